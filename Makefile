@@ -1,0 +1,67 @@
+# make demo   set up, then train a model on four unlike workers beside the single device
+# make test   set up, then pass all tests
+# make lint | bench | format | setup | clean
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+DEPENDENCIES := $(VENV)/.dependencies
+EXTENSION := $(VENV)/.extension
+RUST := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
+PYTHON_CODE := python tests examples benches
+# Test processes; each holds its own torch, so more than eight gain little.
+JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+# One thread per process: the tests and the workers of the demo share the cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test test-rust test-python lint format bench clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+setup: $(EXTENSION)
+
+$(DEPENDENCIES): pyproject.toml constraints.txt scripts/setup.sh
+	@scripts/setup.sh dependencies $(VENV)
+	@touch $@
+
+$(EXTENSION): $(DEPENDENCIES) $(RUST)
+	@scripts/setup.sh extension $(VENV)
+	@touch $@
+
+demo: setup
+	$(BIN)/python examples/digits.py
+
+test: test-rust test-python
+
+test-rust: setup
+	cargo test --workspace --locked --quiet
+
+test-python: setup
+	$(BIN)/python -m pytest -n $(JOBS) -q
+
+lint: setup
+	$(BIN)/ruff check $(PYTHON_CODE)
+	$(BIN)/ruff format --check $(PYTHON_CODE)
+	$(BIN)/mypy
+	cargo fmt --all --check
+	PYO3_PYTHON=$(abspath $(BIN))/python cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+	$(BIN)/python -m mypy.stubtest hetspmd._core
+
+format:
+	$(BIN)/ruff check --fix $(PYTHON_CODE)
+	$(BIN)/ruff format $(PYTHON_CODE)
+	cargo fmt --all
+
+bench: setup
+	cargo bench --workspace --locked
+	$(BIN)/python benches/models_table.py
+
+clean:
+	rm -rf $(VENV) target build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f python/hetspmd/_core*.so
+	find python tests examples benches -name __pycache__ -type d -prune -exec rm -rf {} +

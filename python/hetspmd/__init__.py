@@ -1,0 +1,1 @@
+"""hetspmd: synthesizes uneven SPMD programs for PyTorch training on clusters of unlike devices."""

@@ -1,0 +1,61 @@
+"""Frozen dataclasses to JSON values and back, for plan files.
+
+A dataclass is ``{"$": "ClassName", field: value, ...}``, a tuple a list, a mapping ``{"$map": [[k, v], ...]}``
+in key order, a float that JSON lacks ``{"$float": "inf"}``. Only the classes of :data:`TYPES` are read back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+
+@cache
+def _types() -> dict[str, type]:
+    from hetspmd import plan
+    from hetspmd.balance import lengths
+    from hetspmd.cost import cluster, step
+    from hetspmd.rules import rule
+    from hetspmd.synth import program
+    from hetspmd.trace import graph
+
+    found: dict[str, type] = {}
+    for module in (graph, rule, program, lengths, cluster, step, plan):
+        for name, value in vars(module).items():
+            if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == module.__name__:
+                found[name] = value
+    return found
+
+
+def encode(value: Any) -> Any:
+    """The JSON value of a dataclass tree. Raises TypeError for anything else."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, (tuple, list)):
+        return [encode(v) for v in value]
+    if isinstance(value, Mapping):
+        return {"$map": [[encode(k), encode(value[k])] for k in sorted(value)]}
+    name = type(value).__name__
+    if _types().get(name) is type(value):
+        fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"$": name, **fields}
+    raise TypeError(f"a {name} cannot be stored in a plan")
+
+
+def decode(value: Any) -> Any:
+    """Inverse of :func:`encode`; lists become tuples. Raises ValueError or KeyError for unknown text."""
+    if isinstance(value, list):
+        return tuple(decode(v) for v in value)
+    if isinstance(value, dict):
+        if "$float" in value:
+            return float(value["$float"])
+        if "$map" in value:
+            return {decode(k): decode(v) for k, v in value["$map"]}
+        cls = _types()[value["$"]]
+        return cls(**{k: decode(v) for k, v in value.items() if k != "$"})
+    return value

@@ -1,0 +1,247 @@
+"""The cluster: devices in rank order and the network between them, in SI units.
+
+A cluster file (YAML or JSON)::
+
+    devices:                       # rank order; count repeats a device
+      - {name: v100, count: 2, flops: 12e12, memory: 16GiB, memory_bandwidth: 800GB/s}
+      - {name: p100, count: 2, flops: {float32: 7.5e12, float16: 15e12}, memory: 12GiB}
+    network: {bandwidth: 10.4Gbit/s, latency: 50us}
+
+``flops`` is a number or a number per dtype (``default`` for the others). Optional: ``name``, ``count`` (1),
+``memory`` (unlimited), ``memory_bandwidth`` (infinite: every op is bound by its FLOPs), ``launch`` (5 us per op)
+and ``latency`` (50 us per collective). ``network`` may be left out for a single device.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import yaml
+
+from hetspmd.cost.cluster_file import Node, read_file, read_object, read_text
+from hetspmd.cost.quantities import Kind, quantity_text
+from hetspmd.errors import ClusterError
+from hetspmd.trace.graph import ITEM_SIZES
+
+DEFAULT: Final = "default"
+LAUNCH: Final = 5e-6
+LATENCY: Final = 50e-6
+_ALIASES: Final = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_DTYPES: Final = (DEFAULT, *sorted(ITEM_SIZES), *_ALIASES)
+
+__all__ = ["LATENCY", "LAUNCH", "Cluster", "Device", "Network"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device.
+
+    flops             FLOP/s by dtype name; ``default`` holds for dtypes that are not listed
+    memory            bytes
+    memory_bandwidth  bytes/s
+    launch            seconds from one op to the next however small the op is
+
+    Raises ClusterError for a quantity that is not positive.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory: float = math.inf
+    memory_bandwidth: float = math.inf
+    launch: float = LAUNCH
+
+    def __post_init__(self) -> None:
+        if not self.flops:
+            raise ClusterError(f"device {self.name!r}: flops is empty; write flops={{'default': 12e12}}")
+        for dtype, rate in self.flops.items():
+            if dtype != DEFAULT and dtype not in ITEM_SIZES:
+                raise ClusterError(f"device {self.name!r}: flops of {dtype!r}, which is no dtype")
+            _positive(f"device {self.name!r}: flops of {dtype}", rate, finite=True)
+        _positive(f"device {self.name!r}: memory", self.memory)
+        _positive(f"device {self.name!r}: memory_bandwidth", self.memory_bandwidth)
+        _positive(f"device {self.name!r}: launch", self.launch, finite=True)
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s in ``dtype``: its own, else the default, else the least that is listed."""
+        found = self.flops.get(dtype, self.flops.get(DEFAULT))
+        return min(self.flops.values()) if found is None else found
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The network between the devices: ``bandwidth`` of one device's link in bytes/s in each direction,
+    ``latency`` of a collective in seconds. Raises ClusterError for a quantity that is not positive."""
+
+    bandwidth: float
+    latency: float = LATENCY
+
+    def __post_init__(self) -> None:
+        _positive("network: bandwidth", self.bandwidth)
+        _positive("network: latency", self.latency, finite=True)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices in rank order and their network (None only for a single device)."""
+
+    devices: tuple[Device, ...]
+    network: Network | None = None
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ClusterError("the cluster has no device; list at least one")
+        if self.network is None and len(self.devices) > 1:
+            raise ClusterError(
+                f"the cluster has {len(self.devices)} devices and no network; "
+                "add network: {bandwidth: 10Gbit/s, latency: 50us}"
+            )
+
+    @property
+    def world(self) -> int:
+        """Number of devices."""
+        return len(self.devices)
+
+    @classmethod
+    def load(cls, spec: Cluster | Mapping[str, Any] | str | os.PathLike[str]) -> Cluster:
+        """A cluster from a Cluster, a dict, or the path of a YAML or JSON file.
+
+        Raises ClusterError that names the file, line and column (or the place in the dict), the key, and what
+        to write instead.
+        """
+        if isinstance(spec, Cluster):
+            return spec
+        if isinstance(spec, Mapping):
+            return _read(read_object(spec))
+        if isinstance(spec, (str, os.PathLike)):
+            return _read(read_file(spec))
+        raise ClusterError(
+            f"a cluster is a dict, the path of a file, or a hetspmd.Cluster; got a {type(spec).__name__}"
+        )
+
+    @classmethod
+    def from_text(cls, text: str, name: str = "<cluster>") -> Cluster:
+        """A cluster from YAML or JSON text; ``name`` stands in messages. Raises ClusterError."""
+        return _read(read_text(text, name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The cluster as ``load`` reads it; equal neighbours share an entry with a count."""
+        entries: list[dict[str, Any]] = []
+        previous: Device | None = None
+        for device in self.devices:
+            if device == previous:
+                entries[-1]["count"] += 1
+                continue
+            previous = device
+            entry: dict[str, Any] = {"name": device.name, "count": 1, "flops": _plain(device.flops)}
+            if math.isfinite(device.memory):
+                entry["memory"] = device.memory
+            if math.isfinite(device.memory_bandwidth):
+                entry["memory_bandwidth"] = device.memory_bandwidth
+            entry["launch"] = device.launch
+            entries.append(entry)
+        document: dict[str, Any] = {"devices": entries}
+        if self.network is not None:
+            document["network"] = {"bandwidth": self.network.bandwidth, "latency": self.network.latency}
+        return document
+
+    def to_text(self) -> str:
+        """The cluster file's text (YAML); ``Cluster.from_text`` is its inverse."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    def __str__(self) -> str:
+        rows = [("ranks", "device", "FLOP/s", "memory", "bandwidth", "launch")]
+        rank = 0
+        for entry in self.to_dict()["devices"]:
+            device, last = self.devices[rank], rank + entry["count"] - 1
+            rows.append(
+                (
+                    str(rank) if last == rank else f"{rank}-{last}",
+                    device.name,
+                    ", ".join(
+                        quantity_text(v, "FLOP/s") + ("" if k == DEFAULT else f" ({k})")
+                        for k, v in sorted(device.flops.items())
+                    ),
+                    quantity_text(device.memory, "bytes"),
+                    quantity_text(device.memory_bandwidth, "bytes/s"),
+                    quantity_text(device.launch, "seconds"),
+                )
+            )
+            rank = last + 1
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if self.network is not None:
+            lines.append(
+                f"network  {quantity_text(self.network.bandwidth, 'bytes/s')}, "
+                f"{quantity_text(self.network.latency, 'seconds')} per collective"
+            )
+        return "\n".join(lines)
+
+
+def _positive(name: str, value: float, *, finite: bool = False) -> None:
+    if not value > 0 or (finite and not math.isfinite(value)):
+        raise ClusterError(f"{name} is {value}; it must be positive{' and finite' if finite else ''}")
+
+
+def _plain(flops: Mapping[str, float]) -> Any:
+    if list(flops) == [DEFAULT]:
+        return flops[DEFAULT]
+    return {k: flops[k] for k in sorted(flops)}
+
+
+def _read(root: Node) -> Cluster:
+    top = root.entries("the cluster", ("devices", "network"), ("devices",))
+    devices: list[Device] = []
+    for index, entry in enumerate(top["devices"].items("devices")):
+        count, device = _read_device(entry, index)
+        devices.extend([device] * count)
+    if "network" in top:
+        return Cluster(tuple(devices), _read_network(top["network"]))
+    if len(devices) > 1:
+        root.fail(
+            f"the cluster lacks the key 'network', which {len(devices)} devices need; "
+            "add network: {bandwidth: 10Gbit/s, latency: 50us}"
+        )
+    return Cluster(tuple(devices))
+
+
+def _read_device(node: Node, index: int) -> tuple[int, Device]:
+    what = f"device {index}"
+    keys = ("name", "count", "flops", "memory", "memory_bandwidth", "launch")
+    entry = node.entries(what, keys, ("flops",))
+
+    def quantity(key: str, kind: Kind, default: float) -> float:
+        return entry[key].quantity(key, kind) if key in entry else default
+
+    device = Device(
+        entry["name"].text("name") if "name" in entry else f"device{index}",
+        _read_flops(entry["flops"]),
+        quantity("memory", "bytes", math.inf),
+        quantity("memory_bandwidth", "bytes/s", math.inf),
+        quantity("launch", "seconds", LAUNCH),
+    )
+    return (entry["count"].count("count") if "count" in entry else 1), device
+
+
+def _read_flops(node: Node) -> dict[str, float]:
+    if node.mapping is None:
+        return {DEFAULT: node.quantity("flops", "FLOP/s")}
+    entries = node.entries("flops", _DTYPES, ())
+    if not entries:
+        node.fail("flops is empty; write a number of FLOP/s, or one per dtype as {float32: 12e12}")
+    rates: dict[str, float] = {}
+    for key, value in entries.items():
+        dtype = _ALIASES.get(key, key)
+        if dtype in rates:
+            value.fail(f"flops of {dtype} stands twice; remove one")
+        rates[dtype] = value.quantity(f"flops of {key}", "FLOP/s")
+    return rates
+
+
+def _read_network(node: Node) -> Network:
+    entry = node.entries("network", ("bandwidth", "latency"), ("bandwidth",))
+    latency = entry["latency"].quantity("latency", "seconds") if "latency" in entry else LATENCY
+    return Network(entry["bandwidth"].quantity("bandwidth", "bytes/s"), latency)

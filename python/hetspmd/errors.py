@@ -1,0 +1,86 @@
+"""Named errors. Each message says what is wrong, where, and how to mend it."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BatchMismatchError",
+    "CheckError",
+    "ClusterError",
+    "DeviceError",
+    "ExampleError",
+    "HetspmdError",
+    "InfeasibleError",
+    "MissingRuleError",
+    "MissingRuleWarning",
+    "PlanError",
+    "PlanMismatchError",
+    "ProofError",
+    "RuleError",
+    "TargetError",
+    "TraceError",
+    "WorldSizeError",
+]
+
+
+class HetspmdError(Exception):
+    """Base of every error that hetspmd raises on purpose. The CLI exits with status 2 on it."""
+
+
+class ClusterError(HetspmdError):
+    """The cluster description is missing, malformed or impossible."""
+
+
+class TargetError(HetspmdError):
+    """The TARGET of a command cannot be found or does not return ``(model, example)``."""
+
+
+class ExampleError(HetspmdError):
+    """The example batch does not fit the model."""
+
+
+class TraceError(HetspmdError):
+    """The model cannot be traced to one static graph."""
+
+
+class DeviceError(HetspmdError):
+    """The model lies on several devices, or on one that cannot be used."""
+
+
+class RuleError(HetspmdError):
+    """A rule is malformed or registered twice."""
+
+
+class MissingRuleError(RuleError):
+    """Under ``strict=True``: an op has no rule."""
+
+
+class MissingRuleWarning(UserWarning):
+    """An op has no rule and runs replicated on every device."""
+
+
+class InfeasibleError(HetspmdError):
+    """No program satisfies the constraints."""
+
+
+class ProofError(HetspmdError):
+    """The independent checker could not prove a program."""
+
+
+class PlanError(HetspmdError):
+    """A plan file is malformed or of another version."""
+
+
+class PlanMismatchError(PlanError):
+    """The ranks hold different plans, or the plan belongs to another model or cluster."""
+
+
+class WorldSizeError(HetspmdError):
+    """The process group's size is not the cluster's device count."""
+
+
+class BatchMismatchError(HetspmdError):
+    """A batch differs in structure, shape or dtype from the one that was planned for."""
+
+
+class CheckError(HetspmdError):
+    """A verification failed. The CLI exits with status 1 on it."""

@@ -1,0 +1,137 @@
+"""A plan: what :func:`hetspmd.compile` decides, what a plan file stores, what the runtime executes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetspmd.balance.lengths import Lengths
+from hetspmd.codec import decode, encode
+from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.step import StepCost
+from hetspmd.errors import PlanError
+from hetspmd.rules.theory import Theory, derive
+from hetspmd.synth.program import Program
+from hetspmd.trace.graph import Graph
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """What the search says of a program, in its additive cost model.
+
+    ``cost`` and ``lower_bound`` are in seconds, ``gap`` is ``(cost - lower_bound) / cost``. The numbers are
+    the same in every run; seconds of wall time are not kept here.
+    """
+
+    cost: float
+    lower_bound: float
+    gap: float
+    stop_reason: str
+    expansions: int
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One step of the alternation between search and ratios (HAP 3.1)."""
+
+    start: str
+    index: int
+    ratios: tuple[float, ...]
+    search_seconds: float
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Graph, program, ratios and predicted cost.
+
+    ratios      B: the share of each device, summing to 1 (one segment)
+    lengths     whole units per logical axis and device
+    cost        the stage model's prediction for the program at these lengths (HAP 3.2)
+    baselines   name -> predicted seconds of a step, in the same cost model
+    iterations  the trace of the alternation; the plan is the best of it
+    """
+
+    graph: Graph
+    program: Program
+    ratios: tuple[float, ...]
+    lengths: Lengths
+    cluster: Cluster
+    cost: StepCost
+    search: SearchReport
+    baselines: Mapping[str, float]
+    iterations: tuple[Iteration, ...]
+
+    @cached_property
+    def theory(self) -> Theory:
+        """The background theory, derived again from the graph."""
+        return derive(self.graph)
+
+    @property
+    def world(self) -> int:
+        """Number of devices."""
+        return len(self.cluster.devices)
+
+    def to_json(self) -> str:
+        """The plan file's text; the same plan gives the same text, byte for byte."""
+        return json.dumps({"version": VERSION, "plan": encode(self)}, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Inverse of :meth:`to_json`. Raises PlanError for text that is no plan of this version."""
+        try:
+            document: dict[str, Any] = json.loads(text)
+            version = document["version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanError(f"not a plan file: {error}; write one with hetspmd compile --plan FILE") from error
+        if version != VERSION:
+            raise PlanError(f"plan file of version {version}, this release reads {VERSION}; compile again")
+        try:
+            plan = decode(document["plan"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"the plan file is damaged ({error}); compile again") from error
+        if not isinstance(plan, cls):
+            raise PlanError(f"the file holds a {type(plan).__name__}, not a plan")
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan file (beside the target, then renamed: never half written)."""
+        write_atomically(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a plan file. Raises PlanError if it is missing or damaged."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"cannot read the plan file {path}: {error.strerror}") from error
+        return cls.from_json(text)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the plan's text; ranks compare it before the first step."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write ``text`` to a file beside ``path``, then rename it."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

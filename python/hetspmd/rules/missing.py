@@ -1,0 +1,298 @@
+"""Rows that hold but that a rule does not have, found by enumeration.
+
+A candidate names a form for every input: ``Identity``, ``All-Reduce``, or ``All-Gather(d)`` of a dim of at
+least two elements, all cut dims standing for one factor of n units, where n runs over the divisors of the
+greatest common divisor of their extents, largest first. The local call is the plain one (shape arguments
+replaced, no rewrite); the forms of the outputs are read off its results. A candidate counts if it holds on
+the sample, on redraws of its floating inputs (other signs, other scales) and bool inputs, and on several
+splits. Integer inputs stay as given, for they may be indices; an op whose inputs are all integers may have
+them as summands. What the rule's rows imply is no news: a row implies a candidate if its precondition is
+available from the candidate's and the candidate's postcondition from the row's (by slicing or masking).
+
+Candidates come in the order of how many inputs are not whole, then by input; :data:`LIMIT` caps them per
+sample, and the report says when it struck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import islice, product
+from math import gcd, prod
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from hetspmd.forms import (
+    ALL_REDUCE,
+    IDENTITY,
+    Form,
+    all_gather,
+    available,
+    form_text,
+    is_sharded,
+    sharded_dim,
+)
+from hetspmd.rules.brute import Case, Outputs, assembled, execute, magnitude, mismatch, shards, with_inputs
+from hetspmd.rules.rule import SUM, Cut, OpRule, Place, Row, local_shape
+
+LIMIT: Final = 1500
+_REDRAWS: Final = 3
+_SEED: Final = 7
+
+# These index memory by their inputs without checking; a wrong candidate could corrupt the process.
+_UNCHECKED: Final = (
+    "max_pool",
+    "adaptive_max_pool",
+    "fractional_max_pool",
+    "_embedding_bag",
+    "embedding_dense_backward",
+)
+
+Triple = tuple[tuple[Form, ...], tuple[Form, ...]]
+
+
+@dataclass(frozen=True)
+class MissingRow:
+    """A row that holds on a sample although the rule does not have it."""
+
+    text: str
+    sample: int
+    sample_text: str
+    pre: tuple[Form, ...]
+    post: tuple[Form, ...]
+    units: int
+
+    def __str__(self) -> str:
+        cut = f" ({self.units} units)" if self.units else ""
+        return f"missing: {self.text}{cut}\n    sample {self.sample}: {self.sample_text}"
+
+
+def triple_text(pre: Sequence[Form], post: Sequence[Form]) -> str:
+    """``{All-Gather(0), Identity} {All-Reduce}``."""
+    return f"{{{', '.join(map(form_text, pre))}}} {{{', '.join(map(form_text, post))}}}"
+
+
+def implies(row: Triple, candidate: Triple) -> bool:
+    """Whether ``row`` makes ``candidate`` superfluous."""
+    return all(available(have, want) for have, want in zip(candidate[0], row[0], strict=True)) and all(
+        available(have, want) for have, want in zip(row[1], candidate[1], strict=True)
+    )
+
+
+def without_implied(rows: Iterable[MissingRow]) -> tuple[MissingRow, ...]:
+    """The rows that no other row implies."""
+    kept: list[MissingRow] = []
+    pool = list(rows)
+    for i, row in enumerate(pool):
+        rivals = (
+            other
+            for j, other in enumerate(pool)
+            if j != i and len(other.pre) == len(row.pre) and len(other.post) == len(row.post)
+            and implies((other.pre, other.post), (row.pre, row.post))
+        )  # fmt: skip
+        if not any(rivals):
+            kept.append(row)
+    return tuple(kept)
+
+
+def missing_rows(
+    case: Case, rule: OpRule, shape_only: Sequence[int], fixed: Sequence[int]
+) -> tuple[dict[str, tuple[tuple[Form, ...], tuple[Form, ...], int]], tuple[str, ...]]:
+    """Text of each missing row -> (pre, post, units; 0 without a cut), and notes on what was left out."""
+    op = case.call.op
+    if op.split(".")[1].startswith(_UNCHECKED):
+        return {}, ("missing rows: the op does not check its indices",)
+    known = [_triple(row, case) for row in rule.rows(case.call)]
+    cases = _redraws(case, fixed)
+    candidates = list(islice(_candidates(case, rule), LIMIT + 1))
+    capped = len(candidates) > LIMIT
+    notes = (f"missing rows: only the first {LIMIT} candidates were tried",) if capped else ()
+    found: dict[str, tuple[tuple[Form, ...], tuple[Form, ...], int]] = {}
+    asked = sorted(set(rule.shape_args.values()))
+    same_pre = {pre for pre, _ in known} if not asked else set()
+    for pre, shaped in candidates[:LIMIT]:
+        if pre in same_pre:
+            continue
+        for units in _unit_counts(case, pre, shaped):
+            posts = _posts(cases, rule, pre, shaped, units, shape_only)
+            if not posts:
+                continue
+            for post in posts:
+                text = triple_text(pre, post)
+                if any(implies(row, (pre, post)) for row in known):
+                    continue
+                if any(fnmatchcase(text, pattern) for pattern in rule.omitted):
+                    continue
+                found.setdefault(text, (pre, post, units))
+            break
+    return found, notes
+
+
+def _triple(row: Row, case: Case) -> Triple:
+    post = tuple(IDENTITY if o is None else f for f, o in zip(row.post, case.outputs, strict=True))
+    return row.pre, post
+
+
+def _candidates(case: Case, rule: OpRule) -> Iterator[tuple[tuple[Form, ...], dict[int, Form]]]:
+    """Forms of all inputs, and forms of the outputs whose shape is an argument."""
+    integral = all(not _real(t) for t in case.inputs)
+    options = [_options(t, partial=_real(t) or (integral and t.dtype != torch.bool)) for t in case.inputs]
+    shaped = [o for o in sorted(set(rule.shape_args.values())) if case.outputs[o] is not None]
+    out_options = [_options(t, partial=False) for o in shaped if (t := case.outputs[o]) is not None]
+    total = prod(map(len, options))
+    pres: Iterable[tuple[Form, ...]] = product(*options)
+    if total <= 200_000:
+        pres = sorted(pres, key=lambda pre: sum(f != IDENTITY for f in pre))
+    for pre in pres:
+        if all(f == IDENTITY for f in pre):
+            continue
+        for forms in product(*out_options):
+            yield pre, dict(zip(shaped, forms, strict=True))
+
+
+def _real(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _options(tensor: Tensor, *, partial: bool) -> list[Form]:
+    cuts = [all_gather(d) for d, extent in enumerate(tensor.shape) if extent >= 2]
+    return [IDENTITY, *cuts, *([ALL_REDUCE] if partial else [])]
+
+
+def _unit_counts(case: Case, pre: Sequence[Form], shaped: dict[int, Form]) -> tuple[int, ...]:
+    """Numbers of units to try, largest first; (0,) where nothing is cut."""
+    extents = [t.shape[sharded_dim(f)] for t, f in zip(case.inputs, pre, strict=True) if is_sharded(f)]
+    for o, form in shaped.items():
+        tensor = case.outputs[o]
+        if is_sharded(form) and tensor is not None:
+            extents.append(tensor.shape[sharded_dim(form)])
+    if not extents:
+        return (0,)
+    common = gcd(*extents)
+    return tuple(n for n in range(common, 1, -1) if common % n == 0)
+
+
+def _redraws(case: Case, fixed: Sequence[int]) -> list[Case]:
+    """The case and the same call on other values, so that only structural truths survive."""
+    cases = [case]
+    generator = torch.Generator().manual_seed(_SEED)
+    for round_ in range(_REDRAWS):
+        inputs = []
+        for i, t in enumerate(case.inputs):
+            if i in fixed:
+                inputs.append(t)
+            elif _real(t):
+                wide = torch.complex128 if t.dtype.is_complex else torch.float64
+                draw = torch.randn(t.shape, dtype=wide, generator=generator).to(t)
+                inputs.append(draw.abs().to(t) + 0.1 if round_ == 2 else draw * (0.3, 8.0)[round_])
+            elif t.dtype == torch.bool:
+                inputs.append(torch.rand(t.shape, generator=generator) < 0.5)
+            else:
+                inputs.append(t)
+        try:
+            cases.append(with_inputs(case, inputs, _SEED))
+        except (RuntimeError, ValueError, IndexError):
+            continue  # values outside the op's domain, such as probabilities
+    return cases
+
+
+def _posts(
+    cases: Sequence[Case], rule: OpRule, pre: tuple[Form, ...], shaped: dict[int, Form], units: int,
+    shape_only: Sequence[int],
+) -> list[tuple[Form, ...]]:  # fmt: skip
+    """All postconditions that hold on every case and split; empty if some output has none."""
+    kept: list[set[Form]] | None = None
+    for split in _test_splits(units):
+        for number, case in enumerate(cases):
+            forms = _forms_once(case, rule, pre, shaped, units, split, shape_only, _SEED + number)
+            kept = forms if kept is None else [a & b for a, b in zip(kept, forms, strict=True)]
+            if not all(kept):
+                return []
+    assert kept is not None
+    choices = [[IDENTITY] if IDENTITY in forms else sorted(forms) for forms in kept]
+    for o, form in shaped.items():
+        choices[o] = [f for f in choices[o] if f == form or not is_sharded(form)]
+    return [tuple(post) for post in product(*choices)]
+
+
+def _test_splits(units: int) -> list[tuple[int, ...]]:
+    """Splits without empty shards (these hold by construction, or the kernel decides)."""
+    if units == 0:
+        return [(0, 0, 0), (0, 0)]
+    if units == 2:
+        return [(1, 1)]
+    if units == 3:
+        return [(1, 1, 1), (1, 2), (2, 1)]
+    return [(units - 2, 1, 1), (1, units - 1), (1, 1, units - 2)]
+
+
+def _forms_once(
+    case: Case, rule: OpRule, pre: tuple[Form, ...], shaped: dict[int, Form], units: int,
+    split: tuple[int, ...], shape_only: Sequence[int], seed: int,
+) -> list[set[Form]]:  # fmt: skip
+    """For each output, the forms that hold on this split (every form for one that nobody needs)."""
+    generator = torch.Generator().manual_seed(seed)
+    pieces = [
+        shards(t, _place(f, t, units), split, generator, None) for t, f in zip(case.inputs, pre, strict=True)
+    ]
+    results: list[Outputs] = []
+    try:
+        for rank, extent in enumerate(split):
+            args, kwargs = list(case.call.args), dict(case.call.kwargs)
+            for key, output in rule.shape_args.items():
+                whole = case.outputs[output]
+                assert whole is not None
+                place = _place(shaped[output], whole, units)
+                shape = local_shape(tuple(whole.shape), place, extent)
+                if isinstance(key, str):
+                    kwargs[key] = shape
+                elif key < len(args):
+                    args[key] = shape
+            local = [p[rank] for p in pieces]
+            results.append(execute((case.call.op, tuple(args), kwargs), local, case.device, _SEED))
+    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, ZeroDivisionError):
+        return [set() for _ in case.outputs]
+    return [_holding(case, results, o, units, split, o in shape_only) for o in range(len(case.outputs))]
+
+
+def _place(form: Form, tensor: Tensor, units: int) -> Place:
+    if is_sharded(form):
+        return Cut(sharded_dim(form), tensor.shape[sharded_dim(form)] // units)
+    return SUM if form == ALL_REDUCE else None
+
+
+def _holding(
+    case: Case, results: Sequence[Outputs], o: int, units: int, split: Sequence[int], unneeded: bool
+) -> set[Form]:
+    want = case.outputs[o]
+    if want is None:
+        return {IDENTITY}
+    got = [t for outputs in results if o < len(outputs) and (t := outputs[o]) is not None]
+    if len(got) != len(results):
+        return set()
+    holding: set[Form] = set()
+    if unneeded or all(mismatch(t, want, case.tolerance) is None for t in got):
+        return {IDENTITY} if unneeded else {IDENTITY, *_weaker(want)}
+    if want.dtype != torch.bool and all(t.shape == want.shape and t.dtype == want.dtype for t in got):
+        total = assembled(got, ALL_REDUCE)
+        if mismatch(total, want, case.tolerance, magnitude(got)) is None:
+            holding.add(ALL_REDUCE)
+    for d, extent in enumerate(want.shape):
+        if units and extent >= 2 and extent % units == 0:
+            cut = Cut(d, extent // units)
+            fits = (
+                tuple(t.shape) == local_shape(tuple(want.shape), cut, split[r]) and t.dtype == want.dtype
+                for r, t in enumerate(got)
+            )
+            if all(fits) and mismatch(assembled(got, all_gather(d)), want, case.tolerance) is None:
+                holding.add(all_gather(d))
+    return holding
+
+
+def _weaker(tensor: Tensor) -> set[Form]:
+    """The forms that follow from Identity by slicing or masking."""
+    sums = set() if tensor.dtype == torch.bool else {ALL_REDUCE}
+    return {all_gather(d) for d in range(tensor.dim())} | sums

@@ -1,0 +1,176 @@
+"""Rules of contractions: products of tensors summed over shared dims.
+
+``C[i, j] = sum_k A[i, k] B[k, j]``: i and j are parallel, k is a reduction. With a bias,
+``beta * bias + alpha * A B`` is a sum over k too once the bias is held as summands (all of it on one
+device), so a row that sums over k wants the bias All-Reduce. FLOPs are 2 * the product of all factor sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from hetspmd.rules.registry import rule
+from hetspmd.rules.rule import Call, OpRule
+from hetspmd.rules.terms import Dim, Term, broadcast_term, linear_sets, term_factors
+
+_TERMS: dict[str, tuple[str, str, str]] = {
+    "aten.mm.default": ("mk", "kn", "mn"),
+    "aten.mm.dtype": ("mk", "kn", "mn"),
+    "aten._int_mm.default": ("mk", "kn", "mn"),
+    "aten.bmm.default": ("bmk", "bkn", "bmn"),
+    "aten.bmm.dtype": ("bmk", "bkn", "bmn"),
+    "aten.mv.default": ("mk", "k", "m"),
+    "aten.dot.default": ("k", "k", ""),
+    "aten.vdot.default": ("k", "k", ""),
+    "aten.outer.default": ("m", "n", "mn"),
+    "aten.ger.default": ("m", "n", "mn"),
+}
+"""Terms of the two arguments and the output, one letter per dim."""
+
+_BIASED: dict[str, tuple[str, str, str]] = {
+    "aten.addmm.default": ("mk", "kn", "mn"),
+    "aten.addmm.dtype": ("mk", "kn", "mn"),
+    "aten.baddbmm.default": ("bmk", "bkn", "bmn"),
+    "aten.baddbmm.dtype": ("bmk", "bkn", "bmn"),
+    "aten.addbmm.default": ("bmk", "bkn", "mn"),
+    "aten.addmv.default": ("mk", "k", "m"),
+    "aten.addr.default": ("m", "n", "mn"),
+}
+"""The same for ``op(bias, a, b, *, beta, alpha)``; the bias broadcasts to the output."""
+
+
+def _flops(call: Call, terms: Sequence[Sequence[Dim]]) -> float:
+    sizes: dict[str, int] = {}
+    for term, type_ in zip(terms, call.inputs, strict=True):
+        for dim, extent in zip(term, type_.shape, strict=True):
+            if isinstance(dim, str):
+                sizes[dim] = max(sizes.get(dim, 1), extent)
+    return 2.0 * math.prod(sizes.values())
+
+
+@rule(*_TERMS)
+def _product(call: Call) -> OpRule:
+    a, b, out = _TERMS[call.op]
+    return OpRule(
+        term_factors(call, [a, b], [out]), linear=linear_sets(call, [[0], [1]]), flops=_flops(call, [a, b])
+    )
+
+
+@rule(*_BIASED)
+def _biased_product(call: Call) -> OpRule:
+    a, b, out = _BIASED[call.op]
+    bias = broadcast_term(out, call.inputs[0])
+    flops = _flops(Call(call.op, call.args, call.kwargs, call.inputs[1:], call.outputs), [a, b])
+    return OpRule(
+        term_factors(call, [bias, a, b], [out], added={0}),
+        linear=linear_sets(call, _bias_groups(0, 1, 2, 0 if call.kwargs.get("beta", 1) == 0 else 1)),
+        flops=flops,
+    )
+
+
+def _bias_groups(bias: int | None, a: int, b: int, beta: int) -> list[list[int | None]]:
+    groups: list[list[int | None]] = [[bias, a], [bias, b]]
+    return groups if beta else [*groups, [a], [b]]
+
+
+@rule("aten.linear.default")
+def _linear(call: Call) -> OpRule:
+    x, w = call.inputs[0], call.inputs[1]
+    lead = tuple(f"x{i}" for i in range(x.ndim - 1))
+    x_term, w_term = (*lead, "k"), ("n", "k") if w.ndim == 2 else ("k",)
+    out = (*lead, *w_term[:-1])
+    terms: list[Term] = [x_term, w_term]
+    bias = call.tensor(2, "bias")
+    if bias is not None:
+        terms.append(w_term[:-1] if call.inputs[bias].ndim == 1 else ())
+    flops = _flops(Call(call.op, call.args, call.kwargs, call.inputs[:2], call.outputs), [x_term, w_term])
+    return OpRule(
+        term_factors(call, terms, [out], added=() if bias is None else {bias}),
+        linear=linear_sets(call, [[bias, 0], [bias, 1]]),
+        flops=flops,
+    )
+
+
+@rule("aten.matmul.default")
+def _matmul(call: Call) -> OpRule:
+    a, b = call.inputs
+    a_term: tuple[str, ...] = ("k",) if a.ndim == 1 else ("m", "k")
+    b_term: tuple[str, ...] = ("k",) if b.ndim == 1 else ("k", "n")
+    lead = tuple(f"x{i}" for i in range(max(a.ndim, b.ndim) - 2))
+    a_term = (*lead[len(lead) - max(a.ndim - 2, 0) :], *a_term)
+    b_term = (*lead[len(lead) - max(b.ndim - 2, 0) :], *b_term)
+    out = (*lead, *(["m"] if a.ndim > 1 else []), *(["n"] if b.ndim > 1 else []))
+    return OpRule(
+        term_factors(call, [a_term, b_term], [out]),
+        linear=linear_sets(call, [[0], [1]]),
+        flops=_flops(call, [a_term, b_term]),
+    )
+
+
+@rule("aten.einsum.default")
+def _einsum(call: Call) -> OpRule:
+    equation = re.sub(r"\s", "", str(call.args[0]))
+    given, arrow, output = equation.partition("->")
+    written = given.split(",")
+    ellipses = [t.ndim - len(w.replace("...", "")) for w, t in zip(written, call.inputs, strict=True)]
+    width = max((e for e, w in zip(ellipses, written, strict=True) if "..." in w), default=0)
+    terms = [_einsum_term(w, e) for w, e in zip(written, ellipses, strict=True)]
+    if not arrow:
+        letters = given.replace(",", "").replace("...", "")
+        output = ("..." if "..." in given else "") + "".join(c for c in sorted(set(letters)) if letters.count(c) == 1)
+    diagonal = {n for t in terms for n in t if t.count(n) > 1}
+    out = _einsum_term(output, width)
+    factors = term_factors(call, [_without(t, diagonal) for t in terms], [_without(out, diagonal)])
+    flops = float(len(terms)) * math.prod(
+        max(t.shape[i] for t, term in zip(call.inputs, terms, strict=True) for i, n in enumerate(term) if n == name)
+        for name in dict.fromkeys(n for t in terms for n in t)
+    )
+    return OpRule(factors, linear=linear_sets(call, [[i] for i in range(len(terms))]), flops=flops)
+
+
+def _einsum_term(written: str, ellipsis: int) -> tuple[str, ...]:
+    before, dots, after = written.partition("...")
+    return (*before, *([f"_{i}" for i in range(ellipsis - 1, -1, -1)] if dots else ()), *after)
+
+
+def _without(term: tuple[str, ...], names: set[str]) -> tuple[Dim, ...]:
+    return tuple(None if n in names else n for n in term)
+
+
+@rule("aten._grouped_mm.default")
+def _grouped_mm(call: Call) -> OpRule:
+    """Rows (or columns) that ``offs`` groups stay whole; so does the group dim that ``offs`` indexes."""
+    a, b = call.inputs[:2]
+    terms: dict[tuple[int, int], tuple[Sequence[Dim], Sequence[Dim], Sequence[Dim]]] = {
+        (2, 3): ((None, "k"), (None, "k", "n"), (None, "n")),
+        (3, 2): ((None, "m", "k"), ("k", None), ("m", None)),
+        (2, 2): (("m", None), (None, "n"), (None, "m", "n")),
+        (3, 3): (("g", "m", "k"), ("g", "k", "n"), ("g", "m", "n")),
+    }
+    a_term, b_term, out = terms[a.ndim, b.ndim]
+    flops = 2.0 * math.prod(call.out.shape) * (a.shape[-1] if (a.ndim, b.ndim) != (2, 2) else 1)
+    if (a.ndim, b.ndim) == (2, 2):
+        flops = 2.0 * a.shape[0] * a.shape[1] * b.shape[1]
+    rest: list[Term] = [None] * (len(call.inputs) - 2)
+    if call.tensor(3, "bias") is not None:
+        return OpRule(flops=flops)
+    # The kernels want rows of whole 16-byte groups: cut only at multiples of that many elements.
+    unit = 16 // _ITEM.get(a.dtype, 4)
+    a_term, b_term, out = (tuple(_aligned(d, unit) for d in t) for t in (a_term, b_term, out))
+    aligned = all(
+        t.shape[i] % unit == 0
+        for t, term in ((a, a_term), (b, b_term), (call.out, out))
+        for i, d in enumerate(term)
+        if isinstance(d, tuple)
+    )
+    factors = term_factors(call, [a_term, b_term, *rest], [out]) if aligned else ()
+    return OpRule(factors, linear=linear_sets(call, [[0], [1]]), flops=flops)
+
+
+_ITEM = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def _aligned(dim: Dim, unit: int) -> Dim:
+    return (dim, unit) if isinstance(dim, str) and dim in "mnk" else dim

@@ -1,0 +1,310 @@
+"""What a rule is: the factors of an op, from which its Hoare triples follow mechanically (design 4).
+
+An op's dimensions are named by *factors*. For ``mm`` with ``"m k, k n -> m n"``:
+
+- m and n are cut in inputs and outputs alike:  ``{a | All-Gather(0), b | Identity} mm {c | All-Gather(0)}``
+- k is cut in the inputs and summed in the output: ``{a | All-Gather(1), b | All-Gather(0)} mm {c | All-Reduce}``
+- mm is linear in each argument:                ``{a | All-Reduce, b | Identity} mm {c | All-Reduce}``
+- always:                                        ``{a | Identity, b | Identity} mm {c | Identity}``
+
+:func:`OpRule.rows` writes these out as :class:`Row`; :class:`Local` is what an op's local rewrite sees when
+its arguments change under sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from hetspmd.errors import RuleError
+from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather, form_text
+from hetspmd.rules.kernels import empty_shards
+from hetspmd.trace.graph import DEVICE, Argument, DType, Graph, Instruction, Ref, map_refs
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Shape and dtype name of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Call:
+    """An instruction as a rule sees it.
+
+    ``inputs`` are the tensors in order of appearance in args, then kwargs; inside ``args`` and ``kwargs`` a
+    tensor is ``Ref(i)`` with i an index into ``inputs``. ``outputs`` has None where the op returns None.
+    """
+
+    op: str
+    args: tuple[Argument, ...]
+    kwargs: Mapping[str, Argument]
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType | None, ...]
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """The argument at ``position`` or called ``name``, else ``default``."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+    def tensor(self, position: int, name: str = "") -> int | None:
+        """The input index of the tensor at ``position`` (or called ``name``); None if it is no tensor."""
+        value = self.arg(position, name)
+        return value.id if isinstance(value, Ref) else None
+
+    @property
+    def out(self) -> TensorType:
+        """The first output."""
+        first = self.outputs[0]
+        if first is None:
+            raise RuleError(f"{self.op}: the first output is None")
+        return first
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A factor lies along ``dim`` of a tensor; ``unit`` elements make one indivisible unit."""
+
+    dim: int
+    unit: int = 1
+
+
+class _Sum:
+    """The tensor is a sum over the factor: its form is All-Reduce when the factor is sharded."""
+
+    def __repr__(self) -> str:
+        return "SUM"
+
+
+SUM: Final = _Sum()
+
+Place = Cut | _Sum | None
+"""Where a factor lies in a tensor: a Cut, SUM (All-Reduce), or None (the tensor is whole: Identity)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One factor of an op: ``size`` indivisible units, and its place in every input and output.
+
+    For an output, None claims that it is whole on every device although the factor is sharded; write SUM for
+    a reduction.
+    """
+
+    name: str
+    size: int
+    inputs: tuple[Place, ...]
+    outputs: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A Hoare triple of one op: the forms needed of its inputs, and the forms its outputs then have.
+
+    ``factor`` is the index of the sharded factor in the rule, None where the whole op runs on every device.
+    """
+
+    name: str
+    pre: tuple[Form, ...]
+    post: tuple[Form, ...]
+    factor: int | None = None
+
+    def __str__(self) -> str:
+        pre = ", ".join(map(form_text, self.pre))
+        return f"{{{pre}}} {self.name} {{{', '.join(map(form_text, self.post))}}}"
+
+
+Target = str | Callable[..., Any]
+LocalCall = tuple[Target, tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Local:
+    """What one device knows when an instruction is rewritten for it.
+
+    ``start`` and ``stop`` are the units of the row's factor that this device holds (0, 0 without a factor);
+    ``input_shapes`` and ``output_shapes`` are local. ``args`` and ``kwargs`` still hold ``Ref(i)``; the
+    rewrite returns ``(target, args, kwargs)`` in the same terms, the target an op name or a function.
+    """
+
+    call: Call
+    rule: OpRule
+    row: Row
+    rank: int
+    world: int
+    start: int
+    stop: int
+    input_shapes: tuple[tuple[int, ...], ...]
+    output_shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def factor(self) -> Factor | None:
+        """The sharded factor, None where the whole op runs on every device."""
+        return None if self.row.factor is None else self.rule.factors[self.row.factor]
+
+    def default(self) -> LocalCall:
+        """The call with its shape arguments replaced by local shapes."""
+        args = list(self.call.args)
+        kwargs = dict(self.call.kwargs)
+        for key, output in self.rule.shape_args.items():
+            shape = self.output_shapes[output]
+            if isinstance(key, str):
+                kwargs[key] = shape
+            elif key < len(args):
+                args[key] = shape
+        return self.call.op, tuple(args), kwargs
+
+
+Rewrite = Callable[[Local], LocalCall]
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """The rule of one op call.
+
+    factors     what may be sharded; a dim that belongs to no factor is never sharded (blocked)
+    linear      sets of input indices: all of a set may be All-Reduce at once (others Identity), and so are
+                then all outputs
+    shape_args  position (or keyword) of an argument that is an output's shape -> index of that output
+    rewrite     the local call where more than shapes changes; None: :meth:`Local.default`
+    flops       floating-point operations of the whole op (FLOPs)
+    alias       the op only makes a view: no compute cost
+    random      the op draws random numbers
+    omitted     text of a triple -> why it is right and left out all the same (for the oracle)
+    """
+
+    factors: tuple[Factor, ...] = ()
+    linear: tuple[frozenset[int], ...] = ()
+    shape_args: Mapping[int | str, int] = field(default_factory=dict)
+    rewrite: Rewrite | None = None
+    flops: float = 0.0
+    alias: bool = False
+    random: bool = False
+    omitted: Mapping[str, str] = field(default_factory=dict)
+
+    def verify(self, call: Call) -> None:
+        """Raise RuleError unless the rule fits the call's shapes."""
+        where = f"rule of {call.op}"
+        names = [f.name for f in self.factors]
+        if len(set(names)) != len(names):
+            raise RuleError(f"{where}: two factors share a name: {names}")
+        used: dict[tuple[str, int, int], str] = {}
+        for f in self.factors:
+            if f.size < 1:
+                raise RuleError(f"{where}: factor {f.name} has {f.size} units; leave an empty dim out")
+            for side, places, types in (("input", f.inputs, call.inputs), ("output", f.outputs, call.outputs)):
+                if len(places) != len(types):
+                    raise RuleError(
+                        f"{where}: factor {f.name} places {len(places)} {side}s, the call has {len(types)}"
+                    )
+                for i, (place, type_) in enumerate(zip(places, types, strict=True)):
+                    if isinstance(place, Cut):
+                        _verify_cut(where, f, side, i, place, type_, used)
+                    elif isinstance(place, _Sum) and type_ is not None and type_.dtype == "bool":
+                        raise RuleError(f"{where}: factor {f.name}: bool {side} {i} cannot be a sum")
+        for group in self.linear:
+            if not group or not all(0 <= i < len(call.inputs) for i in group):
+                raise RuleError(f"{where}: linear inputs {sorted(group)} of {len(call.inputs)}")
+            if any(t is not None and t.dtype == "bool" for t in call.outputs):
+                raise RuleError(f"{where}: a bool output cannot be All-Reduce")
+        for key, output in self.shape_args.items():
+            if not 0 <= output < len(call.outputs):
+                raise RuleError(f"{where}: shape argument {key!r} names output {output} of {len(call.outputs)}")
+
+    def rows(self, call: Call) -> tuple[Row, ...]:
+        """The Hoare triples: always first, then one per factor, then one per linear set."""
+        n_in, n_out = len(call.inputs), len(call.outputs)
+        rows = [Row("always", (IDENTITY,) * n_in, (IDENTITY,) * n_out)]
+        for index, f in enumerate(self.factors):
+            if f.size < 2:
+                continue
+            pre, post = tuple(map(_form, f.inputs)), tuple(map(_form, f.outputs))
+            rows.append(Row(f.name, pre, post, index))
+        for group in self.linear:
+            pre = tuple(ALL_REDUCE if i in group else IDENTITY for i in range(n_in))
+            name = "linear(" + ",".join(map(str, sorted(group))) + ")"
+            rows.append(Row(name, pre, (ALL_REDUCE,) * n_out))
+        unique: dict[tuple[tuple[Form, ...], tuple[Form, ...]], Row] = {}
+        for row in rows:
+            unique.setdefault((row.pre, row.post), row)
+        return tuple(unique.values())
+
+
+def _verify_cut(
+    where: str, f: Factor, side: str, i: int, cut: Cut, type_: TensorType | None,
+    used: dict[tuple[str, int, int], str],
+) -> None:  # fmt: skip
+    if type_ is None:
+        raise RuleError(f"{where}: factor {f.name} cuts {side} {i}, which is None")
+    if not 0 <= cut.dim < type_.ndim:
+        raise RuleError(f"{where}: factor {f.name} cuts dim {cut.dim} of {side} {i}, shape {list(type_.shape)}")
+    if f.size * cut.unit != type_.shape[cut.dim]:
+        raise RuleError(
+            f"{where}: factor {f.name} has {f.size} units of {cut.unit}, but dim {cut.dim} of {side} {i} "
+            f"has {type_.shape[cut.dim]} elements"
+        )
+    key = (side, i, cut.dim)
+    if key in used:
+        raise RuleError(f"{where}: factors {used[key]} and {f.name} both cut dim {cut.dim} of {side} {i}")
+    used[key] = f.name
+
+
+def _form(place: Place) -> Form:
+    if isinstance(place, Cut):
+        return all_gather(place.dim)
+    return IDENTITY if place is None else ALL_REDUCE
+
+
+def call_of(graph: Graph, instruction: Instruction) -> Call:
+    """The instruction as its rule sees it."""
+    counter = iter(range(len(instruction.inputs)))
+
+    def renumber(_: Ref) -> Ref:
+        return Ref(next(counter))
+
+    args = map_refs(instruction.args, renumber)
+    kwargs = {k: map_refs(v, renumber) for k, v in instruction.kwargs}
+    inputs = tuple(TensorType(graph.tensors[t].shape, graph.tensors[t].dtype) for t in instruction.inputs)
+    outputs = tuple(
+        TensorType(graph.tensors[t].shape, graph.tensors[t].dtype) if t >= 0 else None
+        for t in instruction.outputs
+    )
+    return Call(instruction.op, args, kwargs, inputs, outputs)
+
+
+def local_shape(shape: tuple[int, ...], place: Place, extent: int) -> tuple[int, ...]:
+    """The local shape where ``extent`` units of a factor at ``place`` are held."""
+    if isinstance(place, Cut):
+        return (*shape[: place.dim], extent * place.unit, *shape[place.dim + 1 :])
+    return shape
+
+
+def localize(call: Call, rule: OpRule, row: Row, rank: int, world: int, start: int, stop: int) -> LocalCall:
+    """The call that one device makes for ``row`` when it holds units ``start..stop`` of the row's factor."""
+    factor = None if row.factor is None else rule.factors[row.factor]
+
+    def shapes(types: tuple[TensorType | None, ...], places: tuple[Place, ...] | None) -> tuple[tuple[int, ...], ...]:
+        found = []
+        for i, type_ in enumerate(types):
+            shape = () if type_ is None else type_.shape
+            found.append(shape if places is None else local_shape(shape, places[i], stop - start))
+        return tuple(found)
+
+    local = Local(
+        call, rule, row, rank, world, start, stop,
+        shapes(call.inputs, factor.inputs if factor else None),
+        shapes(call.outputs, factor.outputs if factor else None),
+    )  # fmt: skip
+    if factor is not None and start == stop and SUM not in factor.inputs and None not in factor.outputs:
+        dtypes = tuple(DType(t.dtype) for t in call.outputs if t is not None)
+        kept = tuple(s for s, t in zip(local.output_shapes, call.outputs, strict=True) if t is not None)
+        if len(dtypes) == len(call.outputs):
+            return empty_shards, (kept, dtypes, DEVICE), {}
+    return rule.rewrite(local) if rule.rewrite is not None else local.default()

@@ -1,0 +1,224 @@
+"""Collectives over uneven shards, as pairs of start and wait, which lowered programs call.
+
+``extents[r]`` is the number of elements that rank r holds along a dim, zeros allowed; shards are consecutive
+in rank order. Both of HAP 4.3's implementations are here:
+
+- padded: shards are padded to the largest, one equal-size collective runs, the padding is cut off;
+- grouped: one broadcast (or reduce) per rank that holds anything, with exact sizes.
+
+Every function is out of place, returns a :class:`Pending` at once, and all that decides whether something is
+sent is the same on every rank. Types that a backend cannot move (bool, complex, small integers) travel as
+bytes, or as real pairs where they are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from hetspmd.run.communicator import Work
+
+if TYPE_CHECKING:
+    from hetspmd.run.runtime import Runtime
+
+_MOVABLE = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.int8,
+)  # fmt: skip
+
+
+class Pending:
+    """A collective on its way; :func:`wait` gives its result, once."""
+
+    __slots__ = ("_finish", "_works")
+
+    def __init__(self, works: Sequence[Work], finish: Callable[[], torch.Tensor]) -> None:
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> torch.Tensor:
+        """Wait and give the result."""
+        for work in self._works:
+            work.wait()
+        result = self._finish()
+        self._works = ()
+        del self._finish
+        return result
+
+
+def wait(pending: Pending) -> torch.Tensor:
+    """The result of a collective that was started."""
+    return pending.wait()
+
+
+def start_all_reduce(runtime: Runtime, tensor: torch.Tensor) -> Pending:
+    """All-Reduce to Identity: the sum over the ranks."""
+    comm = runtime.communicator
+    if comm.world == 1 or tensor.numel() == 0:
+        return Pending((), lambda: tensor)
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    return Pending((comm.all_reduce(_summable(total)),), lambda: total)
+
+
+def start_reduce_scatter(runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]) -> Pending:
+    """All-Reduce to All-Gather(dim), padded: this rank's slice of the sum."""
+    comm = runtime.communicator
+    if comm.world == 1 or tensor.numel() == 0:
+        return Pending((), lambda: _slice(tensor, dim, extents, comm.rank))
+    front = tensor.movedim(dim, 0)
+    most, rest = max(extents), front.shape[1:]
+    if min(extents) == most:
+        buffer = front.contiguous()
+    else:
+        buffer = tensor.new_zeros((comm.world * most, *rest))
+        for rank, (start, extent) in enumerate(_ranges(extents)):
+            buffer[rank * most : rank * most + extent] = front[start : start + extent]
+    part = tensor.new_empty((most, *rest))
+    work = comm.reduce_scatter(_summable(part), _summable(buffer))
+    return Pending((work,), lambda: (buffer, _back(part[: extents[comm.rank]], dim))[1])
+
+
+def start_grouped_reduce(runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]) -> Pending:
+    """All-Reduce to All-Gather(dim), grouped: one reduce per rank that holds anything."""
+    comm = runtime.communicator
+    if comm.world == 1 or tensor.numel() == 0:
+        return Pending((), lambda: _slice(tensor, dim, extents, comm.rank))
+    works, buffers = [], {}
+    for rank, (start, extent) in enumerate(_ranges(extents)):
+        if extent:
+            part = tensor.narrow(dim, start, extent).clone(memory_format=torch.contiguous_format)
+            buffers[rank] = part
+            works.append(comm.reduce(_summable(part), rank))
+    mine = buffers.get(comm.rank)
+    result = tensor.narrow(dim, 0, 0).clone() if mine is None else mine
+    return Pending(works, lambda: (buffers, result)[1])
+
+
+def start_all_gather(runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]) -> Pending:
+    """All-Gather(dim) to Identity, padded."""
+    comm = runtime.communicator
+    if comm.world == 1 or _whole(tensor, dim, extents) == 0:
+        return Pending((), lambda: _filled(tensor, dim, extents))
+    front = tensor.movedim(dim, 0)
+    most, rest = max(extents), front.shape[1:]
+    if front.shape[0] == most:
+        buffer = front.contiguous()
+    else:
+        buffer = tensor.new_zeros((most, *rest))
+        buffer[: front.shape[0]] = front
+    gathered = tensor.new_empty((comm.world * most, *rest))
+    work = comm.all_gather(_movable(gathered), _movable(buffer))
+
+    def finish() -> torch.Tensor:
+        if dim == 0 and min(extents) == most:
+            return gathered
+        parts = [
+            gathered[rank * most : rank * most + extent].movedim(0, dim)
+            for rank, extent in enumerate(extents)
+            if extent
+        ]
+        return torch.cat(parts, dim)
+
+    return Pending((work,), lambda: (buffer, finish())[1])
+
+
+def start_grouped_broadcast(runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]) -> Pending:
+    """All-Gather(dim) to Identity, grouped: one broadcast per rank that holds anything."""
+    comm = runtime.communicator
+    if comm.world == 1 or _whole(tensor, dim, extents) == 0:
+        return Pending((), lambda: _filled(tensor, dim, extents))
+    front = tensor.movedim(dim, 0)
+    gathered = tensor.new_empty((sum(extents), *front.shape[1:]))
+    works = []
+    for rank, (start, extent) in enumerate(_ranges(extents)):
+        if extent:
+            part = gathered[start : start + extent]
+            if rank == comm.rank:
+                part.copy_(front)
+            works.append(comm.broadcast(_movable(part), rank))
+    return Pending(works, lambda: _back(gathered, dim))
+
+
+def start_all_to_all(
+    runtime: Runtime,
+    tensor: torch.Tensor,
+    source: int,
+    target: int,
+    source_extents: Sequence[int],
+    target_extents: Sequence[int],
+) -> Pending:
+    """All-Gather(source) to All-Gather(target)."""
+    comm = runtime.communicator
+    me = comm.rank
+    rest = 1
+    for d, extent in enumerate(tensor.shape):
+        rest *= 1 if d in (source, target) else extent
+    shape = list(tensor.shape)
+    shape[source], shape[target] = sum(source_extents), target_extents[me]
+    if comm.world == 1 or rest * sum(source_extents) * sum(target_extents) == 0:
+        return Pending((), lambda: tensor if comm.world == 1 else tensor.new_empty(shape))
+    parts = [tensor.narrow(target, start, extent).reshape(-1) for start, extent in _ranges(target_extents)]
+    buffer = torch.cat(parts)
+    splits = [part.numel() for part in parts]
+    output_splits = [extent * target_extents[me] * rest for extent in source_extents]
+    received = tensor.new_empty(sum(output_splits))
+    scale = _byte_factor(tensor.dtype)
+    work = comm.all_to_all(
+        _movable(received), _movable(buffer), [n * scale for n in output_splits], [n * scale for n in splits]
+    )
+
+    def finish() -> torch.Tensor:
+        pieces = []
+        for extent, piece in zip(source_extents, received.split(output_splits), strict=True):
+            shape[source] = extent
+            pieces.append(piece.view(shape))
+        return torch.cat(pieces, source)
+
+    return Pending((work,), lambda: (buffer, finish())[1])
+
+
+def _ranges(extents: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, extent) of each rank."""
+    return [(stop - extent, extent) for stop, extent in zip(accumulate(extents), extents, strict=True)]
+
+
+def _slice(tensor: torch.Tensor, dim: int, extents: Sequence[int], rank: int) -> torch.Tensor:
+    start, extent = _ranges(extents)[rank]
+    return tensor.narrow(dim, start, extent)
+
+
+def _whole(tensor: torch.Tensor, dim: int, extents: Sequence[int]) -> int:
+    """Elements of the whole tensor of which this is a shard."""
+    count = sum(extents)
+    for d, extent in enumerate(tensor.shape):
+        count *= 1 if d == dim else extent
+    return count
+
+
+def _filled(tensor: torch.Tensor, dim: int, extents: Sequence[int]) -> torch.Tensor:
+    """The whole tensor where nothing need be sent: the only rank's shard, or a tensor of no elements."""
+    if tensor.shape[dim] == sum(extents):
+        return tensor
+    return tensor.new_empty((*tensor.shape[:dim], sum(extents), *tensor.shape[dim + 1 :]))
+
+
+def _back(front: torch.Tensor, dim: int) -> torch.Tensor:
+    """Dim 0 moved back to where it belongs, contiguous."""
+    return front.movedim(0, dim).contiguous()
+
+
+def _byte_factor(dtype: torch.dtype) -> int:
+    return 1 if dtype in _MOVABLE else dtype.itemsize
+
+
+def _movable(buffer: torch.Tensor) -> torch.Tensor:
+    """A flat view of a contiguous buffer in a dtype that every backend moves."""
+    flat = buffer.view(-1)
+    return flat if buffer.dtype in _MOVABLE else flat.view(torch.uint8)
+
+
+def _summable(buffer: torch.Tensor) -> torch.Tensor:
+    """A flat view of a contiguous buffer in a dtype that every backend sums."""
+    return (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)

@@ -1,0 +1,166 @@
+"""Communicators: the few equal-size primitives from which :mod:`hetspmd.run.collectives` is built.
+
+Every primitive takes flat, contiguous buffers, returns at once, and is finished by ``Work.wait``. All ranks
+issue the same primitives in the same order; the caller keeps the buffers alive and untouched until ``wait``
+returns. There are two implementations: :class:`ProcessGroupCommunicator` over ``torch.distributed`` (gloo or
+NCCL, whichever the group has) and :class:`~hetspmd.run.simulate.SimulatedCommunicator` for all ranks as
+threads of one process.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Work(Protocol):
+    """A primitive that was issued. On a GPU ``wait`` makes the current stream wait, not the host."""
+
+    def wait(self) -> object:
+        """Return once the output buffer may be used."""
+
+
+class Communicator(ABC):
+    """The ranks that run one program."""
+
+    rank: int
+    world: int
+
+    @abstractmethod
+    def all_reduce(self, buffer: torch.Tensor) -> Work:
+        """Sum ``buffer`` over the ranks, in place."""
+
+    @abstractmethod
+    def reduce(self, buffer: torch.Tensor, root: int) -> Work:
+        """Sum ``buffer`` over the ranks into the root's; the others' content is undefined afterwards."""
+
+    @abstractmethod
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
+        """Sum ``buffer`` (world equal parts) over the ranks; ``output`` receives this rank's part."""
+
+    @abstractmethod
+    def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
+        """Concatenate the ranks' equal ``buffer`` into ``output``."""
+
+    @abstractmethod
+    def broadcast(self, buffer: torch.Tensor, root: int) -> Work:
+        """Overwrite ``buffer`` with the root's."""
+
+    @abstractmethod
+    def all_to_all(
+        self, output: torch.Tensor, buffer: torch.Tensor, output_splits: Sequence[int], splits: Sequence[int]
+    ) -> Work:
+        """Send the i-th of the parts of sizes ``splits`` to rank i; ``output`` holds what came, by rank."""
+
+    @abstractmethod
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's picklable ``value``, in rank order. Blocks."""
+
+
+class DoneWork:
+    """Work that is finished already."""
+
+    def wait(self) -> object:
+        return None
+
+
+class LoneCommunicator(Communicator):
+    """A world of one device: needs no process group."""
+
+    rank = 0
+    world = 1
+
+    def all_reduce(self, buffer: torch.Tensor) -> Work:
+        return DoneWork()
+
+    def reduce(self, buffer: torch.Tensor, root: int) -> Work:
+        return DoneWork()
+
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
+        output.copy_(buffer)
+        return DoneWork()
+
+    def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
+        output.copy_(buffer)
+        return DoneWork()
+
+    def broadcast(self, buffer: torch.Tensor, root: int) -> Work:
+        return DoneWork()
+
+    def all_to_all(
+        self, output: torch.Tensor, buffer: torch.Tensor, output_splits: Sequence[int], splits: Sequence[int]
+    ) -> Work:
+        output.copy_(buffer)
+        return DoneWork()
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class ProcessGroupCommunicator(Communicator):
+    """The ranks of a ``torch.distributed`` process group (None: the default group)."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+
+    def all_reduce(self, buffer: torch.Tensor) -> Work:
+        return _issued(dist.all_reduce(buffer, group=self.group, async_op=True))
+
+    def reduce(self, buffer: torch.Tensor, root: int) -> Work:
+        return _issued(dist.reduce(buffer, group=self.group, async_op=True, group_dst=root))
+
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
+        return _issued(dist.reduce_scatter_tensor(output, buffer, group=self.group, async_op=True))
+
+    def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
+        return _issued(dist.all_gather_into_tensor(output, buffer, group=self.group, async_op=True))
+
+    def broadcast(self, buffer: torch.Tensor, root: int) -> Work:
+        return _issued(dist.broadcast(buffer, group=self.group, async_op=True, group_src=root))
+
+    def all_to_all(
+        self, output: torch.Tensor, buffer: torch.Tensor, output_splits: Sequence[int], splits: Sequence[int]
+    ) -> Work:
+        return _issued(
+            dist.all_to_all_single(
+                output, buffer, list(output_splits), list(splits), group=self.group, async_op=True
+            )
+        )
+
+    def exchange(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+
+def _issued(work: Any) -> Work:
+    """c10d returns None for a collective that needs no waiting."""
+    return DoneWork() if work is None else work  # type: ignore[no-any-return]  # c10d's Work
+
+
+def communicator_for(group: dist.ProcessGroup | None, devices: int) -> Communicator:
+    """The communicator of a group that must have ``devices`` ranks.
+
+    Without a group and without an initialised default group the world has one rank. Raises WorldSizeError
+    if the sizes differ.
+    """
+    from hetspmd.errors import WorldSizeError
+
+    ready = dist.is_available() and dist.is_initialized()
+    world = dist.get_world_size(group) if ready else 1
+    if world != devices:
+        hint = (
+            f"start {devices} processes (torchrun --nproc-per-node) or give a cluster of {world}"
+            if ready
+            else f"call torch.distributed.init_process_group in each of {devices} processes first"
+        )
+        raise WorldSizeError(f"the cluster has {devices} devices, the process group {world}: {hint}")
+    if ready and world > 1:
+        return ProcessGroupCommunicator(group)
+    return LoneCommunicator()

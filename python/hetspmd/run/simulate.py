@@ -1,0 +1,240 @@
+"""All ranks of a program in one process: one thread per rank, collectives by rendezvous.
+
+A primitive deposits its buffers under its sequence number; the first rank that waits once all have deposited
+computes every rank's result, sums in rank order, so that a simulation gives the same bits in every run.
+Ranks whose primitives differ (in kind, sizes, dtype or root) get a CollectiveMismatchError, and so does a
+rank that waits for one that has finished; an exception on one rank stops the others. Nothing can hang.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from hetspmd.errors import PlanMismatchError
+from hetspmd.run.communicator import Communicator, Work
+
+T = TypeVar("T")
+
+Delay = Callable[[int, int], float]
+"""(rank, sequence number) to seconds; injected before each deposit in tests."""
+
+
+class CollectiveMismatchError(PlanMismatchError):
+    """Two ranks issued different collectives: they do not run the same program."""
+
+
+class SimulationAbortedError(PlanMismatchError):
+    """This rank was stopped because another one failed; that one's error is what is reported."""
+
+
+@dataclass
+class _Slot:
+    """One primitive of all ranks."""
+
+    signature: tuple[Any, ...]
+    deposits: dict[int, Any] = field(default_factory=dict)
+    results: list[Any] | None = None
+    taken: int = 0
+
+
+class SimulatedWorld:
+    """The meeting place of ``world`` simulated ranks."""
+
+    def __init__(self, world: int, delay: Delay | None = None) -> None:
+        self.world = world
+        self.delay = delay
+        self._condition = threading.Condition()
+        self._slots: dict[int, _Slot] = {}
+        self._finished: dict[int, int] = {}
+        self._failure: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Stop all ranks; the first error is kept."""
+        with self._condition:
+            if self._failure is None:
+                self._failure = error
+            self._condition.notify_all()
+
+    def finish(self, rank: int, count: int) -> None:
+        """A rank is done after ``count`` primitives."""
+        with self._condition:
+            self._finished[rank] = count
+            self._condition.notify_all()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The first error of any rank."""
+        return self._failure
+
+    def deposit(self, rank: int, number: int, signature: tuple[Any, ...], value: Any) -> None:
+        """Take part in primitive ``number``."""
+        if self.delay is not None:
+            time.sleep(self.delay(rank, number))
+        with self._condition:
+            self._check()
+            slot = self._slots.setdefault(number, _Slot(signature))
+            if slot.signature != signature:
+                other = min(slot.deposits)
+                error = CollectiveMismatchError(
+                    f"collective {number}: rank {other} issued {slot.signature}, rank {rank} {signature}; "
+                    "the ranks do not run the same program"
+                )
+                self._failure = self._failure or error
+                self._condition.notify_all()
+                raise error
+            slot.deposits[rank] = value
+            self._condition.notify_all()
+
+    def collect(self, rank: int, number: int, combine: Callable[[list[Any]], list[Any]]) -> Any:
+        """Wait for all deposits of primitive ``number``; this rank's share of ``combine(deposits)``."""
+        with self._condition:
+            slot = self._slots[number]
+            while len(slot.deposits) < self.world:
+                self._check()
+                for other in range(self.world):
+                    if other not in slot.deposits and self._finished.get(other, number + 1) <= number:
+                        error = CollectiveMismatchError(
+                            f"rank {rank} waits in collective {number} {slot.signature}, but rank {other} has "
+                            f"finished after {number}; the ranks do not run the same program"
+                        )
+                        self._failure = self._failure or error
+                        self._condition.notify_all()
+                        raise error
+                self._condition.wait()
+            self._check()
+            if slot.results is None:
+                slot.results = combine([slot.deposits[r] for r in range(self.world)])
+                slot.deposits = dict.fromkeys(slot.deposits)
+            result = slot.results[rank]
+            slot.results[rank] = None
+            slot.taken += 1
+            if slot.taken == self.world:
+                del self._slots[number]
+            return result
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise SimulationAbortedError(f"another rank failed: {self._failure}") from self._failure
+
+
+class _SimulatedWork(Generic[T]):
+    def __init__(self, collect: Callable[[], torch.Tensor | None], output: torch.Tensor) -> None:
+        self._collect, self._output = collect, output
+
+    def wait(self) -> object:
+        result = self._collect()
+        if result is not None:
+            self._output.copy_(result)
+        return None
+
+
+class SimulatedCommunicator(Communicator):
+    """One rank of a :class:`SimulatedWorld`."""
+
+    def __init__(self, meeting: SimulatedWorld, rank: int) -> None:
+        self.meeting = meeting
+        self.rank = rank
+        self.world = meeting.world
+        self.count = 0
+
+    def _issue(
+        self,
+        kind: tuple[Any, ...],
+        output: torch.Tensor,
+        value: Any,
+        combine: Callable[[list[Any]], list[Any]],
+    ) -> Work:
+        number, self.count = self.count, self.count + 1
+        self.meeting.deposit(self.rank, number, kind, value)
+        return _SimulatedWork(lambda: self.meeting.collect(self.rank, number, combine), output)
+
+    def all_reduce(self, buffer: torch.Tensor) -> Work:
+        kind = ("all_reduce", buffer.numel(), buffer.dtype)
+        return self._issue(kind, buffer, buffer, lambda parts: [_sum(parts)] * self.world)
+
+    def reduce(self, buffer: torch.Tensor, root: int) -> Work:
+        kind = ("reduce", buffer.numel(), buffer.dtype, root)
+        return self._issue(
+            kind, buffer, buffer, lambda parts: [_sum(parts) if r == root else None for r in range(self.world)]
+        )
+
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
+        kind = ("reduce_scatter", output.numel(), buffer.numel(), buffer.dtype)
+        return self._issue(kind, output, buffer, lambda parts: list(_sum(parts).chunk(self.world)))
+
+    def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
+        kind = ("all_gather", output.numel(), buffer.numel(), buffer.dtype)
+        return self._issue(kind, output, buffer, lambda parts: [torch.cat(parts)] * self.world)
+
+    def broadcast(self, buffer: torch.Tensor, root: int) -> Work:
+        kind = ("broadcast", buffer.numel(), buffer.dtype, root)
+
+        def combine(parts: list[torch.Tensor]) -> list[torch.Tensor | None]:
+            value = parts[root].clone()
+            return [None if r == root else value for r in range(self.world)]
+
+        return self._issue(kind, buffer, buffer, combine)
+
+    def all_to_all(
+        self, output: torch.Tensor, buffer: torch.Tensor, output_splits: Sequence[int], splits: Sequence[int]
+    ) -> Work:
+        def combine(parts: list[tuple[torch.Tensor, list[int], list[int]]]) -> list[torch.Tensor]:
+            rows = [sent.split(sizes) for sent, sizes, _ in parts]
+            for r, (_, _, wanted) in enumerate(parts):
+                came = [rows[s][r].numel() for s in range(self.world)]
+                if came != wanted:
+                    raise CollectiveMismatchError(f"all_to_all: rank {r} expects {wanted} elements, gets {came}")
+            return [torch.cat([rows[s][r] for s in range(self.world)]) for r in range(self.world)]
+
+        value = (buffer, list(splits), list(output_splits))
+        return self._issue(("all_to_all", buffer.dtype), output, value, combine)
+
+    def exchange(self, value: Any) -> list[Any]:
+        number, self.count = self.count, self.count + 1
+        self.meeting.deposit(self.rank, number, ("exchange",), value)
+        found: list[Any] = self.meeting.collect(self.rank, number, lambda values: [values] * self.world)
+        return list(found)
+
+
+def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum in rank order."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def run_ranks(world: int, function: Callable[[Communicator], T], *, delay: Delay | None = None) -> list[T]:
+    """Run ``function`` once per rank, each on its thread with its communicator; the results by rank.
+
+    The first error of any rank is raised after all have stopped. Grad mode is per thread: functions start
+    with gradients enabled.
+    """
+    meeting = SimulatedWorld(world, delay)
+    results: list[Any] = [None] * world
+
+    def body(rank: int) -> None:
+        communicator = SimulatedCommunicator(meeting, rank)
+        try:
+            results[rank] = function(communicator)
+        except SimulationAbortedError:
+            pass
+        except BaseException as error:
+            meeting.fail(error)
+        finally:
+            meeting.finish(rank, communicator.count)
+
+    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}") for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if meeting.failure is not None:
+        raise meeting.failure
+    return results

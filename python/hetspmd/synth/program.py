@@ -1,0 +1,96 @@
+"""A distributed program Q: computations and communications, in execution order (HAP Fig. 8)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, is_sharded
+from hetspmd.rules.rule import Row
+
+Kind = Literal[
+    "all_reduce", "reduce_scatter", "grouped_reduce", "all_gather", "grouped_broadcast", "all_to_all"
+]
+
+KIND_TEXT: dict[Kind, str] = {
+    "all_reduce": "All-Reduce",
+    "reduce_scatter": "Reduce-Scatter",
+    "grouped_reduce": "Grouped-Reduce",
+    "all_gather": "All-Gather",
+    "grouped_broadcast": "Grouped-Broadcast",
+    "all_to_all": "All-To-All",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run an instruction of the reference graph by one of its triples."""
+
+    instruction: int
+    row: Row
+
+
+@dataclass(frozen=True, slots=True)
+class Communicate:
+    """Turn ``tensor | source`` into ``tensor | target`` by a collective."""
+
+    tensor: int
+    kind: Kind
+    source: Form
+    target: Form
+
+
+Step = Compute | Communicate
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A value the program leaves behind: ``tensor`` in ``form``."""
+
+    tensor: int
+    form: Form
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps in execution order, the stored form of each parameter and buffer (implied by their source
+    steps), and the forms of what is left: the loss (Identity), the outputs (in the graph's order, for those
+    that are tensors), the gradients (in the order of the graph's parameters that have one: in their
+    parameter's stored form) and the updated buffers (Identity)."""
+
+    steps: tuple[Step, ...]
+    loss: Result | None
+    outputs: tuple[Result, ...]
+    gradients: tuple[Result, ...]
+    buffers: tuple[Result, ...]
+
+
+def communications(ndim_sharded: tuple[int, ...], *, summable: bool) -> tuple[tuple[Form, Form, Kind], ...]:
+    """All communications of a tensor whose dims ``ndim_sharded`` may be sharded (HAP Fig. 9).
+
+    ``summable``: whether the tensor may be All-Reduce (not for bool).
+    """
+    found: list[tuple[Form, Form, Kind]] = []
+    forms = tuple(2 + d for d in ndim_sharded)
+    if summable:
+        found.append((ALL_REDUCE, IDENTITY, "all_reduce"))
+        for f in forms:
+            found.append((ALL_REDUCE, f, "reduce_scatter"))
+            found.append((ALL_REDUCE, f, "grouped_reduce"))
+    for f in forms:
+        found.append((f, IDENTITY, "all_gather"))
+        found.append((f, IDENTITY, "grouped_broadcast"))
+        found.extend((f, g, "all_to_all") for g in forms if g != f)
+    return tuple(found)
+
+
+def communication_text(step: Communicate, name: str) -> str:
+    """``All-Gather(e3, 0)`` as in HAP Fig. 8."""
+    dims = [str(f - 2) for f in (step.source, step.target) if is_sharded(f)]
+    return f"{KIND_TEXT[step.kind]}({', '.join([name, *dims])})"
+
+
+__all__ = [
+    "KIND_TEXT", "Communicate", "Compute", "Kind", "Program", "Result", "Step", "communication_text",
+    "communications",
+]  # fmt: skip

@@ -1,0 +1,258 @@
+"""Every private torch import of the project, with version checks.
+
+The joint graph comes from ``aot_export_joint_with_descriptors`` (same signature and results on torch 2.11 to
+2.15). Nothing else in hetspmd imports a module of torch whose name begins with an underscore.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from hetspmd.errors import HetspmdError
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+
+
+def _version() -> tuple[int, int]:
+    major, minor = torch.__version__.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+VERSION = _version()
+if VERSION < OLDEST:
+    raise HetspmdError(f"torch {torch.__version__} is too old: hetspmd needs torch {OLDEST[0]}.{OLDEST[1]} or newer")
+if VERSION > NEWEST:
+    warnings.warn(
+        f"torch {torch.__version__} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that hetspmd was tested "
+        "with; run hetspmd verify on your model first",
+        stacklevel=2,
+    )
+
+from torch._decomp import get_decompositions  # noqa: E402  # after the version check
+from torch._functorch._aot_autograd.descriptors import (  # noqa: E402
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch.utils import _pytree as pytree  # noqa: E402
+
+__all__ = [
+    "FakeTensor",
+    "InputRole",
+    "OutputRole",
+    "decomposition_table",
+    "export_joint",
+    "fake_mode",
+    "flatten",
+    "flatten_with_names",
+    "merge_tied",
+    "module_path",
+    "spec_from_text",
+    "spec_to_text",
+    "unflatten",
+]
+
+Decompositions = dict[Any, Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class InputRole:
+    """What a placeholder of the joint graph is: ``parameter``, ``buffer``, ``input`` or ``tangent``;
+    ``name`` for the first two, ``index`` for the others."""
+
+    kind: str
+    name: str = ""
+    index: int = -1
+
+
+@dataclass(frozen=True)
+class OutputRole:
+    """What an output of the joint graph is: ``output`` (index), ``gradient`` (name of the parameter) or
+    ``buffer`` (name of the mutated buffer)."""
+
+    kind: str
+    name: str = ""
+    index: int = -1
+
+
+def _input_role(descriptor: Any) -> InputRole:
+    if isinstance(descriptor, ParamAOTInput):
+        return InputRole("parameter", name=descriptor.target)
+    if isinstance(descriptor, BufferAOTInput):
+        return InputRole("buffer", name=descriptor.target)
+    if isinstance(descriptor, PlainAOTInput):
+        return InputRole("input", index=descriptor.idx)
+    if isinstance(descriptor, TangentAOTInput):
+        output = _output_role(descriptor.output)
+        return InputRole("tangent", name=output.name, index=output.index)
+    return InputRole("unknown", name=repr(descriptor))
+
+
+def _output_role(descriptor: Any) -> OutputRole:
+    if isinstance(descriptor, PlainAOTOutput):
+        return OutputRole("output", index=descriptor.idx)
+    if isinstance(descriptor, GradAOTOutput):
+        of = _input_role(descriptor.grad_of)
+        return OutputRole("gradient", name=of.name, index=of.index) if of.kind == "parameter" else OutputRole(
+            "input_gradient", name=of.name, index=of.index
+        )
+    if isinstance(descriptor, InputMutationAOTOutput):
+        mutated = _input_role(descriptor.mutated_input)
+        return OutputRole(f"{mutated.kind}_mutation", name=mutated.name, index=mutated.index)
+    return OutputRole("unknown", name=repr(descriptor))
+
+
+@contextmanager
+def _told_that_it_is_traced() -> Iterator[None]:
+    """Models that branch on data unless they are traced ask ``torch.compiler.is_compiling()``."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextmanager
+def _named_modules(root: nn.Module) -> Iterator[None]:
+    """While it lasts, graph nodes carry the path of the module whose forward creates them."""
+    paths = {id(m): name for name, m in root.named_modules()}
+    open_scopes: list[Any] = []
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        scope = torch.fx.traceback.annotate({"hetspmd_module": paths.get(id(module), "")})
+        scope.__enter__()
+        open_scopes.append(scope)
+
+    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        if open_scopes:
+            open_scopes.pop().__exit__(None, None, None)
+
+    handles = []
+    for module in root.modules():
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        while open_scopes:
+            open_scopes.pop().__exit__(None, None, None)
+
+
+def module_path(node: Node) -> str | None:
+    """The path of the module whose forward created a node, as the module was named in the root."""
+    found = node.meta.get("custom")
+    return found.get("hetspmd_module") if isinstance(found, dict) else None
+
+
+def export_joint(
+    module: nn.Module, inputs: Sequence[torch.Tensor], decompositions: Decompositions
+) -> tuple[GraphModule, list[InputRole], list[OutputRole]]:
+    """The joint graph of ``module(*inputs)``: forward, and backward from its first output if that requires
+    a gradient; with the roles of placeholders and outputs, in their order."""
+    with ExitStack() as stack, _told_that_it_is_traced(), _named_modules(module), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs), decompositions=decompositions)
+        graph_module = cast(GraphModule, joint.graph_module)
+    nodes = list(graph_module.graph.nodes)
+    in_roles = [_input_role(n.meta.get("desc")) for n in nodes if n.op == "placeholder"]
+    out_roles = [_output_role(d) for d in nodes[-1].meta["desc"]]
+    return graph_module, in_roles, out_roles
+
+
+def merge_tied(
+    module: GraphModule, inputs: list[InputRole], outputs: list[OutputRole], first_names: dict[str, str]
+) -> tuple[list[InputRole], list[OutputRole]]:
+    """Make one placeholder of those that are one tensor under several names, and one gradient, their sum.
+
+    ``first_names`` maps every traced name to the first name of its tensor. The export gives each name of a
+    tied parameter a placeholder and a partial gradient of its own. Returns the remaining roles; the graph is
+    changed in place.
+    """
+    graph = module.graph
+    nodes = list(graph.nodes)
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    kept: dict[tuple[str, str], Node] = {}
+    in_roles: list[InputRole] = []
+    for node, role in zip(placeholders, inputs, strict=True):
+        key = (role.kind, first_names.get(role.name, role.name))
+        if role.kind in ("parameter", "buffer") and key in kept:
+            node.replace_all_uses_with(kept[key])
+            graph.erase_node(node)
+            continue
+        if role.kind in ("parameter", "buffer"):
+            kept[key] = node
+        in_roles.append(replace(role, name=key[1]))
+    output = nodes[-1]
+    values: list[Any] = []
+    out_roles: list[OutputRole] = []
+    position: dict[tuple[str, str], int] = {}
+    for value, role in zip(cast(Any, output.args[0]), outputs, strict=True):
+        key = (role.kind, first_names.get(role.name, role.name))
+        if role.kind in ("gradient", "buffer_mutation") and key in position:
+            before = values[position[key]]
+            if before is None or (role.kind == "buffer_mutation" and value is not None):
+                values[position[key]] = value
+            elif value is not None:
+                with graph.inserting_before(output):
+                    total = graph.call_function(torch.ops.aten.add.Tensor, (before, value))
+                    total.meta["val"] = before.meta["val"]
+                values[position[key]] = total
+            continue
+        position[key] = len(values)
+        values.append(value)
+        out_roles.append(replace(role, name=key[1]))
+    output.args = (values,)
+    return in_roles, out_roles
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes and no data; real tensors met inside become constants."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def decomposition_table(ops: Sequence[Any]) -> Decompositions:
+    """torch's own decompositions of ``ops``."""
+    return cast(Decompositions, get_decompositions(ops))
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Leaves and spec of nested lists, tuples, dicts and registered containers."""
+    leaves, spec = pytree.tree_flatten(tree)
+    return leaves, spec
+
+
+def flatten_with_names(tree: Any) -> list[tuple[str, Any]]:
+    """Leaves with readable paths such as ``['input_ids']``."""
+    return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
+
+
+def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
+    """Inverse of :func:`flatten`."""
+    return pytree.tree_unflatten(list(leaves), spec)
+
+
+def spec_to_text(spec: Any) -> str:
+    """A spec as text. Raises NotImplementedError for a container class that torch cannot name."""
+    return pytree.treespec_dumps(spec)
+
+
+def spec_from_text(text: str) -> Any:
+    """Inverse of :func:`spec_to_text`."""
+    return pytree.treespec_loads(text)

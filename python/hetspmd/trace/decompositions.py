@@ -1,0 +1,125 @@
+"""Decompositions that the trace applies, so that each piece has an exact rule (design 3).
+
+- A mean over a dimension that may be sharded becomes a sum and a division by the global count.
+- Batch norm in training becomes sums over the global batch, which is what one device computes.
+- Convolution backward becomes one instruction per gradient, so that each may be sharded in its own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from hetspmd.trace.compat import Decompositions, decomposition_table
+
+aten = torch.ops.aten
+
+_FROM_TORCH = (
+    aten.nll_loss_forward, aten.nll_loss_backward, aten.nll_loss2d_forward, aten.nll_loss2d_backward,
+    aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss, aten.smooth_l1_loss_backward,
+    aten.huber_loss, aten.huber_loss_backward, aten.binary_cross_entropy,
+    aten.binary_cross_entropy_backward, aten.binary_cross_entropy_with_logits, aten.soft_margin_loss,
+    aten.soft_margin_loss_backward, aten.multi_margin_loss, aten.multilabel_margin_loss_forward,
+    aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_functional,
+    aten._native_batch_norm_legit_no_training, aten.native_batch_norm_backward, aten.batch_norm_backward,
+    aten._batch_norm_with_update, aten._batch_norm_with_update_functional, aten._batch_norm_no_update,
+    aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward, aten.miopen_batch_norm_backward,
+    aten.mkldnn_rnn_layer, aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu,
+    aten._thnn_fused_lstm_cell, aten.std, aten.std_mean, aten.native_group_norm_backward,
+    aten.hardswish_backward, aten.hardsigmoid_backward, aten.rrelu_with_noise_backward,
+)  # fmt: skip
+
+
+@cache
+def table() -> Decompositions:
+    """The decomposition table of the trace."""
+    found = decomposition_table([op for op in _FROM_TORCH])
+    found.update(_own())
+    return found
+
+
+def _own() -> dict[Any, Callable[..., Any]]:
+    return {
+        aten.mean.default: _mean,
+        aten.mean.dim: _mean_dim,
+        aten.var.correction: _var,
+        aten.var_mean.correction: _var_mean,
+        aten.convolution_backward.default: _convolution_backward,
+    }
+
+
+def _count(x: torch.Tensor, dims: Sequence[int]) -> int:
+    count = 1
+    for d in dims:
+        count *= x.shape[d]
+    return count
+
+
+def _all_dims(x: torch.Tensor, dim: Sequence[int] | int | None) -> list[int]:
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return list(range(x.ndim))
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    return [d % x.ndim if x.ndim else 0 for d in dims]
+
+
+def _mean_dim(
+    x: torch.Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """sum / global count."""
+    dims = _all_dims(x, dim)
+    if x.ndim == 0:
+        return x.to(dtype) if dtype is not None else x.clone()
+    return torch.sum(x, dims, keepdim, dtype=dtype) / _count(x, dims)
+
+
+def _mean(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return _mean_dim(x, None, dtype=dtype)
+
+
+def _var_mean(
+    x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None,
+    keepdim: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Two passes: the mean by a sum, then the sum of squared distances from it (no cancellation)."""
+    if x.is_complex():
+        return NotImplemented
+    dims = _all_dims(x, dim)
+    count = _count(x, dims)
+    mean = torch.sum(x, dims, True) / count
+    centred = x - mean
+    divisor = max(count - (1 if correction is None else correction), 0)
+    var = torch.sum(centred * centred, dims, keepdim) / divisor
+    return var, mean if keepdim else mean.reshape(var.shape)
+
+
+def _var(
+    x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None,
+    keepdim: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    return NotImplemented if x.is_complex() else _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+def _convolution_backward(
+    grad_output: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Sequence[int] | None,
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
+    output_padding: Sequence[int], groups: int, output_mask: Sequence[bool],
+) -> Any:  # fmt: skip
+    """One instruction per gradient; the bias gradient is a sum over batch and space."""
+    wanted = [i for i in range(3) if output_mask[i]]
+    if wanted in ([0], [1]):
+        return NotImplemented
+    results: list[torch.Tensor | None] = [None, None, None]
+    for i in wanted:
+        if i == 2:
+            dims = [d for d in range(grad_output.ndim) if d != 1]
+            results[2] = torch.sum(grad_output, dims)
+        else:
+            mask = [i == 0, i == 1, False]
+            results[i] = aten.convolution_backward.default(
+                grad_output, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding,
+                groups, mask,
+            )[i]  # fmt: skip
+    return tuple(results)

@@ -1,0 +1,263 @@
+"""The single-device training step as data: reference tensors, instructions and their roles (design 3).
+
+A :class:`Graph` is immutable and independent of torch objects: dtypes are names, devices are the
+marker :data:`DEVICE`, tensors inside arguments are :class:`Ref`. It is what every later stage reads,
+what a plan file stores, and what ``print(graph)`` shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+Phase = Literal["forward", "backward"]
+
+PARAMETER: Final = "hetspmd.parameter"
+BUFFER: Final = "hetspmd.buffer"
+INPUT: Final = "hetspmd.input"
+TANGENT: Final = "hetspmd.tangent"
+CONSTANT: Final = "hetspmd.constant"
+SOURCES: Final = (PARAMETER, BUFFER, INPUT, TANGENT, CONSTANT)
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A reference tensor inside an instruction's arguments, by tensor id."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """A torch dtype inside arguments, by name (``float32``)."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """A torch object without state inside arguments: device, layout or memory format."""
+
+    kind: Literal["device", "layout", "memory_format"]
+    name: str
+
+
+DEVICE: Final = Marker("device", "")
+
+Argument = Any
+"""None, bool, int, float, str, Ref, DType, Marker, or a tuple of Arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A reference tensor e of the single-device program."""
+
+    id: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for extent in self.shape:
+            n *= extent
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_SIZES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+ITEM_SIZES: Final[dict[str, int]] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "uint16": 2, "uint32": 4,
+    "uint64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1, "complex32": 4,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction of the single-device program.
+
+    ``inputs`` lists the tensor ids in ``args`` and ``kwargs`` in order of appearance (a tensor that
+    appears twice is listed twice); ``outputs`` the tensor ids it produces, -1 where an op returns None.
+    """
+
+    id: int
+    name: str
+    op: str
+    args: tuple[Argument, ...]
+    kwargs: tuple[tuple[str, Argument], ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    phase: Phase = "forward"
+    source: str = ""
+
+    @property
+    def is_source(self) -> bool:
+        return self.op in SOURCES
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter: ``names`` has more than one entry when it is tied; ``gradient`` is a tensor id or None."""
+
+    names: tuple[str, ...]
+    tensor: int
+    gradient: int | None
+    requires_grad: bool
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A buffer: ``updated`` is the tensor id of its value after the step, or None if never written."""
+
+    names: tuple[str, ...]
+    tensor: int
+    updated: int | None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor of the example batch; ``path`` names it (``input_ids`` or ``args[0]``); ``leaf`` is its
+    position among the flattened ``(args, kwargs)``."""
+
+    path: str
+    leaf: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """A leaf of the example batch that is no tensor; it is part of the graph, and another value needs
+    another plan."""
+
+    path: str
+    leaf: int
+    value: None | bool | int | float | str
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A tensor that depends on no parameter, input or randomness.
+
+    Either the result of running ``program`` (instructions that read only each other and data), or
+    ``data``: raw little-endian bytes (base64) of the tensor.
+    """
+
+    tensor: int
+    program: tuple[Instruction, ...] = ()
+    data: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A leaf of the model's flattened output: a tensor, or a value that is no tensor."""
+
+    tensor: int | None
+    value: None | bool | int | float | str = None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The joint graph: forward, loss and backward, in execution order.
+
+    ``tensors[i].id == i`` and ``instructions[i].id == i``; constants' private tensors have ids too.
+    ``loss`` is the tensor id of the scalar loss (None: forward only); ``tangent`` its incoming gradient.
+    ``input_spec`` (of ``(args, kwargs)``) and ``output_spec`` are pytree specs in torch's text form.
+    """
+
+    tensors: tuple[Tensor, ...]
+    instructions: tuple[Instruction, ...]
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...]
+    inputs: tuple[Input, ...]
+    statics: tuple[Static, ...]
+    constants: tuple[Constant, ...]
+    outputs: tuple[Output, ...]
+    loss: int | None
+    tangent: int | None
+    input_spec: str
+    output_spec: str
+    training: bool = True
+
+    def producer(self, tensor: int) -> Instruction:
+        """The instruction that produces a tensor."""
+        return self.instructions[self.producers[tensor]]
+
+    @property
+    def producers(self) -> dict[int, int]:
+        """Tensor id to the id of its producing instruction (cached)."""
+        cached = self.__dict__.get("_producers")
+        if cached is None:
+            cached = {t: i.id for i in self.instructions for t in i.outputs if t >= 0}
+            self.__dict__["_producers"] = cached
+        return cached  # type: ignore[no-any-return]  # a cache slot of a frozen dataclass
+
+    @property
+    def consumers(self) -> dict[int, tuple[int, ...]]:
+        """Tensor id to the ids of the instructions that read it (cached)."""
+        cached = self.__dict__.get("_consumers")
+        if cached is None:
+            lists: dict[int, list[int]] = {}
+            for instruction in self.instructions:
+                for t in dict.fromkeys(instruction.inputs):
+                    lists.setdefault(t, []).append(instruction.id)
+            cached = {t: tuple(ids) for t, ids in lists.items()}
+            self.__dict__["_consumers"] = cached
+        return cached  # type: ignore[no-any-return]  # a cache slot of a frozen dataclass
+
+    def __str__(self) -> str:
+        return "\n".join(instruction_text(self, i) for i in self.instructions)
+
+
+def refs(value: Argument) -> Iterator[int]:
+    """Tensor ids in an argument, in order of appearance."""
+    if isinstance(value, Ref):
+        yield value.id
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from refs(item)
+
+
+def map_refs(value: Argument, replace: Callable[[Ref], Any]) -> Any:
+    """The argument with each Ref replaced; tuples stay tuples."""
+    if isinstance(value, Ref):
+        return replace(value)
+    if isinstance(value, tuple):
+        return tuple(map_refs(item, replace) for item in value)
+    return value
+
+
+def argument_text(graph: Graph, value: Argument) -> str:
+    """An argument as people read it."""
+    if isinstance(value, Ref):
+        return graph.tensors[value.id].name
+    if isinstance(value, DType):
+        return value.name
+    if isinstance(value, Marker):
+        return value.name or value.kind
+    if isinstance(value, tuple):
+        return "[" + ", ".join(argument_text(graph, v) for v in value) + "]"
+    return repr(value)
+
+
+def instruction_text(graph: Graph, instruction: Instruction) -> str:
+    """``e3: float32[8, 16] = aten.mm.default(e1, e2)``."""
+    outs = ", ".join(str(graph.tensors[t]) if t >= 0 else "_" for t in instruction.outputs)
+    parts = [argument_text(graph, a) for a in instruction.args]
+    parts += [f"{k}={argument_text(graph, v)}" for k, v in instruction.kwargs]
+    return f"{outs} = {instruction.op}({', '.join(parts)})"

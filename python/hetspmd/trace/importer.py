@@ -1,0 +1,234 @@
+"""From torch.fx's joint graph to a draft: instructions over symbolic tensors, simplified and folded.
+
+The draft is mutable and keyed by fx nodes; :func:`hetspmd.trace.assemble.assemble` numbers it. What is done
+here keeps values exactly:
+
+- no-ops (detach, alias, clone, views and copies to the same shape and dtype) disappear: in a functional
+  graph a copy is the value itself;
+- ``cat`` loses inputs of shape [0], which torch allows for history's sake;
+- a view of a view is a view, a transpose of a transpose the tensor itself;
+- dropout with probability 0 is the identity.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from hetspmd.errors import TraceError
+from hetspmd.trace.compat import module_path
+from hetspmd.trace.graph import Argument
+from hetspmd.trace.values import dtype_name, from_torch
+
+Value = tuple[Node, int]
+"""An output of a node: (node, index)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """A tensor inside draft arguments."""
+
+    value: Value
+
+
+@dataclass
+class DraftInstruction:
+    """An op call whose arguments hold :class:`Hole` for tensors."""
+
+    node: Node
+    op: str
+    args: tuple[Argument, ...]
+    kwargs: tuple[tuple[str, Argument], ...]
+    outputs: tuple[Value | None, ...]
+    source: str
+    random: bool
+
+
+@dataclass
+class Draft:
+    """The simplified graph: ``types`` gives shape and dtype of every value, ``data`` the real tensors met."""
+
+    placeholders: list[Value]
+    results: list[Value | None]
+    instructions: list[DraftInstruction] = field(default_factory=list)
+    types: dict[Value, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    data: dict[Value, torch.Tensor] = field(default_factory=dict)
+
+
+def holes(value: Argument) -> Iterator[Value]:
+    """Tensors in a draft argument, in order of appearance."""
+    if isinstance(value, Hole):
+        yield value.value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from holes(item)
+
+
+def instruction_inputs(instruction: DraftInstruction) -> list[Value]:
+    """Tensors that a draft instruction reads, in order of appearance."""
+    return [*holes(instruction.args), *(v for _, a in instruction.kwargs for v in holes(a))]
+
+
+def import_graph(module: GraphModule) -> Draft:
+    """The draft of a joint graph. Raises TraceError for nodes that a static graph cannot have."""
+    return _Importer(module).run()
+
+
+class _Importer:
+    def __init__(self, module: GraphModule) -> None:
+        self.module = module
+        self.alias: dict[Value, Value] = {}
+        self.draft = Draft([], [])
+        self.sources: dict[int, str] = {}
+        self.zero_dropout_masks: set[Value] = set()
+        self.view_of: dict[Value, Value] = {}
+        self.transpose_of: dict[Value, Value] = {}
+
+    def run(self) -> Draft:
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                self._declare(node)
+                self.draft.placeholders.append((node, 0))
+            elif node.op == "get_attr":
+                self._attribute(node)
+            elif node.op == "call_function":
+                self._call(node)
+            elif node.op == "output":
+                flat = node.args[0]
+                self.draft.results = [None if n is None else self._resolve((n, 0)) for n in flat]
+            else:
+                raise TraceError(f"the traced graph has a {node.op} node ({node.name}), which is not supported")
+        return self.draft
+
+    def _resolve(self, value: Value) -> Value:
+        while value in self.alias:
+            value = self.alias[value]
+        return value
+
+    def _declare(self, node: Node) -> tuple[Value | None, ...]:
+        meta = node.meta.get("val")
+        many = isinstance(meta, (tuple, list))
+        outputs: list[Value | None] = []
+        for i, tensor in enumerate(meta if many else [meta]):
+            if tensor is None:
+                outputs.append(None)
+                continue
+            if not isinstance(tensor, torch.Tensor):
+                raise TraceError(
+                    f"{node.name} yields a {type(tensor).__name__}: a value that depends on data or on a "
+                    f"dynamic shape{_at(self._source(node))}"
+                )
+            shape = tuple(tensor.shape)
+            if not all(isinstance(extent, int) for extent in shape):
+                raise TraceError(f"{node.name} has a dynamic shape {list(shape)}{_at(self._source(node))}")
+            self.draft.types[(node, i)] = (shape, dtype_name(tensor.dtype))
+            outputs.append((node, i))
+        return tuple(outputs)
+
+    def _attribute(self, node: Node) -> None:
+        tensor: Any = self.module
+        for part in str(node.target).split("."):
+            tensor = getattr(tensor, part)
+        if not isinstance(tensor, torch.Tensor):
+            raise TraceError(f"the graph reads {node.target}, a {type(tensor).__name__}; control flow ops are not supported")
+        self.draft.types[(node, 0)] = (tuple(tensor.shape), dtype_name(tensor.dtype))
+        self.draft.data[(node, 0)] = tensor.detach()
+
+    def _source(self, node: Node) -> str:
+        sequence = node.meta.get("seq_nr")
+        path = module_path(node)
+        if path is not None:
+            path = path.removeprefix("model").removeprefix(".")
+            if sequence is not None and path:
+                self.sources.setdefault(sequence, path)
+            return path
+        return self.sources.get(sequence, "") if sequence is not None else ""
+
+    def _argument(self, value: Any) -> Argument:
+        if isinstance(value, Node):
+            return Hole(self._resolve((value, 0)))
+        if isinstance(value, (list, tuple)):
+            return tuple(self._argument(v) for v in value)
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise TraceError("the graph has a dynamic shape; trace it with a batch of fixed shape")
+        return from_torch(value)
+
+    def _call(self, node: Node) -> None:
+        if node.target is operator.getitem:
+            base, index = node.args
+            assert isinstance(base, Node)
+            assert isinstance(index, int)
+            self.alias[(node, 0)] = (base, index)
+            return
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise TraceError(
+                f"the graph calls {node.target}, which is no plain op{_at(self._source(node))}; "
+                "control flow and dynamic shapes are not supported"
+            )
+        op = str(node.target)
+        args = tuple(self._argument(a) for a in node.args)
+        kwargs = tuple((k, self._argument(v)) for k, v in node.kwargs.items() if v is not None)
+        outputs = self._declare(node)
+        kept = self._simplify(op, args, outputs)
+        if kept is not None:
+            args = kept
+            random = torch.Tag.nondeterministic_seeded in node.target.tags
+            self.draft.instructions.append(
+                DraftInstruction(node, op, args, kwargs, outputs, self._source(node), random)
+            )
+
+    def _simplify(
+        self, op: str, args: tuple[Argument, ...], outputs: tuple[Value | None, ...]
+    ) -> tuple[Argument, ...] | None:
+        """The arguments to keep, None if the call is the identity (then its output is an alias)."""
+        name = op.split(".")[1]
+        out = outputs[0]
+        if out is None or not args:
+            return args
+        if name == "cat" and isinstance(args[0], tuple):
+            tensors = tuple(a for a in args[0] if self.draft.types[a.value][0] != (0,))
+            if len(tensors) == 1 and self.draft.types[tensors[0].value] == self.draft.types[out]:
+                self.alias[out] = tensors[0].value
+                return None
+            return (tensors, *args[1:]) if tensors else args
+        first = args[0]
+        if not isinstance(first, Hole):
+            return args
+        if name in _VIEWS and first.value in self.view_of:
+            first = Hole(self.view_of[first.value])
+            args = (first, *args[1:])
+        same = self.draft.types[first.value] == self.draft.types[out]
+        if name in _ALIASES or (same and name in _IDENTITIES_OF_SAME_SHAPE):
+            self.alias[out] = first.value
+            return None
+        if name in _VIEWS:
+            self.view_of[out] = first.value
+        if name == "t":
+            if first.value in self.transpose_of:
+                self.alias[out] = self.transpose_of[first.value]
+                return None
+            self.transpose_of[out] = first.value
+        if name == "native_dropout" and (args[1] == 0 or args[2] is False):
+            self.alias[out] = first.value
+            if outputs[1] is not None:
+                self.zero_dropout_masks.add(outputs[1])
+        if name == "native_dropout_backward" and isinstance(args[1], Hole) and args[1].value in self.zero_dropout_masks:
+            self.alias[out] = first.value
+            return None
+        return args
+
+
+_ALIASES = frozenset({"detach", "alias", "lift_fresh", "lift_fresh_copy", "lift", "clone", "contiguous"})
+_VIEWS = frozenset({"view", "_unsafe_view", "reshape"})
+_IDENTITIES_OF_SAME_SHAPE = frozenset(
+    {"view", "_unsafe_view", "reshape", "expand", "_to_copy", "slice", "copy", "to"}
+)
+
+
+def _at(source: str) -> str:
+    return f" (in {source})" if source else ""

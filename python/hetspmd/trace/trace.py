@@ -1,0 +1,168 @@
+"""Tracing: an unchanged model and an example batch become a :class:`~hetspmd.trace.graph.Graph` (design 3)."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetspmd.errors import DeviceError, ExampleError, HetspmdError, TraceError
+from hetspmd.trace import compat
+from hetspmd.trace.assemble import Naming, assemble
+from hetspmd.trace.decompositions import table
+from hetspmd.trace.fake import fake_like, fake_parameters, model_device, trace_device
+from hetspmd.trace.graph import Graph, Static
+from hetspmd.trace.importer import import_graph
+from hetspmd.trace.step import Loss, Step
+
+_LITERALS = (type(None), bool, int, float, str)
+
+
+def split_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``(args, kwargs)`` of an example: a mapping is keyword arguments, a tuple or list positional ones, a
+    tensor the only argument. Raises ExampleError for anything else."""
+    if isinstance(example, Mapping):
+        if not all(isinstance(k, str) for k in example):
+            raise ExampleError(f"the example's keys must be argument names, got {list(example)}")
+        return (), dict(example)
+    if isinstance(example, (tuple, list)):
+        return tuple(example), {}
+    if isinstance(example, torch.Tensor):
+        return (example,), {}
+    raise ExampleError(
+        f"the example is a {type(example).__name__}; give a dict of keyword arguments or a tuple of positional ones"
+    )
+
+
+def trace(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, loss: Loss | None = None,
+    training: bool = True,
+) -> Graph:  # fmt: skip
+    """The joint graph of one training step (or, with ``training=False``, of the forward alone).
+
+    Only shapes and dtypes of parameters and batch are read, so both may be on the meta device. The model is
+    traced in its current mode of ``train()`` / ``eval()`` and left as it was.
+
+    Raises ExampleError if the batch does not fit the model, DeviceError if the model lies on several devices
+    and TraceError if the step is not one static graph.
+    """
+    device = model_device(model)
+    if loss is None:
+        _check_signature(model, args, kwargs)
+    leaves, spec = compat.flatten((args, dict(kwargs)))
+    paths = [_path(name) for name, _ in compat.flatten_with_names((args, dict(kwargs)))]
+    statics = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.device.type not in (device.type, "meta") and device.type != "meta":
+                raise DeviceError(f"{paths[i]} is on {leaf.device}, the model on {device}; move one of them")
+        elif isinstance(leaf, _LITERALS):
+            statics.append(Static(paths[i], i, leaf))
+        else:
+            raise ExampleError(f"{paths[i]} is a {type(leaf).__name__}; a batch holds tensors and plain values")
+    tensor_leaves = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    place = trace_device(device)
+    mode = compat.fake_mode()
+    fakes = [fake_like(mode, leaves[i].detach(), place) for i in tensor_leaves]
+    step = Step(model, loss, leaves, spec, training=training)
+    parameters, trainable = _names(model.named_parameters(remove_duplicate=False))
+    buffers, _ = _names(model.named_buffers(remove_duplicate=False))
+    first_names = {
+        f"model.{name}": f"model.{names[0]}"
+        for group in (parameters, buffers)
+        for names in group.values()
+        for name in names
+    }
+    grad_mode = nullcontext() if training else torch.no_grad()
+    was_training = step.training
+    step.training = model.training
+    try:
+        with fake_parameters(model, mode, place, gradients=training), grad_mode:
+            module, inputs, outputs = compat.export_joint(step, fakes, table())
+            inputs, outputs = compat.merge_tied(module, inputs, outputs, first_names)
+            draft = import_graph(module)
+    except HetspmdError:
+        raise
+    except Exception as error:
+        raise _named(error, model) from error
+    finally:
+        step.training = was_training
+    try:
+        output_spec = compat.spec_to_text(step.output_spec)
+        input_spec = compat.spec_to_text(spec)
+    except (NotImplementedError, TypeError) as error:
+        raise TraceError(f"a container of the batch or the output cannot be stored: {error}") from error
+    naming = Naming(
+        {f"model.{k}": v for k, v in parameters.items()}, {f"model.{k}": v for k, v in buffers.items()},
+        frozenset(f"model.{k}" for k in trainable if training), [paths[i] for i in tensor_leaves], tensor_leaves,
+        tuple(statics), step.slots, step.has_loss, input_spec, output_spec, training,
+    )  # fmt: skip
+    return assemble(draft, inputs, outputs, naming)
+
+
+def _path(name: str) -> str:
+    """``[0][1]`` (positional) as ``args[1]``, ``[1]['x']`` (keyword) as ``x``."""
+    if name.startswith("[0]"):
+        return "args" + name[3:]
+    rest = name[3:]
+    head, _, tail = rest[1:].partition("]")
+    return head.strip("'\"") + tail
+
+
+def _names(named: Any) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    by_id: dict[int, list[str]] = {}
+    trainable: list[str] = []
+    for name, tensor in named:
+        group = by_id.setdefault(id(tensor), [])
+        group.append(name)
+        if len(group) == 1 and tensor.requires_grad:
+            trainable.append(name)
+    return {names[0]: tuple(names) for names in by_id.values()}, trainable
+
+
+def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ExampleError(
+            f"the example does not fit {type(model).__name__}.forward: {error}; "
+            f"it takes {inspect.signature(model.forward)}"
+        ) from error
+
+
+_UNTRACEABLE = (
+    "DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode",
+    "UnsupportedFakeTensorException", "UnsupportedOperatorException", "UserError",
+)  # fmt: skip
+
+
+def _named(error: Exception, model: nn.Module) -> HetspmdError:
+    """The named error for an exception during the trace, with the model's own source line."""
+    line = _model_line(error)
+    where = f" at {line}" if line else ""
+    kind = type(error).__name__
+    text = str(error).strip().split("\n")[0]
+    if kind in _UNTRACEABLE or "data-dependent" in text or "FakeTensor" in text:
+        return TraceError(
+            f"{type(model).__name__} cannot be traced to one static graph{where}: {kind}: {text}. Control flow "
+            "or shapes that depend on the data must be rewritten with torch.where, masks or fixed sizes"
+        )
+    return ExampleError(
+        f"{type(model).__name__} fails on the example{where}: {kind}: {text}; try model(batch) on one device first"
+    )
+
+
+def _model_line(error: Exception) -> str:
+    """``file:line: code`` of the innermost frame that is neither torch's nor ours."""
+    torch_root = str(Path(torch.__file__).parent)
+    own_root = str(Path(__file__).parent.parent)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((torch_root, own_root, "<")):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return ""

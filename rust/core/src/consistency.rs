@@ -1,0 +1,62 @@
+//! Arc consistency: a value without a compatible living value at the other end of some edge belongs
+//! to no solution and is removed, until nothing changes (AC-3 on classes). Exact: no solution is lost.
+
+use crate::model::{HALF, Model, Wipeout};
+
+/// Makes `model` arc consistent, starting from the variables in `queue` (all: `0..vars.len()`).
+/// Calls `killed` for each variable that loses values.
+///
+/// # Errors
+/// The variable that lost its last value.
+pub fn arc_consistency(
+    model: &mut Model,
+    queue: impl IntoIterator<Item = usize>,
+    mut killed: impl FnMut(usize),
+) -> Result<(), Wipeout> {
+    let mut waiting = vec![false; model.vars.len()];
+    let mut queue: Vec<usize> = queue.into_iter().collect();
+    for &var in &queue {
+        waiting[var] = true;
+        if model.vars[var].living().next().is_none() {
+            return Err(Wipeout { var, edge: None });
+        }
+    }
+    let mut unsupported = Vec::new();
+    while let Some(var) = queue.pop() {
+        waiting[var] = false;
+        for position in 0..model.incident[var].len() {
+            let (e, side) = model.incident[var][position];
+            let (e, other) = (e as usize, 1 - side as usize);
+            let edge = &mut model.edges[e];
+            let end = edge.ends[other] as usize;
+            edge.marginal(other, &mut unsupported);
+            let mut lost = false;
+            for (message, &least) in edge.f[other].iter_mut().zip(&unsupported) {
+                if *message < HALF && least >= HALF {
+                    *message = crate::model::DEAD;
+                    lost = true;
+                }
+            }
+            if !lost {
+                continue;
+            }
+            let mut alive = false;
+            for (theta, &class) in model.vars[end].theta.iter_mut().zip(&edge.class[other]) {
+                if edge.f[other][class as usize] >= HALF {
+                    *theta = crate::model::DEAD;
+                }
+                alive |= *theta < HALF;
+            }
+            killed(end);
+            if !alive {
+                return Err(Wipeout { var: end, edge: Some(e) });
+            }
+            model.refresh(end, |_| {});
+            if !waiting[end] {
+                waiting[end] = true;
+                queue.push(end);
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,116 @@
+//! Dominated values (dead-end elimination, Goldstein 1994, on edges).
+//!
+//! Value `v` of `s` goes if another living value `u` satisfies
+//!
+//! `θ(u) - θ(v) + Σ_e max_b [ (f + w)_e(u, b) - (f + w)_e(v, b) ] <= 0`,
+//!
+//! `b` over the classes at the other end that are compatible with `v`. For hard edges this says: `u`
+//! costs no more and is compatible with whatever `v` is compatible with. Proof: take an optimal
+//! assignment with `x_s = v`; each neighbour's class is compatible with `v`, so replacing `v` by `u`
+//! changes the cost by at most the left side. Equal values dominate each other; values are examined
+//! from the last to the first and `u` must be alive at that moment, so the first one stays.
+
+use crate::consistency::arc_consistency;
+use crate::model::{HALF, Model, Wipeout};
+
+/// Alternates arc consistency and dominance to their common fixpoint.
+///
+/// # Errors
+/// The variable that lost its last value (arc consistency only; dominance always leaves one).
+pub fn reduce(model: &mut Model) -> Result<(), Wipeout> {
+    let count = model.vars.len();
+    arc_consistency(model, 0..count, |_| {})?;
+    let mut queue: Vec<usize> = (0..count).collect();
+    let mut waiting = vec![true; count];
+    let mut changed = Vec::new();
+    while !queue.is_empty() {
+        let mut next = Vec::new();
+        for var in queue {
+            waiting[var] = false;
+            if !remove_dominated(model, var) {
+                continue;
+            }
+            changed.clear();
+            changed.push(var);
+            model.refresh(var, |_| {});
+            arc_consistency(model, [var], |other| changed.push(other))?;
+            for &var in &changed {
+                for &(e, side) in &model.incident[var] {
+                    let end = model.edges[e as usize].ends[1 - side as usize] as usize;
+                    if !waiting[end] {
+                        waiting[end] = true;
+                        next.push(end);
+                    }
+                }
+            }
+        }
+        next.sort_unstable();
+        queue = next;
+    }
+    Ok(())
+}
+
+/// Removes the dominated values of `var`; true if there were any.
+fn remove_dominated(model: &mut Model, var: usize) -> bool {
+    let living: Vec<usize> = model.vars[var].living().collect();
+    if living.len() < 2 {
+        return false;
+    }
+    // Per edge: the class of each living value and the worst difference for each pair of classes.
+    let edges: Vec<(&[u16], usize, Vec<i64>)> = model.incident[var]
+        .iter()
+        .map(|&(e, side)| {
+            let (edge, side) = (&model.edges[e as usize], side as usize);
+            (&edge.class[side][..], edge.f[side].len(), differences(model, e as usize, side))
+        })
+        .collect();
+    let theta = &model.vars[var].theta;
+    let worse = |u: usize, v: usize| {
+        let mut difference = theta[u] - theta[v];
+        for (class, count, table) in &edges {
+            let worst = table[class[u] as usize * count + class[v] as usize];
+            if worst >= HALF {
+                return false;
+            }
+            difference += worst;
+        }
+        difference <= 0
+    };
+    let mut alive = vec![true; theta.len()];
+    let mut removed = Vec::new();
+    for &v in living.iter().rev() {
+        if living.iter().any(|&u| u != v && alive[u] && worse(u, v)) {
+            alive[v] = false;
+            removed.push(v);
+        }
+    }
+    for &v in &removed {
+        model.kill(var, v);
+    }
+    !removed.is_empty()
+}
+
+/// `max_b [(f + w)(u, b) - (f + w)(v, b)]` for every pair of own classes, over living `b` compatible
+/// with `v`; [`HALF`] where `v`'s partner is incompatible with `u`.
+fn differences(model: &Model, e: usize, side: usize) -> Vec<i64> {
+    let edge = &model.edges[e];
+    let (own, other) = (edge.f[side].len(), edge.f[1 - side].len());
+    let mut table = vec![0; own * own];
+    for u in 0..own {
+        for v in 0..own {
+            if u == v || edge.f[side][u] >= HALF || edge.f[side][v] >= HALF {
+                continue;
+            }
+            let mut most = -HALF;
+            for b in 0..other {
+                let with_v = edge.cost(side, v, b);
+                if edge.f[1 - side][b] < HALF && with_v < HALF {
+                    let with_u = edge.cost(side, u, b);
+                    most = most.max(if with_u >= HALF { HALF } else { with_u - with_v });
+                }
+            }
+            table[u * own + v] = if most == HALF { HALF } else { most + edge.f[side][u] - edge.f[side][v] };
+        }
+    }
+    table
+}

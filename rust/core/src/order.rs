@@ -1,0 +1,80 @@
+//! A linear order of the variables with a small frontier.
+//!
+//! The frontier after a prefix is the set of its variables with a neighbour outside: what a partial
+//! program still has live. Greedy: append the candidate (a neighbour of the prefix) that leaves the
+//! smallest frontier, `Δ = [x stays open] - #{neighbours that x closes}`; ties go to the lowest index.
+//! An instruction and its gradients come out close to each other although they are far apart in
+//! execution order. Each connected component starts at a variable of least degree.
+
+use std::collections::BTreeSet;
+
+use crate::model::Model;
+
+/// Sorted distinct neighbours of every variable.
+pub fn neighbours(model: &Model) -> Vec<Vec<usize>> {
+    let ends = |&(e, side): &(u32, u8)| model.edges[e as usize].ends[1 - side as usize] as usize;
+    let sorted = |list: &Vec<(u32, u8)>| {
+        let mut list: Vec<usize> = list.iter().map(ends).collect();
+        list.sort_unstable();
+        list.dedup();
+        list
+    };
+    model.incident.iter().map(sorted).collect()
+}
+
+/// The order (a permutation of `0..vars.len()`).
+pub fn small_frontier_order(model: &Model) -> Vec<usize> {
+    let adjacent = neighbours(model);
+    let count = adjacent.len();
+    let mut open: Vec<usize> = adjacent.iter().map(Vec::len).collect();
+    let mut placed = vec![false; count];
+    let mut candidates: BTreeSet<usize> = BTreeSet::new();
+    let mut starts: Vec<usize> = (0..count).collect();
+    starts.sort_by_key(|&var| (adjacent[var].len(), var));
+    let mut starts = starts.into_iter();
+    let mut order = Vec::with_capacity(count);
+    while order.len() < count {
+        let delta = |var: usize| {
+            let closed = adjacent[var].iter().filter(|&&other| placed[other] && open[other] == 1).count();
+            i64::from(open[var] > 0) - closed as i64
+        };
+        let chosen = candidates.iter().copied().min_by_key(|&var| (delta(var), var));
+        let Some(var) = chosen.or_else(|| starts.by_ref().find(|&var| !placed[var])) else { break };
+        candidates.remove(&var);
+        placed[var] = true;
+        order.push(var);
+        for &other in &adjacent[var] {
+            open[other] -= 1;
+            if !placed[other] {
+                candidates.insert(other);
+            }
+        }
+    }
+    order
+}
+
+/// Connected components, each in ascending order, by their first variable.
+pub fn components(model: &Model) -> Vec<Vec<usize>> {
+    let adjacent = neighbours(model);
+    let mut seen = vec![false; adjacent.len()];
+    let mut found = Vec::new();
+    for root in 0..adjacent.len() {
+        if seen[root] {
+            continue;
+        }
+        seen[root] = true;
+        let (mut component, mut stack) = (Vec::new(), vec![root]);
+        while let Some(var) = stack.pop() {
+            component.push(var);
+            for &other in &adjacent[var] {
+                if !seen[other] {
+                    seen[other] = true;
+                    stack.push(other);
+                }
+            }
+        }
+        component.sort_unstable();
+        found.push(component);
+    }
+    found
+}

@@ -1,0 +1,288 @@
+//! The search as a whole.
+//!
+//! 1. Build the model; arc consistency and dominance ([`crate::dominance`]); order; compact.
+//! 2. Sweeps of TRW-S raise the bound; dives find programs; values whose bound exceeds the best
+//!    program die (which strengthens the next sweeps). Stop if bound and program meet.
+//! 3. When the sweeps gain little: reduce and compact what is left, split it into connected components
+//!    and run A* on each with a budget. Components that were solved are fixed; if some were not, sweep
+//!    on with more patience and a larger budget.
+//!
+//! Only programs strictly better than the incumbent are kept in the model: when nothing is left, the
+//! incumbent is optimal.
+
+use crate::astar::{self, Outcome};
+use crate::build::{Built, build};
+use crate::compact::compact;
+use crate::consistency::arc_consistency;
+use crate::control::{Limits, Monitor, Tick};
+use crate::dive::{PATIENCE, dive};
+use crate::dominance::reduce;
+use crate::model::{Model, Wipeout};
+use crate::order::{components, small_frontier_order};
+use crate::problem::Problem;
+use crate::solution::{Assignment, Solution, StopReason};
+use crate::trws::Sweeper;
+use crate::validate::{ProblemError, validate};
+use crate::verify::verify;
+
+/// Expansions that A* may spend on a component in the first round; four times more in each further one.
+const FIRST_BUDGET: u64 = 20_000;
+/// Sweeps between looks at the gain.
+const WINDOW: u64 = 8;
+
+/// Finds a program of least cost.
+///
+/// # Errors
+/// A malformed problem or incumbent.
+pub fn solve<'a>(
+    problem: &'a Problem,
+    limits: Limits,
+    incumbent: Option<&Assignment>,
+    tick: &'a mut Tick<'a>,
+) -> Result<Solution, ProblemError> {
+    let mut monitor = Monitor::new(limits, tick);
+    let checked = validate(problem)?;
+    let built = build(&checked)?;
+    let best = match incumbent {
+        None => None,
+        Some(assignment) => {
+            let cost = verify(problem, assignment).map_err(|why| ProblemError(format!("incumbent: {why}")))?;
+            monitor.cost = Some(cost);
+            Some((cost, assignment.clone()))
+        }
+    };
+    let mut search = Search { problem, monitor, best, worst: checked.total_cost, left: 0, built };
+    Ok(search.run())
+}
+
+/// The search is over: nothing better than the incumbent exists, or a limit struck.
+enum End {
+    Proven,
+    Stop(StopReason),
+}
+
+impl From<Wipeout> for End {
+    fn from(_: Wipeout) -> Self {
+        Self::Proven
+    }
+}
+
+impl From<StopReason> for End {
+    fn from(reason: StopReason) -> Self {
+        Self::Stop(reason)
+    }
+}
+
+struct Search<'a> {
+    problem: &'a Problem,
+    built: Built,
+    monitor: Monitor<'a>,
+    best: Option<(i64, Assignment)>,
+    /// No program costs more.
+    worst: i64,
+    /// Values after the first reduction.
+    left: usize,
+}
+
+impl Search<'_> {
+    fn run(&mut self) -> Solution {
+        let mut model = self.built.model.clone();
+        let (variables, values) = (model.vars.len(), model.vars.iter().map(|var| var.theta.len()).sum());
+        if let Err(wipeout) = arc_consistency(&mut model, 0..variables, |_| {}) {
+            let conflict = self.conflict(wipeout);
+            return self.finish(StopReason::Infeasible, variables, values, Some(conflict));
+        }
+        let reason = match self.search(&mut model) {
+            Ok(()) | Err(End::Proven) if self.best.is_some() => StopReason::Optimal,
+            Ok(()) | Err(End::Proven) => StopReason::Infeasible,
+            Err(End::Stop(reason)) => reason,
+        };
+        if self.best.is_none() && !matches!(reason, StopReason::Infeasible | StopReason::Interrupted) {
+            // A limit struck before the first dive: one short dive regardless.
+            let found: Result<_, ()> = dive(&model, PATIENCE, || Ok(()));
+            if let Ok(Some(found)) = found {
+                self.offer(&model, &found);
+            }
+        }
+        let conflict = (reason == StopReason::Infeasible).then(|| {
+            "every choice of rows and moves breaks a precondition, requirement or tie (the search was exhaustive)"
+                .to_owned()
+        });
+        self.finish(reason, variables, values, conflict)
+    }
+
+    fn search(&mut self, model: &mut Model) -> Result<(), End> {
+        reduce(model)?;
+        *model = compact(model, &small_frontier_order(model));
+        self.left = model.living_values();
+        let mut patience = 0.02;
+        let mut budget = FIRST_BUDGET;
+        loop {
+            self.sweep(model, patience)?;
+            reduce(model)?;
+            *model = compact(model, &small_frontier_order(model));
+            self.raise(model.constant);
+            self.finish_components(model, budget)?;
+            patience /= 4.0;
+            budget *= 4;
+        }
+    }
+
+    /// Sweeps until a window gains less than `patience` of the gap.
+    fn sweep(&mut self, model: &mut Model, patience: f64) -> Result<(), End> {
+        let mut sweeper = Sweeper::default();
+        let mut values = model.living_values();
+        let mut mark = model.constant;
+        for sweep in 1u64.. {
+            self.monitor.check()?;
+            sweeper.sweep(model, self.limit())?;
+            self.monitor.sweeps += 1;
+            self.raise(model.constant);
+            if sweep.is_power_of_two() || sweep.is_multiple_of(WINDOW) {
+                self.dive(model)?;
+            }
+            if model.constant > self.limit() {
+                return Err(End::Proven);
+            }
+            if sweep.is_multiple_of(WINDOW) {
+                let gain = (model.constant - mark) as f64;
+                mark = model.constant;
+                if gain <= patience * (self.limit() - model.constant) as f64 {
+                    return Ok(());
+                }
+                if model.living_values() * 5 < values * 4 {
+                    reduce(model)?;
+                    *model = compact(model, &small_frontier_order(model));
+                    values = model.living_values();
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn dive(&mut self, model: &mut Model) -> Result<(), End> {
+        for var in 0..model.vars.len() {
+            model.refresh(var, |_| {});
+        }
+        arc_consistency(model, 0..model.vars.len(), |_| {})?;
+        let monitor = &mut self.monitor;
+        if let Some(values) = dive(model, PATIENCE, || monitor.check())? {
+            self.offer(model, &values);
+        }
+        Ok(())
+    }
+
+    /// A* on every connected component. `Ok`: some component was left open and `model` is what remains.
+    fn finish_components(&mut self, model: &mut Model, budget: u64) -> Result<(), End> {
+        let mut open: Vec<usize> = Vec::new();
+        let mut labels = Vec::new();
+        let mut solved = 0;
+        let mut bound = model.constant;
+        for component in components(model) {
+            let mut part = compact(model, &component);
+            part.constant = 0;
+            part.fixed.clear();
+            let outcome = astar::search(&part, self.limit() - bound, budget, &mut self.monitor);
+            self.monitor.bytes = 0;
+            match outcome {
+                Outcome::Solved(values, cost) => {
+                    solved += cost;
+                    bound += cost;
+                    let chosen = part.vars.iter().zip(&values);
+                    labels.extend(chosen.map(|(var, &x)| (var.origin, var.labels[x])));
+                    labels.extend(&part.fixed);
+                }
+                Outcome::Exhausted => return Err(End::Proven),
+                Outcome::Budget(least) => {
+                    bound += least;
+                    open.extend(component);
+                }
+                Outcome::Stopped(reason, least) => {
+                    self.raise(bound + least);
+                    return Err(End::Stop(reason));
+                }
+            }
+            self.raise(bound);
+        }
+        if bound > self.limit() {
+            return Err(End::Proven);
+        }
+        let mut rest = compact(model, &open);
+        rest.constant = model.constant + solved;
+        rest.fixed.extend(labels);
+        *model = rest;
+        if open.is_empty() {
+            self.offer(model, &[]);
+            return Err(End::Proven);
+        }
+        Ok(())
+    }
+
+    /// Keeps a complete assignment if it is better than the incumbent.
+    fn offer(&mut self, model: &Model, values: &[usize]) {
+        let mut labels = vec![0; self.built.meaning.len()];
+        model.labels(values, &mut labels);
+        let assignment = self.built.decode(self.problem, &labels);
+        // A program that fails the check would be a defect of the search; it is never returned.
+        let checked = verify(self.problem, &assignment);
+        debug_assert!(checked.is_ok(), "{checked:?}");
+        let Ok(cost) = checked else { return };
+        if self.best.as_ref().is_none_or(|(least, _)| cost < *least) {
+            self.best = Some((cost, assignment));
+            self.monitor.cost = Some(cost);
+        }
+    }
+
+    /// Scaled cost that a better program may have.
+    fn limit(&self) -> i64 {
+        self.best.as_ref().map_or(self.worst, |(cost, _)| cost - 1) << self.built.shift
+    }
+
+    /// Records a scaled lower bound (of programs better than the incumbent).
+    fn raise(&mut self, scaled: i64) {
+        let shift = self.built.shift;
+        let bound = (scaled + (1 << shift) - 1) >> shift;
+        let bound = self.best.as_ref().map_or(bound, |(cost, _)| bound.min(*cost));
+        self.monitor.lower_bound = self.monitor.lower_bound.max(bound);
+    }
+
+    fn conflict(&self, wipeout: Wipeout) -> String {
+        let name = self.built.name(self.problem, wipeout.var);
+        if let Some(edge) = wipeout.edge {
+            return format!("nothing is left for {name}: {}", self.built.explain(self.problem, edge));
+        }
+        let required = self.built.unmet.map(|t| (t, &self.problem.tensors[t].name));
+        required.map_or_else(
+            || format!("nothing is left for {name}"),
+            |(t, tensor)| format!("nothing is left for {name}: requirement on tensor {t} ({tensor})"),
+        )
+    }
+
+    fn finish(&self, reason: StopReason, variables: usize, values: usize, conflict: Option<String>) -> Solution {
+        let (cost, program) = match &self.best {
+            Some((cost, program)) => (Some(*cost), program.clone()),
+            None => (None, Assignment::default()),
+        };
+        let lower_bound = match (reason, cost) {
+            (StopReason::Optimal, Some(cost)) => cost,
+            _ => self.monitor.lower_bound,
+        };
+        let reason = if cost == Some(lower_bound) { StopReason::Optimal } else { reason };
+        let gap = cost.map_or(1.0, |cost| (cost - lower_bound) as f64 / cost.max(1) as f64);
+        Solution {
+            rows: program.rows,
+            moves: program.moves,
+            cost,
+            lower_bound,
+            gap,
+            stop_reason: reason,
+            expansions: self.monitor.expansions,
+            sweeps: self.monitor.sweeps,
+            seconds: self.monitor.seconds(),
+            variables,
+            values,
+            values_after_reduction: self.left,
+            conflict,
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! Checks a [`Problem`] where it enters, so that the search may index without fear.
+//!
+//! Every rule of the format that the search relies on is checked here, and every message names the
+//! culprit and what was expected.
+
+use std::fmt;
+
+use crate::problem::{FORM_COUNT, Form, MAX_TOTAL_COST, Problem};
+
+/// A malformed problem (or incumbent): what is wrong and where.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProblemError(pub String);
+
+impl fmt::Display for ProblemError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for ProblemError {}
+
+type Checked<T = ()> = Result<T, ProblemError>;
+
+fn fail<T>(message: String) -> Checked<T> {
+    Err(ProblemError(message))
+}
+
+/// A problem that passed every check, with the producer of each tensor.
+#[derive(Clone, Debug)]
+pub struct Validated<'a> {
+    /// The problem itself.
+    pub problem: &'a Problem,
+    /// For each tensor: its producing instruction and the output position there.
+    pub producer: Vec<(usize, usize)>,
+    /// Sum of the dearest rows and moves: no program costs more.
+    pub total_cost: i64,
+}
+
+/// Checks `problem`.
+///
+/// # Errors
+/// The first rule of the format that the problem breaks.
+pub fn validate(problem: &Problem) -> Checked<Validated<'_>> {
+    if problem.version != 1 {
+        return fail(format!("problem version {} is not supported; this is version 1", problem.version));
+    }
+    let total_cost = check_costs_and_forms(problem)?;
+    let producer = find_producers(problem)?;
+    check_acyclic(problem, &producer)?;
+    let count = problem.tensors.len();
+    for (index, requirement) in problem.requirements.iter().enumerate() {
+        let place = format!("requirement {index}");
+        check_tensor(requirement.tensor, count, &place)?;
+        for &form in &requirement.any_of {
+            check_form(form, &place)?;
+        }
+    }
+    for (index, tie) in problem.ties.iter().enumerate() {
+        check_tensor(tie.parameter, count, &format!("tie {index} (parameter)"))?;
+        check_tensor(tie.gradient, count, &format!("tie {index} (gradient)"))?;
+    }
+    Ok(Validated { problem, producer, total_cost })
+}
+
+fn check_form(form: Form, place: &str) -> Checked {
+    if form < FORM_COUNT {
+        return Ok(());
+    }
+    fail(format!("{place}: form {form} is out of range, forms are 0..{FORM_COUNT}"))
+}
+
+fn check_tensor(id: usize, count: usize, place: &str) -> Checked {
+    if id < count {
+        return Ok(());
+    }
+    fail(format!("{place}: tensor id {id} does not exist, there are {count} tensors"))
+}
+
+fn check_cost(cost: i64, place: &str) -> Checked {
+    if cost < 0 {
+        return fail(format!("{place}: cost {cost} is negative"));
+    }
+    Ok(())
+}
+
+fn check_costs_and_forms(problem: &Problem) -> Checked<i64> {
+    let mut total = 0i64;
+    let add = |total: i64, most: Option<i64>| total.saturating_add(most.unwrap_or(0));
+    for (id, tensor) in problem.tensors.iter().enumerate() {
+        for (index, mv) in tensor.moves.iter().enumerate() {
+            let place = format!("tensor {id} ({}), move {index} ({})", tensor.name, mv.2);
+            check_form(mv.0, &place)?;
+            check_form(mv.1, &place)?;
+            check_cost(mv.3, &place)?;
+        }
+        total = add(total, tensor.moves.iter().map(|mv| mv.3).max());
+    }
+    for (id, instruction) in problem.instructions.iter().enumerate() {
+        let name = format!("instruction {id} ({})", instruction.name);
+        if instruction.rows.is_empty() {
+            return fail(format!("{name}: has no rows; an instruction without a rule runs replicated"));
+        }
+        for (index, row) in instruction.rows.iter().enumerate() {
+            let place = format!("{name}, row {index}");
+            for (what, given, wanted) in [
+                ("pre", row.pre.len(), instruction.inputs.len()),
+                ("post", row.post.len(), instruction.outputs.len()),
+            ] {
+                if given != wanted {
+                    return fail(format!("{place}: {what} has {given} forms, expected {wanted}"));
+                }
+            }
+            for &form in row.pre.iter().chain(&row.post) {
+                check_form(form, &place)?;
+            }
+            check_cost(row.cost, &place)?;
+        }
+        total = add(total, instruction.rows.iter().map(|row| row.cost).max());
+    }
+    if total >= MAX_TOTAL_COST {
+        return fail(format!("costs sum to {total} or more, the limit is {MAX_TOTAL_COST}; use a coarser unit"));
+    }
+    Ok(total)
+}
+
+fn find_producers(problem: &Problem) -> Checked<Vec<(usize, usize)>> {
+    let count = problem.tensors.len();
+    let mut producer: Vec<Option<(usize, usize)>> = vec![None; count];
+    for (id, instruction) in problem.instructions.iter().enumerate() {
+        let name = format!("instruction {id} ({})", instruction.name);
+        for &tensor in &instruction.inputs {
+            check_tensor(tensor, count, &format!("{name}, inputs"))?;
+        }
+        for (position, &tensor) in instruction.outputs.iter().enumerate() {
+            check_tensor(tensor, count, &format!("{name}, outputs"))?;
+            if let Some((other, _)) = producer[tensor] {
+                return fail(format!(
+                    "tensor {tensor} ({}) has two producers: instruction {other} ({}) and {name}",
+                    problem.tensors[tensor].name, problem.instructions[other].name
+                ));
+            }
+            producer[tensor] = Some((id, position));
+        }
+    }
+    let named = |(id, found): (usize, &Option<(usize, usize)>)| {
+        found.ok_or_else(|| {
+            ProblemError(format!("tensor {id} ({}) has no producing instruction", problem.tensors[id].name))
+        })
+    };
+    producer.iter().enumerate().map(named).collect()
+}
+
+/// Kahn's algorithm: what never becomes ready lies on (or behind) a cycle.
+fn check_acyclic(problem: &Problem, producer: &[(usize, usize)]) -> Checked {
+    let count = problem.instructions.len();
+    let mut waiting = vec![0usize; count];
+    let mut users: Vec<Vec<usize>> = vec![Vec::new(); count];
+    for (id, instruction) in problem.instructions.iter().enumerate() {
+        for &tensor in &instruction.inputs {
+            waiting[id] += 1;
+            users[producer[tensor].0].push(id);
+        }
+    }
+    let mut ready: Vec<usize> = (0..count).filter(|&id| waiting[id] == 0).collect();
+    let mut done = 0;
+    while let Some(id) = ready.pop() {
+        done += 1;
+        for &user in &users[id] {
+            waiting[user] -= 1;
+            if waiting[user] == 0 {
+                ready.push(user);
+            }
+        }
+    }
+    if done == count {
+        return Ok(());
+    }
+    let id = waiting.iter().position(|&left| left > 0).unwrap_or(0);
+    fail(format!("instructions form a cycle through or before instruction {id} ({})", problem.instructions[id].name))
+}

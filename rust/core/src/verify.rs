@@ -1,0 +1,68 @@
+//! Independent check of a program against the problem text. It shares nothing with the model that
+//! the search works on except the definition of availability.
+//!
+//! `cost = Σ_i rows[i].cost + Σ_t moves[t].cost`, provided that every precondition, requirement and
+//! tie holds.
+
+use crate::problem::{Form, Problem, availability};
+use crate::solution::Assignment;
+
+/// Recomputes the cost of `assignment`.
+///
+/// # Errors
+/// The first condition that the assignment breaks, in words.
+pub fn verify(problem: &Problem, assignment: &Assignment) -> Result<i64, String> {
+    let Assignment { rows, moves } = assignment;
+    if rows.len() != problem.instructions.len() || moves.len() != problem.tensors.len() {
+        return Err(format!(
+            "{} rows and {} moves given for {} instructions and {} tensors",
+            rows.len(),
+            moves.len(),
+            problem.instructions.len(),
+            problem.tensors.len()
+        ));
+    }
+    let mut cost = 0i64;
+    let mut produced: Vec<Form> = vec![0; problem.tensors.len()];
+    for (instruction, &row) in problem.instructions.iter().zip(rows) {
+        let row = instruction.rows.get(row).ok_or_else(|| format!("{}: no row {row}", instruction.name))?;
+        cost += row.cost;
+        for (&tensor, &form) in instruction.outputs.iter().zip(&row.post) {
+            produced[tensor] = form;
+        }
+    }
+    let mut available = vec![0u32; problem.tensors.len()];
+    for (id, (tensor, &index)) in problem.tensors.iter().zip(moves).enumerate() {
+        let mut moved = None;
+        if index != -1 {
+            let found = usize::try_from(index).ok().and_then(|index| tensor.moves.get(index));
+            let mv = found.ok_or_else(|| format!("{}: no move {index}", tensor.name))?;
+            if mv.0 != produced[id] {
+                return Err(format!("{}: move {index} starts from {}, produced {}", tensor.name, mv.0, produced[id]));
+            }
+            moved = Some(mv.1);
+            cost += mv.3;
+        }
+        available[id] = availability(produced[id], moved);
+    }
+    for (instruction, &row) in problem.instructions.iter().zip(rows) {
+        for (&tensor, &form) in instruction.inputs.iter().zip(&instruction.rows[row].pre) {
+            if available[tensor] & 1 << form == 0 {
+                let name = &problem.tensors[tensor].name;
+                return Err(format!("{}: needs {name} in form {form}, not available", instruction.name));
+            }
+        }
+    }
+    for requirement in &problem.requirements {
+        if !requirement.any_of.iter().any(|&form| available[requirement.tensor] & 1 << form != 0) {
+            return Err(format!("requirement on {} not met", problem.tensors[requirement.tensor].name));
+        }
+    }
+    for tie in &problem.ties {
+        if available[tie.gradient] & 1 << produced[tie.parameter] == 0 {
+            let names = (&problem.tensors[tie.gradient].name, &problem.tensors[tie.parameter].name);
+            return Err(format!("{} not available in the stored form of {}", names.0, names.1));
+        }
+    }
+    Ok(cost)
+}
