@@ -6,16 +6,19 @@ __all__ = [
     "BatchMismatchError",
     "CheckError",
     "ClusterError",
+    "ConstraintError",
     "DeviceError",
     "ExampleError",
     "HetspmdError",
     "InfeasibleError",
     "MissingRuleError",
     "MissingRuleWarning",
+    "OutputError",
     "PlanError",
     "PlanMismatchError",
     "ProofError",
     "RuleError",
+    "SearchError",
     "TargetError",
     "TraceError",
     "WorldSizeError",
@@ -58,8 +61,20 @@ class MissingRuleWarning(UserWarning):
     """An op has no rule and runs replicated on every device."""
 
 
+class ConstraintError(HetspmdError):
+    """A file of constraints is missing or malformed."""
+
+
+class OutputError(HetspmdError):
+    """A file that was asked for cannot be written."""
+
+
 class InfeasibleError(HetspmdError):
     """No program satisfies the constraints."""
+
+
+class SearchError(HetspmdError):
+    """A limit of the search struck before any program was found."""
 
 
 class ProofError(HetspmdError):

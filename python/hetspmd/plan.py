@@ -17,8 +17,9 @@ from hetspmd.codec import decode, encode
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.step import StepCost
 from hetspmd.errors import PlanError
+from hetspmd.forms import Form, is_sharded, sharded_dim
 from hetspmd.rules.theory import Theory, derive
-from hetspmd.synth.program import Program
+from hetspmd.synth.program import Compute, Program
 from hetspmd.trace.graph import Graph
 
 if TYPE_CHECKING:
@@ -83,6 +84,26 @@ class Plan:
     def world(self) -> int:
         """Number of devices."""
         return len(self.cluster.devices)
+
+    def parameter_layout(self) -> dict[str, tuple[Form, tuple[int, ...]]]:
+        """Parameter name to its stored form and its extents per device along the sharded dim (empty if whole)."""
+        stored = {
+            t: step.row.post[0]
+            for step in self.program.steps
+            if isinstance(step, Compute)
+            for t in self.graph.instructions[step.instruction].outputs[:1]
+        }
+        found: dict[str, tuple[Form, tuple[int, ...]]] = {}
+        for p in self.graph.parameters:
+            form = stored[p.tensor]
+            shape = self.graph.tensors[p.tensor].shape
+            extents = (
+                self.lengths.extents(self.theory.axes, p.tensor, form, shape[sharded_dim(form)])
+                if is_sharded(form)
+                else ()
+            )
+            found[p.name] = (form, extents)
+        return found
 
     def to_json(self) -> str:
         """The plan file's text; the same plan gives the same text, byte for byte."""

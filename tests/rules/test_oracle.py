@@ -290,7 +290,7 @@ class TestPlanted:
         )
         report = planted("aten::convolution_backward", rows, [(args, {})], missing=True)
         assert not report.wrong
-        assert all("Identity, Identity}" in m.text for m in report.missing)
+        assert report.ok, str(report)  # no {.., All-Reduce, ..}: the second input is read for its shape only
 
     def test_the_global_random_state_is_left_alone(self) -> None:
         before = torch.random.get_rng_state()

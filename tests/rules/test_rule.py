@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from hetspmd.errors import RuleError
 from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather
@@ -22,6 +23,7 @@ from hetspmd.rules.rule import (
     localize,
 )
 from hetspmd.trace.graph import DEVICE, DType, Graph, Instruction, Ref, Tensor
+from hetspmd.trace.values import to_torch
 
 
 def f32(*shape: int) -> TensorType:
@@ -177,6 +179,16 @@ def test_an_empty_shard_makes_no_call_but_neutral_results() -> None:
     assert localize(MM, MM_RULE, linear, 1, 2, 0, 0)[0] == "aten.mm.default"
 
 
+def test_an_empty_shard_of_an_op_that_returns_none_for_some_outputs() -> None:
+    on = call((f32(6, 2),), (f32(6), None))
+    rule = OpRule((Factor("a", 6, (Cut(0),), (Cut(0), None)),))
+    target, args, kwargs = localize(on, rule, rule.rows(on)[1], 0, 2, 0, 0)
+    assert target is empty_shards
+    tensor, nothing = empty_shards(*to_torch(args, torch.device("cpu")), **kwargs)
+    assert tensor.shape == (0,)
+    assert nothing is None
+
+
 def test_an_empty_shard_still_runs_where_its_result_is_not_neutral() -> None:
     on = call((f32(6), f32()), (f32(),))
     bias = OpRule((Factor("k", 6, (Cut(0), SUM), (SUM,)),))  # the rank's summand of the bias counts
@@ -210,7 +222,7 @@ def test_call_of_numbers_every_appearance() -> None:
     args = (Ref(1), (Ref(0), Ref(1)), 4)
     instruction = Instruction(0, "e2", "lib.op.default", args, (("w", Ref(0)),), (1, 0, 1, 0), (2, -1))
     graph = Graph(
-        tensors, (instruction,), (), (), (), (), (), loss=None, tangent=None, input_spec="", output_spec=""
+        tensors, (instruction,), (), (), (), (), (), (), loss=None, tangent=None, input_spec="", output_spec=""
     )
     on = call_of(graph, instruction)
     assert on.args == (Ref(0), (Ref(1), Ref(2)), 4)

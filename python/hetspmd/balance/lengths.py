@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,23 +37,35 @@ class Lengths:
 def apportion(units: int, ratios: Sequence[float]) -> tuple[int, ...]:
     """``units`` divided in the given ratios (non-negative, not all zero), to whole units.
 
-    Units are handed out one by one to the device that then finishes first, i.e. with the least
-    ``(n_j + 1) / B_j``. This minimises ``max_j n_j / B_j`` exactly, the completion time of a stage in which
-    device j is given time in proportion to 1 / B_j, and is within one unit of the nearest integers of
-    HAP 5.1 for long axes. A device with ratio 0 gets nothing. Ties go to the lower rank.
+    First the least ``T = max_j n_j / B_j`` that any division into whole units reaches: the time in which a
+    stage ends when device j's speed is proportional to B_j. Handing out units one by one to the device that
+    would then finish first, with the least ``(n_j + 1) / B_j``, reaches it (D'Hondt's method). Among the
+    divisions that take no longer than T, the one nearest to the ratios is kept: whole parts of the quotas
+    ``units * B_j``, then unit by unit where most is missing (HAP 5.1's rounding, held back where it would make
+    the stage longer). A device with ratio 0 gets nothing. Ties go to the lower rank.
+
+    Raises ValueError for a negative number of units and for ratios that are negative or all zero.
     """
-    if units < 0 or not ratios or min(ratios) < 0 or sum(ratios) <= 0:
+    if units < 0 or not ratios or not min(ratios) >= 0 or not 0 < sum(ratios) < math.inf:
         raise ValueError(f"cannot divide {units} units in ratios {list(ratios)}")
     total = sum(ratios)
-    counts = [int(units * r / total * (1 - 1e-12)) for r in ratios]
-    for _ in range(units - sum(counts)):
-        j = min(
-            (k for k in range(len(ratios)) if ratios[k] > 0), key=lambda k: ((counts[k] + 1) / ratios[k], k)
-        )
-        counts[j] += 1
+    shares = [r / total for r in ratios]
+    ranks = [j for j, share in enumerate(shares) if share > 0]
+    floors = [int(units * share * (1 - 1e-12)) for share in shares]
+    rest = units - sum(floors)
+    fastest = floors.copy()
+    for _ in range(rest):
+        fastest[min(ranks, key=lambda j: ((fastest[j] + 1) / shares[j], j))] += 1
+    time = max(fastest[j] / shares[j] for j in ranks)
+    caps = [max(n, int(time * share * (1 + 1e-12))) for n, share in zip(fastest, shares, strict=True)]
+    counts = floors
+    for _ in range(rest):
+        room = (j for j in ranks if counts[j] < caps[j])
+        counts[max(room, key=lambda j: (units * shares[j] - counts[j], -j))] += 1
     return tuple(counts)
 
 
 def lengths_for(axes: Axes, ratios: Sequence[float]) -> Lengths:
     """Lengths of all axes at the sharding ratios B (one segment)."""
-    return Lengths(len(ratios), tuple(apportion(axis.units, ratios) for axis in axes.axes))
+    sizes = {axis.units: apportion(axis.units, ratios) for axis in axes.axes}
+    return Lengths(len(ratios), tuple(sizes[axis.units] for axis in axes.axes))

@@ -8,8 +8,8 @@ A cluster file (YAML or JSON)::
     network: {bandwidth: 10.4Gbit/s, latency: 50us}
 
 ``flops`` is a number or a number per dtype (``default`` for the others). Optional: ``name``, ``count`` (1),
-``memory`` (unlimited), ``memory_bandwidth`` (infinite: every op is bound by its FLOPs), ``launch`` (5 us per op)
-and ``latency`` (50 us per collective). ``network`` may be left out for a single device.
+``memory`` (unlimited), ``memory_bandwidth`` (infinite: every op is bound by its FLOPs), ``launch`` (5 us per
+op) and ``latency`` (50 us per collective). ``network`` may be left out for a single device.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ class Cluster:
 
     def to_text(self) -> str:
         """The cluster file's text (YAML); ``Cluster.from_text`` is its inverse."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+        text: str = yaml.safe_dump(self.to_dict(), sort_keys=False)
+        return text
 
     def __str__(self) -> str:
         rows = [("ranks", "device", "FLOP/s", "memory", "bandwidth", "launch")]

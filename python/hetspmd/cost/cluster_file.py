@@ -84,15 +84,15 @@ class Node:
             self.fail(f"{name}: {error}")
 
     def count(self, name: str) -> int:
-        """A whole number of at least 1."""
+        """A whole number from 1 to 65536."""
         value = self.scalar
         if isinstance(value, str):
             try:
                 value = int(value)
             except ValueError:
                 value = None
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.fail(f"{name} is {self.what}; write a whole number of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65536:
+            self.fail(f"{name} is {self.what}; write a whole number from 1 to 65536")
         return value
 
     def text(self, name: str) -> str:
@@ -145,7 +145,7 @@ def read_object(value: object, where: str = "cluster") -> Node:
         return Node(where, sequence=tuple(read_object(v, f"{where}[{i}]") for i, v in enumerate(value)))
     if value is None or isinstance(value, (bool, int, float, str)):
         return Node(where, scalar=value)
-    raise ClusterError(f"{where}: a {type(value).__name__} stands where a mapping, list, number or string may")
+    raise ClusterError(f"{where}: a {type(value).__name__} is no mapping, list, number or string")
 
 
 def _from_yaml(node: yaml.Node, name: str, above: tuple[yaml.Node, ...]) -> Node:
@@ -165,7 +165,8 @@ def _from_yaml(node: yaml.Node, name: str, above: tuple[yaml.Node, ...]) -> Node
             raise ClusterError(f"{_place(key, name)}: a key must be a name")
         if key.value in mapping:
             raise ClusterError(
-                f"{_place(key, name)}: the key {key.value!r} stands twice (first at {keys[key.value]}); remove one"
+                f"{_place(key, name)}: the key {key.value!r} stands twice "
+                f"(first at {keys[key.value]}); remove one"
             )
         keys[key.value] = _place(key, name)
         mapping[key.value] = _from_yaml(value, name, above)

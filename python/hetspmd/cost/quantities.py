@@ -1,13 +1,14 @@
 """Quantities of a cluster file: SI numbers, or numbers with a unit (``16GiB``, ``10.4Gbit/s``, ``50us``).
 
-A quantity has a *kind*, which fixes its base unit: FLOP/s, bytes, bytes per second or seconds. ``B`` is a byte
-and ``bit`` or ``b`` an eighth of one; k, M, G, T, P, E are powers of 1000, Ki, Mi, Gi, Ti, Pi powers of 1024.
+A quantity has a *kind*, which fixes its base unit: FLOP/s, bytes, bytes per second or seconds. ``B`` is a
+byte and ``bit`` an eighth of one; k, M, G, T, P, E are powers of 1000, Ki, Mi, Gi, Ti, Pi powers of 1024.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
 from typing import Final, Literal
 
 Kind = Literal["FLOP/s", "bytes", "bytes/s", "seconds"]
@@ -52,11 +53,13 @@ def parse_quantity(value: object, kind: Kind) -> float:
         match = _NUMBER.match(value.strip())
         if match is None:
             raise ValueError(f"{value!r} is no quantity; write {kind} as {EXAMPLES[kind]}")
-        number, unit = float(match[1].replace("_", "")), match[2]
+        unit = match[2]
         scale = _UNITS[kind].get(unit) if unit else 1.0
         if scale is None:
-            raise ValueError(f"{value!r} has the unit {unit!r}; allowed are {_SHOWN[kind]}, or none for {kind}")
-        number *= scale
+            raise ValueError(
+                f"{value!r} has the unit {unit!r}; allowed are {_SHOWN[kind]}, or none for {kind}"
+            )
+        number = float(Decimal(match[1].replace("_", "")) * Decimal(repr(scale)))  # exactly 5e-5 for 50us
     else:
         number = float(value)
     if not math.isfinite(number) or number <= 0:

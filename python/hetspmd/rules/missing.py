@@ -8,6 +8,8 @@ the sample, on redraws of its floating inputs (other signs, other scales) and bo
 splits. Integer inputs stay as given, for they may be indices; an op whose inputs are all integers may have
 them as summands. What the rule's rows imply is no news: a row implies a candidate if its precondition is
 available from the candidate's and the candidate's postcondition from the row's (by slicing or masking).
+An input that is read for its shape or dtype only (redrawing it changes nothing) is no candidate for
+All-Reduce, and a row that leaves every output whole is none either, for it shares no work out.
 
 Candidates come in the order of how many inputs are not whole, then by input; :data:`LIMIT` caps them per
 sample, and the report says when it struck.
@@ -19,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice, product
-from math import gcd, prod
+from math import gcd, nan, prod
 from typing import Final
 
 import torch
@@ -41,15 +43,22 @@ from hetspmd.rules.rule import SUM, Cut, OpRule, Place, Row, local_shape
 LIMIT: Final = 1500
 _REDRAWS: Final = 3
 _SEED: Final = 7
+_GUARD: Final = 256
 
-# These index memory by their inputs without checking; a wrong candidate could corrupt the process.
-_UNCHECKED: Final = (
-    "max_pool",
-    "adaptive_max_pool",
-    "fractional_max_pool",
-    "_embedding_bag",
-    "embedding_dense_backward",
+# Many kernels take sizes or indices on trust, backward kernels above all: a candidate that breaks them would
+# corrupt memory. Their candidates are coherent: whatever is cut has one extent, and everything of that extent
+# is cut.
+_TRUSTING: Final = (
+    "_backward",
+    "batch_norm",
+    "embedding",
+    "flash_attention",
+    "grid_sampler",
+    "pool",
+    "upsample",
 )
+# And these take them from arguments, so that nothing can be cut without a rewrite.
+_SIZES_AS_ARGUMENTS: Final = ("native_group_norm",)
 
 Triple = tuple[tuple[Form, ...], tuple[Form, ...]]
 
@@ -103,8 +112,8 @@ def missing_rows(
 ) -> tuple[dict[str, tuple[tuple[Form, ...], tuple[Form, ...], int]], tuple[str, ...]]:
     """Text of each missing row -> (pre, post, units; 0 without a cut), and notes on what was left out."""
     op = case.call.op
-    if op.split(".")[1].startswith(_UNCHECKED):
-        return {}, ("missing rows: the op does not check its indices",)
+    if op.split(".")[1].startswith(_SIZES_AS_ARGUMENTS):
+        return {}, ("missing rows: the op takes sizes from its arguments without checking them",)
     known = [_triple(row, case) for row in rule.rows(case.call)]
     cases = _redraws(case, fixed)
     candidates = list(islice(_candidates(case, rule), LIMIT + 1))
@@ -138,8 +147,12 @@ def _triple(row: Row, case: Case) -> Triple:
 
 def _candidates(case: Case, rule: OpRule) -> Iterator[tuple[tuple[Form, ...], dict[int, Form]]]:
     """Forms of all inputs, and forms of the outputs whose shape is an argument."""
+    trusting = any(word in case.call.op for word in _TRUSTING)
     integral = all(not _real(t) for t in case.inputs)
-    options = [_options(t, partial=_real(t) or (integral and t.dtype != torch.bool)) for t in case.inputs]
+    options = []
+    for i, t in enumerate(case.inputs):
+        partial = _matters(case, i) if _real(t) else integral and t.dtype != torch.bool
+        options.append(_options(t, partial=partial))
     shaped = [o for o in sorted(set(rule.shape_args.values())) if case.outputs[o] is not None]
     out_options = [_options(t, partial=False) for o in shaped if (t := case.outputs[o]) is not None]
     total = prod(map(len, options))
@@ -147,7 +160,7 @@ def _candidates(case: Case, rule: OpRule) -> Iterator[tuple[tuple[Form, ...], di
     if total <= 200_000:
         pres = sorted(pres, key=lambda pre: sum(f != IDENTITY for f in pre))
     for pre in pres:
-        if all(f == IDENTITY for f in pre):
+        if all(f == IDENTITY for f in pre) or (trusting and not _coherent(case, pre)):
             continue
         for forms in product(*out_options):
             yield pre, dict(zip(shaped, forms, strict=True))
@@ -155,6 +168,35 @@ def _candidates(case: Case, rule: OpRule) -> Iterator[tuple[tuple[Form, ...], di
 
 def _real(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _coherent(case: Case, pre: Sequence[Form]) -> bool:
+    """Whether the cut dims, among the first two of each input, are all that have their extent."""
+    cuts = {t.shape[sharded_dim(f)] for f, t in zip(pre, case.inputs, strict=True) if is_sharded(f)}
+    if not cuts:
+        return True
+    if len(cuts) > 1 or any(is_sharded(f) and sharded_dim(f) > 1 for f in pre):
+        return False
+    extent = cuts.pop()
+    return all(is_sharded(f) or extent not in t.shape for f, t in zip(pre, case.inputs, strict=True))
+
+
+def _matters(case: Case, index: int) -> bool:
+    """Whether the values of a floating input matter at all."""
+    generator = torch.Generator().manual_seed(_SEED)
+    inputs = list(case.inputs)
+    inputs[index] = _draw(inputs[index], generator)
+    try:
+        other = with_inputs(case, inputs, _SEED).outputs
+    except (RuntimeError, ValueError, IndexError):
+        return True
+    pairs = zip(case.outputs, other, strict=True)
+    return any(a is not None and b is not None and mismatch(a, b, 0.0) is not None for a, b in pairs)
+
+
+def _draw(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    wide = torch.complex128 if tensor.dtype.is_complex else torch.float64
+    return torch.randn(tensor.shape, dtype=wide, generator=generator).to(tensor)
 
 
 def _options(tensor: Tensor, *, partial: bool) -> list[Form]:
@@ -185,8 +227,7 @@ def _redraws(case: Case, fixed: Sequence[int]) -> list[Case]:
             if i in fixed:
                 inputs.append(t)
             elif _real(t):
-                wide = torch.complex128 if t.dtype.is_complex else torch.float64
-                draw = torch.randn(t.shape, dtype=wide, generator=generator).to(t)
+                draw = _draw(t, generator)
                 inputs.append(draw.abs().to(t) + 0.1 if round_ == 2 else draw * (0.3, 8.0)[round_])
             elif t.dtype == torch.bool:
                 inputs.append(torch.rand(t.shape, generator=generator) < 0.5)
@@ -212,6 +253,8 @@ def _posts(
             if not all(kept):
                 return []
     assert kept is not None
+    if all(IDENTITY in forms for forms in kept):
+        return []
     choices = [[IDENTITY] if IDENTITY in forms else sorted(forms) for forms in kept]
     for o, form in shaped.items():
         choices[o] = [f for f in choices[o] if f == form or not is_sharded(form)]
@@ -236,7 +279,8 @@ def _forms_once(
     """For each output, the forms that hold on this split (every form for one that nobody needs)."""
     generator = torch.Generator().manual_seed(seed)
     pieces = [
-        shards(t, _place(f, t, units), split, generator, None) for t, f in zip(case.inputs, pre, strict=True)
+        [_guarded(s) for s in shards(t, _place(f, t, units), split, generator, None)]
+        for t, f in zip(case.inputs, pre, strict=True)
     ]
     results: list[Outputs] = []
     try:
@@ -256,6 +300,17 @@ def _forms_once(
     except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, ZeroDivisionError):
         return [set() for _ in case.outputs]
     return [_holding(case, results, o, units, split, o in shape_only) for o in range(len(case.outputs))]
+
+
+def _guarded(tensor: Tensor) -> Tensor:
+    """The tensor inside a buffer of NaN, so that a kernel that reads past its end is found out."""
+    if not _real(tensor) or tensor.numel() == 0:
+        return tensor
+    n = tensor.numel()
+    buffer = torch.full((n + 2 * _GUARD,), nan, dtype=tensor.dtype, device=tensor.device)
+    inner = buffer[_GUARD : _GUARD + n].view(tensor.shape)
+    inner.copy_(tensor)
+    return inner
 
 
 def _place(form: Form, tensor: Tensor, units: int) -> Place:

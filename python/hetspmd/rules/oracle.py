@@ -40,6 +40,7 @@ from hetspmd.rules.brute import (
     execute,
     magnitude,
     mismatch,
+    seeded,
     shards,
     splits,
     starts_of,
@@ -132,12 +133,8 @@ def check(
             raise RuleError(f"{op} has no samples; pass samples=[(args, kwargs), ...] to check")
         samples = bundled.samples[op]
     if callable(samples):
-        state = torch.random.get_rng_state()
-        torch.manual_seed(_SEED)
-        try:
+        with seeded(_SEED):
             samples = samples()
-        finally:
-            torch.random.set_rng_state(state)
     if not samples:
         raise RuleError(f"{op}: the list of samples is empty")
 

@@ -94,6 +94,11 @@ def registered() -> tuple[str, ...]:
     return tuple(sorted(_RULES))
 
 
+def families() -> tuple[str, ...]:
+    """Names of the families, in the order in which they are asked."""
+    return tuple(name for name, _, _ in _FAMILIES)
+
+
 def rule_function(op: str) -> RuleFunction | None:
     """The function that gives the rule of an op, None if there is none."""
     found = _RULES.get(op)

@@ -302,9 +302,9 @@ def localize(call: Call, rule: OpRule, row: Row, rank: int, world: int, start: i
         shapes(call.inputs, factor.inputs if factor else None),
         shapes(call.outputs, factor.outputs if factor else None),
     )  # fmt: skip
-    if factor is not None and start == stop and SUM not in factor.inputs and None not in factor.outputs:
-        dtypes = tuple(DType(t.dtype) for t in call.outputs if t is not None)
-        kept = tuple(s for s, t in zip(local.output_shapes, call.outputs, strict=True) if t is not None)
-        if len(dtypes) == len(call.outputs):
-            return empty_shards, (kept, dtypes, DEVICE), {}
+    if factor is not None and start == stop and SUM not in factor.inputs:
+        present = [t is not None for t in call.outputs]
+        if not any(here and place is None for here, place in zip(present, factor.outputs, strict=True)):
+            dtypes = tuple(None if t is None else DType(t.dtype) for t in call.outputs)
+            return empty_shards, (local.output_shapes, dtypes, DEVICE), {}
     return rule.rewrite(local) if rule.rewrite is not None else local.default()

@@ -16,8 +16,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TypeAlias
 
+import torch
+
 from hetspmd.errors import RuleError
-from hetspmd.rules.rule import SUM, Call, Cut, Factor, Place, TensorType
+from hetspmd.rules.rule import SUM, Call, Cut, Factor, Local, LocalCall, Place, TensorType
+from hetspmd.trace.graph import DEVICE, DType
 
 Dim: TypeAlias = str | tuple[str, int] | None
 Term: TypeAlias = Sequence[Dim] | None
@@ -26,9 +29,23 @@ FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})
 COMPLEX = frozenset({"complex128", "complex64", "complex32"})
 INTEGER = frozenset({"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"})
 
+WRAPS = "integer summands may wrap around, and their conversion does not"
+"""Why an op that converts integers has no row with All-Reduce."""
+
 __all__ = [
-    "COMPLEX", "FLOATING", "INTEGER", "Dim", "Term", "broadcast_term", "dim_names", "linear_sets",
-    "reduced_dims", "term_factors", "wrap",
+    "COMPLEX",
+    "FLOATING",
+    "INTEGER",
+    "WRAPS",
+    "Dim",
+    "Term",
+    "broadcast_term",
+    "dim_names",
+    "linear_sets",
+    "reduced_dims",
+    "term_factors",
+    "wrap",
+    "zero_outputs",
 ]  # fmt: skip
 
 
@@ -91,7 +108,9 @@ def term_factors(
         if size < 2:
             continue
         outs = tuple(_place(name, t, x, SUM) for t, x in zip(outputs, call.outputs, strict=True))
-        if any(p is SUM and x is not None and x.dtype == "bool" for p, x in zip(outs, call.outputs, strict=True)):
+        if any(
+            p is SUM and x is not None and x.dtype == "bool" for p, x in zip(outs, call.outputs, strict=True)
+        ):
             continue
         lacking: Place = SUM if SUM in outs else None
         ins = tuple(
@@ -133,3 +152,23 @@ def linear_sets(call: Call, groups: Iterable[Iterable[int | None]]) -> tuple[fro
 def _linear_dtype(source: str, target: str) -> bool:
     real = FLOATING | COMPLEX
     return (source in real and target in real) or (source in INTEGER and source == target)
+
+
+def zero_outputs(local: Local) -> LocalCall:
+    """The call of a device without units where an op refuses empty shards: zeros, None where it returns none.
+
+    Right only if every output is cut, a sum, or never read.
+    """
+    outputs = tuple(zip(local.call.outputs, local.output_shapes, strict=True))
+    dtypes = tuple(None if t is None else DType(t.dtype) for t, _ in outputs)
+    return zeros_or_none, (tuple(shape for _, shape in outputs), dtypes, DEVICE), {}
+
+
+def zeros_or_none(
+    shapes: list[list[int]], dtypes: list[torch.dtype | None], device: torch.device
+) -> tuple[torch.Tensor | None, ...]:
+    """Zeros of the shapes and dtypes, None where the dtype is None."""
+    return tuple(
+        None if dtype is None else torch.zeros(shape, dtype=dtype, device=device)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    )

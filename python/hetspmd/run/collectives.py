@@ -109,7 +109,7 @@ def start_all_gather(runtime: Runtime, tensor: torch.Tensor, dim: int, extents: 
         buffer = tensor.new_zeros((most, *rest))
         buffer[: front.shape[0]] = front
     gathered = tensor.new_empty((comm.world * most, *rest))
-    work = comm.all_gather(_movable(gathered), _movable(buffer))
+    work = comm.all_gather(movable(gathered), movable(buffer))
 
     def finish() -> torch.Tensor:
         if dim == 0 and min(extents) == most:
@@ -137,7 +137,7 @@ def start_grouped_broadcast(runtime: Runtime, tensor: torch.Tensor, dim: int, ex
             part = gathered[start : start + extent]
             if rank == comm.rank:
                 part.copy_(front)
-            works.append(comm.broadcast(_movable(part), rank))
+            works.append(comm.broadcast(movable(part), rank))
     return Pending(works, lambda: _back(gathered, dim))
 
 
@@ -166,7 +166,7 @@ def start_all_to_all(
     received = tensor.new_empty(sum(output_splits))
     scale = _byte_factor(tensor.dtype)
     work = comm.all_to_all(
-        _movable(received), _movable(buffer), [n * scale for n in output_splits], [n * scale for n in splits]
+        movable(received), movable(buffer), [n * scale for n in output_splits], [n * scale for n in splits]
     )
 
     def finish() -> torch.Tensor:
@@ -213,7 +213,7 @@ def _byte_factor(dtype: torch.dtype) -> int:
     return 1 if dtype in _MOVABLE else dtype.itemsize
 
 
-def _movable(buffer: torch.Tensor) -> torch.Tensor:
+def movable(buffer: torch.Tensor) -> torch.Tensor:
     """A flat view of a contiguous buffer in a dtype that every backend moves."""
     flat = buffer.view(-1)
     return flat if buffer.dtype in _MOVABLE else flat.view(torch.uint8)

@@ -8,7 +8,7 @@ what a plan file stores, and what ``print(graph)`` shows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 Phase = Literal["forward", "backward"]
@@ -219,6 +219,20 @@ class Graph:
             cached = {t: tuple(ids) for t, ids in lists.items()}
             self.__dict__["_consumers"] = cached
         return cached  # type: ignore[no-any-return]  # a cache slot of a frozen dataclass
+
+    def without_outputs(self) -> Graph:
+        """The graph with its outputs other than the loss forgotten, and what only they needed removed."""
+        outputs = tuple(o if o.tensor in (None, self.loss) else Output(None) for o in self.outputs)
+        wanted = {self.loss, *(p.gradient for p in self.parameters), *(b.updated for b in self.buffers)}
+        keep: set[int] = set()
+        for instruction in reversed(self.instructions):
+            if instruction.is_source or any(t in wanted for t in instruction.outputs):
+                keep.add(instruction.id)
+                wanted.update(instruction.inputs)
+        kept = tuple(
+            replace(i, id=n) for n, i in enumerate(j for j in self.instructions if j.id in keep)
+        )
+        return replace(self, instructions=kept, outputs=outputs)
 
     def __str__(self) -> str:
         return "\n".join(instruction_text(self, i) for i in self.instructions)

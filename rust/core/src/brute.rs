@@ -15,10 +15,10 @@ pub fn brute_force(problem: &Problem) -> Option<(i64, Assignment)> {
         let rows = digits[..split].to_vec();
         let moves = digits[split..].iter().map(|&digit| digit as i64 - 1).collect();
         let assignment = Assignment { rows, moves };
-        if let Ok(cost) = verify(problem, &assignment) {
-            if best.as_ref().is_none_or(|(least, _)| cost < *least) {
-                best = Some((cost, assignment));
-            }
+        if let Ok(cost) = verify(problem, &assignment)
+            && best.as_ref().is_none_or(|(least, _)| cost < *least)
+        {
+            best = Some((cost, assignment));
         }
         let Some(place) = (0..digits.len()).find(|&place| digits[place] + 1 < radix[place]) else {
             return best;

@@ -10,7 +10,7 @@
 //! Costs are multiplied by `2^shift` so that message passing, which divides integers, loses less than
 //! a picosecond in all.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 
 use crate::model::{DEAD, Edge, Model, Var};
 use crate::problem::{Problem, availability};
@@ -160,10 +160,10 @@ impl Built {
         let costs = instruction.rows.iter().map(|row| row.cost).collect();
         let home = self.add_var(costs, Meaning::Instruction { instruction: id, values });
         for (position, &tensor) in instruction.outputs.iter().enumerate() {
-            let forms: BTreeMap<u8, ()> = instruction.rows.iter().map(|row| (row.post[position], ())).collect();
+            let forms: BTreeSet<u8> = instruction.rows.iter().map(|row| row.post[position]).collect();
             let (mut moves, mut costs) = (Vec::new(), Vec::new());
             let (mut available, mut post) = (Vec::new(), Vec::new());
-            for &form in forms.keys() {
+            for &form in &forms {
                 for (mv, moved, cost) in options(problem, tensor, form) {
                     moves.push(mv);
                     costs.push(cost);
@@ -183,11 +183,13 @@ impl Built {
         for (id, instruction) in problem.instructions.iter().enumerate() {
             let Meaning::Instruction { values, .. } = &self.meaning[home[id]] else { continue };
             let row_of: Vec<usize> = values.iter().map(|&(row, _)| row).collect();
-            let distinct: BTreeMap<usize, ()> = instruction.inputs.iter().map(|&tensor| (tensor, ())).collect();
-            for &tensor in distinct.keys() {
+            let distinct: BTreeSet<usize> = instruction.inputs.iter().copied().collect();
+            for &tensor in &distinct {
                 let needs = |row: usize| {
                     let pairs = instruction.inputs.iter().zip(&instruction.rows[row].pre);
-                    pairs.filter(|&(&input, _)| input == tensor).fold(0u32, |mask, (_, &form)| mask | 1 << form)
+                    pairs
+                        .filter(|&(&input, _)| input == tensor)
+                        .fold(0u32, |mask, (_, &form)| mask | 1 << form)
                 };
                 let by_row: Vec<u32> = (0..instruction.rows.len()).map(needs).collect();
                 let required: Vec<u32> = row_of.iter().map(|&row| by_row[row]).collect();
@@ -199,7 +201,13 @@ impl Built {
     }
 
     /// Adds the edge `w(x, y) = 0 if relation(keys0[x], keys1[y]) else DEAD`, one class per key.
-    fn add_edge(&mut self, ends: [usize; 2], keys: [&[u32]; 2], relation: &dyn Fn(u32, u32) -> bool, reason: Reason) {
+    fn add_edge(
+        &mut self,
+        ends: [usize; 2],
+        keys: [&[u32]; 2],
+        relation: &dyn Fn(u32, u32) -> bool,
+        reason: Reason,
+    ) {
         let (class, distinct): (Vec<_>, Vec<_>) = keys.iter().map(|keys| classes(keys)).unzip();
         let pairs = distinct[0].iter().flat_map(|&a| distinct[1].iter().map(move |&b| (a, b)));
         let table = pairs.map(|(a, b)| if relation(a, b) { 0 } else { DEAD }).collect();
@@ -243,7 +251,9 @@ impl Built {
         let (instruction, tensor) =
             (|id: usize| &problem.instructions[id].name, |id: usize| &problem.tensors[id].name);
         match self.reasons[edge] {
-            Reason::Consumes(i, t) => format!("instruction {i} ({}) reads tensor {t} ({})", instruction(i), tensor(t)),
+            Reason::Consumes(i, t) => {
+                format!("instruction {i} ({}) reads tensor {t} ({})", instruction(i), tensor(t))
+            }
             Reason::Tied(p, g) => format!(
                 "gradient {g} ({}) must be available in the stored form of parameter {p} ({})",
                 tensor(g),
@@ -270,4 +280,42 @@ fn classes(keys: &[u32]) -> (Vec<u16>, Vec<u32>) {
     distinct.dedup();
     let class = keys.iter().map(|key| distinct.partition_point(|other| other < key) as u16).collect();
     (class, distinct)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::validate::validate;
+
+    const TEXT: &str = r#"{"version":1,
+      "tensors":[{"name":"x","moves":[[2,0,"all_gather",5],[3,0,"all_gather",6]]},
+                 {"name":"y","moves":[]},{"name":"z","moves":[[2,3,"all_to_all",2]]}],
+      "instructions":[{"name":"x","inputs":[],"outputs":[0],
+                       "rows":[{"pre":[],"post":[2],"cost":1},{"pre":[],"post":[0],"cost":4}]},
+                      {"name":"split","inputs":[0,0],"outputs":[1,2],
+                       "rows":[{"pre":[0,2],"post":[0,2],"cost":3},{"pre":[2,2],"post":[2,2],"cost":1}]}],
+      "requirements":[{"tensor":2,"any_of":[3]}]}"#;
+
+    #[test]
+    fn values_are_rows_times_moves_and_outputs_their_own_variables() {
+        let problem: Problem = serde_json::from_str(TEXT).unwrap();
+        let checked = validate(&problem).unwrap();
+        let built = build(&checked).unwrap();
+        let sizes: Vec<usize> = built.model.vars.iter().map(|var| var.theta.len()).collect();
+        // x: (row 0, none), (row 0, gather), (row 1, none); split: rows; y: two forms; z: none, moved.
+        assert_eq!(sizes, [3, 2, 2, 2]);
+        assert_eq!(built.model.vars[0].theta, [1, 6, 4].map(|cost: i64| cost << built.shift));
+        assert_eq!(built.model.vars[3].living().collect::<Vec<_>>(), [1]);
+        let assignment = built.decode(&problem, &[1, 1, 1, 1]);
+        assert_eq!(assignment, Assignment { rows: vec![0, 1], moves: vec![0, -1, 0] });
+        assert!(built.name(&problem, 2).contains("tensor 1 (y)"));
+        assert!(built.explain(&problem, built.reasons.len() - 1).contains("reads tensor 0 (x)"));
+    }
+
+    #[test]
+    fn an_unmet_requirement_is_remembered() {
+        let problem: Problem = serde_json::from_str(&TEXT.replace("[3]}", "[1]}")).unwrap();
+        let checked = validate(&problem).unwrap();
+        assert_eq!(build(&checked).unwrap().unmet, Some(2));
+    }
 }

@@ -189,3 +189,43 @@ fn merge_classes(out: &mut Model, edge: Edge, side: usize) -> Edge {
     );
     Edge::new(edge.ends, classes, messages, swapped.w[1].clone())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{minimum, model, ring};
+
+    #[test]
+    fn single_values_fold_into_their_neighbours() {
+        let pair = model(&[&[3], &[1, 2]], &[(0, 1, &[&[10, 0]])]);
+        let out = compact(&pair, &[0, 1]);
+        assert_eq!(out.fixed, [(0, 0)]);
+        assert_eq!(out.constant, 3);
+        assert_eq!(out.vars[0].theta, [11, 2]);
+        assert!(out.edges.is_empty());
+    }
+
+    #[test]
+    fn parallel_edges_join_and_equal_classes_merge() {
+        let free: &[&[i64]] = &[&[0, -1], &[0, -1], &[0, 0]];
+        let cost: &[&[i64]] = &[&[1, 0, 0], &[2, 2, 0]];
+        let pair = model(&[&[0, 0, 0], &[0, 0]], &[(0, 1, free), (1, 0, cost)]);
+        let out = compact(&pair, &[1, 0]);
+        assert_eq!(out.edges.len(), 1);
+        assert_eq!(minimum(&out).map(|(cost, _)| cost), minimum(&pair).map(|(cost, _)| cost));
+        let joined = compact(&model(&[&[0, 0, 0], &[0, 0]], &[(0, 1, free)]), &[0, 1]);
+        assert_eq!(joined.edges[0].f.each_ref().map(Vec::len), [2, 2]);
+    }
+
+    #[test]
+    fn a_new_order_changes_no_cost() {
+        let whole = ring(5, 3);
+        let out = compact(&whole, &[3, 1, 4, 0, 2]);
+        assert_eq!(minimum(&out).map(|(cost, _)| cost), minimum(&whole).map(|(cost, _)| cost));
+        let (cost, values) = minimum(&out).unwrap();
+        let mut labels = vec![0; 5];
+        out.labels(&values, &mut labels);
+        let labels: Vec<usize> = labels.into_iter().map(|label: u32| label as usize).collect();
+        assert_eq!(whole.evaluate(&labels), cost);
+    }
+}

@@ -60,3 +60,32 @@ pub fn arc_consistency(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::model;
+
+    const EQUAL: &[&[i64]] = &[&[0, -1], &[-1, 0]];
+
+    #[test]
+    fn removal_travels_along_a_chain() {
+        let mut chain = model(&[&[0, 0], &[0, 0], &[0, 0]], &[(0, 1, EQUAL), (1, 2, EQUAL)]);
+        chain.kill(0, 1);
+        chain.refresh(0, |_| {});
+        let mut killed = Vec::new();
+        arc_consistency(&mut chain, 0..3, |var| killed.push(var)).unwrap();
+        assert_eq!(killed, [1, 2]);
+        assert_eq!(chain.living_values(), 3);
+    }
+
+    #[test]
+    fn a_wipeout_names_the_edge() {
+        let mut chain = model(&[&[0, 0], &[0, 0]], &[(0, 1, EQUAL)]);
+        chain.kill(0, 1);
+        chain.kill(1, 0);
+        chain.refresh(0, |_| {});
+        chain.refresh(1, |_| {});
+        assert!(arc_consistency(&mut chain, 0..2, |_| {}).is_err_and(|wipeout| wipeout.edge == Some(0)));
+    }
+}

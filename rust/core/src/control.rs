@@ -107,3 +107,24 @@ impl<'a> Monitor<'a> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    #[test]
+    fn each_limit_strikes() {
+        let run = |limits: Limits, go_on: bool, expansions: u64, bytes: u64| {
+            let mut tick = |_: &Progress| go_on;
+            let mut monitor = Monitor::new(limits, &mut tick);
+            (monitor.expansions, monitor.bytes) = (expansions, bytes);
+            monitor.check()
+        };
+        let limits = Limits { time: 60.0, expansions: 5, memory: 5 };
+        assert_eq!(run(limits, true, 5, 5), Ok(()));
+        assert_eq!(run(limits, true, 6, 5), Err(StopReason::ExpansionLimit));
+        assert_eq!(run(limits, true, 5, 6), Err(StopReason::MemoryLimit));
+        assert_eq!(run(limits, false, 0, 0), Err(StopReason::Interrupted));
+        assert_eq!(run(Limits { time: 0.0, ..limits }, true, 0, 0), Err(StopReason::TimeLimit));
+        assert_eq!(run(Limits { time: f64::INFINITY, ..limits }, true, 0, 0), Ok(()));
+    }
+}

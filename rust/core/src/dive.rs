@@ -26,7 +26,11 @@ struct Dive<'a> {
 ///
 /// # Errors
 /// What `check` returns.
-pub fn dive<E>(model: &Model, patience: u64, mut check: impl FnMut() -> Result<(), E>) -> Result<Option<Vec<usize>>, E> {
+pub fn dive<E>(
+    model: &Model,
+    patience: u64,
+    mut check: impl FnMut() -> Result<(), E>,
+) -> Result<Option<Vec<usize>>, E> {
     let mut dive = Dive::new(model);
     dive.queue.extend((0..model.edges.len() as u32).flat_map(|e| [(e, 0), (e, 1)]));
     if !dive.propagate() {
@@ -69,7 +73,10 @@ impl<'a> Dive<'a> {
     fn new(model: &'a Model) -> Self {
         let alive: Vec<Vec<bool>> =
             model.vars.iter().map(|var| var.theta.iter().map(|&theta| theta < HALF).collect()).collect();
-        let left = alive.iter().map(|alive: &Vec<bool>| alive.iter().filter(|&&alive| alive).count() as u32).collect();
+        let left = alive
+            .iter()
+            .map(|alive: &Vec<bool>| alive.iter().filter(|&&alive| alive).count() as u32)
+            .collect();
         let count = |edge: &crate::model::Edge| {
             [0, 1].map(|side| {
                 let mut counts = vec![0; edge.f[side].len()];
@@ -137,7 +144,8 @@ impl<'a> Dive<'a> {
             let (edge, other) = (&model.edges[e as usize], 1 - side as usize);
             let counts = &self.counts[e as usize];
             let supported = |c: usize| {
-                (0..counts[1 - other].len()).any(|b| counts[1 - other][b] > 0 && edge.cost(other, c, b) < HALF)
+                (0..counts[1 - other].len())
+                    .any(|b| counts[1 - other][b] > 0 && edge.cost(other, c, b) < HALF)
             };
             let lost: Vec<bool> =
                 (0..counts[other].len()).map(|c| counts[other][c] > 0 && !supported(c)).collect();
@@ -166,5 +174,38 @@ impl<'a> Dive<'a> {
                 self.counts[e as usize][side as usize][class as usize] += 1;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{minimum, model, ring};
+
+    fn always() -> Result<(), ()> {
+        Ok(())
+    }
+
+    #[test]
+    fn a_dive_is_feasible() {
+        let ring = ring(7, 5);
+        let values = dive(&ring, PATIENCE, always).unwrap().unwrap();
+        assert!(ring.evaluate(&values) < HALF);
+        assert!(ring.evaluate(&values) >= minimum(&ring).unwrap().0);
+    }
+
+    #[test]
+    fn a_triangle_has_no_two_colouring() {
+        let differ: &[&[i64]] = &[&[-1, 0], &[0, -1]];
+        let triangle = model(&[&[0, 0], &[0, 0], &[0, 0]], &[(0, 1, differ), (1, 2, differ), (0, 2, differ)]);
+        assert_eq!(dive(&triangle, PATIENCE, always), Ok(None));
+    }
+
+    #[test]
+    fn no_patience_gives_up_and_check_is_heard() {
+        let differ: &[&[i64]] = &[&[-1, 0], &[0, -1]];
+        let triangle = model(&[&[0, 0], &[0, 0], &[0, 0]], &[(0, 1, differ), (1, 2, differ), (0, 2, differ)]);
+        assert_eq!(dive(&triangle, 0, always), Ok(None));
+        assert_eq!(dive(&triangle, 10, || Err("stop")), Err("stop"));
     }
 }

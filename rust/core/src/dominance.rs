@@ -114,3 +114,33 @@ fn differences(model: &Model, e: usize, side: usize) -> Vec<i64> {
     }
     table
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{minimum, model, ring};
+
+    #[test]
+    fn a_dearer_value_with_fewer_friends_goes() {
+        let mut pair = model(&[&[3, 4, 1], &[0, 9]], &[(0, 1, &[&[0, 0], &[0, -1], &[-1, 0]])]);
+        reduce(&mut pair).unwrap();
+        // Value 1 costs more than value 0 and fits less; value 2 is cheaper, so it stays.
+        assert_eq!(pair.vars[0].living().collect::<Vec<_>>(), [0, 2]);
+        assert_eq!(pair.vars[1].living().collect::<Vec<_>>(), [0, 1]);
+    }
+
+    #[test]
+    fn of_equal_values_the_first_stays() {
+        let mut single = model(&[&[2, 2, 2]], &[]);
+        reduce(&mut single).unwrap();
+        assert_eq!(single.vars[0].living().collect::<Vec<_>>(), [0]);
+    }
+
+    #[test]
+    fn the_optimum_survives() {
+        let whole = ring(5, 7);
+        let mut reduced = whole.clone();
+        reduce(&mut reduced).unwrap();
+        assert_eq!(minimum(&whole).map(|(cost, _)| cost), minimum(&reduced).map(|(cost, _)| cost));
+    }
+}

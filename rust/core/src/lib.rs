@@ -8,9 +8,10 @@
 //!
 //! The way of the data: [`problem`] → [`validate`] → [`build`] (pairwise [`model`]) → [`consistency`],
 //! [`dominance`] (exact reductions) → [`order`], [`compact`] → [`trws`] (lower bound), [`dive`]
-//! (programs) → [`astar`] (what the bound leaves open) → [`verify`] → [`solution`]. [`solve()`] runs all.
+//! (programs) → [`beam`], [`astar`] over [`frontier`] states (what the bound leaves open) → [`verify`] → [`solution`]. [`solve()`] runs all.
 
 pub mod astar;
+pub mod beam;
 pub mod brute;
 pub mod build;
 pub mod compact;
@@ -18,11 +19,14 @@ pub mod consistency;
 pub mod control;
 pub mod dive;
 pub mod dominance;
+pub mod frontier;
 pub mod model;
 pub mod order;
 pub mod problem;
 pub mod solution;
 pub mod solve;
+#[cfg(test)]
+mod testing;
 pub mod trws;
 pub mod validate;
 pub mod verify;

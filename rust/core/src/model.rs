@@ -170,3 +170,37 @@ impl Model {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::model;
+
+    #[test]
+    fn evaluation_adds_unary_and_edge_costs() {
+        let model = model(&[&[1, 2], &[10, 20]], &[(0, 1, &[&[5, -1], &[0, 7]])]);
+        assert_eq!(model.evaluate(&[0, 0]), 16);
+        assert_eq!(model.evaluate(&[1, 1]), 29);
+        assert!(model.evaluate(&[0, 1]) >= HALF);
+    }
+
+    #[test]
+    fn marginals_see_both_sides() {
+        let model = model(&[&[0, 0], &[0, 0]], &[(0, 1, &[&[5, -1], &[3, 7]])]);
+        let mut marginal = Vec::new();
+        model.edges[0].marginal(0, &mut marginal);
+        assert_eq!(marginal, [5, 3]);
+        model.edges[0].marginal(1, &mut marginal);
+        assert_eq!(marginal, [3, 7]);
+    }
+
+    #[test]
+    fn refresh_marks_classes_without_values() {
+        let mut model = model(&[&[0, 0], &[0, 0]], &[(0, 1, &[&[0, 0], &[0, 0]])]);
+        model.kill(0, 1);
+        let mut changed = Vec::new();
+        model.refresh(0, |edge| changed.push(edge));
+        assert_eq!(changed, [0]);
+        assert!(model.edges[0].f[0][1] >= HALF && model.edges[0].f[0][0] < HALF);
+    }
+}

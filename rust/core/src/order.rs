@@ -78,3 +78,32 @@ pub fn components(model: &Model) -> Vec<Vec<usize>> {
     }
     found
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{model, ring};
+
+    #[test]
+    fn a_ring_is_walked_with_two_open_ends() {
+        let ring = ring(8, 1);
+        let order = small_frontier_order(&ring);
+        let adjacent = neighbours(&ring);
+        for cut in 1..8 {
+            let inside = &order[..cut];
+            let open =
+                inside.iter().filter(|&&var| adjacent[var].iter().any(|other| !inside.contains(other)));
+            assert!(open.count() <= 2);
+        }
+    }
+
+    #[test]
+    fn components_are_found_and_all_variables_ordered() {
+        let table: &[&[i64]] = &[&[0, 0], &[0, 0]];
+        let two = model(&[&[0, 0], &[0, 0], &[0, 0], &[0, 0], &[0, 0]], &[(0, 3, table), (1, 4, table)]);
+        assert_eq!(components(&two), [vec![0, 3], vec![1, 4], vec![2]]);
+        let mut order = small_frontier_order(&two);
+        order.sort_unstable();
+        assert_eq!(order, [0, 1, 2, 3, 4]);
+    }
+}

@@ -101,3 +101,15 @@ pub fn availability(produced: Form, moved: Option<Form>) -> u32 {
     let mask = 1u32 << produced | moved.map_or(0, |form| 1u32 << form);
     if mask & 1 << IDENTITY == 0 { mask } else { u32::MAX }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    #[test]
+    fn identity_makes_everything_available() {
+        assert_eq!(availability(0, None), u32::MAX);
+        assert_eq!(availability(2, Some(0)), u32::MAX);
+        assert_eq!(availability(1, Some(3)), 0b1010);
+        assert_eq!(availability(2, None), 0b100);
+    }
+}

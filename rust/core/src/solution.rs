@@ -60,3 +60,15 @@ pub struct Solution {
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub conflict: Option<String>,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    #[test]
+    fn stop_reasons_are_snake_case_and_solutions_are_incumbents() {
+        assert_eq!(serde_json::to_string(&StopReason::TimeLimit).ok().as_deref(), Some("\"time_limit\""));
+        let text = r#"{"rows":[1],"moves":[-1],"cost":3}"#;
+        let read: Assignment = serde_json::from_str(text).unwrap();
+        assert_eq!(read, Assignment { rows: vec![1], moves: vec![-1] });
+    }
+}

@@ -4,13 +4,14 @@
 //! 2. Sweeps of TRW-S raise the bound; dives find programs; values whose bound exceeds the best
 //!    program die (which strengthens the next sweeps). Stop if bound and program meet.
 //! 3. When the sweeps gain little: reduce and compact what is left, split it into connected components
-//!    and run A* on each with a budget. Components that were solved are fixed; if some were not, sweep
+//!    and run a beam search, then A*, on each with a budget. Components that were solved are fixed; if some were not, sweep
 //!    on with more patience and a larger budget.
 //!
 //! Only programs strictly better than the incumbent are kept in the model: when nothing is left, the
 //! incumbent is optimal.
 
 use crate::astar::{self, Outcome};
+use crate::beam::beam;
 use crate::build::{Built, build};
 use crate::compact::compact;
 use crate::consistency::arc_consistency;
@@ -27,6 +28,8 @@ use crate::verify::verify;
 
 /// Expansions that A* may spend on a component in the first round; four times more in each further one.
 const FIRST_BUDGET: u64 = 20_000;
+/// The beam is this much narrower than the budget.
+const BEAM_SHARE: u64 = 100;
 /// Sweeps between looks at the gain.
 const WINDOW: u64 = 8;
 
@@ -46,7 +49,8 @@ pub fn solve<'a>(
     let best = match incumbent {
         None => None,
         Some(assignment) => {
-            let cost = verify(problem, assignment).map_err(|why| ProblemError(format!("incumbent: {why}")))?;
+            let cost =
+                verify(problem, assignment).map_err(|why| ProblemError(format!("incumbent: {why}")))?;
             monitor.cost = Some(cost);
             Some((cost, assignment.clone()))
         }
@@ -70,6 +74,34 @@ impl From<Wipeout> for End {
 impl From<StopReason> for End {
     fn from(reason: StopReason) -> Self {
         Self::Stop(reason)
+    }
+}
+
+/// A connected component of what is left.
+struct Part {
+    /// Its variables in the whole model.
+    vars: Vec<usize>,
+    /// With constant 0 and nothing fixed but what it fixed itself.
+    model: Model,
+    values: Option<Vec<usize>>,
+    /// Lower bound above the constant; the cost of `values` if `exact`.
+    bound: i64,
+    exact: bool,
+}
+
+impl Part {
+    fn new(whole: &Model, vars: Vec<usize>) -> Self {
+        let mut model = compact(whole, &vars);
+        model.constant = 0;
+        model.fixed.clear();
+        Self { vars, model, values: None, bound: 0, exact: false }
+    }
+
+    /// Appends its decisions.
+    fn decide(&self, fixed: &mut Vec<(u32, u32)>) {
+        let Some(values) = &self.values else { return };
+        let chosen = self.model.vars.iter().zip(values);
+        fixed.extend(chosen.map(|(var, &x)| (var.origin, var.labels[x])));
     }
 }
 
@@ -172,50 +204,77 @@ impl Search<'_> {
         Ok(())
     }
 
-    /// A* on every connected component. `Ok`: some component was left open and `model` is what remains.
+    /// Beam search, then A*, on every connected component. `Ok`: some component was left open and `model`
+    /// is what remains.
     fn finish_components(&mut self, model: &mut Model, budget: u64) -> Result<(), End> {
-        let mut open: Vec<usize> = Vec::new();
-        let mut labels = Vec::new();
-        let mut solved = 0;
+        let mut parts: Vec<Part> = components(model).into_iter().map(|vars| Part::new(model, vars)).collect();
+        let width = (budget / BEAM_SHARE) as usize;
         let mut bound = model.constant;
-        for component in components(model) {
-            let mut part = compact(model, &component);
-            part.constant = 0;
-            part.fixed.clear();
-            let outcome = astar::search(&part, self.limit() - bound, budget, &mut self.monitor);
+        for part in &mut parts {
+            let beam = beam(&part.model, self.limit() - bound, width, &mut self.monitor)?;
+            if beam.bound == i64::MAX {
+                return Err(End::Proven);
+            }
+            part.exact = beam.is_exact();
+            part.values = beam.best.map(|(values, _)| values);
+            part.bound = beam.bound;
+            bound += part.bound;
+            self.raise(bound);
+        }
+        self.offer_parts(model, &parts);
+        for index in 0..parts.len() {
+            let part = &mut parts[index];
+            if part.exact {
+                continue;
+            }
+            if bound > self.limit() {
+                return Err(End::Proven);
+            }
+            bound -= part.bound;
+            let outcome = astar::search(&part.model, self.limit() - bound, budget, &mut self.monitor);
             self.monitor.bytes = 0;
             match outcome {
                 Outcome::Solved(values, cost) => {
-                    solved += cost;
-                    bound += cost;
-                    let chosen = part.vars.iter().zip(&values);
-                    labels.extend(chosen.map(|(var, &x)| (var.origin, var.labels[x])));
-                    labels.extend(&part.fixed);
+                    part.bound = cost;
+                    part.values = Some(values);
+                    part.exact = true;
                 }
                 Outcome::Exhausted => return Err(End::Proven),
-                Outcome::Budget(least) => {
-                    bound += least;
-                    open.extend(component);
-                }
+                Outcome::Budget(least) => part.bound = part.bound.max(least),
                 Outcome::Stopped(reason, least) => {
-                    self.raise(bound + least);
+                    self.raise(bound + part.bound.max(least));
                     return Err(End::Stop(reason));
                 }
             }
+            bound += part.bound;
             self.raise(bound);
+            self.offer_parts(model, &parts);
         }
-        if bound > self.limit() {
+        if parts.iter().all(|part| part.exact) || bound > self.limit() {
             return Err(End::Proven);
         }
+        // Decide the components that are solved; go on with the others.
+        let open: Vec<usize> =
+            parts.iter().filter(|part| !part.exact).flat_map(|part| part.vars.clone()).collect();
         let mut rest = compact(model, &open);
-        rest.constant = model.constant + solved;
-        rest.fixed.extend(labels);
-        *model = rest;
-        if open.is_empty() {
-            self.offer(model, &[]);
-            return Err(End::Proven);
+        rest.constant = model.constant;
+        for part in parts.iter().filter(|part| part.exact) {
+            rest.constant += part.bound;
+            part.decide(&mut rest.fixed);
         }
+        *model = rest;
         Ok(())
+    }
+
+    /// Offers the program that the parts make up, if each has one.
+    fn offer_parts(&mut self, model: &Model, parts: &[Part]) {
+        if parts.iter().all(|part| part.values.is_some()) {
+            let mut fixed = model.fixed.clone();
+            for part in parts {
+                part.decide(&mut fixed);
+            }
+            self.offer(&Model { fixed, ..Model::default() }, &[]);
+        }
     }
 
     /// Keeps a complete assignment if it is better than the incumbent.
@@ -258,7 +317,13 @@ impl Search<'_> {
         )
     }
 
-    fn finish(&self, reason: StopReason, variables: usize, values: usize, conflict: Option<String>) -> Solution {
+    fn finish(
+        &self,
+        reason: StopReason,
+        variables: usize,
+        values: usize,
+        conflict: Option<String>,
+    ) -> Solution {
         let (cost, program) = match &self.best {
             Some((cost, program)) => (Some(*cost), program.clone()),
             None => (None, Assignment::default()),

@@ -54,7 +54,13 @@ impl Sweeper {
         Ok(())
     }
 
-    fn visit(&mut self, model: &mut Model, s: usize, limit: i64, direction: Direction) -> Result<(), Wipeout> {
+    fn visit(
+        &mut self,
+        model: &mut Model,
+        s: usize,
+        limit: i64,
+        direction: Direction,
+    ) -> Result<(), Wipeout> {
         let Model { vars, edges, incident, constant, .. } = model;
         let theta = &mut vars[s].theta[..];
         let mut ahead = 0;
@@ -121,5 +127,39 @@ impl Sweeper {
             share -= 1;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{minimum, model, ring};
+
+    #[test]
+    fn a_chain_is_solved_by_one_sweep() {
+        let differ: &[&[i64]] = &[&[-1, 0], &[0, -1]];
+        let mut chain = model(&[&[0, 3], &[0, 5], &[0, 4]], &[(0, 1, differ), (1, 2, differ)]);
+        Sweeper::default().sweep(&mut chain, 100).unwrap();
+        assert_eq!(chain.constant, 5);
+    }
+
+    #[test]
+    fn the_bound_never_falls_and_never_lies() {
+        let mut model = ring(5, 1 << 20);
+        let (least, values) = minimum(&model).unwrap();
+        let mut sweeper = Sweeper::default();
+        for _ in 0..50 {
+            let before = model.constant;
+            sweeper.sweep(&mut model, least).unwrap();
+            assert!(before <= model.constant && model.constant <= least);
+            assert_eq!(model.evaluate(&values), least);
+        }
+    }
+
+    #[test]
+    fn nothing_is_left_below_the_optimum() {
+        let differ: &[&[i64]] = &[&[-1, 0], &[0, -1]];
+        let mut pair = model(&[&[0, 3], &[0, 5]], &[(0, 1, differ)]);
+        assert!(Sweeper::default().sweep(&mut pair, 2).is_err());
     }
 }

@@ -118,7 +118,9 @@ fn check_costs_and_forms(problem: &Problem) -> Checked<i64> {
         total = add(total, instruction.rows.iter().map(|row| row.cost).max());
     }
     if total >= MAX_TOTAL_COST {
-        return fail(format!("costs sum to {total} or more, the limit is {MAX_TOTAL_COST}; use a coarser unit"));
+        return fail(format!(
+            "costs sum to {total} or more, the limit is {MAX_TOTAL_COST}; use a coarser unit"
+        ));
     }
     Ok(total)
 }
@@ -176,5 +178,59 @@ fn check_acyclic(problem: &Problem, producer: &[(usize, usize)]) -> Checked {
         return Ok(());
     }
     let id = waiting.iter().position(|&left| left > 0).unwrap_or(0);
-    fail(format!("instructions form a cycle through or before instruction {id} ({})", problem.instructions[id].name))
+    fail(format!(
+        "instructions form a cycle through or before instruction {id} ({})",
+        problem.instructions[id].name
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    fn problem(text: &str) -> Problem {
+        serde_json::from_str(text).unwrap()
+    }
+
+    const GOOD: &str = r#"{"version":1,
+      "tensors":[{"name":"x","moves":[[2,0,"all_gather",5]]},{"name":"y","moves":[]}],
+      "instructions":[{"name":"x","inputs":[],"outputs":[0],"rows":[{"pre":[],"post":[2],"cost":1}]},
+                      {"name":"f","inputs":[0],"outputs":[1],"rows":[{"pre":[0],"post":[0],"cost":3}]}],
+      "requirements":[{"tensor":1,"any_of":[0]}],"ties":[{"parameter":0,"gradient":1}]}"#;
+
+    #[test]
+    fn a_good_problem_passes() {
+        let problem = problem(GOOD);
+        let checked = validate(&problem).unwrap();
+        assert_eq!(checked.producer, [(0, 0), (1, 0)]);
+        assert_eq!(checked.total_cost, 9);
+    }
+
+    #[test]
+    fn every_defect_is_named() {
+        for (old, new, expected) in [
+            ("\"version\":1", "\"version\":2", "version 2"),
+            ("[2,0,", "[30,0,", "form 30 is out of range"),
+            ("\"inputs\":[0]", "\"inputs\":[7]", "tensor id 7 does not exist"),
+            ("\"inputs\":[0]", "\"inputs\":[1]", "cycle"),
+            ("\"inputs\":[0]", "\"inputs\":[0,0]", "pre has 1 forms, expected 2"),
+            ("\"outputs\":[1]", "\"outputs\":[0]", "two producers"),
+            (
+                "\"outputs\":[1],\"rows\":[{\"pre\":[0],\"post\":[0]",
+                "\"outputs\":[],\"rows\":[{\"pre\":[0],\"post\":[]",
+                "no producing instruction",
+            ),
+            ("\"rows\":[{\"pre\":[],\"post\":[2],\"cost\":1}]", "\"rows\":[]", "has no rows"),
+            ("\"cost\":3", "\"cost\":-3", "negative"),
+            ("\"cost\":3", "\"cost\":9000000000000000000", "coarser unit"),
+            ("\"tensor\":1", "\"tensor\":9", "requirement 0: tensor id 9"),
+            ("\"any_of\":[0]", "\"any_of\":[31]", "requirement 0: form 31"),
+            ("\"gradient\":1", "\"gradient\":9", "tie 0 (gradient)"),
+        ] {
+            let text = GOOD.replace(old, new);
+            assert_ne!(text, GOOD, "{old} does not occur");
+            let problem = problem(&text);
+            let message = validate(&problem).expect_err(new).to_string();
+            assert!(message.contains(expected), "{message}");
+        }
+    }
 }

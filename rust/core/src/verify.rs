@@ -38,7 +38,10 @@ pub fn verify(problem: &Problem, assignment: &Assignment) -> Result<i64, String>
             let found = usize::try_from(index).ok().and_then(|index| tensor.moves.get(index));
             let mv = found.ok_or_else(|| format!("{}: no move {index}", tensor.name))?;
             if mv.0 != produced[id] {
-                return Err(format!("{}: move {index} starts from {}, produced {}", tensor.name, mv.0, produced[id]));
+                return Err(format!(
+                    "{}: move {index} starts from {}, produced {}",
+                    tensor.name, mv.0, produced[id]
+                ));
             }
             moved = Some(mv.1);
             cost += mv.3;
@@ -65,4 +68,35 @@ pub fn verify(problem: &Problem, assignment: &Assignment) -> Result<i64, String>
         }
     }
     Ok(cost)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    #[test]
+    fn broken_programs_are_refused() {
+        let text = r#"{"version":1,
+          "tensors":[{"name":"w","moves":[[2,0,"all_gather",5]]},{"name":"g","moves":[[0,2,"cut",1]]}],
+          "instructions":[
+            {"name":"w","inputs":[],"outputs":[0],"rows":[{"pre":[],"post":[2],"cost":1},{"pre":[],"post":[3],"cost":1}]},
+            {"name":"f","inputs":[0],"outputs":[1],"rows":[{"pre":[0],"post":[0],"cost":3},{"pre":[2],"post":[1],"cost":2}]}],
+          "requirements":[{"tensor":1,"any_of":[0,1]}],"ties":[{"parameter":0,"gradient":1}]}"#;
+        let problem: Problem = serde_json::from_str(text).unwrap();
+        let check = |rows: [usize; 2], moves: [i64; 2]| {
+            verify(&problem, &Assignment { rows: rows.to_vec(), moves: moves.to_vec() })
+        };
+        assert_eq!(check([0, 0], [0, -1]), Ok(9));
+        assert_eq!(check([0, 0], [0, 0]), Ok(10));
+        for (rows, moves, expected) in [
+            ([0, 0], [-1, -1], "needs w in form 0"),
+            ([1, 0], [0, -1], "starts from 2, produced 3"),
+            ([0, 1], [-1, -1], "stored form of w"),
+            ([0, 2], [0, -1], "no row 2"),
+            ([0, 0], [4, -1], "no move 4"),
+        ] {
+            let why = check(rows, moves).expect_err(expected);
+            assert!(why.contains(expected), "{why}");
+        }
+        assert!(verify(&problem, &Assignment::default()).is_err());
+    }
 }

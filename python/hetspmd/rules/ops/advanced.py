@@ -7,23 +7,24 @@ side, else in front, and the other dims of x around it. So
 - dims of S are parallel when reading, and when adding they make summands;
 - an indexed dim is cut as :mod:`hetspmd.rules.ops.indexing` says.
 
-One bool mask with a single value, ``x[mask] = v``, writes elementwise: all dims are parallel. Other masks have
-results whose shape depends on data: never sharded.
+A bool mask takes the place of as many dims as it has, and the elements it selects form one dim of the
+result, whose extent depends on data: never cut. Only where one value is written to all of them,
+``x[mask] = v``, the op is elementwise and the masked dims are parallel as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
 
 from hetspmd.rules.ops.indexing import ANY_WINNER
-from hetspmd.rules.places import Factors, Where, linear
+from hetspmd.rules.places import Factors, Where
 from hetspmd.rules.registry import rule
-from hetspmd.rules.rule import SUM, Call, Local, LocalCall, OpRule, TensorType
+from hetspmd.rules.rule import SUM, Call, Local, LocalCall, OpRule
+from hetspmd.rules.terms import linear_sets
 from hetspmd.trace.graph import Ref
 
 
@@ -57,7 +58,8 @@ def _layout(call: Call) -> _Layout | None:
     indices = {d: i.id for d, i in enumerate(call.args[1]) if isinstance(i, Ref)}
     if not indices or any(call.inputs[i].dtype in ("bool", "uint8") for i in indices.values()):
         return None
-    shape = tuple(torch.broadcast_shapes(*(call.inputs[i].shape for i in indices.values())))
+    shapes = (call.inputs[i].shape for i in indices.values())
+    shape = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]  # untyped in torch
     dims = list(indices)
     beside = dims[-1] - dims[0] == len(dims) - 1
     front = dims[0] if beside else 0
@@ -66,13 +68,28 @@ def _layout(call: Call) -> _Layout | None:
     return _Layout(indices, shape, front, kept)
 
 
+def _masked(call: Call) -> range | None:
+    """The dims of x that a bool mask takes the place of; None unless it is the only index."""
+    given = [(d, i.id) for d, i in enumerate(call.args[1]) if isinstance(i, Ref)]
+    if len(given) != 1 or call.inputs[given[0][1]].dtype not in ("bool", "uint8"):
+        return None
+    first, mask = given[0]
+    return range(first, first + call.inputs[mask].ndim)
+
+
 @rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(call: Call) -> OpRule:
     """(x, indices)."""
+    factors = Factors(call)
+    covered = _masked(call)
+    if covered is not None:
+        for d in range(call.inputs[0].ndim):
+            if d not in covered:
+                factors.add(f"d{d}", {0: d}, {0: d if d < covered.start else d - len(covered) + 1})
+        return OpRule(factors.done(), linear_sets(call, [(0,)]))
     at = _layout(call)
     if at is None:
         return OpRule()
-    factors = Factors(call)
     for d, out in at.kept.items():
         factors.add(f"d{d}", {0: d}, {0: out})
     for s in range(len(at.shape)):
@@ -80,7 +97,7 @@ def index(call: Call) -> OpRule:
             factors.add(f"s{s}", at.along(call, s), {0: at.front + s})
     for d in at.indices:
         factors.add(f"slots{d}", {0: d}, {0: SUM})
-    return OpRule(factors.done(), linear(call, (0,)), rewrite=_index)
+    return OpRule(factors.done(), linear_sets(call, [(0,)]), rewrite=_index)
 
 
 def _slots(local: Local) -> int | None:
@@ -117,9 +134,9 @@ def index_put(call: Call) -> OpRule:
     """(x, indices, values, accumulate): values broadcast to the shape of ``x[indices]``."""
     values = len(call.inputs) - 1
     accumulate = bool(call.arg(3, "accumulate", False))
-    masks = [i.id for i in call.args[1] if isinstance(i, Ref)]
-    if len(masks) == 1 and call.inputs[masks[0]].dtype in ("bool", "uint8"):
-        return _mask_put(call, masks[0], values)
+    covered = _masked(call)
+    if covered is not None:
+        return _mask_put(call, covered, values)
     at = _layout(call)
     if at is None:
         return OpRule()
@@ -139,20 +156,24 @@ def index_put(call: Call) -> OpRule:
         factors.add(f"slots{d}", {0: d}, {0: d})
     groups = ((0, values),) if accumulate else ()
     omitted = {"{All-Reduce, *, All-Reduce} {All-Reduce}": ANY_WINNER}
-    return OpRule(factors.done(), linear(call, *groups), rewrite=_index_put, omitted=omitted)
+    return OpRule(factors.done(), linear_sets(call, groups), rewrite=_index_put, omitted=omitted)
 
 
-def _mask_put(call: Call, mask: int, values: int) -> OpRule:
-    """``x[:, mask] = value`` with one value: elementwise."""
-    if prod(call.inputs[values].shape) != 1:
-        return OpRule()
-    first = next(k for k, i in enumerate(call.args[1]) if isinstance(i, Ref))
-    covered: TensorType = call.inputs[mask]
+def _mask_put(call: Call, covered: range, values: int) -> OpRule:
+    value = call.inputs[values]
+    ndim = call.out.ndim - len(covered) + 1  # of x[indices]
+    selected = covered.start - (ndim - value.ndim)
+    one_value = selected < 0 or value.shape[selected] == 1
     factors = Factors(call)
     for d in range(call.out.ndim):
-        inside = 0 <= d - first < covered.ndim
-        factors.add(f"d{d}", {0: d, mask: d - first} if inside else {0: d}, {0: d})
-    return OpRule(factors.done(), linear(call, (0, values)))
+        if d in covered:
+            if one_value:
+                factors.add(f"d{d}", {0: d, 1: d - covered.start}, {0: d})
+            continue
+        at = (d if d < covered.start else d - len(covered) + 1) - (ndim - value.ndim)
+        own: dict[int, Where] = {values: at} if at >= 0 and value.shape[at] != 1 else {}
+        factors.add(f"d{d}", {0: d} | own, {0: d})
+    return OpRule(factors.done(), linear_sets(call, [(0, values)]))
 
 
 def _index_put(local: Local) -> LocalCall:
@@ -166,7 +187,13 @@ def _index_put(local: Local) -> LocalCall:
 
 
 def index_put_part(
-    x: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool, dim: int, start: int, extent: int
+    x: Tensor,
+    indices: list[Tensor | None],
+    values: Tensor,
+    accumulate: bool,
+    dim: int,
+    start: int,
+    extent: int,
 ) -> Tensor:
     """``index_put`` where x holds the slots from ``start`` on of the ``extent`` of ``dim``."""
     n = x.shape[dim]

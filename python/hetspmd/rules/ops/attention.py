@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetspmd.rules.kernels import empty_shards
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import Call, Local, LocalCall, OpRule, TensorType
-from hetspmd.rules.terms import Dim, Term, broadcast_term, linear_sets, term_factors
-from hetspmd.trace.graph import DEVICE, DType
+from hetspmd.rules.terms import Dim, Term, broadcast_term, linear_sets, term_factors, zero_outputs
 
 _VALUE_DIM = "the fused kernels want query, key and value of one head size"
 
@@ -85,12 +83,10 @@ def _forward(call: Call, *, mask: int | None, causal: bool, dropout: bool, posit
 
 
 def _seeded(local: Local) -> LocalCall:
-    """Kernels with seed outputs are not called on empty shards."""
-    call = local.call
-    if local.factor is None or local.start != local.stop or None in call.outputs:
+    """Some kernels refuse empty shards."""
+    if local.factor is None or local.start != local.stop:
         return local.default()
-    dtypes = tuple(DType(t.dtype) for t in call.outputs if t is not None)
-    return empty_shards, (local.output_shapes, dtypes, DEVICE), {}
+    return zero_outputs(local)
 
 
 def _backward(
@@ -159,7 +155,9 @@ def _flash_backward(call: Call) -> OpRule:
     )
 
 
-@rule("aten._scaled_dot_product_efficient_attention.default", "aten._scaled_dot_product_cudnn_attention.default")
+@rule(
+    "aten._scaled_dot_product_efficient_attention.default", "aten._scaled_dot_product_cudnn_attention.default"
+)
 def _biased(call: Call) -> OpRule:
     return _forward(
         call,

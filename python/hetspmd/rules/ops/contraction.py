@@ -11,9 +11,12 @@ import math
 import re
 from collections.abc import Sequence
 
+import torch
+
 from hetspmd.rules.registry import rule
-from hetspmd.rules.rule import Call, OpRule
-from hetspmd.rules.terms import Dim, Term, broadcast_term, linear_sets, term_factors
+from hetspmd.rules.rule import SUM, Call, Local, LocalCall, OpRule
+from hetspmd.rules.terms import WRAPS, Dim, Term, broadcast_term, linear_sets, term_factors
+from hetspmd.trace.graph import DType, Ref
 
 _TERMS: dict[str, tuple[str, str, str]] = {
     "aten.mm.default": ("mk", "kn", "mn"),
@@ -54,7 +57,12 @@ def _flops(call: Call, terms: Sequence[Sequence[Dim]]) -> float:
 def _product(call: Call) -> OpRule:
     a, b, out = _TERMS[call.op]
     return OpRule(
-        term_factors(call, [a, b], [out]), linear=linear_sets(call, [[0], [1]]), flops=_flops(call, [a, b])
+        term_factors(call, [a, b], [out]),
+        linear=linear_sets(call, [[0], [1]]),
+        flops=_flops(call, [a, b]),
+        omitted={"*All-Reduce} {All-Reduce}": WRAPS, "{All-Reduce*": WRAPS}
+        if call.op == "aten._int_mm.default"
+        else {},
     )
 
 
@@ -66,8 +74,25 @@ def _biased_product(call: Call) -> OpRule:
     return OpRule(
         term_factors(call, [bias, a, b], [out], added={0}),
         linear=linear_sets(call, _bias_groups(0, 1, 2, 0 if call.kwargs.get("beta", 1) == 0 else 1)),
+        rewrite=_biased_locally,
         flops=flops,
     )
+
+
+def _biased_locally(local: Local) -> LocalCall:
+    """Without a summand of the product, the bias alone: torch's addmv then forgets to broadcast it."""
+    factor = local.factor
+    if factor is None or local.start != local.stop or SUM not in factor.outputs:
+        return local.default()
+    beta, dtype = local.call.kwargs.get("beta", 1), DType(local.call.out.dtype)
+    return scaled_bias, (Ref(0), beta, local.output_shapes[0], dtype), {}
+
+
+def scaled_bias(bias: torch.Tensor, beta: float, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """``beta * bias`` broadcast to ``shape``; zeros for ``beta`` 0, whatever the bias holds."""
+    if beta == 0:
+        return torch.zeros(shape, dtype=dtype, device=bias.device)
+    return (bias.to(dtype) * beta).expand(shape).contiguous()
 
 
 def _bias_groups(bias: int | None, a: int, b: int, beta: int) -> list[list[int | None]]:
@@ -119,12 +144,19 @@ def _einsum(call: Call) -> OpRule:
     terms = [_einsum_term(w, e) for w, e in zip(written, ellipses, strict=True)]
     if not arrow:
         letters = given.replace(",", "").replace("...", "")
-        output = ("..." if "..." in given else "") + "".join(c for c in sorted(set(letters)) if letters.count(c) == 1)
+        output = ("..." if "..." in given else "") + "".join(
+            c for c in sorted(set(letters)) if letters.count(c) == 1
+        )
     diagonal = {n for t in terms for n in t if t.count(n) > 1}
     out = _einsum_term(output, width)
     factors = term_factors(call, [_without(t, diagonal) for t in terms], [_without(out, diagonal)])
     flops = float(len(terms)) * math.prod(
-        max(t.shape[i] for t, term in zip(call.inputs, terms, strict=True) for i, n in enumerate(term) if n == name)
+        max(
+            t.shape[i]
+            for t, term in zip(call.inputs, terms, strict=True)
+            for i, n in enumerate(term)
+            if n == name
+        )
         for name in dict.fromkeys(n for t in terms for n in t)
     )
     return OpRule(factors, linear=linear_sets(call, [[i] for i in range(len(terms))]), flops=flops)

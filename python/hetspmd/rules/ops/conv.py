@@ -22,9 +22,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hetspmd.rules.places import Factors, Where, linear, zeros_call
+from hetspmd.rules.places import Factors, Where
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import SUM, Call, Cut, Local, LocalCall, OpRule, TensorType
+from hetspmd.rules.terms import linear_sets, zero_outputs, zeros_or_none
 from hetspmd.trace.graph import DEVICE, DType
 
 
@@ -47,6 +48,11 @@ class _Shapes:
     @property
     def dim_out(self) -> int:
         return 1 - self.dim_in
+
+    @property
+    def group_cuts(self) -> tuple[Cut, Cut]:
+        """Where groups lie in x and in y."""
+        return Cut(1, self.x.shape[1] // self.groups), Cut(1, self.y.shape[1] // self.groups)
 
     @property
     def flops(self) -> float:
@@ -93,13 +99,13 @@ def convolution(call: Call) -> OpRule:
         factors.add("ci", with_bias(SUM, {0: 1, 1: at.dim_in}), {0: SUM})
         factors.add("co", with_bias(0, {1: at.dim_out}), {0: 1})
     else:
-        in_x, in_y = (Cut(1, t.shape[1] // at.groups) for t in (at.x, at.y))
+        in_x, in_y = at.group_cuts
         own = Cut(0, at.w.shape[0] // at.groups)
         factors.add("g", with_bias(Cut(0, in_y.unit), {0: in_x, 1: own}), {0: in_y})
-    for d, (in_x, in_y) in at.tiles.items():
-        factors.add(f"d{d}", {0: Cut(d, in_x)}, {0: Cut(d, in_y)})
+    for d, (x_unit, y_unit) in at.tiles.items():
+        factors.add(f"d{d}", {0: Cut(d, x_unit)}, {0: Cut(d, y_unit)})
     groups = ((0,), (1,)) if bias is None else ((0, bias), (1, bias))
-    return OpRule(factors.done(), linear(call, *groups), rewrite=_convolution, flops=at.flops)
+    return OpRule(factors.done(), linear_sets(call, groups), rewrite=_convolution, flops=at.flops)
 
 
 def _convolution(local: Local) -> LocalCall:
@@ -114,6 +120,14 @@ def _convolution(local: Local) -> LocalCall:
 def bias_only(bias: Tensor, shape: list[int]) -> Tensor:
     """A convolution over no input channels: the bias of each channel, of ``shape``."""
     return bias.reshape(1, -1, *[1] * (len(shape) - 2)).expand(shape).contiguous()
+
+
+_SUMS_ALL = "a linear set sums every output, and this sums only some"
+_OMITTED = {
+    "{Identity, All-Reduce, *} {*Identity*}": _SUMS_ALL,
+    "{Identity, Identity, All-Reduce} {*Identity*}": _SUMS_ALL,
+}
+_OMITTED_BIAS = {"*": "the gradient of b depends on gy alone, so x and w may have any form"}
 
 
 @rule("aten.convolution_backward.default")
@@ -133,18 +147,19 @@ def convolution_backward(call: Call) -> OpRule:
         factors.add("ci", {1: 1, 2: at.dim_in}, outs(1, at.dim_in, None))
         factors.add("co", {0: 1, 2: at.dim_out}, outs(SUM, at.dim_out, 0))
     else:
-        in_x, in_y = (Cut(1, t.shape[1] // at.groups) for t in (at.x, at.y))
+        in_x, in_y = at.group_cuts
         own = Cut(0, at.w.shape[0] // at.groups)
         factors.add("g", {0: in_y, 1: in_x, 2: own}, outs(in_x, own, Cut(0, in_y.unit)))
     for d, (x_unit, y_unit) in at.tiles.items():
         factors.add(f"d{d}", {0: Cut(d, y_unit), 1: Cut(d, x_unit)}, outs(Cut(d, x_unit), SUM, SUM))
-    groups: tuple[tuple[int, ...], ...] = ((0,),)
-    if wants == (True, False, False):
-        groups = ((0,), (2,))
-    elif wants == (False, True, False):
-        groups = ((0,), (1,))
+    # gx is linear in w and gw in x, but a linear set sums every output
+    crossed: dict[tuple[bool, ...], tuple[int, ...]] = {
+        (True, False, False): (2,), (False, True, False): (1,), (True, True, False): (1, 2),
+    }  # fmt: skip
+    groups = linear_sets(call, ((0,), crossed.get(wants, ())))
     flops = at.flops * (wants[0] + wants[1]) + (prod(at.y.shape) if wants[2] else 0)
-    return OpRule(factors.done(), linear(call, *groups), rewrite=_convolution_backward, flops=flops)
+    omitted = _OMITTED if wants[0] or wants[1] else _OMITTED_BIAS
+    return OpRule(factors.done(), groups, rewrite=_convolution_backward, flops=flops, omitted=omitted)
 
 
 def _convolution_backward(local: Local) -> LocalCall:
@@ -154,12 +169,9 @@ def _convolution_backward(local: Local) -> LocalCall:
         return op, args, kwargs
     if local.start == local.stop:
         if name != "ci" or not wants_bias:
-            return zeros_call(local)
-        shapes = tuple(
-            None if t is None else s for s, t in zip(local.output_shapes[:2], local.call.outputs, strict=False)
-        )
+            return zero_outputs(local)
         dtypes = tuple(None if t is None else DType(t.dtype) for t in local.call.outputs[:2])
-        return no_channels, (args[0], shapes, dtypes, DEVICE), {}
+        return no_channels, (args[0], local.output_shapes[:2], dtypes, DEVICE), {}
     changed = list(args)
     if name == "g":
         changed[9] = local.stop - local.start
@@ -169,11 +181,7 @@ def _convolution_backward(local: Local) -> LocalCall:
 
 
 def no_channels(
-    gy: Tensor, shapes: list[list[int] | None], dtypes: list[torch.dtype | None], device: torch.device
+    gy: Tensor, shapes: list[list[int]], dtypes: list[torch.dtype | None], device: torch.device
 ) -> tuple[Tensor | None, ...]:
     """The gradients of a convolution over no input channels; the bias's does not depend on them."""
-    empty = [
-        None if s is None else torch.zeros(s, dtype=d, device=device)
-        for s, d in zip(shapes, dtypes, strict=True)
-    ]
-    return (*empty, gy.sum([0, *range(2, gy.ndim)]))
+    return (*zeros_or_none(shapes, dtypes, device), gy.sum([0, *range(2, gy.ndim)]))

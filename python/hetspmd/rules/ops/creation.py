@@ -92,7 +92,9 @@ def arange_part(
     """Entries ``[low, high)`` of ``arange(start, ..., step)``: ``start + i * step``, the numbers first
     converted to the dtype if that is integral, as torch does."""
     if not dtype.is_floating_point:
-        return torch.arange(low, high, dtype=torch.int64, device=device).mul(int(step)).add(int(start)).to(dtype)
+        return (
+            torch.arange(low, high, dtype=torch.int64, device=device).mul(int(step)).add(int(start)).to(dtype)
+        )
     return torch.arange(low, high, dtype=torch.float64, device=device).mul(step).add(start).to(dtype)
 
 

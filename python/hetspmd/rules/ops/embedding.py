@@ -14,6 +14,8 @@ from hetspmd.rules.rule import Call, Local, LocalCall, OpRule
 from hetspmd.rules.terms import Dim, Term, dim_names, linear_sets, term_factors
 from hetspmd.trace.graph import DType, Ref
 
+_BAGS = "linear in the table, but a linear row would make the counts All-Reduce too"
+
 
 @rule("aten.embedding.default")
 def _embedding(call: Call) -> OpRule:
@@ -58,7 +60,9 @@ def embedding_backward_part(
     """Rows ``[low, low + count)`` of the table's gradient: [count, E]."""
     inside = (indices >= low) & (indices < low + count) & (indices != padding)
     local = torch.where(inside, indices - low, count)
-    whole: torch.Tensor = torch.ops.aten.embedding_dense_backward.default(grad, local, count + 1, -1, by_frequency)
+    whole: torch.Tensor = torch.ops.aten.embedding_dense_backward.default(
+        grad, local, count + 1, -1, by_frequency
+    )
     return whole[:count].clone()
 
 
@@ -67,7 +71,7 @@ def _embedding_bag(call: Call) -> OpRule:
     """Features are parallel; bags are ragged and stay whole."""
     inputs: list[Term] = [(None, "e"), *[None] * (len(call.inputs) - 1)]
     outputs: list[Term] = [(None, "e"), None, None, _maxima(call.outputs[3], call.out.shape[1])]
-    return OpRule(term_factors(call, inputs, outputs))
+    return OpRule(term_factors(call, inputs, outputs), omitted={"*All-Reduce*} {*": _BAGS})
 
 
 def _maxima(type_: object, width: int) -> Term:
@@ -82,7 +86,8 @@ def _embedding_bag_backward(call: Call) -> OpRule:
     maxima = call.tensor(4, "maximum_indices")
     if maxima is not None:
         inputs[maxima] = _maxima(call.inputs[maxima], call.inputs[0].shape[1])
-    return OpRule(term_factors(call, inputs, [(None, "e")]), linear=linear_sets(call, [[0]]))
+    linear = linear_sets(call, [[0], [call.tensor(8, "per_sample_weights")]])
+    return OpRule(term_factors(call, inputs, [(None, "e")]), linear=linear)
 
 
 @rule("aten.one_hot.default")

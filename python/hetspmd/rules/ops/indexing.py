@@ -4,8 +4,8 @@ For an indexed dim of ``extent`` elements, of which a device holds ``start .. st
 
 - reading (gather, index_select, index, take): the device reads where ``start <= index < start + n``, else 0;
   every position is read on exactly one device, so the results are summands (All-Reduce);
-- writing (scatter, index_add, index_put, ...): the device writes at ``index - start`` where it holds the slot;
-  the others go to an extra slot ``n``, which is dropped. The result is this device's slice;
+- writing (scatter, index_add, index_put, ...): the device writes at ``index - start`` where it holds the
+  slot; the others go to an extra slot ``n``, which is dropped. The result is this device's slice;
 - adding, with the *positions* cut: each device adds its share, so base and result are summands.
 
 Without accumulation, several values for one slot leave the winner open, and it may differ between devices;
@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetspmd.rules.places import Factors, linear, norm
+from hetspmd.rules.places import Factors, Where
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import SUM, Call, Local, LocalCall, OpRule
+from hetspmd.rules.terms import linear_sets, wrap
 from hetspmd.trace.values import torch_op
 
 ANY_WINNER = "several values for one slot leave the winner open; it may differ between devices"
@@ -31,7 +32,7 @@ ANY_WINNER = "several values for one slot leave the winner open; it may differ b
 def gather(call: Call) -> OpRule:
     """(x, dim, index): index may be shorter than x in other dims; such a dim is blocked."""
     x, index = call.inputs[0], call.inputs[1]
-    at = norm(call.arg(1, "dim"), x.ndim)
+    at = wrap(call.arg(1, "dim"), x.ndim)
     factors = Factors(call)
     for d in range(index.ndim):
         if d == at:
@@ -40,7 +41,7 @@ def gather(call: Call) -> OpRule:
             factors.add(f"d{d}", {0: d, 1: d}, {0: d})
     if x.ndim and index.ndim:
         factors.add("slots", {0: at}, {0: SUM})
-    return OpRule(factors.done(), linear(call, (0,)), rewrite=_gather)
+    return OpRule(factors.done(), linear_sets(call, [(0,)]), rewrite=_gather)
 
 
 def _gather(local: Local) -> LocalCall:
@@ -62,7 +63,7 @@ def gather_part(x: Tensor, dim: int, index: Tensor, start: int) -> Tensor:
 def index_select(call: Call) -> OpRule:
     """(x, dim, index) with index of one dim."""
     x, index = call.inputs[0], call.inputs[1]
-    at = norm(call.arg(1, "dim"), x.ndim)
+    at = wrap(call.arg(1, "dim"), x.ndim)
     factors = Factors(call)
     for d in range(x.ndim):
         if d != at:
@@ -70,7 +71,7 @@ def index_select(call: Call) -> OpRule:
     if x.ndim and index.ndim:
         factors.add("index", {1: 0}, {0: at})
         factors.add("slots", {0: at}, {0: SUM})
-    return OpRule(factors.done(), linear(call, (0,)), rewrite=_index_select)
+    return OpRule(factors.done(), linear_sets(call, [(0,)]), rewrite=_index_select)
 
 
 def _index_select(local: Local) -> LocalCall:
@@ -101,7 +102,7 @@ def take(call: Call) -> OpRule:
     lead = next((d for d, extent in enumerate(x.shape) if extent != 1), None)
     if lead is not None:
         factors.add("slots", {0: lead}, {0: SUM})
-    return OpRule(factors.done(), linear(call, (0,)), rewrite=_take)
+    return OpRule(factors.done(), linear_sets(call, [(0,)]), rewrite=_take)
 
 
 def _take(local: Local) -> LocalCall:
@@ -129,28 +130,27 @@ def scatter(call: Call) -> OpRule:
     src = call.inputs[2] if len(call.inputs) > 2 else None
     if not x.ndim or not index.ndim:
         return OpRule()
-    at = norm(call.arg(1, "dim"), x.ndim)
-    adds = "scatter_add" in call.op or (
-        call.arg(4, "reduce") in ("add", "sum") and call.kwargs.get("include_self", True)
-    )
+    at = wrap(call.arg(1, "dim"), x.ndim)
+    reduce = call.arg(4, "reduce") if call.kwargs.get("include_self", True) else None
+    adds = "scatter_add" in call.op or reduce in ("add", "sum")
+    multiplies = reduce in ("multiply", "prod")
     factors = Factors(call)
     for d in range(x.ndim):
         same = src is None or src.shape[d] == index.shape[d]
+        read: dict[int, Where] = {1: d} if src is None else {1: d, 2: d}
         if d == at:
             factors.add("slots", {0: d}, {0: d})
-            if adds and same and src is not None:
-                factors.add("index", {0: SUM, 1: d, 2: d}, {0: SUM})
+            if adds and same:
+                factors.add("index", {0: SUM} | read, {0: SUM})
         elif same and index.shape[d] == x.shape[d]:
-            factors.add(f"d{d}", {0: d, 1: d} | ({} if src is None else {2: d}), {0: d})
+            factors.add(f"d{d}", {0: d} | read, {0: d})
     groups: tuple[tuple[int, ...], ...] = ()
     if adds and src is not None:
         groups = ((0, 2),)
-    elif call.op == "aten.scatter.value" and call.arg(3, "value") == 0:
-        groups = ((0,),)
-    elif call.arg(4, "reduce") == "multiply" and src is None:
+    elif multiplies or (call.op == "aten.scatter.value" and call.arg(3, "value") == 0):
         groups = ((0,),)
     omitted = {"{All-Reduce, Identity, All-Reduce} {All-Reduce}": ANY_WINNER}
-    return OpRule(factors.done(), linear(call, *groups), rewrite=_write_slots, omitted=omitted)
+    return OpRule(factors.done(), linear_sets(call, groups), rewrite=_write_slots, omitted=omitted)
 
 
 @rule("aten.index_add.default", "aten.index_copy.default", "aten.index_fill.int_Scalar",
@@ -160,7 +160,7 @@ def index_write(call: Call) -> OpRule:
     x, index = call.inputs[0], call.inputs[1]
     if not x.ndim or not index.ndim:
         return OpRule()
-    at = norm(call.arg(1, "dim"), x.ndim)
+    at = wrap(call.arg(1, "dim"), x.ndim)
     fills = "index_fill" in call.op
     source = None if fills else call.inputs[2]
     factors = Factors(call)
@@ -177,7 +177,7 @@ def index_write(call: Call) -> OpRule:
     elif fills and call.arg(3, "value") == 0:
         groups = ((0,),)
     omitted = {"{All-Reduce, Identity, All-Reduce} {All-Reduce}": ANY_WINNER}
-    return OpRule(factors.done(), linear(call, *groups), rewrite=_write_slots, omitted=omitted)
+    return OpRule(factors.done(), linear_sets(call, groups), rewrite=_write_slots, omitted=omitted)
 
 
 def _write_slots(local: Local) -> LocalCall:
@@ -185,7 +185,7 @@ def _write_slots(local: Local) -> LocalCall:
     if local.row.name != "slots":
         return local.default()
     x, dim, index, *rest = call.args
-    extent = call.inputs[0].shape[norm(dim, call.inputs[0].ndim)]
+    extent = call.inputs[0].shape[wrap(dim, call.inputs[0].ndim)]
     return write_part, (call.op, x, dim, index, local.start, extent, *rest), dict(call.kwargs)
 
 
@@ -206,13 +206,18 @@ def write_part(
 @rule("aten.masked_scatter.default")
 def masked_scatter(call: Call) -> OpRule:
     """(x, mask, source): where source's next element goes depends on all of the mask before."""
-    return OpRule((), linear(call, (0, 2)))
+    return OpRule((), linear_sets(call, [(0, 2)]))
 
 
-@rule("aten.masked_select.default", "aten.nonzero.default", "aten.nonzero_static.default",
-      "aten.masked_scatter_backward.default")  # fmt: skip
-def by_mask(call: Call) -> OpRule:
-    """Where an element goes depends on all of the mask before: never sharded."""
+@rule("aten.masked_select.default", "aten.masked_scatter_backward.default")
+def masked_select(call: Call) -> OpRule:
+    """(x, mask): where an element goes depends on all of the mask before."""
+    return OpRule((), linear_sets(call, [(0,)]))
+
+
+@rule("aten.nonzero.default", "aten.nonzero_static.default")
+def nonzero(call: Call) -> OpRule:
+    """Where a position goes depends on all positions before: never sharded."""
     return OpRule()
 
 

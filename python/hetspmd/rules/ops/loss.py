@@ -45,6 +45,9 @@ _BACKWARD: Final[dict[str, tuple[int, tuple[tuple[int, ...], ...]]]] = {
 }
 
 
+_NLL: Final = "linear in scores or weight in one output only; log-probabilities never are summands"
+
+
 def _reduction(call: Call, position: int) -> int:
     return int(call.arg(position, "reduction", MEAN))
 
@@ -137,14 +140,15 @@ def _nll(call: Call) -> OpRule:
     scores, target = _nll_terms(call, 0)
     reduction = _reduction(call, 3)
     if reduction == MEAN:
-        return OpRule()
+        return OpRule(omitted={"*All-Reduce*} {*": _NLL})
     inputs: list[Term] = [scores, target]
     if call.tensor(2, "weight") is not None:
         inputs.append(("c",))
     output: Term = target if reduction == NONE else ()
-    # The total weight is only computed for the reduced losses; otherwise it is zero.
-    factors = term_factors(call, inputs, [output, None if reduction == NONE else ()])
-    return OpRule(factors, rewrite=_nll_locally)
+    # The total weight is zero where the loss is not reduced, except for a single sample.
+    unread = reduction == NONE and len(scores) > 1
+    factors = term_factors(call, inputs, [output, None if unread else ()])
+    return OpRule(factors, rewrite=_nll_locally, omitted={"*All-Reduce*} {*": _NLL})
 
 
 def _nll_locally(local: Local) -> LocalCall:

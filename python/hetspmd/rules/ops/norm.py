@@ -11,11 +11,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hetspmd.rules.kernels import empty_shards
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import Call, Local, LocalCall, OpRule
-from hetspmd.rules.terms import Dim, Term, dim_names, linear_sets, term_factors
-from hetspmd.trace.graph import DEVICE, DType
+from hetspmd.rules.terms import Dim, Term, dim_names, linear_sets, term_factors, zero_outputs
+
+_PARTIAL = {
+    "{Identity, *All-Reduce*} {*}": "linear in weight and bias, but they are parameters: no cheaper as summands",
+}
 
 
 def _size(call: Call) -> float:
@@ -44,23 +46,32 @@ def _layer_norm(call: Call) -> OpRule:
     term, stats = _lead(call, 0, 1)
     outputs = [term, *[stats] * (len(call.outputs) - 1)]
     inputs: list[Term] = [term, *[None] * (len(call.inputs) - 1)]
-    return OpRule(term_factors(call, inputs, outputs), flops=8 * _size(call))
+    return OpRule(term_factors(call, inputs, outputs), flops=8 * _size(call), omitted=_PARTIAL)
 
 
 @rule("aten.rms_norm.default")
 def _rms_norm(call: Call) -> OpRule:
     term, _ = _lead(call, 0, 1)
-    return OpRule(term_factors(call, [term, *[None] * (len(call.inputs) - 1)], [term]), flops=6 * _size(call))
+    return OpRule(
+        term_factors(call, [term, *[None] * (len(call.inputs) - 1)], [term]),
+        flops=6 * _size(call),
+        omitted=_PARTIAL,
+    )
 
 
 @rule("aten.native_layer_norm_backward.default")
 def _layer_norm_backward(call: Call) -> OpRule:
     term, stats = _lead(call, 1, 2)
-    inputs = _input_terms(call, {0: term, 1: term, call.tensor(3, "mean"): stats, call.tensor(4, "rstd"): stats})
+    inputs = _input_terms(
+        call, {0: term, 1: term, call.tensor(3, "mean"): stats, call.tensor(4, "rstd"): stats}
+    )
     return OpRule(
-        term_factors(call, inputs, _or_none(call, [term, (None,) * _normalised(call), (None,) * _normalised(call)])),
+        term_factors(
+            call, inputs, _or_none(call, [term, (None,) * _normalised(call), (None,) * _normalised(call)])
+        ),
         linear=linear_sets(call, [[0]]),
         flops=14 * _size(call),
+        omitted=_PARTIAL,
     )
 
 
@@ -76,6 +87,7 @@ def _rms_norm_backward(call: Call) -> OpRule:
         term_factors(call, inputs, _or_none(call, [term, (None,) * _normalised(call)])),
         linear=linear_sets(call, [[0]]),
         flops=12 * _size(call),
+        omitted=_PARTIAL,
     )
 
 
@@ -91,7 +103,7 @@ def _group_norm(call: Call) -> OpRule:
     x, stats, weight = _group_terms(call, call.args[6], 0)
     inputs: list[Term] = [x, *[weight] * (len(call.inputs) - 1)]
     factors = term_factors(call, inputs, [x, stats, stats])
-    return OpRule(factors, rewrite=_group_norm_locally, flops=8 * _size(call))
+    return OpRule(factors, rewrite=_group_norm_locally, flops=8 * _size(call), omitted=_PARTIAL)
 
 
 def _group_norm_locally(local: Local) -> LocalCall:
@@ -107,12 +119,13 @@ def _group_norm_backward(call: Call) -> OpRule:
         linear=linear_sets(call, [[0]]),
         rewrite=_group_norm_backward_locally,
         flops=14 * _size(call),
+        omitted=_PARTIAL,
     )
 
 
 def _group_norm_backward_locally(local: Local) -> LocalCall:
     if local.factor is not None and local.start == local.stop:
-        return _empty(local)
+        return zero_outputs(local)
     return _with_group_extents(local, batch=5, channels=6, groups=8)
 
 
@@ -126,21 +139,6 @@ def _with_group_extents(local: Local, *, batch: int, channels: int, groups: int)
         changed[channels] = local.input_shapes[0][1]
         changed[groups] = held
     return target, tuple(changed), kwargs
-
-
-def _empty(local: Local) -> LocalCall:
-    """Zeros for every output that is not None; a device without units contributes nothing."""
-    shapes = tuple(s for s, t in zip(local.output_shapes, local.call.outputs, strict=True) if t is not None)
-    dtypes = tuple(DType(t.dtype) for t in local.call.outputs if t is not None)
-    kept = tuple(t is not None for t in local.call.outputs)
-    return empty_gradients, (shapes, dtypes, kept, DEVICE), {}
-
-
-def empty_gradients(shapes: list[list[int]], dtypes: list[Any], kept: list[bool], device: Any) -> tuple[Any, ...]:
-    """:func:`empty_shards`, with None where ``kept`` is false."""
-    found = empty_shards(shapes, dtypes, device)
-    tensors = iter(found if isinstance(found, tuple) else (found,))
-    return tuple(next(tensors) if keep else None for keep in kept)
 
 
 def _spatial(call: Call, x: int, batch: bool) -> Term:
@@ -165,7 +163,9 @@ def _batch_norm(call: Call, *, training: bool) -> OpRule:
     factors = term_factors(call, inputs, [x, *[None] * (len(outputs) - 1)]) if not training else ()
     # With given statistics the per-channel outputs are whole while batch or space is cut.
     by_channel = [f for f in term_factors(call, inputs, outputs) if f.name == "c"]
-    return OpRule((*by_channel, *(f for f in factors if f.name != "c")), flops=8 * _size(call))
+    return OpRule(
+        (*by_channel, *(f for f in factors if f.name != "c")), flops=8 * _size(call), omitted=_PARTIAL
+    )
 
 
 @rule("aten._native_batch_norm_legit_functional.default", "aten.native_batch_norm.default")
@@ -195,8 +195,14 @@ def _batch_norm_backward(call: Call) -> OpRule:
     inputs: list[Term] = [x, x]
     inputs += [("c",) if t.shape == (_channels(call),) else None for t in call.inputs[2:]]
     factors = term_factors(call, inputs, _or_none(call, [x, ("c",), ("c",)]))
-    return OpRule(factors, linear=linear_sets(call, [[0]]), flops=14 * _size(call), rewrite=_batch_norm_backward_locally)
+    return OpRule(
+        factors,
+        linear=linear_sets(call, [[0]]),
+        rewrite=_batch_norm_backward_locally,
+        flops=14 * _size(call),
+        omitted=_PARTIAL,
+    )
 
 
 def _batch_norm_backward_locally(local: Local) -> LocalCall:
-    return _empty(local) if local.factor is not None and local.start == local.stop else local.default()
+    return zero_outputs(local) if local.factor is not None and local.start == local.stop else local.default()

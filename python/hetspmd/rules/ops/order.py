@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from hetspmd.rules.places import Factors, norm
+from hetspmd.rules.places import Factors
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import Call, OpRule
+from hetspmd.rules.terms import wrap
 
 _POSITIONS = {
     "aten.topk.default": (2, -1), "aten.sort.default": (1, -1), "aten.sort.stable": (2, -1),
@@ -20,7 +21,7 @@ def order(call: Call) -> OpRule:
     """Values and indices, with the dim kept or (``keepdim=False``) gone; indices count along the dim."""
     x = call.inputs[0]
     position, default = _POSITIONS[call.op]
-    at = norm(call.arg(position, "dim", default), x.ndim)
+    at = wrap(call.arg(position, "dim", default), x.ndim)
     gone = call.out.ndim < x.ndim
     factors = Factors(call)
     for d in range(x.ndim):
@@ -33,4 +34,4 @@ def order(call: Call) -> OpRule:
       "aten.unique_dim.default", "aten.unique_consecutive.default")  # fmt: skip
 def whole(call: Call) -> OpRule:
     """Every element may matter to every result: never sharded."""
-    return OpRule()
+    return OpRule(omitted={"*": "holds only as long as the data has no equal neighbours"})

@@ -6,6 +6,7 @@ arguments an op is linear, so that summands pass through it: ``op(x + x', ...) =
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Final
 
@@ -14,7 +15,16 @@ import torch
 from hetspmd.errors import TraceError
 from hetspmd.rules.registry import family, rule
 from hetspmd.rules.rule import Call, OpRule, TensorType
-from hetspmd.rules.terms import Term, broadcast_term, dim_names, linear_sets, term_factors, wrap
+from hetspmd.rules.terms import (
+    INTEGER,
+    WRAPS,
+    Term,
+    broadcast_term,
+    dim_names,
+    linear_sets,
+    term_factors,
+    wrap,
+)
 from hetspmd.trace.values import torch_op
 
 Groups = tuple[tuple[str, ...], ...]
@@ -24,16 +34,17 @@ _GRAD: Final[Groups] = (("grad_output",),)
 _SELF: Final[Groups] = (("self",),)
 
 LINEAR: Final[dict[str, Groups]] = {
+    "__lshift__": _SELF,
     "_conj": _SELF,
     "_conj_physical": _SELF,
     "_neg_view": _SELF,
-    "_prelu_kernel": (("weight",),),
     "_prelu_kernel_backward": _GRAD,
     "_to_copy": _SELF,
     "add": (("self", "other"),),
     "addcdiv": (("self", "tensor1"),),
     "addcmul": (("self", "tensor1"), ("self", "tensor2")),
     "alias": _SELF,
+    "bitwise_left_shift": _SELF,
     "clone": _SELF,
     "complex": (("real", "imag"),),
     "conj_physical": _SELF,
@@ -80,7 +91,7 @@ LINEAR: Final[dict[str, Groups]] = {
 }
 """Op (without overload) -> sets of arguments that may be All-Reduce together."""
 
-# In these, a number in place of the last tensor of a set adds a constant unless it is 0.
+# In these, a number in place of a tensor of a set adds a constant to each summand: harmless if it is 0 or infinite.
 _AFFINE: Final = frozenset({"add", "masked_fill", "rsub", "sub", "where"})
 
 _ALIASES: Final = frozenset({"_conj", "_neg_view", "alias", "detach", "imag", "lift", "lift_fresh", "positive",
@@ -104,7 +115,19 @@ UNTAGGED: Final = frozenset({
 # Tagged pointwise, but the result is no tensor, or random.
 _EXCLUDED: Final = frozenset({"equal.default", "rrelu.default"})
 
-_BOUNDARIES: Final = "the boundaries are compared with as a whole; their counts add up, but nobody holds them so"
+_LOGARITHM = "the logarithm may be infinite, and infinite summands do not add up"
+_ALL = "*All-Reduce*"
+
+OMITTED: Final[dict[str, dict[str, str]]] = {
+    "nan_to_num": {_ALL: "a NaN or infinity is replaced after the summands are added, not before"},
+    "nextafter": {_ALL: "holds within the oracle's tolerance only: the values differ by one rounding"},
+    "rrelu_with_noise_backward": {_ALL: "in training the input is not read and the noise is a factor"},
+    "special_xlog1py": {_ALL: _LOGARITHM},
+    "xlogy": {_ALL: _LOGARITHM},
+}
+"""Op (without overload) -> rows left out, and why."""
+
+_TABLE: Final = "the table is searched as a whole"
 
 
 @cache
@@ -148,25 +171,34 @@ def linear_groups(call: Call) -> tuple[frozenset[int], ...]:
     groups: list[list[int]] = []
     for names in LINEAR.get(name, ()):
         present = [tensors[n] for n in names if n in tensors]
-        if len(present) == len(names) or (name in _AFFINE and _missing_is_zero(call, names, tensors)):
+        if len(present) == len(names) or (name in _AFFINE and _constant_is_idempotent(call, names, tensors)):
             groups.append(present)
     return linear_sets(call, groups)
 
 
-def _missing_is_zero(call: Call, names: tuple[str, ...], tensors: dict[str, int]) -> bool:
+def _constant_is_idempotent(call: Call, names: tuple[str, ...], tensors: dict[str, int]) -> bool:
     schema = torch_op(call.op)._schema
-    positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
-    return all(n in tensors or call.arg(positions.get(n, len(call.args)), n, 1) == 0 for n in names)
+    for position, argument in enumerate(schema.arguments):
+        if argument.name in names and argument.name not in tensors:
+            value = call.arg(position, argument.name, 1)
+            if value != 0 and not math.isinf(value):
+                return False
+    return True
 
 
 def elementwise(call: Call) -> OpRule:
     """The rule of an elementwise op: factors of all output dims, and its linear sets."""
     names = dim_names(call.out.ndim)
     factors = term_factors(
-        call, [_input_term(names, t, call.out) for t in call.inputs], [_output_term(names, t) for t in call.outputs]
+        call,
+        [_input_term(names, t, call.out) for t in call.inputs],
+        [_output_term(names, t) for t in call.outputs],
     )
     name = call.op.split(".")[1]
-    return OpRule(factors, linear=linear_groups(call), alias=name in _ALIASES)
+    omitted = OMITTED.get(name, {})
+    if name == "_to_copy" and call.inputs[0].dtype in INTEGER:
+        omitted = {_ALL: WRAPS}
+    return OpRule(factors, linear=linear_groups(call), alias=name in _ALIASES, omitted=omitted)
 
 
 def _input_term(names: tuple[str, ...], type_: TensorType, out: TensorType) -> Term:
@@ -183,11 +215,11 @@ def _output_term(names: tuple[str, ...], type_: TensorType | None) -> Term:
 family("pointwise", is_pointwise, elementwise)
 
 
-@rule("aten.bucketize.Tensor", "aten.isin.Tensor_Tensor")
+@rule("aten.isin.Tensor_Tensor")
 def _lookup(call: Call) -> OpRule:
     """Elementwise in the first argument; the second is a table."""
     names = dim_names(call.out.ndim)
-    return OpRule(term_factors(call, [names, None], [names]), omitted={"*": _BOUNDARIES})
+    return OpRule(term_factors(call, [names, None], [names]), omitted={"*": _TABLE})
 
 
 @rule("aten.fill.Scalar", "aten.fill.Tensor")

@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from math import prod
 
-from hetspmd.rules.places import Factors, linear
+from hetspmd.rules.places import Factors
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import Call, OpRule
+from hetspmd.rules.terms import linear_sets
 
 _DIMS = re.compile(r"(\d)d")
-_TILED = "the planes' dims are never cut: it takes windows that tile them, and then batch and channel do as well"
+_TILED = "a cut of a plane is right only between windows that tile it; samples and channels are cut instead"
+_OVERLAP = "values of one slot leave the winner open, and it may differ between devices"
 
 
 def _planes(call: Call, inputs: range) -> Factors:
@@ -49,7 +51,7 @@ def _flops(call: Call) -> float:
 def average(call: Call) -> OpRule:
     """(x, ...), or (grad, x, ...) for a gradient."""
     factors = _planes(call, range(len(call.inputs)))
-    return OpRule(factors.done(), linear(call, (0,)), flops=_flops(call), omitted=_omitted(call))
+    return OpRule(factors.done(), linear_sets(call, [(0,)]), flops=_flops(call), omitted=_omitted(call))
 
 
 @rule("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default",
@@ -63,7 +65,7 @@ def maximum(call: Call) -> OpRule:
 
 @rule("aten.fractional_max_pool2d.default", "aten.fractional_max_pool3d.default")
 def fractional_maximum(call: Call) -> OpRule:
-    """(x, kernel_size, output_size, random_samples [N, C, k]): x without a batch dim has samples with N = 1."""
+    """(x, kernel_size, output_size, samples [N, C, k]): N = 1 where x has no batch dim."""
     x, samples = call.inputs[0], call.inputs[1]
     match = _DIMS.search(call.op)
     assert match is not None
@@ -82,5 +84,8 @@ def fractional_maximum(call: Call) -> OpRule:
       "aten.max_unpool2d.default", "aten.max_unpool3d.default")  # fmt: skip
 def scattered(call: Call) -> OpRule:
     """(grad, x, ..., indices), or (x, indices, output_size) for max_unpool: each value to its index."""
-    groups = () if "unpool" in call.op else linear(call, (0,))
-    return OpRule(_planes(call, range(len(call.inputs))).done(), groups, flops=_flops(call), omitted=_omitted(call))
+    factors, omitted = _planes(call, range(len(call.inputs))), _omitted(call)
+    groups = linear_sets(call, [(0,)])
+    if "unpool" in call.op:
+        groups, omitted["{All-Reduce, Identity} {All-Reduce}"] = (), _OVERLAP
+    return OpRule(factors.done(), groups, flops=_flops(call), omitted=omitted)

@@ -5,6 +5,8 @@ Each is marked ``random``: a shard draws its own numbers, whole tensors draw ali
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import Call, OpRule
 from hetspmd.rules.terms import Term, broadcast_term, dim_names, term_factors
@@ -31,12 +33,16 @@ def _drawn(call: Call, *, random: bool) -> OpRule:
 @rule("aten.native_dropout.default")
 def _dropout(call: Call) -> OpRule:
     p, train = call.arg(1, "p"), call.arg(2, "train")
-    return _drawn(call, random=train is not False and 0.0 < float(p) < 1.0)
+    found = _drawn(call, random=train is not False and 0.0 < float(p) < 1.0)
+    return replace(found, omitted={"*All-Reduce*": "linear without randomness, but the mask cannot be a sum"})
 
 
 @rule("aten.rrelu_with_noise_functional.default")
 def _rrelu(call: Call) -> OpRule:
-    return _drawn(call, random=bool(call.arg(4, "training", False)))
+    found = _drawn(call, random=bool(call.arg(4, "training", False)))
+    return replace(
+        found, omitted={"*All-Reduce*": "without training the noise passes through, and is not used"}
+    )
 
 
 @rule("aten.rand.default", "aten.randn.default")

@@ -15,7 +15,7 @@ import torch
 
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import SUM, Call, Local, LocalCall, OpRule, Rewrite
-from hetspmd.rules.terms import dim_names, linear_sets, reduced_dims, term_factors
+from hetspmd.rules.terms import INTEGER, WRAPS, dim_names, linear_sets, reduced_dims, term_factors
 from hetspmd.trace.graph import Ref
 
 
@@ -26,7 +26,6 @@ def _reduction(
     summed: bool,
     linear: bool = False,
     rewrite: Rewrite | None = None,
-    flops: float | None = None,
 ) -> OpRule:
     """The rule of a reduction of input 0 over ``dims``; the outputs all have the reduced shape."""
     x = call.inputs[0]
@@ -41,7 +40,8 @@ def _reduction(
         term_factors(call, [term], outputs),
         linear=linear_sets(call, [[0]]) if linear else (),
         rewrite=rewrite,
-        flops=float(math.prod(x.shape)) if flops is None else flops,
+        flops=float(math.prod(x.shape)),
+        omitted={"{All-Reduce} {All-Reduce}": WRAPS} if linear and x.dtype in INTEGER else {},
     )
 
 

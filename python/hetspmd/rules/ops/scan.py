@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from math import prod
 
-from hetspmd.rules.places import Factors, linear, norm
+from hetspmd.rules.places import Factors
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import Call, OpRule
+from hetspmd.rules.terms import linear_sets, wrap
 
 
 def _others(call: Call) -> Factors:
     ndim = call.inputs[0].ndim
-    at = norm(call.arg(1, "dim"), ndim)
+    at = wrap(call.arg(1, "dim"), ndim)
     factors = Factors(call)
     for d in range(ndim):
         if d != at:
@@ -22,7 +23,9 @@ def _others(call: Call) -> Factors:
 @rule("aten.cumsum.default")
 def cumsum(call: Call) -> OpRule:
     """(x, dim): linear."""
-    return OpRule(_others(call).done(), linear(call, (0,)), flops=float(prod(call.out.shape)))
+    groups = linear_sets(call, [(0,)])
+    omitted = {"{All-Reduce} {All-Reduce}": "integer summands wrap around, their sum as a float does not"}
+    return OpRule(_others(call).done(), groups, flops=float(prod(call.out.shape)), omitted=omitted)
 
 
 @rule("aten.cumprod.default", "aten.logcumsumexp.default", "aten.cummax.default", "aten.cummin.default")

@@ -14,9 +14,10 @@ from typing import cast
 
 import torch
 
-from hetspmd.rules.places import Factors, linear, norm
+from hetspmd.rules.places import Factors
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import Call, Cut, Local, LocalCall, OpRule
+from hetspmd.rules.terms import linear_sets, wrap
 from hetspmd.trace.graph import ITEM_SIZES
 
 
@@ -50,7 +51,7 @@ def _reshape(local: Local) -> LocalCall:
 
 @rule(
     "aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten._reshape_copy.default",
-    "aten.view_copy.default", "aten.flatten.using_ints", "aten.unflatten.int", "aten.view_as.default",
+    "aten.view_copy.default", "aten.flatten.using_ints", "aten.unflatten.int",
     "aten._reshape_alias.default", "aten.ravel.default",
     "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.unsqueeze.default",
     "aten.squeeze_copy.default", "aten.squeeze_copy.dim", "aten.squeeze_copy.dims",
@@ -61,7 +62,7 @@ def view(call: Call) -> OpRule:
     factors = Factors(call)
     for k, (source, target) in enumerate(view_cuts(call.inputs[0].shape, call.out.shape)):
         factors.add(f"v{k}", {0: source}, {0: target})
-    return OpRule(factors.done(), linear(call, (0,)), rewrite=_reshape, alias=True)
+    return OpRule(factors.done(), linear_sets(call, [(0,)]), rewrite=_reshape, alias=True)
 
 
 @rule("aten.view.dtype", "aten.view_copy.dtype")
@@ -93,7 +94,7 @@ def view_complex(call: Call) -> OpRule:
     factors = Factors(call)
     for d in range(min(call.inputs[0].ndim, call.out.ndim)):
         factors.add(f"d{d}", {0: d}, {0: d})
-    return OpRule(factors.done(), linear(call, (0,)), alias=True)
+    return OpRule(factors.done(), linear_sets(call, [(0,)]), alias=True)
 
 
 @rule("aten.expand.default", "aten.expand_copy.default", "aten.broadcast_to.default")
@@ -105,7 +106,7 @@ def expand(call: Call) -> OpRule:
     for d in range(out.ndim):
         own = d - new >= 0 and x.shape[d - new] == out.shape[d]
         factors.add(f"d{d}", {0: d - new} if own else {}, {0: d})
-    return OpRule(factors.done(), linear(call, (0,)), shape_args={1: 0, "size": 0}, rewrite=_expand, alias=True)
+    return OpRule(factors.done(), linear_sets(call, [(0,)]), rewrite=_expand, alias=True)
 
 
 def _expand(local: Local) -> LocalCall:
@@ -119,16 +120,16 @@ def permute(call: Call) -> OpRule:
     ndim = call.inputs[0].ndim
     order = list(range(ndim))
     if "permute" in call.op:
-        order = [norm(d, ndim) for d in call.arg(1, "dims")]
+        order = [wrap(d, ndim) for d in call.arg(1, "dims")]
     elif "transpose" in call.op and ndim:
-        a, b = norm(call.arg(1, "dim0"), ndim), norm(call.arg(2, "dim1"), ndim)
+        a, b = wrap(call.arg(1, "dim0"), ndim), wrap(call.arg(2, "dim1"), ndim)
         order[a], order[b] = b, a
     elif ".t" in call.op or "numpy_T" in call.op:
         order.reverse()
     factors = Factors(call)
     for d, source in enumerate(order):
         factors.add(f"d{d}", {0: source}, {0: d})
-    return OpRule(factors.done(), linear(call, (0,)), alias=True)
+    return OpRule(factors.done(), linear_sets(call, [(0,)]), alias=True)
 
 
 @rule("aten.repeat.default", "aten.tile.default")
@@ -145,7 +146,7 @@ def repeat(call: Call) -> OpRule:
             factors.add(f"d{d}", {0: d - new} if d >= new else {}, {0: d})
         else:
             factors.add(f"d{d}", {}, {0: Cut(d, extent)})
-    return OpRule(factors.done(), linear(call, (0,)), rewrite=_repeat)
+    return OpRule(factors.done(), linear_sets(call, [(0,)]), rewrite=_repeat)
 
 
 def _repeat(local: Local) -> LocalCall:
@@ -167,11 +168,11 @@ def repeat_interleave(call: Call) -> OpRule:
             unit = prod(x.shape) // x.shape[lead] * times
             factors.add(f"d{lead}", {0: lead}, {0: Cut(0, unit)})
     else:
-        at = norm(dim, x.ndim)
+        at = wrap(dim, x.ndim)
         for d in range(x.ndim):
             if d != at or times:
                 factors.add(f"d{d}", {0: d}, {0: Cut(d, times if d == at else 1)})
-    return OpRule(factors.done(), linear(call, (0,)), rewrite=_repeat_interleave)
+    return OpRule(factors.done(), linear_sets(call, [(0,)]), rewrite=_repeat_interleave)
 
 
 def _repeat_interleave(local: Local) -> LocalCall:
@@ -185,7 +186,7 @@ def _repeat_interleave(local: Local) -> LocalCall:
 def as_strided(call: Call) -> OpRule:
     """Strides speak of the whole tensor's memory: never sharded. Holds for a contiguous reference input."""
     groups = (0, 1) if "scatter" in call.op else (0,)
-    return OpRule((), linear(call, groups), rewrite=_as_strided)
+    return OpRule((), linear_sets(call, [groups]), rewrite=_as_strided)
 
 
 def _as_strided(local: Local) -> LocalCall:
@@ -214,45 +215,44 @@ def unfold(call: Call) -> OpRule:
     """Windows of one dim go to a last dim; where windows tile the dim, it is cut at whole windows."""
     ndim = call.inputs[0].ndim
     if ndim == 0:
-        return OpRule((), linear(call, (0,)), alias=True)
-    at, size, step = norm(call.arg(1, "dimension"), ndim), call.arg(2, "size"), call.arg(3, "step")
+        return OpRule((), linear_sets(call, [(0,)]), alias=True)
+    at, size, step = wrap(call.arg(1, "dimension"), ndim), call.arg(2, "size"), call.arg(3, "step")
     factors = Factors(call)
     for d in range(ndim):
         if d != at:
             factors.add(f"d{d}", {0: d}, {0: d})
         elif size <= step and call.inputs[0].shape[d] == step * call.out.shape[d]:
             factors.add(f"d{d}", {0: Cut(d, step)}, {0: d})
-    return OpRule(factors.done(), linear(call, (0,)), alias=True)
+    return OpRule(factors.done(), linear_sets(call, [(0,)]), alias=True)
 
 
 @rule("aten.unfold_backward.default")
 def unfold_backward(call: Call) -> OpRule:
     """The transpose of unfold: (grad, input_sizes, dim, size, step)."""
     out = call.out
-    at, size, step = norm(call.args[2], out.ndim), call.args[3], call.args[4]
+    at, size, step = wrap(call.args[2], out.ndim), call.args[3], call.args[4]
     factors = Factors(call)
     for d in range(out.ndim):
         if d != at:
             factors.add(f"d{d}", {0: d}, {0: d})
         elif size <= step and out.shape[d] == step * call.inputs[0].shape[d]:
             factors.add(f"d{d}", {0: d}, {0: Cut(d, step)})
-    return OpRule(factors.done(), linear(call, (0,)), shape_args={1: 0})
+    return OpRule(factors.done(), linear_sets(call, [(0,)]), shape_args={1: 0})
 
 
 @rule("aten.im2col.default", "aten.col2im.default")
 def im2col(call: Call) -> OpRule:
     """[..., C, H, W] to [..., C kernel, windows], or back."""
     kernel = prod(call.arg(1 if "im2col" in call.op else 2, "kernel_size"))
-    image, columns = call.inputs[0], call.out
     forward = "im2col" in call.op
-    batched = (image.ndim == 4) if forward else (call.inputs[0].ndim == 3)
-    channel = int(batched)
+    channel = call.inputs[0].ndim - (3 if forward else 2)
     factors = Factors(call)
-    if batched:
+    if channel:
         factors.add("n", {0: 0}, {0: 0})
     wide, narrow = Cut(channel, kernel), Cut(channel)
+    flops = float(prod((call.out if forward else call.inputs[0]).shape))
     factors.add("c", {0: narrow if forward else wide}, {0: wide if forward else narrow})
-    return OpRule(factors.done(), linear(call, (0,)), flops=float(prod((image if not forward else columns).shape)))
+    return OpRule(factors.done(), linear_sets(call, [(0,)]), flops=flops)
 
 
 @rule("aten.pixel_shuffle.default", "aten.pixel_unshuffle.default")
@@ -265,7 +265,7 @@ def pixel_shuffle(call: Call) -> OpRule:
     for d in range(ndim):
         unit = (r * r, 1) if d == ndim - 3 else (1, r) if d > ndim - 3 else (1, 1)
         factors.add(f"d{d}", {0: Cut(d, unit[packed])}, {0: Cut(d, unit[spread])})
-    return OpRule(factors.done(), linear(call, (0,)))
+    return OpRule(factors.done(), linear_sets(call, [(0,)]))
 
 
 @rule("aten.channel_shuffle.default", "aten.native_channel_shuffle.default")
@@ -275,4 +275,4 @@ def channel_shuffle(call: Call) -> OpRule:
     for d in range(call.out.ndim):
         if d != 1:
             factors.add(f"d{d}", {0: d}, {0: d})
-    return OpRule(factors.done(), linear(call, (0,)))
+    return OpRule(factors.done(), linear_sets(call, [(0,)]))

@@ -43,5 +43,7 @@ def _masked_softmax_backward(call: Call) -> OpRule:
     names = _names(call, -1 if dim is None else dim)
     mask = broadcast_term(names, call.inputs[2])
     return OpRule(
-        term_factors(call, [names, names, mask], [names]), linear=linear_sets(call, [[0]]), flops=_flops(call, 4)
+        term_factors(call, [names, names, mask], [names]),
+        linear=linear_sets(call, [[0]]),
+        flops=_flops(call, 4),
     )

@@ -70,3 +70,35 @@ fn assemble(
         ties: ties.into_iter().filter(|_| some).map(tie).collect(),
     }
 }
+
+/// A problem whose interaction graph is dense, so that neither the bound nor the beam settles it quickly.
+/// Every row set contains an all-Identity row and every form can be gathered, so it is feasible.
+pub fn dense(count: usize, mut seed: u64) -> Problem {
+    let mut next = |below: u64| {
+        seed ^= seed << 13;
+        seed ^= seed >> 7;
+        seed ^= seed << 17;
+        (seed >> 16) % below
+    };
+    let mut instructions = Vec::new();
+    let mut tensors = Vec::new();
+    for id in 0..count {
+        let arity = if id < 3 { 0 } else { 3 };
+        let inputs: Vec<usize> = (0..arity).map(|_| next(id as u64) as usize).collect();
+        let mut rows = vec![Row { pre: vec![0; arity], post: vec![0], cost: 900 }];
+        for _ in 0..7 {
+            let pre = (0..arity).map(|_| 1 + next(5) as u8).collect();
+            rows.push(Row { pre, post: vec![1 + next(5) as u8], cost: next(400) as i64 });
+        }
+        let mut moves: Vec<Move> =
+            (1..6).map(|form| Move(form, 0, "gather".into(), 300 + next(900) as i64)).collect();
+        for from in 1..6 {
+            let to = 1 + next(5) as u8;
+            moves.push(Move(from, to, "all_to_all".into(), 50 + next(400) as i64));
+        }
+        tensors.push(Tensor { name: format!("t{id}"), moves });
+        instructions.push(Instruction { name: format!("i{id}"), inputs, outputs: vec![id], rows });
+    }
+    let requirements = vec![Requirement { tensor: count - 1, any_of: vec![0] }];
+    Problem { version: 1, tensors, instructions, requirements, ties: vec![] }
+}

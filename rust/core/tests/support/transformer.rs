@@ -25,8 +25,17 @@ pub struct Config {
 impl Config {
     /// Like BERT base with this many layers.
     pub fn base(layers: usize) -> Self {
-        Self { layers, batch: 32, sequence: 128, hidden: 768, heads: 12, vocabulary: 30522,
-            byte: 770.0, latency: 50e6, noise: 0.0 }
+        Self {
+            layers,
+            batch: 32,
+            sequence: 128,
+            hidden: 768,
+            heads: 12,
+            vocabulary: 30522,
+            byte: 770.0,
+            latency: 50e6,
+            noise: 0.0,
+        }
     }
 }
 
@@ -80,13 +89,8 @@ pub fn transformer(config: Config) -> Problem {
         ('f', 4 * c.hidden),
         ('v', c.vocabulary),
     ];
-    let empty = Problem {
-        version: 1,
-        tensors: vec![],
-        instructions: vec![],
-        requirements: vec![],
-        ties: vec![],
-    };
+    let empty =
+        Problem { version: 1, tensors: vec![], instructions: vec![], requirements: vec![], ties: vec![] };
     let mut g = Builder {
         config,
         seed: std::cell::Cell::new(0x9E37_79B9_7F4A_7C15),
@@ -327,7 +331,8 @@ impl Builder {
             Op::Pointwise("view") => self.emit_view(name, gradient, id),
             Op::Einsum => {
                 let mut inputs = vec![gradient];
-                inputs.extend(step.inputs.iter().enumerate().filter(|&(p, _)| p != position).map(|(_, &i)| i));
+                inputs
+                    .extend(step.inputs.iter().enumerate().filter(|&(p, _)| p != position).map(|(_, &i)| i));
                 self.emit(name, &Op::Einsum, &inputs, id, None);
             }
             _ if self.axes[gradient] != axes => self.emit(name, &Op::Einsum, &[gradient], id, None),

@@ -1,0 +1,289 @@
+"""The sharding ratios B of a fixed program Q: the linear program of HAP 5.1, one segment.
+
+    min  sum over stages i (comm_i(B) + t_i)          B_j >= 0, sum_j B_j = 1
+         t_i >= comp_ij(B_j)   for every device j
+         M   >= B_j            comm of padded collectives is linear in the largest share M
+         X   >= B_j (1 - B_j)  comm of all-to-alls is linear in the part X exchanged
+
+What makes it exact and quick:
+
+- comp_ij is a sum of rooflines, convex and piecewise linear. It enters by its supporting lines, added where a
+  solution violates them until none does (Kelley's cutting planes).
+- B_j (1 - B_j) is concave; its tangent at the last solution bounds it from above, so that the step time never
+  rises from one solution to the next (convex-concave procedure, Yuille and Rangarajan 2003).
+- Equal devices share one variable: the problem is symmetric in them. Stages with equal terms are merged.
+- A device without a share skips sharded ops with all their fixed cost, which no linear program sees. So the
+  program is solved for sets of devices as well: every set of kinds of devices where there are at most
+  ``SUBSETS`` kinds, else without the slowest kind, without the two slowest and so on while that helps; and
+  each kind's first device alone.
+
+The result is never dearer than the start in the stage model at fractional shares. Memory will be rows on B_j.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+
+from hetspmd.balance.starts import proportional
+from hetspmd.cost.model import Array, CostModel, Index
+from hetspmd.cost.step import Stages
+from hetspmd.errors import HetspmdError
+from hetspmd.rules.theory import Theory
+from hetspmd.synth.program import Program
+
+__all__ = ["BalanceError", "optimise_ratios"]
+
+SUBSETS = 4
+ROUNDS = 100
+BETTER = 1e-9  # a candidate replaces another only if it is better by this part
+
+
+class BalanceError(HetspmdError):
+    """The solver failed on the ratios' linear program."""
+
+
+def optimise_ratios(
+    theory: Theory, model: CostModel, program: Program, start: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """argmin over B of t(Q, B) for a fixed program, summing to 1 in rank order.
+
+    ``start`` (default: proportional to speed) is returned where nothing beats it. The same arguments give the
+    same ratios. Raises BalanceError if the solver fails, ValueError if the program is not of the theory.
+    """
+    if model.theory is not theory:
+        raise ValueError("the cost model belongs to another theory")
+    if model.world == 1:
+        return (1.0,)
+    first = np.asarray(proportional(model) if start is None else start, dtype=float)
+    if first.shape != (model.world,) or first.min() < 0 or not np.isclose(first.sum(), 1.0):
+        raise ValueError(
+            f"start must be {model.world} non-negative ratios that sum to 1, got {first.tolist()}"
+        )
+    problem = _Problem(Stages(model, program))
+    best, value = first, problem.step_seconds(first)
+    failures = 0
+    for active in problem.subsets():
+        candidate = _minimise(problem, active, first)
+        seconds = problem.step_seconds(candidate)
+        if seconds < value * (1 - BETTER):
+            best, value, failures = candidate, seconds, 0
+        else:
+            failures += 1
+            if failures >= 2 and len(problem.kinds) > SUBSETS:
+                break
+    for kind in problem.kinds:
+        alone = np.zeros(model.world)
+        alone[kind[0]] = 1.0
+        if (seconds := problem.step_seconds(alone)) < value * (1 - BETTER):
+            best, value = alone, seconds
+    return tuple(map(float, best))
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """Lines ``constant + slope * B`` below the seconds of stages, shape (stages, kinds)."""
+
+    slope: Array
+    constant: Array
+
+
+class _Problem:
+    """A program's stages as functions of B: merged stages over merged signatures, and sums of the moves."""
+
+    def __init__(self, stages: Stages) -> None:
+        model = self.model = stages.model
+        t, axes = model.triples, len(model.theory.axes.axes)
+        columns = np.stack([t.flops, t.cut, t.whole, t.axis < axes, t.dtype, t.free], axis=1).astype(float)
+        used = np.unique(stages.signatures)
+        _, position, kind_of = np.unique(columns[used], axis=0, return_index=True, return_inverse=True)
+        self.signatures: Index = used[position]
+        self.sharded = t.axis[self.signatures] < axes
+        merged = kind_of.reshape(-1)[np.searchsorted(used, stages.signatures)]
+        counts = np.zeros((stages.count, len(self.signatures)))
+        np.add.at(counts, (stages.stage, merged), 1.0)
+        counts[:, t.free[self.signatures]] = 0.0
+        unique, weight = np.unique(counts, axis=0, return_counts=True)
+        self.counts: Array = unique
+        self.weight: Array = weight.astype(float)
+        self.constant = sum(m.constant for m in stages.moves)
+        self.per_shard = sum(m.per_shard for m in stages.moves)
+        self.per_largest = sum(m.per_largest for m in stages.moves)
+        self.per_exchange = sum(m.per_exchange for m in stages.moves)
+        kinds: dict[tuple[float, ...], list[int]] = {}
+        for j in range(model.world):
+            key = (*map(float, model.rates[:, j]), float(model.bandwidth[j]), float(model.launch[j]))
+            kinds.setdefault(key, []).append(j)
+        self.kinds: tuple[tuple[int, ...], ...] = tuple(map(tuple, kinds.values()))
+        self.first = np.array([k[0] for k in self.kinds])
+        self.size = np.array([float(len(k)) for k in self.kinds])
+        self.unsharded: Array = self.computation(np.zeros(model.world))[:, self.first]
+
+    def computation(self, ratios: Array) -> Array:
+        """Seconds of each merged stage on each device."""
+        found: Array = self.counts @ self.model.seconds(self.signatures, self.model.even_shares(ratios))
+        return found
+
+    def step_seconds(self, ratios: Array) -> float:
+        """t(Q, B)."""
+        return (
+            float(self.weight @ self.computation(ratios).max(axis=1))
+            + self.constant
+            + self.per_shard * int(np.count_nonzero(ratios))
+            + self.per_largest * float(ratios.max())
+            + self.per_exchange * float((ratios * (1 - ratios)).max())
+        )
+
+    def lines(self, ratios: Array) -> _Lines:
+        """Supporting lines at B, per kind, of the seconds with a share above 0."""
+        slope, constant = self.model.supports(self.signatures, ratios)
+        return _Lines(self.counts @ slope[:, self.first], self.counts @ constant[:, self.first])
+
+    def subsets(self) -> Iterator[tuple[int, ...]]:
+        """Sets of kinds that may have shares, as the module's docstring says; all of them first."""
+        everyone = tuple(range(len(self.kinds)))
+        if len(everyone) <= SUBSETS:
+            masks = sorted(range(1, 1 << len(everyone)), key=lambda m: (-m.bit_count(), m))
+            for mask in masks:
+                yield tuple(c for c in everyone if mask >> c & 1)
+            return
+        alone = self.model.alone()[self.first]
+        order = sorted(everyone, key=lambda c: (alone[c], c))
+        for count in range(len(order), 0, -1):
+            yield tuple(sorted(order[:count]))
+
+
+def _minimise(problem: _Problem, active: tuple[int, ...], start: Array) -> Array:
+    """The best B with shares on all devices of the ``active`` kinds and on no other."""
+    chosen = np.array(active)
+    size = problem.size[chosen]
+    best = at = _spread(problem, chosen, _restrict(problem, chosen, size, start))
+    if len(active) == 1:
+        return best
+    value = problem.step_seconds(best)
+    lp = _LinearProgram(problem, chosen, size, at)
+    for _ in range(ROUNDS):
+        x, t = lp.solve()
+        before, at = at, _spread(problem, chosen, x)
+        seconds = problem.step_seconds(at)
+        if seconds < value:
+            best, value = at, seconds
+        violated = lp.cut(at, t)
+        moved = problem.per_exchange > 0 and float(np.abs(at - before).max()) > 1e-9
+        if moved:
+            lp.bend(x)
+        if not violated and not moved:
+            break
+    return best
+
+
+def _restrict(problem: _Problem, chosen: Index, size: Array, ratios: Array) -> Array:
+    """The mean share of each chosen kind, scaled to sum to 1; even where they have none."""
+    x = np.array([float(np.mean(ratios[list(problem.kinds[c])])) for c in chosen])
+    if x @ size <= 0:
+        x = np.ones(len(chosen))
+    found: Array = x / (x @ size)
+    return found
+
+
+def _spread(problem: _Problem, chosen: Index, x: Array) -> Array:
+    """Shares per device from shares per chosen kind; rounding noise becomes 0, and the sum 1."""
+    ratios = np.zeros(problem.model.world)
+    for kind, share in zip(chosen, x, strict=True):
+        ratios[list(problem.kinds[kind])] = share if share > 1e-12 else 0.0
+    found: Array = ratios / ratios.sum()
+    return found
+
+
+class _LinearProgram:
+    """The linear program in HiGHS: columns x (a share per chosen kind), t (per stage, in units of ``scale``),
+    M and X; in units of the step time at the start."""
+
+    def __init__(self, problem: _Problem, chosen: Index, size: Array, at: Array) -> None:
+        self.problem, self.chosen = problem, chosen
+        k, stages = len(chosen), len(problem.weight)
+        idle = np.setdiff1d(np.arange(len(problem.kinds)), chosen)
+        floor = problem.unsharded[:, idle].max(axis=1, initial=0.0)
+        self.scale = np.maximum(problem.computation(at).max(axis=1), floor)
+        self.scale[self.scale == 0] = 1.0
+        unit = problem.step_seconds(at) or 1.0
+        self.t0, self.largest, self.exchange = k, k + stages, k + stages + 1
+        columns = k + stages + 2
+        cost = np.zeros(columns)
+        cost[k : k + stages] = problem.weight * self.scale / unit
+        cost[self.largest], cost[self.exchange] = problem.per_largest / unit, problem.per_exchange / unit
+        lower = np.zeros(columns)
+        lower[k : k + stages] = floor / self.scale
+        upper = np.full(columns, highspy.kHighsInf)
+        upper[:k] = 1.0
+        self.highs = highspy.Highs()  # type: ignore[no-untyped-call]
+        for option, setting in (
+            ("output_flag", False), ("threads", 1), ("random_seed", 0),
+            ("primal_feasibility_tolerance", 1e-10), ("dual_feasibility_tolerance", 1e-10),
+        ):  # fmt: skip
+            self.highs.setOptionValue(option, setting)
+        self.highs.addVars(columns, lower, upper)
+        self.highs.changeColsCost(columns, np.arange(columns, dtype=np.int32), cost)
+        self._rows([1.0], [1.0], [0], list(range(k)), list(size))
+        rows = range(k)
+        self._rows(
+            [0.0] * k, [highspy.kHighsInf] * k, [2 * i for i in rows],
+            [c for i in rows for c in (self.largest, i)], [1.0, -1.0] * k,
+        )  # fmt: skip
+        self.bent = 1 + k  # X's rows: X - (1 - 2 r) x >= r^2
+        x = at[problem.first[chosen]]
+        self._rows(
+            list(x**2), [highspy.kHighsInf] * k, [2 * i for i in rows],
+            [c for i in rows for c in (self.exchange, i)], [v for i in rows for v in (1.0, 2 * x[i] - 1)],
+        )  # fmt: skip
+        self._cut(problem.lines(at), np.ones((stages, k), dtype=bool))
+
+    def _rows(
+        self, lower: list[float], upper: list[float], starts: list[int], index: list[int], value: list[float]
+    ) -> None:
+        self.highs.addRows(
+            len(lower), np.array(lower, dtype=float), np.array(upper, dtype=float), len(index),
+            np.array(starts, dtype=np.int32), np.array(index, dtype=np.int32), np.array(value, dtype=float),
+        )  # fmt: skip
+
+    def _cut(self, lines: _Lines, where: Array) -> None:
+        stage, kind = np.nonzero(where)
+        if not len(stage):
+            return
+        slope = lines.slope[stage, self.chosen[kind]] / self.scale[stage]
+        constant = lines.constant[stage, self.chosen[kind]] / self.scale[stage]
+        index = np.stack([self.t0 + stage, kind], axis=1).astype(np.int32)
+        value = np.stack([np.ones(len(stage)), -slope], axis=1)
+        self.highs.addRows(
+            len(stage), constant, np.full(len(stage), highspy.kHighsInf), 2 * len(stage),
+            np.arange(0, 2 * len(stage), 2, dtype=np.int32), index.reshape(-1), value.reshape(-1),
+        )  # fmt: skip
+
+    def cut(self, at: Array, t: Array) -> bool:
+        """Add the supporting lines at B that ``t`` violates; whether there were any."""
+        lines = self.problem.lines(at)
+        seconds = lines.constant + lines.slope * at[self.problem.first]
+        where = seconds[:, self.chosen] / self.scale[:, None] > t[:, None] * (1 + 1e-8) + 1e-10
+        self._cut(lines, where)
+        return bool(where.any())
+
+    def bend(self, x: Array) -> None:
+        """Take the tangents of ``x (1 - x)`` at new shares."""
+        for i, r in enumerate(map(float, x)):
+            self.highs.changeCoeff(self.bent + i, i, 2 * r - 1)
+            self.highs.changeRowBounds(self.bent + i, r * r, highspy.kHighsInf)
+
+    def solve(self) -> tuple[Array, Array]:
+        """Shares per chosen kind and seconds per stage, in units of ``scale``. Raises BalanceError."""
+        status = self.highs.run()
+        model = self.highs.getModelStatus()
+        if status == highspy.HighsStatus.kError or model != highspy.HighsModelStatus.kOptimal:
+            raise BalanceError(
+                f"HiGHS found no optimal ratios: {self.highs.modelStatusToString(model)}; check the cluster "
+                "for quantities that are many orders of magnitude apart"
+            )
+        values = np.array(self.highs.getSolution().col_value)
+        return np.maximum(values[: self.t0], 0.0), values[self.t0 : self.largest]

@@ -1,0 +1,56 @@
+"""``hetspmd compile``: show what was decided and what it costs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hetspmd.cli.files import STDOUT, check_writable, read_constraints, write_json
+from hetspmd.cli.options import add_target, positive_seconds
+
+
+def add(commands: Any, debug: argparse.ArgumentParser) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "compile",
+        parents=[debug],
+        help="synthesize a program and show it",
+        description="Synthesize the program of a training step; show what was decided and what it costs.",
+    )
+    add_target(parser)
+    parser.add_argument("--plan", metavar="OUT", help="write the plan, for hetspmd.HAP(..., plan=OUT)")
+    parser.add_argument("--program", action="store_true", help="print the whole program as well")
+    parser.add_argument("--strict", action="store_true", help="an op without a rule is an error")
+    parser.add_argument(
+        "--time-limit", type=positive_seconds, default=60.0, metavar="S", help="seconds for one search (60)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compile and report."""
+    from hetspmd.cli.target import load_target
+    from hetspmd.compile import compile as synthesize
+    from hetspmd.cost.cluster import Cluster
+    from hetspmd.report import plan_json, plan_text, program_text
+
+    check_writable(options.json)
+    check_writable(options.plan)
+    cluster = Cluster.load(options.cluster)
+    constraints = read_constraints(options.constraints)
+    model, example = load_target(options.target)
+    timings: dict[str, float] = {}
+    plan = synthesize(
+        model, example, cluster, strict=options.strict, constraints=constraints,
+        time_limit=options.time_limit, timings=timings,
+    )  # fmt: skip
+    if options.plan is not None:
+        plan.save(options.plan)
+    if options.json is not None:
+        write_json(options.json, plan_json(plan, timings))
+    if options.json != STDOUT:
+        print(plan_text(plan))
+        print("Compiled in " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in timings.items()))
+        if options.program:
+            print(f"\nProgram\n{program_text(plan)}")
+    return 0

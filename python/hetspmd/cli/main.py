@@ -1,0 +1,105 @@
+"""The command line: ``hetspmd compile | verify | rules | doctor``.
+
+Exit status: 0 done, 1 a check failed, 2 bad input (one line on standard error: what, where, how to mend it),
+70 a fault of hetspmd itself (with its traceback), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import NoReturn, TextIO
+
+from hetspmd.cli import compile as compile_command
+from hetspmd.cli import doctor, rules, verify
+from hetspmd.errors import CheckError, HetspmdError, MissingRuleWarning
+
+DONE, FAILED, BAD_INPUT, FAULT, INTERRUPTED = 0, 1, 2, 70, 130
+
+_COMMANDS = (compile_command, verify, rules, doctor)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each sets ``run``: parsed arguments to exit status."""
+    debug = argparse.ArgumentParser(add_help=False)
+    debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    top = _Parser(
+        prog="hetspmd", description="Uneven SPMD programs for PyTorch training on clusters of unlike devices."
+    )
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
+    for command in _COMMANDS:
+        command.add(commands, debug)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    try:
+        options = parser().parse_args(arguments)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else BAD_INPUT
+    with warnings.catch_warnings():
+        warnings.showwarning = _Warnings()
+        warnings.simplefilter("always", MissingRuleWarning)
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except KeyboardInterrupt:
+        print("hetspmd: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except HetspmdError as error:
+        if options.debug:
+            traceback.print_exc()
+        name = f"hetspmd {options.command}"
+        print(f"{name}: {type(error).__name__}: {one_line(str(error))}", file=sys.stderr)
+        return FAILED if isinstance(error, CheckError) else BAD_INPUT
+    except Exception:
+        traceback.print_exc()
+        print("hetspmd: this is a fault of hetspmd; please report it with the text above", file=sys.stderr)
+        return FAULT
+
+
+def one_line(text: str) -> str:
+    """``text`` with its line breaks and runs of spaces as single spaces."""
+    return " ".join(text.split())
+
+
+class _Warnings:
+    """Shows each of hetspmd's warnings once, without a source line, and others as Python does."""
+
+    def __init__(self) -> None:
+        self._shown: set[str] = set()
+        self._other = warnings.showwarning
+
+    def __call__(
+        self, message: Warning | str, category: type[Warning], filename: str, lineno: int,
+        file: TextIO | None = None, line: str | None = None,
+    ) -> None:  # fmt: skip
+        if not issubclass(category, MissingRuleWarning):
+            self._other(message, category, filename, lineno, file, line)
+        elif str(message) not in self._shown:
+            self._shown.add(str(message))
+            print(f"hetspmd: warning: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Arguments that several commands take."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """TARGET, ``--cluster``, ``--constraints`` and ``--json``."""
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        help="file.py[:function] or package.module[:function]; the function (default: build) returns "
+        "(model, example)",
+    )
+    parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster file (YAML or JSON)")
+    parser.add_argument(
+        "--constraints",
+        metavar="FILE",
+        help="globs over parameters, inputs and output[i] to replicated or shard(d) (YAML or JSON)",
+    )
+    parser.add_argument(
+        "--json", metavar="OUT", help="write the result as JSON (-: to standard output, instead of text)"
+    )
+
+
+def positive_seconds(text: str) -> float:
+    """A positive, finite number of seconds."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return value
+
+
+def positive_count(text: str) -> int:
+    """A positive whole number."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value

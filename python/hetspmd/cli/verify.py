@@ -1,0 +1,52 @@
+"""``hetspmd verify``: run all ranks in one process and compare with the single device."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hetspmd.cli.files import STDOUT, check_writable, read_constraints, write_json
+from hetspmd.cli.options import add_target, positive_count
+
+
+def add(commands: Any, debug: argparse.ArgumentParser) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "verify",
+        parents=[debug],
+        help="compare the program with the single device",
+        description="Run the program of every rank in this process and compare loss, gradients and "
+        "parameters with the single device. Exit status 1 if they differ.",
+    )
+    add_target(parser)
+    parser.add_argument(
+        "--dtype", choices=("float64", "float32"), default="float64", help="dtype to compute in (float64)"
+    )
+    parser.add_argument("--steps", type=positive_count, default=2, metavar="N", help="optimizer steps (2)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Verify and report."""
+    from hetspmd.cli.target import load_target
+    from hetspmd.cost.cluster import Cluster
+    from hetspmd.run.verify import verify
+
+    check_writable(options.json)
+    cluster = Cluster.load(options.cluster)
+    constraints = read_constraints(options.constraints)
+    model, example = load_target(options.target)
+    report = verify(
+        model, example, cluster, dtype=options.dtype, steps=options.steps, constraints=constraints
+    )
+    document = {
+        "ok": report.ok,
+        "loss_error": report.loss_error,
+        "gradient_error": report.gradient_error,
+        "parameter_error": report.parameter_error,
+    }
+    if options.json is not None:
+        write_json(options.json, document)
+    if options.json != STDOUT:
+        print(report)
+    return 0 if report.ok else 1

@@ -1,0 +1,232 @@
+"""The compiler: model, example and cluster become a plan (design 2).
+
+Search and ratios alternate (HAP 3.1): from each starting ratio B the search gives the best program Q at the
+lengths of B, the linear program the best B for Q, and so on until the pair repeats. The pair with the least
+step time in the stage model is kept, with the lengths that belong to it. Data parallel programs are always
+among the candidates, so a plan is never worse than those in the same model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from hetspmd.balance.lengths import Lengths, lengths_for
+from hetspmd.balance.ratios import optimise_ratios
+from hetspmd.balance.starts import even, proportional, starting_ratios
+from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.model import CostModel
+from hetspmd.cost.step import StepCost, step_cost
+from hetspmd.errors import InfeasibleError, PlanError
+from hetspmd.forms import Form, is_sharded, sharded_dim
+from hetspmd.plan import Iteration, Plan, SearchReport
+from hetspmd.rules.theory import Theory, derive
+from hetspmd.synth import constraints as known
+from hetspmd.synth.checker import check
+from hetspmd.synth.constraints import Constraints, resolve
+from hetspmd.synth.search import Found, Limits, Progress, search
+from hetspmd.synth.space import Space, search_space
+from hetspmd.trace.step import Loss
+from hetspmd.trace.trace import split_example, trace
+
+MAX_ITERATIONS = 4
+"""Alternations of search and ratios from one start; pairs repeat after two or three in practice."""
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A program with the lengths it is judged at."""
+
+    program_of: Found
+    ratios: tuple[float, ...]
+    lengths: Lengths
+    cost: StepCost
+
+
+@dataclass
+class _Clock:
+    """Wall seconds per stage."""
+
+    seconds: MutableMapping[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
+def compile(
+    model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str, *, loss: Loss | None = None,
+    strict: bool = False, constraints: Mapping[str, str | Form] | None = None, time_limit: float = 600.0,
+    loss_only: bool = False, timings: MutableMapping[str, float] | None = None,
+    progress: Progress | None = None,
+) -> Plan:  # fmt: skip
+    """Synthesize the distributed program of one training step.
+
+    model        an unchanged module; it may be on the meta device
+    example      a batch: a dict of keyword arguments or a tuple of positional ones; only shapes are read
+    cluster      a :class:`Cluster`, a dict, or the path of a cluster file
+    loss         ``loss(model, *args, **kwargs)`` if the model's output does not hold the loss
+    strict       raise MissingRuleError instead of warning where an op has no rule
+    constraints  globs over parameter names, input paths and ``output[i]`` to ``"replicated"``, ``"shard(d)"``
+    time_limit   seconds for one search
+    loss_only    the other outputs are not needed (they come back as None)
+    timings      filled with wall seconds: trace, rules, synth, balance, total
+
+    Raises a :class:`~hetspmd.errors.HetspmdError` for bad input.
+    """
+    args, kwargs = split_example(example)
+    return compile_plan(
+        model, args, kwargs, Cluster.load(cluster), loss=loss, constraints=constraints, strict=strict,
+        time_limit=time_limit, loss_only=loss_only, timings=timings, progress=progress,
+    )  # fmt: skip
+
+
+def compile_plan(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, *,
+    loss: Loss | None = None, training: bool = True, constraints: Mapping[str, str | Form] | None = None,
+    strict: bool = False, time_limit: float = 600.0, loss_only: bool = False, like: Plan | None = None,
+    timings: MutableMapping[str, float] | None = None, progress: Progress | None = None,
+) -> Plan:  # fmt: skip
+    """:func:`compile` for a split example, also of the forward alone (``training=False``).
+
+    ``like``: an earlier plan of the same model; parameters keep its stored forms and lengths, so that the
+    same shards serve both plans (another batch shape, evaluation).
+    """
+    clock = _Clock(timings if timings is not None else {})
+    with clock("total"):
+        with clock("trace"):
+            graph = trace(model, args, kwargs, loss=loss, training=training)
+            if loss_only and graph.loss is not None:
+                graph = graph.without_outputs()
+        with clock("rules"):
+            theory = derive(graph, strict=strict)
+            costs = CostModel(theory, cluster)
+        limits = Limits(seconds=time_limit)
+        if like is None:
+            fixed = resolve(theory, constraints)
+            return _alternate(theory, costs, cluster, fixed, limits, clock, progress)
+        return _like(theory, costs, cluster, like, limits, clock)
+
+
+def _alternate(
+    theory: Theory, costs: CostModel, cluster: Cluster, fixed: Constraints, limits: Limits, clock: _Clock,
+    progress: Progress | None,
+) -> Plan:  # fmt: skip
+    space = search_space(theory, fixed)
+    pairs: list[_Pair] = []
+    iterations: list[Iteration] = []
+    with clock("synth"):
+        baselines = _baselines(theory, costs, fixed, limits)
+    pairs += baselines.values()
+    for name, start in starting_ratios(costs):
+        ratios, before = start, None
+        seen: set[tuple[object, ...]] = set()
+        for index in range(MAX_ITERATIONS):
+            lengths = lengths_for(theory.axes, ratios)
+            with clock("synth"):
+                found = search(space, costs, lengths, limits, start=before, progress=progress)
+            with clock("balance"):
+                pairs.append(_Pair(found, ratios, lengths, step_cost(theory, costs, found.program, lengths)))
+                better = optimise_ratios(theory, costs, found.program)
+                moved = lengths_for(theory.axes, better)
+                pairs.append(_Pair(found, better, moved, step_cost(theory, costs, found.program, moved)))
+            iterations.append(
+                Iteration(name, index, ratios, found.cost, min(p.cost.step_seconds for p in pairs[-2:]))
+            )
+            key = (found.rows, found.moves, moved)
+            if key in seen or moved == lengths:
+                break
+            seen.add(key)
+            ratios, before = better, found
+    best = min(pairs, key=lambda p: p.cost.step_seconds)
+    check(theory, best.program_of.program)
+    return Plan(
+        theory.graph, best.program_of.program, best.ratios, best.lengths, cluster, best.cost,
+        _report(best.program_of), {k: p.cost.step_seconds for k, p in baselines.items()}, tuple(iterations),
+    )  # fmt: skip
+
+
+def _baselines(
+    theory: Theory, costs: CostModel, fixed: Constraints, limits: Limits
+) -> dict[str, _Pair]:
+    """Data parallelism in the same cost model, as far as the user's constraints allow it."""
+    found: dict[str, _Pair] = {}
+    wanted = known.data_parallel(theory)
+    if any(wanted.forms.get(t, form) != form for t, form in fixed.forms.items()):
+        return found
+    constraints = Constraints({**fixed.forms, **wanted.forms}, wanted.row_filter)
+    try:
+        space = search_space(theory, constraints)
+        for name, ratios in (("data_parallel_even", even(costs)), ("data_parallel_proportional", proportional(costs))):
+            lengths = lengths_for(theory.axes, ratios)
+            result = search(space, costs, lengths, limits)
+            found[name] = _Pair(result, ratios, lengths, step_cost(theory, costs, result.program, lengths))
+    except InfeasibleError:
+        return {}
+    return found
+
+
+def _like(
+    theory: Theory, costs: CostModel, cluster: Cluster, like: Plan, limits: Limits, clock: _Clock
+) -> Plan:
+    forms, lengths = _pinned(theory, like)
+    with clock("synth"):
+        found = search(search_space(theory, Constraints(forms)), costs, lengths, limits)
+    check(theory, found.program)
+    with clock("balance"):
+        cost = step_cost(theory, costs, found.program, lengths)
+    return Plan(
+        theory.graph, found.program, like.ratios, lengths, cluster, cost, _report(found), {}, ()
+    )  # fmt: skip
+
+
+def _pinned(theory: Theory, like: Plan) -> tuple[dict[int, Form], Lengths]:
+    """Stored forms of parameters and lengths of their axes, as in ``like``.
+
+    Raises PlanError if the graph cannot have them.
+    """
+    stored = like.parameter_layout()
+    forms: dict[int, Form] = {}
+    pinned: dict[int, tuple[int, ...]] = {}
+    for p in theory.graph.parameters:
+        form, extents = stored[p.name]
+        forms[p.tensor] = form
+        if not is_sharded(form):
+            continue
+        dim = sharded_dim(form)
+        axis = theory.axes.axis(p.tensor, dim)
+        unit = theory.graph.tensors[p.tensor].shape[dim] // axis.units if axis is not None else 0
+        if axis is None or any(e % unit for e in extents):
+            raise PlanError(f"{p.name} is stored in shards of {list(extents)}, which the new graph cannot use")
+        units = tuple(e // unit for e in extents)
+        if pinned.setdefault(axis.id, units) != units:
+            raise PlanError(f"{p.name} is stored in other shards than parameters it must agree with")
+    lengths = lengths_for(theory.axes, like.ratios)
+    return forms, Lengths(lengths.world, tuple(pinned.get(i, u) for i, u in enumerate(lengths.units)))
+
+
+def _report(found: Found) -> SearchReport:
+    return SearchReport(found.cost, found.lower_bound, found.gap, found.stop_reason, found.expansions)
+
+
+def plan_for(
+    theory: Theory, cluster: Cluster, constraints: Constraints, ratios: tuple[float, ...], *,
+    limits: Limits | None = None,
+) -> Plan:  # fmt: skip
+    """The best program under ``constraints`` at fixed ratios: forced programs for tests and comparisons."""
+    costs = CostModel(theory, cluster)
+    lengths = lengths_for(theory.axes, ratios)
+    space: Space = search_space(theory, constraints)
+    found = search(space, costs, lengths, limits or Limits())
+    check(theory, found.program)
+    cost = step_cost(theory, costs, found.program, lengths)
+    return Plan(theory.graph, found.program, ratios, lengths, cluster, cost, _report(found), {}, ())

@@ -1,0 +1,361 @@
+"""Seconds of a Hoare triple and of a collective, linear in the sharding ratios (HAP 3.2, design 6).
+
+**Computation.** Device j, which holds the share s_j of the axis that a row shards (s_j = 1 where the row
+shards none), runs the row in
+
+    max(F s_j / rate_j, (C s_j + W) / bandwidth_j) + launch_j      seconds,
+
+F the op's FLOPs, C the bytes of the tensors that the row cuts, W those of the tensors that stay whole
+(Identity and All-Reduce), rate_j in the op's dtype. A device with s_j = 0 skips the op. Views and sources
+cost nothing. The roofline (Williams et al., CACM 2009) is convex and piecewise linear in s_j;
+:meth:`CostModel.row_linear` gives the line that supports it at given ratios, i.e. the side of the max that
+binds there.
+
+**Communication** of a tensor of E bytes over n devices, largest share M, k devices with a share, latency L
+and link bandwidth b:
+
+    all_gather, reduce_scatter          L + (n - 1) M E / b             ring, padded to the largest shard
+    grouped_broadcast, grouped_reduce   k L + E / b                     one pipelined operation per shard
+    all_reduce                          2 L + 2 (n - 1) / n E / b       ring: reduce-scatter, all-gather
+    all_to_all                          L + E max_j max(s_j (1 - t_j), t_j (1 - s_j)) / b
+
+with s and t the shares of the source's and the target's axis: device j sends its slice but for the part that
+it keeps, and receives its new slice but for that part. Ring formulas as in Thakur, Rabenseifner and Gropp,
+IJHPCA 2005; padding and grouping as in HAP 2.5.1. One device communicates in 0 seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hetspmd.balance.lengths import Lengths
+from hetspmd.cost.cluster import Cluster
+from hetspmd.forms import Form, is_sharded, sharded_dim
+from hetspmd.rules.rule import Cut, Row
+from hetspmd.rules.theory import Theory
+from hetspmd.synth.program import Kind
+from hetspmd.trace.graph import Instruction
+
+Array = npt.NDArray[np.float64]
+Index = npt.NDArray[np.int64]
+
+__all__ = ["Array", "CostModel", "Index", "MoveForm", "Triples"]
+
+PICKING: Final = frozenset(
+    {"aten.embedding", "aten.gather", "aten.index", "aten.index_select", "aten.select", "aten.slice"}
+)
+"""Ops that read no more of their first tensor than they write."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveForm:
+    """A collective's seconds: ``constant + per_shard * k + per_largest * M + per_exchange * X``.
+
+    k counts the devices with a share, M is the largest share and X the exchanged part
+    ``max_j max(s_j (1 - t_j), t_j (1 - s_j))``. ``axis`` is the axis of the shards (for all_to_all of the
+    source, with ``target_axis`` the target's); None for all_reduce.
+    """
+
+    constant: float
+    per_shard: float = 0.0
+    per_largest: float = 0.0
+    per_exchange: float = 0.0
+    axis: int | None = None
+    target_axis: int | None = None
+
+
+@dataclass(frozen=True)
+class Triples:
+    """The cost-relevant side of all rows, one entry per distinct signature.
+
+    flops (FLOPs), cut and whole (bytes), axis (axis id; the number of axes where nothing is sharded), dtype
+    (row of the rates), free. ``signature[offset[i] + r]`` is that of row r of instruction i.
+    """
+
+    flops: Array
+    cut: Array
+    whole: Array
+    axis: Index
+    dtype: Index
+    free: npt.NDArray[np.bool_]
+    signature: Index
+    offset: Index
+
+
+class CostModel:
+    """Costs of all triples and moves of a theory on a cluster.
+
+    Attributes: ``theory``, ``cluster``, ``world`` (n), ``rates`` (dtype, device) in FLOP/s, ``bandwidth`` and
+    ``launch`` per device, ``triples``.
+    """
+
+    def __init__(self, theory: Theory, cluster: Cluster) -> None:
+        self.theory = theory
+        self.cluster = cluster
+        self.world = cluster.world
+        self.triples, dtypes = _triples(theory)
+        self.rates = np.array([[d.rate(t) for d in cluster.devices] for t in dtypes]).reshape(-1, self.world)
+        self.bandwidth = np.array([d.memory_bandwidth for d in cluster.devices])
+        self.launch = np.array([d.launch for d in cluster.devices])
+        self._dtypes = dtypes
+        self._nbytes = [t.nbytes for t in theory.graph.tensors]
+        self._shares: _Shares | None = None
+
+    def dominant_dtype(self) -> str:
+        """The dtype in which the graph computes most FLOPs (float32 if it computes none)."""
+        total = np.zeros(len(self._dtypes))
+        first = self.triples.signature[self.triples.offset[:-1]]
+        np.add.at(total, self.triples.dtype[first], self.triples.flops[first])
+        return self._dtypes[int(total.argmax())] if total.any() else "float32"
+
+    # shares ------------------------------------------------------------------------------------------------
+
+    def shares(self, lengths: Lengths) -> Array:
+        """Fraction of each axis on each device, shape (axes + 1, n); the last row is 1: nothing is sharded.
+
+        Raises ValueError if the lengths belong to another cluster or graph.
+        """
+        return self._at(lengths).shares
+
+    def even_shares(self, ratios: Sequence[float] | Array) -> Array:
+        """As :meth:`shares`, for the same fractional ratios B on every axis."""
+        count = len(self.theory.axes.axes)
+        return np.concatenate([np.tile(np.asarray(ratios, float), (count, 1)), np.ones((1, self.world))])
+
+    def _at(self, lengths: Lengths) -> _Shares:
+        if self._shares is None or self._shares.lengths is not lengths:
+            axes = self.theory.axes.axes
+            if lengths.world != self.world or len(lengths.units) != len(axes):
+                raise ValueError(
+                    f"lengths of {len(lengths.units)} axes on {lengths.world} devices for a theory with "
+                    f"{len(axes)} axes and a cluster of {self.world}"
+                )
+            units = np.array(lengths.units, dtype=float).reshape(len(axes), self.world)
+            whole = np.array([max(a.units, 1) for a in axes], dtype=float).reshape(-1, 1)
+            shares = np.concatenate([units / whole, np.ones((1, self.world))])
+            filled = np.count_nonzero(shares, axis=1)
+            self._shares = _Shares(lengths, shares, shares.max(axis=1).tolist(), filled.tolist(), {})
+        return self._shares
+
+    # computation -------------------------------------------------------------------------------------------
+
+    def signature(self, instruction: int, row: int) -> int:
+        """Index into ``triples`` of a row of an instruction."""
+        return int(self.triples.signature[self.triples.offset[instruction] + row])
+
+    def row_index(self, instruction: int, row: Row) -> int:
+        """The index of ``row`` among the rows of the instruction. Raises ValueError if it is none of them."""
+        try:
+            return self.theory.rows[instruction].index(row)
+        except ValueError:
+            name = self.theory.graph.instructions[instruction].name
+            raise ValueError(f"{row} is no triple of instruction {instruction} ({name})") from None
+
+    def seconds(self, signatures: Index, shares: Array) -> Array:
+        """Seconds of rows given by signature at the given shares, shape (len(signatures), n)."""
+        t = self.triples
+        s = shares[t.axis[signatures]]
+        compute = t.flops[signatures, None] * s / self.rates[t.dtype[signatures]]
+        memory = (t.cut[signatures, None] * s + t.whole[signatures, None]) / self.bandwidth
+        idle = (s == 0) | t.free[signatures, None]
+        return np.where(idle, 0.0, np.maximum(compute, memory) + self.launch)
+
+    def supports(self, signatures: Index, ratios: Array) -> tuple[Array, Array]:
+        """Slopes and constants, each (len(signatures), n), of the lines that support the rows' seconds at the
+        share ``ratios[j]`` of device j; the seconds of a share above 0 lie nowhere below them."""
+        t = self.triples
+        sharded = (t.axis[signatures] < len(self.theory.axes.axes))[:, None]
+        busy = ~t.free[signatures, None]
+        s = np.where(sharded, ratios, 1.0)
+        fast = t.flops[signatures, None] / self.rates[t.dtype[signatures]]
+        cut, whole = t.cut[signatures, None] / self.bandwidth, t.whole[signatures, None] / self.bandwidth
+        bound = fast * s >= cut * s + whole
+        slope = np.where(bound, fast, cut)
+        constant = np.where(bound, 0.0, whole) + self.launch
+        constant = np.where(sharded, constant, constant + slope)
+        return np.where(sharded & busy, slope, 0.0), np.where(busy, constant, 0.0)
+
+    def row_linear(
+        self, instruction: int, row: int, ratios: Sequence[float] | None = None
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """``(slope, constant)`` per device: seconds are ``constant + slope * share``, exact near ``ratios``
+        (default: proportional to speed) and nowhere above the seconds of a share above 0."""
+        at = np.asarray(self.speeds() / self.speeds().sum() if ratios is None else ratios, float)
+        slope, constant = self.supports(np.array([self.signature(instruction, row)]), at)
+        return tuple(map(float, slope[0])), tuple(map(float, constant[0]))
+
+    def row_seconds(self, instruction: int, row: int, lengths: Lengths) -> tuple[float, ...]:
+        """Seconds of a row on each device at integer lengths."""
+        signatures = np.array([self.signature(instruction, row)])
+        return tuple(map(float, self.seconds(signatures, self.shares(lengths))[0]))
+
+    def row_costs(self, lengths: Lengths) -> list[Array]:
+        """Per instruction, the seconds of each of its rows on the device that takes longest."""
+        every = np.arange(len(self.triples.flops))
+        slowest = self.seconds(every, self.shares(lengths)).max(axis=1, initial=0.0)
+        return np.split(slowest[self.triples.signature], self.triples.offset[1:-1])
+
+    def speeds(self) -> Array:
+        """FLOP/s of each device in the dominant dtype."""
+        dtype = self.dominant_dtype()
+        return np.array([d.rate(dtype) for d in self.cluster.devices])
+
+    def alone(self) -> Array:
+        """Seconds of the whole single-device step on each device."""
+        first = self.triples.signature[self.triples.offset[:-1]]
+        found: Array = self.seconds(first, self.even_shares(np.ones(self.world))).sum(axis=0)
+        return found
+
+    # communication -----------------------------------------------------------------------------------------
+
+    def move_form(self, tensor: int, source: Form, target: Form, kind: Kind) -> MoveForm:
+        """A collective's seconds as a linear form. Raises ValueError for a dim that no axis shards."""
+        if self.world == 1 or self.cluster.network is None:
+            return MoveForm(0.0)
+        n, latency = self.world, self.cluster.network.latency
+        whole = self._nbytes[tensor] / self.cluster.network.bandwidth
+        if kind == "all_reduce":
+            return MoveForm(2 * latency + 2 * (n - 1) / n * whole)
+        axis = self._axis(tensor, source if is_sharded(source) else target)
+        if kind == "all_to_all":
+            return MoveForm(latency, per_exchange=whole, axis=axis, target_axis=self._axis(tensor, target))
+        if kind in ("all_gather", "reduce_scatter"):
+            return MoveForm(latency, per_largest=(n - 1) * whole, axis=axis)
+        return MoveForm(whole, per_shard=latency, axis=axis)
+
+    def move_seconds(self, tensor: int, source: Form, target: Form, kind: Kind, lengths: Lengths) -> float:
+        """Seconds of a collective at integer lengths."""
+        return self.move_costs(tensor, ((source, target, kind),), lengths)[0]
+
+    def move_costs(
+        self, tensor: int, moves: Iterable[tuple[Form, Form, Kind]], lengths: Lengths
+    ) -> list[float]:
+        """Seconds of several collectives ``(source, target, kind)`` of one tensor."""
+        at = self._at(lengths)
+        found = []
+        for source, target, kind in moves:
+            form = self.move_form(tensor, source, target, kind)
+            seconds = form.constant
+            if form.axis is not None:
+                seconds += form.per_shard * at.filled[form.axis]
+                seconds += form.per_largest * at.largest[form.axis]
+                if form.target_axis is not None:
+                    seconds += form.per_exchange * at.exchanged(form.axis, form.target_axis)
+            found.append(seconds)
+        return found
+
+    def form_seconds(self, form: MoveForm, shares: Array) -> float:
+        """Seconds of a linear form at given shares."""
+        if form.axis is None:
+            return form.constant
+        s = shares[form.axis]
+        seconds = form.constant + form.per_shard * np.count_nonzero(s) + form.per_largest * float(s.max())
+        if form.target_axis is not None:
+            seconds += form.per_exchange * exchanged(s, shares[form.target_axis])
+        return float(seconds)
+
+    def _axis(self, tensor: int, form: Form) -> int:
+        axis = self.theory.axes.axis(tensor, sharded_dim(form))
+        if axis is None:
+            name = self.theory.graph.tensors[tensor].name
+            raise ValueError(f"dim {sharded_dim(form)} of {name} has no logical axis and is never sharded")
+        return axis.id
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Shares at integer lengths, with the largest and the number of those above 0 of each axis."""
+
+    lengths: Lengths
+    shares: Array
+    largest: list[float]
+    filled: list[int]
+    pairs: dict[tuple[int, int], float]
+
+    def exchanged(self, source: int, target: int) -> float:
+        """:func:`exchanged` of two axes, remembered."""
+        found = self.pairs.get((source, target))
+        if found is None:
+            found = self.pairs[source, target] = exchanged(self.shares[source], self.shares[target])
+        return found
+
+
+def exchanged(source: Array, target: Array) -> float:
+    """The part of a tensor that the busiest device sends or receives in an all-to-all."""
+    return float(np.maximum(source * (1 - target), target * (1 - source)).max())
+
+
+def _triples(theory: Theory) -> tuple[Triples, list[str]]:
+    graph, blank = theory.graph, len(theory.axes.axes)
+    nbytes = [float(t.nbytes) for t in graph.tensors]
+    dtypes: dict[str, int] = {"float32": 0}
+    known: dict[tuple[float, float, float, int, int, bool], int] = {}
+    signature: list[int] = []
+    offset = [0]
+    for instruction in graph.instructions:
+        rule = theory.rules.get(instruction.id)
+        free = rule is None or rule.alias
+        dtype = dtypes.setdefault(_compute_dtype(theory, instruction), len(dtypes))
+        for row, axis in zip(theory.rows[instruction.id], theory.row_axes[instruction.id], strict=True):
+            if rule is None or free:
+                key = (0.0, 0.0, 0.0, blank if axis is None else axis, dtype, True)
+            else:
+                cut, whole = _traffic(theory, instruction, row, nbytes)
+                key = (rule.flops, cut, whole, blank if axis is None else axis, dtype, False)
+            signature.append(known.setdefault(key, len(known)))
+        offset.append(len(signature))
+    table = np.array([k[:3] for k in known], dtype=float).reshape(-1, 3)
+    return (
+        Triples(
+            table[:, 0], table[:, 1], table[:, 2],
+            np.array([k[3] for k in known], dtype=np.int64),
+            np.array([k[4] for k in known], dtype=np.int64),
+            np.array([k[5] for k in known], dtype=bool),
+            np.array(signature, dtype=np.int64),
+            np.array(offset, dtype=np.int64),
+        ),
+        list(dtypes),
+    )  # fmt: skip
+
+
+def _compute_dtype(theory: Theory, instruction: Instruction) -> str:
+    """The first floating output's dtype, else the first floating input's, else the first output's."""
+    tensors = theory.graph.tensors
+    names = [tensors[t].dtype for t in (*instruction.outputs, *instruction.inputs) if t >= 0]
+    for name in names:
+        if name.startswith(("float", "bfloat", "complex")):
+            return name
+    return names[0] if names else "float32"
+
+
+def _traffic(theory: Theory, instruction: Instruction, row: Row, nbytes: list[float]) -> tuple[float, float]:
+    """Bytes of the tensors that ``row`` cuts, and of those that stay whole; each tensor is read once."""
+    rule = theory.rules[instruction.id]
+    factor = None if row.factor is None else rule.factors[row.factor]
+    cut = whole = 0.0
+    seen: set[int] = set()
+    picks = ".".join(instruction.op.split(".")[:2]) in PICKING
+    for i, tensor in enumerate(instruction.inputs):
+        if tensor in seen:
+            continue
+        seen.add(tensor)
+        place, size = (None if factor is None else factor.inputs[i]), nbytes[tensor]
+        if picks and i == 0 and instruction.outputs[0] >= 0:
+            place = None if factor is None else factor.outputs[0]
+            size = min(size, nbytes[instruction.outputs[0]])
+        if isinstance(place, Cut):
+            cut += size
+        else:
+            whole += size
+    for i, tensor in enumerate(instruction.outputs):
+        if tensor >= 0:
+            if factor is not None and isinstance(factor.outputs[i], Cut):
+                cut += nbytes[tensor]
+            else:
+                whole += nbytes[tensor]
+    return cut, whole

@@ -1,0 +1,251 @@
+"""Writing one local graph: steps become torch.fx nodes.
+
+A value is a key ``(tensor, form)``. It is there because a step produced it, or it is derived for free from
+Identity: a slice for All-Gather(d), for All-Reduce the tensor itself on rank 0 and zeros elsewhere. A
+collective is written as its start where its step stands, and as its wait where its result is first read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from hetspmd.errors import PlanError
+from hetspmd.forms import ALL_REDUCE, IDENTITY, form_text, sharded_dim
+from hetspmd.lower.constants import local_op
+from hetspmd.lower.layout import Layout
+from hetspmd.lower.schedule import Key, reads
+from hetspmd.rules.rule import localize
+from hetspmd.rules.theory import Theory
+from hetspmd.run import collectives
+from hetspmd.run.random import draw_in
+from hetspmd.synth.program import Communicate, Compute, Step
+from hetspmd.trace.graph import Instruction, Ref
+from hetspmd.trace.values import to_torch, torch_dtype
+
+Lazy = Callable[[], fx.Node]
+
+aten = torch.ops.aten
+
+
+class GraphWriter:
+    """Writes the steps of one local graph for one rank."""
+
+    def __init__(self, theory: Theory, layout: Layout, rank: int, device: torch.device) -> None:
+        self.theory, self.layout, self.rank, self.device = theory, layout, rank, device
+        self.world = layout.lengths.world
+        self.graph = fx.Graph()
+        self.runtime = self.graph.placeholder("runtime")
+        self.produced: dict[Key, fx.Node | Lazy] = {}
+        self.derived: dict[Key, fx.Node] = {}
+        self._pending: list[Key] = []
+
+    def name(self, tensor: int) -> str:
+        """The tensor's name as an identifier."""
+        return identifier(self.theory.graph.tensors[tensor].name)
+
+    def get(self, key: Key) -> fx.Node | None:
+        """A value of this graph, None if it is not there."""
+        found = self.produced.get(key)
+        if found is not None:
+            if not isinstance(found, fx.Node):
+                found = self.produced[key] = found()
+            return found
+        found = self.derived.get(key)
+        if found is None:
+            found = self._derive(key)
+        return found
+
+    def need(self, key: Key) -> fx.Node:
+        """As :meth:`get`; raises PlanError if the value is not there."""
+        found = self.get(key)
+        if found is None:
+            tensor = self.theory.graph.tensors[key[0]].name
+            raise PlanError(f"the program reads {tensor} | {form_text(key[1])}, which is not there")
+        return found
+
+    def has(self, key: Key) -> bool:
+        """Whether the value is there, itself or derived."""
+        return key in self.produced or (key[0], IDENTITY) in self.produced
+
+    def _derive(self, key: Key) -> fx.Node | None:
+        tensor, form = key
+        if form == IDENTITY or (tensor, IDENTITY) not in self.produced:
+            return None
+        if form == ALL_REDUCE:
+            node = self.need((tensor, IDENTITY)) if self.rank == 0 else self.zeros(tensor)
+        else:
+            node = self.narrow(self.need((tensor, IDENTITY)), key)
+        self.derived[key] = node
+        return node
+
+    def zeros(self, tensor: int) -> fx.Node:
+        """The summand of a rank that contributes nothing."""
+        meta = self.theory.graph.tensors[tensor]
+        kwargs = {"dtype": torch_dtype(meta.dtype), "device": self.device}
+        return self.call(f"{self.name(tensor)}_zero", aten.zeros.default, (list(meta.shape),), kwargs)
+
+    def narrow(self, whole: fx.Node, key: Key) -> fx.Node:
+        """This rank's slice of a whole tensor."""
+        region = self.layout.region(*key, self.rank)
+        assert region is not None
+        stop = region.start + region.extent
+        args = (whole, region.dim, region.start, stop)
+        return self.call(f"{self.name(key[0])}_shard{region.dim}", aten.slice.Tensor, args)
+
+    def call(self, name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        """A call_function node."""
+        return self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
+
+    def write(self, step: Step) -> None:
+        """Append a step."""
+        if isinstance(step, Communicate):
+            self._communicate(step)
+        else:
+            self._compute(step)
+
+    def _communicate(self, step: Communicate) -> None:
+        target = (step.tensor, step.target)
+        if target in self.produced:
+            return
+        source = self.need((step.tensor, step.source))
+        start, args = _collective(self.layout, step)
+        name = self.name(step.tensor)
+        pending = self.call(f"{name}_{step.kind}", start, (self.runtime, source, *args))
+        suffix = "whole" if step.target == IDENTITY else f"shard{sharded_dim(step.target)}"
+        self.produced[target] = lambda: self.call(f"{name}_{suffix}", collectives.wait, (pending,))
+        self._pending.append(target)
+
+    def _compute(self, step: Compute) -> None:
+        theory, row = self.theory, step.row
+        instruction = theory.graph.instructions[step.instruction]
+        if instruction.is_source:
+            raise PlanError(f"{instruction.name} is a source and cannot be computed")
+        inputs = [self.need(key) for key in reads(theory.graph, step)]
+        rule, call = theory.rules[instruction.id], theory.calls[instruction.id]
+        start, stop = self._units(step)
+        target, args, kwargs = localize(call, rule, row, self.rank, self.world, start, stop)
+
+        def torch_value(value: Any) -> Any:
+            return _fill(to_torch(value, self.device), inputs)
+
+        local_args = tuple(torch_value(a) for a in args)
+        local_kwargs = {k: torch_value(v) for k, v in kwargs.items()}
+        single = len(instruction.outputs) == 1 and not _returns_many(instruction)
+        name = identifier(instruction.name)
+        if isinstance(target, str):
+            function = local_op(target)
+            if rule.random:
+                node = self._draw(step, instruction, name, function, local_args, local_kwargs)
+            else:
+                node = self.call(name, function, local_args, local_kwargs)
+        else:
+            node = self.call(name, target, local_args, local_kwargs)
+        for index, key in self._outputs(step, instruction):
+            if key not in self.produced:
+                self.produced[key] = node if single else self.call(self.name(key[0]), _item, (node, index))
+
+    def _draw(
+        self, step: Compute, instruction: Instruction, name: str, function: Any,
+        args: tuple[Any, ...], kwargs: dict[str, Any],
+    ) -> fx.Node:  # fmt: skip
+        first, form = instruction.outputs[0], step.row.post[0]
+        region = self.layout.region(first, form, self.rank)
+        shape = list(self.theory.graph.tensors[first].shape)
+        where = None if region is None else (region.dim, region.start, region.extent)
+        return self.call(
+            name, draw_in, (self.runtime, instruction.id, shape, where, function, args, kwargs)
+        )
+
+    def _outputs(self, step: Compute, instruction: Instruction) -> list[tuple[int, Key]]:
+        return [
+            (i, (t, f))
+            for i, (t, f) in enumerate(zip(instruction.outputs, step.row.post, strict=True))
+            if t >= 0
+        ]
+
+    def _units(self, step: Compute) -> tuple[int, int]:
+        if step.row.factor is None:
+            return 0, 0
+        rows = self.theory.rows[step.instruction]
+        try:
+            axis = self.theory.row_axes[step.instruction][rows.index(step.row)]
+        except ValueError:
+            axis = None
+        if axis is None:
+            name = self.theory.graph.instructions[step.instruction].name
+            raise PlanError(f"{name} has no row {step.row}; the plan was made with other rules, compile it again")
+        size = self.theory.rules[step.instruction].factors[step.row.factor].size
+        return self.layout.units(axis, size, self.rank)
+
+    def compact(self, key: Key) -> fx.Node:
+        """A copy of a slice made as soon as the whole is there, so that the whole need not be kept."""
+        slice_ = self.derived.get(key)
+        if slice_ is None:
+            whole = self.need((key[0], IDENTITY))
+            with self.graph.inserting_after(whole):
+                slice_ = self.derived[key] = self.narrow(whole, key)
+        kwargs = {"memory_format": torch.contiguous_format}
+        with self.graph.inserting_after(slice_):
+            return self.call(f"{self.name(key[0])}_saved", aten.clone.default, (slice_,), kwargs)
+
+    def finish(self, results: Any) -> None:
+        """Wait for the collectives whose results nothing on this rank reads, and write the output."""
+        for key in self._pending:
+            self.need(key)
+        self.graph.output(results)
+        for node in reversed(self.graph.nodes):
+            if node.target is _item and not node.users:
+                self.graph.erase_node(node)
+
+
+def _item(values: Any, index: int) -> Any:
+    """One output of an op that has several, or of its stand-in that has one."""
+    return values if isinstance(values, torch.Tensor) else values[index]
+
+
+def _fill(value: Any, inputs: list[fx.Node]) -> Any:
+    """Refs to input nodes, in torch arguments."""
+    if isinstance(value, Ref):
+        return inputs[value.id]
+    if isinstance(value, (list, tuple)):
+        return [_fill(v, inputs) for v in value]
+    return value
+
+
+def _returns_many(instruction: Instruction) -> bool:
+    """Whether the op returns a list or tuple even of one tensor."""
+    returns = local_op(instruction.op)._schema.returns
+    return len(returns) != 1 or str(returns[0].type) != "Tensor"
+
+
+def _collective(layout: Layout, step: Communicate) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    tensor, source, target = step.tensor, step.source, step.target
+    if step.kind == "all_reduce":
+        return collectives.start_all_reduce, ()
+    if step.kind in ("reduce_scatter", "grouped_reduce"):
+        start = (
+            collectives.start_reduce_scatter
+            if step.kind == "reduce_scatter"
+            else collectives.start_grouped_reduce
+        )
+        return start, (sharded_dim(target), layout.extents(tensor, target))
+    if step.kind in ("all_gather", "grouped_broadcast"):
+        gather = (
+            collectives.start_all_gather if step.kind == "all_gather" else collectives.start_grouped_broadcast
+        )
+        return gather, (sharded_dim(source), layout.extents(tensor, source))
+    return collectives.start_all_to_all, (
+        sharded_dim(source), sharded_dim(target),
+        layout.extents(tensor, source), layout.extents(tensor, target),
+    )  # fmt: skip
+
+
+def identifier(name: str) -> str:
+    """A Python identifier that reads like ``name``."""
+    text = re.sub(r"\W+", "_", name).strip("_")
+    return f"v{text}" if not text or text[0].isdigit() else text

@@ -1,0 +1,243 @@
+"""Plan x rank -> :class:`~hetspmd.lower.program.LocalProgram`.
+
+Values that cross from forward to backward are saved. A slice or a mask is derived again in backward where
+that costs no memory, i.e. where the whole tensor is kept anyway (parameters, batch, constants, or because
+backward reads it whole); elsewhere the slice is saved as a compact copy, and the whole tensor is freed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from hetspmd.balance.lengths import Lengths
+from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, is_sharded
+from hetspmd.lower.constants import constant_value
+from hetspmd.lower.emit import GraphWriter, identifier
+from hetspmd.lower.layout import Layout
+from hetspmd.lower.program import LocalProgram, LocalTensor
+from hetspmd.lower.schedule import Key, Schedule, reads, schedule, writes
+from hetspmd.rules.theory import Theory
+from hetspmd.synth.program import Compute, Program, Step
+from hetspmd.trace.graph import BUFFER, CONSTANT, INPUT, PARAMETER, TANGENT
+
+if TYPE_CHECKING:
+    from hetspmd.plan import Plan
+
+
+def lower_plan(plan: Plan, rank: int, device: torch.device) -> LocalProgram:
+    """The local program of a rank of a plan."""
+    return lower(plan.theory, plan.program, plan.lengths, rank, device)
+
+
+def lower(theory: Theory, program: Program, lengths: Lengths, rank: int, device: torch.device) -> LocalProgram:
+    """The local program of ``rank`` on ``device``.
+
+    Constants are computed here. Raises PlanError if the program reads what it has not produced.
+    """
+    return _Lowering(theory, program, lengths, rank, device).run()
+
+
+@dataclass
+class _Crossing:
+    """What backward reads of forward: ``whole`` keys are saved as they are, ``slices`` as compact copies."""
+
+    whole: dict[Key, None] = field(default_factory=dict)
+    slices: dict[Key, None] = field(default_factory=dict)
+
+
+class _Lowering:
+    def __init__(
+        self, theory: Theory, program: Program, lengths: Lengths, rank: int, device: torch.device
+    ) -> None:
+        self.theory, self.graph, self.program = theory, theory.graph, program
+        self.rank, self.device = rank, device
+        self.layout = Layout(self.graph, theory.axes, lengths)
+        self.world = lengths.world
+        self.stored: dict[int, Form] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+
+    def run(self) -> LocalProgram:
+        plan = schedule(self.graph, self.program)
+        for step in plan.forward:
+            if isinstance(step, Compute) and self.graph.instructions[step.instruction].is_source:
+                self.stored[self.graph.instructions[step.instruction].outputs[0]] = step.row.post[0]
+        forward = self._forward(plan)
+        results = [(r.tensor, r.form) for r in self.program.gradients]
+        backward: GraphWriter | None = None
+        taken: list[tuple[Key, bool]] = []
+        if results:
+            backward, taken = self._backward(plan, forward, results)
+        saved = [forward.compact(key) if compact else forward.need(key) for key, compact in taken]
+        loss = self.program.loss
+        forward.finish(
+            (
+                None if loss is None else forward.need((loss.tensor, loss.form)),
+                [forward.need((r.tensor, r.form)) for r in self.program.outputs],
+                [forward.need((r.tensor, r.form)) for r in self.program.buffers],
+                saved,
+            )
+        )
+        buffers = self.graph.buffers
+        updated = tuple(i for i, b in enumerate(buffers) if b.updated is not None)
+        differentiable = tuple(i for i, p in enumerate(self.graph.parameters) if p.gradient is not None)
+        return LocalProgram(
+            self.rank, self.world, self.device,
+            tuple(self._local(p.tensor, self.stored.get(p.tensor, IDENTITY)) for p in self.graph.parameters),
+            tuple(self._local(b.tensor, IDENTITY) for b in buffers),
+            tuple(self._local(i.tensor, IDENTITY) for i in self.graph.inputs),
+            tuple(self._local(r.tensor, r.form) for r in self.program.outputs),
+            updated if self.program.buffers else (),
+            differentiable if self.program.gradients else (),
+            self._module(forward, "Forward"),
+            None if backward is None else self._module(backward, "Backward"),
+        )  # fmt: skip
+
+    def _local(self, tensor: int, form: Form) -> LocalTensor:
+        meta = self.graph.tensors[tensor]
+        extents = self.layout.extents(tensor, form) if is_sharded(form) else ()
+        region = self.layout.region(tensor, form, self.rank)
+        return LocalTensor(tensor, form, meta.shape, meta.dtype, extents, region)
+
+    def _writer(self) -> GraphWriter:
+        return GraphWriter(self.theory, self.layout, self.rank, self.device)
+
+    def _module(self, writer: GraphWriter, name: str) -> fx.GraphModule:
+        wanted = {str(n.target) for n in writer.graph.nodes if n.op == "get_attr"}
+        root = {k: v for k, v in self.constants.items() if k in wanted}
+        writer.graph.lint()
+        return fx.GraphModule(root, writer.graph, name)
+
+    def _forward(self, plan: Schedule) -> GraphWriter:
+        writer = self._writer()
+        names: dict[int, str] = {}
+        for prefix, tensors in (
+            ("parameter", [p.tensor for p in self.graph.parameters]),
+            ("buffer", [b.tensor for b in self.graph.buffers]),
+            ("batch", [i.tensor for i in self.graph.inputs]),
+        ):
+            for tensor in tensors:
+                names[tensor] = f"{prefix}_{identifier(self.graph.tensors[tensor].name)}"
+                node = writer.graph.placeholder(names[tensor])
+                writer.produced[(tensor, self.stored.get(tensor, IDENTITY))] = node
+        for step in plan.forward:
+            if not self._source(writer, step):
+                writer.write(step)
+        return writer
+
+    def _backward(
+        self, plan: Schedule, forward: GraphWriter, results: list[Key]
+    ) -> tuple[GraphWriter, list[tuple[Key, bool]]]:
+        crossing = self._crossing(plan, forward, results)
+        writer = self._writer()
+        tangent = writer.graph.placeholder("tangent")
+        saved = writer.graph.placeholder("saved")
+        if self.graph.tangent is not None:
+            writer.produced[(self.graph.tangent, IDENTITY)] = tangent
+        taken: list[tuple[Key, bool]] = []
+
+        def take(key: Key, compact: bool) -> fx.Node:
+            taken.append((key, compact))
+            suffix = f"_shard{key[1] - 2}" if is_sharded(key[1]) else ""
+            return writer.call(f"{writer.name(key[0])}{suffix}", take_saved, (saved, len(taken) - 1))
+
+        for key in crossing.whole:
+            writer.produced[key] = lambda key=key: take(key, False)  # type: ignore[misc]
+        for key in crossing.slices:
+            writer.produced[key] = lambda key=key: take(key, True)  # type: ignore[misc]
+        for step in plan.forward:
+            self._source(writer, step, only=CONSTANT)
+        for step in plan.backward:
+            if not self._source(writer, step):
+                self._masks(writer, forward, reads(self.graph, step))
+                writer.write(step)
+        self._masks(writer, forward, results)
+        writer.finish([writer.need(key) for key in results])
+        return writer, taken
+
+    def _masks(self, writer: GraphWriter, forward: GraphWriter, keys: tuple[Key, ...] | list[Key]) -> None:
+        """Masks of forward values: a rank other than 0 needs nothing of the value itself."""
+        for key in keys:
+            if key[1] == ALL_REDUCE and not writer.has(key) and forward.has(key) and self.rank != 0:
+                writer.derived[key] = writer.derived.get(key) or writer.zeros(key[0])
+
+    def _crossing(self, plan: Schedule, forward: GraphWriter, results: list[Key]) -> _Crossing:
+        have: set[Key] = set()
+        if self.graph.tangent is not None:
+            have.add((self.graph.tangent, IDENTITY))
+        crossing = _Crossing()
+        derived: dict[Key, None] = {}
+        steps: list[Step | None] = [*plan.backward, None]
+        for step in steps:
+            for key in results if step is None else reads(self.graph, step):
+                if key in have or self._constant(key[0]):
+                    continue
+                if key in forward.produced:
+                    crossing.whole[key] = None
+                elif (key[0], IDENTITY) not in have:
+                    derived[key] = None
+            if step is not None:
+                have.update(writes(self.graph, step))
+        persistent = {p.tensor for p in self.graph.parameters} | {i.tensor for i in self.graph.inputs}
+        persistent |= {b.tensor for b in self.graph.buffers}
+        for key in derived:
+            whole = (key[0], IDENTITY)
+            if key[1] == ALL_REDUCE:
+                if self.rank == 0:
+                    crossing.whole[whole] = None
+            elif whole in crossing.whole or key[0] in persistent:
+                crossing.whole[whole] = None
+            else:
+                crossing.slices[key] = None
+        return crossing
+
+    def _constant(self, tensor: int) -> bool:
+        return self.graph.producer(tensor).op == CONSTANT
+
+    def _source(self, writer: GraphWriter, step: Step, only: str | None = None) -> bool:
+        """Handle a source step; False for any other step."""
+        if not isinstance(step, Compute):
+            return False
+        instruction = self.graph.instructions[step.instruction]
+        if instruction.op not in (PARAMETER, BUFFER, INPUT, TANGENT, CONSTANT):
+            return False
+        if instruction.op == CONSTANT and only in (None, CONSTANT):
+            (tensor,) = instruction.outputs
+            writer.produced[(tensor, IDENTITY)] = lambda: self._attribute(writer, (tensor, IDENTITY))
+            extent = self.graph.tensors[tensor].shape
+            for dim in range(len(extent)):
+                axis = self.theory.axes.axis(tensor, dim)
+                if axis is not None and axis.units >= 2:
+                    key = (tensor, 2 + dim)
+                    writer.produced[key] = lambda key=key: self._attribute(writer, key)  # type: ignore[misc]
+        return True
+
+    def _attribute(self, writer: GraphWriter, key: Key) -> fx.Node:
+        """A constant in a form, as an attribute of the graph's module."""
+        tensor, form = key
+        suffix = f"_shard{form - 2}" if is_sharded(form) else ""
+        name = f"constant_{identifier(self.graph.tensors[tensor].name)}{suffix}"
+        if name not in self.constants:
+            value = self._value(tensor)
+            region = self.layout.region(tensor, form, self.rank)
+            if region is not None:
+                value = value.narrow(region.dim, region.start, region.extent).clone()
+            self.constants[name] = value
+        return writer.graph.create_node("get_attr", name, name=name)
+
+    def _value(self, tensor: int) -> torch.Tensor:
+        if tensor not in self._values:
+            (constant,) = (c for c in self.graph.constants if c.tensor == tensor)
+            self._values[tensor] = constant_value(self.graph, constant, self.device)
+        return self._values[tensor]
+
+
+def take_saved(saved: list[torch.Tensor | None], index: int) -> torch.Tensor:
+    """A saved value, which the list no longer holds."""
+    value, saved[index] = saved[index], None
+    assert value is not None
+    return value

@@ -1,0 +1,65 @@
+"""A plan as the JSON document of ``hetspmd compile --json``.
+
+Keys: ``version`` (of hetspmd), ``graph`` {``instructions``, ``parameters``: numbers of them, parameters
+counted in elements}, ``search`` {``cost``, ``lower_bound``, ``gap``, ``seconds``, ``expansions``,
+``stop_reason``}, ``cost`` {``step_seconds``, ``compute_seconds``, ``communication_seconds``,
+``memory_bytes`` per device}, ``baselines`` (name to predicted seconds), ``ratios`` (share per device),
+``program`` (per step: ``call`` and ``triple`` as text; of a collective ``kind``, ``bytes`` and ``seconds``
+too) and ``seconds`` {``trace``, ``rules``, ``synth``, ``balance``, ``total``: wall time}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hetspmd._core import version
+from hetspmd.plan import Plan
+from hetspmd.report.facts import collectives
+from hetspmd.report.notation import step_text
+
+STAGES = ("trace", "rules", "synth", "balance", "total")
+
+
+def plan_json(plan: Plan, seconds: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """The document; ``seconds`` are the wall times that ``hetspmd.compile(..., timings=...)`` fills in."""
+    wall = {stage: float((seconds or {}).get(stage, 0.0)) for stage in STAGES}
+    graph, search, cost = plan.graph, plan.search, plan.cost
+    return {
+        "version": version(),
+        "graph": {
+            "instructions": len(graph.instructions),
+            "parameters": sum(graph.tensors[p.tensor].numel for p in graph.parameters),
+        },
+        "search": {
+            "cost": search.cost,
+            "lower_bound": search.lower_bound,
+            "gap": search.gap,
+            "seconds": wall["synth"],
+            "expansions": search.expansions,
+            "stop_reason": search.stop_reason,
+        },
+        "cost": {
+            "step_seconds": cost.step_seconds,
+            "compute_seconds": cost.compute_seconds,
+            "communication_seconds": cost.communication_seconds,
+            "memory_bytes": list(cost.memory_bytes),
+        },
+        "baselines": {name: plan.baselines[name] for name in sorted(plan.baselines)},
+        "ratios": list(plan.ratios),
+        "program": _program(plan),
+        "seconds": wall,
+    }
+
+
+def _program(plan: Plan) -> list[dict[str, Any]]:
+    costs = {c.position: c for c in collectives(plan)}
+    steps: list[dict[str, Any]] = []
+    for position, step in enumerate(plan.program.steps):
+        call, triple = step_text(plan.graph, step)
+        entry: dict[str, Any] = {"call": call, "triple": triple}
+        if position in costs:
+            found = costs[position]
+            entry |= {"kind": found.step.kind, "bytes": found.nbytes, "seconds": found.seconds}
+        steps.append(entry)
+    return steps

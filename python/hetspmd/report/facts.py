@@ -1,0 +1,138 @@
+"""Facts of a plan that several reports show: its collectives, and where its parameters live."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hetspmd.cost.model import CostModel
+from hetspmd.forms import IDENTITY, Form, is_sharded, sharded_dim
+from hetspmd.plan import Plan
+from hetspmd.rules.theory import Theory
+from hetspmd.synth.program import Communicate, Compute, Kind
+from hetspmd.trace.graph import BUFFER, INPUT, PARAMETER, Graph, Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A communication of the program: ``nbytes`` of the whole tensor, predicted ``seconds``, and ``role``:
+    what the tensor is in the model's own terms."""
+
+    position: int
+    step: Communicate
+    nbytes: int
+    seconds: float
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Parameters whose names differ only in numbers, of the same shape and stored form.
+
+    ``pattern`` has ``*`` for the numbers; ``extents`` are the elements per device along the sharded dim,
+    empty where the parameters are replicated; ``nbytes`` is the size of all of them, whole.
+    """
+
+    pattern: str
+    count: int
+    shape: tuple[int, ...]
+    form: Form
+    extents: tuple[int, ...]
+    nbytes: int
+
+
+def collectives(plan: Plan) -> tuple[Collective, ...]:
+    """The communications in program order, priced at the plan's lengths."""
+    model = CostModel(plan.theory, plan.cluster)
+    roles = tensor_roles(plan.graph)
+    found = []
+    for position, step in enumerate(plan.program.steps):
+        if isinstance(step, Communicate):
+            seconds = model.move_seconds(step.tensor, step.source, step.target, step.kind, plan.lengths)
+            nbytes = plan.graph.tensors[step.tensor].nbytes
+            found.append(Collective(position, step, nbytes, seconds, roles[step.tensor]))
+    return tuple(found)
+
+
+def tensor_roles(graph: Graph) -> tuple[str, ...]:
+    """For each tensor ``parameter NAME``, ``gradient of NAME``, ``loss``, or the module it is of."""
+    roles = ["" for _ in graph.tensors]
+    kinds = {PARAMETER: "parameter", BUFFER: "buffer", INPUT: "input"}
+    for instruction in graph.instructions:
+        module = instruction.source or "the model"
+        for tensor in instruction.outputs:
+            if tensor >= 0:
+                backward = "backward of " if instruction.phase == "backward" else ""
+                kind = kinds.get(instruction.op, "constant")
+                source = f"{kind} {graph.tensors[tensor].name}"
+                roles[tensor] = source if instruction.is_source else backward + module
+    for parameter in graph.parameters:
+        if parameter.gradient is not None:
+            roles[parameter.gradient] = f"gradient of {parameter.name}"
+    for buffer in graph.buffers:
+        if buffer.updated is not None:
+            roles[buffer.updated] = f"new {buffer.name}"
+    if graph.loss is not None:
+        roles[graph.loss] = "loss"
+    return tuple(roles)
+
+
+def stored_forms(plan: Plan) -> dict[int, Form]:
+    """Parameter or buffer tensor id to the form in which the program stores it."""
+    graph = plan.graph
+    return {
+        graph.instructions[step.instruction].outputs[0]: step.row.post[0]
+        for step in plan.program.steps
+        if isinstance(step, Compute) and graph.instructions[step.instruction].op in (PARAMETER, BUFFER)
+    }
+
+
+def shard_extents(plan: Plan, theory: Theory, tensor: int, form: Form) -> tuple[int, ...]:
+    """Elements per device along the dim that ``form`` shards; empty for other forms."""
+    if not is_sharded(form):
+        return ()
+    extent = plan.graph.tensors[tensor].shape[sharded_dim(form)]
+    return plan.lengths.extents(theory.axes, tensor, form, extent)
+
+
+def storage(plan: Plan) -> tuple[Storage, ...]:
+    """Where parameters live, grouped, in the order of the model."""
+    theory, forms = plan.theory, stored_forms(plan)
+    groups: dict[tuple[str, tuple[int, ...], Form, tuple[int, ...]], list[int]] = {}
+    for parameter in plan.graph.parameters:
+        tensor = plan.graph.tensors[parameter.tensor]
+        form = forms.get(parameter.tensor, IDENTITY)
+        extents = shard_extents(plan, theory, parameter.tensor, form)
+        key = (_pattern(parameter), tensor.shape, form, extents)
+        groups.setdefault(key, []).append(tensor.nbytes)
+    return tuple(
+        Storage(pattern if len(sizes) > 1 else _single(plan.graph, pattern, shape, form, forms), len(sizes),
+                shape, form, extents, sum(sizes))
+        for (pattern, shape, form, extents), sizes in groups.items()
+    )  # fmt: skip
+
+
+def _pattern(parameter: Parameter) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", parameter.name)
+
+
+def _single(graph: Graph, pattern: str, shape: tuple[int, ...], form: Form, forms: dict[int, Form]) -> str:
+    """The full name of a parameter that is alone in its group."""
+    return next(
+        p.name
+        for p in graph.parameters
+        if _pattern(p) == pattern
+        and graph.tensors[p.tensor].shape == shape
+        and forms.get(p.tensor, IDENTITY) == form
+    )
+
+
+def by_kind(found: tuple[Collective, ...]) -> Iterator[tuple[Kind, int, int, float]]:
+    """``(kind, count, bytes, seconds)`` per kind of collective, the dearest first."""
+    totals: dict[Kind, tuple[int, int, float]] = {}
+    for collective in found:
+        count, nbytes, seconds = totals.get(collective.step.kind, (0, 0, 0.0))
+        totals[collective.step.kind] = (count + 1, nbytes + collective.nbytes, seconds + collective.seconds)
+    for kind, (count, nbytes, seconds) in sorted(totals.items(), key=lambda item: (-item[1][2], item[0])):
+        yield kind, count, nbytes, seconds

@@ -1,0 +1,94 @@
+"""A program in the notation of HAP Fig. 8, each step with its Hoare triple and what it is in the model.
+
+::
+
+    e1 = Parameter-Shard(0)  {} -> {e1 | All-Gather(0)}                           fc.weight: float32[8, 6]
+    All-Gather(e1, 0)        {e1 | All-Gather(0)} -> {e1 | Identity}              192 B, 51 us
+    e3 = mm(e2, e1)          {e2 | All-Gather(0), e1 | Identity} -> {e3 | ...}    float32[4, 6]  fc
+
+``e7`` is the reference tensor with id 7 of the plan's graph; it keeps its name in every form, and the
+properties say which form a step reads and makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hetspmd.cost.quantities import quantity_text
+from hetspmd.forms import Form, form_text
+from hetspmd.plan import Plan
+from hetspmd.report.facts import collectives
+from hetspmd.synth.program import Communicate, Compute, Step, communication_text
+from hetspmd.trace.graph import Argument, DType, Graph, Instruction, Marker, Ref
+
+_CALL, _TRIPLE = 44, 76
+
+
+def program_text(plan: Plan) -> str:
+    """The whole program, one step per line, in execution order."""
+    costs = {c.position: c for c in collectives(plan)}
+    lines = []
+    for position, step in enumerate(plan.program.steps):
+        call, triple = step_text(plan.graph, step)
+        if isinstance(step, Compute):
+            note = _origin(plan.graph, plan.graph.instructions[step.instruction])
+        else:
+            cost = costs[position]
+            seconds = quantity_text(cost.seconds, "seconds")
+            note = f"{quantity_text(cost.nbytes, 'bytes')}, {seconds}, {cost.role}"
+        lines.append(f"{call:<{_CALL}}  {triple:<{_TRIPLE}}  # {note}".rstrip())
+    return "\n".join(lines)
+
+
+def tensor_text(tensor: int) -> str:
+    """``e7``."""
+    return f"e{tensor}"
+
+
+def step_text(graph: Graph, step: Step) -> tuple[str, str]:
+    """The call and the Hoare triple of a step."""
+    if isinstance(step, Communicate):
+        before = _properties([step.tensor], [step.source])
+        after = _properties([step.tensor], [step.target])
+        return communication_text(step, tensor_text(step.tensor)), f"{before} -> {after}"
+    instruction = graph.instructions[step.instruction]
+    outputs = ", ".join(tensor_text(t) if t >= 0 else "_" for t in instruction.outputs)
+    before = _properties(instruction.inputs, step.row.pre)
+    triple = f"{before} -> {_properties(instruction.outputs, step.row.post)}"
+    if instruction.is_source:
+        return f"{outputs} = {step.row.name}", triple
+    arguments = [_argument(a) for a in instruction.args]
+    arguments += [f"{k}={_argument(v)}" for k, v in instruction.kwargs]
+    return f"{outputs} = {op_text(instruction.op)}({', '.join(arguments)})", triple
+
+
+def op_text(op: str) -> str:
+    """``aten.mm.default`` as ``mm``, ``aten.add.Tensor`` as ``add.Tensor``."""
+    return op.removeprefix("aten.").removesuffix(".default")
+
+
+def _argument(value: Argument) -> str:
+    if isinstance(value, Ref):
+        return tensor_text(value.id)
+    if isinstance(value, DType):
+        return value.name
+    if isinstance(value, Marker):
+        return value.name or value.kind
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_argument, value)) + "]"
+    return repr(value)
+
+
+def _properties(tensors: Sequence[int], forms: Sequence[Form]) -> str:
+    texts = dict.fromkeys(
+        f"{tensor_text(t)} | {form_text(f)}" for t, f in zip(tensors, forms, strict=True) if t >= 0
+    )
+    return "{" + ", ".join(texts) + "}"
+
+
+def _origin(graph: Graph, instruction: Instruction) -> str:
+    first = graph.tensors[next((t for t in instruction.outputs if t >= 0), 0)]
+    if instruction.is_source:
+        return str(first)
+    kind = f"{first.dtype}[{', '.join(map(str, first.shape))}]"
+    return f"{kind}  {instruction.source}"

@@ -1,0 +1,116 @@
+"""What was decided and what it costs, for people: what ``print(plan)`` and ``hetspmd compile`` show."""
+
+from __future__ import annotations
+
+from hetspmd.cost.quantities import quantity_text
+from hetspmd.forms import is_sharded, sharded_dim
+from hetspmd.plan import Plan
+from hetspmd.report.facts import by_kind, collectives, storage
+from hetspmd.report.notation import tensor_text
+from hetspmd.report.tables import shortened, table
+from hetspmd.synth.program import KIND_TEXT, communication_text
+
+_TOP = 12
+
+
+def plan_text(plan: Plan) -> str:
+    """Cluster, ratios, parameters, collectives, cost beside the baselines, and how good the search was."""
+    return "\n\n".join([_cluster(plan), _devices(plan), _parameters(plan), _collectives(plan), _cost(plan)])
+
+
+def _seconds(value: float) -> str:
+    return "0 s" if value == 0 else quantity_text(value, "seconds")
+
+
+def _bytes(value: float) -> str:
+    return "0 B" if value == 0 else quantity_text(value, "bytes")
+
+
+def _cluster(plan: Plan) -> str:
+    body = "\n".join("  " + line for line in str(plan.cluster).splitlines())
+    return f"Cluster of {plan.world} device{'s' if plan.world > 1 else ''}\n{body}"
+
+
+def _devices(plan: Plan) -> str:
+    cost = plan.cost
+    rows = [
+        [
+            str(rank),
+            device.name,
+            f"{100 * plan.ratios[rank]:.1f} %",
+            _seconds(cost.per_device_compute[rank]),
+            _bytes(cost.memory_bytes[rank]),
+        ]
+        for rank, device in enumerate(plan.cluster.devices)
+    ]
+    header = ["rank", "device", "share", "computes", "peak memory"]
+    return "Sharding ratios\n" + table(header, rows, right=(2, 3, 4))
+
+
+def _parameters(plan: Plan) -> str:
+    groups = storage(plan)
+    total = sum(g.nbytes for g in groups)
+    count = sum(g.count for g in groups)
+    title = f"Parameters: {count} tensors, {_bytes(total)}"
+    if all(not is_sharded(g.form) for g in groups):
+        return f"{title}, all replicated"
+    rows = [
+        [
+            g.pattern,
+            str(g.count),
+            "x".join(map(str, g.shape)) or "scalar",
+            f"dim {sharded_dim(g.form)}: {' + '.join(map(str, g.extents))}"
+            if is_sharded(g.form)
+            else "replicated",
+            _bytes(g.nbytes),
+        ]
+        for g in groups
+    ]
+    return title + "\n" + table(["name", "count", "shape", "stored", "bytes"], rows, right=(1, 4))
+
+
+def _collectives(plan: Plan) -> str:
+    found = collectives(plan)
+    if not found:
+        return "Collectives: none"
+    rows = [
+        [KIND_TEXT[kind], str(count), _bytes(nbytes), _seconds(seconds)]
+        for kind, count, nbytes, seconds in by_kind(found)
+    ]
+    text = f"Collectives: {len(found)}\n" + table(
+        ["kind", "count", "bytes", "seconds"], rows, right=(1, 2, 3)
+    )
+    dearest = sorted(found, key=lambda c: (-c.seconds, c.position))[:_TOP]
+    top = [
+        [
+            communication_text(c.step, tensor_text(c.step.tensor)),
+            shortened(c.role, 56),
+            _bytes(c.nbytes),
+            _seconds(c.seconds),
+        ]
+        for c in dearest
+    ]
+    title = "The dearest" if len(found) > _TOP else "Each of them"
+    return text + f"\n\n{title}\n" + table(["collective", "of", "bytes", "seconds"], top, right=(2, 3))
+
+
+def _cost(plan: Plan) -> str:
+    cost, search = plan.cost, plan.search
+    rows = [["this program", _seconds(cost.step_seconds), ""]]
+    rows += [
+        [
+            name.replace("_", " "),
+            _seconds(seconds),
+            f"{seconds / cost.step_seconds:.2f}x" if cost.step_seconds else "",
+        ]
+        for name, seconds in sorted(plan.baselines.items())
+    ]
+    lines = [
+        f"Predicted step: {_seconds(cost.step_seconds)} = {_seconds(cost.compute_seconds)} computation + "
+        f"{_seconds(cost.communication_seconds)} communication, {cost.stages} stages",
+        table(["in the same cost model", "seconds", "slower"], rows, right=(1, 2)),
+        f"Search: cost {_seconds(search.cost)}, lower bound {_seconds(search.lower_bound)}, gap "
+        f"{100 * search.gap:.2g} %, stopped: {search.stop_reason}, {search.expansions} expansions, "
+        f"{len(plan.iterations)} rounds with the ratios",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,62 @@
+"""What the ranks agree on before the first step: one plan, one seed, the same failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hetspmd import errors
+from hetspmd.errors import HetspmdError, PlanMismatchError
+from hetspmd.plan import Plan
+from hetspmd.run.communicator import Communicator
+
+
+def agreed_plan(communicator: Communicator, make: Callable[[], Plan]) -> Plan:
+    """The plan that rank 0 makes, on every rank.
+
+    A HetspmdError on rank 0 is raised on every rank, as the same class with the same message.
+    """
+    if communicator.world == 1:
+        return make()
+    own: Plan | None = None
+    failure: HetspmdError | None = None
+    message: tuple[str, str, str] | None = None
+    if communicator.rank == 0:
+        try:
+            own = make()
+            message = ("plan", "", own.to_json())
+        except HetspmdError as error:
+            failure = error
+            message = ("error", type(error).__name__, str(error))
+        except BaseException as error:
+            message = ("error", "HetspmdError", f"rank 0 could not compile: {type(error).__name__}: {error}")
+            communicator.exchange(message)
+            raise
+    first = communicator.exchange(message)[0]
+    if failure is not None:
+        raise failure
+    if own is not None:
+        return own
+    kind, name, text = first
+    if kind == "error":
+        raise _error_class(name)(text)
+    return Plan.from_json(text)
+
+
+def _error_class(name: str) -> type[HetspmdError]:
+    found = getattr(errors, name, None)
+    if isinstance(found, type) and issubclass(found, HetspmdError):
+        return found
+    return HetspmdError
+
+
+def same_everywhere(communicator: Communicator, plan: Plan) -> None:
+    """Raise PlanMismatchError on every rank unless all hold the same plan."""
+    digests = communicator.exchange(plan.digest)
+    if len(set(digests)) > 1:
+        groups: dict[str, list[int]] = {}
+        for rank, digest in enumerate(digests):
+            groups.setdefault(digest[:12], []).append(rank)
+        listed = "; ".join(f"{digest} on ranks {ranks}" for digest, ranks in groups.items())
+        raise PlanMismatchError(f"the ranks hold different plans: {listed}; give every rank the same plan file")
+
+

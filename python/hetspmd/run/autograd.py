@@ -1,0 +1,153 @@
+"""A step of a local program as one node of PyTorch's autograd.
+
+The loss is differentiable with respect to this rank's parameter shards, for any incoming gradient (loss
+scaling works). Other floating-point outputs are attached to the node only to refuse: a gradient that reaches
+one raises GradientError instead of being lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hetspmd.errors import HetspmdError
+from hetspmd.lower.program import LocalProgram
+from hetspmd.run.runtime import Runtime
+
+
+class GradientError(HetspmdError):
+    """A gradient was asked for that the plan does not compute."""
+
+
+class Runner:
+    """Runs the forward and backward graphs of a local program.
+
+    ``loss`` is the loss's tensor id. ``outputs`` lists the positions among the program's outputs that are
+    returned beside it: each tensor once.
+    """
+
+    def __init__(self, program: LocalProgram, runtime: Runtime, loss: int | None) -> None:
+        self.program, self.runtime, self.loss = program, runtime, loss
+        seen: dict[int, int] = {}
+        for position, output in enumerate(program.outputs):
+            if output.tensor != loss:
+                seen.setdefault(output.tensor, position)
+        self.outputs = tuple(seen.values())
+
+    def run(
+        self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """One forward pass: the loss (None without one) and the outputs by tensor id.
+
+        Buffers that the model updates are overwritten. With gradients enabled the results are part of the
+        autograd graph.
+        """
+        self.runtime.randomness.begin_step()
+        if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
+            results = _Step.apply(self, buffers, inputs, *parameters)  # type: ignore[no-untyped-call]
+        else:
+            with torch.no_grad():
+                results, _ = self.forward(parameters, buffers, inputs)
+        loss, *outputs = results
+        ids = [self.program.outputs[i].tensor for i in self.outputs]
+        return (None if self.loss is None else loss), dict(zip(ids, outputs, strict=True))
+
+    def forward(
+        self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[torch.Tensor]]:
+        """``((loss, *outputs), saved)``; buffers are updated."""
+        given = (*parameters, *buffers, *inputs)
+        loss, outputs, updates, saved = self.program.forward(self.runtime, *given)
+        foreign = {_storage(t) for t in given}
+        results: list[torch.Tensor | None] = [loss]
+        for position in self.outputs:
+            value = outputs[position]
+            results.append(value.clone() if _storage(value) in foreign else value)
+        if loss is not None and _storage(loss) in foreign:
+            results[0] = loss.clone()
+        if updates:
+            changed = {_storage(buffers[i]) for i in self.program.updated}
+            saved = [t.clone() if _storage(t) in changed else t for t in saved]
+            values = [u.clone() if _storage(u) in changed else u for u in updates]
+            for index, value in zip(self.program.updated, values, strict=True):
+                buffers[index].copy_(value)
+        return tuple(results), saved
+
+    def backward(self, tangent: torch.Tensor, saved: list[torch.Tensor | None]) -> list[torch.Tensor]:
+        """The gradients of ``program.differentiable``; no two share memory. Empties ``saved``."""
+        assert self.program.backward is not None
+        taken = {_storage(tangent), *(_storage(t) for t in saved if t is not None)}
+        gradients: list[torch.Tensor] = []
+        for gradient in self.program.backward(self.runtime, tangent, saved):
+            key = _storage(gradient)
+            gradients.append(gradient.clone() if key in taken else gradient)
+            taken.add(_storage(gradients[-1]))
+        return gradients
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """Identifies memory; tensors of no elements have none of their own."""
+    storage = tensor.untyped_storage()
+    return (storage.data_ptr(), 1) if storage.nbytes() else (id(tensor), 0)
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, runner: Runner, buffers: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
+        *parameters: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+        results, saved = runner.forward(parameters, buffers, inputs)
+        ctx.runner = runner
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(t for t in results if t is not None and not (t.is_floating_point() or t.is_complex()))
+        )
+        # Memory that others can write to is saved under autograd's version check, the rest without, so that
+        # backward can free it as it goes.
+        shared = {_storage(t) for t in (*parameters, *buffers, *inputs, *(t for t in results if t is not None))}
+        checked = [_storage(t) in shared for t in saved]
+        ctx.save_for_backward(*(t for t, c in zip(saved, checked, strict=True) if c))
+        ctx.box = [None if c else t for t, c in zip(saved, checked, strict=True)]
+        return results
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, tangent: torch.Tensor | None, *others: torch.Tensor | None) -> Any:
+        runner: Runner = ctx.runner
+        if any(g is not None for g in others):
+            raise GradientError(
+                "a gradient reached an output of HAP that is not the loss; compute what is differentiated inside "
+                "the model, or pass loss= to HAP"
+            )
+        none: list[torch.Tensor | None] = [None] * (3 + len(runner.program.parameters))
+        if tangent is None:
+            return tuple(none)
+        if runner.program.backward is None:
+            raise GradientError(
+                "the plan of this batch computes no gradients (it was made for evaluation, or the model gave "
+                "no loss); call the model with labels, under train() or with gradients enabled"
+            )
+        if ctx.box is None:
+            raise RuntimeError(
+                "trying to backward through a HAP step a second time; its saved tensors are freed. Pass "
+                "retain_graph=True to the first backward"
+            )
+        checked = iter(ctx.saved_tensors)
+        saved = [next(checked) if t is None else t for t in ctx.box]
+        if not _graph_is_kept():
+            ctx.box = None
+        gradients = runner.backward(tangent, saved)
+        for index, gradient in zip(runner.program.differentiable, gradients, strict=True):
+            if ctx.needs_input_grad[3 + index]:
+                none[3 + index] = gradient
+        return tuple(none)
+
+
+def _graph_is_kept() -> bool:
+    """Whether this backward was called with ``retain_graph=True`` (assumed where torch cannot tell)."""
+    probe = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if probe is None else bool(probe())

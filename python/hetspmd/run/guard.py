@@ -1,0 +1,82 @@
+"""The guard on batches: a plan serves exactly the structure, shapes, dtypes and plain values it was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hetspmd.errors import BatchMismatchError, DeviceError
+from hetspmd.trace.compat import flatten, spec_from_text, unflatten
+from hetspmd.trace.graph import Graph
+from hetspmd.trace.values import dtype_name
+
+_LITERALS = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a graph takes: the keyword order and spec of its example, and each leaf."""
+
+    keywords: tuple[str, ...]
+    spec: Any
+    leaves: tuple[Any, ...]
+    paths: tuple[str, ...]
+    inputs: tuple[int, ...]
+
+
+def expected(graph: Graph) -> Expected:
+    """The batch that a graph was made for."""
+    spec = spec_from_text(graph.input_spec)
+    leaves: list[Any] = [None] * spec.num_leaves
+    paths = [""] * spec.num_leaves
+    for i in graph.inputs:
+        tensor = graph.tensors[i.tensor]
+        leaves[i.leaf] = (tensor.shape, tensor.dtype)
+        paths[i.leaf] = i.path
+    for s in graph.statics:
+        leaves[s.leaf] = s.value
+        paths[s.leaf] = s.path
+    _, kwargs = unflatten(leaves, spec)
+    return Expected(tuple(kwargs), spec, tuple(leaves), tuple(paths), tuple(i.leaf for i in graph.inputs))
+
+
+def match(
+    wanted: Expected, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[list[torch.Tensor] | None, str]:
+    """The graph's input tensors in its order, or None and how the batch differs."""
+    if set(kwargs) != set(wanted.keywords):
+        given, asked = sorted(kwargs), sorted(wanted.keywords)
+        return None, f"keyword arguments {given} instead of {asked}"
+    leaves, spec = flatten((args, {k: kwargs[k] for k in wanted.keywords}))
+    if spec != wanted.spec:
+        return None, "another structure of positional arguments or containers"
+    for leaf, want, path in zip(leaves, wanted.leaves, wanted.paths, strict=True):
+        got: Any = leaf
+        if isinstance(leaf, torch.Tensor):
+            got = (tuple(leaf.shape), dtype_name(leaf.dtype))
+        elif not isinstance(leaf, _LITERALS):
+            return None, f"{path} is a {type(leaf).__name__}"
+        if type(got) is not type(want) or got != want:
+            return None, f"{path} is {_text(got)}, the plan's {_text(want)}"
+    return [leaves[i] for i in wanted.inputs], ""
+
+
+def _text(leaf: Any) -> str:
+    if isinstance(leaf, tuple):
+        shape, dtype = leaf
+        return f"{dtype}{list(shape)}"
+    return repr(leaf)
+
+
+def check_tensors(inputs: list[torch.Tensor], paths: list[str], device: torch.device) -> None:
+    """Raise DeviceError for a tensor on another device, BatchMismatchError for one that wants a gradient."""
+    for tensor, path in zip(inputs, paths, strict=True):
+        if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+            raise DeviceError(f"{path} is on {tensor.device}, the model on {device}; move the batch")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise BatchMismatchError(
+                f"{path} requires a gradient; HAP computes gradients of parameters only, detach the batch"
+            )

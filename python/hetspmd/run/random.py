@@ -1,0 +1,222 @@
+"""Random numbers of distributed programs: one value of a random op means one thing on all ranks.
+
+A random instruction that runs whole on every device (its row has no factor) must draw the same everywhere:
+it uses the *shared* generator, seeded alike at the start and advanced alike by all. An instruction whose row
+shards its output draws from this rank's *own* generator. In *reference* mode (verification) an instruction
+draws the noise of the whole tensor from ``(seed, step, instruction)`` and takes its slice, so that a program
+on any number of devices sees what one device sees.
+
+Ops in :data:`_NOISE` are split into noise, drawn with an explicit generator, and the arithmetic around it.
+Other random ops run with the default generator's state exchanged for the drawn-from one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hetspmd.errors import HetspmdError
+
+Region = tuple[int, int, int]
+"""(dim, start, extent) of the slice of the whole tensor that a rank holds."""
+
+_CHUNK = 1 << 16
+_DEFAULT_STATE = threading.Lock()
+
+
+class RandomOpError(HetspmdError):
+    """A random op cannot be drawn as the program asks."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How an instruction draws.
+
+    ``instruction`` is its id; ``shape`` the whole shape of its first output; ``region`` the slice that this
+    rank holds (None: all of it, and the same on every rank).
+    """
+
+    instruction: int
+    shape: tuple[int, ...]
+    region: Region | None = None
+
+
+@dataclass(frozen=True)
+class _Noise:
+    """An op as noise and arithmetic.
+
+    ``fill(flat, *args, **kwargs)`` overwrites a flat tensor with noise, ``finish(noise, *args, **kwargs)``
+    gives the op's result; ``dtype`` is the noise's, or None for the op's result dtype.
+    """
+
+    fill: Callable[..., object]
+    finish: Callable[..., Any]
+    dtype: torch.dtype | None = None
+
+
+class Randomness:
+    """The random numbers of one rank.
+
+    ``seed`` is agreed between the ranks. ``reference`` turns reference mode on. :meth:`begin_step` is called
+    before each forward pass.
+    """
+
+    def __init__(self, seed: int, rank: int, device: torch.device, *, reference: bool = False) -> None:
+        self.seed = seed & 0x7FFF_FFFF_FFFF_FFFF
+        self.step = -1
+        self.device = device
+        self.reference = reference
+        kind = device if device.type == "cuda" else torch.device("cpu")
+        self._shared = torch.Generator(kind)
+        self._own = torch.Generator(kind)
+        self._reference = torch.Generator(kind)
+        self._shared.manual_seed(_mix(self.seed, 0))
+        self._own.manual_seed(_mix(self.seed, rank + 1))
+
+    def begin_step(self) -> None:
+        """A new step: reference mode draws anew."""
+        self.step += 1
+
+    def get_state(self) -> dict[str, Any]:
+        """The state, for checkpoints."""
+        return {
+            "seed": self.seed, "step": self.step,
+            "shared": self._shared.get_state(), "own": self._own.get_state(),
+        }  # fmt: skip
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`get_state`."""
+        self.seed, self.step = state["seed"], state["step"]
+        self._shared.set_state(state["shared"])
+        self._own.set_state(state["own"])
+
+    def generator(self, draw: Draw) -> torch.Generator:
+        """The generator that an instruction draws from."""
+        if self.reference:
+            self._reference.manual_seed(_mix(self.seed, self.step, draw.instruction))
+            return self._reference
+        return self._shared if draw.region is None else self._own
+
+
+def random_op(randomness: Randomness, draw: Draw, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a random op on this rank. Raises RandomOpError for an op that reference mode cannot slice."""
+    generator = randomness.generator(draw)
+    noise_of = _NOISE.get(str(op))
+    if noise_of is None:
+        if randomness.reference and draw.region is not None:
+            raise RandomOpError(
+                f"{op} is sharded and cannot be compared with a single device: its draws depend on its inputs"
+            )
+        return _with_default_state(generator, randomness.device, lambda: op(*args, **kwargs))
+    shape = draw.shape
+    if draw.region is not None and not randomness.reference:
+        dim, _, extent = draw.region
+        shape = (*shape[:dim], extent, *shape[dim + 1 :])
+    dtype = noise_of.dtype or _result_dtype(args, kwargs)
+    noise = torch.empty(shape, dtype=dtype, device=randomness.device)
+    flat = noise.view(-1)
+    # Above a chunk, the numbers of a CUDA generator depend on how many processors the GPU has.
+    chunk = _CHUNK if noise.is_cuda and (draw.region is None or randomness.reference) else max(flat.numel(), 1)
+    for start in range(0, flat.numel(), chunk):
+        noise_of.fill(flat[start : start + chunk], generator, *args, **kwargs)
+    if draw.region is not None and randomness.reference:
+        noise = noise.narrow(*draw.region)
+    return noise_of.finish(noise, *args, **kwargs)
+
+
+def _mix(*values: int) -> int:
+    """A 63-bit seed from integers (splitmix64's finaliser, chained)."""
+    state = 0x9E37_79B9_7F4A_7C15
+    for value in values:
+        state = (state ^ (value & 0xFFFF_FFFF_FFFF_FFFF)) * 0xBF58_476D_1CE4_E5B9 & 0xFFFF_FFFF_FFFF_FFFF
+        state ^= state >> 27
+        state = state * 0x94D0_49BB_1331_11EB & 0xFFFF_FFFF_FFFF_FFFF
+        state ^= state >> 31
+    return state & 0x7FFF_FFFF_FFFF_FFFF
+
+
+def _with_default_state(generator: torch.Generator, device: torch.device, call: Callable[[], Any]) -> Any:
+    """Run ``call`` with the default generator of ``device`` in ``generator``'s state, and advance that."""
+    default = torch.default_generator
+    if device.type == "cuda":
+        default = torch.cuda.default_generators[device.index or 0]
+    with _DEFAULT_STATE:
+        saved = default.get_state()
+        default.set_state(generator.get_state())
+        try:
+            return call()
+        finally:
+            generator.set_state(default.get_state())
+            default.set_state(saved)
+
+
+def _result_dtype(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.dtype:
+    if kwargs.get("dtype") is not None:
+        return kwargs["dtype"]  # type: ignore[no-any-return]  # an op's dtype argument
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            return value.dtype
+    return torch.get_default_dtype()
+
+
+def _keep(noise: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return noise
+
+
+def _fill_dropout(flat: torch.Tensor, generator: torch.Generator, x: Any, p: float, train: bool | None) -> object:
+    return flat.fill_(True) if train is False else flat.bernoulli_(1.0 - p, generator=generator)
+
+
+def _dropout(mask: torch.Tensor, x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if train is False:
+        return x.clone(), mask
+    return x * mask * (0.0 if p == 1 else 1.0 / (1.0 - p)), mask
+
+
+def _fill_uniform(flat: torch.Tensor, generator: torch.Generator, *args: Any, **kwargs: Any) -> object:
+    return flat.uniform_(generator=generator)
+
+
+def _fill_normal(flat: torch.Tensor, generator: torch.Generator, *args: Any, **kwargs: Any) -> object:
+    return flat.normal_(generator=generator)
+
+
+def _bernoulli(noise: torch.Tensor, x: torch.Tensor, p: Any = None, **kwargs: Any) -> torch.Tensor:
+    return (noise < (x if p is None else p)).to(x.dtype)
+
+
+def _uniform(noise: torch.Tensor, x: torch.Tensor, low: float = 0.0, high: float = 1.0, **kwargs: Any) -> torch.Tensor:
+    return noise * (high - low) + low
+
+
+def _normal(
+    noise: torch.Tensor, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, **kwargs: Any
+) -> torch.Tensor:
+    return noise * std + mean
+
+
+_NOISE: dict[str, _Noise] = {
+    "aten.native_dropout.default": _Noise(_fill_dropout, _dropout, torch.bool),
+    "aten.bernoulli.default": _Noise(_fill_uniform, _bernoulli, torch.float32),
+    "aten.bernoulli.p": _Noise(_fill_uniform, _bernoulli, torch.float32),
+    "aten.bernoulli.Tensor": _Noise(_fill_uniform, _bernoulli, torch.float32),
+    "aten.rand.default": _Noise(_fill_uniform, _keep),
+    "aten.rand_like.default": _Noise(_fill_uniform, _keep),
+    "aten.randn.default": _Noise(_fill_normal, _keep),
+    "aten.randn_like.default": _Noise(_fill_normal, _keep),
+    "aten.uniform.default": _Noise(_fill_uniform, _uniform),
+    "aten.normal_functional.default": _Noise(_fill_normal, _normal),
+}
+
+
+def draw_in(
+    runtime: Any, instruction: int, shape: Sequence[int], region: Region | None, op: Any,
+    args: Sequence[Any], kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
+    """:func:`random_op` as lowered graphs call it."""
+    draw = Draw(instruction, tuple(shape), None if region is None else tuple(region))
+    return random_op(runtime.randomness, draw, op, args, kwargs)

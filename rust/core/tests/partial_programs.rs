@@ -1,0 +1,95 @@
+//! A*, beam search and dives on random pairwise models, before and after sweeps.
+#![allow(missing_docs)]
+
+use hetspmd_search::astar::{self, Outcome};
+use hetspmd_search::beam::beam;
+use hetspmd_search::compact::compact;
+use hetspmd_search::control::{Limits, Monitor};
+use hetspmd_search::dive::dive;
+use hetspmd_search::model::{DEAD, Edge, HALF, Model, Var};
+use hetspmd_search::order::small_frontier_order;
+use hetspmd_search::trws::Sweeper;
+use proptest::prelude::*;
+
+const VALUES: usize = 3;
+
+/// Every pair of `count` variables may have an edge; negative costs are incompatible.
+fn models(count: usize) -> impl Strategy<Value = Model> {
+    let theta = prop::collection::vec(prop::collection::vec(0..2000i64, VALUES), count);
+    let table = prop::collection::vec(-400..1500i64, VALUES * VALUES);
+    let edge = (0..count, 1..count, table);
+    (theta, prop::collection::vec(edge, 0..2 * count)).prop_map(move |(theta, edges)| {
+        let var = |(origin, theta): (usize, Vec<i64>)| Var {
+            origin: origin as u32,
+            labels: (0..VALUES as u32).collect(),
+            theta,
+        };
+        let mut model = Model { vars: theta.into_iter().enumerate().map(var).collect(), ..Model::default() };
+        for (a, step, table) in edges {
+            let class = || (0..VALUES as u16).collect::<Vec<u16>>();
+            let table = table.into_iter().map(|cost| if cost < 0 { DEAD } else { cost }).collect();
+            let ends = [a as u32, ((a + step) % count) as u32];
+            model.edges.push(Edge::new(ends, [class(), class()], [vec![0; VALUES], vec![0; VALUES]], table));
+        }
+        model.index();
+        model
+    })
+}
+
+fn minimum(model: &Model) -> Option<i64> {
+    let total = VALUES.pow(model.vars.len() as u32);
+    let costs = (0..total).map(|code| {
+        let mut rest = code;
+        let digit = |_| {
+            let digit = rest % VALUES;
+            rest /= VALUES;
+            digit
+        };
+        model.evaluate(&(0..model.vars.len()).map(digit).collect::<Vec<_>>())
+    });
+    costs.min().filter(|&cost| cost < HALF)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn exact_searches_agree_with_exhaustive_search(model in models(6), sweeps in 0..4usize, width in 1..40usize) {
+        let least = minimum(&model);
+        let top = 1 << 40;
+        let mut model = compact(&model, &small_frontier_order(&model));
+        let mut sweeper = Sweeper::default();
+        if (0..sweeps).any(|_| sweeper.sweep(&mut model, top).is_err()) {
+            prop_assert_eq!(least, None);
+            return Ok(());
+        }
+        let mut tick = |_: &_| true;
+        let mut monitor = Monitor::new(Limits::default(), &mut tick);
+        match astar::search(&model, top, u64::MAX, &mut monitor) {
+            Outcome::Solved(values, cost) => {
+                prop_assert_eq!(Some(model.constant + cost), least);
+                prop_assert_eq!(Some(model.evaluate(&values)), least);
+            }
+            other => {
+                prop_assert_eq!(other, Outcome::Exhausted);
+                prop_assert_eq!(least, None);
+            }
+        }
+        let found = beam(&model, top, width, &mut monitor).unwrap();
+        if let Some(least) = least {
+            prop_assert!(model.constant <= least);
+            prop_assert!(found.bound <= least - model.constant);
+        }
+        if let Some((values, cost)) = &found.best {
+            prop_assert_eq!(model.evaluate(values), model.constant + cost);
+        }
+        if found.is_exact() {
+            prop_assert_eq!(found.best.map(|(_, cost)| model.constant + cost), least);
+        }
+        let dived = dive(&model, u64::MAX, || Ok::<(), ()>(())).unwrap();
+        prop_assert_eq!(dived.is_some(), least.is_some());
+        if let Some(values) = dived {
+            prop_assert!(Some(model.evaluate(&values)) >= least);
+        }
+    }
+}

@@ -1,0 +1,184 @@
+"""The Python surface of the search core (``hetspmd._core``)."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from hetspmd import _core
+
+IDENTITY, ALL_REDUCE, GATHER_0 = 0, 1, 2
+
+
+def small_problem() -> dict[str, Any]:
+    """``y = f(x)``, x stored as slices, y wanted whole: gather x and run replicated, or gather y."""
+    return {
+        "version": 1,
+        "tensors": [
+            {"name": "x", "moves": [[GATHER_0, IDENTITY, "all_gather", 5]]},
+            {"name": "y", "moves": [[GATHER_0, IDENTITY, "all_gather", 4]]},
+        ],
+        "instructions": [
+            {"name": "x", "inputs": [], "outputs": [0], "rows": [{"pre": [], "post": [GATHER_0], "cost": 1}]},
+            {
+                "name": "f",
+                "inputs": [0],
+                "outputs": [1],
+                "rows": [
+                    {"pre": [IDENTITY], "post": [IDENTITY], "cost": 3},
+                    {"pre": [GATHER_0], "post": [GATHER_0], "cost": 1},
+                ],
+            },
+        ],
+        "requirements": [{"tensor": 1, "any_of": [IDENTITY]}],
+        "ties": [],
+    }
+
+
+def hard_problem(count: int = 80) -> dict[str, Any]:
+    """Densely connected and pseudo-random: no search finishes it within a test."""
+    state = 7
+
+    def draw(below: int) -> int:
+        nonlocal state
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        return (state >> 33) % below
+
+    tensors, instructions = [], []
+    for index in range(count):
+        arity = 3 if index >= 3 else 0
+        rows = [{"pre": [IDENTITY] * arity, "post": [IDENTITY], "cost": 900}]
+        rows += [
+            {"pre": [1 + draw(5) for _ in range(arity)], "post": [1 + draw(5)], "cost": draw(400)}
+            for _ in range(7)
+        ]
+        moves: list[list[Any]] = [[form, IDENTITY, "gather", 300 + draw(900)] for form in range(1, 6)]
+        moves += [[form, 1 + draw(5), "all_to_all", 50 + draw(400)] for form in range(1, 6)]
+        inputs = [draw(index) for _ in range(arity)]
+        instructions.append({"name": f"i{index}", "inputs": inputs, "outputs": [index], "rows": rows})
+        tensors.append({"name": f"t{index}", "moves": moves})
+    requirements = [{"tensor": count - 1, "any_of": [IDENTITY]}]
+    return {
+        "version": 1,
+        "tensors": tensors,
+        "instructions": instructions,
+        "requirements": requirements,
+        "ties": [],
+    }
+
+
+def solve(problem: dict[str, Any], **options: Any) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"time_limit": 10.0, "max_expansions": 10**9, "memory_limit": 2**30}
+    result: dict[str, Any] = json.loads(_core.solve(json.dumps(problem), **(defaults | options)))
+    return result
+
+
+def test_optimum_of_a_small_problem() -> None:
+    solution = solve(small_problem())
+    assert solution["rows"] == [0, 1]
+    assert solution["moves"] == [-1, 0]
+    assert solution["cost"] == solution["lower_bound"] == 1 + 1 + 4
+    assert solution["gap"] == 0.0
+    assert solution["stop_reason"] == "optimal"
+    assert "conflict" not in solution
+
+
+def test_infeasible_names_the_culprit() -> None:
+    problem = small_problem()
+    problem["requirements"][0]["any_of"] = [7]
+    problem["tensors"][1]["moves"] = []
+    problem["instructions"][1]["rows"].pop(0)
+    solution = solve(problem)
+    assert solution["stop_reason"] == "infeasible"
+    assert solution["rows"] == solution["moves"] == []
+    assert solution["cost"] is None
+    assert "requirement on tensor 1 (y)" in solution["conflict"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("instructions", 1, "inputs"), [9], "tensor id 9 does not exist"),
+        (("instructions", 1, "inputs"), [1], "cycle"),
+        (("instructions", 1, "outputs"), [0], "two producers"),
+        (("tensors", 0, "moves", 0, 0), 44, "form 44 is out of range"),
+        (("version",), 3, "version 3"),
+        (("extra",), 3, "unknown field"),
+    ],
+)
+def test_malformed_problems_are_refused(path: tuple[Any, ...], value: Any, message: str) -> None:
+    problem: Any = small_problem()
+    place = problem
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(ValueError, match=message):
+        solve(problem)
+
+
+def test_text_that_is_not_json_is_refused() -> None:
+    with pytest.raises(ValueError, match="problem: "):
+        _core.solve("{", time_limit=1.0, max_expansions=1, memory_limit=1)
+
+
+def test_incumbent_is_kept_or_refused() -> None:
+    problem = small_problem()
+    first = solve(problem)
+    again = solve(problem, incumbent=json.dumps(first))
+    assert (again["rows"], again["moves"], again["cost"]) == (first["rows"], first["moves"], first["cost"])
+    with pytest.raises(ValueError, match="incumbent: f: needs x in form 0"):
+        solve(problem, incumbent='{"rows": [0, 0], "moves": [-1, -1]}')
+
+
+def test_limits_give_the_best_program_with_its_bound() -> None:
+    seen: list[tuple[float, int, int | None]] = []
+    solution = solve(hard_problem(), time_limit=0.3, progress=lambda *state: seen.append(state))
+    assert solution["stop_reason"] == "time_limit"
+    assert solution["lower_bound"] < solution["cost"]
+    assert 0.0 < solution["gap"] < 1.0
+    assert len(seen) > 2
+    assert [bound for _, bound, _ in seen] == sorted(bound for _, bound, _ in seen)
+
+
+def test_an_exception_in_progress_stops_the_search() -> None:
+    def progress(seconds: float, lower_bound: int, cost: int | None) -> None:
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        solve(hard_problem(), progress=progress)
+
+
+def test_control_c_stops_the_search() -> None:
+    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    start = time.perf_counter()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        solve(hard_problem(), time_limit=30.0)
+    assert time.perf_counter() - start < 10.0
+    timer.join()
+
+
+def test_other_threads_run_during_the_search() -> None:
+    ticks = 0
+    done = threading.Event()
+
+    def count() -> None:
+        nonlocal ticks
+        while not done.wait(0.01):
+            ticks += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    solve(hard_problem(), time_limit=0.5)
+    done.set()
+    thread.join()
+    assert ticks > 10
+
+
+def test_version() -> None:
+    assert _core.version().count(".") == 2
