@@ -8,8 +8,8 @@ the sample, on redraws of its floating inputs (other signs, other scales) and bo
 splits. Integer inputs stay as given, for they may be indices; an op whose inputs are all integers may have
 them as summands. What the rule's rows imply is no news: a row implies a candidate if its precondition is
 available from the candidate's and the candidate's postcondition from the row's (by slicing or masking).
-An input that is read for its shape or dtype only (redrawing it changes nothing) is no candidate for
-All-Reduce, and a row that leaves every output whole is none either, for it shares no work out.
+The form of an input that is read for its shape or dtype only (redrawing it changes nothing) does not count
+where another input does, and a row that leaves every output whole is no candidate, for it shares no work out.
 
 Candidates come in the order of how many inputs are not whole, then by input; :data:`LIMIT` caps them per
 sample, and the report says when it struck.
@@ -17,11 +17,11 @@ sample, and the report says when it struck.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice, product
-from math import gcd, nan, prod
+from math import gcd, nan
 from typing import Final
 
 import torch
@@ -44,10 +44,11 @@ LIMIT: Final = 1500
 _REDRAWS: Final = 3
 _SEED: Final = 7
 _GUARD: Final = 256
+_POOL: Final = 100_000
 
 # Many kernels take sizes or indices on trust, backward kernels above all: a candidate that breaks them would
-# corrupt memory. Their candidates are coherent: whatever is cut has one extent, and everything of that extent
-# is cut.
+# corrupt memory. Their candidates are coherent: whatever is cut, among the first two dims, has one extent,
+# and everything of that extent is cut; where there are indices, these too, and along the first dim.
 _TRUSTING: Final = (
     "_backward",
     "batch_norm",
@@ -84,10 +85,12 @@ def triple_text(pre: Sequence[Form], post: Sequence[Form]) -> str:
     return f"{{{', '.join(map(form_text, pre))}}} {{{', '.join(map(form_text, post))}}}"
 
 
-def implies(row: Triple, candidate: Triple) -> bool:
-    """Whether ``row`` makes ``candidate`` superfluous."""
-    return all(available(have, want) for have, want in zip(candidate[0], row[0], strict=True)) and all(
-        available(have, want) for have, want in zip(row[1], candidate[1], strict=True)
+def implies(row: Triple, candidate: Triple, unread: Container[int] = ()) -> bool:
+    """Whether ``row`` makes ``candidate`` superfluous; the forms of ``unread`` inputs do not count."""
+    needs = zip(candidate[0], row[0], strict=True)
+    gives = zip(row[1], candidate[1], strict=True)
+    return all(i in unread or available(have, want) for i, (have, want) in enumerate(needs)) and all(
+        available(have, want) for have, want in gives
     )
 
 
@@ -116,7 +119,9 @@ def missing_rows(
         return {}, ("missing rows: the op takes sizes from its arguments without checking them",)
     known = [_triple(row, case) for row in rule.rows(case.call)]
     cases = _redraws(case, fixed)
-    candidates = list(islice(_candidates(case, rule), LIMIT + 1))
+    idle = frozenset(i for i, t in enumerate(case.inputs) if _real(t) and not _matters(case, i))
+    unread = idle if len(idle) < len(case.inputs) else frozenset()
+    candidates = list(islice(_candidates(case, rule, idle), LIMIT + 1))
     capped = len(candidates) > LIMIT
     notes = (f"missing rows: only the first {LIMIT} candidates were tried",) if capped else ()
     found: dict[str, tuple[tuple[Form, ...], tuple[Form, ...], int]] = {}
@@ -131,7 +136,7 @@ def missing_rows(
                 continue
             for post in posts:
                 text = triple_text(pre, post)
-                if any(implies(row, (pre, post)) for row in known):
+                if any(implies(row, (pre, post), unread) for row in known):
                     continue
                 if any(fnmatchcase(text, pattern) for pattern in rule.omitted):
                     continue
@@ -145,22 +150,24 @@ def _triple(row: Row, case: Case) -> Triple:
     return row.pre, post
 
 
-def _candidates(case: Case, rule: OpRule) -> Iterator[tuple[tuple[Form, ...], dict[int, Form]]]:
+def _candidates(
+    case: Case, rule: OpRule, idle: frozenset[int]
+) -> Iterator[tuple[tuple[Form, ...], dict[int, Form]]]:
     """Forms of all inputs, and forms of the outputs whose shape is an argument."""
-    trusting = any(word in case.call.op for word in _TRUSTING)
     integral = all(not _real(t) for t in case.inputs)
-    options = []
+    whole: list[list[Form]] = []
     for i, t in enumerate(case.inputs):
-        partial = _matters(case, i) if _real(t) else integral and t.dtype != torch.bool
-        options.append(_options(t, partial=partial))
+        partial = i not in idle if _real(t) else integral and t.dtype != torch.bool
+        whole.append([IDENTITY, ALL_REDUCE] if partial else [IDENTITY])
     shaped = [o for o in sorted(set(rule.shape_args.values())) if case.outputs[o] is not None]
-    out_options = [_options(t, partial=False) for o in shaped if (t := case.outputs[o]) is not None]
-    total = prod(map(len, options))
-    pres: Iterable[tuple[Form, ...]] = product(*options)
-    if total <= 200_000:
-        pres = sorted(pres, key=lambda pre: sum(f != IDENTITY for f in pre))
-    for pre in pres:
-        if all(f == IDENTITY for f in pre) or (trusting and not _coherent(case, pre)):
+    out_options = [[IDENTITY, *_cuts(t)] for o in shaped if (t := case.outputs[o]) is not None]
+    if any(word in case.call.op for word in _TRUSTING):
+        pres = _coherent(case, whole)
+    else:
+        pres = product(*([*w, *_cuts(t)] for w, t in zip(whole, case.inputs, strict=True)))
+    ordered = sorted(islice(pres, _POOL), key=lambda pre: sum(f != IDENTITY for f in pre))
+    for pre in ordered:
+        if all(f == IDENTITY for f in pre):
             continue
         for forms in product(*out_options):
             yield pre, dict(zip(shaped, forms, strict=True))
@@ -170,15 +177,23 @@ def _real(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
-def _coherent(case: Case, pre: Sequence[Form]) -> bool:
-    """Whether the cut dims, among the first two of each input, are all that have their extent."""
-    cuts = {t.shape[sharded_dim(f)] for f, t in zip(pre, case.inputs, strict=True) if is_sharded(f)}
-    if not cuts:
-        return True
-    if len(cuts) > 1 or any(is_sharded(f) and sharded_dim(f) > 1 for f in pre):
-        return False
-    extent = cuts.pop()
-    return all(is_sharded(f) or extent not in t.shape for f, t in zip(pre, case.inputs, strict=True))
+def _cuts(tensor: Tensor) -> list[Form]:
+    return [all_gather(d) for d, extent in enumerate(tensor.shape) if extent >= 2]
+
+
+def _coherent(case: Case, whole: Sequence[list[Form]]) -> Iterator[tuple[Form, ...]]:
+    """Candidates without a cut, then those that cut one extent, wherever it is."""
+    yield from product(*whole)
+    indices = [t for t in case.inputs if t.dtype in (torch.int64, torch.int32) and t.dim()]
+    limit = 1 if indices else 2
+    for extent in sorted({n for t in case.inputs for n in t.shape[:limit] if n >= 2}):
+        if any(t.shape[0] != extent for t in indices):
+            continue
+        options = []
+        for w, t in zip(whole, case.inputs, strict=True):
+            cuts = [all_gather(d) for d, n in enumerate(t.shape[:limit]) if n == extent]
+            options.append(cuts or w)
+        yield from product(*options)
 
 
 def _matters(case: Case, index: int) -> bool:
@@ -197,11 +212,6 @@ def _matters(case: Case, index: int) -> bool:
 def _draw(tensor: Tensor, generator: torch.Generator) -> Tensor:
     wide = torch.complex128 if tensor.dtype.is_complex else torch.float64
     return torch.randn(tensor.shape, dtype=wide, generator=generator).to(tensor)
-
-
-def _options(tensor: Tensor, *, partial: bool) -> list[Form]:
-    cuts = [all_gather(d) for d, extent in enumerate(tensor.shape) if extent >= 2]
-    return [IDENTITY, *cuts, *([ALL_REDUCE] if partial else [])]
 
 
 def _unit_counts(case: Case, pre: Sequence[Form], shaped: dict[int, Form]) -> tuple[int, ...]:

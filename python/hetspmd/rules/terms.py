@@ -19,6 +19,7 @@ from typing import TypeAlias
 import torch
 
 from hetspmd.errors import RuleError
+from hetspmd.rules.kernels import empty_shards
 from hetspmd.rules.rule import SUM, Call, Cut, Factor, Local, LocalCall, Place, TensorType
 from hetspmd.trace.graph import DEVICE, DType
 
@@ -75,6 +76,14 @@ def broadcast_term(term: Sequence[Dim], type_: TensorType) -> Term:
     if type_.ndim > len(term):
         raise RuleError(f"shape {list(type_.shape)} does not broadcast to {len(term)} dims")
     return tuple(term[len(term) - type_.ndim :])
+
+
+def broadcast_shape(types: Iterable[TensorType]) -> tuple[int, ...]:
+    """The shape to which tensors broadcast that are known to do so."""
+    shapes = [t.shape for t in types]
+    ndim = max(map(len, shapes))
+    columns = zip(*((1,) * (ndim - len(s)) + s for s in shapes), strict=True)
+    return tuple(next((e for e in column if e != 1), 1) for column in columns)
 
 
 def term_factors(
@@ -159,16 +168,13 @@ def zero_outputs(local: Local) -> LocalCall:
 
     Right only if every output is cut, a sum, or never read.
     """
-    outputs = tuple(zip(local.call.outputs, local.output_shapes, strict=True))
-    dtypes = tuple(None if t is None else DType(t.dtype) for t, _ in outputs)
-    return zeros_or_none, (tuple(shape for _, shape in outputs), dtypes, DEVICE), {}
+    dtypes = tuple(None if t is None else DType(t.dtype) for t in local.call.outputs)
+    return empty_shards, (local.output_shapes, dtypes, DEVICE), {}
 
 
 def zeros_or_none(
     shapes: list[list[int]], dtypes: list[torch.dtype | None], device: torch.device
 ) -> tuple[torch.Tensor | None, ...]:
     """Zeros of the shapes and dtypes, None where the dtype is None."""
-    return tuple(
-        None if dtype is None else torch.zeros(shape, dtype=dtype, device=device)
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    )
+    found = empty_shards(shapes, dtypes, device)
+    return found if isinstance(found, tuple) else (found,)

@@ -14,7 +14,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hetspmd.errors import HetspmdError
-from hetspmd.lower.program import LocalProgram
+from hetspmd.forms import ALL_REDUCE, is_sharded, sharded_dim
+from hetspmd.lower.program import LocalProgram, LocalTensor
+from hetspmd.run import collectives
 from hetspmd.run.runtime import Runtime
 
 
@@ -26,11 +28,13 @@ class Runner:
     """Runs the forward and backward graphs of a local program.
 
     ``loss`` is the loss's tensor id. ``outputs`` lists the positions among the program's outputs that are
-    returned beside it: each tensor once.
+    returned beside it: each tensor once. ``gather`` makes all of them whole on every rank.
     """
 
-    def __init__(self, program: LocalProgram, runtime: Runtime, loss: int | None) -> None:
-        self.program, self.runtime, self.loss = program, runtime, loss
+    def __init__(
+        self, program: LocalProgram, runtime: Runtime, loss: int | None, *, gather: bool = False
+    ) -> None:
+        self.program, self.runtime, self.loss, self.gather = program, runtime, loss, gather
         seen: dict[int, int] = {}
         for position, output in enumerate(program.outputs):
             if output.tensor != loss:
@@ -47,7 +51,7 @@ class Runner:
         """
         self.runtime.randomness.begin_step()
         if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
-            results = _Step.apply(self, buffers, inputs, *parameters)  # type: ignore[no-untyped-call]
+            results = _Step.apply(self, buffers, inputs, *parameters)
         else:
             with torch.no_grad():
                 results, _ = self.forward(parameters, buffers, inputs)
@@ -64,7 +68,7 @@ class Runner:
         foreign = {_storage(t) for t in given}
         results: list[torch.Tensor | None] = [loss]
         for position in self.outputs:
-            value = outputs[position]
+            value = self._returned(outputs[position], self.program.outputs[position])
             results.append(value.clone() if _storage(value) in foreign else value)
         if loss is not None and _storage(loss) in foreign:
             results[0] = loss.clone()
@@ -75,6 +79,15 @@ class Runner:
             for index, value in zip(self.program.updated, values, strict=True):
                 buffers[index].copy_(value)
         return tuple(results), saved
+
+    def _returned(self, value: torch.Tensor, layout: LocalTensor) -> torch.Tensor:
+        """An output as the caller gets it: this rank's rows, or whole."""
+        if layout.form == ALL_REDUCE:
+            return collectives.start_all_reduce(self.runtime, value).wait()
+        if is_sharded(layout.form) and (self.gather or sharded_dim(layout.form) != 0):
+            dim = sharded_dim(layout.form)
+            return collectives.start_all_gather(self.runtime, value, dim, layout.extents).wait()
+        return value
 
     def backward(self, tangent: torch.Tensor, saved: list[torch.Tensor | None]) -> list[torch.Tensor]:
         """The gradients of ``program.differentiable``; no two share memory. Empties ``saved``."""
@@ -115,7 +128,7 @@ class _Step(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, tangent: torch.Tensor | None, *others: torch.Tensor | None) -> Any:
         runner: Runner = ctx.runner
         if any(g is not None for g in others):

@@ -171,7 +171,7 @@ def start_all_to_all(
 
     def finish() -> torch.Tensor:
         pieces = []
-        for extent, piece in zip(source_extents, received.split(output_splits), strict=True):
+        for extent, piece in zip(source_extents, torch.split(received, output_splits), strict=True):
             shape[source] = extent
             pieces.append(piece.view(shape))
         return torch.cat(pieces, source)

@@ -12,9 +12,7 @@ from torch import nn
 
 from hetspmd.cost.cluster import Cluster
 from hetspmd.errors import BatchMismatchError, ExampleError, HetspmdError, PlanMismatchError, TraceError
-from hetspmd.forms import ALL_REDUCE, is_sharded, sharded_dim
-from hetspmd.lower import LocalTensor, lower_plan
-from hetspmd.run import collectives
+from hetspmd.lower import LocalProgram, LocalTensor, lower_plan
 from hetspmd.run.agreement import agreed_plan, same_everywhere
 from hetspmd.run.autograd import Runner
 from hetspmd.run.communicator import Communicator, communicator_for
@@ -44,7 +42,6 @@ class _Entry:
     mode: _Mode
     expected: Expected
     runner: Runner
-    outputs: dict[int, LocalTensor]
     output_spec: Any
     parameters: list[Slot]
     buffers: list[Slot]
@@ -124,7 +121,7 @@ class HAP(nn.Module):
         if sync_module_states:
             self._store.synchronize(self._runtime, self.device)
         self._store.shard(self.device)
-        self._entries = [self._entry(first, Runner(program, self._runtime, first.graph.loss))]
+        self._entries = [self._entry(first, program)]
 
     @property
     def plan(self) -> Plan:
@@ -144,14 +141,14 @@ class HAP(nn.Module):
         buffers = [owner._buffers[leaf] for owner, leaf in entry.buffers]
         loss, outputs = entry.runner.run(parameters, buffers, inputs)  # type: ignore[arg-type]  # none is None
         graph = entry.plan.graph
-        leaves = []
+        leaves: list[Any] = []
         for output in graph.outputs:
             if output.tensor is None:
                 leaves.append(output.value)
             elif output.tensor == graph.loss:
                 leaves.append(loss)
             else:
-                leaves.append(self._returned(outputs, output.tensor, entry.outputs[output.tensor]))
+                leaves.append(outputs[output.tensor])
         return unflatten(leaves, entry.output_spec)
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -169,6 +166,21 @@ class HAP(nn.Module):
         """
         return self._store.load_full_state_dict(state_dict, strict=strict)
 
+    def full_tensors(self) -> dict[str, torch.Tensor]:
+        """Whole copies of all parameters and buffers by (first) name; every rank must call this."""
+        named: dict[str, torch.Tensor] = dict(self.module.named_parameters())
+        named.update(self.module.named_buffers())
+        return self._store.gather(self._runtime, named)
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Whole copies of the gradients that there are, by parameter; every rank must call this."""
+        named = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
+        return self._store.gather(self._runtime, named)
+
+    def use_randomness(self, randomness: Randomness) -> None:
+        """Draw random numbers from ``randomness`` from now on (a restored run, a verification)."""
+        self._runtime.randomness = randomness
+
     def parameter_shards(self) -> dict[str, LocalTensor]:
         """Name to layout of every parameter (tied names included)."""
         return dict(self._store.shards)
@@ -180,11 +192,11 @@ class HAP(nn.Module):
             self.module, args, kwargs, self.cluster, loss=self._loss, training=training, **self._options
         )
 
-    def _entry(self, plan: Plan, runner: Runner) -> _Entry:
+    def _entry(self, plan: Plan, program: LocalProgram) -> _Entry:
         graph = plan.graph
+        runner = Runner(program, self._runtime, graph.loss, gather=self.gather_outputs)
         return _Entry(
-            plan, self._mode(), expected(graph), runner,
-            {o.tensor: o for o in runner.program.outputs}, spec_from_text(graph.output_spec),
+            plan, self._mode(), expected(graph), runner, spec_from_text(graph.output_spec),
             [slot(self.module, p.name) for p in graph.parameters],
             [slot(self.module, b.name) for b in graph.buffers],
             [i.path for i in graph.inputs],
@@ -199,7 +211,6 @@ class HAP(nn.Module):
     def _select(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Entry, list[torch.Tensor]]:
         mode = self._mode()
         backward = torch.is_grad_enabled() and any(mode[1])
-        usable: tuple[_Entry, list[torch.Tensor]] | None = None
         why = ""
         for entry in self._entries:
             inputs, why = match(entry.expected, args, kwargs)
@@ -207,7 +218,6 @@ class HAP(nn.Module):
                 continue
             if entry.differentiable or not backward or entry.plan.graph.loss is None:
                 return entry, inputs
-            usable = usable or (entry, inputs)
         entry = self._new_entry(args, kwargs, backward=backward, why=why)
         inputs, why = match(entry.expected, args, kwargs)
         if inputs is None:
@@ -245,7 +255,7 @@ class HAP(nn.Module):
             ) from error
         program = lower_plan(plan, self.rank, self.device)
         self._check_shards(plan, program.parameters)
-        entry = self._entry(plan, Runner(program, self._runtime, plan.graph.loss))
+        entry = self._entry(plan, program)
         self._entries.append(entry)
         return entry
 
@@ -254,18 +264,6 @@ class HAP(nn.Module):
             stored = self._store.shards.get(parameter.name)
             if stored is None or (stored.form, stored.extents) != (layout.form, layout.extents):
                 raise BatchMismatchError(f"the new plan stores {parameter.name} in other shards than the first")
-
-    def _returned(self, outputs: dict[int, torch.Tensor], tensor: int, layout: LocalTensor) -> torch.Tensor:
-        """An output as the caller gets it; communication is detached and done once per tensor."""
-        value = outputs[tensor]
-        if layout.form == ALL_REDUCE:
-            pending = collectives.start_all_reduce(self._runtime, value.detach())
-        elif is_sharded(layout.form) and (self.gather_outputs or sharded_dim(layout.form) != 0):
-            dim = sharded_dim(layout.form)
-            pending = collectives.start_all_gather(self._runtime, value.detach(), dim, layout.extents)
-        else:
-            return value
-        return pending.wait()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError("a HAP module is tied to its process group and cannot be copied; use full_state_dict()")

@@ -218,5 +218,5 @@ def draw_in(
     args: Sequence[Any], kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
     """:func:`random_op` as lowered graphs call it."""
-    draw = Draw(instruction, tuple(shape), None if region is None else tuple(region))
+    draw = Draw(instruction, tuple(shape), None if region is None else (region[0], region[1], region[2]))
     return random_op(runtime.randomness, draw, op, args, kwargs)

@@ -185,7 +185,7 @@ class SimulatedCommunicator(Communicator):
         self, output: torch.Tensor, buffer: torch.Tensor, output_splits: Sequence[int], splits: Sequence[int]
     ) -> Work:
         def combine(parts: list[tuple[torch.Tensor, list[int], list[int]]]) -> list[torch.Tensor]:
-            rows = [sent.split(sizes) for sent, sizes, _ in parts]
+            rows = [torch.split(sent, sizes) for sent, sizes, _ in parts]
             for r, (_, _, wanted) in enumerate(parts):
                 came = [rows[s][r].numel() for s in range(self.world)]
                 if came != wanted:

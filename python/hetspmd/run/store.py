@@ -135,6 +135,19 @@ class Store:
                 out[key] = gathered[id(value)]
         return out if keep else {}
 
+    def gather(self, runtime: Runtime, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Whole copies of tensors that lie as the parameters of these names do."""
+        out: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for name, tensor in named.items():
+                layout = self.shards.get(name)
+                whole = tensor.detach().clone()
+                if layout is not None and layout.region is not None:
+                    start = collectives.start_all_gather
+                    whole = start(runtime, whole, layout.region.dim, layout.extents).wait()
+                out[name] = whole
+        return out
+
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> Any:
         """Load a single-device state dict; returns torch's report of missing and unexpected keys.
 
@@ -163,9 +176,10 @@ def check_model(module: nn.Module, graph: Graph) -> None:
             *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
         )
     }  # fmt: skip
-    for entry in (*graph.parameters, *graph.buffers):
-        meta = graph.tensors[entry.tensor]
-        for name in entry.names:
+    wanted = [(p.tensor, p.names) for p in graph.parameters] + [(b.tensor, b.names) for b in graph.buffers]
+    for tensor, names in wanted:
+        meta = graph.tensors[tensor]
+        for name in names:
             found = have.get(name)
             if found != (meta.shape, meta.dtype):
                 text = "does not have it" if found is None else f"has {found[1]}{list(found[0])}"

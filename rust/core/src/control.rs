@@ -81,6 +81,11 @@ impl<'a> Monitor<'a> {
         self.start.elapsed().as_secs_f64()
     }
 
+    /// The limits.
+    pub fn limits(&self) -> Limits {
+        self.limits
+    }
+
     /// Checks every limit.
     ///
     /// # Errors

@@ -182,6 +182,7 @@ mod tests {
     use super::*;
     use crate::testing::{minimum, model, ring};
 
+    #[allow(clippy::unnecessary_wraps)]
     fn always() -> Result<(), ()> {
         Ok(())
     }

@@ -28,26 +28,34 @@ pub fn small_frontier_order(model: &Model) -> Vec<usize> {
     let count = adjacent.len();
     let mut open: Vec<usize> = adjacent.iter().map(Vec::len).collect();
     let mut placed = vec![false; count];
-    let mut candidates: BTreeSet<usize> = BTreeSet::new();
+    // Candidates by (Δ, index); `delta` says under which Δ a candidate is filed.
+    let mut candidates: BTreeSet<(i64, usize)> = BTreeSet::new();
+    let mut delta: Vec<Option<i64>> = vec![None; count];
     let mut starts: Vec<usize> = (0..count).collect();
     starts.sort_by_key(|&var| (adjacent[var].len(), var));
     let mut starts = starts.into_iter();
     let mut order = Vec::with_capacity(count);
     while order.len() < count {
-        let delta = |var: usize| {
-            let closed = adjacent[var].iter().filter(|&&other| placed[other] && open[other] == 1).count();
-            i64::from(open[var] > 0) - closed as i64
-        };
-        let chosen = candidates.iter().copied().min_by_key(|&var| (delta(var), var));
+        let chosen = candidates.pop_first().map(|(_, var)| var);
         let Some(var) = chosen.or_else(|| starts.by_ref().find(|&var| !placed[var])) else { break };
-        candidates.remove(&var);
         placed[var] = true;
         order.push(var);
+        let mut changed = Vec::new();
         for &other in &adjacent[var] {
             open[other] -= 1;
             if !placed[other] {
-                candidates.insert(other);
+                changed.push(other);
+            } else if open[other] == 1 {
+                changed.extend(adjacent[other].iter().copied().filter(|&last| !placed[last]));
             }
+        }
+        for other in changed {
+            let closed = adjacent[other].iter().filter(|&&end| placed[end] && open[end] == 1).count();
+            let new = i64::from(open[other] > 0) - closed as i64;
+            if let Some(old) = delta[other].replace(new) {
+                candidates.remove(&(old, other));
+            }
+            candidates.insert((new, other));
         }
     }
     order

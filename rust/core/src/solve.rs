@@ -208,7 +208,9 @@ impl Search<'_> {
     /// is what remains.
     fn finish_components(&mut self, model: &mut Model, budget: u64) -> Result<(), End> {
         let mut parts: Vec<Part> = components(model).into_iter().map(|vars| Part::new(model, vars)).collect();
-        let width = (budget / BEAM_SHARE) as usize;
+        // A layer keeps about 100 bytes per state while it lasts and 8 for good.
+        let room = self.monitor.limits().memory / (200 + 16 * model.vars.len() as u64);
+        let width = (budget / BEAM_SHARE).min(room).max(1) as usize;
         let mut bound = model.constant;
         for part in &mut parts {
             let beam = beam(&part.model, self.limit() - bound, width, &mut self.monitor)?;

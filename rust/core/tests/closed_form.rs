@@ -49,7 +49,7 @@ impl Mlp {
 
     /// `weight` and `activation`: cost to all-reduce (twice the cost to gather) such a tensor; `data`: the
     /// forms in which x and the seed gradient dy may be held.
-    fn new(weight: i64, activation: i64, data: &[u8]) -> Problem {
+    fn step(weight: i64, activation: i64, data: &[u8]) -> Problem {
         let empty =
             Problem { version: 1, tensors: vec![], instructions: vec![], requirements: vec![], ties: vec![] };
         let mut g = Self { problem: empty };
@@ -115,7 +115,7 @@ fn kinds(problem: &Problem, solution: &Solution) -> Vec<String> {
 fn data_parallel_with_dear_activations() {
     // 5 sharded products; each gradient is all-reduced, or the weight is stored sharded and gathered (the
     // same price here).
-    let problem = Mlp::new(8, 1000, &[GATHER0]);
+    let problem = Mlp::step(8, 1000, &[GATHER0]);
     let solution = solve(&problem);
     assert_eq!(solution.stop_reason, StopReason::Optimal);
     assert_eq!(solution.cost, Some(5 * SHARDED + 2 * 8));
@@ -127,7 +127,7 @@ fn data_parallel_with_dear_activations() {
 fn whole_data_saves_a_gradient_scatter() {
     // As above, but dy is on every device: dh comes out by columns from the stored rows of w2, and dw1 by
     // columns from it, in the form in which w1 is stored; w1 is gathered once and nothing is reduced.
-    let solution = solve(&Mlp::new(8, 1000, WHOLE));
+    let solution = solve(&Mlp::step(8, 1000, WHOLE));
     assert_eq!(solution.cost, Some(5 * SHARDED + 8 + 4));
 }
 
@@ -135,7 +135,7 @@ fn whole_data_saves_a_gradient_scatter() {
 fn tensor_parallel_with_dear_weights() {
     // Megatron: w1 by columns, w2 by rows, dy whole: h, dw2, dh, dw1 need nothing; y is a summand that the
     // linear loss would take, but this loss has no such row, so it is scattered: one reduce-scatter.
-    let problem = Mlp::new(1000, 8, WHOLE);
+    let problem = Mlp::step(1000, 8, WHOLE);
     let solution = solve(&problem);
     assert_eq!(solution.cost, Some(5 * SHARDED + 4));
     assert_eq!(kinds(&problem, &solution), ["reduce_scatter y"]);
@@ -144,7 +144,7 @@ fn tensor_parallel_with_dear_weights() {
 #[test]
 fn no_communication_when_it_is_dear() {
     // The best program without moves, by exhaustion.
-    let problem = Mlp::new(100_000, 100_000, WHOLE);
+    let problem = Mlp::step(100_000, 100_000, WHOLE);
     let solution = solve(&problem);
     assert_eq!(solution.stop_reason, StopReason::Optimal);
     assert!(kinds(&problem, &solution).is_empty());

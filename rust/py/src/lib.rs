@@ -12,6 +12,7 @@ use pyo3::prelude::*;
 
 /// Finds the SPMD program of least cost; see `_core.pyi`.
 #[pyfunction]
+#[allow(clippy::needless_pass_by_value)] // Python hands over owned objects.
 #[pyo3(signature = (problem, *, time_limit, max_expansions, memory_limit, incumbent=None, progress=None))]
 fn solve(
     py: Python<'_>,

@@ -1,8 +1,8 @@
 """Rules of fused scaled-dot-product attention: samples and heads are parallel.
 
-Query [B, H, L, E], key and value [B, H', S, E]. With grouped queries (H = r * H'), one unit of the head factor
-is r query heads and their one key head; with a single key head (H' = 1) query heads are parallel and the
-key's gradient is a sum. Query positions are parallel where attention is not causal and the kernel's
+Query [B, H, L, E], key and value [B, H', S, E]. With grouped queries (H = r * H'), one unit of the head
+factor is r query heads and their one key head; with a single key head (H' = 1) query heads are parallel and
+the key's gradient is a sum. Query positions are parallel where attention is not causal and the kernel's
 log-sum-exp is not padded; the key's and value's gradients are then sums. A kernel's seed outputs do not
 matter without dropout. With dropout inside the kernel, forward and backward must draw alike on every device,
 so such a call is never sharded.
@@ -17,6 +17,7 @@ from hetspmd.rules.rule import Call, Local, LocalCall, OpRule, TensorType
 from hetspmd.rules.terms import Dim, Term, broadcast_term, linear_sets, term_factors, zero_outputs
 
 _VALUE_DIM = "the fused kernels want query, key and value of one head size"
+_VALUES = "linear in the values in some outputs only: a row with All-Reduce is All-Reduce in all"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _forward(call: Call, *, mask: int | None, causal: bool, dropout: bool, posit
         linear=linear_sets(call, [[2]]) if len(outputs) == 1 else (),
         rewrite=_seeded,
         flops=shape.flops,
-        omitted={"{*, All-Gather(3)*} {*}": _VALUE_DIM},
+        omitted={"{*, All-Gather(3)*} {*}": _VALUE_DIM, "{Identity, *All-Reduce*} {*": _VALUES},
     )
 
 
@@ -109,7 +110,12 @@ def _backward(
         bias = call.outputs[3]
         outputs.append(None if bias is None else broadcast_term(shape.score, bias))
     terms = [None if t is None else term for t, term in zip(call.outputs, outputs, strict=True)]
-    return OpRule(term_factors(call, inputs, terms), linear=linear_sets(call, [[0]]), flops=2.5 * shape.flops)
+    return OpRule(
+        term_factors(call, inputs, terms),
+        linear=linear_sets(call, [[0]]),
+        flops=2.5 * shape.flops,
+        omitted={"{Identity, *All-Reduce*} {*": _VALUES},
+    )
 
 
 @rule("aten._scaled_dot_product_flash_attention_for_cpu.default")

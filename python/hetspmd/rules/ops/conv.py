@@ -22,10 +22,11 @@ from math import prod
 import torch
 from torch import Tensor
 
+from hetspmd.rules.kernels import empty_shards
 from hetspmd.rules.places import Factors, Where
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import SUM, Call, Cut, Local, LocalCall, OpRule, TensorType
-from hetspmd.rules.terms import linear_sets, zero_outputs, zeros_or_none
+from hetspmd.rules.terms import linear_sets
 from hetspmd.trace.graph import DEVICE, DType
 
 
@@ -167,9 +168,7 @@ def _convolution_backward(local: Local) -> LocalCall:
     name, wants_bias = local.row.name, local.call.outputs[2] is not None
     if local.factor is None:
         return op, args, kwargs
-    if local.start == local.stop:
-        if name != "ci" or not wants_bias:
-            return zero_outputs(local)
+    if local.start == local.stop:  # only with ci and gb: the other outputs are cut, sums or absent
         dtypes = tuple(None if t is None else DType(t.dtype) for t in local.call.outputs[:2])
         return no_channels, (args[0], local.output_shapes[:2], dtypes, DEVICE), {}
     changed = list(args)
@@ -184,4 +183,4 @@ def no_channels(
     gy: Tensor, shapes: list[list[int]], dtypes: list[torch.dtype | None], device: torch.device
 ) -> tuple[Tensor | None, ...]:
     """The gradients of a convolution over no input channels; the bias's does not depend on them."""
-    return (*zeros_or_none(shapes, dtypes, device), gy.sum([0, *range(2, gy.ndim)]))
+    return (*empty_shards(shapes, dtypes, device), gy.sum([0, *range(2, gy.ndim)]))

@@ -1,8 +1,8 @@
 """Rules of ops that make tensors from shapes and numbers: every dim of the output is parallel.
 
-A shape argument becomes the local shape. Where values depend on the place (``arange``, ``eye``), a device makes
-the entries of its own range. ``zeros_like(x)`` is cut as x is; the other tensors that are only asked for their
-dtype (``new_zeros``) may be whole.
+A shape argument becomes the local shape. Where values depend on the place (``arange``, ``eye``), a device
+makes the entries of its own range. ``zeros_like(x)`` is cut as x is; a tensor that is only asked for its dtype
+(``new_zeros``) may be whole.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from hetspmd.rules.rule import Call, Cut, Local, LocalCall, OpRule
 from hetspmd.rules.terms import Term, dim_names, linear_sets, term_factors
 from hetspmd.trace.graph import DEVICE, DType
 
-_UNREAD = {"{*} {Identity}": "the input's values are not read; tracing replaces the op by one without input",
-           "{*} {All-*}": "the input's values are not read; tracing replaces the op by one without input"}  # fmt: skip
+_REASON = "the input's values are not read; tracing replaces the op by one without input"
+_UNREAD = {"{*} {Identity}": _REASON, "{*} {All-*}": _REASON}
 
 
 @rule("aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format",
@@ -33,8 +33,8 @@ def _new(call: Call) -> OpRule:
     )
 
 
-@rule("aten.full_like.default", "aten.zeros_like.default", "aten.ones_like.default", "aten.empty_like.default",
-      "aten.zero.default")  # fmt: skip
+@rule("aten.full_like.default", "aten.zeros_like.default", "aten.ones_like.default",
+      "aten.empty_like.default", "aten.zero.default")  # fmt: skip
 def _like(call: Call) -> OpRule:
     names = dim_names(call.out.ndim)
     terms: list[Term] = [names, *[()] * (len(call.inputs) - 1)]
@@ -116,7 +116,7 @@ def _linspace_locally(local: Local) -> LocalCall:
 def linspace_part(
     start: float, end: float, steps: int, low: int, high: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Entries ``[low, high)`` of ``linspace(start, end, steps)``, counted from the nearer end as torch does."""
+    """Entries ``[low, high)`` of ``linspace(start, end, steps)``, from the nearer end as torch does."""
     step = (end - start) / (steps - 1)
     i = torch.arange(low, high, dtype=torch.float64, device=device)
     return torch.where(i < steps // 2, start + i * step, end - (steps - 1 - i) * step).to(dtype)

@@ -14,6 +14,9 @@ from hetspmd.rules.rule import Call, Local, LocalCall, OpRule
 from hetspmd.rules.terms import Dim, Term, dim_names, linear_sets, term_factors
 from hetspmd.trace.graph import DType, Ref
 
+_MAX = 2
+"""torch's code of the mode ``max``."""
+
 _BAGS = "linear in the table, but a linear row would make the counts All-Reduce too"
 
 
@@ -33,7 +36,7 @@ def _embedding_locally(local: Local) -> LocalCall:
 def embedding_part(weight: torch.Tensor, indices: torch.Tensor, low: int) -> torch.Tensor:
     """Rows of the table where ``low <= index < low + len(weight)``, zeros elsewhere: [*indices, E]."""
     inside = (indices >= low) & (indices < low + weight.shape[0])
-    rows = torch.ops.aten.embedding.default(weight, torch.where(inside, indices - low, 0))
+    rows: torch.Tensor = torch.ops.aten.embedding.default(weight, torch.where(inside, indices - low, 0))
     return rows.masked_fill(~inside.unsqueeze(-1), 0)
 
 
@@ -82,12 +85,23 @@ def _maxima(type_: object, width: int) -> Term:
 
 @rule("aten._embedding_bag_dense_backward.default")
 def _embedding_bag_backward(call: Call) -> OpRule:
+    indices, maxima = call.inputs[1], call.tensor(4, "maximum_indices")
     inputs: list[Term] = [(None, "e"), *[None] * (len(call.inputs) - 1)]
-    maxima = call.tensor(4, "maximum_indices")
-    if maxima is not None:
-        inputs[maxima] = _maxima(call.inputs[maxima], call.inputs[0].shape[1])
-    linear = linear_sets(call, [[0], [call.tensor(8, "per_sample_weights")]])
-    return OpRule(term_factors(call, inputs, [(None, "e")]), linear=linear)
+    weights = call.tensor(8, "per_sample_weights")
+    groups: list[list[int | None]] = [[0], [weights]]
+    if call.args[7] == _MAX:  # reads no index but the winners'
+        inputs[0], inputs[3] = ("b", "e"), ("b",)
+        if maxima is not None:
+            inputs[maxima] = ("b", "e")
+    elif not call.args[6] and call.inputs[2].shape == indices.shape:  # each index adds a row of its own
+        inputs[1] = inputs[2] = ("n",)
+        if weights is not None:
+            inputs[weights] = ("n",)
+    return OpRule(
+        term_factors(call, inputs, [(None, "e")]),
+        linear=linear_sets(call, groups),
+        omitted={"{All-Reduce, All-Gather(0)*": "in mode max the indices are not read"},
+    )
 
 
 @rule("aten.one_hot.default")

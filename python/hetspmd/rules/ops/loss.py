@@ -17,7 +17,15 @@ import torch
 
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import Call, Local, LocalCall, OpRule
-from hetspmd.rules.terms import Dim, Term, broadcast_term, dim_names, linear_sets, term_factors
+from hetspmd.rules.terms import (
+    Dim,
+    Term,
+    broadcast_shape,
+    broadcast_term,
+    dim_names,
+    linear_sets,
+    term_factors,
+)
 from hetspmd.trace.graph import Argument, Ref
 from hetspmd.trace.values import torch_op
 
@@ -61,7 +69,7 @@ def _groups(call: Call, positions: Sequence[Sequence[int]]) -> list[list[int]]:
 @rule(*_FORWARD)
 def _loss(call: Call) -> OpRule:
     position, linear = _FORWARD[call.op]
-    shape = torch.broadcast_shapes(*(t.shape for t in call.inputs))
+    shape = broadcast_shape(call.inputs)
     names = dim_names(len(shape))
     inputs = [broadcast_term(names, t) for t in call.inputs]
     output = names if _reduction(call, position) == NONE else ()
@@ -78,7 +86,7 @@ def _loss_locally(local: Local) -> LocalCall:
     position, _ = _FORWARD[call.op]
     if local.factor is None or _reduction(call, position) != MEAN:
         return local.default()
-    count = math.prod(torch.broadcast_shapes(*(t.shape for t in call.inputs)))
+    count = math.prod(broadcast_shape(call.inputs))
     args, kwargs = _summed(call, position)
     return mean_part, (call.op, count, *args), kwargs
 
@@ -101,7 +109,7 @@ def mean_part(op: str, count: int, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 @rule(*_BACKWARD)
 def _loss_backward(call: Call) -> OpRule:
-    position, linear = _BACKWARD[call.op]
+    _, linear = _BACKWARD[call.op]
     names = dim_names(call.out.ndim)
     return OpRule(
         term_factors(call, [broadcast_term(names, t) for t in call.inputs], [names]),
@@ -181,10 +189,13 @@ def local_target(target: torch.Tensor, ignored: int, low: int, high: int) -> tor
 def _nll_backward(call: Call) -> OpRule:
     scores, target = _nll_terms(call, 1)
     inputs: list[Term] = [target if call.inputs[0].ndim == len(target) else (), scores, target]
-    if call.tensor(3, "weight") is not None:
+    groups: list[list[int]] = [[0], [0, 1]]
+    weight = call.tensor(3, "weight")
+    if weight is not None:
         inputs.append(("c",))
+        groups.append([weight])
     factors = term_factors(call, [*inputs, ()], [scores])
-    return OpRule(factors, linear=linear_sets(call, [[0], [0, 1]]), rewrite=_nll_backward_locally)
+    return OpRule(factors, linear=linear_sets(call, groups), rewrite=_nll_backward_locally)
 
 
 def _nll_backward_locally(local: Local) -> LocalCall:

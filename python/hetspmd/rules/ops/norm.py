@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hetspmd.rules.registry import rule
@@ -16,7 +17,8 @@ from hetspmd.rules.rule import Call, Local, LocalCall, OpRule
 from hetspmd.rules.terms import Dim, Term, dim_names, linear_sets, term_factors, zero_outputs
 
 _PARTIAL = {
-    "{Identity, *All-Reduce*} {*}": "linear in weight and bias, but they are parameters: no cheaper as summands",
+    "{Identity, *All-Reduce*} {*}": "linear in weight and bias, which are parameters: no cheaper as summands",
+    "{All-Reduce, *All-Reduce*} {*}": "affine in the input, but the statistics come back whole",
 }
 
 
@@ -124,8 +126,6 @@ def _group_norm_backward(call: Call) -> OpRule:
 
 
 def _group_norm_backward_locally(local: Local) -> LocalCall:
-    if local.factor is not None and local.start == local.stop:
-        return zero_outputs(local)
     return _with_group_extents(local, batch=5, channels=6, groups=8)
 
 
@@ -185,7 +185,12 @@ def _batch_norm_no_stats(call: Call) -> OpRule:
 
 @rule("aten._batch_norm_with_update_functional.default")
 def _batch_norm_update(call: Call) -> OpRule:
-    return _batch_norm(call, training=True)
+    return replace(_batch_norm(call, training=True), rewrite=_batch_norm_update_locally)
+
+
+def _batch_norm_update_locally(local: Local) -> LocalCall:
+    """The reserve, which only cuDNN uses, counts as whole; with it, no shard may be empty."""
+    return zero_outputs(local) if local.factor is not None and local.start == local.stop else local.default()
 
 
 @rule("aten.native_batch_norm_backward.default", "aten.batch_norm_backward.default")
@@ -198,11 +203,6 @@ def _batch_norm_backward(call: Call) -> OpRule:
     return OpRule(
         factors,
         linear=linear_sets(call, [[0]]),
-        rewrite=_batch_norm_backward_locally,
         flops=14 * _size(call),
         omitted=_PARTIAL,
     )
-
-
-def _batch_norm_backward_locally(local: Local) -> LocalCall:
-    return zero_outputs(local) if local.factor is not None and local.start == local.stop else local.default()

@@ -91,18 +91,18 @@ LINEAR: Final[dict[str, Groups]] = {
 }
 """Op (without overload) -> sets of arguments that may be All-Reduce together."""
 
-# In these, a number in place of a tensor of a set adds a constant to each summand: harmless if it is 0 or infinite.
+# In these, a number in place of a tensor adds a constant to each summand: harmless if it is 0 or infinite.
 _AFFINE: Final = frozenset({"add", "masked_fill", "rsub", "sub", "where"})
 
-_ALIASES: Final = frozenset({"_conj", "_neg_view", "alias", "detach", "imag", "lift", "lift_fresh", "positive",
-                             "real"})  # fmt: skip
+_ALIASES: Final = frozenset({"_conj", "_neg_view", "alias", "detach", "imag", "lift", "lift_fresh",
+                             "positive", "real"})  # fmt: skip
 
 UNTAGGED: Final = frozenset({
-    "__and__.Scalar", "__and__.Tensor", "__or__.Scalar", "__or__.Tensor", "_conj.default", "_neg_view.default",
-    "_prelu_kernel.default", "_prelu_kernel_backward.default", "_to_copy.default", "alias.default",
-    "complex.default", "copy.default", "detach.default", "elu_backward.default",
-    "floor_divide.default", "floor_divide.Scalar",
-    "hardshrink_backward.default", "hardsigmoid_backward.default", "hardswish.default",
+    "__and__.Scalar", "__and__.Tensor", "__or__.Scalar", "__or__.Tensor", "_conj.default",
+    "_neg_view.default", "_prelu_kernel.default", "_prelu_kernel_backward.default", "_to_copy.default",
+    "alias.default", "complex.default", "copy.default", "detach.default", "elu_backward.default",
+    "floor_divide.Scalar", "floor_divide.default", "hardshrink_backward.default",
+    "hardsigmoid_backward.default", "hardswish.default",
     "hardswish_backward.default", "hardtanh_backward.default", "imag.default", "isclose.default",
     "isin.Tensor_Scalar", "leaky_relu_backward.default", "lift.default", "lift_fresh.default",
     "lift_fresh_copy.default", "log_sigmoid_backward.default", "log_sigmoid_forward.default",

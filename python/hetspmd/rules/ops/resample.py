@@ -10,7 +10,7 @@ from math import prod
 from hetspmd.rules.places import Factors, Where
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import SUM, Call, Local, LocalCall, OpRule
-from hetspmd.rules.terms import linear_sets, zero_outputs
+from hetspmd.rules.terms import linear_sets
 
 _KINDS = (
     "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
@@ -81,13 +81,7 @@ def grid_sampler_backward(call: Call) -> OpRule:
     groups = linear_sets(call, [(0,)] if wants_x else [(0,), (1,)])
     omitted = {"{Identity, All-Reduce, Identity} {Identity, All-Reduce}": "a linear set sums every output"}
     flops = 16.0 * prod(call.inputs[0].shape)
-    return OpRule(factors.done(), groups, rewrite=_grid_sampler_backward, flops=flops, omitted=omitted)
-
-
-def _grid_sampler_backward(local: Local) -> LocalCall:
-    if local.factor is not None and local.start == local.stop:
-        return zero_outputs(local)
-    return local.default()
+    return OpRule(factors.done(), groups, flops=flops, omitted=omitted)
 
 
 @rule("aten.affine_grid_generator.default")

@@ -83,11 +83,15 @@ def _from_schema(op: str, make: Make) -> list[Sample]:
     if tensors > 1 and not any(part in op for part in _NO_BROADCAST):
         small: list[tuple[int, ...]] = [(5,), (4, 1), ()]
         for first in range(tensors):
-            found.append(call(lambda i, first=first: (4, 5) if i == first else small[(i + first) % 3]))
+            found.append(call(partial(_one_full, first, small)))
         found.append(call(lambda i: (4, 1, 5) if i % 2 == 0 else (3, 1)))
     else:
         found.append(call(lambda _: (3, 1, 7)))
     return found
+
+
+def _one_full(first: int, small: list[tuple[int, ...]], i: int) -> tuple[int, ...]:
+    return (4, 5) if i == first else small[(i + first) % 3]
 
 
 def integers_below(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -1,0 +1,126 @@
+"""Whole units: exact against brute force, near to the ratios, in device order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from cost_graphs import mlp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetspmd.balance.lengths import Lengths, apportion, lengths_for
+from hetspmd.forms import all_gather
+
+RATIOS = st.lists(st.sampled_from([0.0, 1.0, 2.0, 4.0]) | st.floats(1e-3, 10), min_size=1, max_size=4).filter(
+    any
+)
+MANY = st.lists(st.sampled_from([0.0, 1.0, 4.0]) | st.floats(1e-6, 10), min_size=1, max_size=64).filter(any)
+
+
+def completion(counts: tuple[int, ...], ratios: list[float]) -> float:
+    return max(n / r if r else (math.inf if n else 0.0) for n, r in zip(counts, ratios, strict=True))
+
+
+def divisions(units: int, parts: int) -> list[tuple[int, ...]]:
+    found = []
+    for bars in itertools.combinations(range(units + parts - 1), parts - 1):
+        edges = (-1, *bars, units + parts - 1)
+        found.append(tuple(b - a - 1 for a, b in itertools.pairwise(edges)))
+    return found
+
+
+def nearest_with_repair(units: int, ratios: list[float]) -> tuple[int, ...]:
+    """HAP 5.1: nearest integers, then unit by unit where the rounding error grows least."""
+    quotas = [units * r / sum(ratios) for r in ratios]
+    counts = [round(q) for q in quotas]
+    while sum(counts) != units:
+        step = 1 if sum(counts) < units else -1
+        allowed = [j for j in range(len(counts)) if counts[j] + step >= 0 and ratios[j] > 0]
+        j = min(allowed, key=lambda j: (abs(counts[j] + step - quotas[j]), j))
+        counts[j] += step
+    return tuple(counts)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 12), RATIOS)
+def test_no_division_finishes_sooner(units: int, ratios: list[float]) -> None:
+    best = min(completion(d, ratios) for d in divisions(units, len(ratios)))
+    assert completion(apportion(units, ratios), ratios) == pytest.approx(best)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 12), RATIOS)
+def test_hap_rounding_where_it_finishes_as_soon(units: int, ratios: list[float]) -> None:
+    hap = nearest_with_repair(units, ratios)
+    ours = apportion(units, ratios)
+    if completion(hap, ratios) <= completion(ours, ratios) * (1 + 1e-9):
+        assert max(abs(a - b) for a, b in zip(hap, ours, strict=True)) <= 1
+        quotas = [units * r / sum(ratios) for r in ratios]
+        error = sum(abs(n - q) for n, q in zip(ours, quotas, strict=True))
+        assert error <= sum(abs(n - q) for n, q in zip(hap, quotas, strict=True)) + 1e-9
+
+
+@given(st.integers(0, 10_000), MANY)
+def test_sums_zeros_and_lower_quota(units: int, ratios: list[float]) -> None:
+    counts = apportion(units, ratios)
+    assert sum(counts) == units
+    for n, r in zip(counts, ratios, strict=True):
+        assert n >= math.floor(units * r / sum(ratios) * (1 - 1e-9))
+        assert r > 0 or n == 0
+
+
+@given(st.integers(0, 200), RATIOS, st.sampled_from([0.5, 4.0, 1024.0]))
+def test_scale_free(units: int, ratios: list[float], scale: float) -> None:
+    assert apportion(units, ratios) == apportion(units, [r * scale for r in ratios])
+
+
+@given(st.integers(0, 200), RATIOS, st.permutations(range(4)))
+def test_follows_the_devices(units: int, ratios: list[float], order: list[int]) -> None:
+    order = [j for j in order if j < len(ratios)]
+    ours = apportion(units, ratios)
+    permuted = apportion(units, [ratios[j] for j in order])
+    assert sorted(permuted) == sorted(ours)
+    if len(set(ratios)) == len(ratios):
+        again = tuple(ours[j] for j in order)
+        assert completion(permuted, [ratios[j] for j in order]) == pytest.approx(completion(ours, ratios))
+        assert max((abs(a - b) for a, b in zip(permuted, again, strict=True)), default=0) <= 1
+
+
+@pytest.mark.parametrize(
+    ("units", "ratios", "counts"),
+    [
+        (12, (4, 2, 1, 1), (6, 3, 2, 1)),
+        (8, (4, 2, 1, 1), (4, 2, 1, 1)),
+        (12, (8, 1), (11, 1)),
+        (2, (1, 1, 1, 1), (1, 1, 0, 0)),
+        (10, (1, 0), (10, 0)),
+        (1, (0.4, 0.6), (0, 1)),
+        (7, (1e-9, 1), (0, 7)),
+        (0, (1, 2), (0, 0)),
+    ],
+)
+def test_examples(units: int, ratios: tuple[float, ...], counts: tuple[int, ...]) -> None:
+    assert apportion(units, ratios) == counts
+
+
+@pytest.mark.parametrize(
+    ("units", "ratios"), [(-1, [1.0]), (1, []), (1, [0.0, 0.0]), (1, [1.0, -1.0]), (1, [math.nan, 1.0])]
+)
+def test_refuses(units: int, ratios: list[float]) -> None:
+    with pytest.raises(ValueError, match="cannot divide"):
+        apportion(units, ratios)
+
+
+def test_lengths_of_a_graph() -> None:
+    theory = mlp(batch=32, width=8, hidden=16)
+    lengths = lengths_for(theory.axes, (0.75, 0.25, 0.0))
+    x = theory.graph.inputs[0].tensor
+    assert lengths.extents(theory.axes, x, all_gather(0), 32) == (24, 8, 0)
+    assert lengths.extents(theory.axes, x, all_gather(1), 8) == (6, 2, 0)
+    batch = theory.axes.of[x, 0]
+    assert [lengths.range(batch, rank) for rank in range(3)] == [(0, 24), (24, 32), (32, 32)]
+    assert isinstance(lengths, Lengths)
+    with pytest.raises(ValueError, match="no logical axis"):
+        lengths.extents(theory.axes, x, all_gather(7), 8)
