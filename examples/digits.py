@@ -3,10 +3,10 @@
     python examples/digits.py                                # starts the four workers itself
     torchrun --nproc-per-node 4 examples/digits.py
 
-A vision transformer from Hugging Face learns scikit-learn's digits (1,797 images of 8 x 8). Every worker runs
-this file. Worker 0 also trains a copy of the model alone and prints both losses: they agree to the digits
-shown, because the program computes what one device computes. The weights are then put together again and the
-plain model is tested on images that it has not seen.
+A convolutional network with batch norm learns scikit-learn's digits (1,797 images of 8 x 8). Every worker
+runs this file. Worker 0 also trains a copy of the model alone and prints both losses: they agree to the
+digits shown, because the program computes what one device computes. At the end the weights are put together
+again, and the plain model is tested on images that it has not seen.
 """
 
 from __future__ import annotations
@@ -19,34 +19,43 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from launch import launch_workers
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from transformers import ViTConfig, ViTForImageClassification
+from torch.nn.functional import cross_entropy
 
 import hetspmd
+from launch import launch_workers
 
 CLUSTER = Path(__file__).parent / "clusters" / "four-boards.yaml"
 BATCH = 120
-LAYERS = 3
 Example = dict[str, Tensor]
 
 
-def vision_transformer() -> ViTForImageClassification:
-    """A small vision transformer: 16 patches of 2 x 2 pixels, 10 classes, no dropout."""
+class Network(nn.Module):
+    """``forward(images, labels)`` gives the mean cross entropy and the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        )
+        self.classifier = nn.Sequential(nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10))
+
+    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.classifier(self.features(images).flatten(1))
+        return cross_entropy(logits, labels), logits
+
+
+def network() -> Network:
+    """The network with the weights that every worker starts from."""
     torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=8,
-        patch_size=2,
-        num_channels=1,
-        hidden_size=96,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=6,
-        intermediate_size=384,
-        num_labels=10,
-        problem_type="single_label_classification",
-    )
-    return ViTForImageClassification(config)
+    return Network()
 
 
 def load_data() -> tuple[Example, Example]:
@@ -57,8 +66,8 @@ def load_data() -> tuple[Example, Example]:
     labels = torch.tensor(bunch.target)[order]
     train, test = slice(None, 1440), slice(1440, None)
     return (
-        {"pixel_values": images[train], "labels": labels[train]},
-        {"pixel_values": images[test], "labels": labels[test]},
+        {"images": images[train], "labels": labels[train]},
+        {"images": images[test], "labels": labels[test]},
     )
 
 
@@ -73,10 +82,10 @@ def batches(data: Example, epochs: int) -> Iterator[Example]:
 def train(model: nn.Module, data: Iterable[Example]) -> Iterator[float]:
     """An ordinary training loop; yields the loss of each step."""
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     for batch in data:
         optimizer.zero_grad()
-        loss = model(**batch).loss
+        loss, _ = model(**batch)
         loss.backward()
         optimizer.step()
         yield loss.item()
@@ -86,8 +95,8 @@ def train(model: nn.Module, data: Iterable[Example]) -> Iterator[float]:
 def accuracy(model: nn.Module, data: Example) -> float:
     """The share of images whose class is predicted right."""
     model.eval()
-    found = model(pixel_values=data["pixel_values"]).logits.argmax(-1)
-    return (found == data["labels"]).float().mean().item()
+    _, logits = model(**data)
+    return (logits.argmax(-1) == data["labels"]).float().mean().item()
 
 
 def work(cluster: str, epochs: int) -> None:
@@ -95,7 +104,7 @@ def work(cluster: str, epochs: int) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     data, held_out = load_data()
-    single = vision_transformer()
+    single = network()
     first = dist.get_rank() == 0
 
     model = hetspmd.HAP(copy.deepcopy(single), cluster, example=next(batches(data, 1)))
@@ -114,7 +123,7 @@ def work(cluster: str, epochs: int) -> None:
 
     state = model.full_state_dict()
     if first:
-        restored = vision_transformer()
+        restored = network()
         restored.load_state_dict(state)
         print(
             f"\nlargest relative difference of a loss: {worst:.1e}\n"
@@ -123,12 +132,14 @@ def work(cluster: str, epochs: int) -> None:
         )
     dist.destroy_process_group()
     if worst > 1e-3:
-        raise SystemExit(f"the losses differ by {worst:.1e}: the program does not compute what one device does")
+        raise SystemExit(
+            f"the losses differ by {worst:.1e}: the program does not compute what one device does"
+        )
 
 
 def build() -> tuple[nn.Module, Example]:
     """The model and a batch, for ``hetspmd compile examples/digits.py --cluster ...``."""
-    return vision_transformer(), next(batches(load_data()[0], 1))
+    return network(), next(batches(load_data()[0], 1))
 
 
 if __name__ == "__main__":

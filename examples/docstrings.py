@@ -3,8 +3,8 @@
     python examples/docstrings.py                            # starts the four workers itself
     torchrun --nproc-per-node 4 examples/docstrings.py
 
-A small GPT-2 from Hugging Face learns, character by character, the documentation strings of the standard
-library. Worker 0 also trains a copy of the model alone and prints both losses; they agree to the digits shown.
+A small GPT-2 from Hugging Face learns the documentation strings of the standard library, one character at a
+time. Worker 0 also trains a copy of the model alone and prints both losses; they agree to the digits shown.
 The held-out text is the last tenth.
 """
 
@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from launch import launch_workers
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hetspmd
+from launch import launch_workers
 
 CLUSTER = Path(__file__).parent / "clusters" / "four-boards.yaml"
 BATCH, TOKENS, CHARACTERS = 24, 64, 128
@@ -129,7 +129,9 @@ def work(cluster: str, steps: int) -> None:
         )
     dist.destroy_process_group()
     if worst > 1e-3:
-        raise SystemExit(f"the losses differ by {worst:.1e}: the program does not compute what one device does")
+        raise SystemExit(
+            f"the losses differ by {worst:.1e}: the program does not compute what one device does"
+        )
 
 
 def build() -> tuple[nn.Module, Example]:

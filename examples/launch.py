@@ -11,4 +11,6 @@ def launch_workers(script: str, count: int) -> None:
     """Run ``script`` with this process's arguments in ``count`` workers; exit as they do."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    raise SystemExit(subprocess.run([*command, script, *sys.argv[1:]], env=environment, check=False).returncode)
+    raise SystemExit(
+        subprocess.run([*command, script, *sys.argv[1:]], env=environment, check=False).returncode
+    )

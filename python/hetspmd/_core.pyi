@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+__all__ = ["solve", "version"]
+
 def solve(
     problem: str,
     *,

@@ -91,7 +91,7 @@ def test_follows_the_devices(units: int, ratios: list[float], order: list[int]) 
 @pytest.mark.parametrize(
     ("units", "ratios", "counts"),
     [
-        (12, (4, 2, 1, 1), (6, 3, 2, 1)),
+        (12, (4, 2, 1, 1), (7, 3, 1, 1)),
         (8, (4, 2, 1, 1), (4, 2, 1, 1)),
         (12, (8, 1), (11, 1)),
         (2, (1, 1, 1, 1), (1, 1, 0, 0)),

@@ -48,8 +48,8 @@ def test_equal_finish_without_communication_is_proportional() -> None:
 def test_padded_collectives_pull_towards_even() -> None:
     """One op of F FLOPs along m, its output gathered: min max_j F B_j / r_j + L + (n - 1) M E / b.
 
-    With r = (3, 1) the step is F B_1 / 3 + E B_1 / b for B_1 >= 3/4 and F (1 - B_1) + E B_1 / b below: as soon
-    as E / b > F, even ratios win.
+    With r = (3, 1) the step is F B_1 / 3 + E B_1 / b for B_1 >= 3/4 and F (1 - B_1) + E B_1 / b below: as
+    soon as E / b > F, even ratios win.
     """
     b = Builder()
     x = b.input("x", (120, 8))
@@ -90,7 +90,8 @@ def test_no_grid_point_is_better(
     chosen = random_program(theory, seed)
     model = CostModel(theory, cluster(*rates, bandwidth=bandwidth, memory_bandwidth=memory, launch=launch))
     found = optimise_ratios(theory, model, chosen)
-    assert min(found) >= 0 and sum(found) == pytest.approx(1.0)
+    assert min(found) >= 0
+    assert sum(found) == pytest.approx(1.0)
     value = seconds(model, chosen, found)
     if any(isinstance(s, Communicate) and s.kind == "all_to_all" for s in chosen.steps):
         assert value <= seconds(model, chosen, proportional(model)) * (1 + 1e-9)
@@ -134,7 +135,8 @@ def test_equal_devices_get_equal_shares() -> None:
     theory = mlp(batch=64, width=32, hidden=64)
     model = CostModel(theory, cluster(*[1e8] * 3, *[3e8] * 5))
     found = optimise_ratios(theory, model, data_parallel(theory))
-    assert len(set(found[:3])) == 1 and len(set(found[3:])) == 1
+    assert len(set(found[:3])) == 1
+    assert len(set(found[3:])) == 1
 
 
 def test_a_device_that_only_slows_the_step_gets_nothing() -> None:

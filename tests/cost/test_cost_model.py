@@ -39,14 +39,8 @@ def units(theory: Theory, *counts: int) -> Lengths:
 def test_rows_by_hand() -> None:
     theory = product()
     model = CostModel(theory, cluster(1e9, 4e9, memory_bandwidth=1e8))
-    lengths = units(theory, 3, 1)  # of 4: shares 0.75 and 0.25; 10 units of k become 7 and 2
     lengths = Lengths(2, tuple((3 * a.units // 5, 2 * a.units // 5) for a in theory.axes.axes))
-    flops, a, b, c = 48e3, 3200, 2400, 4800
-
-    def seconds(f: float, by: tuple[float, float]) -> tuple[float, float]:
-        return max(f * by[0] / 1e9, 0), max(f * by[1] / 4e9, 0)
-
-    assert seconds(flops, (1, 1)) == (48e-6, 12e-6)
+    a, b, c = 3200, 2400, 4800  # bytes; the op has 48,000 FLOPs
     always = model.row_seconds(2, 0, lengths)
     assert always == pytest.approx((max(48e-6, (a + b + c) / 1e8) + LAUNCH, (a + b + c) / 1e8 + LAUNCH))
     m = model.row_seconds(2, row(theory, 2, "m"), lengths)

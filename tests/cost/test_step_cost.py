@@ -12,7 +12,7 @@ from hetspmd.codec import decode, encode
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import Stages, memory_bytes, step_cost
 from hetspmd.forms import all_gather
-from hetspmd.synth.program import Communicate, Compute
+from hetspmd.synth.program import Communicate, Compute, Program
 
 LATENCY, BANDWIDTH, LAUNCH = 1e-5, 1e9, 1e-6
 
@@ -118,15 +118,16 @@ def test_sharded_parameters_take_their_share() -> None:
     sharded = program(theory, choose, lambda t: all_gather(0))
     lengths = lengths_for(theory.axes, (0.75, 0.25))
     a, b = memory_bytes(theory, sharded, lengths), memory_bytes(theory, whole, lengths)
-    assert a[1] < a[0] and a[1] < b[1]
+    assert a[1] < a[0]
+    assert a[1] < b[1]
 
 
 def test_a_step_of_another_theory_is_refused() -> None:
-    theory = mlp()
-    other = mlp(hidden=1)
-    model = CostModel(theory, cluster(1e8, 1e8))
-    foreign = [s for s in data_parallel(theory).steps if isinstance(s, Compute) and s.row.name == "b"][0]
-    bad = [i for i, rows in enumerate(other.rows) if foreign.row not in rows]
-    assert bad
-    with pytest.raises(ValueError, match="no triple"):
-        model.row_index(0, foreign.row)
+    """With a hidden size of 1 there is nothing to divide along it, and so no such triple."""
+    theory, other = mlp(), mlp(hidden=1)
+    h = next(i for i, rows in enumerate(theory.rows) if any(r.name == "h" for r in rows))
+    row = next(r for r in theory.rows[h] if r.name == "h")
+    foreign = Program((Compute(h, row),), None, (), (), ())
+    model = CostModel(other, cluster(1e8, 1e8))
+    with pytest.raises(ValueError, match="is no triple of instruction"):
+        step_cost(other, model, foreign, lengths_for(other.axes, (0.5, 0.5)))

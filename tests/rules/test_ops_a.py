@@ -17,16 +17,17 @@ from hetspmd.rules.sampling import integers, real
 from hetspmd.rules.terms import broadcast_shape, linear_sets, reduced_dims, term_factors
 from hetspmd.trace.graph import Ref
 
-MODULES = ("attention", "contraction", "creation", "embedding", "loss", "norm", "pointwise", "random", "reduction",
-           "softmax")  # fmt: skip
+MODULES = ("attention", "contraction", "creation", "embedding", "loss", "norm", "pointwise", "random",
+           "reduction", "softmax")  # fmt: skip
 SAMPLED = [op for name in MODULES for op in import_module(f"hetspmd.rules.samples.{name}").SAMPLES]
 
 # Missing rows are searched for where that is quick; `hetspmd rules check` does it for all.
 SEARCHED = (
-    "aten.add.Tensor", "aten.mul.Tensor", "aten.where.self", "aten.masked_fill.Scalar", "aten._to_copy.default",
-    "aten.gelu_backward.default", "aten.sum.dim_IntList", "aten.var_mean.correction", "aten.mm.default",
-    "aten.addmm.default", "aten.einsum.default", "aten._softmax_backward_data.default", "aten.embedding.default",
-    "aten.native_layer_norm.default", "aten.zeros_like.default", "aten.arange.start_step",
+    "aten.add.Tensor", "aten.mul.Tensor", "aten.where.self", "aten.masked_fill.Scalar",
+    "aten._to_copy.default", "aten.gelu_backward.default", "aten.sum.dim_IntList", "aten.var_mean.correction",
+    "aten.mm.default", "aten.addmm.default", "aten.einsum.default", "aten._softmax_backward_data.default",
+    "aten.embedding.default", "aten.native_layer_norm.default", "aten.zeros_like.default",
+    "aten.arange.start_step",
 )  # fmt: skip
 
 

@@ -221,9 +221,8 @@ def test_call_of_numbers_every_appearance() -> None:
     tensors = tuple(Tensor(i, f"e{i}", (2, i + 1), "float32") for i in range(3))
     args = (Ref(1), (Ref(0), Ref(1)), 4)
     instruction = Instruction(0, "e2", "lib.op.default", args, (("w", Ref(0)),), (1, 0, 1, 0), (2, -1))
-    graph = Graph(
-        tensors, (instruction,), (), (), (), (), (), (), loss=None, tangent=None, input_spec="", output_spec=""
-    )
+    nothing = ((),) * 6
+    graph = Graph(tensors, (instruction,), *nothing, None, None, "", "")
     on = call_of(graph, instruction)
     assert on.args == (Ref(0), (Ref(1), Ref(2)), 4)
     assert on.kwargs == {"w": Ref(3)}

@@ -41,8 +41,8 @@ def apportion(units: int, ratios: Sequence[float]) -> tuple[int, ...]:
     stage ends when device j's speed is proportional to B_j. Handing out units one by one to the device that
     would then finish first, with the least ``(n_j + 1) / B_j``, reaches it (D'Hondt's method). Among the
     divisions that take no longer than T, the one nearest to the ratios is kept: whole parts of the quotas
-    ``units * B_j``, then unit by unit where most is missing (the rounding of HAP 5.1, held back where it makes
-    the stage longer). A device with ratio 0 gets nothing. Ties go to the lower rank.
+    ``units * B_j``, then unit by unit where most is missing (the rounding of HAP 5.1, held back where it
+    makes the stage longer). A device with ratio 0 gets nothing. Ties go to the lower rank.
 
     Raises ValueError for a negative number of units and for ratios that are negative or all zero.
     """

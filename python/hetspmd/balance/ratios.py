@@ -13,16 +13,18 @@ What makes it exact and quick:
   rises from one solution to the next (convex-concave procedure, Yuille and Rangarajan 2003).
 - Equal devices share one variable: the problem is symmetric in them. Stages with equal terms are merged.
 - A device without a share skips sharded ops with all their fixed cost, which no linear program sees. So the
-  program is solved for sets of devices as well: every set of kinds of devices where there are at most
-  ``SUBSETS`` kinds, else without the slowest kind, without the two slowest and so on while that helps; and
-  each kind's first device alone.
+  program is solved for sets of devices as well: every set (up to equal devices) if there are at most
+  ``SETS``; else the fastest n - 1, n - 2, ... while that helps, and the fastest n / 2, n / 4, ...; and the
+  first device of each kind alone.
 
 The result is never dearer than the start in the stage model at fractional shares. Memory will be rows on B_j.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import highspy
@@ -37,7 +39,8 @@ from hetspmd.synth.program import Program
 
 __all__ = ["BalanceError", "optimise_ratios"]
 
-SUBSETS = 4
+SETS = 32
+PATIENCE = 2  # sets in a row, each without one more device, that need not help
 ROUNDS = 100
 BETTER = 1e-9  # a candidate replaces another only if it is better by this part
 
@@ -65,21 +68,31 @@ def optimise_ratios(
         )
     problem = _Problem(Stages(model, program))
     best, value = first, problem.step_seconds(first)
-    failures = 0
-    for active in problem.subsets():
-        candidate = _minimise(problem, active, first)
+
+    def consider(candidate: Array) -> bool:
+        nonlocal best, value
         seconds = problem.step_seconds(candidate)
-        if seconds < value * (1 - BETTER):
-            best, value, failures = candidate, seconds, 0
-        else:
-            failures += 1
-            if failures >= 2 and len(problem.kinds) > SUBSETS:
+        if seconds >= value * (1 - BETTER):
+            return False
+        best, value = candidate, seconds
+        return True
+
+    sets = problem.sets()
+    if len(sets) <= SETS:
+        for counts in sets:
+            consider(_minimise(problem, counts, first))
+    else:
+        waited = 0
+        for counts in sets:
+            waited = 0 if consider(_minimise(problem, counts, first)) else waited + 1
+            if waited > PATIENCE:
                 break
+        for halving in range(1, model.world.bit_length()):
+            consider(_minimise(problem, sets[-(model.world >> halving)], first))
     for kind in problem.kinds:
         alone = np.zeros(model.world)
         alone[kind[0]] = 1.0
-        if (seconds := problem.step_seconds(alone)) < value * (1 - BETTER):
-            best, value = alone, seconds
+        consider(alone)
     return tuple(map(float, best))
 
 
@@ -119,8 +132,7 @@ class _Problem:
             kinds.setdefault(key, []).append(j)
         self.kinds: tuple[tuple[int, ...], ...] = tuple(map(tuple, kinds.values()))
         self.first = np.array([k[0] for k in self.kinds])
-        self.size = np.array([float(len(k)) for k in self.kinds])
-        self.unsharded: Array = self.computation(np.zeros(model.world))[:, self.first]
+        self.unsharded: Array = self.computation(np.zeros(model.world)).max(axis=1)
 
     def computation(self, ratios: Array) -> Array:
         """Seconds of each merged stage on each device."""
@@ -142,32 +154,38 @@ class _Problem:
         slope, constant = self.model.supports(self.signatures, ratios)
         return _Lines(self.counts @ slope[:, self.first], self.counts @ constant[:, self.first])
 
-    def subsets(self) -> Iterator[tuple[int, ...]]:
-        """Sets of kinds that may have shares, as the module's docstring says; all of them first."""
-        everyone = tuple(range(len(self.kinds)))
-        if len(everyone) <= SUBSETS:
-            masks = sorted(range(1, 1 << len(everyone)), key=lambda m: (-m.bit_count(), m))
-            for mask in masks:
-                yield tuple(c for c in everyone if mask >> c & 1)
-            return
-        alone = self.model.alone()[self.first]
-        order = sorted(everyone, key=lambda c: (alone[c], c))
-        for count in range(len(order), 0, -1):
-            yield tuple(sorted(order[:count]))
+    def sets(self) -> list[tuple[int, ...]]:
+        """Sets of devices that may have shares, as counts per kind (of its first ranks), all devices first:
+        every set if there are at most ``SETS``, else the fastest n, n - 1, ..., 1."""
+        sizes = [len(kind) for kind in self.kinds]
+        if math.prod(n + 1 for n in sizes) - 1 <= SETS:
+            every = itertools.product(*(range(n, -1, -1) for n in sizes))
+            return sorted((c for c in every if any(c)), key=lambda c: -sum(c))
+        alone = self.model.alone()
+        kind_of = {j: c for c, kind in enumerate(self.kinds) for j in kind}
+        counts = [0] * len(sizes)
+        found = []
+        for j in sorted(kind_of, key=lambda j: (alone[j], j)):
+            counts[kind_of[j]] += 1
+            found.append(tuple(counts))
+        return found[::-1]
 
 
-def _minimise(problem: _Problem, active: tuple[int, ...], start: Array) -> Array:
-    """The best B with shares on all devices of the ``active`` kinds and on no other."""
-    chosen = np.array(active)
-    size = problem.size[chosen]
-    best = at = _spread(problem, chosen, _restrict(problem, chosen, size, start))
-    if len(active) == 1:
+def _minimise(problem: _Problem, counts: tuple[int, ...], start: Array) -> Array:
+    """The best B with shares on the first ``counts[c]`` devices of each kind c only."""
+    chosen = np.flatnonzero(counts)
+    members = [list(problem.kinds[c][: counts[c]]) for c in chosen]
+    size = np.array([float(len(m)) for m in members])
+    x = np.array([float(start[m].mean()) for m in members])
+    x = x if x @ size > 0 else np.ones(len(members))
+    best = at = _spread(problem, members, x)
+    if len(members) == 1:
         return best
     value = problem.step_seconds(best)
     lp = _LinearProgram(problem, chosen, size, at)
     for _ in range(ROUNDS):
         x, t = lp.solve()
-        before, at = at, _spread(problem, chosen, x)
+        before, at = at, _spread(problem, members, x)
         seconds = problem.step_seconds(at)
         if seconds < value:
             best, value = at, seconds
@@ -180,20 +198,11 @@ def _minimise(problem: _Problem, active: tuple[int, ...], start: Array) -> Array
     return best
 
 
-def _restrict(problem: _Problem, chosen: Index, size: Array, ratios: Array) -> Array:
-    """The mean share of each chosen kind, scaled to sum to 1; even where they have none."""
-    x = np.array([float(np.mean(ratios[list(problem.kinds[c])])) for c in chosen])
-    if x @ size <= 0:
-        x = np.ones(len(chosen))
-    found: Array = x / (x @ size)
-    return found
-
-
-def _spread(problem: _Problem, chosen: Index, x: Array) -> Array:
-    """Shares per device from shares per chosen kind; rounding noise becomes 0, and the sum 1."""
+def _spread(problem: _Problem, members: list[list[int]], x: Array) -> Array:
+    """Shares per device from shares per kind; rounding noise becomes 0, and the sum 1."""
     ratios = np.zeros(problem.model.world)
-    for kind, share in zip(chosen, x, strict=True):
-        ratios[list(problem.kinds[kind])] = share if share > 1e-12 else 0.0
+    for devices, share in zip(members, x, strict=True):
+        ratios[devices] = share if share > 1e-12 else 0.0
     found: Array = ratios / ratios.sum()
     return found
 
@@ -205,9 +214,8 @@ class _LinearProgram:
     def __init__(self, problem: _Problem, chosen: Index, size: Array, at: Array) -> None:
         self.problem, self.chosen = problem, chosen
         k, stages = len(chosen), len(problem.weight)
-        idle = np.setdiff1d(np.arange(len(problem.kinds)), chosen)
-        floor = problem.unsharded[:, idle].max(axis=1, initial=0.0)
-        self.scale = np.maximum(problem.computation(at).max(axis=1), floor)
+        floor = problem.unsharded
+        self.scale = problem.computation(at).max(axis=1)
         self.scale[self.scale == 0] = 1.0
         unit = problem.step_seconds(at) or 1.0
         self.t0, self.largest, self.exchange = k, k + stages, k + stages + 1

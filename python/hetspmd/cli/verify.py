@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 from hetspmd.cli.files import STDOUT, check_writable, read_constraints, write_json
 from hetspmd.cli.options import add_target, positive_count
+from hetspmd.errors import DeviceError
 
 
 def add(commands: Any, debug: argparse.ArgumentParser) -> None:
@@ -36,17 +38,24 @@ def run(options: argparse.Namespace) -> int:
     cluster = Cluster.load(options.cluster)
     constraints = read_constraints(options.constraints)
     model, example = load_target(options.target)
+    empty = next((n for n, p in model.named_parameters() if p.is_meta), None)
+    if empty is not None:
+        raise DeviceError(
+            f"{options.target} puts {empty} on the meta device, where it has no values; name a function that "
+            "returns a model with weights, such as a small configuration"
+        )
     report = verify(
         model, example, cluster, dtype=options.dtype, steps=options.steps, constraints=constraints
     )
-    document = {
-        "ok": report.ok,
+    errors = {
         "loss_error": report.loss_error,
         "gradient_error": report.gradient_error,
         "parameter_error": report.parameter_error,
     }
+    # JSON has no infinity, which stands for a tensor that is missing or not a number.
+    document = {"ok": report.ok, **{k: v if math.isfinite(v) else None for k, v in errors.items()}}
     if options.json is not None:
         write_json(options.json, document)
     if options.json != STDOUT:
-        print(report)
+        print(report.text)
     return 0 if report.ok else 1

@@ -28,7 +28,9 @@ def constant_value(graph: Graph, constant: Constant, device: torch.device) -> to
         return environment[constant.tensor]
     except KeyError:
         name = graph.tensors[constant.tensor].name
-        raise PlanError(f"the program of constant {name} does not compute it; compile the plan again") from None
+        raise PlanError(
+            f"the program of constant {name} does not compute it; compile the plan again"
+        ) from None
 
 
 def _data(graph: Graph, tensor: int, text: str, device: torch.device) -> torch.Tensor:

@@ -97,7 +97,9 @@ class GraphWriter:
         args = (whole, region.dim, region.start, stop)
         return self.call(f"{self.name(key[0])}_shard{region.dim}", aten.slice.Tensor, args)
 
-    def call(self, name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+    def call(
+        self, name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
         """A call_function node."""
         return self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
 
@@ -157,9 +159,7 @@ class GraphWriter:
         region = self.layout.region(first, form, self.rank)
         shape = list(self.theory.graph.tensors[first].shape)
         where = None if region is None else (region.dim, region.start, region.extent)
-        return self.call(
-            name, draw_in, (self.runtime, instruction.id, shape, where, function, args, kwargs)
-        )
+        return self.call(name, draw_in, (self.runtime, instruction.id, shape, where, function, args, kwargs))
 
     def _outputs(self, step: Compute, instruction: Instruction) -> list[tuple[int, Key]]:
         return [
@@ -178,7 +178,9 @@ class GraphWriter:
             axis = None
         if axis is None:
             name = self.theory.graph.instructions[step.instruction].name
-            raise PlanError(f"{name} has no row {step.row}; the plan was made with other rules, compile it again")
+            raise PlanError(
+                f"{name} has no row {step.row}; the plan was made with other rules, compile it again"
+            )
         size = self.theory.rules[step.instruction].factors[step.row.factor].size
         return self.layout.units(axis, size, self.rank)
 

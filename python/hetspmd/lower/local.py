@@ -33,7 +33,9 @@ def lower_plan(plan: Plan, rank: int, device: torch.device) -> LocalProgram:
     return lower(plan.theory, plan.program, plan.lengths, rank, device)
 
 
-def lower(theory: Theory, program: Program, lengths: Lengths, rank: int, device: torch.device) -> LocalProgram:
+def lower(
+    theory: Theory, program: Program, lengths: Lengths, rank: int, device: torch.device
+) -> LocalProgram:
     """The local program of ``rank`` on ``device``.
 
     Constants are computed here. Raises PlanError if the program reads what it has not produced.

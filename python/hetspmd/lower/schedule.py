@@ -116,5 +116,3 @@ def _provider(graph: Graph, have: dict[Key, int], key: Key) -> int:
             "compile the plan again"
         )
     return found
-
-

@@ -28,15 +28,16 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Parameters whose names differ only in numbers, of the same shape and stored form.
+    """Parameters whose names differ only in numbers and that are stored alike.
 
-    ``pattern`` has ``*`` for the numbers; ``extents`` are the elements per device along the sharded dim,
-    empty where the parameters are replicated; ``nbytes`` is the size of all of them, whole.
+    ``pattern`` has ``*`` for the numbers; ``shapes`` are their different shapes; ``extents`` the elements per
+    device along the sharded dim, empty where the parameters are replicated; ``nbytes`` is the size of all of
+    them, whole.
     """
 
     pattern: str
     count: int
-    shape: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
     form: Form
     extents: tuple[int, ...]
     nbytes: int
@@ -99,33 +100,19 @@ def shard_extents(plan: Plan, theory: Theory, tensor: int, form: Form) -> tuple[
 def storage(plan: Plan) -> tuple[Storage, ...]:
     """Where parameters live, grouped, in the order of the model."""
     theory, forms = plan.theory, stored_forms(plan)
-    groups: dict[tuple[str, tuple[int, ...], Form, tuple[int, ...]], list[int]] = {}
+    groups: dict[tuple[str, Form, tuple[int, ...]], list[Parameter]] = {}
     for parameter in plan.graph.parameters:
-        tensor = plan.graph.tensors[parameter.tensor]
         form = forms.get(parameter.tensor, IDENTITY)
         extents = shard_extents(plan, theory, parameter.tensor, form)
-        key = (_pattern(parameter), tensor.shape, form, extents)
-        groups.setdefault(key, []).append(tensor.nbytes)
-    return tuple(
-        Storage(pattern if len(sizes) > 1 else _single(plan.graph, pattern, shape, form, forms), len(sizes),
-                shape, form, extents, sum(sizes))
-        for (pattern, shape, form, extents), sizes in groups.items()
-    )  # fmt: skip
-
-
-def _pattern(parameter: Parameter) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", parameter.name)
-
-
-def _single(graph: Graph, pattern: str, shape: tuple[int, ...], form: Form, forms: dict[int, Form]) -> str:
-    """The full name of a parameter that is alone in its group."""
-    return next(
-        p.name
-        for p in graph.parameters
-        if _pattern(p) == pattern
-        and graph.tensors[p.tensor].shape == shape
-        and forms.get(p.tensor, IDENTITY) == form
-    )
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", parameter.name)
+        groups.setdefault((pattern, form, extents), []).append(parameter)
+    found = []
+    for (pattern, form, extents), members in groups.items():
+        tensors = [plan.graph.tensors[p.tensor] for p in members]
+        name = pattern if len(members) > 1 else members[0].name
+        shapes = tuple(dict.fromkeys(t.shape for t in tensors))
+        found.append(Storage(name, len(members), shapes, form, extents, sum(t.nbytes for t in tensors)))
+    return tuple(found)
 
 
 def by_kind(found: tuple[Collective, ...]) -> Iterator[tuple[Kind, int, int, float]]:

@@ -58,7 +58,7 @@ def _parameters(plan: Plan) -> str:
         [
             g.pattern,
             str(g.count),
-            "x".join(map(str, g.shape)) or "scalar",
+            _shape(g.shapes),
             f"dim {sharded_dim(g.form)}: {' + '.join(map(str, g.extents))}"
             if is_sharded(g.form)
             else "replicated",
@@ -67,6 +67,12 @@ def _parameters(plan: Plan) -> str:
         for g in groups
     ]
     return title + "\n" + table(["name", "count", "shape", "stored", "bytes"], rows, right=(1, 4))
+
+
+def _shape(shapes: tuple[tuple[int, ...], ...]) -> str:
+    if len(shapes) > 1:
+        return f"{len(shapes)} shapes"
+    return "x".join(map(str, shapes[0])) or "scalar"
 
 
 def _collectives(plan: Plan) -> str:

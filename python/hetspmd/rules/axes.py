@@ -1,7 +1,7 @@
 """Logical axes: which dimensions must be cut at the same places (design 4).
 
 768 columns that are later viewed as 12 heads x 64 may only be cut at multiples of 64, in every tensor that
-carries them. Union-find over ``(tensor, dim)`` through the factors of all instructions gives the axes. An
+carries them, and a gradient like its parameter. Union-find over ``(tensor, dim)`` through the factors of all instructions gives the axes. An
 axis has ``units`` = gcd of the sizes of all factors on it; a dim of extent E on it has a unit of E / units
 elements, and a device that holds the units ``[u, v)`` holds the elements ``[u, v) * E / units`` of it.
 """
@@ -65,23 +65,36 @@ def logical_axes(graph: Graph, rules: Mapping[int, OpRule]) -> Axes:
             parent[m], m = root, parent[m]
         return root
 
+    def join(a: Member, b: Member) -> None:
+        low, high = sorted((find(a), find(b)))
+        if low != high:
+            parent[high] = low
+            units[low] = gcd(units[low], units[high])
+
+    def declare(member: Member) -> None:
+        if member not in parent:
+            parent[member] = member
+            units[member] = graph.tensors[member[0]].shape[member[1]]
+
     for id_, rule in rules.items():
         instruction = graph.instructions[id_]
         for index, factor in enumerate(rule.factors):
             first: Member | None = None
             for member in factor_members(instruction.inputs, instruction.outputs, rule, index):
-                if member not in parent:
-                    parent[member] = member
-                    units[member] = graph.tensors[member[0]].shape[member[1]]
+                declare(member)
                 if first is None:
                     first = member
                 else:
-                    a, b = sorted((find(first), find(member)))
-                    parent[b] = a
-                    units[a] = gcd(units[a], units[b])
+                    join(first, member)
             if first is not None:
                 root = find(first)
                 units[root] = gcd(units[root], factor.size)
+    for parameter in graph.parameters:
+        if parameter.gradient is not None:
+            for dim in range(len(graph.tensors[parameter.tensor].shape)):
+                if (parameter.tensor, dim) in parent:
+                    declare((parameter.gradient, dim))
+                    join((parameter.tensor, dim), (parameter.gradient, dim))
     groups: dict[Member, list[Member]] = {}
     for member in sorted(parent):
         groups.setdefault(find(member), []).append(member)

@@ -204,8 +204,10 @@ def mismatch(got: Tensor, want: Tensor, tolerance: float, scale: float = 0.0) ->
     """
     if got.shape != want.shape or got.dtype != want.dtype:
         return inf
+    if torch.equal(got, want):
+        return None
     if not (want.dtype.is_floating_point or want.dtype.is_complex):
-        return None if torch.equal(got, want) else inf
+        return inf
     if want.dtype.is_complex:
         got, want = torch.view_as_real(got.resolve_conj()), torch.view_as_real(want.resolve_conj())
     got, want = got.double(), want.double()

@@ -9,7 +9,8 @@ import torch
 
 def empty_shards(shapes: list[list[int]], dtypes: list[torch.dtype | None], device: torch.device) -> Any:
     """What a device without any unit of the sharded factor contributes: zeros of the local shapes
-    (of no elements for a cut output, the neutral summand for an All-Reduce output); None where the dtype is."""
+    (of no elements for a cut output, the neutral summand for an All-Reduce output); None where the dtype
+    is None."""
     tensors = [
         None if d is None else torch.zeros(s, dtype=d, device=device)
         for s, d in zip(shapes, dtypes, strict=True)

@@ -57,6 +57,7 @@ _TRUSTING: Final = (
     "grid_sampler",
     "pool",
     "upsample",
+    "weight_norm",
 )
 # And these take them from arguments, so that nothing can be cut without a rewrite.
 _SIZES_AS_ARGUMENTS: Final = ("native_group_norm",)
@@ -160,7 +161,7 @@ def _candidates(
         partial = i not in idle if _real(t) else integral and t.dtype != torch.bool
         whole.append([IDENTITY, ALL_REDUCE] if partial else [IDENTITY])
     shaped = [o for o in sorted(set(rule.shape_args.values())) if case.outputs[o] is not None]
-    out_options = [[IDENTITY, *_cuts(t)] for o in shaped if (t := case.outputs[o]) is not None]
+    out_options = [[IDENTITY, *_cuts(result)] for o in shaped if (result := case.outputs[o]) is not None]
     if any(word in case.call.op for word in _TRUSTING):
         pres = _coherent(case, whole)
     else:

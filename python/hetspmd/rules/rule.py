@@ -3,7 +3,7 @@
 An op's dimensions are named by *factors*. For ``mm`` with ``"m k, k n -> m n"``:
 
 - m and n are cut in inputs and outputs alike:  ``{a | All-Gather(0), b | Identity} mm {c | All-Gather(0)}``
-- k is cut in the inputs and summed in the output: ``{a | All-Gather(1), b | All-Gather(0)} mm {c | All-Reduce}``
+- k is cut in the inputs, summed in the output: ``{a | All-Gather(1), b | All-Gather(0)} mm {c | All-Reduce}``
 - mm is linear in each argument:                ``{a | All-Reduce, b | Identity} mm {c | All-Reduce}``
 - always:                                        ``{a | Identity, b | Identity} mm {c | Identity}``
 
@@ -199,7 +199,10 @@ class OpRule:
         for f in self.factors:
             if f.size < 1:
                 raise RuleError(f"{where}: factor {f.name} has {f.size} units; leave an empty dim out")
-            for side, places, types in (("input", f.inputs, call.inputs), ("output", f.outputs, call.outputs)):
+            for side, places, types in (
+                ("input", f.inputs, call.inputs),
+                ("output", f.outputs, call.outputs),
+            ):
                 if len(places) != len(types):
                     raise RuleError(
                         f"{where}: factor {f.name} places {len(places)} {side}s, the call has {len(types)}"
@@ -216,7 +219,9 @@ class OpRule:
                 raise RuleError(f"{where}: a bool output cannot be All-Reduce")
         for key, output in self.shape_args.items():
             if not 0 <= output < len(call.outputs):
-                raise RuleError(f"{where}: shape argument {key!r} names output {output} of {len(call.outputs)}")
+                raise RuleError(
+                    f"{where}: shape argument {key!r} names output {output} of {len(call.outputs)}"
+                )
 
     def rows(self, call: Call) -> tuple[Row, ...]:
         """The Hoare triples: always first, then one per factor, then one per linear set."""
@@ -244,7 +249,9 @@ def _verify_cut(
     if type_ is None:
         raise RuleError(f"{where}: factor {f.name} cuts {side} {i}, which is None")
     if not 0 <= cut.dim < type_.ndim:
-        raise RuleError(f"{where}: factor {f.name} cuts dim {cut.dim} of {side} {i}, shape {list(type_.shape)}")
+        raise RuleError(
+            f"{where}: factor {f.name} cuts dim {cut.dim} of {side} {i}, shape {list(type_.shape)}"
+        )
     if f.size * cut.unit != type_.shape[cut.dim]:
         raise RuleError(
             f"{where}: factor {f.name} has {f.size} units of {cut.unit}, but dim {cut.dim} of {side} {i} "
@@ -290,7 +297,9 @@ def localize(call: Call, rule: OpRule, row: Row, rank: int, world: int, start: i
     """The call that one device makes for ``row`` when it holds units ``start..stop`` of the row's factor."""
     factor = None if row.factor is None else rule.factors[row.factor]
 
-    def shapes(types: tuple[TensorType | None, ...], places: tuple[Place, ...] | None) -> tuple[tuple[int, ...], ...]:
+    def shapes(
+        types: tuple[TensorType | None, ...], places: tuple[Place, ...] | None
+    ) -> tuple[tuple[int, ...], ...]:
         found = []
         for i, type_ in enumerate(types):
             shape = () if type_ is None else type_.shape

@@ -57,6 +57,6 @@ def same_everywhere(communicator: Communicator, plan: Plan) -> None:
         for rank, digest in enumerate(digests):
             groups.setdefault(digest[:12], []).append(rank)
         listed = "; ".join(f"{digest} on ranks {ranks}" for digest, ranks in groups.items())
-        raise PlanMismatchError(f"the ranks hold different plans: {listed}; give every rank the same plan file")
-
-
+        raise PlanMismatchError(
+            f"the ranks hold different plans: {listed}; give every rank the same plan file"
+        )

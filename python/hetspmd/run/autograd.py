@@ -42,7 +42,10 @@ class Runner:
         self.outputs = tuple(seen.values())
 
     def run(
-        self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         """One forward pass: the loss (None without one) and the outputs by tensor id.
 
@@ -60,7 +63,10 @@ class Runner:
         return (None if self.loss is None else loss), dict(zip(ids, outputs, strict=True))
 
     def forward(
-        self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
     ) -> tuple[tuple[torch.Tensor | None, ...], list[torch.Tensor]]:
         """``((loss, *outputs), saved)``; buffers are updated."""
         given = (*parameters, *buffers, *inputs)
@@ -121,7 +127,9 @@ class _Step(torch.autograd.Function):
         )
         # Memory that others can write to is saved under autograd's version check, the rest without, so that
         # backward can free it as it goes.
-        shared = {_storage(t) for t in (*parameters, *buffers, *inputs, *(t for t in results if t is not None))}
+        shared = {
+            _storage(t) for t in (*parameters, *buffers, *inputs, *(t for t in results if t is not None))
+        }
         checked = [_storage(t) in shared for t in saved]
         ctx.save_for_backward(*(t for t, c in zip(saved, checked, strict=True) if c))
         ctx.box = [None if c else t for t, c in zip(saved, checked, strict=True)]

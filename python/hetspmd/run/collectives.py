@@ -124,7 +124,9 @@ def start_all_gather(runtime: Runtime, tensor: torch.Tensor, dim: int, extents: 
     return Pending((work,), lambda: (buffer, finish())[1])
 
 
-def start_grouped_broadcast(runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]) -> Pending:
+def start_grouped_broadcast(
+    runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]
+) -> Pending:
     """All-Gather(dim) to Identity, grouped: one broadcast per rank that holds anything."""
     comm = runtime.communicator
     if comm.world == 1 or _whole(tensor, dim, extents) == 0:

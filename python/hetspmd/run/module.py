@@ -263,10 +263,16 @@ class HAP(nn.Module):
         for parameter, layout in zip(plan.graph.parameters, parameters, strict=True):
             stored = self._store.shards.get(parameter.name)
             if stored is None or (stored.form, stored.extents) != (layout.form, layout.extents):
-                raise BatchMismatchError(f"the new plan stores {parameter.name} in other shards than the first")
+                raise BatchMismatchError(
+                    f"the new plan stores {parameter.name} in other shards than the first"
+                )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError("a HAP module is tied to its process group and cannot be copied; use full_state_dict()")
+        raise TypeError(
+            "a HAP module is tied to its process group and cannot be copied; use full_state_dict()"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError("a HAP module is tied to its process group and cannot be pickled; use full_state_dict()")
+        raise TypeError(
+            "a HAP module is tied to its process group and cannot be pickled; use full_state_dict()"
+        )

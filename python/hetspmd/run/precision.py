@@ -80,7 +80,11 @@ def batch_in(batch: Any, dtype: torch.dtype) -> Any:
     """The batch on the CPU, its floating-point tensors in ``dtype``."""
     leaves, spec = flatten(batch)
     moved = [
-        (leaf.to("cpu", dtype if leaf.is_floating_point() else leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf)
+        (
+            leaf.to("cpu", dtype if leaf.is_floating_point() else leaf.dtype)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+        )
         for leaf in leaves
     ]
     return unflatten(moved, spec)
@@ -92,7 +96,9 @@ class _AllIn(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.dtype = dtype
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*(self._changed(a) for a in args), **{k: self._changed(v) for k, v in (kwargs or {}).items()})
+        return func(
+            *(self._changed(a) for a in args), **{k: self._changed(v) for k, v in (kwargs or {}).items()}
+        )
 
     def _changed(self, value: Any) -> Any:
         return self.dtype if isinstance(value, torch.dtype) and value.is_floating_point else value

@@ -102,7 +102,9 @@ class Randomness:
         return self._shared if draw.region is None else self._own
 
 
-def random_op(randomness: Randomness, draw: Draw, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def random_op(
+    randomness: Randomness, draw: Draw, op: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     """Run a random op on this rank. Raises RandomOpError for an op that reference mode cannot slice."""
     generator = randomness.generator(draw)
     noise_of = _NOISE.get(str(op))
@@ -120,7 +122,9 @@ def random_op(randomness: Randomness, draw: Draw, op: Any, args: Sequence[Any], 
     noise = torch.empty(shape, dtype=dtype, device=randomness.device)
     flat = noise.view(-1)
     # Above a chunk, the numbers of a CUDA generator depend on how many processors the GPU has.
-    chunk = _CHUNK if noise.is_cuda and (draw.region is None or randomness.reference) else max(flat.numel(), 1)
+    chunk = (
+        _CHUNK if noise.is_cuda and (draw.region is None or randomness.reference) else max(flat.numel(), 1)
+    )
     for start in range(0, flat.numel(), chunk):
         noise_of.fill(flat[start : start + chunk], generator, *args, **kwargs)
     if draw.region is not None and randomness.reference:
@@ -167,11 +171,15 @@ def _keep(noise: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return noise
 
 
-def _fill_dropout(flat: torch.Tensor, generator: torch.Generator, x: Any, p: float, train: bool | None) -> object:
+def _fill_dropout(
+    flat: torch.Tensor, generator: torch.Generator, x: Any, p: float, train: bool | None
+) -> object:
     return flat.fill_(True) if train is False else flat.bernoulli_(1.0 - p, generator=generator)
 
 
-def _dropout(mask: torch.Tensor, x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _dropout(
+    mask: torch.Tensor, x: torch.Tensor, p: float, train: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     if train is False:
         return x.clone(), mask
     return x * mask * (0.0 if p == 1 else 1.0 / (1.0 - p)), mask
@@ -189,7 +197,9 @@ def _bernoulli(noise: torch.Tensor, x: torch.Tensor, p: Any = None, **kwargs: An
     return (noise < (x if p is None else p)).to(x.dtype)
 
 
-def _uniform(noise: torch.Tensor, x: torch.Tensor, low: float = 0.0, high: float = 1.0, **kwargs: Any) -> torch.Tensor:
+def _uniform(
+    noise: torch.Tensor, x: torch.Tensor, low: float = 0.0, high: float = 1.0, **kwargs: Any
+) -> torch.Tensor:
     return noise * (high - low) + low
 
 

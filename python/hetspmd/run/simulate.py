@@ -161,7 +161,10 @@ class SimulatedCommunicator(Communicator):
     def reduce(self, buffer: torch.Tensor, root: int) -> Work:
         kind = ("reduce", buffer.numel(), buffer.dtype, root)
         return self._issue(
-            kind, buffer, buffer, lambda parts: [_sum(parts) if r == root else None for r in range(self.world)]
+            kind,
+            buffer,
+            buffer,
+            lambda parts: [_sum(parts) if r == root else None for r in range(self.world)],
         )
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
@@ -189,7 +192,9 @@ class SimulatedCommunicator(Communicator):
             for r, (_, _, wanted) in enumerate(parts):
                 came = [rows[s][r].numel() for s in range(self.world)]
                 if came != wanted:
-                    raise CollectiveMismatchError(f"all_to_all: rank {r} expects {wanted} elements, gets {came}")
+                    raise CollectiveMismatchError(
+                        f"all_to_all: rank {r} expects {wanted} elements, gets {came}"
+                    )
             return [torch.cat([rows[s][r] for s in range(self.world)]) for r in range(self.world)]
 
         value = (buffer, list(splits), list(output_splits))

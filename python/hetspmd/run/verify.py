@@ -147,9 +147,7 @@ def verify(
         if not quiet <= errors["loss"]:
             errors["loss"], worst["loss"] = quiet, "in evaluation mode"
     ok = all(error <= limit for error in errors.values())
-    return VerifyReport(
-        ok, errors["loss"], errors["gradients"], errors["parameters"], limit, random, worst
-    )
+    return VerifyReport(ok, errors["loss"], errors["gradients"], errors["parameters"], limit, random, worst)
 
 
 def largest_error(got: Tensors, want: Tensors, noise: float = 0.0) -> tuple[float, str]:

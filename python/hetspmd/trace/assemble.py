@@ -105,7 +105,8 @@ class _Assembler:
             else:
                 raise TraceError(f"the traced graph has an input of an unknown kind: {role.name}")
         for value in constant_values:
-            self._source(CONSTANT, value, value[0].name)
+            many = value in by_output and len(by_output[value].outputs) > 1
+            self._source(CONSTANT, value, f"{value[0].name}.{value[1]}" if many else value[0].name)
         wanted = self._needed_after_folding(set(constant_values), by_output)
         forward = self._ancestors([*returned, *updated.values()], by_output)
         for instruction in kept:

@@ -186,7 +186,7 @@ class _Importer:
         self, op: str, args: tuple[Argument, ...], outputs: tuple[Value | None, ...]
     ) -> tuple[Argument, ...] | None:
         """The arguments to keep, None if the call is the identity (then its output is an alias)."""
-        name = op.split(".")[1]
+        _, name, overload = op.split(".")
         out = outputs[0]
         if out is None or not args:
             return args
@@ -199,14 +199,20 @@ class _Importer:
         first = args[0]
         if not isinstance(first, Hole):
             return args
-        if name in _VIEWS and first.value in self.view_of:
+        is_view = name in _VIEWS and overload == "default"
+        if is_view and first.value in self.view_of:
             first = Hole(self.view_of[first.value])
             args = (first, *args[1:])
         same = self.draft.types[first.value] == self.draft.types[out]
+        if name == "copy" and isinstance(args[1], Hole):
+            if self.draft.types[args[1].value] == self.draft.types[out]:
+                self.alias[out] = args[1].value
+                return None
+            return args
         if name in _ALIASES or (same and name in _IDENTITIES_OF_SAME_SHAPE):
             self.alias[out] = first.value
             return None
-        if name in _VIEWS:
+        if is_view:
             self.view_of[out] = first.value
         if name == "t":
             if first.value in self.transpose_of:
@@ -226,7 +232,7 @@ class _Importer:
 _ALIASES = frozenset({"detach", "alias", "lift_fresh", "lift_fresh_copy", "lift", "clone", "contiguous"})
 _VIEWS = frozenset({"view", "_unsafe_view", "reshape"})
 _IDENTITIES_OF_SAME_SHAPE = frozenset(
-    {"view", "_unsafe_view", "reshape", "expand", "_to_copy", "slice", "copy", "to"}
+    {"view", "_unsafe_view", "reshape", "expand", "_to_copy", "slice", "to"}
 )
 
 

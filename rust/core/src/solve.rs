@@ -223,10 +223,13 @@ impl Search<'_> {
             bound += part.bound;
             self.raise(bound);
         }
+        let before = self.limit();
         self.offer_parts(model, &parts);
+        // A better program strengthens the sweeps; A* only where the beam brought none.
+        let improved = self.limit() < before;
         for index in 0..parts.len() {
             let part = &mut parts[index];
-            if part.exact {
+            if part.exact || improved {
                 continue;
             }
             if bound > self.limit() {

@@ -52,14 +52,22 @@ class _Layout:
         return found
 
 
+def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape that shapes known to fit broadcast to."""
+    ndim = max(map(len, shapes))
+    padded = [(1,) * (ndim - len(shape)) + shape for shape in shapes]
+    return tuple(
+        next((extent for extent in extents if extent != 1), 1) for extents in zip(*padded, strict=True)
+    )
+
+
 def _layout(call: Call) -> _Layout | None:
     """The layout of ``call``'s result; None where a mask is among the indices."""
     x = call.inputs[0]
     indices = {d: i.id for d, i in enumerate(call.args[1]) if isinstance(i, Ref)}
     if not indices or any(call.inputs[i].dtype in ("bool", "uint8") for i in indices.values()):
         return None
-    shapes = (call.inputs[i].shape for i in indices.values())
-    shape = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]  # untyped in torch
+    shape = _broadcast([call.inputs[i].shape for i in indices.values()])
     dims = list(indices)
     beside = dims[-1] - dims[0] == len(dims) - 1
     front = dims[0] if beside else 0

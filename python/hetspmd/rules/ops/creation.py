@@ -1,8 +1,8 @@
 """Rules of ops that make tensors from shapes and numbers: every dim of the output is parallel.
 
 A shape argument becomes the local shape. Where values depend on the place (``arange``, ``eye``), a device
-makes the entries of its own range. ``zeros_like(x)`` is cut as x is; a tensor that is only asked for its dtype
-(``new_zeros``) may be whole.
+makes the entries of its own range. ``zeros_like(x)`` is cut as x is; a tensor that is only asked for its
+dtype (``new_zeros``) may be whole.
 """
 
 from __future__ import annotations

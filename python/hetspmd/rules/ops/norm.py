@@ -206,3 +206,23 @@ def _batch_norm_backward(call: Call) -> OpRule:
         flops=14 * _size(call),
         omitted=_PARTIAL,
     )
+
+
+def _weight_norm_terms(call: Call, x: int, dim: int) -> Term:
+    kept = dim % call.inputs[x].ndim
+    return tuple("c" if i == kept else None for i in range(call.inputs[x].ndim))
+
+
+@rule("aten._weight_norm_interface.default")
+def _weight_norm(call: Call) -> OpRule:
+    """``v * g / |v|``, the norm over all dims but one."""
+    term = _weight_norm_terms(call, 0, call.arg(2, "dim", 0))
+    factors = term_factors(call, [term, term], [term, term])
+    return OpRule(factors, flops=3 * _size(call), omitted=_PARTIAL)
+
+
+@rule("aten._weight_norm_interface_backward.default")
+def _weight_norm_backward(call: Call) -> OpRule:
+    term = _weight_norm_terms(call, 0, call.arg(4, "dim"))
+    factors = term_factors(call, [term] * 4, [term, term])
+    return OpRule(factors, linear=linear_sets(call, [[0]]), flops=6 * _size(call), omitted=_PARTIAL)

@@ -118,6 +118,18 @@ def _batch_reserve_backward() -> list[Sample]:
     ]
 
 
+def _weight() -> list[Sample]:
+    return [((real(4, 5, 3), real(4, 1, 1, seed=1), 0), {}), ((real(4, 5, 3), real(1, 1, 3, seed=1), 2), {})]
+
+
+def _weight_backward() -> list[Sample]:
+    found: list[Sample] = []
+    for (v, g, dim), _ in _weight():
+        _, norms = torch.ops.aten._weight_norm_interface.default(v, g, dim)
+        found.append(((real(4, 5, 3, seed=2), v, g, norms, dim), {}))
+    return found
+
+
 SAMPLES: dict[str, Samples] = {
     "aten.native_layer_norm.default": _layer,
     "aten.native_layer_norm_backward.default": _layer_backward,
@@ -133,6 +145,8 @@ SAMPLES: dict[str, Samples] = {
     "aten._batch_norm_with_update_functional.default": _batch_update,
     "aten._batch_norm_no_update.default": _batch_given,
     "aten.batch_norm_backward.default": _batch_reserve_backward,
+    "aten._weight_norm_interface.default": _weight,
+    "aten._weight_norm_interface_backward.default": _weight_backward,
 }
 
 UNTESTED: dict[str, str] = {"aten._fused_rms_norm_backward.default": "the kernel runs on CUDA only"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -22,6 +23,13 @@ class Builder:
         self.theory, self.dice = theory, dice
         self.forms: dict[int, list[Form]] = {}
         self.steps: list[Step] = []
+
+    def ready(self, instruction: Instruction, row: Row) -> bool:
+        """Whether a row needs no communication."""
+        return all(
+            f in self.forms[t] or IDENTITY in self.forms[t]
+            for t, f in zip(instruction.inputs, row.pre, strict=True)
+        )
 
     def reach(self, tensor: int, form: Form) -> None:
         have = self.forms[tensor]
@@ -90,11 +98,7 @@ def cheap_random_program(theory: Theory, seed: int) -> Program:
     dice = builder.dice
     for instruction in theory.graph.instructions:
         rows = list(theory.rows[instruction.id])
-        free = [
-            r
-            for r in rows
-            if all(f in builder.forms[t] or IDENTITY in builder.forms[t] for t, f in zip(instruction.inputs, r.pre, strict=True))
-        ]
+        free = [r for r in rows if builder.ready(instruction, r)]
         divided = [r for r in free if r.name != "always"]
         pick = divided if divided and dice.random() < 0.9 else free if free and dice.random() < 0.9 else rows
         builder.compute(instruction, dice.choice(pick))
@@ -120,7 +124,7 @@ def data_parallel(theory: Theory, batch: int, *, sharded_parameters: bool = Fals
             partial = [
                 r for r in rows
                 if any(ALL_REDUCE in builder.forms[t] for t in instruction.inputs)
-                and all(f in builder.forms[t] or IDENTITY in builder.forms[t] for t, f in zip(instruction.inputs, r.pre, strict=True))
+                and builder.ready(instruction, r)
             ]  # fmt: skip
             row = partial[0] if partial else row
         builder.compute(instruction, row)
@@ -134,5 +138,5 @@ def uneven(theory: Theory, world: int, seed: int = 0) -> Lengths:
     for axis in theory.axes.axes:
         cuts = sorted(dice.randint(0, axis.units) for _ in range(world - 1))
         edges = [0, *cuts, axis.units]
-        units.append(tuple(b - a for a, b in zip(edges, edges[1:], strict=False)))
+        units.append(tuple(b - a for a, b in itertools.pairwise(edges)))
     return Lengths(world, tuple(units))

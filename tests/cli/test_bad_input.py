@@ -1,0 +1,228 @@
+"""Bad input: status 2, one line that says what, where and how to mend it, and no file touched."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = {
+    "bild": "has no function bild; did you mean build?",
+    "not_a_function": "is a int; name a function that returns (model, example)",
+    "takes_arguments": "missing a required argument: 'width'; give its parameters defaults",
+    "raises": "raised KeyError: 'no such checkpoint' (",
+    "exits": "raised SystemExit: 0 (",
+    "returns_nothing": "returned nothing; return (model, example)",
+    "returns_model": "returned a Perceptron; return (model, example)",
+    "returns_three": "returned a tuple of 3; return (model, example)",
+    "returns_text": "returned a str as the model; return (torch.nn.Module, example)",
+    "returns_tensor": "returned a Tensor as the example; return a dict of keyword arguments or a tuple",
+}
+
+
+@pytest.mark.parametrize("function", list(CASES))
+def test_target_function(command, targets, cluster, function: str) -> None:
+    outcome = command("compile", f"{targets}:{function}", "--cluster", cluster)
+    assert outcome.status == 2
+    assert outcome.line.startswith("hetspmd compile: TargetError: ")
+    assert CASES[function] in outcome.line
+
+
+def test_a_function_that_is_nowhere_near_any(command, targets, cluster) -> None:
+    outcome = command("verify", f"{targets}:zzz", "--cluster", cluster)
+    assert outcome.status == 2
+    assert "has no function zzz; it has build, positional" in outcome.line
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("nowhere.py", "nowhere.py does not exist; write path/to/file.py:function"),
+        ("nowhere/model.py:build", "nowhere/model.py does not exist"),
+        ("no_such_package.model:build", "there is no module no_such_package"),
+        ("json.no_such_module", "there is no module json.no_such_module"),
+        ("model.py:", "'model.py:' is no target"),
+        ("a model", "'a model' is neither a file nor a module"),
+        (":build", "':build' is no target"),
+    ],
+)
+def test_target_place(command, cluster, target: str, text: str) -> None:
+    outcome = command("compile", target, "--cluster", cluster)
+    assert outcome.status == 2
+    assert f"TargetError: {text}" in outcome.line
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("import no_such_package\n", "ModuleNotFoundError: No module named 'no_such_package' ("),
+        ("x = 1\nx = 1 / 0\n", "ZeroDivisionError: division by zero ("),
+        ("def build(:\n", "SyntaxError: "),
+        ("raise SystemExit\n", "raised SystemExit ("),
+    ],
+)
+def test_target_file_that_fails(command, cluster, tmp_path: Path, source: str, text: str) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(source)
+    outcome = command("compile", path, "--cluster", cluster)
+    assert outcome.status == 2
+    assert f"{path} raised" in outcome.line
+    assert text in outcome.line
+
+
+def test_the_line_of_the_target_is_named(command, cluster, tmp_path: Path) -> None:
+    path = tmp_path / "deep.py"
+    path.write_text("import json\n\ndef build():\n    return json.loads('{')\n")
+    outcome = command("compile", path, "--cluster", cluster)
+    assert f"({path}:4)" in outcome.line
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("devices: [", "cluster.yaml:"),
+        ("devices: []\n", "empty"),
+        ("network: {bandwidth: 1e9}\n", "'devices'"),
+        ("devices: [{flops: 1e9, colour: red}]\n", "'colour'"),
+        ("devices: [{flops: -1e9}]\n", "flops"),
+        ("devices: [{flops: 1e9, count: 0}]\n", "count"),
+        ("devices: [{flops: 1e9, count: 2}]\nnetwork: {bandwidth: -1}\n", "bandwidth"),
+        ("devices: [{flops: 1e9, count: 2}]\nnetwork: {bandwidth: 1Gbit}\n", "bandwidth"),
+        ("devices: [{flops: 1e9, count: 2}]\n", "network"),
+        ("", "cluster.yaml"),
+    ],
+)
+@pytest.mark.parametrize("name", ["compile", "verify"])
+def test_cluster_file(command, targets, tmp_path: Path, name: str, text: str, expected: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    out = tmp_path / "out.json"
+    outcome = command(name, targets, "--cluster", path, "--json", out)
+    assert outcome.status == 2
+    assert outcome.line.startswith(f"hetspmd {name}: ClusterError: ")
+    assert expected in outcome.line
+    assert not out.exists()
+
+
+def test_missing_cluster_file(command, targets, tmp_path: Path) -> None:
+    outcome = command("compile", targets, "--cluster", tmp_path / "none.yaml")
+    assert outcome.status == 2
+    assert "ClusterError: cannot read the cluster file" in outcome.line
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        ("two_devices", "DeviceError"),
+        ("misfit", "ExampleError"),
+        ("wrong_width", "ExampleError"),
+        ("branching", "TraceError"),
+    ],
+)
+@pytest.mark.parametrize("name", ["compile", "verify"])
+def test_model_and_example(
+    command, targets, cluster, tmp_path: Path, name: str, function: str, error: str
+) -> None:
+    out = tmp_path / "out.json"
+    outcome = command(name, f"{targets}:{function}", "--cluster", cluster, "--json", out)
+    assert outcome.status == 2
+    assert f"{error}: " in outcome.line
+    assert not out.exists()
+
+
+def test_strict_makes_an_op_without_a_rule_an_error(command, targets, cluster) -> None:
+    outcome = command("compile", f"{targets}:unruly", "--cluster", cluster, "--strict")
+    assert outcome.status == 2
+    assert "MissingRuleError" in outcome.line
+    assert "hetspmd_cli_test.twice.default" in outcome.line
+
+
+def test_without_strict_it_is_a_warning(command, targets, cluster) -> None:
+    outcome = command("compile", f"{targets}:unruly", "--cluster", cluster)
+    assert outcome.status == 0
+    assert outcome.err.count("hetspmd: warning: ops without a rule run replicated") == 1
+    assert "Predicted step" in outcome.out
+
+
+def test_verify_needs_weights(command, targets, cluster) -> None:
+    outcome = command("verify", f"{targets}:on_meta", "--cluster", cluster)
+    assert outcome.status == 2
+    assert "up.weight on the meta device, where it has no values" in outcome.line
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("[1, 2]", "ConstraintError"),
+        ("up.weight: [0]", "ConstraintError"),
+        ("{up.weight", "ConstraintError"),
+        ("up.weight: divided", "InfeasibleError"),
+        ("sideways.*: shard(0)", "InfeasibleError"),
+        ("up.weight: shard(7)", "InfeasibleError"),
+    ],
+)
+def test_constraints(command, targets, cluster, tmp_path: Path, text: str, error: str) -> None:
+    path = tmp_path / "constraints.yaml"
+    path.write_text(text)
+    outcome = command("compile", targets, "--cluster", cluster, "--constraints", path)
+    assert outcome.status == 2
+    assert f"{error}: " in outcome.line
+
+
+def test_missing_constraints(command, targets, cluster, tmp_path: Path) -> None:
+    outcome = command("compile", targets, "--cluster", cluster, "--constraints", tmp_path / "none.yaml")
+    assert outcome.status == 2
+    assert "ConstraintError: cannot read the constraints" in outcome.line
+
+
+@pytest.mark.parametrize("option", ["--json", "--plan"])
+def test_outputs_are_checked_before_the_work(command, tmp_path: Path, option: str) -> None:
+    # The target does not exist either: the first complaint shows what was looked at first.
+    outcome = command("compile", "nowhere.py", "--cluster", "none.yaml", option, tmp_path / "no" / "out")
+    assert outcome.status == 2
+    assert "OutputError" in outcome.line
+    assert "there is no folder" in outcome.line
+    outcome = command("compile", "nowhere.py", "--cluster", "none.yaml", option, tmp_path)
+    assert "is a folder" in outcome.line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["compile"],
+        ["compile", "model.py"],
+        ["compile", "model.py", "--cluster", "c.yaml", "--time-limit", "-3"],
+        ["compile", "model.py", "--cluster", "c.yaml", "--time-limit", "soon"],
+        ["verify", "model.py", "--cluster", "c.yaml", "--steps", "0"],
+        ["verify", "model.py", "--cluster", "c.yaml", "--dtype", "int8"],
+        ["guess"],
+        ["rules", "show"],
+    ],
+)
+def test_usage(command, arguments: list[str]) -> None:
+    outcome = command(*arguments)
+    assert outcome.status == 2
+    assert "--help" in outcome.line
+    assert outcome.out == ""
+
+
+def test_debug_adds_the_traceback(command, targets) -> None:
+    outcome = command("compile", targets, "--cluster", "none.yaml", "--debug")
+    assert outcome.status == 2
+    assert "Traceback (most recent call last)" in outcome.err
+    assert "ClusterError" in outcome.err.splitlines()[-1]
+
+
+def test_a_process_of_its_own(targets) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hetspmd", "compile", targets, "--cluster", "none.yaml"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""

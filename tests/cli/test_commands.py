@@ -1,0 +1,236 @@
+"""What the commands do with good input, and status 1 where a check fails."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hetspmd.forms import all_gather
+from hetspmd.plan import Plan
+from hetspmd.report.facts import stored_forms
+
+SEARCH = {"cost", "lower_bound", "gap", "seconds", "expansions", "stop_reason"}
+COST = {"step_seconds", "compute_seconds", "communication_seconds", "memory_bytes"}
+STAGES = {"trace", "rules", "synth", "balance", "total"}
+
+
+def test_compile_for_people(command, targets, cluster) -> None:
+    outcome = command("compile", targets, "--cluster", cluster)
+    assert outcome.status == 0
+    assert outcome.err == ""
+    for part in ("Cluster of 3 devices", "Sharding ratios", "Parameters: 4 tensors", "Collectives", "Predicted step",
+                 "data parallel even", "data parallel proportional", "lower bound", "Compiled in"):  # fmt: skip
+        assert part in outcome.out
+    assert "e0 = Parameter" not in outcome.out
+
+
+def test_compile_json(command, targets, cluster, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    assert command("compile", targets, "--cluster", cluster, "--json", out).status == 0
+    document = json.loads(out.read_text())
+    assert set(document) == {
+        "version", "graph", "search", "cost", "baselines", "ratios", "program", "seconds",
+    }  # fmt: skip
+    assert document["graph"]["parameters"] == 8 * 16 + 16 + 16 * 4 + 4
+    assert document["graph"]["instructions"] > 10
+    assert set(document["graph"]) == {"instructions", "parameters"}
+    assert set(document["search"]) == SEARCH
+    assert set(document["cost"]) == COST
+    assert set(document["seconds"]) == STAGES
+    assert {"data_parallel_even", "data_parallel_proportional"} <= set(document["baselines"])
+    cost = document["cost"]
+    assert cost["step_seconds"] == pytest.approx(cost["compute_seconds"] + cost["communication_seconds"])
+    assert cost["step_seconds"] <= min(document["baselines"].values())
+    assert len(cost["memory_bytes"]) == 3
+    assert math.isclose(sum(document["ratios"]), 1.0)
+    search = document["search"]
+    assert 0 <= search["lower_bound"] <= search["cost"]
+    assert search["gap"] == pytest.approx(1 - search["lower_bound"] / search["cost"])
+    assert document["seconds"]["total"] >= document["seconds"]["trace"] > 0
+    communication = sum(step["seconds"] for step in document["program"] if "kind" in step)
+    assert communication == pytest.approx(cost["communication_seconds"])
+
+
+def test_json_to_standard_output_is_all_there_is(command, targets, cluster) -> None:
+    outcome = command("compile", f"{targets}:positional", "--cluster", cluster, "--json", "-")
+    assert outcome.status == 0
+    assert set(json.loads(outcome.out)["search"]) == SEARCH
+
+
+def test_program(command, targets, cluster, tmp_path: Path) -> None:
+    constraints = tmp_path / "constraints.yaml"
+    constraints.write_text("up.weight: shard(0)\n")
+    plan = tmp_path / "plan"
+    outcome = command(
+        "compile",
+        f"{targets}:on_meta",
+        "--cluster",
+        cluster,
+        "--program",
+        "--constraints",
+        constraints,
+        "--plan",
+        plan,
+    )
+    assert outcome.status == 0
+    lines = outcome.out.split("\nProgram\n")[1].splitlines()
+    first = lines[0].split("  #")[0].split()
+    assert " ".join(first) == "e0 = Parameter-Shard(0) {} -> {e0 | All-Gather(0)}"
+    saved = Plan.load(plan)
+    assert len(lines) == len(saved.program.steps)
+    weight = next(p.tensor for p in saved.graph.parameters if p.name == "up.weight")
+    assert stored_forms(saved)[weight] == all_gather(0)
+
+
+def test_compile_is_the_same_in_every_run(command, targets, cluster, tmp_path: Path) -> None:
+    texts = []
+    for run in range(2):
+        out = tmp_path / f"plan{run}"
+        assert command("compile", targets, "--cluster", cluster, "--plan", out).status == 0
+        texts.append(out.read_bytes())
+    assert texts[0] == texts[1]
+
+
+def test_a_module_as_target(
+    command, cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, targets
+) -> None:
+    package = tmp_path / "some_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "model.py").write_text(
+        Path(targets).read_text().replace("hetspmd_cli_test", "hetspmd_cli_test2")
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert command("compile", "some_package.model:positional", "--cluster", cluster).status == 0
+
+
+def test_verify(command, targets, cluster, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    outcome = command("verify", targets, "--cluster", cluster, "--json", out, "--steps", "1")
+    assert outcome.status == 0
+    assert outcome.out.startswith("equal to the single device")
+    document = json.loads(out.read_text())
+    assert set(document) == {"ok", "loss_error", "gradient_error", "parameter_error"}
+    assert document["ok"] is True
+    assert all(document[k] <= 1e-9 for k in ("loss_error", "gradient_error", "parameter_error"))
+
+
+def test_verify_that_fails(command, targets, cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def failing(model: object, example: object, cluster: object, **options: object) -> SimpleNamespace:
+        asked.update(options)
+        return SimpleNamespace(
+            ok=False, loss_error=0.0, gradient_error=math.inf, parameter_error=1e-3, text="NOT EQUAL"
+        )
+
+    monkeypatch.setattr("hetspmd.run.verify.verify", failing)
+    outcome = command(
+        "verify", targets, "--cluster", cluster, "--json", "-", "--steps", 5, "--dtype", "float32"
+    )
+    assert outcome.status == 1
+    assert json.loads(outcome.out) == {
+        "ok": False, "loss_error": 0.0, "gradient_error": None, "parameter_error": 1e-3,
+    }  # fmt: skip
+    assert asked == {"dtype": "float32", "steps": 5, "constraints": None}
+    outcome = command("verify", targets, "--cluster", cluster)
+    assert (outcome.status, outcome.out) == (1, "NOT EQUAL\n")
+
+
+def test_rules_list(command) -> None:
+    outcome = command("rules", "list")
+    assert outcome.status == 0
+    names = outcome.out.splitlines()
+    assert "aten.mm.default" in names
+    assert names == sorted(names)
+    assert command("rules").out == outcome.out
+
+
+def test_rules_show(command) -> None:
+    outcome = command("rules", "show", "mm")
+    assert outcome.status == 0
+    assert "  {All-Gather(1), All-Gather(0)} k {All-Reduce}\n" in outcome.out
+
+
+def test_rules_check(command) -> None:
+    outcome = command("rules", "check", "mm", "aten::add.Tensor", "--missing")
+    assert outcome.status == 0
+    assert outcome.out.startswith("aten.mm.default: ok")
+    assert outcome.out.endswith("2 ops: all ok\n")
+
+
+RULES = """
+import torch
+from hetspmd.rules.registry import rule
+
+@torch.library.custom_op("hetspmd_cli_rules::{name}", mutates_args=())
+def {name}(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(0)
+
+rule("hetspmd_cli_rules::{name}", "{annotation}")
+SAMPLES = {{"hetspmd_cli_rules::{name}": lambda: [((torch.randn(4, 5, dtype=torch.float64),), {{}})]}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "annotation", "status"), [("wrong", "a b -> a b", 1), ("right", "a! b -> a! b", 0)]
+)
+def test_rules_check_of_ones_own(command, tmp_path: Path, name: str, annotation: str, status: int) -> None:
+    path = tmp_path / f"{name}_rules.py"
+    path.write_text(RULES.format(name=name, annotation=annotation))
+    outcome = command("rules", "check", f"hetspmd_cli_rules::{name}", "--load", path)
+    assert outcome.status == status, outcome
+    assert ("wrong: " in outcome.out) == bool(status)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["check", "no_such_op"], "no_such_op has no rule"),
+        (["show", "mmm"], "mmm has no rule; the nearest with one are"),
+        (["check", "mm", "--load", "nowhere.py"], "nowhere.py does not exist"),
+    ],
+)
+def test_rules_bad_input(command, arguments: list[str], text: str) -> None:
+    outcome = command("rules", *arguments)
+    assert outcome.status == 2
+    assert text in outcome.line
+
+
+def test_doctor(command) -> None:
+    outcome = command("doctor")
+    assert outcome.status == 0
+    assert torch.__version__ in outcome.out
+    assert "gloo" in outcome.out
+
+
+def test_doctor_with_another_torch(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.4.1+cpu")
+    outcome = command("doctor")
+    assert outcome.status == 1
+    assert "BAD  torch" in outcome.out
+
+
+def test_a_fault_is_not_bad_input(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> tuple[str, ...]:
+        raise ZeroDivisionError("inside")
+
+    monkeypatch.setattr("hetspmd.rules.registry.registered", broken)
+    outcome = command("rules", "list")
+    assert outcome.status == 70
+    assert "Traceback" in outcome.err
+    assert "fault of hetspmd" in outcome.err
+
+
+def test_interrupt(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop() -> tuple[str, ...]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hetspmd.rules.registry.registered", stop)
+    assert command("rules", "list") == (130, "", "hetspmd: interrupted\n")
