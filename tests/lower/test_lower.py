@@ -219,13 +219,14 @@ def test_constants_are_computed_once_and_cut() -> None:
     name = c.theory.graph.tensors[constant.tensor].name
     whole = ((torch.arange(5) - 2).double() * 0.1)[:, None]
 
-    def only_shards(instruction: Instruction, rows: list[Row]) -> Row:
-        found = [r for r in rows if any(is_sharded(f) for f in r.pre)]
-        return found[-1] if constant.tensor in instruction.inputs and found else rows[0]
-
-    program = build(c.theory, only_shards)
     axis = c.theory.axes.axis(constant.tensor, 0)
     assert axis is not None
+
+    def shards(instruction: Instruction, rows: list[Row]) -> Row:
+        axes = c.theory.row_axes[instruction.id]
+        return rows[axes.index(axis.id)] if constant.tensor in instruction.inputs else rows[0]
+
+    program = build(c.theory, shards)
     for units in ((3, 2), (5, 0)):
         lengths = Lengths(2, tuple((a.units, 0) if a != axis else units for a in c.theory.axes.axes))
         seen = []

@@ -7,11 +7,13 @@ Exit status: 0 done, 1 a check failed, 2 bad input (one line on standard error: 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn, TextIO
 
 from hetspmd.cli import compile as compile_command
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser().parse_args(arguments)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else BAD_INPUT
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _quiet_trace(options.debug):
         warnings.showwarning = _Warnings()
         warnings.simplefilter("always", MissingRuleWarning)
         return _run(options)
@@ -76,6 +78,19 @@ def _run(options: argparse.Namespace) -> int:
         traceback.print_exc()
         print("hetspmd: this is a fault of hetspmd; please report it with the text above", file=sys.stderr)
         return FAULT
+
+
+@contextmanager
+def _quiet_trace(debug: bool) -> Iterator[None]:
+    """Keep torch from logging the traceback of an op that fails on the example: its error says as much."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    if not debug:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def one_line(text: str) -> str:

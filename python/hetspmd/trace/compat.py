@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -127,6 +127,12 @@ def _told_that_it_is_traced() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+def _plain_recurrence() -> AbstractContextManager[None]:
+    """Recurrent layers as matrix products and pointwise ops: autograd would record oneDNN's fused layer, whose
+    backward no rule can cut."""
+    return cast(AbstractContextManager[None], torch.backends.mkldnn.flags(enabled=False))
+
+
 @contextmanager
 def _named_modules(root: nn.Module) -> Iterator[None]:
     """While it lasts, graph nodes carry the path of the module whose forward creates them."""
@@ -166,7 +172,7 @@ def export_joint(
 ) -> tuple[GraphModule, list[InputRole], list[OutputRole]]:
     """The joint graph of ``module(*inputs)``: forward, and backward from its first output if that requires
     a gradient; with the roles of placeholders and outputs, in their order."""
-    with ExitStack() as stack, _told_that_it_is_traced(), _named_modules(module), warnings.catch_warnings():
+    with ExitStack() as stack, _told_that_it_is_traced(), _named_modules(module), _plain_recurrence(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs), decompositions=decompositions)
         graph_module = cast(GraphModule, joint.graph_module)

@@ -171,38 +171,47 @@ def _without(term: tuple[str, ...], names: set[str]) -> tuple[Dim, ...]:
     return tuple(None if n in names else n for n in term)
 
 
-@rule("aten._grouped_mm.default")
-def _grouped_mm(call: Call) -> OpRule:
-    """Rows (or columns) that ``offs`` groups stay whole; so does the group dim that ``offs`` indexes."""
-    a, b = call.inputs[:2]
-    terms: dict[tuple[int, int], tuple[Sequence[Dim], Sequence[Dim], Sequence[Dim]]] = {
-        (2, 3): ((None, "k"), (None, "k", "n"), (None, "n")),
-        (3, 2): ((None, "m", "k"), ("k", None), ("m", None)),
-        (2, 2): (("m", None), (None, "n"), (None, "m", "n")),
-        (3, 3): (("g", "m", "k"), ("g", "k", "n"), ("g", "m", "n")),
-    }
-    a_term, b_term, out = terms[a.ndim, b.ndim]
-    flops = 2.0 * math.prod(call.out.shape) * (a.shape[-1] if (a.ndim, b.ndim) != (2, 2) else 1)
-    if (a.ndim, b.ndim) == (2, 2):
-        flops = 2.0 * a.shape[0] * a.shape[1] * b.shape[1]
-    rest: list[Term] = [None] * (len(call.inputs) - 2)
-    if call.tensor(3, "bias") is not None:
-        return OpRule(flops=flops)
-    # The kernels want rows of whole 16-byte groups: cut only at multiples of that many elements.
-    unit = 16 // _ITEM.get(a.dtype, 4)
-    a_term, b_term, out = (tuple(_aligned(d, unit) for d in t) for t in (a_term, b_term, out))
-    aligned = all(
-        t.shape[i] % unit == 0
-        for t, term in ((a, a_term), (b, b_term), (call.out, out))
-        for i, d in enumerate(term)
-        if isinstance(d, tuple)
-    )
-    factors = term_factors(call, [a_term, b_term, *rest], [out]) if aligned else ()
-    return OpRule(factors, linear=linear_sets(call, [[0], [1]]), flops=flops)
-
+_GROUPED: dict[tuple[int, int], tuple[str, str, str]] = {
+    (2, 3): ("rk", "gkn", "rn"),
+    (3, 2): ("gmk", "kr", "mr"),
+    (2, 2): ("mr", "rn", "gmn"),
+    (3, 3): ("gmk", "gkn", "gmn"),
+}
+"""Dims of the two arguments -> terms; r is ragged: ``offs`` divides it into the groups g."""
 
 _ITEM = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def _aligned(dim: Dim, unit: int) -> Dim:
-    return (dim, unit) if isinstance(dim, str) and dim in "mnk" else dim
+@rule("aten._grouped_mm.default")
+def _grouped_mm(call: Call) -> OpRule:
+    """As a batched product, but neither a ragged dim nor then the groups can be cut.
+
+    The kernels want rows of whole 16-byte pieces, so other dims are cut at multiples of that.
+    """
+    a, b = call.inputs[:2]
+    terms = _GROUPED[a.ndim, b.ndim]
+    whole = "rg" if "r" in terms[0] + terms[1] else ""
+    unit = 16 // _ITEM.get(a.dtype, 4)
+    tensors = (a, b, call.out)
+    unaligned = {
+        n
+        for t, type_ in zip(terms, tensors, strict=True)
+        for n, e in zip(t, type_.shape, strict=True)
+        if e % unit
+    }
+
+    def dim(name: str) -> Dim:
+        if name == "g":
+            return None if whole else name
+        return None if name in whole or name in unaligned else (name, unit)
+
+    a_term, b_term, out = (tuple(map(dim, term)) for term in terms)
+    products = Call(call.op, call.args, call.kwargs, (a, b), call.outputs)
+    flops = _flops(products, terms[:2]) / (b.shape[0] if (a.ndim, b.ndim) == (2, 3) else 1)
+    flops /= a.shape[0] if (a.ndim, b.ndim) == (3, 2) else 1
+    if call.tensor(3, "bias") is not None:
+        return OpRule(flops=flops)
+    rest: list[Term] = [None] * (len(call.inputs) - 2)
+    return OpRule(
+        term_factors(call, [a_term, b_term, *rest], [out]), linear=linear_sets(call, [[0], [1]]), flops=flops
+    )
