@@ -13,7 +13,7 @@ from small_models import MLP, Attention, Case, case
 from small_plans import cluster, random_plan
 from torch import nn
 
-from hetspmd.compile import compile as compile_model
+from hetspmd.compiler import compile as compile_model
 from hetspmd.errors import (
     BatchMismatchError, DeviceError, ExampleError, PlanMismatchError, TraceError, WorldSizeError,
 )  # fmt: skip

@@ -30,7 +30,7 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compile and report."""
     from hetspmd.cli.target import load_target
-    from hetspmd.compile import compile as synthesize
+    from hetspmd.compiler import compile as synthesize
     from hetspmd.cost.cluster import Cluster
     from hetspmd.report import plan_json, plan_text, program_text
 

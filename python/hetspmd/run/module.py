@@ -186,7 +186,7 @@ class HAP(nn.Module):
         return dict(self._store.shards)
 
     def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> Plan:
-        from hetspmd.compile import compile_plan
+        from hetspmd.compiler import compile_plan
 
         return compile_plan(
             self.module, args, kwargs, self.cluster, loss=self._loss, training=training, **self._options
@@ -228,7 +228,7 @@ class HAP(nn.Module):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backward: bool, why: str
     ) -> _Entry:
         def make() -> Plan:
-            from hetspmd.compile import compile_plan
+            from hetspmd.compiler import compile_plan
 
             known = {k: v for k, v in self._options.items() if k != "constraints"}
 

@@ -111,7 +111,7 @@ def verify(
     The model is left as it was; its parameters must have values (not be on the meta device). ``options``
     go to :func:`hetspmd.compile`.
     """
-    from hetspmd.compile import compile_plan
+    from hetspmd.compiler import compile_plan
 
     cluster = Cluster.load(cluster)
     args, kwargs = split_example(example)
