@@ -79,7 +79,7 @@ def batches(rows: Tensor, steps: int) -> Iterator[Example]:
 def train(model: nn.Module, data: Iterable[Example]) -> Iterator[float]:
     """An ordinary training loop; yields the loss of each step."""
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     for batch in data:
         optimizer.zero_grad()
         loss = model(**batch).loss

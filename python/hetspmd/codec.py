@@ -10,20 +10,18 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 
 @cache
 def _types() -> dict[str, type]:
-    from hetspmd import plan
-    from hetspmd.balance import lengths
-    from hetspmd.cost import cluster, step
-    from hetspmd.rules import rule
-    from hetspmd.synth import program
-    from hetspmd.trace import graph
-
+    # By module name: ``from hetspmd.rules import rule`` is the decorator.
+    names = (
+        "trace.graph", "rules.rule", "synth.program", "balance.lengths", "cost.cluster", "cost.step", "plan",
+    )  # fmt: skip
     found: dict[str, type] = {}
-    for module in (graph, rule, program, lengths, cluster, step, plan):
+    for module in (import_module(f"hetspmd.{name}") for name in names):
         for name, value in vars(module).items():
             if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == module.__name__:
                 found[name] = value

@@ -98,14 +98,14 @@ def test_names_are_those_of_data_parallel_and_ties_are_kept() -> None:
     c = case("attention")
     plan = random_plan(c, 2, 2)
 
-    def body(hap: HAP) -> tuple[list[str], bool, bool]:
+    def body(hap: HAP) -> tuple[list[str], bool]:
         model = hap.module
-        return [n for n, _ in hap.named_parameters()], model.head.weight is model.tokens.weight, hap.rank in (0, 1)  # type: ignore[union-attr]
+        assert isinstance(model, Attention)
+        return [n for n, _ in hap.named_parameters()], model.head.weight is model.tokens.weight
 
-    for names, tied, ranked in on_ranks(c, plan, body):
+    for names, tied in on_ranks(c, plan, body):
         assert names == [f"module.{n}" for n, _ in c.model.named_parameters()]
         assert tied
-        assert ranked
 
 
 def test_shards_have_the_planned_shapes() -> None:
@@ -329,23 +329,20 @@ def test_evaluation_has_no_dropout_and_needs_no_labels() -> None:
     plan = compile_model(model, c.batch, cluster(2, 1))
     single = copy.deepcopy(model).eval()
 
-    def body(hap: HAP) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[bool]]:
-        noisy = [hap(x, labels=labels)[0].item() for _ in range(2)] if False else []
+    def body(hap: HAP) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
         first, second = (hap(x=x, labels=labels)[0].detach() for _ in range(2))
         hap.eval()
         with torch.no_grad():
             logits = hap(x=x)
         loss = hap(x=x, labels=labels)[0]
         loss.backward()
-        hap.train()
-        hap(x=x, labels=labels)
-        return first, second, logits, loss.detach(), [noisy == [], hap.module.a.weight.grad is not None]
+        return first, second, logits, loss.detach(), hap.module.a.weight.grad is not None
 
-    for first, second, logits, loss, flags in on_ranks(c, plan, body, gather_outputs=True):
+    for first, second, logits, loss, trained in on_ranks(c, plan, body, gather_outputs=True):
         assert not torch.equal(first, second), "training drops"
         torch.testing.assert_close(logits, single(x).detach())
         torch.testing.assert_close(loss, single(x, labels)[0].detach())
-        assert all(flags)
+        assert trained
 
 
 def test_frozen_later_gets_its_own_plan() -> None:
@@ -442,7 +439,7 @@ def test_rank_zeros_error_is_raised_everywhere() -> None:
 def test_a_plan_for_another_model_or_cluster() -> None:
     c = case("mlp")
     plan = random_plan(c, 1, 0)
-    with pytest.raises(PlanMismatchError, match=r"a\.weight: float64\[10, 6\], this one has float32"):
+    with pytest.raises(PlanMismatchError, match=r"scale: float64\[10\], this one has float32\[10\]"):
         HAP(MLP(), plan.cluster, plan=plan)
     with pytest.raises(PlanMismatchError, match="does not have it"):
         HAP(Attention().double(), plan.cluster, plan=plan)

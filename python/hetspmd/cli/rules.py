@@ -76,7 +76,8 @@ def _full_name(op: str) -> str:
             continue
         if rule_function(name) is not None:
             return name
-    near = difflib.get_close_matches(op, [n.removeprefix("aten.") for n in registered()], n=3, cutoff=0.5)
+    names = [n.removeprefix("aten.").removesuffix(".default") for n in registered()]
+    near = difflib.get_close_matches(op, names, n=3)
     hint = (
         f"the nearest with one are {', '.join(near)}"
         if near

@@ -172,8 +172,10 @@ def export_joint(
 ) -> tuple[GraphModule, list[InputRole], list[OutputRole]]:
     """The joint graph of ``module(*inputs)``: forward, and backward from its first output if that requires
     a gradient; with the roles of placeholders and outputs, in their order."""
-    with ExitStack() as stack, _told_that_it_is_traced(), _named_modules(module), _plain_recurrence(), warnings.catch_warnings():
+    with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
+        for context in (_told_that_it_is_traced(), _named_modules(module), _plain_recurrence()):
+            stack.enter_context(context)
         joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs), decompositions=decompositions)
         graph_module = cast(GraphModule, joint.graph_module)
     nodes = list(graph_module.graph.nodes)

@@ -6,6 +6,7 @@ here keeps values exactly:
 - no-ops (detach, alias, clone, views and copies to the same shape and dtype) disappear: in a functional
   graph a copy is the value itself;
 - ``cat`` loses inputs of shape [0], which torch allows for history's sake;
+- a call that was made before in the same phase is not made again;
 - a view of a view is a view, a transpose of a transpose the tensor itself;
 - dropout with probability 0 is the identity.
 """
@@ -86,6 +87,7 @@ class _Importer:
         self.draft = Draft([], [])
         self.sources: dict[int, str] = {}
         self.zero_dropout_masks: set[Value] = set()
+        self.calls: dict[tuple[object, ...], tuple[Value | None, ...]] = {}
         self.view_of: dict[Value, Value] = {}
         self.transpose_of: dict[Value, Value] = {}
 
@@ -185,9 +187,29 @@ class _Importer:
         if kept is not None:
             args = kept
             random = torch.Tag.nondeterministic_seeded in node.target.tags
+            if not random and self._seen_before(node, op, args, kwargs, outputs):
+                return
             self.draft.instructions.append(
                 DraftInstruction(node, op, args, kwargs, outputs, self._source(node), random)
             )
+
+    def _seen_before(
+        self, node: Node, op: str, args: tuple[Argument, ...], kwargs: tuple[tuple[str, Argument], ...],
+        outputs: tuple[Value | None, ...],
+    ) -> bool:  # fmt: skip
+        """Whether the same call was made before in the same phase; then its outputs are aliases.
+
+        Calls of the backward are not merged with equal ones of the forward: recomputing is how activation
+        checkpointing saves memory.
+        """
+        key = (node.meta.get("partitioner_tag"), op, _typed(args), _typed(kwargs))
+        before = self.calls.setdefault(key, outputs)
+        if before is outputs:
+            return False
+        for value, known in zip(outputs, before, strict=True):
+            if value is not None and known is not None:
+                self.alias[value] = known
+        return True
 
     def _simplify(
         self, op: str, args: tuple[Argument, ...], outputs: tuple[Value | None, ...]
@@ -241,6 +263,13 @@ _VIEWS = frozenset({"view", "_unsafe_view", "reshape"})
 _IDENTITIES_OF_SAME_SHAPE = frozenset(
     {"view", "_unsafe_view", "reshape", "expand", "_to_copy", "slice", "to"}
 )
+
+
+def _typed(value: Argument) -> object:
+    """The argument with the types of its numbers, since 1, 1.0 and True are equal in Python."""
+    if isinstance(value, tuple):
+        return tuple(map(_typed, value))
+    return value if isinstance(value, Hole) else (type(value), repr(value))
 
 
 def _at(source: str) -> str:

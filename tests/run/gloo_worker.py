@@ -1,0 +1,104 @@
+"""What one gloo process does in tests/run/test_gloo.py; results go to files, one per rank."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from collective_cases import check_collectives
+from small_models import MLP, Case, case
+from small_plans import cluster, random_plan
+from torch import nn
+
+from hetspmd.errors import PlanMismatchError, TraceError, WorldSizeError
+from hetspmd.plan import Plan
+from hetspmd.run.communicator import ProcessGroupCommunicator, Work, communicator_for
+from hetspmd.run.module import HAP
+from hetspmd.run.random import Randomness
+
+SEEDS = (1, 2)
+
+
+class Branches(nn.Module):
+    """Cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.w).sum() if x.sum() > 0 else self.w.sum()
+
+
+class Slow(ProcessGroupCommunicator):
+    """Sleeps a little before some primitives, differently on every rank."""
+
+    dice = random.Random(0)
+
+    def all_reduce(self, buffer: torch.Tensor) -> Work:
+        if self.dice.random() < 0.3:
+            time.sleep(self.dice.random() * 3e-3)
+        return super().all_reduce(buffer)
+
+
+def train(model: nn.Module, c: Case, plan: Plan, communicator: Any) -> dict[str, Any]:
+    """Two SGD steps; the loss of both, the first gradients and the final tensors, whole."""
+    hap = HAP(model, plan.cluster, plan=plan, process_group=communicator)
+    hap.use_randomness(Randomness(3, hap.rank, torch.device("cpu"), reference=True))
+    optimizer = torch.optim.SGD(hap.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    losses, gradients = [], {}
+    for step in range(2):
+        optimizer.zero_grad()
+        output = hap(**c.batch)
+        loss = output["loss"] if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
+        loss.backward()
+        losses.append(loss.detach())
+        if step == 0:
+            gradients = hap.full_gradients()
+        optimizer.step()
+    return {"losses": losses, "gradients": gradients, "final": hap.full_tensors()}
+
+
+def plans(world: int) -> list[tuple[Case, Plan]]:
+    """The same in every process."""
+    cases = [case(name, torch.float32) for name in ("mlp", "conv", "attention")]
+    return [(c, random_plan(c, world, seed)) for c in cases for seed in SEEDS]
+
+
+def worker(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    Slow.dice.seed(rank)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    results: dict[str, Any] = {"collectives": check_collectives(communicator_for(None, world))}
+    slow = Slow()
+    results["training"] = [train(copy.deepcopy(c.model), c, plan, slow) for c, plan in plans(world)]
+    results["errors"] = [str(e) for e in errors(rank, world)]
+    c = case("mlp", torch.float32)
+    hap = HAP(copy.deepcopy(c.model), cluster(*range(1, world + 1)), example=c.batch)
+    results["compiled"] = (hap.plan.digest, hap(**c.batch)["loss"].detach())
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def errors(rank: int, world: int) -> list[Exception]:
+    c = case("mlp", torch.float32)
+    found: list[Exception] = []
+    try:
+        HAP(MLP(), cluster(1, 2), example=c.batch)
+    except WorldSizeError as error:
+        found.append(error)
+    plan = random_plan(c, world, 2 if rank else 4)
+    try:
+        HAP(copy.deepcopy(c.model), plan.cluster, plan=plan)
+    except PlanMismatchError as error:
+        found.append(error)
+    try:
+        HAP(Branches(), cluster(*[1] * world), example=(torch.ones(3),))
+    except TraceError as error:
+        found.append(error)
+    return found

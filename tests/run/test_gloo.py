@@ -1,0 +1,65 @@
+"""Real processes over gloo: one launch that runs everything, compared with the simulation.
+
+In float32 the two differ in the order in which a sum over ranks is taken (gloo reduces around a ring, the
+simulation in rank order), so they agree to rounding and not bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gloo_worker import plans, train, worker
+from torch import multiprocessing
+
+from hetspmd.run.simulate import run_ranks
+from hetspmd.run.verify import largest_error
+
+WORLD = 3
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("gloo")
+    multiprocessing.spawn(worker, (WORLD, str(folder)), nprocs=WORLD)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+def test_collectives_by_brute_force(results: list[dict[str, Any]]) -> None:
+    counts = {r["collectives"] for r in results}
+    assert len(counts) == 1
+    assert counts.pop() > 100
+
+
+def test_training_equals_the_simulation(results: list[dict[str, Any]]) -> None:
+    for index, (c, plan) in enumerate(plans(WORLD)):
+        models = [copy.deepcopy(c.model) for _ in range(WORLD)]
+        _ = plan.theory, plan.digest
+        simulated = run_ranks(
+            WORLD, lambda comm, m=models, c=c, plan=plan: train(m[comm.rank], c, plan, comm)  # type: ignore[misc]
+        )
+        for rank in range(WORLD):
+            got, want = results[rank]["training"][index], simulated[rank]
+            torch.testing.assert_close(got["losses"], want["losses"], rtol=1e-6, atol=0.0)
+            assert largest_error(got["gradients"], want["gradients"], 1e-6)[0] <= 1e-6
+            assert largest_error(got["final"], want["final"], 1e-6)[0] <= 1e-6
+
+
+def test_errors_are_the_same_on_every_rank(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        world_size, plan, trace = r["errors"]
+        assert "cluster has 2 devices, the process group 3" in world_size
+        assert "on ranks [0]" in plan
+        assert "on ranks [1, 2]" in plan
+        assert "cannot be traced" in trace
+    assert len({tuple(r["errors"]) for r in results}) == 1
+
+
+def test_rank_zero_compiles_for_all(results: list[dict[str, Any]]) -> None:
+    digests = {r["compiled"][0] for r in results}
+    losses = {r["compiled"][1].item() for r in results}
+    assert len(digests) == 1
+    assert len(losses) == 1

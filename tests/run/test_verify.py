@@ -1,0 +1,130 @@
+"""Verification: equal programs pass at 1e-9, wrong ones do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_models import case
+from small_plans import cluster, random_plan
+from torch import nn
+
+from hetspmd.balance.lengths import Lengths
+from hetspmd.errors import CheckError
+from hetspmd.run.precision import all_in, retyped_graph
+from hetspmd.run.verify import largest_error, verify
+from hetspmd.synth.program import Communicate, Program
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv", "attention"])
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_random_plans_verify(name: str, world: int) -> None:
+    c = case(name, torch.float32)
+    for seed in range(2):
+        plan = random_plan(c, world, seed)
+        report = verify(c.model, c.batch, plan.cluster, plan=plan)
+        assert report.ok, report.text
+        assert max(report.loss_error, report.gradient_error, report.parameter_error) <= 1e-9
+        assert report.random is (name == "attention")
+
+
+def test_compiled_plans_verify() -> None:
+    c = case("attention", torch.float32)
+    report = verify(c.model, c.batch, cluster(4, 2, 1, 1))
+    assert report.ok, report.text
+    assert "equal to its reference graph" in report.text
+    report.require()
+
+
+def test_a_model_without_randomness_is_compared_with_eager_pytorch() -> None:
+    c = case("attention", torch.float32, dropout=0.0)
+    report = verify(c.model, c.batch, cluster(3, 1), constraints={"qkv.weight": "shard(0)"})
+    assert report.ok, report.text
+    assert not report.random
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    c = case("conv", torch.float32)
+    before = {k: v.clone() for k, v in c.model.state_dict().items()}
+    plan = random_plan(c, 2, 1)
+    verify(c.model, c.batch, plan.cluster, plan=plan)
+    after = c.model.state_dict()
+    assert all(torch.equal(before[k], after[k]) and before[k].dtype == after[k].dtype for k in before)
+    assert all(p.grad is None for p in c.model.parameters())
+
+
+def test_a_wrong_program_does_not_pass() -> None:
+    """A sum over ranks left out: the summand is taken for the sum."""
+    c = case("mlp", torch.float32)
+    plan = random_plan(c, 3, 2)
+    lengths = Lengths(3, tuple((a.units - 2 * (a.units // 3), a.units // 3, a.units // 3) for a in plan.theory.axes.axes))
+    plan = replace(plan, lengths=lengths)
+    wrong = 0
+    for index, step in enumerate(plan.program.steps):
+        if not (isinstance(step, Communicate) and step.kind == "all_reduce"):
+            continue
+        tensor = step.tensor
+        steps = list(plan.program.steps)
+        steps[index] = replace(step, kind="reduce_scatter", target=2) if False else step
+        del steps[index]
+        for j, other in enumerate(steps):
+            if not isinstance(other, Communicate):
+                outputs = plan.graph.instructions[other.instruction].outputs
+                if tensor in outputs:
+                    post = tuple(0 if t == tensor else f for t, f in zip(outputs, other.row.post, strict=True))
+                    steps[j] = _Lying(other.instruction, other.row, post)  # type: ignore[assignment]
+        p = plan.program
+        broken = replace(plan, program=Program(tuple(steps), p.loss, p.outputs, p.gradients, p.buffers))
+        report = verify(c.model, c.batch, plan.cluster, plan=broken, optimizers=("sgd",), steps=1)
+        wrong += not report.ok
+        if not report.ok:
+            with pytest.raises(CheckError, match="NOT EQUAL"):
+                report.require()
+    assert wrong > 0
+
+
+def test_llamas_casts_are_widened() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.rand(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = x.to(torch.float32)
+            return (self.w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)).square().mean()
+
+    model, x = Norm(), torch.randn(6, 8)
+    with all_in(torch.float64):
+        loss = model.double()(x.double())
+    assert loss.dtype == torch.float64
+    wide = model.w.double()
+    h = x.double()
+    want = (wide * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))).square().mean()
+    assert abs(loss.item() - want.item()) < 1e-15
+    report = verify(Norm(), (x,), cluster(2, 1), constraints={"w": "shard(0)"})
+    assert report.ok, report.text
+
+
+def test_retyping_a_graph() -> None:
+    graph = case("attention", torch.float32).theory.graph
+    wide = retyped_graph(graph, torch.float64)
+    assert not any(t.dtype == "float32" for t in wide.tensors)
+    assert [t.dtype for t in wide.tensors if t.dtype != "float64"] == [
+        t.dtype for t in graph.tensors if t.dtype != "float32"
+    ]
+    assert retyped_graph(wide, torch.float32) == graph
+
+
+def test_errors_are_relative_to_the_largest_element() -> None:
+    want = {"a": torch.tensor([100.0, 1.0]), "b": torch.tensor([1e-14])}
+    got = {"a": torch.tensor([100.0, 2.0]), "b": torch.tensor([0.0])}
+    assert largest_error(got, want, 1e-12) == (pytest.approx(0.01), "a")
+    assert largest_error(got, want, 0.0) == (pytest.approx(1.0), "b")
+    assert largest_error({"a": got["a"]}, want)[0] == float("inf")
+    nan = {"a": torch.tensor([float("nan"), 1.0]), "b": want["b"]}
+    assert largest_error(nan, want)[0] == float("inf")
+    assert largest_error(nan, nan)[0] == 0.0
+    infinite = {"a": torch.tensor([float("inf"), 1.0])}
+    assert largest_error(infinite, infinite)[0] == 0.0
+    assert largest_error({"a": torch.tensor([1.0, 1.0])}, infinite)[0] == float("inf")
