@@ -46,7 +46,7 @@ def forced(entry: Traced, constraints: Constraints) -> Plan:
     """The best program under ``constraints``, proven by the checker and equal to the single device."""
     plan = plan_for(entry.theory, CLUSTER, constraints, RATIOS)
     report = verify(
-        entry.model, entry.example, CLUSTER, plan=plan, loss=entry.loss, optimizers=("adamw",), tolerance=1e-9
+        entry.model, entry.example, CLUSTER, plan=plan, loss=entry.loss, optimizers=("sgd",), tolerance=1e-9
     )
     report.require()
     return plan

@@ -96,7 +96,12 @@ def vgg19() -> Entry:
 def resnet50() -> Entry:
     from torchvision.models.resnet import Bottleneck, ResNet
 
-    return ResNet(Bottleneck, [3, 4, 6, 3], num_classes=7, width_per_group=2), images(32), classify
+    # Dilation keeps the last images at 4 x 4: batch norm over six numbers would be ill-conditioned.
+    dilation = [False, True, True]
+    model = ResNet(
+        Bottleneck, [3, 4, 6, 3], num_classes=7, width_per_group=2, replace_stride_with_dilation=dilation
+    )
+    return model, images(32), classify
 
 
 class RecurrentLM(nn.Module):
@@ -194,7 +199,11 @@ def causal(config: str, model: str, **options: Any) -> Callable[[], Entry]:
             "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
             "intermediate_size": 48, "vocab_size": VOCABULARY, "max_position_embeddings": 32,
         }  # fmt: skip
-        return getattr(transformers, model)(small_config(config, **{**sizes, **IDS, **options})), tokens(), None
+        return (
+            getattr(transformers, model)(small_config(config, **{**sizes, **IDS, **options})),
+            tokens(),
+            None,
+        )
 
     return build
 
@@ -308,7 +317,9 @@ def unet() -> Entry:
         def __init__(self) -> None:
             super().__init__()
             self.down = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.SiLU())
-            self.middle = nn.Sequential(nn.Conv2d(8, 12, 3, 2, 1), nn.InstanceNorm2d(12, affine=True), nn.GELU())
+            self.middle = nn.Sequential(
+                nn.Conv2d(8, 12, 3, 2, 1), nn.InstanceNorm2d(12, affine=True), nn.GELU()
+            )
             self.up = nn.ConvTranspose2d(12, 8, 2, 2)
             self.out = nn.Conv2d(16, 3, 1)
 
@@ -374,5 +385,7 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> Entry:
     torch.manual_seed(0)
     model, example, loss = ZOO[name]()
     cast = lambda t: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t  # noqa: E731
-    values = {k: cast(v) for k, v in example.items()} if isinstance(example, dict) else tuple(map(cast, example))
+    values = (
+        {k: cast(v) for k, v in example.items()} if isinstance(example, dict) else tuple(map(cast, example))
+    )
     return model.to(dtype).train(), values, loss

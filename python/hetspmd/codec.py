@@ -23,7 +23,11 @@ def _types() -> dict[str, type]:
     found: dict[str, type] = {}
     for module in (import_module(f"hetspmd.{name}") for name in names):
         for name, value in vars(module).items():
-            if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == module.__name__:
+            if (
+                isinstance(value, type)
+                and dataclasses.is_dataclass(value)
+                and value.__module__ == module.__name__
+            ):
                 found[name] = value
     return found
 
@@ -39,8 +43,9 @@ def encode(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {"$map": [[encode(k), encode(value[k])] for k in sorted(value)]}
     name = type(value).__name__
-    if _types().get(name) is type(value):
-        fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    known = _types().get(name)
+    if known is type(value) and dataclasses.is_dataclass(known):
+        fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(known)}
         return {"$": name, **fields}
     raise TypeError(f"a {name} cannot be stored in a plan")
 

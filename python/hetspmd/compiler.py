@@ -155,9 +155,7 @@ def _alternate(
     )  # fmt: skip
 
 
-def _baselines(
-    theory: Theory, costs: CostModel, fixed: Constraints, limits: Limits
-) -> dict[str, _Pair]:
+def _baselines(theory: Theory, costs: CostModel, fixed: Constraints, limits: Limits) -> dict[str, _Pair]:
     """Data parallelism in the same cost model, as far as the user's constraints allow it."""
     found: dict[str, _Pair] = {}
     wanted = known.data_parallel(theory)
@@ -166,7 +164,10 @@ def _baselines(
     constraints = Constraints({**fixed.forms, **wanted.forms}, wanted.row_filter)
     try:
         space = search_space(theory, constraints)
-        for name, ratios in (("data_parallel_even", even(costs)), ("data_parallel_proportional", proportional(costs))):
+        for name, ratios in (
+            ("data_parallel_even", even(costs)),
+            ("data_parallel_proportional", proportional(costs)),
+        ):
             lengths = lengths_for(theory.axes, ratios)
             result = search(space, costs, lengths, limits)
             found[name] = _Pair(result, ratios, lengths, step_cost(theory, costs, result.program, lengths))
@@ -206,7 +207,9 @@ def _pinned(theory: Theory, like: Plan) -> tuple[dict[int, Form], Lengths]:
         axis = theory.axes.axis(p.tensor, dim)
         unit = theory.graph.tensors[p.tensor].shape[dim] // axis.units if axis is not None else 0
         if axis is None or any(e % unit for e in extents):
-            raise PlanError(f"{p.name} is stored in shards of {list(extents)}, which the new graph cannot use")
+            raise PlanError(
+                f"{p.name} is stored in shards of {list(extents)}, which the new graph cannot use"
+            )
         units = tuple(e // unit for e in extents)
         if pinned.setdefault(axis.id, units) != units:
             raise PlanError(f"{p.name} is stored in other shards than parameters it must agree with")

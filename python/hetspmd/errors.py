@@ -6,9 +6,11 @@ __all__ = [
     "BatchMismatchError",
     "CheckError",
     "ClusterError",
+    "CollectiveMismatchError",
     "ConstraintError",
     "DeviceError",
     "ExampleError",
+    "GradientError",
     "HetspmdError",
     "InfeasibleError",
     "MissingRuleError",
@@ -17,6 +19,7 @@ __all__ = [
     "PlanError",
     "PlanMismatchError",
     "ProofError",
+    "RandomOpError",
     "RuleError",
     "SearchError",
     "TargetError",
@@ -87,6 +90,18 @@ class PlanError(HetspmdError):
 
 class PlanMismatchError(PlanError):
     """The ranks hold different plans, or the plan belongs to another model or cluster."""
+
+
+class CollectiveMismatchError(PlanMismatchError):
+    """Two ranks issued different collectives: they do not run the same program."""
+
+
+class GradientError(HetspmdError):
+    """A gradient was asked for that the plan does not compute."""
+
+
+class RandomOpError(HetspmdError):
+    """A random op cannot be drawn as the program or a verification asks."""
 
 
 class WorldSizeError(HetspmdError):

@@ -55,7 +55,7 @@ def sharded_dim(form: Form) -> int:
 
 def available(have: Form, want: Form) -> bool:
     """Whether ``want`` follows from ``have`` without communication (slice or mask of Identity)."""
-    return have == want or have == IDENTITY
+    return have in (want, IDENTITY)
 
 
 def form_text(form: Form) -> str:

@@ -23,7 +23,7 @@ from hetspmd.synth.program import Compute, Program
 from hetspmd.trace.graph import Graph
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 VERSION = 1
 
@@ -80,6 +80,12 @@ class Plan:
         """The background theory, derived again from the graph."""
         return derive(self.graph)
 
+    def __str__(self) -> str:
+        """What was decided and what it costs, for people."""
+        from hetspmd.report import plan_text
+
+        return plan_text(self)
+
     @property
     def world(self) -> int:
         """Number of devices."""
@@ -116,7 +122,9 @@ class Plan:
             document: dict[str, Any] = json.loads(text)
             version = document["version"]
         except (ValueError, KeyError, TypeError) as error:
-            raise PlanError(f"not a plan file: {error}; write one with hetspmd compile --plan FILE") from error
+            raise PlanError(
+                f"not a plan file: {error}; write one with hetspmd compile --plan FILE"
+            ) from error
         if version != VERSION:
             raise PlanError(f"plan file of version {version}, this release reads {VERSION}; compile again")
         try:

@@ -199,7 +199,9 @@ def test_a_slice_is_saved_instead_of_the_whole() -> None:
 
 def test_parameters_are_saved_as_they_are() -> None:
     c = case("mlp")
-    local = lower(c.theory, data_parallel(c.theory, c.theory.graph.inputs[0].tensor), uneven(c.theory, 2), 0, CPU)
+    local = lower(
+        c.theory, data_parallel(c.theory, c.theory.graph.inputs[0].tensor), uneven(c.theory, 2), 0, CPU
+    )
     (output,) = (n for n in local.forward.graph.nodes if n.op == "output")
     placeholders = {n for n in local.forward.graph.nodes if n.op == "placeholder"}
     assert any(n in placeholders and "weight" in n.name for n in output.args[0][3])
@@ -240,7 +242,9 @@ def test_constants_are_computed_once_and_cut() -> None:
 
 def test_text_of_a_local_program() -> None:
     c = case("mlp")
-    text = str(lower(c.theory, data_parallel(c.theory, c.theory.graph.inputs[0].tensor), uneven(c.theory, 2), 0, CPU))
+    text = str(
+        lower(c.theory, data_parallel(c.theory, c.theory.graph.inputs[0].tensor), uneven(c.theory, 2), 0, CPU)
+    )
     assert text.startswith("# rank 0 of 2, forward\n")
     assert "# rank 0 of 2, backward" in text
     assert "parameter_a_weight" in text

@@ -17,8 +17,8 @@ EXTENTS = {
     4: [(1, 2, 3, 4), (0, 5, 0, 1)],
 }
 GATHERED = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.uint8,
-    torch.bool, torch.complex64,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.uint8, torch.bool, torch.complex64,
 ]  # fmt: skip
 SUMMED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.complex64]
 
@@ -72,7 +72,9 @@ def _cases(runtime: Runtime) -> Iterator[int]:
                 yield _same(got, total, f"all_reduce {shape} {dtype}")
                 for start in (collectives.start_reduce_scatter, collectives.start_grouped_reduce):
                     got = collectives.wait(start(runtime, mine, dim, extents))
-                    yield _same(got, _part(total, dim, extents, rank), f"{start.__name__} {shape} {extents} {dtype}")
+                    yield _same(
+                        got, _part(total, dim, extents, rank), f"{start.__name__} {shape} {extents} {dtype}"
+                    )
                 yield _same(mine, summands[rank], "out of place")
         for source, target in ((0, 1), (1, 0), (0, 2), (2, 1)):
             for others in EXTENTS[world]:
@@ -84,7 +86,9 @@ def _cases(runtime: Runtime) -> Iterator[int]:
                     got = collectives.wait(
                         collectives.start_all_to_all(runtime, part, source, target, extents, others)
                     )
-                    yield _same(got, _part(whole, target, others, rank), f"all_to_all {sizes} {extents} {others}")
+                    yield _same(
+                        got, _part(whole, target, others, rank), f"all_to_all {sizes} {extents} {others}"
+                    )
     # Several at once, waited for in another order; a non-contiguous operand; a scalar.
     whole = _whole((6, 4), torch.float32, 7)
     first = collectives.start_all_reduce(runtime, whole.t())

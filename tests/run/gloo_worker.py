@@ -55,7 +55,9 @@ def train(model: nn.Module, c: Case, plan: Plan, communicator: Any) -> dict[str,
     for step in range(2):
         optimizer.zero_grad()
         output = hap(**c.batch)
-        loss = output["loss"] if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
+        loss = (
+            output["loss"] if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
+        )
         loss.backward()
         losses.append(loss.detach())
         if step == 0:

@@ -37,7 +37,9 @@ class Builder:
             return
         source = self.dice.choice(have)
         if is_sharded(form) and source != form:
-            options: list[Kind] = ["reduce_scatter", "grouped_reduce"] if source == ALL_REDUCE else ["all_to_all"]
+            options: list[Kind] = (
+                ["reduce_scatter", "grouped_reduce"] if source == ALL_REDUCE else ["all_to_all"]
+            )
             self.communicate(tensor, self.dice.choice(options), source, form)
             return
         gather: list[Kind] = ["all_gather", "grouped_broadcast"]

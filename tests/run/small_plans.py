@@ -19,7 +19,8 @@ NO_COST = SearchReport(0.0, 0.0, 0.0, "handmade", 0)
 def cluster(*speeds: float) -> Cluster:
     """Devices of these speeds (TFLOP/s) on a fast network, so that even small models are divided."""
     devices: list[dict[str, Any]] = [
-        {"name": f"d{i}", "flops": s * 1e6, "memory": "1GiB", "memory_bandwidth": s * 1e6} for i, s in enumerate(speeds)
+        {"name": f"d{i}", "flops": s * 1e6, "memory": "1GiB", "memory_bandwidth": s * 1e6}
+        for i, s in enumerate(speeds)
     ]
     return Cluster.load({"devices": devices, "network": {"bandwidth": "100GB/s", "latency": "1ns"}})
 

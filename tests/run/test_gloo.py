@@ -39,7 +39,8 @@ def test_training_equals_the_simulation(results: list[dict[str, Any]]) -> None:
         models = [copy.deepcopy(c.model) for _ in range(WORLD)]
         _ = plan.theory, plan.digest
         simulated = run_ranks(
-            WORLD, lambda comm, m=models, c=c, plan=plan: train(m[comm.rank], c, plan, comm)  # type: ignore[misc]
+            WORLD,
+            lambda comm, m=models, c=c, plan=plan: train(m[comm.rank], c, plan, comm),  # type: ignore[misc]
         )
         for rank in range(WORLD):
             got, want = results[rank]["training"][index], simulated[rank]

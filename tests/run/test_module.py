@@ -15,11 +15,16 @@ from torch import nn
 
 from hetspmd.compiler import compile as compile_model
 from hetspmd.errors import (
-    BatchMismatchError, DeviceError, ExampleError, PlanMismatchError, TraceError, WorldSizeError,
+    BatchMismatchError,
+    DeviceError,
+    ExampleError,
+    GradientError,
+    PlanMismatchError,
+    TraceError,
+    WorldSizeError,
 )  # fmt: skip
 from hetspmd.forms import is_sharded
 from hetspmd.plan import Plan
-from hetspmd.run.autograd import GradientError
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.module import HAP
 from hetspmd.run.simulate import run_ranks
@@ -115,7 +120,9 @@ def test_shards_have_the_planned_shapes() -> None:
     assert any(is_sharded(form) for form, _ in layout.values())
 
     def body(hap: HAP) -> dict[str, tuple[int, ...]]:
-        assert {n: s.form for n, s in hap.parameter_shards().items()} == {n: f for n, (f, _) in layout.items()}
+        assert {n: s.form for n, s in hap.parameter_shards().items()} == {
+            n: f for n, (f, _) in layout.items()
+        }
         return {n: tuple(p.shape) for n, p in hap.module.named_parameters()}
 
     for rank, shapes in enumerate(on_ranks(c, plan, body)):
@@ -147,7 +154,9 @@ def test_gradients_accumulate_and_scale() -> None:
         return once, hap.full_gradients()
 
     for once, both in on_ranks(c, plan, body):
-        assert set(once) == {"a.weight", "a.bias", "b.weight", "b.bias"}, "neither the frozen nor the unused one"
+        assert set(once) == {"a.weight", "a.bias", "b.weight", "b.bias"}, (
+            "neither the frozen nor the unused one"
+        )
         for name, value in both.items():
             torch.testing.assert_close(value, once[name] * 9.0, **CLOSE)
 
@@ -343,6 +352,25 @@ def test_evaluation_has_no_dropout_and_needs_no_labels() -> None:
         torch.testing.assert_close(logits, single(x).detach())
         torch.testing.assert_close(loss, single(x, labels)[0].detach())
         assert trained
+
+
+def test_an_output_without_a_loss_refuses_gradients() -> None:
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+            logits = self.a(x)
+            return logits if labels is None else (nn.functional.cross_entropy(logits, labels), logits)
+
+    x, labels = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    hap = HAP(Optional(), cluster(1), example={"x": x, "labels": labels})
+    hap.eval()
+    logits = hap(x=x)
+    torch.testing.assert_close(logits.detach(), hap.module.a(x).detach())
+    with pytest.raises(GradientError, match="not the loss"):
+        logits.sum().backward()
 
 
 def test_frozen_later_gets_its_own_plan() -> None:

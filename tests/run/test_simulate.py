@@ -9,9 +9,9 @@ import pytest
 import torch
 from collective_cases import check_collectives
 
-from hetspmd.errors import PlanMismatchError
+from hetspmd.errors import CollectiveMismatchError, PlanMismatchError
 from hetspmd.run.communicator import Communicator, LoneCommunicator, communicator_for
-from hetspmd.run.simulate import CollectiveMismatchError, run_ranks
+from hetspmd.run.simulate import run_ranks
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -46,7 +46,9 @@ def test_different_collectives_are_named() -> None:
         else:
             comm.all_reduce(x).wait()
 
-    with pytest.raises(CollectiveMismatchError, match=r"collective 0.*(all_reduce.*broadcast|broadcast.*all_reduce)"):
+    with pytest.raises(
+        CollectiveMismatchError, match=r"collective 0.*(all_reduce.*broadcast|broadcast.*all_reduce)"
+    ):
         run_ranks(3, body)
 
 

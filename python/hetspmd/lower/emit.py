@@ -19,6 +19,7 @@ from hetspmd.forms import ALL_REDUCE, IDENTITY, form_text, sharded_dim
 from hetspmd.lower.constants import local_op
 from hetspmd.lower.layout import Layout
 from hetspmd.lower.schedule import Key, reads
+from hetspmd.rules.kernels import reader_of
 from hetspmd.rules.rule import localize
 from hetspmd.rules.theory import Theory
 from hetspmd.run import collectives
@@ -128,6 +129,8 @@ class GraphWriter:
         if instruction.is_source:
             raise PlanError(f"{instruction.name} is a source and cannot be computed")
         inputs = [self.need(key) for key in reads(theory.graph, step)]
+        if (reader := reader_of(instruction.op)) is not None:
+            inputs = [self.call(f"{node.name}_dense", reader, (node,)) for node in inputs]
         rule, call = theory.rules[instruction.id], theory.calls[instruction.id]
         start, stop = self._units(step)
         target, args, kwargs = localize(call, rule, row, self.rank, self.world, start, stop)

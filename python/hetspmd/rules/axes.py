@@ -1,9 +1,10 @@
 """Logical axes: which dimensions must be cut at the same places (design 4).
 
 768 columns that are later viewed as 12 heads x 64 may only be cut at multiples of 64, in every tensor that
-carries them, and a gradient like its parameter. Union-find over ``(tensor, dim)`` through the factors of all instructions gives the axes. An
-axis has ``units`` = gcd of the sizes of all factors on it; a dim of extent E on it has a unit of E / units
-elements, and a device that holds the units ``[u, v)`` holds the elements ``[u, v) * E / units`` of it.
+carries them, and a gradient like its parameter. Union-find over ``(tensor, dim)`` through the factors of all
+instructions gives the axes. An axis has ``units`` = gcd of the sizes of all factors on it; a dim of extent E on
+it has a unit of E / units elements, and a device that holds the units ``[u, v)`` holds the elements
+``[u, v) * E / units`` of it.
 """
 
 from __future__ import annotations

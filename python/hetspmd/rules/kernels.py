@@ -1,10 +1,45 @@
-"""Functions that lowered programs call where no single op computes the local result."""
+"""Functions that lowered programs call where no single op computes the local result, or around an op."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
+
+DENSE: Final = frozenset(
+    {
+        "aten.native_layer_norm_backward.default", "aten._fused_rms_norm_backward.default",
+        "aten._weight_norm_interface.default", "aten._weight_norm_interface_backward.default",
+        "aten.adaptive_max_pool3d_backward.default", "aten.fractional_max_pool2d_backward.default",
+        "aten.fractional_max_pool3d_backward.default", "aten.nll_loss2d_backward.default",
+        "aten.as_strided.default", "aten.as_strided_copy.default", "aten.as_strided_scatter.default",
+        "aten._reshape_alias.default", "aten._grouped_mm.default",
+    }
+)  # fmt: skip
+"""Ops whose result depends on more than the values of their inputs: the kernel reads some input's memory as if
+it were contiguous, or the op is told strides. A slice of a whole tensor is not contiguous."""
+
+DENSE_ROWS: Final = ("aten._scaled_dot_product_", "aten._flash_attention_", "aten._efficient_attention_")
+"""Beginnings of ops that read the last dim as if its stride were 1."""
+
+
+def reader_of(op: str) -> Any:
+    """What an op's inputs must pass through on a device (:func:`dense`, :func:`dense_rows`), None for most."""
+    if op in DENSE:
+        return dense
+    return dense_rows if op.startswith(DENSE_ROWS) else None
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in contiguous memory; itself if it is."""
+    return tensor.contiguous()
+
+
+def dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its last dim contiguous; itself if it is, or has fewer than four dims and is contiguous."""
+    if tensor.ndim >= 4 and tensor.stride(-1) == 1:
+        return tensor
+    return tensor.contiguous()
 
 
 def empty_shards(shapes: list[list[int]], dtypes: list[torch.dtype | None], device: torch.device) -> Any:

@@ -87,9 +87,7 @@ def _source_rows(graph: Graph, instruction: Instruction, axes: Axes) -> list[tup
     return rows
 
 
-def _op_rows(
-    instruction: Instruction, rule: OpRule, call: Call, axes: Axes
-) -> list[tuple[Row, int | None]]:
+def _op_rows(instruction: Instruction, rule: OpRule, call: Call, axes: Axes) -> list[tuple[Row, int | None]]:
     pairs: list[tuple[Row, int | None]] = []
     for row in rule.rows(call):
         if row.factor is None:

@@ -13,15 +13,12 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hetspmd.errors import HetspmdError
+from hetspmd.errors import GradientError
 from hetspmd.forms import ALL_REDUCE, is_sharded, sharded_dim
 from hetspmd.lower.program import LocalProgram, LocalTensor
 from hetspmd.run import collectives
 from hetspmd.run.runtime import Runtime
-
-
-class GradientError(HetspmdError):
-    """A gradient was asked for that the plan does not compute."""
+from hetspmd.trace.compat import graph_is_kept
 
 
 class Runner:
@@ -141,8 +138,8 @@ class _Step(torch.autograd.Function):
         runner: Runner = ctx.runner
         if any(g is not None for g in others):
             raise GradientError(
-                "a gradient reached an output of HAP that is not the loss; compute what is differentiated inside "
-                "the model, or pass loss= to HAP"
+                "a gradient reached an output of HAP that is not the loss; compute what is differentiated "
+                "inside the model, or pass loss= to HAP"
             )
         none: list[torch.Tensor | None] = [None] * (3 + len(runner.program.parameters))
         if tangent is None:
@@ -159,16 +156,10 @@ class _Step(torch.autograd.Function):
             )
         checked = iter(ctx.saved_tensors)
         saved = [next(checked) if t is None else t for t in ctx.box]
-        if not _graph_is_kept():
+        if not graph_is_kept():
             ctx.box = None
         gradients = runner.backward(tangent, saved)
         for index, gradient in zip(runner.program.differentiable, gradients, strict=True):
             if ctx.needs_input_grad[3 + index]:
                 none[3 + index] = gradient
         return tuple(none)
-
-
-def _graph_is_kept() -> bool:
-    """Whether this backward was called with ``retain_graph=True`` (assumed where torch cannot tell)."""
-    probe = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if probe is None else bool(probe())

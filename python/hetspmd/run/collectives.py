@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from hetspmd.run.runtime import Runtime
 
 _MOVABLE = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.int8,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.uint8, torch.int8,
 )  # fmt: skip
 
 

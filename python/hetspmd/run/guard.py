@@ -1,4 +1,4 @@
-"""The guard on batches: a plan serves exactly the structure, shapes, dtypes and plain values it was made for."""
+"""The guard on batches: a plan serves the structure, shapes, dtypes and plain values it was made for."""
 
 from __future__ import annotations
 

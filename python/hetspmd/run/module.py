@@ -250,8 +250,8 @@ class HAP(nn.Module):
             plan = agreed_plan(self._runtime.communicator, make)
         except HetspmdError as error:
             raise BatchMismatchError(
-                f"this batch or mode is not the plan's ({why or 'the mode of the model changed'}) and no plan "
-                f"could be made for it: {error}"
+                f"this batch or mode is not the plan's ({why or 'the mode of the model changed'}) and no "
+                f"plan could be made for it: {error}"
             ) from error
         program = lower_plan(plan, self.rank, self.device)
         self._check_shards(plan, program.parameters)

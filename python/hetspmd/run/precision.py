@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetspmd.plan import Plan
 from hetspmd.trace.assemble import constant_data
-from hetspmd.trace.compat import flatten, unflatten
+from hetspmd.trace.compat import TorchDispatchMode, flatten, unflatten
 from hetspmd.trace.graph import CONSTANT, Argument, Constant, DType, Graph, Instruction
 from hetspmd.trace.values import dtype_name, torch_dtype
 

@@ -19,17 +19,13 @@ from typing import Any
 
 import torch
 
-from hetspmd.errors import HetspmdError
+from hetspmd.errors import RandomOpError
 
 Region = tuple[int, int, int]
 """(dim, start, extent) of the slice of the whole tensor that a rank holds."""
 
 _CHUNK = 1 << 16
 _DEFAULT_STATE = threading.Lock()
-
-
-class RandomOpError(HetspmdError):
-    """A random op cannot be drawn as the program asks."""
 
 
 @dataclass(frozen=True)

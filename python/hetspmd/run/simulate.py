@@ -16,17 +16,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from hetspmd.errors import PlanMismatchError
+from hetspmd.errors import CollectiveMismatchError, PlanMismatchError
 from hetspmd.run.communicator import Communicator, Work
 
 T = TypeVar("T")
 
 Delay = Callable[[int, int], float]
 """(rank, sequence number) to seconds; injected before each deposit in tests."""
-
-
-class CollectiveMismatchError(PlanMismatchError):
-    """Two ranks issued different collectives: they do not run the same program."""
 
 
 class SimulationAbortedError(PlanMismatchError):
@@ -100,8 +96,8 @@ class SimulatedWorld:
                 for other in range(self.world):
                     if other not in slot.deposits and self._finished.get(other, number + 1) <= number:
                         error = CollectiveMismatchError(
-                            f"rank {rank} waits in collective {number} {slot.signature}, but rank {other} has "
-                            f"finished after {number}; the ranks do not run the same program"
+                            f"rank {rank} waits in collective {number} {slot.signature}, but rank {other} "
+                            f"has finished after {number}; the ranks do not run the same program"
                         )
                         self._failure = self._failure or error
                         self._condition.notify_all()

@@ -75,7 +75,8 @@ class Store:
             if buffer.is_meta:
                 if leaf in owner._non_persistent_buffers_set:
                     raise DeviceError(
-                        f"buffer {name} is on the meta device and no state dict restores it; build it on a real one"
+                        f"buffer {name} is on the meta device and no state dict restores it; "
+                        "build it on a real one"
                     )
                 owner._buffers[leaf] = torch.empty_like(buffer, device=device)
             elif buffer.device != device:

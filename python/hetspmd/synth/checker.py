@@ -64,6 +64,8 @@ class _Proof:
                 self.proved.setdefault(tensor, set()).add(form)
 
     def communicate(self, position: int, step: Communicate) -> None:
+        if not 0 <= step.tensor < len(self.graph.tensors):
+            raise ProofError(f"step {position}: there is no tensor {step.tensor}")
         where = f"step {position} ({step.kind} of {self.name(step.tensor)})"
         if step.source not in self.proved.get(step.tensor, set()):
             raise ProofError(f"{where}: {_text(step.source)} is not proved before it")
@@ -108,9 +110,18 @@ class _Proof:
         for buffer, result in zip(updated, program.buffers, strict=True):
             if result.form != self.made.get(buffer.tensor):
                 raise ProofError(f"buffer {buffer.name} is left as {_text(result.form)}, not as it is stored")
-        for result in (*([program.loss] if program.loss else []), *program.outputs, *program.gradients, *program.buffers):
-            if result.form == _SUMMANDS or not self.holds(result.tensor, result.form):
-                raise ProofError(f"at the end {self.name(result.tensor)} | {_text(result.form)} is not proved")
+        for result in (
+            *([program.loss] if program.loss else []),
+            *program.outputs,
+            *program.gradients,
+            *program.buffers,
+        ):
+            cut = result.form >= 2 and self.theory.axes.axis(result.tensor, result.form - 2) is not None
+            possible = cut or result.form == _WHOLE
+            if not possible or not self.holds(result.tensor, result.form):
+                raise ProofError(
+                    f"at the end {self.name(result.tensor)} | {_text(result.form)} is not proved"
+                )
 
 
 def _text(form: int) -> str:

@@ -84,13 +84,19 @@ def _check(theory: Theory, name: str, tensor: int, form: Form) -> None:
     if axis is None or axis.units < 2:
         raise InfeasibleError(
             f"{name} cannot be sharded along dim {dim} (shape {list(e.shape)}): "
-            + ("no rule of an op that reads it cuts that dim" if axis is None else "it is one indivisible unit")
+            + (
+                "no rule of an op that reads it cuts that dim"
+                if axis is None
+                else "it is one indivisible unit"
+            )
         )
 
 
 def batch_axes(theory: Theory) -> frozenset[int]:
     """Logical axes of dim 0 of the inputs: the samples."""
-    found = (theory.axes.axis(i.tensor, 0) for i in theory.graph.inputs if theory.graph.tensors[i.tensor].shape)
+    found = (
+        theory.axes.axis(i.tensor, 0) for i in theory.graph.inputs if theory.graph.tensors[i.tensor].shape
+    )
     return frozenset(axis.id for axis in found if axis is not None)
 
 
@@ -123,7 +129,9 @@ def zero_like(theory: Theory) -> Constraints:
     forms: dict[int, Form] = {}
     for p in theory.graph.parameters:
         shape = theory.graph.tensors[p.tensor].shape
-        dims = [d for d in range(len(shape)) if (a := theory.axes.axis(p.tensor, d)) is not None and a.units >= 2]
+        dims = [
+            d for d in range(len(shape)) if (a := theory.axes.axis(p.tensor, d)) is not None and a.units >= 2
+        ]
         forms[p.tensor] = all_gather(dims[0]) if dims else IDENTITY
     return Constraints(forms, _batch_rows(theory))
 

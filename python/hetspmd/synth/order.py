@@ -73,9 +73,7 @@ def _needed(space: Space, rows: Sequence[int]) -> list[set[Form]]:
     return needed
 
 
-def _with_results(
-    theory: Theory, steps: list[Step], space: Space, moves: Sequence[Move | None]
-) -> Program:
+def _with_results(theory: Theory, steps: list[Step], space: Space, moves: Sequence[Move | None]) -> Program:
     graph = theory.graph
     have: dict[int, list[Form]] = {}
     stored: dict[int, Form] = {}

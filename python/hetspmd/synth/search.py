@@ -26,7 +26,7 @@ class Limits:
     """
 
     seconds: float = 600.0
-    expansions: int = 1_500_000
+    expansions: int = 100_000
     memory: int = 4 * 2**30
 
 
@@ -59,7 +59,9 @@ def search(
     no program satisfies the constraints, SearchError if a limit struck before the first program was found.
     """
     row_seconds = [list(map(float, costs)) for costs in model.row_costs(lengths)]
-    move_seconds = [list(map(float, model.move_costs(t, moves, lengths))) for t, moves in enumerate(space.moves)]
+    move_seconds = [
+        list(map(float, model.move_costs(t, moves, lengths))) for t, moves in enumerate(space.moves)
+    ]
     problem, kept = space.problem(row_seconds, move_seconds)
     incumbent = None if start is None else _incumbent(space, kept, start)
     text = _core.solve(
@@ -68,7 +70,9 @@ def search(
     )  # fmt: skip
     solution = json.loads(text)
     if solution["stop_reason"] == "infeasible":
-        raise InfeasibleError(f"no program satisfies the constraints: {solution.get('conflict', 'unknown conflict')}")
+        raise InfeasibleError(
+            f"no program satisfies the constraints: {solution.get('conflict', 'unknown conflict')}"
+        )
     if solution["cost"] is None:
         raise SearchError(
             f"the search stopped ({solution['stop_reason']}) before it found a program; raise the limit"

@@ -74,7 +74,11 @@ class Space:
             rows = [
                 {
                     "pre": self.theory.rows[i][k].pre,
-                    "post": [f for f, t in zip(self.theory.rows[i][k].post, instruction.outputs, strict=True) if t >= 0],
+                    "post": [
+                        f
+                        for f, t in zip(self.theory.rows[i][k].post, instruction.outputs, strict=True)
+                        if t >= 0
+                    ],
                     "cost": round(row_seconds[i][k] * PICOSECONDS),
                 }
                 for k in self.rows[i]
@@ -108,15 +112,22 @@ def search_space(theory: Theory, constraints: Constraints, *, rows_of_outputs: b
     for i, instruction in enumerate(graph.instructions):
         keep = []
         for k, row in enumerate(theory.rows[i]):
-            if constraints.row_filter is not None and not constraints.row_filter(i, row, theory.row_axes[i][k]):
+            if constraints.row_filter is not None and not constraints.row_filter(
+                i, row, theory.row_axes[i][k]
+            ):
                 continue
-            if instruction.op == PARAMETER and constraints.forms.get(instruction.outputs[0], row.post[0]) != row.post[0]:
+            if (
+                instruction.op == PARAMETER
+                and constraints.forms.get(instruction.outputs[0], row.post[0]) != row.post[0]
+            ):
                 continue
             keep.append(k)
         if not keep:
             wanted = constraints.forms.get(instruction.outputs[0])
             asked = f" in the form {form_text(wanted)}" if wanted is not None else ""
-            raise InfeasibleError(f"{instruction.name}: no triple is left{asked}; loosen the constraints on it")
+            raise InfeasibleError(
+                f"{instruction.name}: no triple is left{asked}; loosen the constraints on it"
+            )
         rows.append(tuple(keep))
     requirements = _requirements(theory, constraints, rows_of_outputs)
     ties = tuple((p.tensor, p.gradient) for p in graph.parameters if p.gradient is not None)
@@ -173,7 +184,8 @@ def _moves(
             tuple(
                 (source, target, kind)
                 for source, target, kind in communications(dims, summable=e.dtype != "bool")
-                if source in produced[e.id] and (target in wanted[e.id] or (target == IDENTITY and wanted[e.id]))
+                if source in produced[e.id]
+                and (target in wanted[e.id] or (target == IDENTITY and wanted[e.id]))
             )
         )
     return tuple(found)
@@ -182,8 +194,8 @@ def _moves(
 def stored_forms(theory: Theory, choice: Mapping[int, int]) -> dict[int, Form]:
     """Parameter tensor to its stored form, given the row chosen for every instruction."""
     return {
-        p.tensor: theory.rows[theory.graph.producers[p.tensor]][choice[theory.graph.producers[p.tensor]]].post[0]
+        p.tensor: theory.rows[theory.graph.producers[p.tensor]][
+            choice[theory.graph.producers[p.tensor]]
+        ].post[0]
         for p in theory.graph.parameters
     }
-
-

@@ -16,8 +16,25 @@ import torch
 from hetspmd.errors import TraceError
 from hetspmd.trace.compat import InputRole, OutputRole
 from hetspmd.trace.graph import (
-    BUFFER, CONSTANT, INPUT, ITEM_SIZES, PARAMETER, TANGENT, Argument, Buffer, Constant, Graph, Input,
-    Instruction, Output, Parameter, Phase, Ref, Static, Tensor, refs,
+    BUFFER,
+    CONSTANT,
+    INPUT,
+    ITEM_SIZES,
+    PARAMETER,
+    TANGENT,
+    Argument,
+    Buffer,
+    Constant,
+    Graph,
+    Input,
+    Instruction,
+    Output,
+    Parameter,
+    Phase,
+    Ref,
+    Static,
+    Tensor,
+    refs,
 )  # fmt: skip
 from hetspmd.trace.importer import Draft, DraftInstruction, Hole, Value, instruction_inputs
 
@@ -144,7 +161,9 @@ class _Assembler:
                 updated[self.naming.buffers[role.name][0]] = value
             elif role.kind in ("input_mutation", "parameter_mutation"):
                 what = f"input {role.index}" if role.kind == "input_mutation" else f"parameter {role.name}"
-                raise TraceError(f"the model changes {what} in place during forward; write to a buffer or a copy")
+                raise TraceError(
+                    f"the model changes {what} in place during forward; write to a buffer or a copy"
+                )
             elif value is not None and role.kind != "input_gradient":
                 raise TraceError(f"the traced graph has an output of an unknown kind: {role.name}")
         return [returned[i] for i in sorted(returned)], gradients, updated
@@ -241,25 +260,26 @@ class _Assembler:
         wanted = self._ancestors([value], by_output)
         private: dict[Value, int] = {}
         program: list[Instruction] = []
-        for v, data in self.draft.data.items():
-            if any(v in instruction_inputs(i) for i in self.draft.instructions if id(i) in wanted):
-                program.append(self._embedded(v, data, private, len(program)))
+        read = {v for i in self.draft.instructions if id(i) in wanted for v in instruction_inputs(i)}
+        for source, data in self.draft.data.items():
+            if source in read:
+                program.append(self._embedded(source, data, private, len(program)))
         for instruction in self.draft.instructions:
             if id(instruction) not in wanted:
                 continue
-            outputs = []
+            outputs: list[int] = []
             for i, v in enumerate(instruction.outputs):
                 if v is None:
                     outputs.append(-1)
-                elif v == value:
+                    continue
+                if v == value:
                     private[v] = tensor
-                    outputs.append(tensor)
                 else:
                     keep = self.ids.get(v)
-                    outputs.append(self._tensor(v, f"{tensor}:{instruction.node.name}.{i}"))
-                    private[v] = outputs[-1]
+                    private[v] = self._tensor(v, f"{tensor}:{instruction.node.name}.{i}")
                     if keep is not None:
                         self.ids[v] = keep
+                outputs.append(private[v])
             program.append(self._build(instruction, len(program), private, tuple(outputs), "forward"))
         return Constant(tensor, tuple(program))
 

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -28,7 +28,9 @@ def _version() -> tuple[int, int]:
 
 VERSION = _version()
 if VERSION < OLDEST:
-    raise HetspmdError(f"torch {torch.__version__} is too old: hetspmd needs torch {OLDEST[0]}.{OLDEST[1]} or newer")
+    raise HetspmdError(
+        f"torch {torch.__version__} is too old: hetspmd needs torch {OLDEST[0]}.{OLDEST[1]} or newer"
+    )
 if VERSION > NEWEST:
     warnings.warn(
         f"torch {torch.__version__} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that hetspmd was tested "
@@ -47,18 +49,24 @@ from torch._functorch._aot_autograd.descriptors import (  # noqa: E402
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch._ops import OpOverload  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 __all__ = [
-    "FakeTensor",
+    "FakeTensorMode",
     "InputRole",
+    "OpOverload",
     "OutputRole",
+    "TorchDispatchMode",
     "decomposition_table",
     "export_joint",
     "fake_mode",
     "flatten",
     "flatten_with_names",
+    "graph_is_kept",
+    "is_op",
     "merge_tied",
     "module_path",
     "spec_from_text",
@@ -107,9 +115,8 @@ def _output_role(descriptor: Any) -> OutputRole:
         return OutputRole("output", index=descriptor.idx)
     if isinstance(descriptor, GradAOTOutput):
         of = _input_role(descriptor.grad_of)
-        return OutputRole("gradient", name=of.name, index=of.index) if of.kind == "parameter" else OutputRole(
-            "input_gradient", name=of.name, index=of.index
-        )
+        kind = "gradient" if of.kind == "parameter" else "input_gradient"
+        return OutputRole(kind, name=of.name, index=of.index)
     if isinstance(descriptor, InputMutationAOTOutput):
         mutated = _input_role(descriptor.mutated_input)
         return OutputRole(f"{mutated.kind}_mutation", name=mutated.name, index=mutated.index)
@@ -177,7 +184,7 @@ def export_joint(
         for context in (_told_that_it_is_traced(), _named_modules(module), _plain_recurrence()):
             stack.enter_context(context)
         joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs), decompositions=decompositions)
-        graph_module = cast(GraphModule, joint.graph_module)
+        graph_module: GraphModule = joint.graph_module
     nodes = list(graph_module.graph.nodes)
     in_roles = [_input_role(n.meta.get("desc")) for n in nodes if n.op == "placeholder"]
     out_roles = [_output_role(d) for d in nodes[-1].meta["desc"]]
@@ -198,15 +205,15 @@ def merge_tied(
     placeholders = [n for n in nodes if n.op == "placeholder"]
     kept: dict[tuple[str, str], Node] = {}
     in_roles: list[InputRole] = []
-    for node, role in zip(placeholders, inputs, strict=True):
-        key = (role.kind, first_names.get(role.name, role.name))
-        if role.kind in ("parameter", "buffer") and key in kept:
+    for node, given in zip(placeholders, inputs, strict=True):
+        key = (given.kind, first_names.get(given.name, given.name))
+        if given.kind in ("parameter", "buffer") and key in kept:
             node.replace_all_uses_with(kept[key])
             graph.erase_node(node)
             continue
-        if role.kind in ("parameter", "buffer"):
+        if given.kind in ("parameter", "buffer"):
             kept[key] = node
-        in_roles.append(replace(role, name=key[1]))
+        in_roles.append(replace(given, name=key[1]))
     output = nodes[-1]
     values: list[Any] = []
     out_roles: list[OutputRole] = []
@@ -264,3 +271,14 @@ def spec_to_text(spec: Any) -> str:
 def spec_from_text(text: str) -> Any:
     """Inverse of :func:`spec_to_text`."""
     return pytree.treespec_loads(text)
+
+
+def graph_is_kept() -> bool:
+    """Whether the running backward was called with ``retain_graph=True`` (assumed where torch cannot tell)."""
+    probe = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if probe is None else bool(probe())
+
+
+def is_op(target: object) -> TypeGuard[OpOverload]:
+    """Whether a node's target is a plain op overload (not a higher-order op or a Python function)."""
+    return isinstance(target, OpOverload)

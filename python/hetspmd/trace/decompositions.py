@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hetspmd.errors import TraceError
 from hetspmd.trace.compat import Decompositions, decomposition_table
 
 aten = torch.ops.aten
@@ -36,7 +37,7 @@ _FROM_TORCH = (
 @cache
 def table() -> Decompositions:
     """The decomposition table of the trace."""
-    found = decomposition_table([op for op in _FROM_TORCH])
+    found = decomposition_table(list(_FROM_TORCH))
     found.update(_own())
     return found
 
@@ -85,7 +86,7 @@ def _var_mean(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Two passes: the mean by a sum, then the sum of squared distances from it (no cancellation)."""
     if x.is_complex():
-        return NotImplemented
+        raise TraceError("the variance of a complex tensor has no rule")
     dims = _all_dims(x, dim)
     count = _count(x, dims)
     mean = torch.sum(x, dims, True) / count
@@ -99,7 +100,7 @@ def _var(
     x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None,
     keepdim: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    return NotImplemented if x.is_complex() else _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
 def _convolution_backward(

@@ -22,7 +22,9 @@ def model_device(model: nn.Module) -> torch.device:
         first.setdefault(tensor.device, name)
     if len(first) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in first.items())
-        raise DeviceError(f"the model lies on several devices ({places}); move it to one with model.to(device)")
+        raise DeviceError(
+            f"the model lies on several devices ({places}); move it to one with model.to(device)"
+        )
     return next(iter(first), torch.device("cpu"))
 
 

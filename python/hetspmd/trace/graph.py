@@ -147,7 +147,7 @@ class Static:
 
     path: str
     leaf: int
-    value: None | bool | int | float | str
+    value: bool | int | float | str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Output:
     """A leaf of the model's flattened output: a tensor, or a value that is no tensor."""
 
     tensor: int | None
-    value: None | bool | int | float | str = None
+    value: bool | int | float | str | None = None
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class Graph:
         if cached is None:
             cached = {t: i.id for i in self.instructions for t in i.outputs if t >= 0}
             self.__dict__["_producers"] = cached
-        return cached  # type: ignore[no-any-return]  # a cache slot of a frozen dataclass
+        return cached
 
     @property
     def consumers(self) -> dict[int, tuple[int, ...]]:
@@ -218,7 +218,7 @@ class Graph:
                     lists.setdefault(t, []).append(instruction.id)
             cached = {t: tuple(ids) for t, ids in lists.items()}
             self.__dict__["_consumers"] = cached
-        return cached  # type: ignore[no-any-return]  # a cache slot of a frozen dataclass
+        return cached
 
     def without_outputs(self) -> Graph:
         """The graph with its outputs other than the loss forgotten, and what only they needed removed."""
@@ -229,9 +229,7 @@ class Graph:
             if instruction.is_source or any(t in wanted for t in instruction.outputs):
                 keep.add(instruction.id)
                 wanted.update(instruction.inputs)
-        kept = tuple(
-            replace(i, id=n) for n, i in enumerate(j for j in self.instructions if j.id in keep)
-        )
+        kept = tuple(replace(i, id=n) for n, i in enumerate(j for j in self.instructions if j.id in keep))
         return replace(self, instructions=kept, outputs=outputs)
 
     def __str__(self) -> str:

@@ -22,7 +22,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import module_path
+from hetspmd.trace.compat import is_op, module_path
 from hetspmd.trace.graph import Argument
 from hetspmd.trace.values import dtype_name, from_torch
 
@@ -104,7 +104,9 @@ class _Importer:
                 flat = node.args[0]
                 self.draft.results = [None if n is None else self._resolve((n, 0)) for n in flat]
             else:
-                raise TraceError(f"the traced graph has a {node.op} node ({node.name}), which is not supported")
+                raise TraceError(
+                    f"the traced graph has a {node.op} node ({node.name}), which is not supported"
+                )
         return self.draft
 
     def _resolve(self, value: Value) -> Value:
@@ -113,10 +115,9 @@ class _Importer:
         return value
 
     def _declare(self, node: Node) -> tuple[Value | None, ...]:
-        meta = node.meta.get("val")
-        many = isinstance(meta, (tuple, list))
+        meta: Any = node.meta.get("val")
         outputs: list[Value | None] = []
-        for i, tensor in enumerate(meta if many else [meta]):
+        for i, tensor in enumerate(meta if isinstance(meta, (tuple, list)) else [meta]):
             if tensor is None:
                 outputs.append(None)
                 continue
@@ -137,7 +138,9 @@ class _Importer:
         for part in str(node.target).split("."):
             tensor = getattr(tensor, part)
         if not isinstance(tensor, torch.Tensor):
-            raise TraceError(f"the graph reads {node.target}, a {type(tensor).__name__}; control flow ops are not supported")
+            raise TraceError(
+                f"the graph reads {node.target}, a {type(tensor).__name__}; control flow ops are not supported"
+            )
         self.draft.types[(node, 0)] = (tuple(tensor.shape), dtype_name(tensor.dtype))
         self.draft.data[(node, 0)] = tensor.detach()
 
@@ -167,7 +170,7 @@ class _Importer:
             assert isinstance(index, int)
             self.alias[(node, 0)] = (base, index)
             return
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not is_op(node.target):
             raise TraceError(
                 f"the graph calls {node.target}, which is no plain op{_at(self._source(node))}; "
                 "control flow and dynamic shapes are not supported"
@@ -175,7 +178,12 @@ class _Importer:
         op = str(node.target)
         if node.meta.get("val") is None and op.startswith("aten._assert"):
             return  # checks of data run on one device only
-        if op.startswith("aten.as_strided") and not node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
+        first = node.args[0] if node.args else None
+        if (
+            op.startswith("aten.as_strided")
+            and isinstance(first, Node)
+            and not first.meta["val"].is_contiguous()
+        ):
             raise TraceError(
                 f"as_strided of a tensor that is not contiguous{_at(self._source(node))} depends on its memory "
                 "layout; use views, or call .contiguous() first"
@@ -252,7 +260,11 @@ class _Importer:
             self.alias[out] = first.value
             if outputs[1] is not None:
                 self.zero_dropout_masks.add(outputs[1])
-        if name == "native_dropout_backward" and isinstance(args[1], Hole) and args[1].value in self.zero_dropout_masks:
+        if (
+            name == "native_dropout_backward"
+            and isinstance(args[1], Hole)
+            and args[1].value in self.zero_dropout_masks
+        ):
             self.alias[out] = first.value
             return None
         return args

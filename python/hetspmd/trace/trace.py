@@ -65,7 +65,9 @@ def trace(
         elif isinstance(leaf, _LITERALS):
             statics.append(Static(paths[i], i, leaf))
         else:
-            raise ExampleError(f"{paths[i]} is a {type(leaf).__name__}; a batch holds tensors and plain values")
+            raise ExampleError(
+                f"{paths[i]} is a {type(leaf).__name__}; a batch holds tensors and plain values"
+            )
     tensor_leaves = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     place = trace_device(device)
     mode = compat.fake_mode()
