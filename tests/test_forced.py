@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+
 import zoo
+from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather, is_sharded
+from hetspmd.plan import Plan
+from hetspmd.run.verify import verify
+from hetspmd.synth import constraints as known
+from hetspmd.synth.constraints import Constraints
+from hetspmd.synth.program import Communicate, Compute, Program
 from workbench import (
     Traced,
     cluster,
@@ -21,13 +28,6 @@ from workbench import (
     used_where_it_lies,
     weight_contractions,
 )
-
-from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather, is_sharded
-from hetspmd.plan import Plan
-from hetspmd.run.verify import verify
-from hetspmd.synth import constraints as known
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.program import Communicate, Compute, Program
 
 try:
     from hetspmd.compiler import plan_for
@@ -94,7 +94,11 @@ def test_sharded_parameters_as_in_zero(name: str) -> None:
 # The first weight is divided by columns (its outputs), the second by rows (its inputs). nn.Linear and
 # convolutions store [outputs, inputs], GPT-2's Conv1D [inputs, outputs].
 MEGATRON: dict[str, tuple[tuple[str, ...], str, int]] = {
-    "bert": (("bert.encoder.layer.0.intermediate.dense.weight",), "bert.encoder.layer.0.output.dense.weight", 0),
+    "bert": (
+        ("bert.encoder.layer.0.intermediate.dense.weight",),
+        "bert.encoder.layer.0.output.dense.weight",
+        0,
+    ),
     "gpt2": (("transformer.h.0.mlp.c_fc.weight",), "transformer.h.0.mlp.c_proj.weight", 1),
     "llama": (
         ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"),

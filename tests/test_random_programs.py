@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from workbench import simulated_error, single_device
 
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.model import CostModel
@@ -31,6 +30,7 @@ from hetspmd.synth.search import Limits, search
 from hetspmd.synth.space import Move, search_space
 from hetspmd.trace.graph import PARAMETER
 from hetspmd.trace.trace import trace
+from workbench import simulated_error, single_device
 
 from program_builder import cheap_random_program, random_program, uneven  # isort: skip  # found by workbench
 from small_models import case  # isort: skip
@@ -143,7 +143,9 @@ def searched_program(theory: Theory, seed: int, lengths: Lengths) -> Program:
         return (instruction, row.name) not in dropped
 
     costs = cast(CostModel, RandomCosts(theory, dice))
-    return search(search_space(theory, Constraints(forms, allowed)), costs, lengths, Limits(expansions=3000)).program
+    return search(
+        search_space(theory, Constraints(forms, allowed)), costs, lengths, Limits(expansions=3000)
+    ).program
 
 
 def with_final_outputs(program: Program) -> Program:
@@ -205,8 +207,10 @@ def test_random_programs(name: str, record_property: Callable[[str, object], Non
     record_property("distinct", len(set(programs)))
     record_property("triples", f"{len(used)} of {len(available)}")
     record_property("ops", len({op for op, _ in used}))
-    print(f"{name}: {len(programs)} programs ({len(set(programs))} distinct), {len(used)} of {len(available)} triples, "
-          f"{len({op for op, _ in used})} ops, {len(kinds)} kinds of collectives, worlds {sorted(worlds)}")  # fmt: skip
+    print(
+        f"{name}: {len(programs)} programs ({len(set(programs))} distinct), {len(used)} of {len(available)} "
+        f"triples, {len({op for op, _ in used})} ops, {len(kinds)} kinds of collectives"
+    )
     assert len(set(programs)) >= 0.95 * len(programs)
     assert used == available, "triples that no program used"
     assert len(kinds) == 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,12 +13,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import zoo
 from torch import nn
 
 import hetspmd.rules.ops  # noqa: F401  # registers the rules
+import zoo
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.cluster import Cluster
+from hetspmd.errors import MissingRuleWarning
 from hetspmd.forms import ALL_REDUCE, Form, is_sharded
 from hetspmd.lower import lower
 from hetspmd.rules.rule import Row
@@ -63,7 +65,15 @@ class Traced:
 
 @cache
 def traced(name: str) -> Traced:
-    """An entry of the zoo, or ``bert-moe``."""
+    """An entry of the zoo, or ``bert-moe``. Ops without a rule and what torch says of a model's own settings are
+    no fault here: such models run, with less divided."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MissingRuleWarning)
+        warnings.filterwarnings("ignore", message="enable_nested_tensor")
+        return _traced(name)
+
+
+def _traced(name: str) -> Traced:
     if name == "bert-moe":
         model, example = example_module("bert_moe").small()
         model, loss = model.double(), None
@@ -99,15 +109,16 @@ def copies(theory: Theory, tensors: Iterable[int]) -> set[int]:
 
 
 def used_where_it_lies(theory: Theory, forms: dict[int, Form]) -> Constraints:
-    """Parameters stored as ``forms`` say, and no op reads one of them (or a view of it) whole; nothing else
-    is divided along the batch."""
+    """Parameters stored as ``forms`` say and read so by every op, views of them read in shards; nothing is
+    divided along the batch."""
     held = copies(theory, forms)
     batch = known.batch_axes(theory)
 
     def allowed(instruction: int, row: Row, axis: int | None) -> bool:
         inputs = theory.graph.instructions[instruction].inputs
-        if any(t in held and not is_sharded(f) for t, f in zip(inputs, row.pre, strict=True)):
-            return False
+        for t, form in zip(inputs, row.pre, strict=True):
+            if t in held and form != forms.get(t, form if is_sharded(form) else None):
+                return False
         return axis not in batch
 
     return Constraints(forms, allowed)

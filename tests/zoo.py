@@ -305,7 +305,8 @@ def torch_transformer() -> Entry:
 
         def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
-            hidden = self.body(self.embedding(source), self.embedding(target), tgt_mask=mask)
+            inputs = self.embedding(source), self.embedding(target)
+            hidden = self.body(*inputs, tgt_mask=mask, tgt_is_causal=True)
             return F.cross_entropy(self.head(hidden).transpose(1, 2), target)
 
     ids = [torch.randint(2, VOCABULARY, (BATCH, n)) for n in (9, 7)]

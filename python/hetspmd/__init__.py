@@ -7,15 +7,38 @@ report = hetspmd.verify(model, batch, "cluster.yaml")         # all ranks in one
 
 from __future__ import annotations
 
-from hetspmd import errors, rules
-from hetspmd.compiler import compile
-from hetspmd.cost.cluster import Cluster
-from hetspmd.plan import Plan
-from hetspmd.rules import SUM, Call, Cut, Factor, Local, OpRule, rule
-from hetspmd.run.module import HAP
-from hetspmd.run.verify import VerifyReport, verify
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetspmd import errors, rules
+    from hetspmd.compiler import compile
+    from hetspmd.cost.cluster import Cluster
+    from hetspmd.plan import Plan
+    from hetspmd.rules.registry import rule
+    from hetspmd.rules.rule import SUM, Call, Cut, Factor, Local, OpRule
+    from hetspmd.run.module import HAP
+    from hetspmd.run.verify import VerifyReport, verify
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "HAP": "run.module",
+    "SUM": "rules",
+    "Call": "rules",
+    "Cluster": "cost.cluster",
+    "Cut": "rules",
+    "Factor": "rules",
+    "Local": "rules",
+    "OpRule": "rules",
+    "Plan": "plan",
+    "VerifyReport": "run.verify",
+    "compile": "compiler",
+    "rule": "rules",
+    "verify": "run.verify",
+}
+"""Where the public names live; they are imported when first used, so that ``hetspmd --help`` need not wait for
+torch."""
 
 __all__ = [
     "HAP",
@@ -34,3 +57,17 @@ __all__ = [
     "rules",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("errors", "rules"):
+        return import_module(f"hetspmd.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hetspmd' has no attribute {name!r}")
+    found = getattr(import_module(f"hetspmd.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

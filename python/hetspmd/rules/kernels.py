@@ -13,11 +13,13 @@ DENSE: Final = frozenset(
         "aten.adaptive_max_pool3d_backward.default", "aten.fractional_max_pool2d_backward.default",
         "aten.fractional_max_pool3d_backward.default", "aten.nll_loss2d_backward.default",
         "aten.as_strided.default", "aten.as_strided_copy.default", "aten.as_strided_scatter.default",
-        "aten._reshape_alias.default", "aten._grouped_mm.default",
+        "aten._reshape_alias.default", "aten._grouped_mm.default", "aten.view.dtype", "aten.view_copy.dtype",
+        "aten.view_as_complex.default", "aten.view_as_complex_copy.default",
     }
 )  # fmt: skip
 """Ops whose result depends on more than the values of their inputs: the kernel reads some input's memory as if
-it were contiguous, or the op is told strides. A slice of a whole tensor is not contiguous."""
+it were contiguous, refuses it if it is not, or the op is told strides. A slice of a whole tensor is not
+contiguous."""
 
 DENSE_ROWS: Final = ("aten._scaled_dot_product_", "aten._flash_attention_", "aten._efficient_attention_")
 """Beginnings of ops that read the last dim as if its stride were 1."""

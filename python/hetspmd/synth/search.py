@@ -12,7 +12,7 @@ from hetspmd.cost.model import CostModel
 from hetspmd.errors import InfeasibleError, SearchError
 from hetspmd.synth.order import assemble_program
 from hetspmd.synth.program import Program
-from hetspmd.synth.space import PICOSECONDS, Move, Space
+from hetspmd.synth.space import Move, Space, cost_unit
 
 Progress = Callable[[float, int, int | None], object]
 
@@ -49,6 +49,19 @@ class Found:
     values: int
 
 
+def priced(
+    space: Space, model: CostModel, lengths: Lengths
+) -> tuple[str, tuple[tuple[int, ...], ...], float]:
+    """The problem text of ``space`` at ``lengths``, the moves kept in it (:meth:`Space.problem`), and how many
+    units of its costs make a second."""
+    row_seconds = [list(map(float, costs)) for costs in model.row_costs(lengths)]
+    move_seconds = [
+        list(map(float, model.move_costs(t, moves, lengths))) for t, moves in enumerate(space.moves)
+    ]
+    per_second = cost_unit(row_seconds, move_seconds)
+    return *space.problem(row_seconds, move_seconds, per_second), per_second
+
+
 def search(
     space: Space, model: CostModel, lengths: Lengths, limits: Limits, *, start: Found | None = None,
     progress: Progress | None = None,
@@ -58,11 +71,7 @@ def search(
     ``start`` is an earlier find in the same space, whose program is an upper bound. Raises InfeasibleError if
     no program satisfies the constraints, SearchError if a limit struck before the first program was found.
     """
-    row_seconds = [list(map(float, costs)) for costs in model.row_costs(lengths)]
-    move_seconds = [
-        list(map(float, model.move_costs(t, moves, lengths))) for t, moves in enumerate(space.moves)
-    ]
-    problem, kept = space.problem(row_seconds, move_seconds)
+    problem, kept, per_second = priced(space, model, lengths)
     incumbent = None if start is None else _incumbent(space, kept, start)
     text = _core.solve(
         problem, time_limit=limits.seconds, max_expansions=limits.expansions, memory_limit=limits.memory,
@@ -83,8 +92,8 @@ def search(
         None if chosen.get(t, -1) < 0 else space.moves[t][kept[t][chosen[t]]] for t in range(len(space.moves))
     )
     return Found(
-        assemble_program(space, rows, moves), rows, moves, solution["cost"] / PICOSECONDS,
-        solution["lower_bound"] / PICOSECONDS, solution["gap"], solution["stop_reason"],
+        assemble_program(space, rows, moves), rows, moves, solution["cost"] / per_second,
+        solution["lower_bound"] / per_second, solution["gap"], solution["stop_reason"],
         solution["expansions"], solution["seconds"], solution["values"],
     )  # fmt: skip
 

@@ -3,7 +3,8 @@
 One variable per instruction; its value is a row and, for each output, at most one communication (HAP 4.5).
 :func:`search_space` keeps what can matter: rows that the constraints allow, communications from a form that
 the producer can make to one that a consumer or a requirement can use. :meth:`Space.problem` adds the costs
-at given lengths, in integer picoseconds; of a padded and a grouped implementation only the cheaper remains.
+at given lengths, in whole units of :func:`cost_unit`; of a padded and a grouped implementation only the cheaper
+remains.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from hetspmd.synth.program import Kind, communications
 from hetspmd.trace.graph import PARAMETER
 
 PICOSECONDS = 1e12
+"""Of a second; the unit of costs in the core, but for graphs that take days."""
+
+_LARGEST_TOTAL = 2.0**56
+"""The core adds costs in 64-bit integers, with room to spare for its bounds."""
 
 Move = tuple[Form, Form, Kind]
 
@@ -44,13 +49,14 @@ class Space:
     ties: tuple[tuple[int, int], ...]
 
     def problem(
-        self, row_seconds: Sequence[Sequence[float]], move_seconds: Sequence[Sequence[float]]
-    ) -> tuple[str, tuple[tuple[int, ...], ...]]:
+        self, row_seconds: Sequence[Sequence[float]], move_seconds: Sequence[Sequence[float]],
+        per_second: float = PICOSECONDS,
+    ) -> tuple[str, tuple[tuple[int, ...], ...]]:  # fmt: skip
         """The core's problem text, and for each tensor the indices of the moves kept in it (the core numbers
         the tensors that have a producer in their order here; constants' private tensors have none).
 
         ``row_seconds[i][k]`` is the cost of row ``theory.rows[i][k]`` and ``move_seconds[t][k]`` that of
-        ``moves[t][k]``, in seconds.
+        ``moves[t][k]``, in seconds; ``per_second`` units of cost make a second (:func:`cost_unit`).
         """
         graph = self.theory.graph
         kept: list[tuple[int, ...]] = []
@@ -60,7 +66,7 @@ class Space:
             if t not in number:
                 kept.append(())
                 continue
-            costs = [round(s * PICOSECONDS) for s in move_seconds[t]]
+            costs = [round(s * per_second) for s in move_seconds[t]]
             best: dict[tuple[Form, Form], int] = {}
             for k, (source, target, _) in enumerate(moves):
                 key = (source, target)
@@ -79,7 +85,7 @@ class Space:
                         for f, t in zip(self.theory.rows[i][k].post, instruction.outputs, strict=True)
                         if t >= 0
                     ],
-                    "cost": round(row_seconds[i][k] * PICOSECONDS),
+                    "cost": round(row_seconds[i][k] * per_second),
                 }
                 for k in self.rows[i]
             ]
@@ -101,13 +107,22 @@ class Space:
         return json.dumps(document, separators=(",", ":")), tuple(kept)
 
 
+def cost_unit(row_seconds: Sequence[Sequence[float]], move_seconds: Sequence[Sequence[float]]) -> float:
+    """How many units of cost make a second: picoseconds, or coarser where a program with the dearest value of every
+    instruction would not fit in 64 bits (a device of a few FLOP/s)."""
+    dearest = sum(max(seconds, default=0.0) for seconds in (*row_seconds, *move_seconds))
+    return min(PICOSECONDS, _LARGEST_TOTAL / dearest) if dearest > 0 else PICOSECONDS
+
+
 def search_space(theory: Theory, constraints: Constraints, *, rows_of_outputs: bool = True) -> Space:
     """The space that ``constraints`` leave.
 
-    An output other than the loss is needed whole, or (``rows_of_outputs``) as rows: sharded along dim 0 where
+    Every device is given the whole batch; a form that is asked of an input is the one in which its readers take
+    it. An output other than the loss is needed whole, or (``rows_of_outputs``) as rows: sharded along dim 0 where
     that counts samples. Raises InfeasibleError if an instruction has no row left.
     """
     graph = theory.graph
+    batch = {i.tensor: constraints.forms[i.tensor] for i in graph.inputs if i.tensor in constraints.forms}
     rows: list[tuple[int, ...]] = []
     for i, instruction in enumerate(graph.instructions):
         keep = []
@@ -115,6 +130,8 @@ def search_space(theory: Theory, constraints: Constraints, *, rows_of_outputs: b
             if constraints.row_filter is not None and not constraints.row_filter(
                 i, row, theory.row_axes[i][k]
             ):
+                continue
+            if any(batch.get(t, form) != form for t, form in zip(instruction.inputs, row.pre, strict=True)):
                 continue
             if (
                 instruction.op == PARAMETER

@@ -60,8 +60,9 @@ class Step(nn.Module):
         output = self._loss(self.model, *args, **kwargs) if self._loss else self.model(*args, **kwargs)
         loss = find_loss(output)
         if loss is None and self._training_step:
+            kind = "Tensor" if isinstance(output, torch.Tensor) else type(output).__name__
             raise TraceError(
-                f"the model returns no scalar loss (it returned a {type(output).__name__}); pass labels in the "
+                f"the model returns no scalar loss (it returned a {kind}); pass labels in the "
                 "batch, or loss=lambda model, *args, **kwargs: ... which runs the model and returns the loss"
             )
         self.has_loss = loss is not None

@@ -1,0 +1,89 @@
+"""The text forms of a plan: small ones in full."""
+
+from __future__ import annotations
+
+import targets as t
+
+import hetspmd
+from hetspmd.report import plan_text, program_text
+from hetspmd.report.facts import collectives, storage, tensor_roles
+from hetspmd.report.tables import shortened, table
+from hetspmd.synth.program import Communicate
+
+TWO = {
+    "devices": [
+        {"name": "fast", "flops": 3e6, "memory_bandwidth": 3e6, "launch": 1e-9},
+        {"name": "slow", "flops": 1e6, "memory_bandwidth": 1e6, "launch": 1e-9},
+    ],
+    "network": {"bandwidth": 1e8, "latency": 1e-9},
+}
+
+
+def plan(**options: object) -> hetspmd.Plan:
+    return hetspmd.compile(*t.build(), TWO, **options)
+
+
+def test_one_line_per_step_with_its_triple() -> None:
+    made = plan(constraints={"up.weight": "shard(0)", "down.weight": "replicated"})
+    lines = program_text(made).splitlines()
+    assert len(lines) == len(made.program.steps)
+    calls = [line.split("  ")[0] for line in lines]
+    assert calls[0] == "e0 = Parameter-Shard(0)"
+    assert lines[0].endswith("# up.weight: float32[16, 8]")
+    for line, step in zip(lines, made.program.steps, strict=True):
+        assert line.count(" -> ") == 1
+        if isinstance(step, Communicate):
+            assert line.split("(")[0] in {
+                "All-Reduce", "Reduce-Scatter", "Grouped-Reduce", "All-Gather", "Grouped-Broadcast", "All-To-All",
+            }  # fmt: skip
+
+
+def test_collectives_add_up_to_the_predicted_communication() -> None:
+    made = plan()
+    found = collectives(made)
+    assert found, "the cluster is made so that dividing pays"
+    assert abs(sum(c.seconds for c in found) - made.cost.communication_seconds) < 1e-12
+    assert all(c.nbytes == made.graph.tensors[c.step.tensor].nbytes for c in found)
+
+
+def test_roles_name_gradients_parameters_and_the_loss() -> None:
+    graph = plan().graph
+    roles = tensor_roles(graph)
+    for parameter in graph.parameters:
+        assert roles[parameter.tensor] == f"parameter {parameter.name}"
+        assert parameter.gradient is not None
+        assert roles[parameter.gradient] == f"gradient of {parameter.name}"
+    assert graph.loss is not None
+    assert roles[graph.loss] == "loss"
+
+
+def test_storage_shows_elements_per_device() -> None:
+    groups = {
+        g.pattern: g for g in storage(plan(constraints={"up.weight": "shard(0)", "down.*": "replicated"}))
+    }
+    assert sum(groups["up.weight"].extents) == 16
+    assert groups["up.weight"].nbytes == 16 * 8 * 4
+    assert groups["down.weight"].extents == ()
+
+
+def test_print_shows_the_plan() -> None:
+    made = plan()
+    assert str(made) == plan_text(made)
+    assert "Sharding ratios\n  rank  device" in str(made)
+
+
+def test_a_single_device_communicates_for_nothing() -> None:
+    made = hetspmd.compile(*t.build(), {"devices": [{"flops": 1e9}]})
+    assert all(c.seconds == 0 for c in collectives(made))
+    assert "Cluster of 1 device\n" in str(made)
+
+
+def test_table() -> None:
+    text = table(["a", "long"], [["xyz", "1"], ["y", "10"]], right=(1,))
+    assert text.splitlines() == ["  a    long", "  xyz     1", "  y      10"]
+
+
+def test_shortened() -> None:
+    assert shortened("abcdef", 6) == "abcdef"
+    assert shortened("abcdefghij", 7) == "ab...ij"
+    assert all(len(shortened("x" * 50, n)) == n for n in range(4, 50))

@@ -1,0 +1,68 @@
+"""The plan is the same byte for byte in every process, whatever the hash seed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+try:
+    from hetspmd.compiler import compile
+except ImportError:
+    from hetspmd.compile import compile
+
+PROGRAM = """
+import sys, warnings
+import torch
+torch.set_num_threads(1)
+sys.path[:0] = [{tests!r}, {run!r}]
+from small_models import MLP, Attention, ConvNet
+import zoo
+from workbench import cluster
+try:
+    from hetspmd.compiler import compile
+except ImportError:
+    from hetspmd.compile import compile
+labels = torch.zeros(9, dtype=torch.long)
+ids = torch.zeros(4, 5, dtype=torch.long)
+entries = [(MLP(), {{"x": torch.randn(9, 6), "labels": labels}}, None),
+           (ConvNet(), {{"image": torch.randn(5, 3, 6, 6), "labels": labels[:5]}}, None),
+           (Attention(), {{"ids": ids, "labels": ids}}, None),
+           zoo.build("gpt2")]
+for model, example, loss in entries:
+    plan = compile(model, example, cluster(4, 2, 1, 1), loss=loss)
+    sys.stdout.write(plan.to_json() + "\\n" + str(plan.graph) + "\\n" + plan.digest + "\\n")
+"""
+
+
+def plans(hash_seed: str) -> str:
+    tests = Path(__file__).parent
+    code = PROGRAM.format(tests=str(tests), run=str(tests / "run"))
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_plans_do_not_depend_on_the_hash_seed() -> None:
+    first = plans("1")
+    assert len(first) > 100_000
+    assert plans("4242") == first
+
+
+def test_plans_do_not_depend_on_what_was_compiled_before() -> None:
+    from workbench import cluster, traced
+
+    entry = traced("llama")
+    first = compile(entry.model, entry.example, cluster(2, 1)).to_json()
+    other = traced("vit")
+    compile(other.model, other.example, cluster(4, 2, 1))
+    assert compile(entry.model, entry.example, cluster(2, 1)).to_json() == first
