@@ -44,7 +44,14 @@ def _devices(plan: Plan) -> str:
         for rank, device in enumerate(plan.cluster.devices)
     ]
     header = ["rank", "device", "share", "computes", "peak memory"]
-    return "Sharding ratios\n" + table(header, rows, right=(2, 3, 4))
+    text = "Sharding ratios\n" + table(header, rows, right=(2, 3, 4))
+    for rank, (device, needed) in enumerate(zip(plan.cluster.devices, cost.memory_bytes, strict=True)):
+        if needed > device.memory:
+            text += (
+                f"\n  rank {rank} needs {_bytes(needed)} and has {_bytes(device.memory)}: the search does not "
+                "respect memory yet; constrain parameters to shard(d), or take a smaller batch"
+            )
+    return text
 
 
 def _parameters(plan: Plan) -> str:
