@@ -104,6 +104,23 @@ def _embedding_bag_backward(call: Call) -> OpRule:
     )
 
 
+@rule("aten._embedding_bag_backward.default")
+def _embedding_bag_backward_by_offsets(call: Call) -> OpRule:
+    """Features are parallel; bags are ragged and stay whole. A sparse gradient is not divided."""
+    if call.arg(9, "sparse", False):
+        return OpRule()
+    maxima = call.tensor(5, "maximum_indices")
+    inputs: list[Term] = [(None, "e"), *[None] * (len(call.inputs) - 1)]
+    if maxima is not None:
+        inputs[maxima] = _maxima(call.inputs[maxima], call.out.shape[1])
+    groups: list[list[int | None]] = [[0], [call.tensor(10, "per_sample_weights")]]
+    return OpRule(
+        term_factors(call, inputs, [(None, "e")]),
+        linear=linear_sets(call, groups),
+        omitted={"*All-Gather(0)*": "bags are ragged: a share of the indices is not a share of the bags"},
+    )
+
+
 @rule("aten.one_hot.default")
 def _one_hot(call: Call) -> OpRule:
     if call.arg(1, "num_classes", -1) < 0:  # the number of classes depends on the data

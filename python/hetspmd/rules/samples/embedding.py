@@ -52,11 +52,22 @@ def _bag_backward() -> list[Sample]:
     return found
 
 
+def _bag_backward_by_offsets() -> list[Sample]:
+    found: list[Sample] = []
+    for args, _ in _bags():
+        weight, indices, offsets, _, mode, _, weights, _, padding = args
+        _, offset2bag, bag_size, maxima = torch.ops.aten._embedding_bag.default(*args)
+        given = (real(4, 5, seed=3), indices, offsets, offset2bag, bag_size, maxima, len(weight))
+        found.append(((*given, False, mode, False, weights, padding), {}))
+    return found
+
+
 SAMPLES: dict[str, Samples] = {
     "aten.embedding.default": _embedding,
     "aten.embedding_dense_backward.default": _embedding_backward,
     "aten._embedding_bag.default": _bags,
     "aten._embedding_bag_forward_only.default": _bags,
     "aten._embedding_bag_dense_backward.default": _bag_backward,
+    "aten._embedding_bag_backward.default": _bag_backward_by_offsets,
     "aten.one_hot.default": lambda: [((integers(7, 4, 3), 7), {}), ((integers(7, 4), -1), {})],
 }
