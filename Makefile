@@ -1,5 +1,5 @@
 # make demo   set up, then train a model on four unlike workers beside the single device
-# make test   set up, then pass all tests
+# make test   set up, then pass all tests (make test-slow: the full product of models and clusters)
 # make lint | bench | format | setup | clean
 
 SHELL := bash
@@ -18,7 +18,7 @@ JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((
 # One thread per process: the tests and the workers of the demo share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-rust test-python lint format bench clean
+.PHONY: help setup demo test test-rust test-python test-slow lint format bench clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -42,7 +42,10 @@ test-rust: setup
 	cargo test --workspace --locked --quiet
 
 test-python: setup
-	$(BIN)/python -m pytest -n $(JOBS) -q
+	$(BIN)/python -m pytest -n $(JOBS) -q -m "not slow"
+
+test-slow: setup
+	$(BIN)/python -m pytest -n $(JOBS) -q -m slow
 
 lint: setup
 	$(BIN)/ruff check $(PYTHON_CODE)

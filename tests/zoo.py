@@ -373,7 +373,7 @@ FURTHER: dict[str, Callable[[], Entry]] = {
     "densenet121": torchvision_small("densenet121"),
     "shufflenet": torchvision_small("shufflenet_v2_x0_5"),
     "squeezenet": torchvision_small("squeezenet1_1", dropout=0.0),
-    "regnet": torchvision_small("regnet_y_400mf"),
+    "regnet": torchvision_small("regnet_y_400mf", 96),
     "mnasnet": torchvision_small("mnasnet0_5", dropout=0.0),
     "googlenet": torchvision_small("googlenet", 64, aux_logits=False, init_weights=False, dropout=0.0),
 }
