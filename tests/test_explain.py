@@ -59,5 +59,5 @@ def test_a_dear_layer_is_explained(plan: hetspmd.Plan) -> None:
 
 
 def test_unknown_names_are_refused(plan: hetspmd.Plan) -> None:
-    with pytest.raises(ConstraintError, match="did you mean 'hidden.weight'"):
+    with pytest.raises(ConstraintError, match=r"did you mean 'hidden\.weight'"):
         explain(plan, "hiden.weight")
