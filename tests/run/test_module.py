@@ -532,3 +532,21 @@ def test_a_plan_file(tmp_path: Any) -> None:
     hap = HAP(copy.deepcopy(c.model), plan.cluster, plan=tmp_path / "plan.json")
     assert hap.plan.digest == plan.digest
     assert loss_of(hap(**c.batch)).item() == pytest.approx(loss_of(c.model(**c.batch)).item(), rel=1e-12)
+
+
+def test_ranks_with_batches_of_their_own_are_refused() -> None:
+    """A loader that still deals out rows, as for DistributedDataParallel, must not train silently wrong."""
+    c = case("mlp")
+    plan = random_plan(c, 3, 1)
+
+    def body(hap: HAP) -> str:
+        batch = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in c.batch.items()}
+        if hap.rank == 2:
+            batch["x"] = batch["x"] + 1
+        with pytest.raises(BatchMismatchError) as caught:
+            hap(**batch)
+        return str(caught.value)
+
+    for message in on_ranks(c, plan, body):
+        assert "rank 2 was given another x than rank 0" in message
+        assert "same global batch" in message

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hetspmd.errors import BatchMismatchError, DeviceError
+from hetspmd.run.communicator import Communicator
 from hetspmd.trace.compat import flatten, spec_from_text, unflatten
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.values import dtype_name
@@ -80,3 +82,26 @@ def check_tensors(inputs: list[torch.Tensor], paths: list[str], device: torch.de
             raise BatchMismatchError(
                 f"{path} requires a gradient; HAP computes gradients of parameters only, detach the batch"
             )
+
+
+def check_same_batch(communicator: Communicator, inputs: Sequence[torch.Tensor], paths: Sequence[str]) -> None:
+    """Raise BatchMismatchError, on every rank, unless all ranks hold the same batch. Blocks.
+
+    Compares checksums, so that a loader that still gives every rank its own rows is refused, not trained on.
+    """
+    if communicator.world == 1:
+        return
+    found = communicator.exchange([checksum(tensor) for tensor in inputs])
+    for rank, sums in enumerate(found):
+        for path, mine, first in zip(paths, sums, found[0], strict=True):
+            if mine != first:
+                raise BatchMismatchError(
+                    f"rank {rank} was given another {path} than rank 0; every rank takes the same global batch "
+                    "and HAP uses its own share of it: no DistributedSampler, and the same seed for shuffling"
+                )
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of the tensor's elements in order."""
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(raw.numpy())

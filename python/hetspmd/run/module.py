@@ -16,7 +16,7 @@ from hetspmd.lower import LocalProgram, LocalTensor, lower_plan
 from hetspmd.run.agreement import agreed_plan, same_everywhere
 from hetspmd.run.autograd import Runner
 from hetspmd.run.communicator import Communicator, communicator_for
-from hetspmd.run.guard import Expected, check_tensors, expected, match
+from hetspmd.run.guard import Expected, check_same_batch, check_tensors, expected, match
 from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
 from hetspmd.run.store import Slot, Store, check_model, slot
@@ -46,6 +46,7 @@ class _Entry:
     parameters: list[Slot]
     buffers: list[Slot]
     inputs: list[str]
+    compared: bool = False
 
     @property
     def differentiable(self) -> bool:
@@ -76,7 +77,7 @@ class HAP(nn.Module):
     A batch of another shape, ``train()``/``eval()`` and frozen parameters get plans of their own, with the
     same shards, compiled when they first appear; they are kept. Raises WorldSizeError before anything else
     if the group's size is not the cluster's, PlanMismatchError if the ranks hold different plans, DeviceError
-    for a model on several devices, and what :func:`hetspmd.compile` raises, on every rank alike.
+    for a model on several devices, BatchMismatchError if the ranks' first batches differ, and what :func:`hetspmd.compile` raises, on every rank alike.
     """
 
     def __init__(
@@ -137,6 +138,9 @@ class HAP(nn.Module):
         """Run one step on a global batch, the same on every rank."""
         entry, inputs = self._select(args, kwargs)
         check_tensors(inputs, entry.inputs, self.device)
+        if not entry.compared:
+            check_same_batch(self._runtime.communicator, inputs, entry.inputs)
+            entry.compared = True
         parameters = [owner._parameters[leaf] for owner, leaf in entry.parameters]
         buffers = [owner._buffers[leaf] for owner, leaf in entry.buffers]
         loss, outputs = entry.runner.run(parameters, buffers, inputs)  # type: ignore[arg-type]  # none is None
