@@ -63,6 +63,7 @@ format:
 bench: setup
 	cargo bench --workspace --locked
 	$(BIN)/python benches/models_table.py
+	$(BIN)/python benches/search.py
 
 clean:
 	rm -rf $(VENV) target build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
