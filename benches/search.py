@@ -94,7 +94,8 @@ def main() -> None:
             except RuntimeError as error:
                 other = f"       -       - ({error})"
             print(
-                f"{name:<10} {title:<16} {found['values']:>7} {found['seconds']:>8.3f} {found['gap']:>9.2g} {other}",
+                f"{name:<10} {title:<16} {found['values']:>7} {found['seconds']:>8.3f} {found['gap']:>9.2g} "
+                f"{other}",
                 flush=True,
             )
 

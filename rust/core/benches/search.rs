@@ -16,6 +16,7 @@ use hetspmd_search::build::build;
 use hetspmd_search::compact::compact;
 use hetspmd_search::control::{Limits, Monitor};
 use hetspmd_search::dominance::reduce;
+use hetspmd_search::eliminate::{Trail, contract, eliminate};
 use hetspmd_search::model::Model;
 use hetspmd_search::order::small_frontier_order;
 use hetspmd_search::trws::Sweeper;
@@ -50,6 +51,16 @@ fn parts(c: &mut Criterion) {
         let (mut model, mut sweeper) = (model.clone(), Sweeper::default());
         b.iter(|| sweeper.sweep(&mut model, NO_LIMIT));
     });
+    c.bench_function("eliminate/12 layers", |b| {
+        let both = || (model.clone(), Trail::new(model.vars.len()));
+        let run = |(mut model, mut trail): (Model, Trail)| eliminate(&mut model, &mut trail, 1024);
+        b.iter_batched(both, run, BatchSize::LargeInput);
+    });
+    c.bench_function("one round of joins/12 layers", |b| {
+        let both = || (model.clone(), Trail::new(model.vars.len()));
+        let run = |(mut model, mut trail): (Model, Trail)| contract(&mut model, &mut trail, NO_LIMIT, 256);
+        b.iter_batched(both, run, BatchSize::LargeInput);
+    });
     let mut dense = reduced(&random::dense(30, 7));
     let mut sweeper = Sweeper::default();
     for _ in 0..100 {
@@ -72,7 +83,7 @@ fn whole(c: &mut Criterion) {
     let mut files: Vec<_> =
         std::fs::read_dir(folder).into_iter().flatten().flatten().map(|f| f.path()).collect();
     files.sort();
-    for path in files.iter().filter(|path| path.extension().is_some_and(|end| end == "json")) {
+    for path in files.iter().filter(|path| path.file_name().is_some_and(|name| name != "optima.json")) {
         let text = std::fs::read_to_string(path).expect("readable");
         problems.push((path.display().to_string(), serde_json::from_str(&text).expect("a problem")));
     }

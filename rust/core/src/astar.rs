@@ -7,10 +7,9 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use rustc_hash::FxHashMap;
-
 use crate::control::Monitor;
 use crate::frontier::plan;
+use crate::intern::Interner;
 use crate::model::Model;
 use crate::solution::StopReason;
 
@@ -27,12 +26,22 @@ pub enum Outcome {
     Stopped(StopReason, i64),
 }
 
-struct Node {
-    parent: u32,
-    depth: u32,
-    value: u16,
-    key: usize,
+/// Expansions between looks at the limits.
+const PULSE: u64 = 256;
+
+/// The best way found to a state.
+#[derive(Clone, Copy)]
+struct Way {
     f: i64,
+    parent: u32,
+    value: u16,
+    expanded: bool,
+}
+
+/// The states after `level` variables.
+struct Level {
+    keys: Interner,
+    ways: Vec<Way>,
 }
 
 /// Finds an optimal assignment of `model` with cost at most `slack` above its constant, expanding at
@@ -40,63 +49,69 @@ struct Node {
 pub fn search(model: &Model, slack: i64, budget: u64, monitor: &mut Monitor<'_>) -> Outcome {
     let count = model.vars.len();
     let steps = plan(model);
-    let mut nodes = vec![Node { parent: 0, depth: 0, value: 0, key: 0, f: 0 }];
-    let mut keys: Vec<u16> = Vec::new();
-    let mut known: Vec<FxHashMap<Box<[u16]>, u32>> = (0..=count).map(|_| FxHashMap::default()).collect();
-    known[0].insert(Box::default(), 0);
+    let width = |level: usize| if level == 0 { 0 } else { steps[level - 1].width() };
+    let mut levels: Vec<Level> =
+        (0..=count).map(|level| Level { keys: Interner::new(width(level)), ways: Vec::new() }).collect();
+    levels[0].keys.intern(&[]);
+    levels[0].ways.push(Way { f: 0, parent: 0, value: 0, expanded: false });
     let mut heap = BinaryHeap::from([(Reverse(0i64), 0u32, Reverse(0u32))]);
     let start = monitor.expansions;
+    let mut stored = 1u64;
     let (mut costs, mut key) = (Vec::new(), Vec::new());
-    while let Some((Reverse(f), depth, Reverse(id))) = heap.pop() {
-        let level = depth as usize;
+    while let Some((Reverse(f), depth, Reverse(number))) = heap.pop() {
+        let (level, number) = (depth as usize, number as usize);
         if level == count {
-            return Outcome::Solved(trace(&nodes, id, count), f);
+            return Outcome::Solved(trace(&levels, number), f);
         }
-        let width = if level == 0 { 0 } else { steps[level - 1].width() };
-        let offset = nodes[id as usize].key;
-        if known[level].get(&keys[offset..offset + width]) != Some(&id) {
+        let way = &mut levels[level].ways[number];
+        if way.expanded {
             continue;
         }
-        if monitor.expansions - start >= budget {
+        way.expanded = true;
+        let done = monitor.expansions - start;
+        if done >= budget {
             return Outcome::Budget(f);
         }
         monitor.expansions += 1;
-        if (monitor.expansions - start).is_multiple_of(256) {
-            monitor.bytes = nodes.len() as u64 * 160 + keys.len() as u64 * 4;
+        if (done + 1).is_multiple_of(PULSE) {
+            // A state: its key twice (the hash table is half empty), its way, its place in the heap.
+            monitor.bytes = stored * 64 + levels.iter().map(|level| level.keys.bytes()).sum::<u64>();
             if let Err(reason) = monitor.check() {
                 return Outcome::Stopped(reason, f);
             }
         }
+        let (before, after) = levels.split_at_mut(level + 1);
+        let (state, next) = (before[level].keys.key(number), &mut after[0]);
         let step = &steps[level];
-        step.costs(&keys[offset..offset + width], &mut costs);
+        step.costs(state, &mut costs);
         for (x, &cost) in costs.iter().enumerate() {
             if cost > slack - f {
                 continue;
             }
-            step.append(&keys[offset..offset + width], x, &mut key);
-            let child = Node { parent: id, depth: depth + 1, value: x as u16, key: keys.len(), f: f + cost };
-            let new = nodes.len() as u32;
-            match known[level + 1].get_mut(&key[..]) {
-                Some(old) if nodes[*old as usize].f <= child.f => continue,
-                Some(old) => *old = new,
-                None => {
-                    known[level + 1].insert(key.clone().into_boxed_slice(), new);
-                }
+            step.append(state, x, &mut key);
+            let new = Way { f: f + cost, parent: number as u32, value: x as u16, expanded: false };
+            let child = next.keys.intern(&key);
+            if child == next.ways.len() {
+                next.ways.push(new);
+                stored += 1;
+            } else if new.f < next.ways[child].f {
+                // Not expanded yet: the bound is consistent, so nothing improves on an expanded state.
+                next.ways[child] = new;
+            } else {
+                continue;
             }
-            keys.extend_from_slice(&key);
-            heap.push((Reverse(child.f), child.depth, Reverse(new)));
-            nodes.push(child);
+            heap.push((Reverse(new.f), depth + 1, Reverse(child as u32)));
         }
     }
     Outcome::Exhausted
 }
 
-fn trace(nodes: &[Node], mut id: u32, count: usize) -> Vec<usize> {
-    let mut values = vec![0; count];
-    while nodes[id as usize].depth > 0 {
-        let node = &nodes[id as usize];
-        values[node.depth as usize - 1] = node.value as usize;
-        id = node.parent;
+fn trace(levels: &[Level], mut number: usize) -> Vec<usize> {
+    let mut values = vec![0; levels.len() - 1];
+    for (value, level) in values.iter_mut().zip(&levels[1..]).rev() {
+        let way = level.ways[number];
+        *value = way.value as usize;
+        number = way.parent as usize;
     }
     values
 }

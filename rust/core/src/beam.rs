@@ -5,10 +5,9 @@
 //! leaves much open, and it is exact where no layer overflows. `min f` over the states dropped for lack
 //! of room, and the cost found, bound the optimum from below.
 
-use rustc_hash::FxHashMap;
-
 use crate::control::Monitor;
 use crate::frontier::plan;
+use crate::intern::Interner;
 use crate::model::Model;
 use crate::solution::StopReason;
 
@@ -28,11 +27,14 @@ impl Beam {
     }
 }
 
+/// A layer is cut back to its width when it has so many times more.
+const OVERFLOW: usize = 8;
+
+#[derive(Clone, Copy)]
 struct State {
     f: i64,
     parent: u32,
     value: u16,
-    key: Box<[u16]>,
 }
 
 /// Searches `model` with at most `width` states a layer.
@@ -41,47 +43,65 @@ struct State {
 /// The limit that struck.
 pub fn beam(model: &Model, slack: i64, width: usize, monitor: &mut Monitor<'_>) -> Result<Beam, StopReason> {
     let steps = plan(model);
-    let mut layer = vec![State { f: 0, parent: 0, value: 0, key: Box::default() }];
+    // A layer: its states, best first where some were dropped, and the number of the key of each.
+    let mut layer = vec![(State { f: 0, parent: 0, value: 0 }, 0u32)];
+    let mut keys = Interner::new(0);
+    keys.intern(&[]);
     let mut history: Vec<Vec<(u32, u16)>> = Vec::with_capacity(steps.len());
     let mut dropped = i64::MAX;
     let (mut costs, mut key) = (Vec::new(), Vec::new());
     let mut expanded = 0usize;
     for step in &steps {
-        let mut next: Vec<State> = Vec::new();
-        let mut known: FxHashMap<Box<[u16]>, u32> = FxHashMap::default();
-        for (parent, state) in layer.iter().enumerate() {
+        let mut next: Vec<(State, u32)> = Vec::new();
+        // States from here on find no room.
+        let mut cut = i64::MAX;
+        let mut known = Interner::new(step.width());
+        for (parent, &(state, number)) in layer.iter().enumerate() {
             expanded += 1;
             if expanded.is_multiple_of(1024) {
                 monitor.check()?;
             }
-            step.costs(&state.key, &mut costs);
+            let state_key = keys.key(number as usize);
+            step.costs(state_key, &mut costs);
             for (x, &cost) in costs.iter().enumerate() {
                 if cost > slack - state.f {
                     continue;
                 }
-                let (f, parent, value) = (state.f + cost, parent as u32, x as u16);
-                step.append(&state.key, x, &mut key);
-                if let Some(&old) = known.get(&key[..]) {
-                    let old = &mut next[old as usize];
-                    if f < old.f {
-                        (old.f, old.parent, old.value) = (f, parent, value);
-                    }
+                if state.f + cost >= cut {
+                    dropped = dropped.min(state.f + cost);
                     continue;
                 }
-                let key: Box<[u16]> = key.as_slice().into();
-                known.insert(key.clone(), next.len() as u32);
-                next.push(State { f, parent, value, key });
+                let new = State { f: state.f + cost, parent: parent as u32, value: x as u16 };
+                step.append(state_key, x, &mut key);
+                let number = known.intern(&key);
+                if number == next.len() {
+                    next.push((new, number as u32));
+                } else if new.f < next[number].0.f {
+                    next[number].0 = new;
+                }
+            }
+            if next.len() > width.saturating_mul(OVERFLOW) {
+                next.sort_by_key(|(state, _)| state.f);
+                cut = next[width].0.f;
+                dropped = dropped.min(cut);
+                next.truncate(width);
+                let mut kept = Interner::new(step.width());
+                for (_, number) in &mut next {
+                    *number = kept.intern(known.key(*number as usize)) as u32;
+                }
+                known = kept;
             }
         }
         if next.len() > width {
-            next.sort_by_key(|state| state.f);
-            dropped = dropped.min(next[width].f);
+            next.sort_by_key(|(state, _)| state.f);
+            dropped = dropped.min(next[width].0.f);
             next.truncate(width);
         }
-        history.push(next.iter().map(|state| (state.parent, state.value)).collect());
+        history.push(next.iter().map(|(state, _)| (state.parent, state.value)).collect());
         layer = next;
+        keys = known;
     }
-    let Some((index, last)) = layer.iter().enumerate().min_by_key(|(_, state)| state.f) else {
+    let Some((index, (last, _))) = layer.iter().enumerate().min_by_key(|(_, (state, _))| state.f) else {
         return Ok(Beam { best: None, bound: dropped });
     };
     let (mut values, mut index) = (vec![0; steps.len()], index);

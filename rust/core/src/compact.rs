@@ -36,14 +36,14 @@ pub fn compact(model: &Model, keep: &[usize]) -> Model {
     for (var, &value) in model.vars.iter().zip(&single) {
         if let Some(x) = value {
             out.fixed.push((var.origin, var.labels[x]));
-            out.constant += var.theta[x];
+            out.constant = (out.constant + var.theta[x]).min(DEAD);
         }
     }
     let mut parallel: BTreeMap<[usize; 2], Vec<(usize, usize)>> = BTreeMap::new();
     for (e, edge) in model.edges.iter().enumerate() {
         let ends = edge.ends.map(|end| end as usize);
         match [single[ends[0]], single[ends[1]]] {
-            [Some(x), Some(y)] => out.constant += edge_cost(edge, x, y),
+            [Some(x), Some(y)] => out.constant = (out.constant + edge_cost(edge, x, y).min(DEAD)).min(DEAD),
             [Some(x), None] => fold(&mut out, edge, 1, x, position[ends[1]], &values),
             [None, Some(y)] => fold(&mut out, edge, 0, y, position[ends[0]], &values),
             [None, None] => {
@@ -57,7 +57,7 @@ pub fn compact(model: &Model, keep: &[usize]) -> Model {
         }
     }
     for (ends, list) in &parallel {
-        let edge = join(model, *ends, list, &values);
+        let edge = join(model, *ends, list, [&values[ends[0]], &values[ends[1]]]);
         attach(&mut out, edge);
     }
     out.index();
@@ -85,44 +85,59 @@ fn fold(out: &mut Model, edge: &Edge, side: usize, z: usize, var: usize, values:
     }
 }
 
-/// The edges of `list` (each `(edge, side that is ends[0])`) as one, over living values.
-fn join(model: &Model, ends: [usize; 2], list: &[(usize, usize)], values: &[Vec<usize>]) -> Edge {
+/// The edges of `list` (each `(edge, side that is ends[0])`) as one, over `values` of the two ends.
+pub fn join(model: &Model, ends: [usize; 2], list: &[(usize, usize)], values: [&[usize]; 2]) -> Edge {
     let mut class: [Vec<u16>; 2] = [Vec::new(), Vec::new()];
-    let mut tuples: [Vec<Vec<u16>>; 2] = [Vec::new(), Vec::new()];
+    // Per side, for each new class a value that has it.
+    let mut sample: [Vec<usize>; 2] = [Vec::new(), Vec::new()];
     for side in 0..2 {
-        let tuple = |&x: &usize| -> Vec<u16> {
-            list.iter().map(|&(e, first)| model.edges[e].class[side ^ first][x]).collect()
-        };
-        let keys: Vec<Vec<u16>> = values[ends[side]].iter().map(tuple).collect();
-        let mut distinct = keys.clone();
-        distinct.sort();
-        distinct.dedup();
-        class[side] = keys.iter().map(|key| distinct.partition_point(|other| other < key) as u16).collect();
-        tuples[side] = distinct;
-    }
-    let message = |side: usize| -> Vec<i64> {
-        let of = |tuple: &Vec<u16>| {
-            let parts = list.iter().zip(tuple);
-            parts.map(|(&(e, first), &c)| model.edges[e].f[side ^ first][c as usize]).sum()
-        };
-        tuples[side].iter().map(of).collect()
-    };
-    let f = [message(0), message(1)];
-    let mut table = Vec::with_capacity(f[0].len() * f[1].len());
-    for a in &tuples[0] {
-        for b in &tuples[1] {
-            let mut cost = 0;
-            for ((&(e, first), &a), &b) in list.iter().zip(a).zip(b) {
-                cost = (cost + model.edges[e].cost(first, a as usize, b as usize)).min(DEAD);
+        let mut codes = vec![0u32; values[side].len()];
+        for &(e, first) in list {
+            let old = &model.edges[e].class[side ^ first];
+            for (code, &x) in codes.iter_mut().zip(values[side]) {
+                *code = *code << 16 | u32::from(old[x]);
             }
-            table.push(cost);
+            let mut distinct = codes.clone();
+            distinct.sort_unstable();
+            distinct.dedup();
+            for code in &mut codes {
+                *code = distinct.partition_point(|other| other < code) as u32;
+            }
+        }
+        let count = codes.iter().max().map_or(0, |&most| most as usize + 1);
+        sample[side] = vec![usize::MAX; count];
+        for (&code, &x) in codes.iter().zip(values[side]) {
+            if sample[side][code as usize] == usize::MAX {
+                sample[side][code as usize] = x;
+            }
+        }
+        class[side] = codes.into_iter().map(|code| code as u16).collect();
+    }
+    let mut f = [vec![0i64; sample[0].len()], vec![0i64; sample[1].len()]];
+    let columns = sample[1].len();
+    let mut table = vec![0i64; sample[0].len() * columns];
+    for &(e, first) in list {
+        let edge = &model.edges[e];
+        for side in 0..2 {
+            for (f, &x) in f[side].iter_mut().zip(&sample[side]) {
+                *f = (*f + edge.f[side ^ first][edge.class[side ^ first][x] as usize]).min(DEAD);
+            }
+        }
+        let across: Vec<usize> = sample[1].iter().map(|&y| edge.class[1 ^ first][y] as usize).collect();
+        let width = edge.f[1 ^ first].len();
+        for (into, &x) in table.chunks_exact_mut(columns).zip(&sample[0]) {
+            let class = edge.class[first][x] as usize;
+            let row = &edge.w[first][class * width..(class + 1) * width];
+            for (cost, &b) in into.iter_mut().zip(&across) {
+                *cost = (*cost + row[b]).min(DEAD);
+            }
         }
     }
     Edge::new(ends.map(|end| end as u32), class, f, table)
 }
 
 /// Adds an edge to the model after merging equal classes; folds it if one side has a single class.
-fn attach(out: &mut Model, mut edge: Edge) {
+pub fn attach(out: &mut Model, mut edge: Edge) {
     loop {
         let before = edge.f[0].len() + edge.f[1].len();
         edge = merge_classes(out, edge, 0);
@@ -145,13 +160,24 @@ fn attach(out: &mut Model, mut edge: Edge) {
     out.edges.push(edge);
 }
 
-/// Merges the classes of `side` with equal rows.
-fn merge_classes(out: &mut Model, edge: Edge, side: usize) -> Edge {
+/// Merges the classes of `side` whose rows are equal up to a constant.
+fn merge_classes(out: &mut Model, mut edge: Edge, side: usize) -> Edge {
     let (own, other) = (edge.f[side].len(), edge.f[1 - side].len());
+    let mut normal = edge.w[side].clone();
+    let mut shift = vec![0; own];
+    for (row, shift) in normal.chunks_exact_mut(other).zip(&mut shift) {
+        let least = row.iter().copied().min().unwrap_or(0);
+        if least != 0 && least < HALF {
+            *shift = least;
+            for cost in row.iter_mut().filter(|cost| **cost < HALF) {
+                *cost -= least;
+            }
+        }
+    }
     let mut known: BTreeMap<&[i64], usize> = BTreeMap::new();
     let mut target = Vec::with_capacity(own);
     let mut rows: Vec<&[i64]> = Vec::new();
-    for row in edge.w[side].chunks_exact(other) {
+    for row in normal.chunks_exact(other) {
         let next = rows.len();
         let class = *known.entry(row).or_insert(next);
         if class == next {
@@ -161,6 +187,9 @@ fn merge_classes(out: &mut Model, edge: Edge, side: usize) -> Edge {
     }
     if rows.len() == own {
         return edge;
+    }
+    for (message, shift) in edge.f[side].iter_mut().zip(&shift) {
+        *message = (*message + shift).min(DEAD);
     }
     let mut f = vec![DEAD; rows.len()];
     for (&class, &message) in target.iter().zip(&edge.f[side]) {
@@ -174,20 +203,15 @@ fn merge_classes(out: &mut Model, edge: Edge, side: usize) -> Edge {
     }
     let merged = rows.concat();
     let class = edge.class[side].iter().map(|&class| target[class as usize] as u16).collect();
-    let mut classes = edge.class;
+    let Edge { ends, class: mut classes, f: mut messages, .. } = edge;
     classes[side] = class;
-    let mut messages = edge.f;
     messages[side] = f;
-    if side == 0 {
-        return Edge::new(edge.ends, classes, messages, merged);
+    let mut transposed = Vec::with_capacity(merged.len());
+    for column in 0..other {
+        transposed.extend(merged.chunks_exact(other).map(|row| row[column]));
     }
-    let swapped = Edge::new(
-        [edge.ends[1], edge.ends[0]],
-        [classes[1].clone(), classes[0].clone()],
-        [messages[1].clone(), messages[0].clone()],
-        merged,
-    );
-    Edge::new(edge.ends, classes, messages, swapped.w[1].clone())
+    let w = if side == 0 { [merged, transposed] } else { [transposed, merged] };
+    Edge { ends, class: classes, f: messages, w }
 }
 
 #[cfg(test)]

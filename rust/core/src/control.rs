@@ -10,15 +10,15 @@ use crate::solution::StopReason;
 pub struct Limits {
     /// Wall seconds.
     pub time: f64,
-    /// Partial programs that A* may expand.
+    /// Partial programs that A* may expand. A search that would spend them before a proof gives up early.
     pub expansions: u64,
-    /// Bytes that A* may hold.
+    /// Bytes that the model's tables and A* may hold.
     pub memory: u64,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { time: 60.0, expansions: 100_000_000, memory: 4 << 30 }
+        Self { time: 60.0, expansions: 100_000, memory: 4 << 30 }
     }
 }
 

@@ -13,6 +13,10 @@
 use crate::consistency::arc_consistency;
 use crate::model::{HALF, Model, Wipeout};
 
+/// Variables with more values, or whose classes take more steps to compare, are left alone.
+const MOST_VALUES: usize = 256;
+const MOST_WORK: usize = 1 << 18;
+
 /// Alternates arc consistency and dominance to their common fixpoint.
 ///
 /// # Errors
@@ -53,7 +57,14 @@ pub fn reduce(model: &mut Model) -> Result<(), Wipeout> {
 /// Removes the dominated values of `var`; true if there were any.
 fn remove_dominated(model: &mut Model, var: usize) -> bool {
     let living: Vec<usize> = model.vars[var].living().collect();
-    if living.len() < 2 {
+    let work = |&(e, side): &(u32, u8)| {
+        let (edge, side) = (&model.edges[e as usize], side as usize);
+        edge.w[0].len() * edge.f[side].len()
+    };
+    if living.len() < 2
+        || living.len() > MOST_VALUES
+        || model.incident[var].iter().map(work).sum::<usize>() > MOST_WORK
+    {
         return false;
     }
     // Per edge: the class of each living value and the worst difference for each pair of classes.

@@ -7,8 +7,9 @@
 //! `minimise Σ_i cost(row_i) + Σ_t cost(move_t)`.
 //!
 //! The way of the data: [`problem`] → [`validate`] → [`build`] (pairwise [`model`]) → [`consistency`],
-//! [`dominance`] (exact reductions) → [`order`], [`compact`] → [`trws`] (lower bound), [`dive`]
-//! (programs) → [`beam`], [`astar`] over [`frontier`] states (what the bound leaves open) → [`verify`] → [`solution`]. [`solve()`] runs all.
+//! [`dominance`] (exact reductions) → [`order`], [`compact`] → [`eliminate`] (chains and trees vanish; later,
+//! variables join) → [`trws`] (lower bound), [`dive`] and [`beam`] (programs) → [`astar`] over [`frontier`] states
+//! (what the bound leaves open) → [`verify`] → [`solution`]. [`solve()`] runs all.
 
 pub mod astar;
 pub mod beam;
@@ -19,7 +20,9 @@ pub mod consistency;
 pub mod control;
 pub mod dive;
 pub mod dominance;
+pub mod eliminate;
 pub mod frontier;
+pub mod intern;
 pub mod model;
 pub mod order;
 pub mod problem;

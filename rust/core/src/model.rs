@@ -119,6 +119,16 @@ impl Model {
         self.vars.iter().map(|var| var.living().count()).sum()
     }
 
+    /// Bytes of its values and tables, about.
+    pub fn bytes(&self) -> u64 {
+        let var = |var: &Var| 12 * var.theta.len() as u64 + 64;
+        let side = |edge: &Edge, side: usize| {
+            8 * (edge.f[side].len() + edge.w[side].len()) as u64 + 2 * edge.class[side].len() as u64
+        };
+        let edge = |edge: &Edge| side(edge, 0) + side(edge, 1) + 200;
+        self.vars.iter().map(var).sum::<u64>() + self.edges.iter().map(edge).sum::<u64>()
+    }
+
     /// Kills value `x` of `var`; call [`Self::refresh`] afterwards.
     pub fn kill(&mut self, var: usize, x: usize) {
         self.vars[var].theta[x] = DEAD;

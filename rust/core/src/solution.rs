@@ -12,7 +12,7 @@ pub enum StopReason {
     TimeLimit,
     /// The memory limit struck.
     MemoryLimit,
-    /// The expansion limit struck.
+    /// The expansion limit struck, or would have long before a proof at the rate at which the bound rose.
     ExpansionLimit,
     /// The caller asked to stop.
     Interrupted,

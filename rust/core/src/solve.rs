@@ -1,11 +1,15 @@
 //! The search as a whole.
 //!
-//! 1. Build the model; arc consistency and dominance ([`crate::dominance`]); order; compact.
+//! 1. Build the model; arc consistency and dominance ([`crate::dominance`]); order; compact; eliminate the
+//!    variables with at most two neighbours ([`crate::eliminate`]).
 //! 2. Sweeps of TRW-S raise the bound; dives find programs; values whose bound exceeds the best
 //!    program die (which strengthens the next sweeps). Stop if bound and program meet.
-//! 3. When the sweeps gain little: reduce and compact what is left, split it into connected components
-//!    and run a beam search, then A*, on each with a budget. Components that were solved are fixed; if some were not, sweep
-//!    on with more patience and a larger budget.
+//! 3. When the sweeps gain little: reduce, compact and eliminate what is left; a beam search on each
+//!    connected component may find a better program or solve the component; then join variables, which
+//!    makes the relaxation tighter, and sweep on. Without limits on the joined variables' size this alone
+//!    would solve any problem: it ends in a model without variables, whose constant is the optimum.
+//! 4. When no pair of variables is small enough to be joined: A* on each component with a budget; then sweep on
+//!    with more patience and a larger budget.
 //!
 //! Only programs strictly better than the incumbent are kept in the model: when nothing is left, the
 //! incumbent is optimal.
@@ -18,6 +22,7 @@ use crate::consistency::arc_consistency;
 use crate::control::{Limits, Monitor, Tick};
 use crate::dive::{PATIENCE, dive};
 use crate::dominance::reduce;
+use crate::eliminate::{Trail, contract, eliminate};
 use crate::model::{Model, Wipeout};
 use crate::order::{components, small_frontier_order};
 use crate::problem::Problem;
@@ -32,6 +37,14 @@ const FIRST_BUDGET: u64 = 20_000;
 const BEAM_SHARE: u64 = 100;
 /// Sweeps between looks at the gain.
 const WINDOW: u64 = 8;
+/// States per layer of the beam search before each round of joins.
+const BEAM_WIDTH: u64 = 100;
+/// Rounds of A* that end with the bound out of reach of the limit on expansions before the search gives up.
+const HOPELESS_ROUNDS: u32 = 2;
+/// Values that a joined variable may have: in the first rounds, and at most.
+const JOIN: [usize; 2] = [256, 16_384];
+/// Entries of an edge that an elimination may create.
+const TABLE: usize = 1024;
 
 /// Finds a program of least cost.
 ///
@@ -55,7 +68,8 @@ pub fn solve<'a>(
             Some((cost, assignment.clone()))
         }
     };
-    let mut search = Search { problem, monitor, best, worst: checked.total_cost, left: 0, built };
+    let trail = Trail::new(built.model.vars.len());
+    let mut search = Search { problem, monitor, best, worst: checked.total_cost, left: 0, built, trail };
     Ok(search.run())
 }
 
@@ -114,6 +128,8 @@ struct Search<'a> {
     worst: i64,
     /// Values after the first reduction.
     left: usize,
+    /// What was eliminated and joined so far.
+    trail: Trail,
 }
 
 impl Search<'_> {
@@ -147,17 +163,91 @@ impl Search<'_> {
         reduce(model)?;
         *model = compact(model, &small_frontier_order(model));
         self.left = model.living_values();
+        self.squeeze(model)?;
         let mut patience = 0.02;
         let mut budget = FIRST_BUDGET;
+        let mut most = JOIN[0];
+        let mut hopeless = 0;
         loop {
             self.sweep(model, patience)?;
+            self.squeeze(model)?;
+            self.finish_components(model, BEAM_WIDTH, 0)?;
+            self.prune(model)?;
+            loop {
+                let room = self.limit() - model.constant;
+                if let Some(keep) = contract(model, &mut self.trail, room, most)? {
+                    *model = compact(model, &keep);
+                    self.squeeze(model)?;
+                    break;
+                }
+                if most < JOIN[1] {
+                    most *= 4;
+                    continue;
+                }
+                let (bound, done) = (model.constant, self.monitor.expansions);
+                let reached = self.finish_components(model, budget / BEAM_SHARE, budget)?;
+                if self.out_of_reach(reached - bound, done, self.limit() - bound) {
+                    hopeless += 1;
+                    if hopeless == HOPELESS_ROUNDS {
+                        return Err(End::Stop(StopReason::ExpansionLimit));
+                    }
+                }
+                patience /= 4.0;
+                budget *= 4;
+                break;
+            }
+        }
+    }
+
+    /// Whether A*, having expanded since `done` and raised the bound by `gain`, would spend the limit on
+    /// expansions before it closes `room`, even if the bound went on to rise as fast (it only gets slower).
+    fn out_of_reach(&self, gain: i64, done: u64, room: i64) -> bool {
+        let (spent, all) = (self.monitor.expansions - done, self.monitor.limits().expansions);
+        let left = all.saturating_sub(self.monitor.expansions);
+        spent > 0 && (gain as f64) * (left as f64) < ((room - gain) as f64) * (spent as f64)
+    }
+
+    /// Exact reductions and eliminations to their common fixpoint. `Err(Proven)`: no variable is left.
+    fn squeeze(&mut self, model: &mut Model) -> Result<(), End> {
+        self.prune(model)?;
+        loop {
             reduce(model)?;
             *model = compact(model, &small_frontier_order(model));
+            let before = model.vars.len();
+            let keep = eliminate(model, &mut self.trail, TABLE)?;
+            *model = compact(model, &keep);
+            if model.constant > self.limit() {
+                return Err(End::Proven);
+            }
             self.raise(model.constant);
-            self.finish_components(model, budget)?;
-            patience /= 4.0;
-            budget *= 4;
+            self.monitor.bytes = model.bytes();
+            self.monitor.check()?;
+            if model.vars.is_empty() {
+                self.offer(model, &[]);
+                return Err(End::Proven);
+            }
+            if keep.len() == before {
+                return Ok(());
+            }
         }
+    }
+
+    /// Values that exceed the room left die.
+    fn prune(&mut self, model: &mut Model) -> Result<(), End> {
+        let room = self.limit() - model.constant;
+        if room < 0 {
+            return Err(End::Proven);
+        }
+        for var in 0..model.vars.len() {
+            for theta in &mut model.vars[var].theta {
+                if *theta > room {
+                    *theta = crate::model::DEAD;
+                }
+            }
+            model.refresh(var, |_| {});
+        }
+        arc_consistency(model, 0..model.vars.len(), |_| {})?;
+        Ok(())
     }
 
     /// Sweeps until a window gains less than `patience` of the gap.
@@ -183,8 +273,7 @@ impl Search<'_> {
                     return Ok(());
                 }
                 if model.living_values() * 5 < values * 4 {
-                    reduce(model)?;
-                    *model = compact(model, &small_frontier_order(model));
+                    self.squeeze(model)?;
                     values = model.living_values();
                 }
             }
@@ -193,10 +282,7 @@ impl Search<'_> {
     }
 
     fn dive(&mut self, model: &mut Model) -> Result<(), End> {
-        for var in 0..model.vars.len() {
-            model.refresh(var, |_| {});
-        }
-        arc_consistency(model, 0..model.vars.len(), |_| {})?;
+        self.prune(model)?;
         let monitor = &mut self.monitor;
         if let Some(values) = dive(model, PATIENCE, || monitor.check())? {
             self.offer(model, &values);
@@ -204,13 +290,13 @@ impl Search<'_> {
         Ok(())
     }
 
-    /// Beam search, then A*, on every connected component. `Ok`: some component was left open and `model`
-    /// is what remains.
-    fn finish_components(&mut self, model: &mut Model, budget: u64) -> Result<(), End> {
+    /// Beam search, then A* with a budget, on every connected component. `Ok`: some component was left open and
+    /// `model` is what remains; the bound.
+    fn finish_components(&mut self, model: &mut Model, width: u64, budget: u64) -> Result<i64, End> {
         let mut parts: Vec<Part> = components(model).into_iter().map(|vars| Part::new(model, vars)).collect();
         // A layer keeps about 100 bytes per state while it lasts and 8 for good.
         let room = self.monitor.limits().memory / (200 + 16 * model.vars.len() as u64);
-        let width = (budget / BEAM_SHARE).min(room).max(1) as usize;
+        let width = width.min(room).max(1) as usize;
         let mut bound = model.constant;
         for part in &mut parts {
             let beam = beam(&part.model, self.limit() - bound, width, &mut self.monitor)?;
@@ -229,7 +315,7 @@ impl Search<'_> {
         let improved = self.limit() < before;
         for index in 0..parts.len() {
             let part = &mut parts[index];
-            if part.exact || improved {
+            if part.exact || improved || budget == 0 {
                 continue;
             }
             if bound > self.limit() {
@@ -268,7 +354,7 @@ impl Search<'_> {
             part.decide(&mut rest.fixed);
         }
         *model = rest;
-        Ok(())
+        Ok(bound)
     }
 
     /// Offers the program that the parts make up, if each has one.
@@ -284,8 +370,9 @@ impl Search<'_> {
 
     /// Keeps a complete assignment if it is better than the incumbent.
     fn offer(&mut self, model: &Model, values: &[usize]) {
-        let mut labels = vec![0; self.built.meaning.len()];
+        let mut labels = vec![0; self.trail.origins()];
         model.labels(values, &mut labels);
+        self.trail.recover(&mut labels);
         let assignment = self.built.decode(self.problem, &labels);
         // A program that fails the check would be a defect of the search; it is never returned.
         let checked = verify(self.problem, &assignment);

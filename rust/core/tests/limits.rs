@@ -13,7 +13,7 @@ use support::{solve as solve_fully, solve_with};
 const ROOMY: Limits = Limits { time: 1e9, expansions: u64::MAX, memory: u64::MAX };
 
 fn hard() -> Problem {
-    dense(60, 7)
+    dense(160, 7)
 }
 
 fn check(problem: &Problem, solution: &Solution) {
@@ -44,6 +44,17 @@ fn expansion_limit() {
     assert!(solution.expansions <= 1000 + 256);
     assert!(solution.lower_bound > 0);
     check(&problem, &solution);
+}
+
+#[test]
+fn a_hopeless_search_gives_up_with_the_same_result_every_time() {
+    let problem = hard();
+    let limits = Limits { time: 1e9, ..Limits::default() };
+    let first = solve_with(&problem, limits, None);
+    assert_eq!(first.stop_reason, StopReason::ExpansionLimit);
+    check(&problem, &first);
+    let again = solve_with(&problem, limits, None);
+    assert_eq!(Solution { seconds: 0.0, ..first }, Solution { seconds: 0.0, ..again });
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! A*, beam search and dives on random pairwise models, before and after sweeps.
+//! A*, beam search, dives, eliminations and joins on random pairwise models, before and after sweeps.
 #![allow(missing_docs)]
 
 use hetspmd_search::astar::{self, Outcome};
@@ -6,6 +6,8 @@ use hetspmd_search::beam::beam;
 use hetspmd_search::compact::compact;
 use hetspmd_search::control::{Limits, Monitor};
 use hetspmd_search::dive::dive;
+use hetspmd_search::dominance::reduce;
+use hetspmd_search::eliminate::{Trail, contract, eliminate};
 use hetspmd_search::model::{DEAD, Edge, HALF, Model, Var};
 use hetspmd_search::order::small_frontier_order;
 use hetspmd_search::trws::Sweeper;
@@ -90,6 +92,66 @@ proptest! {
         prop_assert_eq!(dived.is_some(), least.is_some());
         if let Some(values) = dived {
             prop_assert!(Some(model.evaluate(&values)) >= least);
+        }
+    }
+
+    #[test]
+    fn eliminations_and_joins_preserve_the_optimum_and_recover_it(
+        whole in models(7), sweeps in 0..3usize, most in 2..40usize, tight in any::<bool>()
+    ) {
+        let least = minimum(&whole);
+        // With no room to spare only optimal programs survive a join.
+        let limit = least.filter(|_| tight).unwrap_or(1 << 40);
+        let mut model = whole.clone();
+        if reduce(&mut model).is_err() {
+            prop_assert_eq!(least, None);
+            return Ok(());
+        }
+        model = compact(&model, &small_frontier_order(&model));
+        let mut trail = Trail::new(whole.vars.len());
+        for _ in 0..40 {
+            let Ok(keep) = eliminate(&mut model, &mut trail, most) else {
+                prop_assert_eq!(least, None);
+                return Ok(());
+            };
+            model = compact(&model, &keep);
+            prop_assert!(least.is_none_or(|least| model.constant <= least));
+            if reduce(&mut model).is_err() {
+                prop_assert_eq!(least, None);
+                return Ok(());
+            }
+            model = compact(&model, &small_frontier_order(&model));
+            if model.vars.is_empty() {
+                break;
+            }
+            let mut sweeper = Sweeper::default();
+            let swept = (0..sweeps).try_for_each(|_| sweeper.sweep(&mut model, limit));
+            for var in 0..model.vars.len() {
+                model.refresh(var, |_| {});
+            }
+            if swept.is_err() || reduce(&mut model).is_err() {
+                prop_assert_eq!(least, None);
+                return Ok(());
+            }
+            model = compact(&model, &small_frontier_order(&model));
+            let room = limit - model.constant;
+            match contract(&mut model, &mut trail, room, 1 << 14) {
+                Ok(Some(keep)) => model = compact(&model, &keep),
+                Ok(None) => {}
+                Err(_) => {
+                    prop_assert_eq!(least, None);
+                    return Ok(());
+                }
+            }
+        }
+        prop_assert!(model.vars.is_empty());
+        prop_assert_eq!(Some(model.constant).filter(|&cost| cost < HALF), least);
+        if least.is_some() {
+            let mut labels = vec![0; trail.origins()];
+            model.labels(&[], &mut labels);
+            trail.recover(&mut labels);
+            let values: Vec<usize> = labels[..whole.vars.len()].iter().map(|&label| label as usize).collect();
+            prop_assert_eq!(Some(whole.evaluate(&values)), least);
         }
     }
 }
