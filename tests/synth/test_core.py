@@ -40,7 +40,7 @@ def small_problem() -> dict[str, Any]:
     }
 
 
-def hard_problem(count: int = 80) -> dict[str, Any]:
+def hard_problem(count: int = 320) -> dict[str, Any]:
     """Densely connected and pseudo-random: no search finishes it within a test."""
     state = 7
 

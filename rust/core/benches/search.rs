@@ -58,7 +58,8 @@ fn parts(c: &mut Criterion) {
     });
     c.bench_function("one round of joins/12 layers", |b| {
         let both = || (model.clone(), Trail::new(model.vars.len()));
-        let run = |(mut model, mut trail): (Model, Trail)| contract(&mut model, &mut trail, NO_LIMIT, 256);
+        let run =
+            |(mut model, mut trail): (Model, Trail)| contract(&mut model, &mut trail, NO_LIMIT, 256, || true);
         b.iter_batched(both, run, BatchSize::LargeInput);
     });
     let mut dense = reduced(&random::dense(30, 7));

@@ -21,7 +21,9 @@ use crate::model::{DEAD, Edge, HALF, Model, Var, Wipeout};
 /// Entries of an edge that elimination may always create.
 const SMALL_TABLE: usize = 256;
 /// Entries of an edge that a join may create.
-const LARGE_TABLE: usize = 1 << 19;
+const LARGE_TABLE: usize = 1 << 18;
+/// Steps that one elimination may take.
+const MOST_WORK: usize = 1 << 26;
 
 /// What an eliminated variable needs to know of a neighbour.
 #[derive(Clone, Debug)]
@@ -118,8 +120,8 @@ pub fn eliminate(model: &mut Model, trail: &mut Trail, most: usize) -> Result<Ve
 }
 
 /// Joins disjoint pairs of adjacent variables, those first that leave few pairs and few neighbours, at most
-/// a quarter of the variables; no joined variable gets more than `most` values. `None`: no pair fits; otherwise
-/// as [`eliminate`].
+/// a quarter of the variables; no joined variable gets more than `most` values. Stops early if `go_on` says no.
+/// `None`: no pair fits; otherwise as [`eliminate`].
 ///
 /// # Errors
 /// A joined variable without values: no assignment costs at most `room` above the constant.
@@ -128,6 +130,7 @@ pub fn contract(
     trail: &mut Trail,
     room: i64,
     most: usize,
+    mut go_on: impl FnMut() -> bool,
 ) -> Result<Option<Vec<usize>>, Wipeout> {
     let count = model.vars.len();
     let mut work = Work { gone: vec![false; count], model, trail };
@@ -148,7 +151,7 @@ pub fn contract(
     let mut busy = vec![false; count];
     let mut joins = 0;
     for (_, s, t) in pairs {
-        if joins * 4 > count {
+        if joins * 4 > count || !go_on() {
             break;
         }
         if !busy[s] && !busy[t] && work.join(s, t, room, most)? {
@@ -236,7 +239,8 @@ impl Work<'_> {
         if let [(e, i), (g, j)] = incident[..] {
             let (e, g) = (&self.model.edges[e as usize], &self.model.edges[g as usize]);
             let size = e.f[1 - i as usize].len() * g.f[1 - j as usize].len();
-            if size > most.max(SMALL_TABLE).max(e.w[0].len() + g.w[0].len()) {
+            let work = size * self.model.vars[s].theta.len();
+            if work > MOST_WORK || size > most.max(SMALL_TABLE).max(e.w[0].len() + g.w[0].len()) {
                 return Ok(false);
             }
         }
@@ -515,7 +519,7 @@ mod tests {
         let whole = clique(5);
         let (mut model, mut trail) = (whole.clone(), Trail::new(4));
         assert_eq!(eliminate(&mut model, &mut trail, 100).unwrap().len(), 4);
-        let keep = contract(&mut model, &mut trail, 1000, 100).unwrap().unwrap();
+        let keep = contract(&mut model, &mut trail, 1000, 100, || true).unwrap().unwrap();
         model = compact(&model, &keep);
         let keep = eliminate(&mut model, &mut trail, 1000).unwrap();
         model = compact(&model, &keep);
@@ -525,10 +529,10 @@ mod tests {
     #[test]
     fn joins_respect_size_and_room() {
         let (mut model, mut trail) = (clique(5), Trail::new(4));
-        assert_eq!(contract(&mut model, &mut trail, 1000, 19), Ok(None));
+        assert_eq!(contract(&mut model, &mut trail, 1000, 19, || true), Ok(None));
         // A pair of different colours costs at least 1.
-        assert!(contract(&mut model, &mut trail, 0, 100).is_err());
+        assert!(contract(&mut model, &mut trail, 0, 100, || true).is_err());
         let (mut model, mut trail) = (clique(1), Trail::new(4));
-        assert!(contract(&mut model, &mut trail, 1000, 100).is_err());
+        assert!(contract(&mut model, &mut trail, 1000, 100, || true).is_err());
     }
 }

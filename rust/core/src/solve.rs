@@ -39,10 +39,8 @@ const BEAM_SHARE: u64 = 100;
 const WINDOW: u64 = 8;
 /// States per layer of the beam search before each round of joins.
 const BEAM_WIDTH: u64 = 100;
-/// Rounds of A* that end with the bound out of reach of the limit on expansions before the search gives up.
-const HOPELESS_ROUNDS: u32 = 2;
 /// Values that a joined variable may have: in the first rounds, and at most.
-const JOIN: [usize; 2] = [256, 16_384];
+const JOIN: [usize; 2] = [256, 4096];
 /// Entries of an edge that an elimination may create.
 const TABLE: usize = 1024;
 
@@ -167,7 +165,6 @@ impl Search<'_> {
         let mut patience = 0.02;
         let mut budget = FIRST_BUDGET;
         let mut most = JOIN[0];
-        let mut hopeless = 0;
         loop {
             self.sweep(model, patience)?;
             self.squeeze(model)?;
@@ -175,11 +172,13 @@ impl Search<'_> {
             self.prune(model)?;
             loop {
                 let room = self.limit() - model.constant;
-                if let Some(keep) = contract(model, &mut self.trail, room, most)? {
+                let go_on = || self.monitor.check().is_ok();
+                if let Some(keep) = contract(model, &mut self.trail, room, most, go_on)? {
                     *model = compact(model, &keep);
                     self.squeeze(model)?;
                     break;
                 }
+                self.monitor.check()?;
                 if most < JOIN[1] {
                     most *= 4;
                     continue;
@@ -187,10 +186,7 @@ impl Search<'_> {
                 let (bound, done) = (model.constant, self.monitor.expansions);
                 let reached = self.finish_components(model, budget / BEAM_SHARE, budget)?;
                 if self.out_of_reach(reached - bound, done, self.limit() - bound) {
-                    hopeless += 1;
-                    if hopeless == HOPELESS_ROUNDS {
-                        return Err(End::Stop(StopReason::ExpansionLimit));
-                    }
+                    return Err(End::Stop(StopReason::ExpansionLimit));
                 }
                 patience /= 4.0;
                 budget *= 4;

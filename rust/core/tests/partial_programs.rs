@@ -135,7 +135,7 @@ proptest! {
             }
             model = compact(&model, &small_frontier_order(&model));
             let room = limit - model.constant;
-            match contract(&mut model, &mut trail, room, 1 << 14) {
+            match contract(&mut model, &mut trail, room, 1 << 14, || true) {
                 Ok(Some(keep)) => model = compact(&model, &keep),
                 Ok(None) => {}
                 Err(_) => {
