@@ -8,7 +8,7 @@
 //!
 //! The way of the data: [`problem`] → [`validate`] → [`build`] (pairwise [`model`]) → [`consistency`],
 //! [`dominance`] (exact reductions) → [`order`], [`compact`] → [`eliminate`] (chains and trees vanish; later,
-//! variables join) → [`trws`] (lower bound), [`dive`] and [`beam`] (programs) → [`astar`] over [`frontier`] states
+//! variables [`join`]) → [`trws`] (lower bound), [`dive`] and [`beam`] (programs) → [`astar`] over [`frontier`] states
 //! (what the bound leaves open) → [`verify`] → [`solution`]. [`solve()`] runs all.
 
 pub mod astar;
@@ -23,6 +23,7 @@ pub mod dominance;
 pub mod eliminate;
 pub mod frontier;
 pub mod intern;
+pub mod join;
 pub mod model;
 pub mod order;
 pub mod problem;

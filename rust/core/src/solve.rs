@@ -5,26 +5,28 @@
 //! 2. Sweeps of TRW-S raise the bound; dives find programs; values whose bound exceeds the best
 //!    program die (which strengthens the next sweeps). Stop if bound and program meet.
 //! 3. When the sweeps gain little: reduce, compact and eliminate what is left; a beam search on each
-//!    connected component may find a better program or solve the component; then join variables, which
-//!    makes the relaxation tighter, and sweep on. Without limits on the joined variables' size this alone
-//!    would solve any problem: it ends in a model without variables, whose constant is the optimum.
+//!    connected component may find a better program or solve the component (`parts`); then join variables
+//!    ([`crate::join`]), which makes the relaxation tighter, and sweep on. Without limits on the joined
+//!    variables' size this alone would solve any problem: it ends in a model without variables, whose
+//!    constant is the optimum.
 //! 4. When no pair of variables is small enough to be joined: A* on each component with a budget; then sweep on
 //!    with more patience and a larger budget.
 //!
 //! Only programs strictly better than the incumbent are kept in the model: when nothing is left, the
 //! incumbent is optimal.
 
-use crate::astar::{self, Outcome};
-use crate::beam::beam;
+mod parts;
+
 use crate::build::{Built, build};
 use crate::compact::compact;
 use crate::consistency::arc_consistency;
 use crate::control::{Limits, Monitor, Tick};
 use crate::dive::{PATIENCE, dive};
 use crate::dominance::reduce;
-use crate::eliminate::{Trail, contract, eliminate};
+use crate::eliminate::{Trail, eliminate};
+use crate::join::contract;
 use crate::model::{Model, Wipeout};
-use crate::order::{components, small_frontier_order};
+use crate::order::small_frontier_order;
 use crate::problem::Problem;
 use crate::solution::{Assignment, Solution, StopReason};
 use crate::trws::Sweeper;
@@ -86,34 +88,6 @@ impl From<Wipeout> for End {
 impl From<StopReason> for End {
     fn from(reason: StopReason) -> Self {
         Self::Stop(reason)
-    }
-}
-
-/// A connected component of what is left.
-struct Part {
-    /// Its variables in the whole model.
-    vars: Vec<usize>,
-    /// With constant 0 and nothing fixed but what it fixed itself.
-    model: Model,
-    values: Option<Vec<usize>>,
-    /// Lower bound above the constant; the cost of `values` if `exact`.
-    bound: i64,
-    exact: bool,
-}
-
-impl Part {
-    fn new(whole: &Model, vars: Vec<usize>) -> Self {
-        let mut model = compact(whole, &vars);
-        model.constant = 0;
-        model.fixed.clear();
-        Self { vars, model, values: None, bound: 0, exact: false }
-    }
-
-    /// Appends its decisions.
-    fn decide(&self, fixed: &mut Vec<(u32, u32)>) {
-        let Some(values) = &self.values else { return };
-        let chosen = self.model.vars.iter().zip(values);
-        fixed.extend(chosen.map(|(var, &x)| (var.origin, var.labels[x])));
     }
 }
 
@@ -284,84 +258,6 @@ impl Search<'_> {
             self.offer(model, &values);
         }
         Ok(())
-    }
-
-    /// Beam search, then A* with a budget, on every connected component. `Ok`: some component was left open and
-    /// `model` is what remains; the bound.
-    fn finish_components(&mut self, model: &mut Model, width: u64, budget: u64) -> Result<i64, End> {
-        let mut parts: Vec<Part> = components(model).into_iter().map(|vars| Part::new(model, vars)).collect();
-        // A layer keeps about 100 bytes per state while it lasts and 8 for good.
-        let room = self.monitor.limits().memory / (200 + 16 * model.vars.len() as u64);
-        let width = width.min(room).max(1) as usize;
-        let mut bound = model.constant;
-        for part in &mut parts {
-            let beam = beam(&part.model, self.limit() - bound, width, &mut self.monitor)?;
-            if beam.bound == i64::MAX {
-                return Err(End::Proven);
-            }
-            part.exact = beam.is_exact();
-            part.values = beam.best.map(|(values, _)| values);
-            part.bound = beam.bound;
-            bound += part.bound;
-            self.raise(bound);
-        }
-        let before = self.limit();
-        self.offer_parts(model, &parts);
-        // A better program strengthens the sweeps; A* only where the beam brought none.
-        let improved = self.limit() < before;
-        for index in 0..parts.len() {
-            let part = &mut parts[index];
-            if part.exact || improved || budget == 0 {
-                continue;
-            }
-            if bound > self.limit() {
-                return Err(End::Proven);
-            }
-            bound -= part.bound;
-            let outcome = astar::search(&part.model, self.limit() - bound, budget, &mut self.monitor);
-            self.monitor.bytes = 0;
-            match outcome {
-                Outcome::Solved(values, cost) => {
-                    part.bound = cost;
-                    part.values = Some(values);
-                    part.exact = true;
-                }
-                Outcome::Exhausted => return Err(End::Proven),
-                Outcome::Budget(least) => part.bound = part.bound.max(least),
-                Outcome::Stopped(reason, least) => {
-                    self.raise(bound + part.bound.max(least));
-                    return Err(End::Stop(reason));
-                }
-            }
-            bound += part.bound;
-            self.raise(bound);
-            self.offer_parts(model, &parts);
-        }
-        if parts.iter().all(|part| part.exact) || bound > self.limit() {
-            return Err(End::Proven);
-        }
-        // Decide the components that are solved; go on with the others.
-        let open: Vec<usize> =
-            parts.iter().filter(|part| !part.exact).flat_map(|part| part.vars.clone()).collect();
-        let mut rest = compact(model, &open);
-        rest.constant = model.constant;
-        for part in parts.iter().filter(|part| part.exact) {
-            rest.constant += part.bound;
-            part.decide(&mut rest.fixed);
-        }
-        *model = rest;
-        Ok(bound)
-    }
-
-    /// Offers the program that the parts make up, if each has one.
-    fn offer_parts(&mut self, model: &Model, parts: &[Part]) {
-        if parts.iter().all(|part| part.values.is_some()) {
-            let mut fixed = model.fixed.clone();
-            for part in parts {
-                part.decide(&mut fixed);
-            }
-            self.offer(&Model { fixed, ..Model::default() }, &[]);
-        }
     }
 
     /// Keeps a complete assignment if it is better than the incumbent.

@@ -1,6 +1,7 @@
 //! Tiny models for unit tests.
 
 use crate::control::{Limits, Monitor, Tick};
+use crate::eliminate::Trail;
 use crate::model::{DEAD, Edge, HALF, Model, Var};
 
 /// A model from the costs of its values and, per edge, the two variables and the table `[x][y]`
@@ -49,6 +50,16 @@ pub fn minimum(model: &Model) -> Option<(i64, Vec<usize>)> {
         values[place] += 1;
         values[..place].fill(0);
     }
+}
+
+/// The optimum and labels that the trail recovers from a model without variables.
+pub fn solved(whole: &Model, model: &Model, trail: &Trail) -> (i64, i64) {
+    assert!(model.vars.is_empty());
+    let mut labels = vec![0; trail.origins()];
+    model.labels(&[], &mut labels);
+    trail.recover(&mut labels);
+    let values: Vec<usize> = labels[..whole.vars.len()].iter().map(|&label| label as usize).collect();
+    (model.constant, whole.evaluate(&values))
 }
 
 /// Runs `body` with a monitor of the given limits.
