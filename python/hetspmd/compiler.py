@@ -4,12 +4,16 @@ Search and ratios alternate (HAP 3.1): from each starting ratio B the search giv
 lengths of B, the linear program the best B for Q, and so on until the pair repeats. The pair with the least
 step time in the stage model is kept, with the lengths that belong to it. Data parallel programs are always
 among the candidates, so a plan is never worse than those in the same model.
+
+The same is done for subsets of the devices, the fastest one alone among them; the devices of a better subset's
+plan are its active ones, the others idle. A subset whose bound :meth:`CostModel.floor` is no better than the
+best so far is left out, and so is one that does not fit into memory where the best so far does.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,17 +22,18 @@ from torch import nn
 
 from hetspmd.balance.lengths import Lengths, lengths_for
 from hetspmd.balance.ratios import optimise_ratios
-from hetspmd.balance.starts import even, proportional, starting_ratios
+from hetspmd.balance.starts import even, proportional, starting_ratios, teams
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.step import StepCost, step_cost
+from hetspmd.cost.step import StepCost, idle_seconds, on_cluster, step_cost
 from hetspmd.errors import InfeasibleError, PlanError, SearchError
-from hetspmd.forms import Form, is_sharded, sharded_dim
+from hetspmd.forms import IDENTITY, Form, all_gather, is_sharded, sharded_dim
 from hetspmd.plan import Iteration, Plan, SearchReport
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.synth import constraints as known
 from hetspmd.synth.checker import check
 from hetspmd.synth.constraints import Constraints, resolve
+from hetspmd.synth.program import Result
 from hetspmd.synth.search import Found, Limits, Progress, priced, search
 from hetspmd.synth.space import Space, search_space
 from hetspmd.trace.step import Loss
@@ -98,8 +103,8 @@ def compile_plan(
 ) -> Plan:  # fmt: skip
     """:func:`compile` for a split example, also of the forward alone (``training=False``).
 
-    ``like``: an earlier plan of the same model; parameters keep its stored forms and lengths, so that the
-    same shards serve both plans (another batch shape, evaluation).
+    ``like``: an earlier plan of the same model; parameters keep its stored forms and lengths on the
+    same active devices, so that the same shards serve both plans (another batch shape, evaluation).
     """
     clock = _Clock(timings if timings is not None else {})
     with clock("total"):
@@ -109,25 +114,66 @@ def compile_plan(
                 graph = graph.without_outputs()
         with clock("rules"):
             theory = derive(graph, strict=strict)
-            costs = CostModel(theory, cluster)
         limits = Limits(seconds=time_limit)
         if like is None:
             fixed = resolve(theory, constraints)
-            return _alternate(theory, costs, cluster, fixed, limits, clock, progress)
-        return _like(theory, costs, cluster, like, limits, clock)
+            return _alternate(theory, cluster, fixed, limits, clock, progress)
+        return _like(theory, cluster, like, limits, clock)
 
 
 def _alternate(
-    theory: Theory, costs: CostModel, cluster: Cluster, fixed: Constraints, limits: Limits, clock: _Clock,
+    theory: Theory, cluster: Cluster, fixed: Constraints, limits: Limits, clock: _Clock,
     progress: Progress | None,
 ) -> Plan:  # fmt: skip
+    costs = CostModel(theory, cluster)
     space = search_space(theory, fixed)
-    pairs: list[_Pair] = []
-    iterations: list[Iteration] = []
     with clock("synth"):
         baselines = _baselines(theory, costs, fixed, limits)
-    pairs += baselines.values()
-    for name, start in starting_ratios(costs):
+    pairs, iterations = _rounds(space, costs, starting_ratios(costs), limits, clock, progress)
+    best = min([*baselines.values(), *pairs], key=lambda p: p.cost.step_seconds)
+    seconds = {k: p.cost.step_seconds for k, p in baselines.items()}
+    seconds["fastest_device_alone"] = float(min(costs.alone()))
+    active = tuple(range(cluster.world))
+    everyone = best.cost.step_seconds
+    for ranks in teams(costs):
+        part = CostModel(theory, cluster.part(ranks))
+        if part.floor() >= best.cost.step_seconds:
+            continue
+        if len(ranks) == 1:
+            alone = search_space(theory, known.single_device(theory, fixed.forms))
+            pairs, rounds = _rounds(alone, part, (("alone", (1.0,)),), limits, clock, progress)
+        else:
+            start = ("proportional", proportional(part))
+            pairs, rounds = _rounds(space, part, (start,), limits, clock, progress)
+        found = min((_team_pair(theory, cluster, ranks, p, fixed) for p in pairs), key=_seconds)
+        if _seconds(found) < _seconds(best) and (_fits(found, cluster) or not _fits(best, cluster)):
+            best, iterations, active = found, rounds, ranks
+    if len(active) < cluster.world:
+        seconds["all_devices"] = everyone
+    check(theory, best.program_of.program)
+    return Plan(
+        theory.graph, best.program_of.program, best.ratios, best.lengths, cluster, best.cost,
+        _report(best.program_of), seconds, tuple(iterations), active,
+    )  # fmt: skip
+
+
+def _seconds(pair: _Pair) -> float:
+    return pair.cost.step_seconds
+
+
+def _fits(pair: _Pair, cluster: Cluster) -> bool:
+    return all(n <= d.memory for n, d in zip(pair.cost.memory_bytes, cluster.devices, strict=True))
+
+
+def _rounds(
+    space: Space, costs: CostModel, starts: Sequence[tuple[str, tuple[float, ...]]], limits: Limits,
+    clock: _Clock, progress: Progress | None,
+) -> tuple[list[_Pair], list[Iteration]]:  # fmt: skip
+    """Search and ratios in turns from each start, on the devices of ``costs``."""
+    theory = costs.theory
+    pairs: list[_Pair] = []
+    iterations: list[Iteration] = []
+    for name, start in starts:
         ratios, before = start, None
         seen: set[tuple[object, ...]] = set()
         for index in range(MAX_ITERATIONS):
@@ -147,14 +193,33 @@ def _alternate(
                 break
             seen.add(key)
             ratios, before = better, found
-    best = min(pairs, key=lambda p: p.cost.step_seconds)
-    check(theory, best.program_of.program)
-    seconds = {k: p.cost.step_seconds for k, p in baselines.items()}
-    seconds["fastest_device_alone"] = float(min(costs.alone()))
-    return Plan(
-        theory.graph, best.program_of.program, best.ratios, best.lengths, cluster, best.cost,
-        _report(best.program_of), seconds, tuple(iterations),
-    )  # fmt: skip
+    return pairs, iterations
+
+
+def _team_pair(
+    theory: Theory, cluster: Cluster, active: Sequence[int], pair: _Pair, fixed: Constraints
+) -> _Pair:
+    """A pair of the devices ``active`` as one of the cluster.
+
+    What idle devices are sent costs time, so an output with a row per sample that every active device holds
+    whole is left as rows instead, which is free: each device slices what it holds.
+    """
+    if len(active) == cluster.world:
+        return pair
+    batch = known.batch_axes(theory)
+
+    def left(result: Result) -> Result:
+        shape = theory.graph.tensors[result.tensor].shape
+        axis = theory.axes.axis(result.tensor, 0) if shape else None
+        free = result.form == IDENTITY and result.tensor not in fixed.forms
+        rows = free and axis is not None and axis.id in batch and axis.units > 1
+        return Result(result.tensor, all_gather(0)) if rows else result
+
+    program = pair.program_of.program
+    program = replace(program, outputs=tuple(map(left, program.outputs)))
+    idle = idle_seconds(theory.graph, program, cluster, active)
+    cost = on_cluster(pair.cost, cluster, active, idle)
+    return replace(pair, program_of=replace(pair.program_of, program=program), cost=cost)
 
 
 def _baselines(theory: Theory, costs: CostModel, fixed: Constraints, limits: Limits) -> dict[str, _Pair]:
@@ -183,17 +248,25 @@ def _baselines(theory: Theory, costs: CostModel, fixed: Constraints, limits: Lim
     return found
 
 
-def _like(
-    theory: Theory, costs: CostModel, cluster: Cluster, like: Plan, limits: Limits, clock: _Clock
-) -> Plan:
+def _like(theory: Theory, cluster: Cluster, like: Plan, limits: Limits, clock: _Clock) -> Plan:
     forms, lengths = _pinned(theory, like)
     with clock("synth"):
-        found = search(search_space(theory, Constraints(forms)), costs, lengths, limits)
-    check(theory, found.program)
-    with clock("balance"):
-        cost = step_cost(theory, costs, found.program, lengths)
+        return _fixed_plan(theory, cluster, Constraints(forms), like.ratios, lengths, limits, like.active)
+
+
+def _fixed_plan(
+    theory: Theory, cluster: Cluster, fixed: Constraints, ratios: tuple[float, ...], lengths: Lengths,
+    limits: Limits, active: tuple[int, ...],
+) -> Plan:  # fmt: skip
+    """The best program at given lengths."""
+    costs = CostModel(theory, cluster.part(active))
+    found = search(search_space(theory, fixed), costs, lengths, limits)
+    cost = step_cost(theory, costs, found.program, lengths)
+    pair = _team_pair(theory, cluster, active, _Pair(found, ratios, lengths, cost), fixed)
+    program = pair.program_of.program
+    check(theory, program)
     return Plan(
-        theory.graph, found.program, like.ratios, lengths, cluster, cost, _report(found), {}, ()
+        theory.graph, program, ratios, lengths, cluster, pair.cost, _report(found), {}, (), active
     )  # fmt: skip
 
 
@@ -230,19 +303,18 @@ def _report(found: Found) -> SearchReport:
 
 def plan_for(
     theory: Theory, cluster: Cluster, constraints: Constraints, ratios: tuple[float, ...], *,
-    limits: Limits | None = None,
+    limits: Limits | None = None, active: tuple[int, ...] | None = None,
 ) -> Plan:  # fmt: skip
-    """The best program under ``constraints`` at fixed ratios: forced programs for tests and comparisons."""
-    costs = CostModel(theory, cluster)
+    """The best program under ``constraints`` at fixed ratios: forced programs for tests and comparisons.
+
+    ``active``: ranks of the devices that take part (default: all), to which the ratios belong.
+    """
+    active = tuple(range(cluster.world)) if active is None else active
     lengths = lengths_for(theory.axes, ratios)
-    space: Space = search_space(theory, constraints)
-    found = search(space, costs, lengths, limits or Limits())
-    check(theory, found.program)
-    cost = step_cost(theory, costs, found.program, lengths)
-    return Plan(theory.graph, found.program, ratios, lengths, cluster, cost, _report(found), {}, ())
+    return _fixed_plan(theory, cluster, constraints, ratios, lengths, limits or Limits(), active)
 
 
 def problem_text(plan: Plan, constraints: Mapping[str, str | Form] | None = None) -> str:
     """The search problem at the plan's lengths, as a self-contained file for ``hetspmd solve``."""
     space = search_space(plan.theory, resolve(plan.theory, constraints))
-    return priced(space, CostModel(plan.theory, plan.cluster), plan.lengths)[0]
+    return priced(space, plan.costs, plan.lengths)[0]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from hetspmd.cost.model import CostModel
 from hetspmd.errors import ConstraintError, InfeasibleError
 from hetspmd.forms import IDENTITY, Form, all_gather, form_text
 from hetspmd.plan import Plan
@@ -63,7 +62,6 @@ def explain(plan: Plan, name: str, *, limits: Limits | None = None) -> Explanati
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConstraintError(f"{name!r} is no parameter, input or output of the plan{hint}")
     tensor = names[name]
-    costs = CostModel(theory, plan.cluster)
     forms: list[Form] = [IDENTITY]
     for dim in range(len(theory.graph.tensors[tensor].shape)):
         axis = theory.axes.axis(tensor, dim)
@@ -73,7 +71,7 @@ def explain(plan: Plan, name: str, *, limits: Limits | None = None) -> Explanati
     for form in forms:
         try:
             space = search_space(theory, Constraints({tensor: form}))
-            best = search(space, costs, plan.lengths, limits or Limits())
+            best = search(space, plan.costs, plan.lengths, limits or Limits())
             found.append(Alternative(form, best.cost, best.lower_bound))
         except InfeasibleError:
             found.append(Alternative(form, None, None))

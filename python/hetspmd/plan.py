@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hetspmd.balance.lengths import Lengths
 from hetspmd.codec import decode, encode
 from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import StepCost
 from hetspmd.errors import PlanError
 from hetspmd.forms import Form, is_sharded, sharded_dim
@@ -58,11 +59,18 @@ class Iteration:
 class Plan:
     """Graph, program, ratios and predicted cost.
 
-    ratios      B: the share of each device, summing to 1 (one segment)
-    lengths     whole units per logical axis and device
+    The program runs on the devices ``active``; its ranks are their places there. The other devices are idle:
+    they hold no parameters, compute nothing, and only get the results of forward.
+
+    ratios      B: the share of each active device, summing to 1 (one segment)
+    lengths     whole units per logical axis and active device
+    cluster     all devices, idle ones too
     cost        the stage model's prediction for the program at these lengths (HAP 3.2)
     baselines   name -> predicted seconds of a step, in the same cost model
-    iterations  the trace of the alternation; the plan is the best of it
+    iterations  the trace of the alternation on the active devices
+    active      ranks in the cluster, ascending; () stands for all
+
+    Raises PlanError if these do not fit each other.
     """
 
     graph: Graph
@@ -74,6 +82,19 @@ class Plan:
     search: SearchReport
     baselines: Mapping[str, float]
     iterations: tuple[Iteration, ...]
+    active: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        everyone = range(len(self.cluster.devices))
+        if not self.active:
+            object.__setattr__(self, "active", tuple(everyone))
+        if list(self.active) != sorted(set(self.active)) or not set(self.active) <= set(everyone):
+            raise PlanError(f"active devices {list(self.active)} of a cluster of {len(everyone)}")
+        if not len(self.active) == len(self.ratios) == self.lengths.world:
+            raise PlanError(
+                f"ratios of {len(self.ratios)} and lengths of {self.lengths.world} devices for "
+                f"{len(self.active)} active ones"
+            )
 
     @cached_property
     def theory(self) -> Theory:
@@ -88,11 +109,28 @@ class Plan:
 
     @property
     def world(self) -> int:
-        """Number of devices."""
+        """Number of devices of the cluster, idle ones too."""
         return len(self.cluster.devices)
 
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """Ranks of the devices that do not take part."""
+        return tuple(rank for rank in range(self.world) if rank not in self.active)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The ratio of each device of the cluster, 0 for an idle one."""
+        ratios = dict(zip(self.active, self.ratios, strict=True))
+        return tuple(ratios.get(rank, 0.0) for rank in range(self.world))
+
+    @cached_property
+    def costs(self) -> CostModel:
+        """The cost model of the active devices."""
+        return CostModel(self.theory, self.cluster.part(self.active))
+
     def parameter_layout(self) -> dict[str, tuple[Form, tuple[int, ...]]]:
-        """Parameter name to its stored form and its extents per device along the sharded dim (empty if whole)."""
+        """Parameter name to its stored form and its extents per active device along the sharded dim (empty if
+        whole)."""
         stored = {
             t: step.row.post[0]
             for step in self.program.steps

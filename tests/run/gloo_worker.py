@@ -15,11 +15,13 @@ from small_models import MLP, Case, case
 from small_plans import cluster, random_plan
 from torch import nn
 
+from hetspmd.compiler import plan_for
 from hetspmd.errors import PlanMismatchError, TraceError, WorldSizeError
 from hetspmd.plan import Plan
 from hetspmd.run.communicator import ProcessGroupCommunicator, Work, communicator_for
 from hetspmd.run.module import HAP
 from hetspmd.run.random import Randomness
+from hetspmd.synth.constraints import Constraints
 
 SEEDS = (1, 2)
 
@@ -83,8 +85,45 @@ def worker(rank: int, world: int, folder: str) -> None:
     c = case("mlp", torch.float32)
     hap = HAP(copy.deepcopy(c.model), cluster(*range(1, world + 1)), example=c.batch)
     results["compiled"] = (hap.plan.digest, hap(**c.batch)["loss"].detach())
+    results["idle"] = idle()
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+def idle_plans() -> tuple[Case, list[Plan]]:
+    """Plans of four devices, of which rank 1 alone, ranks 0 and 3, and all are active."""
+    c = case("conv")
+    devices = cluster(1, 2, 3, 4)
+    return c, [
+        plan_for(c.theory, devices, Constraints({}), (1 / len(active),) * len(active), active=active)
+        for active in ((1,), (0, 3), (0, 1, 2, 3))
+    ]
+
+
+def idle() -> list[dict[str, Any]]:
+    """For each plan: two steps from the state of the plan before, then evaluation, then the state."""
+    c, made = idle_plans()
+    found: list[dict[str, Any]] = []
+    state: dict[str, Any] = {}
+    for plan in made:
+        hap = HAP(copy.deepcopy(c.model), plan.cluster, plan=plan)
+        if state:
+            hap.load_full_state_dict(state)
+        optimizer = torch.optim.SGD(hap.parameters(), lr=0.1)
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = hap(**c.batch)
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+        hap.eval()
+        with torch.no_grad():
+            losses.append(hap(**c.batch).item())
+        state = hap.full_state_dict()
+        local = sum(p.numel() for p in hap.parameters())
+        found.append({"losses": losses, "state": state, "elements": local})
+    return found
 
 
 def errors(rank: int, world: int) -> list[Exception]:

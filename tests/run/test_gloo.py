@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_worker import plans, train, worker
+from gloo_worker import idle_plans, plans, train, worker
 from torch import multiprocessing
 
 from hetspmd.run.simulate import run_ranks
@@ -64,3 +64,28 @@ def test_rank_zero_compiles_for_all(results: list[dict[str, Any]]) -> None:
     losses = {r["compiled"][1].item() for r in results}
     assert len(digests) == 1
     assert len(losses) == 1
+
+
+def test_idle_ranks(results: list[dict[str, Any]]) -> None:
+    """Rank 1 alone, ranks 0 and 3, then all: each from the other's state, as one device would go on."""
+    c, made = idle_plans()
+    model = copy.deepcopy(c.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index, plan in enumerate(made):
+        model.train()
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(**c.batch)
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            losses.append(model(**c.batch).item())
+        for rank, result in enumerate(results):
+            found = result["idle"][index]
+            assert found["losses"] == pytest.approx(losses, rel=1e-10)
+            assert (found["elements"] == 0) == (rank in plan.idle)
+            for key, value in model.state_dict().items():
+                torch.testing.assert_close(found["state"][key], value, rtol=1e-9, atol=1e-11)

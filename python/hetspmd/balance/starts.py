@@ -2,6 +2,9 @@
 
 HAP starts from ratios proportional to computing power. Even ratios and the fastest device alone are tried
 too: the first is where padding costs nothing, the second is what a plan must never lose to.
+
+Each device that takes part costs something even without a share: replicated instructions, and its place in
+every collective. :func:`teams` are the subsets that are worth a search of their own.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ import numpy as np
 from hetspmd.cost.model import CostModel
 
 Ratios = tuple[float, ...]
+
+MAX_TEAMS = 6
+"""Subsets of devices that are tried beside all of them."""
 
 
 def proportional(model: CostModel) -> Ratios:
@@ -41,3 +47,20 @@ def starting_ratios(model: CostModel) -> tuple[tuple[str, Ratios], ...]:
         if all(max(abs(a - b) for a, b in zip(ratios, known, strict=True)) > 1e-9 for _, known in found):
             found.append((name, ratios))
     return tuple(found)
+
+
+def teams(model: CostModel) -> tuple[tuple[int, ...], ...]:
+    """Ranks of the proper subsets of devices to try, ascending by size.
+
+    The device that runs the single-device step soonest, and each prefix of the devices in the order of that
+    time, equal devices together: a slower device is not taken while a faster one is left out. Of more than
+    MAX_TEAMS, evenly spaced ones are kept, with the first.
+    """
+    if model.world == 1:
+        return ()
+    alone = model.alone()
+    order = sorted(range(model.world), key=lambda j: (alone[j], j))
+    ends = [i for i in range(1, model.world) if i == 1 or alone[order[i]] != alone[order[i - 1]]]
+    if len(ends) > MAX_TEAMS:
+        ends = [ends[i * (len(ends) - 1) // (MAX_TEAMS - 1)] for i in range(MAX_TEAMS)]
+    return tuple(tuple(sorted(order[:end])) for end in ends)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -104,6 +104,12 @@ class Cluster:
     def world(self) -> int:
         """Number of devices."""
         return len(self.devices)
+
+    def part(self, ranks: Sequence[int]) -> Cluster:
+        """The devices of these ranks, in this order, on the same network."""
+        if list(ranks) == list(range(self.world)):
+            return self
+        return Cluster(tuple(self.devices[r] for r in ranks), self.network)
 
     @classmethod
     def load(cls, spec: Cluster | Mapping[str, Any] | str | os.PathLike[str]) -> Cluster:

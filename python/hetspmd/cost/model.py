@@ -207,9 +207,27 @@ class CostModel:
 
     def alone(self) -> Array:
         """Seconds of the whole single-device step on each device."""
-        first = self.triples.signature[self.triples.offset[:-1]]
-        found: Array = self.seconds(first, self.even_shares(np.ones(self.world))).sum(axis=0)
+        found: Array = self._whole().sum(axis=0)
         return found
+
+    def floor(self) -> float:
+        """Seconds that no program on these devices undercuts, whatever its shares and its collectives.
+
+        With weights ``w_j`` in proportion to the devices' speeds ``1 / alone_j``, the slowest device of each
+        stage takes at least the weighted mean. An instruction that takes ``a_j`` seconds whole on device j
+        takes at least ``s_j a_j`` with the share ``s_j``, and its shares sum to 1 or more, so that it adds at
+        least ``min_j w_j a_j`` to the step.
+        """
+        whole, alone = self._whole(), self.alone()
+        if not alone.min() > 0:
+            return 0.0
+        weights = (1 / alone) / (1 / alone).sum()
+        return float((weights * whole).min(axis=1, initial=np.inf).sum())
+
+    def _whole(self) -> Array:
+        """Seconds of each instruction run whole, shape (instructions, n)."""
+        first = self.triples.signature[self.triples.offset[:-1]]
+        return self.seconds(first, self.even_shares(np.ones(self.world)))
 
     # communication -----------------------------------------------------------------------------------------
 

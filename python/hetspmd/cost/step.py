@@ -6,21 +6,29 @@ All devices meet at a collective, so each collective begins a stage; the first s
 device is the peak over the program's order of what is then held: parameters, buffers and inputs during the
 whole step, gradients from where they are produced to the end, any other tensor from its step to the last that
 reads it (a view holds what it looks at), and the optimizer's state.
+
+A program may run on some of a cluster's devices only. The others are idle: after forward they get the loss,
+and each output that is returned whole, by one broadcast of ``latency + bytes / bandwidth`` seconds each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hetspmd.balance.lengths import Lengths
+from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
-from hetspmd.forms import IDENTITY, Form, is_sharded, sharded_dim
+from hetspmd.forms import IDENTITY, Form, all_gather, is_sharded, sharded_dim
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.program import Communicate, Compute, Program
+from hetspmd.trace.graph import Graph
 
-__all__ = ["OPTIMIZER_BYTES", "Stages", "StepCost", "memory_bytes", "step_cost"]
+__all__ = [
+    "OPTIMIZER_BYTES", "Stages", "StepCost", "idle_seconds", "memory_bytes", "on_cluster", "step_cost",
+]  # fmt: skip
 
 OPTIMIZER_BYTES = 8
 """Bytes of optimizer state per parameter element: two float32 moments of Adam."""
@@ -32,10 +40,10 @@ class StepCost:
 
     step_seconds           compute_seconds + communication_seconds
     compute_seconds        the slowest device's, summed over stages
-    communication_seconds  of all collectives
-    memory_bytes           peak per device
+    communication_seconds  of all collectives, and of what idle devices are sent
+    memory_bytes           peak per device of the cluster, 0 for an idle one
     stages                 their number
-    per_device_compute     seconds that each device computes
+    per_device_compute     seconds that each device of the cluster computes, 0 for an idle one
     """
 
     step_seconds: float
@@ -104,6 +112,30 @@ def step_cost(theory: Theory, model: CostModel, program: Program, lengths: Lengt
         stages.count,
         tuple(map(float, computation.sum(axis=0))),
     )
+
+
+def idle_seconds(graph: Graph, program: Program, cluster: Cluster, active: Sequence[int]) -> float:
+    """Seconds in which the idle devices get the loss and the outputs that come back whole (0 if none is idle)."""
+    if len(active) == cluster.world or cluster.network is None:
+        return 0.0
+    sent = {r.tensor for r in program.outputs if r.form != all_gather(0)}
+    if program.loss is not None:
+        sent.add(program.loss.tensor)
+    network = cluster.network
+    return sum(network.latency + graph.tensors[t].nbytes / network.bandwidth for t in sorted(sent))
+
+
+def on_cluster(cost: StepCost, cluster: Cluster, active: Sequence[int], idle: float) -> StepCost:
+    """A prediction for the devices ``active`` as one for their cluster; ``idle`` as of :func:`idle_seconds`."""
+    if len(active) == cluster.world:
+        return cost
+    memory, compute = [0] * cluster.world, [0.0] * cluster.world
+    for rank, held, seconds in zip(active, cost.memory_bytes, cost.per_device_compute, strict=True):
+        memory[rank], compute[rank] = held, seconds
+    return replace(
+        cost, step_seconds=cost.step_seconds + idle, communication_seconds=cost.communication_seconds + idle,
+        memory_bytes=tuple(memory), per_device_compute=tuple(compute),
+    )  # fmt: skip
 
 
 def memory_bytes(

@@ -17,6 +17,7 @@ from hetspmd.balance.lengths import Lengths
 from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, is_sharded
 from hetspmd.lower.constants import constant_value
 from hetspmd.lower.emit import GraphWriter, identifier
+from hetspmd.lower.idle import lower_idle
 from hetspmd.lower.layout import Layout
 from hetspmd.lower.program import LocalProgram, LocalTensor
 from hetspmd.lower.schedule import Key, Schedule, reads, schedule, writes
@@ -29,14 +30,16 @@ if TYPE_CHECKING:
 
 
 def lower_plan(plan: Plan, rank: int, device: torch.device) -> LocalProgram:
-    """The local program of a rank of a plan."""
-    return lower(plan.theory, plan.program, plan.lengths, rank, device)
+    """The local program of a device of the plan's cluster, be it idle."""
+    if rank not in plan.active:
+        return lower_idle(plan.theory, plan.program, plan.lengths, device)
+    return lower(plan.theory, plan.program, plan.lengths, plan.active.index(rank), device)
 
 
 def lower(
     theory: Theory, program: Program, lengths: Lengths, rank: int, device: torch.device
 ) -> LocalProgram:
-    """The local program of ``rank`` on ``device``.
+    """The local program of ``rank``, among those that run the program, on ``device``.
 
     Constants are computed here. Raises PlanError if the program reads what it has not produced.
     """

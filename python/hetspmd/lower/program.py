@@ -15,8 +15,9 @@ from hetspmd.lower.layout import Region
 class LocalTensor:
     """A tensor that outlives a step: its whole shape and what this rank holds of it.
 
-    ``extents`` are the elements per rank along the sharded dim (empty where the form is not sharded);
-    ``region`` is this rank's part, None for the whole.
+    ``extents`` are the elements per rank of the program along the sharded dim (empty where the form is not
+    sharded); ``region`` is this rank's part, None for the whole. An idle rank's part has no elements,
+    whatever the form; of a scalar it is the shape (0,).
     """
 
     tensor: int
@@ -37,7 +38,9 @@ class LocalTensor:
         """This rank's part of the whole tensor, a view."""
         if self.region is None:
             return whole
-        return whole.narrow(self.region.dim, self.region.start, self.region.extent)
+        return whole.reshape(self.shape or (1,)).narrow(
+            self.region.dim, self.region.start, self.region.extent
+        )
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,11 @@ class LocalProgram:
     ``forward(runtime, *parameters, *buffers, *inputs)`` returns ``(loss, outputs, buffers, saved)``, the last
     three lists: outputs of ``outputs``, the new values of the buffers that change (``updated`` holds their
     positions), and what backward reads. ``backward(runtime, tangent, saved)`` returns the gradients of
-    ``differentiable`` (positions among the parameters) and empties ``saved`` as it goes.
+    ``differentiable`` (positions among the parameters) and empties ``saved`` as it goes. ``rank`` is the place
+    among the ``world`` ranks that run the program, None for an idle device.
     """
 
-    rank: int
+    rank: int | None
     world: int
     device: torch.device
     parameters: tuple[LocalTensor, ...]
@@ -63,7 +67,8 @@ class LocalProgram:
     backward: fx.GraphModule | None
 
     def __str__(self) -> str:
-        texts = [f"# rank {self.rank} of {self.world}, forward", str(self.forward.code).strip()]
+        who = "idle" if self.rank is None else f"rank {self.rank} of {self.world}"
+        texts = [f"# {who}, forward", str(self.forward.code).strip()]
         if self.backward is not None:
-            texts += [f"# rank {self.rank} of {self.world}, backward", str(self.backward.code).strip()]
+            texts += [f"# {who}, backward", str(self.backward.code).strip()]
         return "\n".join(texts) + "\n"

@@ -3,7 +3,8 @@
 Keys: ``version`` (of hetspmd), ``graph`` {``instructions``, ``parameters``: numbers of them, parameters
 counted in elements}, ``search`` {``cost``, ``lower_bound``, ``gap``, ``seconds``, ``expansions``,
 ``stop_reason``}, ``cost`` {``step_seconds``, ``compute_seconds``, ``communication_seconds``,
-``memory_bytes`` per device}, ``baselines`` (name to predicted seconds), ``ratios`` (share per device),
+``memory_bytes`` per device}, ``baselines`` (name to predicted seconds), ``ratios`` (share per device, 0 for
+an idle one),
 ``program`` (per step: ``call`` and ``triple`` as text; of a collective ``kind``, ``bytes`` and ``seconds``
 too) and ``seconds`` {``trace``, ``rules``, ``synth``, ``balance``, ``total``: wall time}.
 """
@@ -46,7 +47,7 @@ def plan_json(plan: Plan, seconds: Mapping[str, float] | None = None) -> dict[st
             "memory_bytes": list(cost.memory_bytes),
         },
         "baselines": {name: plan.baselines[name] for name in sorted(plan.baselines)},
-        "ratios": list(plan.ratios),
+        "ratios": list(plan.shares),
         "program": _program(plan),
         "seconds": wall,
     }

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hetspmd.cost.model import CostModel
 from hetspmd.forms import IDENTITY, Form, is_sharded, sharded_dim
 from hetspmd.plan import Plan
 from hetspmd.rules.theory import Theory
@@ -31,7 +30,7 @@ class Storage:
     """Parameters whose names differ only in numbers and that are stored alike.
 
     ``pattern`` has ``*`` for the numbers; ``shapes`` are their different shapes; ``extents`` the elements per
-    device along the sharded dim, empty where the parameters are replicated; ``nbytes`` is the size of all of
+    active device along the sharded dim, empty where the parameters are replicated; ``nbytes`` is the size of all of
     them, whole.
     """
 
@@ -45,12 +44,11 @@ class Storage:
 
 def collectives(plan: Plan) -> tuple[Collective, ...]:
     """The communications in program order, priced at the plan's lengths."""
-    model = CostModel(plan.theory, plan.cluster)
     roles = tensor_roles(plan.graph)
     found = []
     for position, step in enumerate(plan.program.steps):
         if isinstance(step, Communicate):
-            seconds = model.move_seconds(step.tensor, step.source, step.target, step.kind, plan.lengths)
+            seconds = plan.costs.move_seconds(step.tensor, step.source, step.target, step.kind, plan.lengths)
             nbytes = plan.graph.tensors[step.tensor].nbytes
             found.append(Collective(position, step, nbytes, seconds, roles[step.tensor]))
     return tuple(found)
@@ -90,7 +88,7 @@ def stored_forms(plan: Plan) -> dict[int, Form]:
 
 
 def shard_extents(plan: Plan, theory: Theory, tensor: int, form: Form) -> tuple[int, ...]:
-    """Elements per device along the dim that ``form`` shards; empty for other forms."""
+    """Elements per active device along the dim that ``form`` shards; empty for other forms."""
     if not is_sharded(form):
         return ()
     extent = plan.graph.tensors[tensor].shape[sharded_dim(form)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hetspmd.cost.quantities import quantity_text
+from hetspmd.cost.step import idle_seconds
 from hetspmd.forms import is_sharded, sharded_dim
 from hetspmd.plan import Plan
 from hetspmd.report.facts import by_kind, collectives, storage
@@ -37,14 +38,20 @@ def _devices(plan: Plan) -> str:
         [
             str(rank),
             device.name,
-            f"{100 * plan.ratios[rank]:.1f} %",
+            f"{100 * share:.1f} %" if rank in plan.active else "idle",
             _seconds(cost.per_device_compute[rank]),
             _bytes(cost.memory_bytes[rank]),
         ]
-        for rank, device in enumerate(plan.cluster.devices)
+        for rank, (device, share) in enumerate(zip(plan.cluster.devices, plan.shares, strict=True))
     ]
     header = ["rank", "device", "share", "computes", "peak memory"]
     text = "Sharding ratios\n" + table(header, rows, right=(2, 3, 4))
+    if plan.idle:
+        seconds = idle_seconds(plan.graph, plan.program, plan.cluster, plan.active)
+        text += (
+            f"\n  idle devices hold no parameters and compute nothing; sending them the results takes "
+            f"{_seconds(seconds)}"
+        )
     for rank, (device, needed) in enumerate(zip(plan.cluster.devices, cost.memory_bytes, strict=True)):
         if needed > device.memory:
             text += (

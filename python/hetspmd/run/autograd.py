@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hetspmd.errors import GradientError
-from hetspmd.forms import ALL_REDUCE, is_sharded, sharded_dim
+from hetspmd.forms import ALL_REDUCE, all_gather, is_sharded, sharded_dim
 from hetspmd.lower.program import LocalProgram, LocalTensor
 from hetspmd.run import collectives
 from hetspmd.run.runtime import Runtime
@@ -68,6 +68,8 @@ class Runner:
         """``((loss, *outputs), saved)``; buffers are updated."""
         given = (*parameters, *buffers, *inputs)
         loss, outputs, updates, saved = self.program.forward(self.runtime, *given)
+        if loss is not None:
+            loss = self.runtime.share(loss)
         foreign = {_storage(t) for t in given}
         results: list[torch.Tensor | None] = [loss]
         for position in self.outputs:
@@ -84,13 +86,17 @@ class Runner:
         return tuple(results), saved
 
     def _returned(self, value: torch.Tensor, layout: LocalTensor) -> torch.Tensor:
-        """An output as the caller gets it: this rank's rows, or whole."""
+        """An output as the caller gets it: this rank's rows (an idle rank has none), or whole."""
+        if layout.form == all_gather(0) and not self.gather:
+            return value
+        if self.runtime.idle:
+            return self.runtime.share(value.new_empty(layout.shape))
         if layout.form == ALL_REDUCE:
-            return collectives.start_all_reduce(self.runtime, value).wait()
-        if is_sharded(layout.form) and (self.gather or sharded_dim(layout.form) != 0):
+            value = collectives.start_all_reduce(self.runtime, value).wait()
+        elif is_sharded(layout.form):
             dim = sharded_dim(layout.form)
-            return collectives.start_all_gather(self.runtime, value, dim, layout.extents).wait()
-        return value
+            value = collectives.start_all_gather(self.runtime, value, dim, layout.extents).wait()
+        return self.runtime.share(value)
 
     def backward(self, tangent: torch.Tensor, saved: list[torch.Tensor | None]) -> list[torch.Tensor]:
         """The gradients of ``program.differentiable``; no two share memory. Empties ``saved``."""

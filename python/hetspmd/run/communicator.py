@@ -60,6 +60,19 @@ class Communicator(ABC):
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's picklable ``value``, in rank order. Blocks."""
 
+    def split(self, parts: Sequence[Sequence[int]]) -> Communicator:
+        """The communicator of this rank's part, whose ranks are numbered from 0.
+
+        ``parts`` holds every rank once, each part ascending. All ranks call this, with the same parts.
+        """
+        if len(parts) == 1:
+            return self
+        return self._part(next(p for p in parts if self.rank in p))
+
+    @abstractmethod
+    def _part(self, ranks: Sequence[int]) -> Communicator:
+        """The communicator of ``ranks``, this one among them, while the other ranks make theirs."""
+
 
 class DoneWork:
     """Work that is finished already."""
@@ -100,6 +113,9 @@ class LoneCommunicator(Communicator):
     def exchange(self, value: Any) -> list[Any]:
         return [value]
 
+    def _part(self, ranks: Sequence[int]) -> Communicator:
+        return self
+
 
 class ProcessGroupCommunicator(Communicator):
     """The ranks of a ``torch.distributed`` process group (None: the default group)."""
@@ -137,6 +153,16 @@ class ProcessGroupCommunicator(Communicator):
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, value, group=self.group)
         return found
+
+    def _part(self, ranks: Sequence[int]) -> Communicator:
+        # torch names a group by its ranks and by how many groups this process has made: every rank makes one
+        # here, so that the numbers stay equal, even where it is alone in it.
+        every = dist.get_process_group_ranks(self.group)
+        made = dist.new_group(
+            [every[r] for r in ranks], backend=dist.get_backend(self.group), use_local_synchronization=True
+        )
+        assert isinstance(made, dist.ProcessGroup)
+        return ProcessGroupCommunicator(made)
 
 
 def _issued(work: Any) -> Work:

@@ -84,7 +84,9 @@ def check_tensors(inputs: list[torch.Tensor], paths: list[str], device: torch.de
             )
 
 
-def check_same_batch(communicator: Communicator, inputs: Sequence[torch.Tensor], paths: Sequence[str]) -> None:
+def check_same_batch(
+    communicator: Communicator, inputs: Sequence[torch.Tensor], paths: Sequence[str]
+) -> None:
     """Raise BatchMismatchError, on every rank, unless all ranks hold the same batch. Blocks.
 
     Compares checksums, so that a loader that still gives every rank its own rows is refused, not trained on.
@@ -104,4 +106,4 @@ def check_same_batch(communicator: Communicator, inputs: Sequence[torch.Tensor],
 def checksum(tensor: torch.Tensor) -> int:
     """CRC-32 of the tensor's elements in order."""
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(raw.numpy())
+    return zlib.crc32(raw.numpy().data)

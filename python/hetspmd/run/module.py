@@ -62,6 +62,10 @@ class HAP(nn.Module):
     them. An output that the program leaves divided along dim 0 comes back as this rank's rows, any other
     whole; with ``gather_outputs`` all come back whole.
 
+    Where the plan leaves a device idle, its rank holds parameters of no elements (its optimizer steps nothing)
+    and no rows of outputs, and runs nothing; it gets the loss and whole outputs from the first active rank.
+    Its buffers do not follow the training; :meth:`full_state_dict` has the true ones on every rank.
+
     model                the model; its parameters are cut to this rank's shards, in place
     cluster              a Cluster, a dict or the path of a cluster file, with one device per rank
     example              a batch to plan for: a dict of keyword arguments or a tuple of positional ones
@@ -77,7 +81,8 @@ class HAP(nn.Module):
     A batch of another shape, ``train()``/``eval()`` and frozen parameters get plans of their own, with the
     same shards, compiled when they first appear; they are kept. Raises WorldSizeError before anything else
     if the group's size is not the cluster's, PlanMismatchError if the ranks hold different plans, DeviceError
-    for a model on several devices, BatchMismatchError if the ranks' first batches differ, and what :func:`hetspmd.compile` raises, on every rank alike.
+    for a model on several devices, BatchMismatchError if the ranks' first batches differ, and what
+    :func:`hetspmd.compile` raises, on every rank alike.
     """
 
     def __init__(
@@ -116,11 +121,13 @@ class HAP(nn.Module):
             raise ExampleError("HAP needs example= (a batch to plan for) or plan=")
         check_model(model, first.graph)
         seed = communicator.exchange(int(torch.randint(2**62, ())))[0]
-        self._runtime = Runtime(communicator, Randomness(seed, communicator.rank, self.device))
+        self._everyone = communicator
+        randomness = Randomness(seed, communicator.rank, self.device)
+        self._runtime = Runtime.join(communicator, first.active, randomness)
         program = lower_plan(first, communicator.rank, self.device)
         self._store = Store(model, first.graph, program.parameters)
         if sync_module_states:
-            self._store.synchronize(self._runtime, self.device)
+            self._store.synchronize(communicator, self.device)
         self._store.shard(self.device)
         self._entries = [self._entry(first, program)]
 
@@ -131,8 +138,8 @@ class HAP(nn.Module):
 
     @property
     def rank(self) -> int:
-        """This rank."""
-        return self._runtime.communicator.rank
+        """This rank in the cluster."""
+        return self._everyone.rank
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a global batch, the same on every rank."""
@@ -160,7 +167,7 @@ class HAP(nn.Module):
 
         ``rank0_only``: the other ranks get an empty dict.
         """
-        return self._store.full_state_dict(self._runtime, rank0_only=rank0_only)
+        return self._store.full_state_dict(self._runtime, keep=not rank0_only or self.rank == 0)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a single-device state dict into this rank's shards; no communication.
@@ -251,7 +258,7 @@ class HAP(nn.Module):
                     return compiled(False)
 
         try:
-            plan = agreed_plan(self._runtime.communicator, make)
+            plan = agreed_plan(self._everyone, make)
         except HetspmdError as error:
             raise BatchMismatchError(
                 f"this batch or mode is not the plan's ({why or 'the mode of the model changed'}) and no "

@@ -3,7 +3,9 @@
 A primitive deposits its buffers under its sequence number; the first rank that waits once all have deposited
 computes every rank's result, sums in rank order, so that a simulation gives the same bits in every run.
 Ranks whose primitives differ (in kind, sizes, dtype or root) get a CollectiveMismatchError, and so does a
-rank that waits for one that has finished; an exception on one rank stops the others. Nothing can hang.
+rank that waits for one that has finished; an exception on one rank stops the others. Ranks may form
+subgroups, with rendezvous of their own; ranks that wait for each other in different groups get the same error.
+Nothing can hang.
 """
 
 from __future__ import annotations
@@ -39,22 +41,61 @@ class _Slot:
     taken: int = 0
 
 
-class SimulatedWorld:
-    """The meeting place of ``world`` simulated ranks."""
+@dataclass
+class _Shared:
+    """What a world and its subgroups have in common.
 
-    def __init__(self, world: int, delay: Delay | None = None) -> None:
+    ``waiting``: what each rank of the world waits for; ``done``: the ranks that issue nothing more, anywhere.
+    """
+
+    condition: threading.Condition = field(default_factory=threading.Condition)
+    failure: BaseException | None = None
+    waiting: dict[int, tuple[SimulatedWorld, _Slot]] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+
+
+class SimulatedWorld:
+    """The meeting place of ``world`` simulated ranks.
+
+    ``members`` are their ranks in the world that this is a subgroup of.
+    """
+
+    def __init__(
+        self, world: int, delay: Delay | None = None, *, members: Sequence[int] | None = None,
+        shared: _Shared | None = None,
+    ) -> None:  # fmt: skip
         self.world = world
         self.delay = delay
-        self._condition = threading.Condition()
+        self.members = tuple(range(world) if members is None else members)
+        self._shared = _Shared() if shared is None else shared
+        self._condition = self._shared.condition
         self._slots: dict[int, _Slot] = {}
         self._finished: dict[int, int] = {}
-        self._failure: BaseException | None = None
+        self._parts: dict[tuple[tuple[int, ...], int], SimulatedWorld] = {}
+
+    def part(self, ranks: Sequence[int], count: int) -> SimulatedWorld:
+        """The subgroup of these ranks that each of them asks for as its ``count``-th of them."""
+        key = (tuple(ranks), count)
+        with self._condition:
+            if key not in self._parts:
+                members = [self.members[r] for r in ranks]
+                self._parts[key] = SimulatedWorld(len(members), members=members, shared=self._shared)
+            return self._parts[key]
 
     def fail(self, error: BaseException) -> None:
         """Stop all ranks; the first error is kept."""
         with self._condition:
-            if self._failure is None:
-                self._failure = error
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._shared.failure is None:
+            self._shared.failure = error
+        self._condition.notify_all()
+
+    def leave(self, rank: int) -> None:
+        """A rank is done, here and in all subgroups."""
+        with self._condition:
+            self._shared.done.add(rank)
             self._condition.notify_all()
 
     def finish(self, rank: int, count: int) -> None:
@@ -66,7 +107,7 @@ class SimulatedWorld:
     @property
     def failure(self) -> BaseException | None:
         """The first error of any rank."""
-        return self._failure
+        return self._shared.failure
 
     def deposit(self, rank: int, number: int, signature: tuple[Any, ...], value: Any) -> None:
         """Take part in primitive ``number``."""
@@ -81,8 +122,7 @@ class SimulatedWorld:
                     f"collective {number}: rank {other} issued {slot.signature}, rank {rank} {signature}; "
                     "the ranks do not run the same program"
                 )
-                self._failure = self._failure or error
-                self._condition.notify_all()
+                self._fail(error)
                 raise error
             slot.deposits[rank] = value
             self._condition.notify_all()
@@ -99,10 +139,18 @@ class SimulatedWorld:
                             f"rank {rank} waits in collective {number} {slot.signature}, but rank {other} "
                             f"has finished after {number}; the ranks do not run the same program"
                         )
-                        self._failure = self._failure or error
-                        self._condition.notify_all()
+                        self._fail(error)
                         raise error
+                self._shared.waiting[self.members[rank]] = (self, slot)
+                if self._hopeless(self.members[rank]):
+                    error = CollectiveMismatchError(
+                        f"rank {rank} waits in collective {number} {slot.signature} for ranks that have left or "
+                        "wait for it in another group; the ranks do not run the same program"
+                    )
+                    self._fail(error)
+                    raise error
                 self._condition.wait()
+            self._shared.waiting.pop(self.members[rank], None)
             self._check()
             if slot.results is None:
                 slot.results = combine([slot.deposits[r] for r in range(self.world)])
@@ -114,9 +162,26 @@ class SimulatedWorld:
                 del self._slots[number]
             return result
 
+    def _hopeless(self, start: int) -> bool:
+        """Whether a rank waits for itself, by way of others, or for one that has left."""
+        found: set[int] = set()
+        ahead = [start]
+        while ahead:
+            place = self._shared.waiting.get(ahead.pop())
+            if place is None:
+                continue
+            world, slot = place
+            missing = {world.members[r] for r in range(world.world) if r not in slot.deposits}
+            if start in missing or missing & self._shared.done:
+                return True
+            ahead += sorted(missing - found)
+            found |= missing
+        return False
+
     def _check(self) -> None:
-        if self._failure is not None:
-            raise SimulationAbortedError(f"another rank failed: {self._failure}") from self._failure
+        failure = self._shared.failure
+        if failure is not None:
+            raise SimulationAbortedError(f"another rank failed: {failure}") from failure
 
 
 class _SimulatedWork(Generic[T]):
@@ -138,6 +203,20 @@ class SimulatedCommunicator(Communicator):
         self.rank = rank
         self.world = meeting.world
         self.count = 0
+        self._parts: list[tuple[tuple[int, ...], SimulatedCommunicator]] = []
+
+    def _part(self, ranks: Sequence[int]) -> Communicator:
+        key = tuple(ranks)
+        count = sum(known == key for known, _ in self._parts)
+        part = SimulatedCommunicator(self.meeting.part(key, count), key.index(self.rank))
+        self._parts.append((key, part))
+        return part
+
+    def finish(self) -> None:
+        """This rank issues nothing more, here and in its subgroups."""
+        self.meeting.finish(self.rank, self.count)
+        for _, part in self._parts:
+            part.finish()
 
     def _issue(
         self,
@@ -229,7 +308,8 @@ def run_ranks(world: int, function: Callable[[Communicator], T], *, delay: Delay
         except BaseException as error:
             meeting.fail(error)
         finally:
-            meeting.finish(rank, communicator.count)
+            communicator.finish()
+            meeting.leave(rank)
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}") for rank in range(world)]
     for thread in threads:

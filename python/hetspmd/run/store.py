@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from hetspmd.errors import DeviceError, PlanMismatchError
+from hetspmd.forms import is_sharded, sharded_dim
 from hetspmd.lower.program import LocalTensor
 from hetspmd.run import collectives
+from hetspmd.run.communicator import Communicator
 from hetspmd.run.runtime import Runtime
 from hetspmd.trace.compat import fake_mode
 from hetspmd.trace.fake import fake_like
@@ -35,7 +37,8 @@ def slot(module: nn.Module, name: str) -> Slot:
 class Store:
     """This rank's parameters and buffers.
 
-    ``shards`` maps each name (tied ones included) to its layout; parameters that no plan mentions are whole.
+    ``shards`` maps each name (tied ones included) to its layout; parameters that no plan mentions are whole. On
+    an idle rank every shard is empty, and buffers stay as they were when the module was wrapped or loaded.
     """
 
     def __init__(self, module: nn.Module, graph: Graph, parameters: tuple[LocalTensor, ...]) -> None:
@@ -82,9 +85,8 @@ class Store:
             elif buffer.device != device:
                 owner._buffers[leaf] = buffer.to(device)
 
-    def synchronize(self, runtime: Runtime, device: torch.device) -> None:
+    def synchronize(self, comm: Communicator, device: torch.device) -> None:
         """Give every rank the parameter and buffer values of rank 0 (before :meth:`shard`)."""
-        comm = runtime.communicator
         if comm.world == 1:
             return
         with torch.no_grad():
@@ -116,22 +118,20 @@ class Store:
             for owner, leaf, parameter in saved:
                 owner._parameters[leaf] = parameter
 
-    def full_state_dict(self, runtime: Runtime, *, rank0_only: bool) -> dict[str, Any]:
-        """The single-device model's state dict, on the CPU. Every rank must call this."""
+    def full_state_dict(self, runtime: Runtime, *, keep: bool) -> dict[str, Any]:
+        """The single-device model's state dict, on the CPU. Every rank must call this.
+
+        ``keep``: whether this rank wants it; the others get an empty dict.
+        """
         gathered: dict[int, torch.Tensor] = {}
         out: dict[str, Any] = {}
-        keep = not rank0_only or runtime.communicator.rank == 0
         with torch.no_grad():
             for key, value in self.module.state_dict(keep_vars=True).items():
                 if not isinstance(value, torch.Tensor):
                     out[key] = value
                     continue
-                layout = self.shards.get(key)
                 if id(value) not in gathered:
-                    whole = value.detach()
-                    if layout is not None and layout.region is not None:
-                        start = collectives.start_all_gather
-                        whole = start(runtime, whole, layout.region.dim, layout.extents).wait()
+                    whole = self._whole(runtime, key, value.detach())
                     gathered[id(value)] = whole.to("cpu", copy=True) if keep else whole.new_empty(0)
                 out[key] = gathered[id(value)]
         return out if keep else {}
@@ -141,13 +141,18 @@ class Store:
         out: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for name, tensor in named.items():
-                layout = self.shards.get(name)
-                whole = tensor.detach().clone()
-                if layout is not None and layout.region is not None:
-                    start = collectives.start_all_gather
-                    whole = start(runtime, whole, layout.region.dim, layout.extents).wait()
-                out[name] = whole
+                out[name] = self._whole(runtime, name, tensor.detach().clone())
         return out
+
+    def _whole(self, runtime: Runtime, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor that lies as the parameter or buffer ``name`` does, on every rank."""
+        layout = self.shards.get(name)
+        if layout is not None and runtime.idle:
+            part = part.new_empty(layout.shape)
+        elif layout is not None and is_sharded(layout.form):
+            dim = sharded_dim(layout.form)
+            part = collectives.start_all_gather(runtime, part, dim, layout.extents).wait()
+        return runtime.share(part)
 
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> Any:
         """Load a single-device state dict; returns torch's report of missing and unexpected keys.

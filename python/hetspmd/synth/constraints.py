@@ -124,6 +124,17 @@ def data_parallel(theory: Theory) -> Constraints:
     return Constraints({p.tensor: IDENTITY for p in theory.graph.parameters}, _batch_rows(theory))
 
 
+def single_device(theory: Theory, forms: Mapping[int, Form]) -> Constraints:
+    """Every instruction runs whole, as on one device; ``forms`` are kept where parameters must be stored so."""
+    graph = theory.graph
+
+    def allowed(instruction: int, _row: Row, axis: int | None) -> bool:
+        found = graph.instructions[instruction]
+        return axis is None or (found.is_source and found.outputs[0] in forms)
+
+    return Constraints(dict(forms), allowed)
+
+
 def zero_like(theory: Theory) -> Constraints:
     """The batch divided, each parameter stored sharded along its first divisible dim: ZeRO-3."""
     forms: dict[int, Form] = {}

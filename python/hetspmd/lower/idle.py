@@ -1,0 +1,81 @@
+"""The local program of an idle device: the shapes of a step, and no work.
+
+An idle device stores a part of no elements of every parameter, along the sharded dim or else dim 0. Its
+forward makes zeros for the loss and for the outputs, which the runtime overwrites with what the active devices
+send, or no rows of an output that each device has its own rows of. Its backward makes empty gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from hetspmd.balance.lengths import Lengths
+from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather, is_sharded, sharded_dim
+from hetspmd.lower.layout import Layout, Region
+from hetspmd.lower.program import LocalProgram, LocalTensor
+from hetspmd.rules.theory import Theory
+from hetspmd.synth.program import Compute, Program
+from hetspmd.trace.values import torch_dtype
+
+
+def lower_idle(theory: Theory, program: Program, lengths: Lengths, device: torch.device) -> LocalProgram:
+    """The local program of a device that takes no part in ``program``; its ``rank`` is None."""
+    graph, layout = theory.graph, Layout(theory.graph, theory.axes, lengths)
+    stored: dict[int, Form] = {
+        graph.instructions[step.instruction].outputs[0]: step.row.post[0]
+        for step in program.steps
+        if isinstance(step, Compute) and graph.instructions[step.instruction].is_source
+    }
+
+    def local(tensor: int, form: Form, region: Region | None) -> LocalTensor:
+        meta = graph.tensors[tensor]
+        extents = layout.extents(tensor, form) if is_sharded(form) else ()
+        return LocalTensor(tensor, form, meta.shape, meta.dtype, extents, region)
+
+    def empty(tensor: int, form: Form) -> LocalTensor:
+        dim = sharded_dim(form) if is_sharded(form) else 0
+        shape = graph.tensors[tensor].shape
+        return local(tensor, form, Region(dim, shape[dim] if shape else 1, 0))
+
+    def returned(tensor: int, form: Form) -> LocalTensor:
+        return empty(tensor, form) if form == all_gather(0) else local(tensor, form, None)
+
+    parameters = tuple(empty(p.tensor, stored.get(p.tensor, IDENTITY)) for p in graph.parameters)
+    buffers = tuple(local(b.tensor, IDENTITY, None) for b in graph.buffers)
+    inputs = tuple(local(i.tensor, IDENTITY, None) for i in graph.inputs)
+    outputs = tuple(returned(r.tensor, r.form) for r in program.outputs)
+    trained = tuple(i for i, p in enumerate(graph.parameters) if p.gradient is not None)
+    differentiable = trained if program.gradients else ()
+
+    def zeros(made: fx.Graph, tensor: LocalTensor) -> fx.Node:
+        kwargs: dict[str, Any] = {"dtype": torch_dtype(tensor.dtype), "device": device}
+        return made.call_function(torch.ops.aten.zeros.default, (list(tensor.local_shape),), kwargs)
+
+    def forward(made: fx.Graph) -> Any:
+        for kind, tensors in (("parameter", parameters), ("buffer", buffers), ("batch", inputs)):
+            for index in range(len(tensors)):
+                made.placeholder(f"{kind}_{index}")
+        loss = None if program.loss is None else zeros(made, local(program.loss.tensor, ALL_REDUCE, None))
+        return loss, [zeros(made, o) for o in outputs], [], []
+
+    def backward(made: fx.Graph) -> Any:
+        made.placeholder("tangent")
+        made.placeholder("saved")
+        return [zeros(made, parameters[i]) for i in differentiable]
+
+    return LocalProgram(
+        None, lengths.world, device, parameters, buffers, inputs, outputs, (), differentiable,
+        _module(forward, "Forward"), _module(backward, "Backward") if program.gradients else None,
+    )  # fmt: skip
+
+
+def _module(write: Callable[[fx.Graph], Any], name: str) -> fx.GraphModule:
+    made = fx.Graph()
+    made.placeholder("runtime")
+    made.output(write(made))
+    made.lint()
+    return fx.GraphModule(torch.nn.Module(), made, name)
