@@ -58,7 +58,10 @@ def test_compile_json(command, targets, cluster, tmp_path: Path) -> None:
     assert search["gap"] == pytest.approx(1 - search["lower_bound"] / search["cost"])
     assert document["seconds"]["total"] >= document["seconds"]["trace"] > 0
     communication = sum(step["seconds"] for step in document["program"] if "kind" in step)
-    assert communication == pytest.approx(cost["communication_seconds"])
+    assert document["ratios"] == [1.0, 0.0, 0.0], "the second and third device are idle"
+    loss_to_idle = 1e-6 + 4 / 1.25e8
+    assert communication + loss_to_idle == pytest.approx(cost["communication_seconds"])
+    assert cost["memory_bytes"][1:] == [0, 0]
 
 
 def test_json_to_standard_output_is_all_there_is(command, targets, cluster) -> None:

@@ -4,7 +4,7 @@ Keys: ``version`` (of hetspmd), ``graph`` {``instructions``, ``parameters``: num
 counted in elements}, ``search`` {``cost``, ``lower_bound``, ``gap``, ``seconds``, ``expansions``,
 ``stop_reason``}, ``cost`` {``step_seconds``, ``compute_seconds``, ``communication_seconds``,
 ``memory_bytes`` per device}, ``baselines`` (name to predicted seconds), ``ratios`` (share per device, 0 for
-an idle one),
+an idle one; sending those the results is part of ``communication_seconds`` and no step of ``program``),
 ``program`` (per step: ``call`` and ``triple`` as text; of a collective ``kind``, ``bytes`` and ``seconds``
 too) and ``seconds`` {``trace``, ``rules``, ``synth``, ``balance``, ``total``: wall time}.
 """

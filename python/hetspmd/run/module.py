@@ -146,7 +146,7 @@ class HAP(nn.Module):
         entry, inputs = self._select(args, kwargs)
         check_tensors(inputs, entry.inputs, self.device)
         if not entry.compared:
-            check_same_batch(self._runtime.communicator, inputs, entry.inputs)
+            check_same_batch(self._everyone, inputs, entry.inputs)
             entry.compared = True
         parameters = [owner._parameters[leaf] for owner, leaf in entry.parameters]
         buffers = [owner._buffers[leaf] for owner, leaf in entry.buffers]
