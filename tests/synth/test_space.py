@@ -25,7 +25,7 @@ from hetspmd.synth.checker import check
 from hetspmd.synth.constraints import Constraints
 from hetspmd.synth.program import Communicate, Compute, communications
 from hetspmd.synth.search import Found, Limits, search
-from hetspmd.synth.space import PICOSECONDS, search_space, stored_forms
+from hetspmd.synth.space import PICOSECONDS, search_space
 from workbench import cluster as unlike
 
 N, BANDWIDTH, LATENCY, LAUNCH = 4, 1e9, 1e-7, 1e-9
@@ -141,8 +141,10 @@ def test_parameters_are_stored_sharded_where_tensor_parallelism_wins() -> None:
     b, k, h = LARGE_WEIGHTS.values()
     found = solve(theory, rate, Constraints())
     assert moves(theory, found) == {("all_reduce", "loss"): 1}
+    producers = theory.graph.producers
     forms = {
-        theory.graph.tensors[t].name: f for t, f in stored_forms(theory, dict(enumerate(found.rows))).items()
+        p.name: theory.rows[producers[p.tensor]][found.rows[producers[p.tensor]]].post[0]
+        for p in theory.graph.parameters
     }
     assert forms == {"u0": all_gather(1), "v0": all_gather(0)}
     # y is a sum over the devices, so the loss, linear in it, is computed on summands of the whole y.

@@ -65,13 +65,13 @@ class Program:
     buffers: tuple[Result, ...]
 
 
-def communications(ndim_sharded: tuple[int, ...], *, summable: bool) -> tuple[tuple[Form, Form, Kind], ...]:
-    """All communications of a tensor whose dims ``ndim_sharded`` may be sharded (HAP Fig. 9).
+def communications(dims: tuple[int, ...], *, summable: bool) -> tuple[tuple[Form, Form, Kind], ...]:
+    """All communications of a tensor whose dims ``dims`` may be sharded (HAP Fig. 9).
 
     ``summable``: whether the tensor may be All-Reduce (not for bool).
     """
     found: list[tuple[Form, Form, Kind]] = []
-    forms = tuple(2 + d for d in ndim_sharded)
+    forms = tuple(2 + d for d in dims)
     if summable:
         found.append((ALL_REDUCE, IDENTITY, "all_reduce"))
         for f in forms:

@@ -10,7 +10,7 @@ remains.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetspmd.errors import InfeasibleError
@@ -206,13 +206,3 @@ def _moves(
             )
         )
     return tuple(found)
-
-
-def stored_forms(theory: Theory, choice: Mapping[int, int]) -> dict[int, Form]:
-    """Parameter tensor to its stored form, given the row chosen for every instruction."""
-    return {
-        p.tensor: theory.rows[theory.graph.producers[p.tensor]][
-            choice[theory.graph.producers[p.tensor]]
-        ].post[0]
-        for p in theory.graph.parameters
-    }
