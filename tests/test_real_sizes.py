@@ -49,7 +49,7 @@ def test_plans_of_real_models_beat_data_parallelism(name: str) -> None:
 def test_large_linear_layers_are_not_reduced() -> None:
     """VGG19's first linear layer holds most of the parameters: its gradient must not cross the network."""
     model, example = build("vgg19")
-    plan = hetspmd.compile(model, example, UNLIKE)
+    plan = hetspmd.compile(model, example, EXAMPLES / "clusters/four-unlike.yaml")
     stored = plan.parameter_layout()
     assert stored["network.classifier.0.weight"][0] >= 2
     assert plan.cost.step_seconds < 0.7 * plan.baselines["data_parallel_proportional"]
