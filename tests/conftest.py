@@ -10,6 +10,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("hetspmd", deadline=None, derandomize=True)
+settings.load_profile("hetspmd")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
