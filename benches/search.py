@@ -21,16 +21,16 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benches")]
 
 import zoo  # noqa: E402  # after the path is set
-from hetspmd import _core  # noqa: E402
-from hetspmd.balance.lengths import lengths_for  # noqa: E402
-from hetspmd.cost.cluster import Cluster  # noqa: E402
-from hetspmd.cost.model import CostModel  # noqa: E402
-from hetspmd.rules.theory import Theory, derive  # noqa: E402
-from hetspmd.synth.constraints import Constraints  # noqa: E402
-from hetspmd.synth.search import priced  # noqa: E402
-from hetspmd.synth.space import search_space  # noqa: E402
-from hetspmd.trace.trace import split_example, trace  # noqa: E402
-from integer_program import optimum  # noqa: E402
+from hetspmd import _core  # noqa: E402  # the path first
+from hetspmd.balance.lengths import lengths_for  # noqa: E402  # the path first
+from hetspmd.cost.cluster import Cluster  # noqa: E402  # the path first
+from hetspmd.cost.model import CostModel  # noqa: E402  # the path first
+from hetspmd.rules.theory import Theory, derive  # noqa: E402  # the path first
+from hetspmd.synth.constraints import Constraints  # noqa: E402  # the path first
+from hetspmd.synth.search import priced  # noqa: E402  # the path first
+from hetspmd.synth.space import search_space  # noqa: E402  # the path first
+from hetspmd.trace.trace import split_example, trace  # noqa: E402  # the path first
+from integer_program import optimum  # noqa: E402  # the path first
 
 CLUSTERS = {
     "8 equal": (1.0,) * 8,

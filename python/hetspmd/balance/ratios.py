@@ -227,7 +227,7 @@ class _LinearProgram:
         lower[k : k + stages] = floor / self.scale
         upper = np.full(columns, highspy.kHighsInf)
         upper[:k] = 1.0
-        self.highs = highspy.Highs()  # type: ignore[no-untyped-call]
+        self.highs = highspy.Highs()  # type: ignore[no-untyped-call]  # highspy is untyped
         for option, setting in (
             ("output_flag", False), ("threads", 1), ("random_seed", 0),
             ("primal_feasibility_tolerance", 1e-10), ("dual_feasibility_tolerance", 1e-10),

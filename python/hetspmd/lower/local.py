@@ -151,9 +151,9 @@ class _Lowering:
             return writer.call(f"{writer.name(key[0])}{suffix}", take_saved, (saved, len(taken) - 1))
 
         for key in crossing.whole:
-            writer.produced[key] = lambda key=key: take(key, False)  # type: ignore[misc]
+            writer.produced[key] = lambda key=key: take(key, False)  # type: ignore[misc]  # key is bound
         for key in crossing.slices:
-            writer.produced[key] = lambda key=key: take(key, True)  # type: ignore[misc]
+            writer.produced[key] = lambda key=key: take(key, True)  # type: ignore[misc]  # key is bound
         for step in plan.forward:
             self._source(writer, step, only=CONSTANT)
         for step in plan.backward:
@@ -218,7 +218,7 @@ class _Lowering:
                 axis = self.theory.axes.axis(tensor, dim)
                 if axis is not None and axis.units >= 2:
                     key = (tensor, 2 + dim)
-                    writer.produced[key] = lambda key=key: self._attribute(writer, key)  # type: ignore[misc]
+                    writer.produced[key] = lambda key=key: self._attribute(writer, key)  # type: ignore[misc]  # key is bound
         return True
 
     def _attribute(self, writer: GraphWriter, key: Key) -> fx.Node:

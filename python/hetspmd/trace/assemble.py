@@ -136,7 +136,7 @@ class _Assembler:
         )
         graph_buffers = tuple(Buffer(b.names, b.tensor, self._id(updated.get(b.name))) for b in buffers)
         leaves = tuple(
-            Output(None, value) if slot is None else Output(self._id(returned[slot]))  # type: ignore[arg-type]
+            Output(None, value) if slot is None else Output(self._id(returned[slot]))  # type: ignore[arg-type]  # a literal
             for slot, value in self.naming.slots
         )
         loss = self._id(returned[0]) if self.naming.has_loss else None
