@@ -1,0 +1,213 @@
+"""What runs on each rank: a training step done by hetspmd's plan, by DDP, by FSDP2, or on one device alone.
+
+A data-parallel rank r takes some of the batch's rows. Its model returns the mean over them, so with W_r the weight
+of its rows (images, or labelled tokens), W that of all, n ranks, and the mean over ranks that DDP and FSDP take,
+
+    scale_r = n W_r / W
+
+times its loss has the gradient of the global loss, and the sum of ``loss_r W_r / W`` is that loss.
+
+Ranks stamp the end of every step with the machine's monotonic clock, which they share. A step's seconds are from
+the last rank's end of the step before to the last rank's end of it, in the steady state of a training run:
+nothing but the arm's own collectives makes ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from emulated.cluster import EmulationError
+from emulated.launch import Workers
+from emulated.memory import LiveBytes, ResidentPeak
+from emulated.worker import Context, find
+from emulated.workloads import Workload
+
+Arm = Literal["hetspmd", "ddp", "fsdp", "alone"]
+
+COUNTED = 2
+"""Steps under the memory counter: one that makes gradients and the optimizer's state, one that is counted."""
+
+TOLERANCE = 1e-3
+"""Relative difference of losses that rounding in float32 may make over a few steps."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One arm on one cluster.
+
+    seconds         of each timed step
+    losses          of every step, counted and warming ones too: the global loss
+    peak_bytes      per rank: storages of all tensors at the step's peak (parameters, gradients, optimizer's
+                    state, activations, buffers of collectives)
+    resident_bytes  per rank: the largest resident set during the same step, over that before the arm was built
+    """
+
+    seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+    resident_bytes: tuple[int, ...]
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return median(self.seconds)
+
+
+def measure(
+    workers: Workers, arm: Arm, workload: str, options: Mapping[str, Any] | None = None, *,
+    rows: Sequence[int] | None = None, plan: str | None = None, steps: int = 5, warmup: int = 2,
+) -> Measured:  # fmt: skip
+    """Run an arm; the ranks of ``alone`` are the fastest one.
+
+    ``workload`` names a function (``module:name``) that returns a Workload for ``options``. ``rows`` is how many
+    rows of the batch each rank takes (ddp, fsdp), ``plan`` a plan file (hetspmd).
+    """
+    spec = workers.cluster.spec
+    ranks = [spec.fastest] if arm == "alone" else list(range(workers.cluster.world))
+    found = workers.run(
+        "emulated.arms:train", ranks=ranks, arm=arm, workload=workload, options=dict(options or {}),
+        rows=None if rows is None else list(rows), plan=plan, steps=steps, warmup=warmup,
+    )  # fmt: skip
+    ends = [max(stamps) for stamps in zip(*(f["stamps"] for f in found), strict=True)]
+    if arm in ("ddp", "fsdp"):
+        losses = tuple(map(sum, zip(*(f["losses"] for f in found), strict=True)))
+    else:
+        losses = tuple(found[0]["losses"])
+    return Measured(
+        tuple(after - before for before, after in pairwise(ends))[warmup:], losses,
+        tuple(f["peak_bytes"] for f in found), tuple(f["resident_bytes"] for f in found),
+    )  # fmt: skip
+
+
+def check_losses(arms: Mapping[str, Measured], tolerance: float = TOLERANCE) -> float:
+    """The largest relative difference between any arm's losses and the first's.
+
+    Raises EmulationError if it is above the tolerance, or the arms' steps are not the same number: then at least
+    one of the arms does not compute the training step.
+    """
+    (name, first), *others = arms.items()
+    worst = 0.0
+    for other, measured in others:
+        if len(measured.losses) != len(first.losses):
+            raise EmulationError(f"{name} made {len(first.losses)} steps, {other} {len(measured.losses)}")
+        for step, (a, b) in enumerate(zip(first.losses, measured.losses, strict=True)):
+            difference = abs(a - b) / max(abs(a), 1e-12)
+            if not difference <= tolerance:
+                raise EmulationError(f"step {step}: the loss is {a} with {name} and {b} with {other}")
+            worst = max(worst, difference)
+    return worst
+
+
+def proportional_rows(rows: int, shares: Sequence[float]) -> list[int]:
+    """``rows`` divided in proportion to the shares, by largest remainder, at least one each.
+
+    Raises EmulationError if there are fewer rows than ranks.
+    """
+    if rows < len(shares):
+        raise EmulationError(f"{rows} rows for {len(shares)} ranks; data parallelism needs one each")
+    total = sum(shares)
+    exact = [rows * s / total for s in shares]
+    found = [max(1, int(e)) for e in exact]
+    while sum(found) < rows:
+        found[max(range(len(found)), key=lambda i: (exact[i] - found[i], -i))] += 1
+    while sum(found) > rows:
+        able = [i for i in range(len(found)) if found[i] > 1]
+        found[min(able, key=lambda i: (exact[i] - found[i], i))] -= 1
+    return found
+
+
+def train(
+    context: Context, *, arm: Arm, workload: str, options: dict[str, Any], rows: list[int] | None,
+    plan: str | None, steps: int, warmup: int,
+) -> dict[str, Any]:  # fmt: skip
+    """On each rank: build the arm, count memory, then time steps at the rank's CPU share."""
+    gc.collect()
+    resident = ResidentPeak()
+    losses: list[Tensor] = []
+    with LiveBytes() as counter:
+        step = _build(context, arm, find(workload)(**options), rows, plan)
+        for _ in range(COUNTED):
+            gc.collect()
+            counter.reset_peak()
+            resident.reset()
+            losses.append(step())
+        peak, most = counter.peak, resident.peak
+    context.throttle(True)
+    if arm != "alone" and context.world > 1:
+        dist.barrier()
+    stamps = [time.monotonic()]
+    for _ in range(warmup + steps):
+        losses.append(step())
+        stamps.append(time.monotonic())
+    return {
+        "stamps": stamps,
+        "losses": [float(loss) for loss in losses],
+        "peak_bytes": peak,
+        "resident_bytes": most,
+    }
+
+
+def _build(
+    context: Context, arm: Arm, work: Workload, rows: list[int] | None, plan: str | None
+) -> Callable[[], Tensor]:
+    """A function that makes one step and returns this rank's part of the global loss, or all of it."""
+    if arm == "hetspmd":
+        from hetspmd.plan import Plan
+        from hetspmd.run.module import HAP
+
+        assert plan is not None
+        made = Plan.load(plan)
+        hap = HAP(work.model, made.cluster, plan=made, sync_module_states=False)
+        return _stepper(hap, dict(work.batch), 1.0, 1.0)
+    if arm == "alone":
+        return _stepper(work.model, dict(work.batch), 1.0, 1.0)
+    assert rows is not None
+    start, count = sum(rows[: context.rank]), rows[context.rank]
+    part = {name: value[start : start + count].clone() for name, value in work.batch.items()}
+    share = float(work.weights[start : start + count].sum() / work.weights.sum())
+    if not share > 0:
+        raise EmulationError(f"the rows of rank {context.rank} weigh nothing: its loss would be 0 / 0")
+    parallel = _ddp(work.model) if arm == "ddp" else _fsdp(work, context.world)
+    return _stepper(parallel, part, context.world * share, share)
+
+
+def _ddp(model: nn.Module) -> nn.Module:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def _fsdp(work: Workload, world: int) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    for name in work.blocks:
+        fully_shard(work.model.get_submodule(name), mesh=mesh)
+    fully_shard(work.model, mesh=mesh)
+    return work.model
+
+
+def _stepper(
+    model: nn.Module, batch: Mapping[str, Tensor], scale: float, share: float
+) -> Callable[[], Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(**batch)
+        torch.autograd.backward(loss * scale if scale != 1.0 else loss)
+        optimizer.step()
+        return loss.detach() * share
+
+    return step

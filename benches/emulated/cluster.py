@@ -1,0 +1,330 @@
+"""An emulated cluster: one network namespace and one CPU share per rank, all on this machine.
+
+Every rank has an interface ``eth0`` in a namespace of its own, a veth pair to a bridge, and the bridge lies in a
+namespace too, so that nothing of it is seen from outside. A link's rate is a token bucket (``tbf``) at both ends of
+the pair, one for what the rank sends and one for what it receives; its latency is ``netem`` behind each of them, so
+that a packet from rank a to rank b takes ``latency_a + latency_b``. A rank's speed is a CPU quota
+(:mod:`emulated.cpu_groups`), which is put on and taken off by :meth:`EmulatedCluster.throttle`: imports and set-up
+need not take minutes.
+
+Names hold the pid of the driver and the time at which it started. What a driver that was killed has left behind
+is removed by :func:`clean`, which every new cluster calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from emulated.cpu_groups import CpuGroups, kill, placement
+from hetspmd.cost.quantities import parse_quantity, quantity_text
+
+PREFIX = "hetspmd-emulated"
+BURST = 128 * 1024
+"""Bytes that a link may send at once; more than the largest packet before segmentation."""
+
+QUEUE = 32 * 1024 * 1024
+"""Bytes that wait at a link before packets are dropped; a drop would cost a retransmission timer."""
+
+MOST_RANKS = 200
+_NAME = re.compile(rf"{PREFIX}-(\d+)-(\d+)-\d+")
+_SERIAL = itertools.count()
+
+
+class EmulationError(RuntimeError):
+    """The emulated cluster cannot be made, or one of its workers failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One device: ``share`` of CPU cores; ``rate`` of its link in bytes/s in each direction; ``latency`` of its
+    link in seconds."""
+
+    share: float
+    rate: float
+    latency: float = 0.0
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """The devices in rank order. Raises EmulationError for quantities that cannot be emulated."""
+
+    ranks: tuple[Rank, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.ranks) <= MOST_RANKS:
+            raise EmulationError(f"{len(self.ranks)} ranks; an emulated cluster has 1 to {MOST_RANKS}")
+        for index, rank in enumerate(self.ranks):
+            if not 0.02 <= rank.share <= 64:
+                raise EmulationError(f"rank {index} has {rank.share:g} cores; give it 0.02 or more")
+            if not rank.rate >= 1e4 or not rank.latency >= 0:
+                raise EmulationError(
+                    f"rank {index} has a link of {rank.rate:g} bytes/s and {rank.latency:g} s; "
+                    "give it at least 10 kB/s and no negative latency"
+                )
+
+    @classmethod
+    def of(
+        cls, speeds: Sequence[float], *, cores: float, rate: str | float, latency: str | float = 0.0
+    ) -> ClusterSpec:
+        """``cores`` divided in proportion to ``speeds``, equal links (``"200Mbit/s"``, ``"1ms"``)."""
+        total = sum(speeds)
+        wait = parse_quantity(latency, "seconds") if latency else 0.0
+        per_second = parse_quantity(rate, "bytes/s")
+        return cls(tuple(Rank(cores * s / total, per_second, wait) for s in speeds))
+
+    @property
+    def cores(self) -> float:
+        """The sum of the shares."""
+        return sum(r.share for r in self.ranks)
+
+    @property
+    def fastest(self) -> int:
+        """The rank with the largest share, the lowest among equals."""
+        return max(range(len(self.ranks)), key=lambda r: (self.ranks[r].share, -r))
+
+    def __str__(self) -> str:
+        links = sorted({(r.rate, r.latency) for r in self.ranks})
+        shares = " : ".join(f"{r.share:.3g}" for r in self.ranks)
+        network = ", ".join(f"{rate * 8 / 1e6:g} Mbit/s" + _text_of(latency) for rate, latency in links)
+        return f"{shares} cores, links of {network}"
+
+
+def _text_of(latency: float) -> str:
+    return f" and {quantity_text(latency, 'seconds')}" if latency else ""
+
+
+def unavailable(spec: ClusterSpec | None = None) -> str | None:
+    """Why a cluster (this one) cannot be emulated here, in words; None if it can."""
+    if not sys.platform.startswith("linux"):
+        return f"emulating a cluster needs Linux's network namespaces; this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "emulating a cluster needs root: namespaces, rate limits and CPU quotas; run it with sudo"
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"emulating a cluster needs the command {tool}; install iproute2"
+    if CpuGroups.find() is None:
+        return "emulating a cluster needs the cpu controller of control groups below /sys/fs/cgroup"
+    reason = _probe(latency=spec is not None and any(r.latency for r in spec.ranks))
+    if reason is None and spec is not None:
+        cores = len(os.sched_getaffinity(0))
+        if spec.cores > cores + 1e-9:
+            return f"the shares add up to {spec.cores:g} cores, this machine has {cores}; lower them"
+    return reason
+
+
+@cache
+def _probe(*, latency: bool) -> str | None:
+    """Make one link and one quota, and remove them: whether the kernel and its container allow it."""
+    prefix = _prefix()
+    name = f"{prefix}-probe"
+    try:
+        _run("ip", "netns", "add", name)
+        _run("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
+        for command in link_commands("eth0", Rank(0.5, 1e7, 1e-3 if latency else 0.0)):
+            _run("tc", "-n", name, *command)
+        groups = CpuGroups.find()
+        assert groups is not None
+        groups.make(f"{prefix}/probe")
+        groups.limit(f"{prefix}/probe", 0.5)
+    except (EmulationError, OSError) as error:
+        hint = "; without the kernel's netem, leave the latency at 0" if "netem" in str(error) else ""
+        return f"a cluster cannot be emulated here: {error}{hint}"
+    finally:
+        _remove(prefix)
+    return None
+
+
+def link_commands(device: str, rank: Rank) -> list[list[str]]:
+    """Arguments of ``tc`` that give one end of a link its rate and latency."""
+    bits, microseconds = round(rank.rate * 8), round(rank.latency * 1e6)
+    shape = ["rate", f"{bits}bit", "burst", str(BURST), "limit", str(QUEUE)]
+    found = [["qdisc", "add", "dev", device, "root", "handle", "1:", "tbf", *shape]]
+    if microseconds:
+        delay = ["netem", "delay", f"{microseconds}us", "limit", str(QUEUE // 1500)]
+        found.append(["qdisc", "add", "dev", device, "parent", "1:1", "handle", "10:", *delay])
+    return found
+
+
+def clean() -> list[str]:
+    """Remove what drivers that no longer run have left; the names of those clusters."""
+    found = set()
+    groups = CpuGroups.find()
+    for name in (*_namespaces(), *(groups.names(PREFIX) if groups else ())):
+        match = _NAME.match(name)
+        if match is not None and _start_time(int(match[1])) != int(match[2]):
+            found.add(match[0])
+    for prefix in sorted(found):
+        _remove(prefix)
+    return sorted(found)
+
+
+class EmulatedCluster:
+    """A context manager; within it the ranks' namespaces and CPU groups exist.
+
+    Raises EmulationError with the reason of :func:`unavailable`.
+    """
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self.spec = spec
+        self.prefix = _prefix()
+        self._held: set[int] = set()
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.spec.ranks)
+
+    def address(self, rank: int) -> str:
+        """The rank's IPv4 address on the bridge."""
+        return f"10.77.0.{rank + 1}"
+
+    def __enter__(self) -> EmulatedCluster:
+        reason = unavailable(self.spec)
+        if reason is not None:
+            raise EmulationError(reason)
+        clean()
+        try:
+            self._make()
+        except BaseException:
+            _remove(self.prefix)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _remove(self.prefix)
+
+    def command(self, rank: int, command: Sequence[str]) -> list[str]:
+        """``command`` as it is run inside the rank's namespace."""
+        return ["ip", "netns", "exec", self._namespace(rank), *command]
+
+    def start(
+        self, rank: int, command: Sequence[str], *, stdin: int | IO[Any] | None = None,
+        stdout: int | IO[Any] | None = None, stderr: int | IO[Any] | None = None,
+        env: dict[str, str] | None = None,
+    ) -> subprocess.Popen[bytes]:  # fmt: skip
+        """Start a process inside the rank's namespace and in its CPU group."""
+        process = subprocess.Popen(
+            self.command(rank, command), stdin=stdin, stdout=stdout, stderr=stderr, env=env
+        )
+        os.sched_setaffinity(process.pid, self._cpus[rank])
+        self._groups.join(self._group(rank), process.pid)
+        return process
+
+    def throttle(self, rank: int, on: bool) -> None:
+        """Hold the rank to its CPU share from now on, or let it have what there is.
+
+        While any rank is held to its share, the ranks come before other processes of the machine.
+        """
+        (self._held.add if on else self._held.discard)(rank)
+        self._groups.prefer(self.prefix, bool(self._held))
+        self._groups.limit(self._group(rank), self.spec.ranks[rank].share if on else None)
+
+    def _make(self) -> None:
+        self._groups = _groups()
+        self._cpus = placement([r.share for r in self.spec.ranks], sorted(os.sched_getaffinity(0)))
+        switch = f"{self.prefix}-switch"
+        _run("ip", "netns", "add", switch)
+        _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "br0", "up")
+        for rank, of in enumerate(self.spec.ranks):
+            own, port = self._namespace(rank), f"port{rank}"
+            _run("ip", "netns", "add", own)
+            veth = ["link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", own]
+            _run("ip", "-n", switch, *veth)
+            _run("ip", "-n", own, "addr", "add", f"{self.address(rank)}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _run("ip", "-n", own, "link", "set", device, "up")
+            _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
+            for command in link_commands("eth0", of):
+                _run("tc", "-n", own, *command)
+            for command in link_commands(port, of):
+                _run("tc", "-n", switch, *command)
+            _run("ip", "netns", "exec", own, "sh", "-c", _STACK)
+            self._groups.make(self._group(rank))
+
+    def _namespace(self, rank: int) -> str:
+        return f"{self.prefix}-rank{rank}"
+
+    def _group(self, rank: int) -> str:
+        return f"{self.prefix}/rank{rank}"
+
+
+_STACK = """
+cd /proc/sys/net/ipv4
+grep -qw cubic tcp_available_congestion_control && echo cubic > tcp_congestion_control
+[ ! -e tcp_slow_start_after_idle ] || echo 0 > tcp_slow_start_after_idle
+true
+"""
+"""A link is idle between collectives, and BBR would lower its rate now and then to measure it."""
+
+
+def _groups() -> CpuGroups:
+    groups = CpuGroups.find()
+    if groups is None:
+        raise EmulationError("the cpu controller of control groups is gone")
+    return groups
+
+
+def _prefix() -> str:
+    pid = os.getpid()
+    return f"{PREFIX}-{pid}-{_start_time(pid)}-{next(_SERIAL)}"
+
+
+def _start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None if it does not run."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    after = text.rpartition(")")[2].split()
+    return None if after[0] == "Z" else int(after[19])
+
+
+def _namespaces() -> list[str]:
+    listed = _run("ip", "netns", "list").splitlines()
+    return sorted(line.split()[0] for line in listed if line.startswith(PREFIX))
+
+
+def _remove(prefix: str) -> None:
+    """Kill what runs in a cluster, and remove its groups and namespaces."""
+    groups = CpuGroups.find()
+    if groups is not None:
+        groups.remove(prefix)
+    if shutil.which("ip") is None:
+        return
+    for name in _namespaces():
+        if not name.startswith(f"{prefix}-"):
+            continue
+        try:
+            for _ in range(100):
+                pids = _run("ip", "netns", "pids", name).split()
+                if not pids:
+                    break
+                kill(pids)
+                time.sleep(0.02)
+            _run("ip", "netns", "delete", name)
+        except EmulationError:
+            if name in _namespaces():  # otherwise another driver has cleaned up at the same time
+                raise
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"status {done.returncode}"
+        raise EmulationError(f"{' '.join(command)}: {said}")
+    return done.stdout

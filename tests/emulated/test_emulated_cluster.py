@@ -1,0 +1,168 @@
+"""Emulated clusters: rates, CPU shares, isolation, what is left behind, workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from emulated_cases import BUSY, DRIVER, RECEIVE, SEND
+
+from emulated import cluster as module
+from emulated.cluster import ClusterSpec, EmulatedCluster, EmulationError, Rank, clean, unavailable
+from emulated.cpu_groups import LEAST_QUOTA, CpuGroups, placement, quota
+from emulated.launch import Workers
+
+REASON = unavailable()
+emulation = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+
+
+def output(process: subprocess.Popen[bytes]) -> str:
+    return process.communicate(timeout=60)[0].decode().strip()
+
+
+def test_quotas() -> None:
+    assert quota(0.5) == (2500, 5000)
+    assert quota(1.5) == (7500, 5000)
+    budget, period = quota(0.15)
+    assert budget >= LEAST_QUOTA
+    assert budget / period == pytest.approx(0.15, rel=1e-3)
+
+
+def test_placement_fills_the_emptiest_cpu() -> None:
+    zero, one = frozenset([0]), frozenset([1])
+    assert placement([0.15, 0.6, 0.3, 0.15], [0, 1]) == [one, zero, one, one]
+    assert placement([1.5, 0.5], [0, 1]) == [zero | one, zero]
+
+
+def test_groups_of_version_2(tmp_path: Path) -> None:
+    """What is written, to a folder that stands for the hierarchy."""
+    groups = CpuGroups(tmp_path, 2)
+    groups.make("cluster/rank0")
+    assert [(tmp_path / p / "cgroup.subtree_control").read_text() for p in (".", "cluster")] == ["+cpu"] * 2
+    groups.limit("cluster/rank0", 0.5)
+    assert (tmp_path / "cluster/rank0/cpu.max").read_text() == "2500 5000"
+    groups.limit("cluster/rank0", None)
+    assert (tmp_path / "cluster/rank0/cpu.max").read_text() == "max 5000"
+    groups.prefer("cluster", True)
+    assert (tmp_path / "cluster/cpu.weight").read_text() == "10000"
+    assert groups.names("clu") == ["cluster"]
+    groups.remove("absent")
+
+
+def test_specs() -> None:
+    spec = ClusterSpec.of((4, 2, 1, 1), cores=1.2, rate="200Mbit/s", latency="1ms")
+    assert [r.share for r in spec.ranks] == pytest.approx([0.6, 0.3, 0.15, 0.15])
+    assert spec.ranks[0].rate == 25e6
+    assert spec.fastest == 0
+    assert str(spec) == "0.6 : 0.3 : 0.15 : 0.15 cores, links of 200 Mbit/s and 1 ms"
+    with pytest.raises(EmulationError, match="rank 1 has 0 cores"):
+        ClusterSpec((Rank(0.5, 1e6), Rank(0.0, 1e6)))
+    with pytest.raises(EmulationError, match="0 ranks"):
+        ClusterSpec(())
+
+
+def test_link_commands() -> None:
+    (bucket,) = module.link_commands("eth0", Rank(1, 25e6))
+    assert " ".join(bucket).startswith("qdisc add dev eth0 root handle 1: tbf rate 200000000bit burst ")
+    _, delay = module.link_commands("eth0", Rank(1, 25e6, 2e-3))
+    assert " ".join(delay).startswith("qdisc add dev eth0 parent 1:1 handle 10: netem delay 2000us limit ")
+
+
+def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "Linux" in (unavailable() or "")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "root" in (unavailable() or "")
+    with pytest.raises(EmulationError, match="root"), EmulatedCluster(ClusterSpec((Rank(0.5, 1e6),))):
+        pass
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "command ip" in (unavailable() or "")
+
+
+@emulation
+def test_more_cores_than_there_are() -> None:
+    cores = len(os.sched_getaffinity(0))
+    reason = unavailable(ClusterSpec.of((1, 1), cores=cores + 1, rate="1Gbit/s"))
+    assert f"this machine has {cores}" in (reason or "")
+
+
+@emulation
+def test_rates_shares_and_isolation() -> None:
+    rate, share = 12.5e6, 0.25
+    with EmulatedCluster(ClusterSpec((Rank(share, rate), Rank(share, rate)))) as cluster:
+        receiver = cluster.start(1, [sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE)
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == b"listening\n"
+        sender = cluster.start(0, [sys.executable, "-c", SEND, cluster.address(1)])
+        assert 0.6 * rate < float(output(receiver)) < 1.05 * rate
+        assert sender.wait(60) == 0
+        for rank in range(2):
+            cluster.throttle(rank, True)
+        busy = [cluster.start(r, [sys.executable, "-c", BUSY], stdout=subprocess.PIPE) for r in range(2)]
+        for process in busy:
+            assert 0.5 * share < float(output(process)) < 1.2 * share
+        assert (
+            "10.77" not in subprocess.run(["ip", "addr"], capture_output=True, text=True, check=True).stdout
+        )
+        prefix = cluster.prefix
+    assert not left(prefix)
+
+
+@emulation
+def test_what_a_killed_driver_leaves_is_removed() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, env=environment)
+    assert driver.stdout is not None
+    prefix, pid = driver.stdout.readline().decode().split()
+    assert left(prefix)
+    assert prefix not in clean(), "its driver still runs"
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    driver.stdout.close()
+    assert Path(f"/proc/{pid}").exists()
+    clean()
+    assert not left(prefix)
+    deadline = time.monotonic() + 5
+    while running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not running(pid)
+    assert prefix not in clean()
+
+
+def left(prefix: str) -> list[str]:
+    """Namespaces and groups of a cluster."""
+    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    groups = CpuGroups.find()
+    assert groups is not None
+    return [n for n in namespaces.split() if n.startswith(prefix)] + groups.names(prefix)
+
+
+def running(pid: str) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@emulation
+@pytest.mark.slow
+def test_workers_and_their_failures() -> None:
+    """Start, several jobs, then a rank that raises: about half a minute of imports on two cores."""
+    spec = ClusterSpec.of((1, 1), cores=1.0, rate="1Gbit/s")
+    with EmulatedCluster(spec) as cluster:
+        with Workers(cluster, timeout=120) as workers:
+            first = workers.run("emulated_cases:whoami", fail=-1)
+            assert [found[:2] for found in first] == [[0, 2], [1, 2]]
+            assert workers.run("emulated_cases:whoami", fail=-1) == first
+            assert workers.run("emulated_cases:whoami", ranks=[1], fail=-1) == [first[1]]
+            with pytest.raises(EmulationError, match=r"rank 1 failed:(.|\n)*ValueError: asked to"):
+                workers.run("emulated_cases:whoami", fail=1)
+        assert not any(running(str(found[2])) for found in first)
