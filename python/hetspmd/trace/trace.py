@@ -19,6 +19,7 @@ from hetspmd.trace.decompositions import table
 from hetspmd.trace.fake import fake_like, fake_parameters, model_device, trace_device
 from hetspmd.trace.graph import Graph, Static
 from hetspmd.trace.importer import import_graph
+from hetspmd.trace.reread import with_second_reads
 from hetspmd.trace.step import Loss, Step
 
 _LITERALS = (type(None), bool, int, float, str)
@@ -105,7 +106,7 @@ def trace(
         frozenset(f"model.{k}" for k in trainable if training), [paths[i] for i in tensor_leaves], tensor_leaves,
         tuple(statics), step.slots, step.has_loss, input_spec, output_spec, training,
     )  # fmt: skip
-    return assemble(draft, inputs, outputs, naming)
+    return with_second_reads(assemble(draft, inputs, outputs, naming))
 
 
 def _path(name: str) -> str:

@@ -38,6 +38,10 @@ use crate::verify::verify;
 const FIRST_BUDGET: u64 = 20_000;
 /// The beam is this much narrower than the budget.
 const BEAM_SHARE: u64 = 100;
+/// Nothing dies in a sweep up to this limit.
+const NO_LIMIT: i64 = i64::MAX >> 3;
+/// A window of sweeps without fixing must raise the bound by more than this part.
+const RISE: f64 = 1e-3;
 /// A window of sweeps over the whole model must gain more than this of the gap.
 const PATIENCE_OF_ALL: f64 = 0.1;
 /// Sweeps between looks at the gain.
@@ -134,9 +138,7 @@ impl<'a, 't> Search<'a, 't> {
     }
 
     fn search(&mut self, model: &mut Model, warm: bool, swept: impl FnOnce(&Model)) -> Result<(), End> {
-        let outcome = self.sweep_all(model, warm);
-        swept(model);
-        outcome?;
+        self.sweep_all(model, warm, swept)?;
         self.prune(model)?;
         reduce(model)?;
         *model = compact(model, &small_frontier_order(model));
@@ -226,34 +228,57 @@ impl<'a, 't> Search<'a, 't> {
         Ok(())
     }
 
-    /// Sweeps over the whole model, which are cheap beside the reductions, until a window gains little or most
-    /// values are dead: what the bound excludes need not be reduced.
-    fn sweep_all(&mut self, model: &mut Model, warm: bool) -> Result<(), End> {
+    /// Sweeps over the whole model, which are cheap beside the reductions: what the bound excludes need not be
+    /// reduced. First without fixing, so that every class keeps its message for the next search (`swept`), until the
+    /// bound rises little; then with it, until a window gains little or most values are dead.
+    fn sweep_all(&mut self, model: &mut Model, warm: bool, swept: impl FnOnce(&Model)) -> Result<(), End> {
         let mut sweeper = Sweeper::default();
         let values = model.living_values();
-        let first = if warm { 1 } else { WINDOW };
+        let window = if warm { WINDOW / 4 } else { WINDOW / 2 };
         let mut mark = model.constant;
         for sweep in 1u64.. {
-            if !sweeper.sweep(model, self.limit(), || self.monitor.check().is_ok())? {
-                self.monitor.check()?;
+            self.sweep_once(&mut sweeper, model, NO_LIMIT)?;
+            if model.constant > self.limit() {
+                break;
             }
-            self.monitor.sweeps += 1;
-            self.raise(model.constant);
-            if sweep >= first && sweep.is_power_of_two() {
-                self.dive(model)?;
+            if sweep.is_multiple_of(window) {
+                let gain = model.constant - mark;
+                mark = model.constant;
+                if gain as f64 <= RISE * model.constant as f64 {
+                    break;
+                }
             }
+        }
+        swept(model);
+        if model.constant > self.limit() {
+            return Err(End::Proven);
+        }
+        self.dive(model)?;
+        mark = model.constant;
+        for sweep in 1u64.. {
+            self.sweep_once(&mut sweeper, model, self.limit())?;
             if model.constant > self.limit() {
                 return Err(End::Proven);
             }
-            if sweep.is_multiple_of(WINDOW) {
+            if sweep.is_multiple_of(window) {
                 let gain = (model.constant - mark) as f64;
                 mark = model.constant;
                 let little = gain <= PATIENCE_OF_ALL * (self.limit() - model.constant) as f64;
                 if little || model.living_values() * 4 < values {
-                    return self.dive(model);
+                    break;
                 }
             }
         }
+        self.dive(model)
+    }
+
+    fn sweep_once(&mut self, sweeper: &mut Sweeper, model: &mut Model, limit: i64) -> Result<(), End> {
+        self.monitor.check()?;
+        if !sweeper.sweep(model, limit, || self.monitor.check().is_ok())? {
+            self.monitor.check()?;
+        }
+        self.monitor.sweeps += 1;
+        self.raise(model.constant);
         Ok(())
     }
 
@@ -263,12 +288,7 @@ impl<'a, 't> Search<'a, 't> {
         let mut values = model.living_values();
         let mut mark = model.constant;
         for sweep in 1u64.. {
-            self.monitor.check()?;
-            if !sweeper.sweep(model, self.limit(), || self.monitor.check().is_ok())? {
-                self.monitor.check()?;
-            }
-            self.monitor.sweeps += 1;
-            self.raise(model.constant);
+            self.sweep_once(&mut sweeper, model, self.limit())?;
             if sweep.is_power_of_two() || sweep.is_multiple_of(WINDOW) {
                 self.dive(model)?;
             }
