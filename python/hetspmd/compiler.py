@@ -34,7 +34,7 @@ from hetspmd.synth import constraints as known
 from hetspmd.synth.checker import check
 from hetspmd.synth.constraints import Constraints, resolve
 from hetspmd.synth.program import Result
-from hetspmd.synth.search import Found, Limits, Progress, priced, search
+from hetspmd.synth.search import Found, Limits, Progress, Searcher, search
 from hetspmd.synth.space import Space, search_space
 from hetspmd.trace.step import Loss
 from hetspmd.trace.trace import split_example, trace
@@ -317,4 +317,4 @@ def plan_for(
 def problem_text(plan: Plan, constraints: Mapping[str, str | Form] | None = None) -> str:
     """The search problem at the plan's lengths, as a self-contained file for ``hetspmd solve``."""
     space = search_space(plan.theory, resolve(plan.theory, constraints))
-    return priced(space, plan.costs, plan.lengths)[0]
+    return Searcher(space).problem(plan.costs, plan.lengths)

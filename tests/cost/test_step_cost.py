@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hetspmd.balance.lengths import lengths_for
 from hetspmd.codec import decode, encode
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.step import Stages, memory_bytes, step_cost
+from hetspmd.cost.memory import memory_bytes
+from hetspmd.cost.step import Stages, step_cost
 from hetspmd.forms import all_gather
 from hetspmd.synth.program import Communicate, Compute, Program
 

@@ -3,9 +3,7 @@
     t(Q, B) = sum over stages (comm + max_j comp_j)
 
 All devices meet at a collective, so each collective begins a stage; the first stage has none. Memory per
-device is the peak over the program's order of what is then held: parameters, buffers and inputs during the
-whole step, gradients from where they are produced to the end, any other tensor from its step to the last that
-reads it (a view holds what it looks at), and the optimizer's state.
+device is the peak of what is held over the program's order (:mod:`hetspmd.cost.memory`).
 
 A program may run on some of a cluster's devices only. The others are idle: after forward they get the loss,
 and each output that is returned whole, by one broadcast of ``latency + bytes / bandwidth`` seconds each.
@@ -20,19 +18,16 @@ import numpy as np
 
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.memory import memory_bytes
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
-from hetspmd.forms import IDENTITY, Form, all_gather, is_sharded, sharded_dim
+from hetspmd.forms import all_gather
 from hetspmd.rules.theory import Theory
-from hetspmd.synth.program import Communicate, Compute, Program
+from hetspmd.synth.program import Compute, Program
 from hetspmd.trace.graph import Graph
 
 __all__ = [
-    "OPTIMIZER_BYTES", "Stages", "StepCost", "idle_seconds", "memory_bytes", "on_cluster", "step_cost",
+    "Stages", "StepCost", "idle_seconds", "on_cluster", "step_cost",
 ]  # fmt: skip
-
-OPTIMIZER_BYTES = 8
-"""Bytes of optimizer state per parameter element: two float32 moments of Adam."""
-
 
 @dataclass(frozen=True)
 class StepCost:
@@ -136,79 +131,3 @@ def on_cluster(cost: StepCost, cluster: Cluster, active: Sequence[int], idle: fl
         cost, step_seconds=cost.step_seconds + idle, communication_seconds=cost.communication_seconds + idle,
         memory_bytes=tuple(memory), per_device_compute=tuple(compute),
     )  # fmt: skip
-
-
-def memory_bytes(
-    theory: Theory, program: Program, lengths: Lengths, *, optimizer_bytes: int = OPTIMIZER_BYTES
-) -> tuple[int, ...]:
-    """Peak bytes per device; ``optimizer_bytes`` per local element of each parameter that has a gradient.
-
-    Buffers that a collective needs for its own use are not counted.
-    """
-    graph, world = theory.graph, lengths.world
-    steps = len(program.steps)
-    held: dict[tuple[int, Form], int] = {}  # (tensor, form) -> value
-    sizes: list[tuple[int, Form]] = []  # of the value's own storage
-    storage: list[int] = []  # value -> the value whose storage it shares
-    born: list[int] = []
-    last: list[int] = []
-
-    units = np.array(lengths.units, dtype=np.int64).reshape(-1, world)
-
-    def size(tensor: int, form: Form, per_element: int = 0) -> Index:
-        t = graph.tensors[tensor]
-        whole = t.numel * per_element if per_element else t.nbytes
-        if not is_sharded(form):
-            return np.full(world, whole, dtype=np.int64)
-        axis = theory.axes.axis(tensor, sharded_dim(form))
-        if axis is None:
-            raise ValueError(f"dim {sharded_dim(form)} of {t.name} has no logical axis and is never sharded")
-        local: Index = units[axis.id] * (whole // axis.units)
-        return local
-
-    def read(tensor: int, form: Form, at: int) -> int | None:
-        value = held.get((tensor, form), held.get((tensor, IDENTITY)))
-        if value is not None:
-            last[storage[value]] = max(last[storage[value]], at)
-        return value
-
-    def add(tensor: int, form: Form, at: int, until: int, base: int | None = None) -> None:
-        if (tensor, form) in held:
-            return
-        held[tensor, form] = len(sizes)
-        storage.append(len(sizes) if base is None else storage[base])
-        sizes.append((tensor, form))
-        born.append(at)
-        last.append(until)
-
-    optimizer = np.zeros(world, dtype=np.int64)
-    trained = {p.tensor for p in graph.parameters if p.gradient is not None}
-    for at, step in enumerate(program.steps):
-        if isinstance(step, Communicate):
-            read(step.tensor, step.source, at)
-            add(step.tensor, step.target, at, at)
-            continue
-        instruction = graph.instructions[step.instruction]
-        bases = [read(t, f, at) for t, f in zip(instruction.inputs, step.row.pre, strict=True)]
-        rule = theory.rules.get(instruction.id)
-        base = bases[0] if rule is not None and rule.alias and bases else None
-        for tensor, form in zip(instruction.outputs, step.row.post, strict=True):
-            if tensor < 0:
-                continue
-            if instruction.is_source:
-                add(tensor, form, 0, steps)
-                if tensor in trained:
-                    optimizer += size(tensor, form, optimizer_bytes)
-            else:
-                add(tensor, form, at, at, base)
-    results = (*program.gradients, *program.outputs, *program.buffers)
-    for result in results if program.loss is None else (program.loss, *results):
-        read(result.tensor, result.form, steps)
-    change = np.zeros((steps + 2, world), dtype=np.int64)
-    for value, (tensor, form) in enumerate(sizes):
-        if storage[value] == value:
-            amount = size(tensor, form)
-            change[born[value]] += amount
-            change[last[value] + 1] -= amount
-    peak = change.cumsum(axis=0).max(axis=0) + optimizer
-    return tuple(int(b) for b in peak)

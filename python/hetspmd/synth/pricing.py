@@ -10,7 +10,6 @@ model once for each distinct number of bytes, kind and axes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,11 +31,11 @@ _LARGEST_TOTAL = 2.0**56
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices of memory, in seconds: ``keep[t][n]`` of holding tensor t in ``space.forms[t][n]``;
-    ``kept[i][k]`` of taking, by row ``space.rows[i][k]`` of the second reading i of a parameter, what was
+    """Prices of memory, in seconds: ``keep`` of holding a tensor in a form, in the order of
+    :attr:`Pricing.tensors` and ``space.forms``; ``kept[i][k]`` of taking, by row ``space.rows[i][k]`` of the second reading i of a parameter, what was
     communicated for the forward."""
 
-    keep: Sequence[Array]
+    keep: Array
     kept: dict[int, Array]
 
 
@@ -144,7 +143,7 @@ class Pricing:
         keep = np.zeros(int(self.keep_start[-1]))
         priced = rows
         if prices is not None:
-            keep = np.concatenate([prices.keep[t] for t in self.tensors])
+            keep = prices.keep
             priced = rows.copy()
             for i, extra in prices.kept.items():
                 priced[self.row_start[i] + 1 : self.row_start[i + 1] : 2] += extra
