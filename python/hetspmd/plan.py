@@ -26,6 +26,10 @@ from hetspmd.trace.graph import Graph
 if TYPE_CHECKING:
     from typing import Self
 
+    from hetspmd.cost.timeline import Timeline
+    from hetspmd.explain import Explanation
+    from hetspmd.synth.search import Limits
+
 VERSION = 1
 
 
@@ -66,7 +70,14 @@ class Plan:
     lengths     whole units per logical axis and active device
     cluster     all devices, idle ones too
     cost        the stage model's prediction for the program at these lengths (HAP 3.2)
-    baselines   name -> predicted seconds of a step, in the same cost model
+    baselines   name -> predicted seconds of a step in the same cost model, for known kinds of programs
+                (those that the user's constraints rule out, or that do not exist, are missing):
+                data_parallel_even          whole parameters, the batch in equal shares (DDP)
+                data_parallel_proportional  the same, in shares proportional to the devices' speed
+                zero_like                   the same shares, parameters in shards (ZeRO-3, FSDP)
+                tensor_parallel             the best program that does not divide the batch
+                fastest_device_alone        one device, nothing communicated
+                all_devices                 the best program without idle devices, where the plan has some
     iterations  the trace of the alternation on the active devices
     active      ranks in the cluster, ascending; () stands for all
 
@@ -128,6 +139,12 @@ class Plan:
         """The cost model of the active devices."""
         return CostModel(self.theory, self.cluster.part(self.active))
 
+    def timeline(self) -> Timeline:
+        """When each device computes, communicates and waits in a step, with overlap, at the plan's lengths."""
+        from hetspmd.cost.timeline import timeline
+
+        return timeline(self.costs, self.program, self.lengths, self.cluster, self.active)
+
     def parameter_layout(self) -> dict[str, tuple[Form, tuple[int, ...]]]:
         """Parameter name to its stored form and its extents per active device along the sharded dim (empty if
         whole)."""
@@ -148,6 +165,18 @@ class Plan:
             )
             found[p.name] = (form, extents)
         return found
+
+    def explain(
+        self, name: str, *, constraints: Mapping[str, str | Form] | None = None, limits: Limits | None = None
+    ) -> Explanation:
+        """Why the parameter, input or ``output[i]`` called ``name`` has its form: what every other would cost.
+
+        ``constraints``: those the plan was compiled with; other tensors keep to them. One search per form.
+        See :func:`hetspmd.explain.explain`. Raises ConstraintError if there is no such tensor.
+        """
+        from hetspmd.explain import explain
+
+        return explain(self, name, constraints=constraints, limits=limits)
 
     def to_json(self) -> str:
         """The plan file's text; the same plan gives the same text, byte for byte."""

@@ -48,6 +48,16 @@ def wrong_width() -> tuple[nn.Module, Any]:
     return model, {"x": torch.randn(12, 7)}
 
 
+class Noisy(Perceptron):
+    def forward(self, x: Tensor, noise: Tensor) -> Tensor:
+        return super().forward(x + noise)
+
+
+def noisy() -> tuple[nn.Module, Any]:
+    example = build()[1]
+    return Noisy(), {**example, "noise": torch.zeros(12, 8)}
+
+
 class Branching(Perceptron):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if x.sum() > 0 else -x)

@@ -152,23 +152,85 @@ def test_verify_needs_weights(command, targets, cluster) -> None:
     assert "up.weight on the meta device, where it has no values" in outcome.line
 
 
+MEND = "; write lines like encoder.*.weight: shard(0)"
+FORM = "is no form; write replicated or shard(d), such as shard(0)"
+
+
 @pytest.mark.parametrize(
-    ("text", "error"),
+    ("text", "expected"),
     [
-        ("[1, 2]", "ConstraintError"),
-        ("up.weight: [0]", "ConstraintError"),
-        ("{up.weight", "ConstraintError"),
-        ("up.weight: divided", "InfeasibleError"),
-        ("sideways.*: shard(0)", "InfeasibleError"),
-        ("up.weight: shard(7)", "InfeasibleError"),
+        ("", f"ConstraintError: FILE: constraints map names to forms{MEND}"),
+        ("[1, 2]", f"ConstraintError: FILE: constraints map names to forms{MEND}"),
+        ("up.weight: [0]", f"ConstraintError: FILE:1: 'up.weight' is given a list{MEND}"),
+        ("up.*: shard(0)\nx: {a: b}", f"ConstraintError: FILE:2: 'x' is given a mapping{MEND}"),
+        ("[up.weight]: shard(0)", f"ConstraintError: FILE:1: a key is no name{MEND}"),
+        ("{up.weight", "ConstraintError: FILE:1: neither YAML nor JSON (expected ',' or '}'"),
+        ("up.weight: shard(0)\n*.bias: replicated\n", "ConstraintError: FILE:2: neither YAML nor JSON ("),
+        ("*.bias: replicated", "; put names that start with * in quotes: '*.weight': shard(0)"),
+        ("up.weight: a\n---\n", "ConstraintError: FILE:2: neither YAML nor JSON ("),
+        ("\0", "ConstraintError: FILE: neither YAML nor JSON"),
+        ("up.weight: divided", f"ConstraintError: FILE:1: 'up.weight': 'divided' {FORM}"),
+        ("up.weight: 0", f"ConstraintError: FILE:1: 'up.weight': '0' {FORM}"),
+        ("up.weight:", f"ConstraintError: FILE:1: 'up.weight': '' {FORM}"),
+        (
+            "# a\nup.weight: shard(-1)",
+            f"ConstraintError: FILE:2: 'up.weight': 'shard(-1)' {FORM}; dims count from 0",
+        ),
+        (
+            "up.weight: shard(0)\n\n'up.weight': shard(0)",
+            "ConstraintError: FILE:3: 'up.weight' stands twice (first at FILE:1); remove one",
+        ),
+        (
+            '{"x": "shard(0)",\n\t"x": "shard(0)"}',
+            "ConstraintError: FILE:2: 'x' stands twice (first at FILE:1)",
+        ),
+        (
+            "sideways.*: shard(0)",
+            "InfeasibleError: constraint 'sideways.*' matches no parameter, input or output",
+        ),
+        ("up.wieght: shard(0)", "; did you mean 'up.weight'?"),
+        ("up.weight: shard(7)", "InfeasibleError: up.weight has shape [16, 8]: there is no dim 7 to shard"),
+        ("up.weight: partial", "InfeasibleError: up.weight cannot be kept as summands"),
+        ("up.*: shard(0)\n'*.weight': replicated", "both match up.weight; keep one"),
     ],
 )
-def test_constraints(command, targets, cluster, tmp_path: Path, text: str, error: str) -> None:
+@pytest.mark.parametrize("name", ["compile", "verify"])
+def test_constraints(command, targets, cluster, tmp_path: Path, name: str, text: str, expected: str) -> None:
     path = tmp_path / "constraints.yaml"
     path.write_text(text)
+    outcome = command(name, targets, "--cluster", cluster, "--constraints", path)
+    assert outcome.status == 2
+    assert expected.replace("FILE", str(path)) in outcome.line
+
+
+def test_constraints_that_are_no_text(command, targets, cluster, tmp_path: Path) -> None:
+    path = tmp_path / "constraints.yaml"
+    path.write_bytes(b"up.weight: \xff")
     outcome = command("compile", targets, "--cluster", cluster, "--constraints", path)
     assert outcome.status == 2
-    assert f"{error}: " in outcome.line
+    assert f"ConstraintError: {path}: not UTF-8 text" in outcome.line
+
+
+def test_constraints_in_conflict(command, targets, cluster, tmp_path: Path) -> None:
+    path = tmp_path / "constraints.yaml"
+    path.write_text('{"noise": "shard(1)", "up.*": "shard(0)", "x": "replicated"}')
+    outcome = command("compile", f"{targets}:noisy", "--cluster", cluster, "--constraints", path)
+    assert outcome.status == 2
+    assert (
+        "InfeasibleError: no program satisfies these constraints together: noise: shard(1) [float32[12, 8], "
+        "read by add.Tensor in the model]; x: replicated [float32[12, 8], read by add.Tensor in the model]; "
+        in outcome.line
+    )
+    assert outcome.line.endswith("; drop or change one (2 others are fine)")
+
+
+def test_explaining_what_is_not_there(command, targets, cluster) -> None:
+    outcome = command("compile", targets, "--cluster", cluster, "--explain", "up.wieght")
+    assert outcome.status == 2
+    assert (
+        "ConstraintError: 'up.wieght' is no parameter, input or output of the plan; did you mean 'up.weight'?"
+        in outcome.line
+    )
 
 
 def test_missing_constraints(command, targets, cluster, tmp_path: Path) -> None:

@@ -95,6 +95,30 @@ def test_program(command, targets, cluster, tmp_path: Path) -> None:
     assert stored_forms(saved)[weight] == all_gather(0)
 
 
+@pytest.mark.parametrize(
+    "text", ['{"up.weight": "shard(0)", "output[0]": "replicated"}', "u*.we[hi]*: shard(0)"]
+)
+def test_explain_beside_constraints(command, targets, cluster, tmp_path: Path, text: str) -> None:
+    constraints, out = tmp_path / "constraints.json", tmp_path / "plan.json"
+    constraints.write_text(text)
+    outcome = command(
+        "compile", targets, "--cluster", cluster, "--constraints", constraints, "--json", out,
+        "--explain", "up.weight", "--explain", "x",
+    )  # fmt: skip
+    assert outcome.status == 0
+    weight, x = outcome.out.split("\n\n")[-2:]
+    glob = text.split(":")[0].strip('{"')
+    assert weight.startswith(f"up.weight (float32[16, 8]): shard(0), as the constraint {glob!r} asks\n")
+    assert x.startswith("x (float32[12, 8]): ")
+    assert [line.split()[1] for line in weight.splitlines() if line.startswith("  *  ")] == ["shard(0)"]
+    first, second = json.loads(out.read_text())["explain"]
+    assert (first["name"], first["chosen"], first["constraint"]) == ("up.weight", "shard(0)", glob)
+    assert (second["name"], second["constraint"]) == ("x", None)
+    assert {a["form"] for a in first["alternatives"]} == {"replicated", "shard(0)", "shard(1)"}
+    for a in first["alternatives"]:
+        assert 0 < a["lower_bound"] <= a["cost"] <= a["step_seconds"] * 3
+
+
 def test_compile_is_the_same_in_every_run(command, targets, cluster, tmp_path: Path) -> None:
     texts = []
     for run in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import cost_graphs
 import pytest
@@ -11,17 +12,20 @@ import torch
 from small_models import MLP, case
 
 import hetspmd.rules.ops  # noqa: F401  # registers the rules
-from hetspmd.errors import InfeasibleError
+from hetspmd.errors import ConstraintError, InfeasibleError
 from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather, is_sharded
 from hetspmd.plan import Plan
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.constraints import (
     Constraints,
+    Origin,
     batch_axes,
     data_parallel,
     named_tensors,
+    parse_wanted,
     resolve,
+    spelling,
     tensor_parallel,
     zero_like,
 )
@@ -61,7 +65,29 @@ def test_globs_match_parameters_inputs_and_outputs() -> None:
         names["output[1]"]: all_gather(0), names["x"]: all_gather(0),
     }  # fmt: skip
     assert found.row_filter is None
-    assert resolve(theory, None) == Constraints()
+    assert found.origins[names["b.weight"]] == Origin("?.weight", "b.weight")
+    assert str(found.origins[names["b.weight"]]) == "b.weight (by '?.weight')"
+    assert str(found.origins[names["x"]]) == "x"
+    assert resolve(theory, None) == resolve(theory, {}) == Constraints()
+
+
+@pytest.mark.parametrize("pattern", ["output[1]", "output[[]1]", "out*1?", "output[[][1-9]]"])
+def test_brackets_stand_for_themselves_or_for_a_set(pattern: str) -> None:
+    theory = theory_of("mlp")
+    names = named_tensors(theory)
+    assert resolve(theory, {pattern: "shard(0)"}).forms == {names["output[1]"]: all_gather(0)}
+    assert resolve(theory, {"output[*]": "replicated"}).forms == {
+        names["output[0]"]: IDENTITY, names["output[1]"]: IDENTITY,
+    }  # fmt: skip
+    assert resolve(theory, {"[ab].weight": "replicated"}).forms == {
+        names["a.weight"]: IDENTITY, names["b.weight"]: IDENTITY,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [IDENTITY, ALL_REDUCE, all_gather(0), all_gather(3)])
+def test_spelling(form: int) -> None:
+    assert parse_wanted(spelling(form)) == form
+    assert parse_wanted(f" {spelling(form).upper()} ") == form
 
 
 def test_all_names_of_a_tied_parameter_match_and_agree() -> None:
@@ -71,7 +97,9 @@ def test_all_names_of_a_tied_parameter_match_and_agree() -> None:
     assert resolve(theory, {"head.weight": "shard(1)"}).forms == {names["tokens.weight"]: all_gather(1)}
     assert len(resolve(theory, {"head.*": "shard(1)", "tokens.*": "shard(1)"}).forms) == 1
     with pytest.raises(
-        InfeasibleError, match=r"'head.weight' \(All-Gather\(1\)\) and 'tokens.weight' \(Identity\)"
+        InfeasibleError,
+        match=r"'head.weight' \(shard\(1\)\) and 'tokens.weight' \(replicated\) both match head.weight and "
+        "tokens.weight, which are one tensor; keep one",
     ):
         resolve(theory, {"head.weight": "shard(1)", "tokens.weight": "replicated"})
 
@@ -83,25 +111,56 @@ def test_all_names_of_a_tied_parameter_match_and_agree() -> None:
             {"a.wieght": "shard(0)"},
             r"'a.wieght' matches no parameter, input or output; did you mean 'a.weight'\?",
         ),
-        ({"zzz": "shard(0)"}, r"'zzz' matches no parameter, input or output$"),
-        ({"a.weight": "sharded"}, r"constraint 'a.weight': .*sharded"),
+        ({"weight": "shard(0)"}, r"matches no parameter, input or output; did you mean '\*\.weight'\?"),
+        ({"*.biass": "shard(0)"}, r"matches no parameter, input or output; did you mean '.\.bias'\?"),
+        (
+            {"zzz": "shard(0)"},
+            r"'zzz' matches no parameter, input or output; there are scale, unused, a.weight, \.\.\.$",
+        ),
+        ({"": "shard(0)"}, r"constraint '' matches no parameter, input or output; there are "),
+        (
+            {"a.weight": "sharded"},
+            r"constraint 'a.weight': 'sharded' is no form; write replicated or shard\(d\), such as shard\(0\)$",
+        ),
+        ({"a.weight": "shard(-1)"}, r"'shard\(-1\)' is no form; .*; dims count from 0$"),
+        ({"a.weight": ""}, r"constraint 'a.weight': '' is no form"),
         ({"a.weight": "partial"}, r"a.weight cannot be kept as summands; use replicated or shard\(d\)"),
         ({"a.weight": "shard(2)"}, r"a.weight has shape \[10, 6\]: there is no dim 2 to shard"),
         (
             {"unused": "shard(0)"},
             r"unused cannot be sharded along dim 0 \(shape \[3\]\): no rule of an op that reads it",
         ),
-        ({"output[0]": "shard(0)"}, r"output\[0\] has shape \[\]: there is no dim 0"),
+        ({"output[0]": "shard(0)"}, r"^output\[0\] has shape \[\]: there is no dim 0"),
+        (
+            {"?.bias": "shard(1)"},
+            r"^constraint '\?.bias': a.bias has shape \[10\]: there is no dim 1 to shard; it fits 0 of the 2",
+        ),
         (
             {"a.*": "shard(0)", "*.weight": "shard(1)"},
-            r"'a.\*' \(All-Gather\(0\)\) and '\*.weight' \(All-Gather\(1\)\) both match a.weight; keep one",
+            r"'a.\*' \(shard\(0\)\) and '\*.weight' \(shard\(1\)\) both match a.weight; keep one",
         ),
     ],
 )
 def test_impossible_constraints_say_why(spec: dict[str, str], message: str) -> None:
-    if any("[" in key for key in spec):
-        spec = {key.replace("[", "[[]"): form for key, form in spec.items()}
     with pytest.raises(InfeasibleError, match=message):
+        resolve(theory_of("mlp"), spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (["a.weight"], "constraints are a list; give a dict of names to forms"),
+        ("a.weight", "constraints are a str; give a dict"),
+        ({3: "shard(0)"}, "the constraint 3 is no name or glob; write a string"),
+        ({"a.weight": None}, r"constraint 'a.weight': None is no form; write replicated or shard\(d\)"),
+        ({"a.weight": 1.5}, "constraint 'a.weight': 1.5 is no form"),
+        ({"a.weight": True}, "constraint 'a.weight': True is no form"),
+        ({"a.weight": -1}, "constraint 'a.weight': -1 is no form"),
+        ({"a.weight": ("shard", 0)}, r"constraint 'a.weight': \('shard', 0\) is no form"),
+    ],
+)
+def test_what_is_no_constraint_is_refused(spec: Any, message: str) -> None:
+    with pytest.raises(ConstraintError, match=message):
         resolve(theory_of("mlp"), spec)
 
 
@@ -192,6 +251,18 @@ def test_an_input_is_read_as_asked(form: str, batch: bool) -> None:
         for t, f in zip(theory.graph.instructions[s.instruction].inputs, s.row.pre, strict=True) if t == x
     }  # fmt: skip
     assert read == {all_gather(0) if batch else IDENTITY}
+
+
+@pytest.mark.parametrize("speeds", [(2, 1, 1), (1000, 1, 1)])
+@pytest.mark.parametrize("form", ["replicated", "shard(0)", "shard(1)"])
+def test_a_plan_reads_its_inputs_as_asked(form: str, speeds: tuple[int, ...]) -> None:
+    """Also where one device alone is best, which divides nothing else."""
+    batch = case("mlp", torch.float32).batch
+    devices = cluster(*speeds, fast=speeds[0] == 2)
+    plan = compile_plan(MLP(), (), batch, devices, constraints={"x": form})
+    assert plan.active == ((0, 1, 2) if speeds[0] == 2 else (0,))
+    wanted = {"replicated": IDENTITY, "shard(0)": all_gather(0), "shard(1)": all_gather(1)}[form]
+    assert plan.explain("x").chosen == wanted
 
 
 @pytest.mark.parametrize("form", ["replicated", "shard(0)", "shard(1)"])

@@ -28,7 +28,11 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--explain", metavar="NAME", action="append", default=[],
-        help="for a parameter, input or output[i]: the best program's cost for each form it could have",
+        help="why a parameter, input or output[i] has its form: the best program's cost for each it could have",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeline", metavar="OUT",
+        help="show who waits for whom in a step, and write it as a Chrome trace (for ui.perfetto.dev)",
     )  # fmt: skip
     parser.add_argument(
         "--problem", metavar="OUT", help="write the search problem at the plan's lengths, for hetspmd solve"
@@ -42,13 +46,13 @@ def run(options: argparse.Namespace) -> int:
     from hetspmd.compiler import compile as synthesize
     from hetspmd.compiler import problem_text
     from hetspmd.cost.cluster import Cluster
-    from hetspmd.explain import explain
     from hetspmd.plan import write_atomically
     from hetspmd.report import plan_json, plan_text, program_text
 
     check_writable(options.json)
     check_writable(options.plan)
     check_writable(options.problem)
+    check_writable(options.timeline)
     cluster = Cluster.load(options.cluster)
     constraints = read_constraints(options.constraints)
     model, example = load_target(options.target)
@@ -61,13 +65,21 @@ def run(options: argparse.Namespace) -> int:
         plan.save(options.plan)
     if options.problem is not None:
         write_atomically(Path(options.problem), problem_text(plan, constraints))
+    if options.timeline is not None:
+        plan.timeline().save(options.timeline)
+    explained = [plan.explain(name, constraints=constraints) for name in options.explain]
     if options.json is not None:
-        write_json(options.json, plan_json(plan, timings))
+        document = plan_json(plan, timings)
+        if explained:
+            document["explain"] = [e.document() for e in explained]
+        write_json(options.json, document)
     if options.json != STDOUT:
         print(plan_text(plan))
         print("Compiled in " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in timings.items()))
-        for name in options.explain:
-            print(f"\n{explain(plan, name)}")
+        if options.timeline is not None:
+            print(f"\n{plan.timeline()}")
+        for explanation in explained:
+            print(f"\n{explanation}")
         if options.program:
             print(f"\nProgram\n{program_text(plan)}")
     return 0

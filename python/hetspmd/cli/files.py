@@ -42,27 +42,66 @@ def write_json(path: str, document: Mapping[str, Any]) -> None:
 
 
 def read_constraints(path: str | None) -> dict[str, str] | None:
-    """A YAML or JSON file of globs to forms, such as ``{"*.weight": "shard(0)"}``. Raises ConstraintError."""
+    """A YAML or JSON file of names or globs to forms, such as ``{"*.weight": "shard(0)"}``.
+
+    Raises ConstraintError, naming the file, the line and the key, for what is not YAML, is no such mapping, is no
+    form, or stands twice.
+    """
     if path is None:
         return None
     import yaml
 
+    from hetspmd.synth.constraints import parse_wanted
+
     try:
-        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConstraintError(
             f"cannot read the constraints {path}: {error.strerror}; name an existing file"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
-        raise ConstraintError(
-            f"{path}{line}: neither YAML nor JSON; write lines like encoder.*.weight: shard(0)"
-        ) from error
-    if not isinstance(document, dict) or not all(
-        isinstance(k, str) and isinstance(v, str) for k, v in document.items()
-    ):
-        raise ConstraintError(
-            f"{path}: constraints map names to forms; write lines like encoder.*.weight: shard(0)"
-        )
-    return document
+    except UnicodeDecodeError as error:
+        raise ConstraintError(f"{path}: not UTF-8 text: {error.reason}; {_WRITE}") from error
+    if text.lstrip().startswith("{"):
+        text = text.replace("\t", " ")  # JSON allows tabs between tokens, YAML does not
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ConstraintError(f"{path}{_yaml_problem(error)}") from error
+
+    def place(node: yaml.Node) -> str:
+        return f"{path}:{node.start_mark.line + 1}"
+
+    if not isinstance(root, yaml.MappingNode):
+        raise ConstraintError(f"{path}: constraints map names to forms; {_WRITE}")
+    found: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for key, value in root.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConstraintError(f"{place(key)}: a key is no name; {_WRITE}")
+        if key.value in found:
+            raise ConstraintError(
+                f"{place(key)}: {key.value!r} stands twice (first at {first[key.value]}); remove one"
+            )
+        if not isinstance(value, yaml.ScalarNode):
+            what = "list" if isinstance(value, yaml.SequenceNode) else "mapping"
+            raise ConstraintError(f"{place(key)}: {key.value!r} is given a {what}; {_WRITE}")
+        try:
+            parse_wanted(value.value)
+        except ValueError as error:
+            raise ConstraintError(f"{place(key)}: {key.value!r}: {error}") from error
+        found[key.value], first[key.value] = value.value, place(key)
+    return found
+
+
+_WRITE = "write lines like encoder.*.weight: shard(0)"
+
+
+def _yaml_problem(error: Exception) -> str:
+    """Line and cause of text that is not YAML. A glob that starts with ``*`` looks like a YAML alias."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    line = "" if mark is None else f":{mark.line + 1}"
+    problem = getattr(error, "problem", None)
+    cause = f" ({problem})" if problem else ""
+    alias = "alias" in f"{getattr(error, 'context', None)} {problem}"
+    mend = "put names that start with * in quotes: '*.weight': shard(0)" if alias else _WRITE
+    return f"{line}: neither YAML nor JSON{cause}; {mend}"

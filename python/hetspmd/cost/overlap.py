@@ -1,0 +1,196 @@
+"""Seconds of a training step in which communication overlaps computation (design 6): two streams.
+
+Each device has a compute clock ``T_j``, and all share one communication stream, free from ``free`` on. The
+local graphs of :mod:`hetspmd.lower` hold the same steps in the same order on every device, so one pass over
+that order settles all clocks:
+
+    computation i             T_j <- T_j + seconds_ij
+    start of a collective c   start_c = max(free, max_j T_j),  end_c = start_c + seconds_c,  free <- end_c
+    wait for it               T_j <- max(T_j, end_c)
+
+A collective begins when the last device has issued it and the stream is free, and ends for all at once. It
+is issued where :func:`hetspmd.lower.schedule.schedule` puts it and waited for where its result is first read
+(a slice or a mask of it counts), by the end of its graph at the latest: all of forward's have ended before
+backward begins. Rank 0 alone waits for what is only masked. With idle devices the loss, and outputs that come
+back whole, are sent between forward and backward. Steps that no result needs are not run.
+
+The stage model of :mod:`hetspmd.cost.step` has every device wait for every collective where it stands. The
+step is no longer than its seconds for the same steps, forward before backward (what idle devices are sent
+beginning a stage between), as long as no collective reads another's result. For: a longest chain of events
+holds each collective at most once, and of every stage one interval on one device, because a collective that
+a device issues in the middle of a stage is waited for in a later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from hetspmd.balance.lengths import Lengths
+from hetspmd.cost.model import Array, CostModel, Index, MoveForm
+from hetspmd.forms import ALL_REDUCE, IDENTITY
+from hetspmd.lower.schedule import Key, reads, schedule, writes
+from hetspmd.synth.program import Communicate, Program, Step
+from hetspmd.trace.graph import Graph
+
+__all__ = ["BOUNDARY", "START", "WAIT", "WAIT_FIRST", "Run", "TwoStreams", "simulated_seconds", "waited"]
+
+START: Final = 0
+"""A collective is issued."""
+WAIT: Final = 1
+"""Every device waits for a collective."""
+WAIT_FIRST: Final = 2
+"""Rank 0 waits for a collective."""
+BOUNDARY: Final = 3
+"""Forward ends."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pass over the events: ``seconds[i, j]`` of computation i on active device j; ``clocks[e]``, the
+    devices' clocks right before event e; the collectives' starts and ends; the clocks at the end of forward
+    and of the step."""
+
+    seconds: Array
+    clocks: list[Array]
+    starts: list[float]
+    ends: list[float]
+    forward: Array
+    final: Array
+
+
+class TwoStreams:
+    """What the two streams do in a step of ``program``, in order; to be timed at any shares.
+
+    ``events`` holds ``(computations before, what, collective)``, ``instructions`` the scheduled computations,
+    ``collectives`` the communications in the order in which they are issued. ``idle``: seconds in which idle
+    devices are sent the results of forward. Raises ValueError for a step that is no triple of the theory and
+    PlanError for a program that reads what is not there.
+    """
+
+    def __init__(self, model: CostModel, program: Program, *, idle: float = 0.0) -> None:
+        self.model = model
+        self.idle = idle
+        self.instructions: list[int] = []
+        self.collectives: list[Communicate | None] = []
+        self.events: list[tuple[int, int, int]] = []
+        self._signatures: list[int] = []
+        graph = model.theory.graph
+        order = schedule(graph, program)
+        there: set[Key] = set()
+        self._graph(graph, order.forward, there)
+        if idle > 0:
+            self.collectives.append(None)
+            self._event(START, len(self.collectives) - 1)
+            self._event(WAIT, len(self.collectives) - 1)
+        self._event(BOUNDARY, -1)
+        self._graph(graph, order.backward, there)
+        self._moves: list[MoveForm] = [
+            MoveForm(idle) if c is None else model.move_form(c.tensor, c.source, c.target, c.kind)
+            for c in self.collectives
+        ]
+        self._unique, inverse = np.unique(np.array(self._signatures, dtype=np.int64), return_inverse=True)
+        self._inverse: Index = inverse.reshape(-1)
+        at = sorted({0, *(a for a, _, _ in self.events)} - {len(self._signatures)})
+        self._groups: Index = np.array(at, dtype=np.int64)
+
+    def _event(self, what: int, collective: int) -> None:
+        self.events.append((len(self._signatures), what, collective))
+
+    def _graph(self, graph: Graph, steps: Sequence[Step], there: set[Key]) -> None:
+        """Append one local graph, as :class:`hetspmd.lower.emit.GraphWriter` writes it; ``there`` are the
+        values of the graphs before it, to which it adds its own."""
+        pending: dict[Key, int] = {}
+        masked: set[int] = set()
+
+        def read(key: Key) -> None:
+            if key in there:
+                return
+            if key not in pending:
+                whole = (key[0], IDENTITY)
+                if whole not in pending:
+                    return
+                if key[1] == ALL_REDUCE:
+                    if pending[whole] not in masked:
+                        masked.add(pending[whole])
+                        self._event(WAIT_FIRST, pending[whole])
+                    return
+                key = whole
+            self._event(WAIT, pending.pop(key))
+            there.add(key)
+
+        for step in steps:
+            made = writes(graph, step)
+            if isinstance(step, Communicate):
+                if made[0] in there or made[0] in pending:
+                    continue
+                read((step.tensor, step.source))
+                self.collectives.append(step)
+                pending[made[0]] = len(self.collectives) - 1
+                self._event(START, pending[made[0]])
+                continue
+            if not graph.instructions[step.instruction].is_source:
+                for key in reads(graph, step):
+                    read(key)
+            row = self.model.row_index(step.instruction, step.row)
+            self._signatures.append(self.model.signature(step.instruction, row))
+            self.instructions.append(step.instruction)
+            there.update(key for key in made if key not in pending)
+        for collective in pending.values():
+            self._event(WAIT, collective)
+        there.update(pending)
+
+    def seconds(self, shares: Array) -> float:
+        """Seconds until the last device has finished the step."""
+        return float(self.run(shares).final.max())
+
+    def run(self, shares: Array) -> Run:
+        """All clocks at the given shares (of :meth:`CostModel.shares`)."""
+        seconds = self.model.seconds(self._unique, shares)[self._inverse]
+        sums = np.add.reduceat(seconds, self._groups, axis=0) if len(self._groups) else seconds
+        moves = [self.model.form_seconds(m, shares) for m in self._moves]
+        clock: Array = np.zeros(self.model.world)
+        forward = clock
+        clocks: list[Array] = []
+        starts: list[float] = []
+        ends: list[float] = []
+        free, group, done = 0.0, 0, 0
+        for at, what, collective in self.events:
+            if at != done:
+                clock = clock + sums[group]
+                group, done = group + 1, at
+            clocks.append(clock)
+            if what == START:
+                starts.append(max(free, float(clock.max())))
+                free = starts[-1] + moves[collective]
+                ends.append(free)
+            elif what == BOUNDARY:
+                forward = clock
+            else:
+                clock = waited(what, clock, ends[collective])
+        if done != len(self._signatures):
+            clock = clock + sums[group]
+        return Run(seconds, clocks, starts, ends, forward, clock)
+
+
+def waited(what: int, clock: Array, end: float) -> Array:
+    """The devices' clocks behind a wait for what ends at ``end``."""
+    if what == WAIT:
+        found: Array = np.maximum(clock, end)
+        return found
+    found = clock.copy()
+    found[0] = max(found[0], end)
+    return found
+
+
+def simulated_seconds(
+    model: CostModel, program: Program, lengths: Lengths, *, idle: float = 0.0
+) -> float:  # fmt: skip
+    """Seconds of a step of ``program`` at integer lengths; ``idle`` as of :func:`~hetspmd.cost.step.idle_seconds`.
+
+    For several lengths of one program keep a :class:`TwoStreams`.
+    """
+    return TwoStreams(model, program, idle=idle).seconds(model.shares(lengths))

@@ -1,0 +1,273 @@
+"""Who computes, communicates and waits when: the simulation of :mod:`hetspmd.cost.overlap`, accounted for.
+
+While a device waits, either a collective is being carried out, or the stream stands idle because the next
+collective lacks a device that still computes. The first is time exposed to communication, the second time
+lost to that device (imbalance). So for each device j
+
+    end_j = compute_j + exposed_j + sum over k of waits_for_jk
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, Literal
+
+import numpy as np
+
+from hetspmd.balance.lengths import Lengths
+from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.model import Array, CostModel
+from hetspmd.cost.overlap import START, WAIT, WAIT_FIRST, Run, TwoStreams, waited
+from hetspmd.cost.step import Stages, idle_seconds
+from hetspmd.synth.program import Communicate, Program, communication_text
+from hetspmd.trace.graph import Graph
+
+if TYPE_CHECKING:
+    import os
+
+__all__ = ["Event", "Stream", "Timeline", "Transfer", "timeline"]
+
+Stream = Literal["compute", "waiting", "communication"]
+
+IDLE_RESULTS: Final = "Broadcast(results to idle devices)"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a device does from ``start`` to ``end`` (seconds from the step's beginning).
+
+    ``device`` is a rank of the cluster; ``name`` the instruction on ``compute``, the collective on
+    ``communication`` and on ``waiting``, which fills gaps of the compute stream.
+    """
+
+    device: int
+    stream: Stream
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A collective on the shared stream, from ``start`` to ``end`` seconds.
+
+    issued   seconds at which the first device issued it
+    ready    seconds at which the last one did, rank ``last`` of the cluster (the lowest of equals)
+    waited   seconds that devices wait for it, summed over them
+    step     None for what idle devices are sent
+    """
+
+    name: str
+    step: Communicate | None
+    issued: float
+    ready: float
+    last: int
+    start: float
+    end: float
+    waited: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each device computes, communicates and waits in one training step.
+
+    devices                names of the cluster's devices, in rank order
+    active                 ranks that run the program
+    step_seconds           until the last device has finished
+    forward_seconds        until the last device may begin backward
+    stage_seconds          the stage model's prediction: no overlap
+    communication_seconds  in which the communication stream is busy, alike on every active device
+    compute_seconds        per device of the cluster, as all below; 0 for an idle one
+    waiting_seconds        blocked by collectives: ``exposed_seconds`` + the row of ``waits_for``
+    exposed_seconds        waiting while a collective is being carried out
+    waits_for              [j][k]: device j waits and nothing is carried out, because device k, the last to
+                           issue the next collective, still computes
+    end_seconds            when it has finished: ``compute_seconds + waiting_seconds``
+    transfers              the collectives in the order of the stream
+
+    Up to rounding. The optimizer's step is not part of it.
+    """
+
+    devices: tuple[str, ...]
+    active: tuple[int, ...]
+    step_seconds: float
+    forward_seconds: float
+    stage_seconds: float
+    communication_seconds: float
+    compute_seconds: tuple[float, ...]
+    waiting_seconds: tuple[float, ...]
+    exposed_seconds: tuple[float, ...]
+    waits_for: tuple[tuple[float, ...], ...]
+    end_seconds: tuple[float, ...]
+    transfers: tuple[Transfer, ...]
+    graph: Graph = field(repr=False, compare=False)
+    _streams: TwoStreams = field(repr=False, compare=False)
+    _run: Run = field(repr=False, compare=False)
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """All that takes time, by device, then stream, then start. Large: instructions times devices."""
+        instructions = self.graph.instructions
+        names = [instructions[i].name for i in self._streams.instructions]
+        starts = self._compute_starts()
+        waits = [
+            (clock, what, self.transfers[c])
+            for (_, what, c), clock in zip(self._streams.events, self._run.clocks, strict=True)
+            if what in (WAIT, WAIT_FIRST)
+        ]
+        found: list[Event] = []
+        for rank in range(len(self.devices)):
+            if rank not in self.active:
+                found += [
+                    Event(rank, "communication", t.name, t.start, t.end)
+                    for t in self.transfers
+                    if t.step is None
+                ]
+                continue
+            j = self.active.index(rank)
+            seconds = self._run.seconds[:, j].tolist()
+            for name, start, length in zip(names, starts[:, j].tolist(), seconds, strict=True):
+                if length > 0:
+                    found.append(Event(rank, "compute", name, start, start + length))
+            for clock, what, t in waits:
+                if t.end > clock[j] and (what == WAIT or j == 0):
+                    found.append(Event(rank, "waiting", t.name, float(clock[j]), t.end))
+            found += [Event(rank, "communication", t.name, t.start, t.end) for t in self.transfers]
+        return tuple(found)
+
+    def _compute_starts(self) -> Array:
+        """When each computation begins on each active device, shape (computations, active)."""
+        run, events = self._run, self._streams.events
+        count = len(self._streams.instructions)
+        before: Array = np.zeros((count + 1, len(self.active)))
+        np.cumsum(run.seconds, axis=0, out=before[1:])
+        found: Array = np.zeros((count, len(self.active)))
+        done, clock = 0, np.zeros(len(self.active))
+        for (at, what, collective), arrived in zip(events, run.clocks, strict=True):
+            if at != done:
+                found[done:at] = clock + (before[done:at] - before[done])
+                done = at
+            clock = arrived
+            if what in (WAIT, WAIT_FIRST):
+                clock = waited(what, clock, run.ends[collective])
+        found[done:] = clock + (before[done:count] - before[done])
+        return found
+
+    def text(self) -> str:
+        """Who waits for whom, and how busy each device is, for people."""
+        from hetspmd.report.timeline import timeline_text
+
+        return timeline_text(self)
+
+    __str__ = text
+
+    def to_chrome_trace(self) -> str:
+        """The events as Chrome trace JSON, which https://ui.perfetto.dev and chrome://tracing show."""
+        from hetspmd.report.timeline import chrome_trace
+
+        return chrome_trace(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`to_chrome_trace` to a file, whole or not at all. Raises OutputError if it cannot."""
+        from hetspmd.report.timeline import write_chrome_trace
+
+        write_chrome_trace(self, path)
+
+
+def timeline(
+    model: CostModel, program: Program, lengths: Lengths, cluster: Cluster | None = None,
+    active: Sequence[int] | None = None,
+) -> Timeline:  # fmt: skip
+    """The simulation of one step of ``program`` at integer lengths.
+
+    ``model`` prices the active devices; they are the ranks ``active`` of ``cluster`` (default: all of them).
+    Raises ValueError as :class:`TwoStreams` does, and for ranks that are not the model's.
+    """
+    graph = model.theory.graph
+    cluster = model.cluster if cluster is None else cluster
+    ranks = tuple(range(cluster.world) if active is None else active)
+    if len(ranks) != model.world:
+        raise ValueError(f"{len(ranks)} active devices and a cost model of {model.world}")
+    shares = model.shares(lengths)
+    idle = idle_seconds(graph, program, cluster, ranks)
+    streams = TwoStreams(model, program, idle=idle)
+    run = streams.run(shares)
+    transfers, exposed, waits = _transfers(streams, run, ranks)
+    everyone = cluster.world
+    place = np.array(ranks, dtype=np.int64)
+
+    def spread(values: Array) -> tuple[float, ...]:
+        found = np.zeros(everyone)
+        found[place] = values
+        return tuple(map(float, found))
+
+    matrix = np.zeros((everyone, everyone))
+    matrix[np.ix_(place, place)] = waits
+    return Timeline(
+        tuple(d.name for d in cluster.devices),
+        ranks,
+        float(run.final.max()),
+        float(run.forward.max()),
+        Stages(model, program).seconds(shares) + idle,
+        float(sum(t.end - t.start for t in transfers)),
+        spread(run.seconds.sum(axis=0)),
+        spread(exposed + waits.sum(axis=1)),
+        spread(exposed),
+        tuple(tuple(map(float, row)) for row in matrix),
+        spread(run.final),
+        transfers,
+        graph,
+        streams,
+        run,
+    )
+
+
+def _transfers(
+    streams: TwoStreams, run: Run, ranks: tuple[int, ...]
+) -> tuple[tuple[Transfer, ...], Array, Array]:
+    """The collectives; per device the seconds that it waits while one is carried out; [j, k] the seconds that
+    device j waits for device k.
+
+    The stream's time is cut into segments: 2 c before collective c, where the last device to issue c computes
+    (nothing can block it: all that was issued before has ended), and 2 c + 1, where c is carried out. A wait
+    begins somewhere in a segment and ends with one.
+    """
+    n, count = len(ranks), len(run.ends)
+    bounds = np.zeros(2 * count + 1)
+    bounds[1::2], bounds[2::2] = run.starts, run.ends
+    issued: list[Array] = [
+        clock for (_, w, _), clock in zip(streams.events, run.clocks, strict=True) if w == START
+    ]
+    last = [int(clock.argmax()) for clock in issued]
+    total = np.zeros(count)
+    covered = np.zeros((n, 2 * count))
+    whole = np.zeros((n, 2 * count + 1))
+    for (_, what, c), clock in zip(streams.events, run.clocks, strict=True):
+        if what not in (WAIT, WAIT_FIRST):
+            continue
+        blocked = np.flatnonzero(clock < run.ends[c])
+        if what == WAIT_FIRST:
+            blocked = blocked[blocked == 0]
+        if len(blocked):
+            begin = clock[blocked]
+            segment = np.searchsorted(bounds, begin, side="right") - 1
+            covered[blocked, segment] += bounds[segment + 1] - begin
+            whole[blocked, segment + 1] += 1
+            whole[blocked, 2 * c + 2] -= 1
+            total[c] += float((run.ends[c] - begin).sum())
+    covered += whole.cumsum(axis=1)[:, :-1] * np.diff(bounds)
+    waits = np.zeros((n, n))
+    np.add.at(waits.T, last, covered[:, 0::2].T)
+    names = [t.name for t in streams.model.theory.graph.tensors]
+    transfers = tuple(
+        Transfer(
+            IDLE_RESULTS if step is None else communication_text(step, names[step.tensor]),
+            step, float(clock.min()), float(clock[k]), ranks[k], start, end, float(seconds),
+        )
+        for step, clock, k, start, end, seconds in zip(
+            streams.collectives, issued, last, run.starts, run.ends, total, strict=True
+        )
+    )  # fmt: skip
+    return transfers, covered[:, 1::2].sum(axis=1), waits

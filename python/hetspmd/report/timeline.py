@@ -1,0 +1,148 @@
+"""A simulated step for people (who waits for whom) and for trace viewers (Chrome trace JSON)."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from hetspmd.cost.quantities import quantity_text
+from hetspmd.cost.timeline import Stream, Timeline, Transfer
+from hetspmd.errors import OutputError
+from hetspmd.plan import write_atomically
+from hetspmd.report.facts import tensor_roles
+from hetspmd.report.tables import shortened, table
+
+_BAR = 32
+_TOP = 8
+_THREADS: dict[Stream, int] = {"compute": 0, "waiting": 0, "communication": 1}
+
+
+def timeline_text(timeline: Timeline) -> str:
+    """Step time with and without overlap, what each device does with it, and the dearest waits."""
+    return "\n\n".join([_headline(timeline) + "\n" + _devices(timeline), _waits(timeline)])
+
+
+def chrome_trace(timeline: Timeline) -> str:
+    """The trace viewers' JSON: one process per device, its compute (with waits) and communication stream as
+    threads, complete events in microseconds."""
+    entries: list[dict[str, Any]] = []
+    for rank, name in enumerate(timeline.devices):
+        idle = "" if rank in timeline.active else " (idle)"
+        entries.append(_named("process_name", rank, 0, f"rank {rank}: {name}{idle}"))
+        entries.append(_named("process_sort_index", rank, 0, rank))
+        entries.append(_named("thread_name", rank, 0, "compute"))
+        entries.append(_named("thread_name", rank, 1, "communication"))
+    sources = {i.name: i.source for i in timeline.graph.instructions}
+    roles = _roles(timeline)
+    for event in timeline.events:
+        computes = event.stream == "compute"
+        of = sources[event.name] if computes else roles[event.name]
+        entry: dict[str, Any] = {
+            "ph": "X", "pid": event.device, "tid": _THREADS[event.stream], "cat": event.stream,
+            "name": f"wait for {event.name}" if event.stream == "waiting" else event.name,
+            "ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6,
+        }  # fmt: skip
+        entries.append({**entry, "args": {"of": of}} if of else entry)
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": entries}, separators=(",", ":"))
+
+
+def write_chrome_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    """Write :func:`chrome_trace` to a file, whole or not at all. Raises OutputError if it cannot be written."""
+    try:
+        write_atomically(Path(path), chrome_trace(timeline))
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror}; name another file") from error
+
+
+def _named(what: str, rank: int, thread: int, value: str | int) -> dict[str, Any]:
+    key = "sort_index" if what.endswith("sort_index") else "name"
+    return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": {key: value}}
+
+
+def _roles(timeline: Timeline) -> dict[str, str]:
+    """Collective name to what its tensor is in the model's own terms."""
+    roles = tensor_roles(timeline.graph)
+    return {t.name: "" if t.step is None else roles[t.step.tensor] for t in timeline.transfers}
+
+
+def _seconds(value: float) -> str:
+    return "0 s" if value == 0 else quantity_text(value, "seconds")
+
+
+def _headline(timeline: Timeline) -> str:
+    step, stages = timeline.step_seconds, timeline.stage_seconds
+    saved = f", {100 * (1 - step / stages):.0f} % less than without overlap" if 0 < step < stages else ""
+    return (
+        f"Two streams: {_seconds(step)} a step{saved} ({_seconds(stages)} in the stage model), forward until "
+        f"{_seconds(timeline.forward_seconds)}, communication stream busy for "
+        f"{_seconds(timeline.communication_seconds)}"
+    )
+
+
+def _devices(timeline: Timeline) -> str:
+    rows = []
+    for rank, name in enumerate(timeline.devices):
+        if rank not in timeline.active:
+            rows.append([str(rank), name, "idle", "", "", "", "", ""])
+            continue
+        compute, exposed = timeline.compute_seconds[rank], timeline.exposed_seconds[rank]
+        others = timeline.waits_for[rank]
+        most = max(range(len(others)), key=others.__getitem__)
+        step = timeline.step_seconds
+        rows.append(
+            [
+                str(rank),
+                name,
+                _seconds(compute),
+                _seconds(exposed),
+                _seconds(sum(others)),
+                f"rank {most}" if others[most] > 0 else "",
+                _bar(compute, exposed, sum(others), step),
+                f"{100 * compute / step:.0f} %" if step else "",
+            ]
+        )
+    header = ["rank", "device", "computes", "waits for transfers", "for devices", "mostly", "", "busy"]
+    legend = "  # computes   - waits for a transfer   . waits for a device   (blank: has finished)"
+    return table(header, rows, right=(2, 3, 4, 7)) + "\n" + legend
+
+
+def _bar(compute: float, exposed: float, others: float, step: float) -> str:
+    """The step's seconds in ``_BAR`` characters, each boundary rounded to the nearest."""
+    if step <= 0:
+        return ""
+    ends = [
+        round(_BAR * min(1.0, s / step)) for s in (compute, compute + exposed, compute + exposed + others)
+    ]
+    return "|" + ("#" * ends[0] + "-" * (ends[1] - ends[0]) + "." * (ends[2] - ends[1])).ljust(_BAR) + "|"
+
+
+def _waits(timeline: Timeline) -> str:
+    waits = sorted((t for t in timeline.transfers if t.waited > 0), key=lambda t: -t.waited)
+    if not waits:
+        return "No device waits for a collective"
+    roles = _roles(timeline)
+    rows = [
+        [
+            shortened(t.name, 40),
+            shortened(roles[t.name], 44),
+            _seconds(t.end - t.start),
+            _seconds(t.waited),
+            _cause(timeline, t),
+        ]
+        for t in waits[:_TOP]
+    ]
+    header = ["collective", "of", "takes", "waited", "begins when"]
+    title = f"Waits, summed over devices (the longest of {len(waits)})" if len(waits) > _TOP else "Waits"
+    return f"{title}\n" + table(header, rows, right=(2, 3))
+
+
+def _cause(timeline: Timeline, transfer: Transfer) -> str:
+    """Why a collective does not begin sooner: the stream is busy, or a device is the last to issue it."""
+    if transfer.start > transfer.ready:
+        return f"the stream is free, {_seconds(transfer.start - transfer.ready)} late"
+    late = transfer.ready - transfer.issued
+    if late <= 0 or len(timeline.active) == 1:
+        return "issued, by all at once"
+    return f"rank {transfer.last} issues it, {_seconds(late)} after the first"
