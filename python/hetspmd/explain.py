@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hetspmd.cost.quantities import quantity_text
-from hetspmd.cost.step import idle_seconds, on_cluster, step_cost
+from hetspmd.cost.step import idle_seconds, step_cost
 from hetspmd.errors import ConstraintError, InfeasibleError, SearchError
 from hetspmd.forms import IDENTITY, Form, all_gather, is_sharded
 from hetspmd.plan import Plan
@@ -111,8 +111,8 @@ def explain(
 ) -> Explanation:
     """The cost of every form of the parameter, input or ``output[i]`` called ``name``.
 
-    ``constraints``: those the plan was compiled with. Other tensors keep to them in every alternative; one on the
-    tensor itself is set aside, to show what it costs. ``limits`` are those of each search.
+    ``constraints`` (default: those the plan was compiled with): other tensors keep to them in every alternative;
+    one on the tensor itself is set aside, to show what it costs. ``limits`` are those of each search.
 
     Raises ConstraintError if there is no such tensor, InfeasibleError if the constraints do not fit the model.
     """
@@ -121,7 +121,7 @@ def explain(
     if name not in names:
         raise ConstraintError(f"{name!r} is no parameter, input or output of the plan{nearest(name, names)}")
     tensor = names[name]
-    fixed = resolve(theory, constraints)
+    fixed = resolve(theory, plan.constraints if constraints is None else constraints)
     others = {t: form for t, form in fixed.forms.items() if t != tensor}
     found = [_alternative(plan, tensor, form, others, limits or Limits()) for form in _forms(plan, tensor)]
     chosen = _chosen(plan, name, tensor)
@@ -156,11 +156,9 @@ def _alternative(
         return Alternative(form, None, None, reason="no program has it")
     except SearchError:
         return Alternative(form, None, None, reason="none found within the limits")
-    step = step_cost(plan.theory, plan.costs, best.program, plan.lengths)
-    if plan.idle:
-        program = _outputs_as_in(plan, best.program, tensor)
-        idle = idle_seconds(plan.graph, program, plan.cluster, plan.active)
-        step = on_cluster(step, plan.cluster, plan.active, idle)
+    program = _outputs_as_in(plan, best.program, tensor) if plan.idle else best.program
+    idle = idle_seconds(plan.graph, program, plan.cluster, plan.active)
+    step = step_cost(plan.costs, program, plan.lengths, idle=idle)
     return Alternative(form, best.cost, best.lower_bound, step.step_seconds)
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hetspmd.explain import Explanation
     from hetspmd.synth.search import Limits
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class Plan:
                 all_devices                 the best program without idle devices, where the plan has some
     iterations  the trace of the alternation on the active devices
     active      ranks in the cluster, ascending; () stands for all
+    constraints what the user asked for: globs to forms
 
     Raises PlanError if these do not fit each other.
     """
@@ -94,6 +95,7 @@ class Plan:
     baselines: Mapping[str, float]
     iterations: tuple[Iteration, ...]
     active: tuple[int, ...] = ()
+    constraints: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         everyone = range(len(self.cluster.devices))

@@ -21,7 +21,7 @@ from hetspmd.forms import IDENTITY, Form, is_sharded, sharded_dim
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.program import Communicate, Program
 
-__all__ = ["OPTIMIZER_BYTES", "MemoryProfile", "memory_bytes", "memory_profile"]
+__all__ = ["OPTIMIZER_BYTES", "Holdings", "MemoryProfile", "memory_bytes", "memory_profile"]
 
 OPTIMIZER_BYTES = 8
 """Bytes of optimizer state per parameter element: two float32 moments of Adam."""
@@ -66,7 +66,9 @@ class MemoryProfile:
         every axis; below 0 if even what is whole does not fit."""
         room = capacity[None, :] - self.whole[:, None]
         cut = np.maximum(self.cut, 1)[:, None]
-        found: Array = np.where(self.cut[:, None] > 0, room / cut, np.where(room >= 0, np.inf, -1.0)).min(axis=0)
+        found: Array = np.where(self.cut[:, None] > 0, room / cut, np.where(room >= 0, np.inf, -1.0)).min(
+            axis=0
+        )
         return found
 
 
@@ -80,88 +82,100 @@ def memory_bytes(
 def memory_profile(
     theory: Theory, program: Program, lengths: Lengths, *, optimizer_bytes: int = OPTIMIZER_BYTES
 ) -> MemoryProfile:
-    """The profile of a program at integer lengths. Raises ValueError for a dim that no axis shards."""
-    graph, world = theory.graph, lengths.world
-    steps = len(program.steps)
-    held: dict[tuple[int, Form], int] = {}  # (tensor, form) -> value
-    sizes: list[tuple[int, Form]] = []  # of the value's own storage
-    storage: list[int] = []  # value -> the value whose storage it shares
-    born: list[int] = []
-    last: list[int] = []
+    """The profile of a program at integer lengths. For several lengths keep its :class:`Holdings`."""
+    return Holdings(theory, program, optimizer_bytes=optimizer_bytes).at(lengths)
 
-    def read(tensor: int, form: Form, at: int) -> int | None:
-        value = held.get((tensor, form), held.get((tensor, IDENTITY)))
-        if value is not None:
-            last[storage[value]] = max(last[storage[value]], at)
-        return value
 
-    def add(tensor: int, form: Form, at: int, until: int, base: int | None = None) -> None:
-        if (tensor, form) in held:
-            return
-        held[tensor, form] = len(sizes)
-        storage.append(len(sizes) if base is None else storage[base])
-        sizes.append((tensor, form))
-        born.append(at)
-        last.append(until)
+class Holdings:
+    """What a program holds from when to when, whatever the lengths.
 
-    trained = {p.tensor for p in graph.parameters if p.gradient is not None}
-    optimized: list[tuple[int, Form]] = []
-    running = np.zeros(steps + 1, dtype=np.int64)
-    for at, step in enumerate(program.steps):
-        if isinstance(step, Communicate):
-            running[at] = running[at - 1] if at else 0
-            read(step.tensor, step.source, at)
-            add(step.tensor, step.target, at, at)
-            continue
-        instruction = graph.instructions[step.instruction]
-        running[at] = step.instruction
-        bases = [read(t, f, at) for t, f in zip(instruction.inputs, step.row.pre, strict=True)]
-        rule = theory.rules.get(instruction.id)
-        base = bases[0] if rule is not None and rule.alias and bases else None
-        for tensor, form in zip(instruction.outputs, step.row.post, strict=True):
-            if tensor < 0:
-                continue
-            if instruction.is_source:
-                add(tensor, form, 0, steps)
-                if tensor in trained:
-                    optimized.append((tensor, form))
+    Raises ValueError for a dim that no axis shards.
+    """
+
+    def __init__(self, theory: Theory, program: Program, *, optimizer_bytes: int = OPTIMIZER_BYTES) -> None:
+        self.theory = theory
+        graph = theory.graph
+        steps = len(program.steps)
+        held: dict[tuple[int, Form], int] = {}  # (tensor, form) -> value
+        sizes: list[tuple[int, Form]] = []  # of the value's own storage
+        storage: list[int] = []  # value -> the value whose storage it shares
+        born: list[int] = []
+        last: list[int] = []
+
+        def read(tensor: int, form: Form, at: int) -> int | None:
+            value = held.get((tensor, form), held.get((tensor, IDENTITY)))
+            if value is not None:
+                last[storage[value]] = max(last[storage[value]], at)
+            return value
+
+        def add(tensor: int, form: Form, at: int, until: int, base: int | None = None) -> None:
+            if (tensor, form) in held:
+                return
+            held[tensor, form] = len(sizes)
+            storage.append(len(sizes) if base is None else storage[base])
+            sizes.append((tensor, form))
+            born.append(at)
+            last.append(until)
+
+        trained = {p.tensor for p in graph.parameters if p.gradient is not None}
+        optimized: list[tuple[int, Form]] = []
+        self.instruction: Index = np.zeros(steps + 1, dtype=np.int64)
+        running = 0
+        for at, step in enumerate(program.steps):
+            if isinstance(step, Communicate):
+                read(step.tensor, step.source, at)
+                add(step.tensor, step.target, at, at)
             else:
-                add(tensor, form, at, at, base)
-    running[steps] = running[steps - 1] if steps else 0
-    results = (*program.gradients, *program.outputs, *program.buffers)
-    for result in results if program.loss is None else (program.loss, *results):
-        read(result.tensor, result.form, steps)
+                running = step.instruction
+                instruction = graph.instructions[running]
+                bases = [read(t, f, at) for t, f in zip(instruction.inputs, step.row.pre, strict=True)]
+                rule = theory.rules.get(running)
+                base = bases[0] if rule is not None and rule.alias and bases else None
+                for tensor, form in zip(instruction.outputs, step.row.post, strict=True):
+                    if tensor < 0:
+                        continue
+                    if instruction.is_source:
+                        add(tensor, form, 0, steps)
+                        if tensor in trained:
+                            optimized.append((tensor, form))
+                    else:
+                        add(tensor, form, at, at, base)
+            self.instruction[at] = running
+        self.instruction[steps] = running
+        results = (*program.gradients, *program.outputs, *program.buffers)
+        for result in results if program.loss is None else (program.loss, *results):
+            read(result.tensor, result.form, steps)
 
-    own = [v for v in range(len(sizes)) if storage[v] == v]
-    amounts = [graph.tensors[sizes[v][0]].nbytes for v in own]
-    spans = [(born[v], last[v] + 1) for v in own]
-    forms = [sizes[v] for v in own]
-    for tensor, form in optimized:
-        amounts.append(graph.tensors[tensor].numel * optimizer_bytes)
-        spans.append((0, steps + 1))
-        forms.append((tensor, form))
-    axes = [_axis(theory, t, f) for t, f in forms]
-    count = len(theory.axes.axes)
-    units = np.concatenate(
-        [np.array(lengths.units, dtype=np.int64).reshape(-1, world), np.ones((1, world), dtype=np.int64)]
-    )
-    of = np.array([max(a.units, 1) for a in theory.axes.axes] + [1], dtype=np.int64)
-    axis = np.array(axes, dtype=np.int64)
-    amount = np.array(amounts, dtype=np.int64)
-    local = units[axis] * (amount // of[axis])[:, None]
-    first, end = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+        own = [v for v in range(len(sizes)) if storage[v] == v]
+        amounts = [graph.tensors[sizes[v][0]].nbytes for v in own]
+        amounts += [graph.tensors[t].numel * optimizer_bytes for t, _ in optimized]
+        forms = [sizes[v] for v in own] + optimized
+        self._axis: Index = np.array([_axis(theory, t, f) for t, f in forms], dtype=np.int64)
+        self._amount: Index = np.array(amounts, dtype=np.int64)
+        self._first: Index = np.array([born[v] for v in own] + [0] * len(optimized), dtype=np.int64)
+        ends = [last[v] + 1 for v in own] + [steps + 1] * len(optimized)
+        self._end: Index = np.array(ends, dtype=np.int64)
 
-    def over_time(bytes_: Index) -> Index:
-        change = np.zeros((steps + 2, *bytes_.shape[1:]), dtype=np.int64)
-        np.add.at(change, first, bytes_)
-        np.subtract.at(change, end, bytes_)
-        found: Index = change.cumsum(axis=0)[: steps + 1]
+    def at(self, lengths: Lengths) -> MemoryProfile:
+        """The profile at integer lengths."""
+        axes = self.theory.axes.axes
+        ones = np.ones((1, lengths.world), dtype=np.int64)
+        units = np.concatenate([np.array(lengths.units, dtype=np.int64).reshape(-1, lengths.world), ones])
+        of = np.array([*(max(a.units, 1) for a in axes), 1], dtype=np.int64)
+        local = units[self._axis] * (self._amount // of[self._axis])[:, None]
+        sharded = self._axis < len(axes)
+        return MemoryProfile(
+            self._over_time(local), self._over_time(np.where(sharded, 0, self._amount)),
+            self._over_time(np.where(sharded, self._amount, 0)), self.instruction,
+        )  # fmt: skip
+
+    def _over_time(self, held: Index) -> Index:
+        steps = len(self.instruction)
+        change = np.zeros((steps + 1, *held.shape[1:]), dtype=np.int64)
+        np.add.at(change, self._first, held)
+        np.subtract.at(change, self._end, held)
+        found: Index = change.cumsum(axis=0)[:steps]
         return found
-
-    sharded = axis < count
-    return MemoryProfile(
-        over_time(local), over_time(np.where(sharded, 0, amount)), over_time(np.where(sharded, amount, 0)), running
-    )
 
 
 def _axis(theory: Theory, tensor: int, form: Form) -> int:

@@ -13,27 +13,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.cluster import Cluster
-from hetspmd.cost.memory import memory_bytes
+from hetspmd.cost.memory import Holdings
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
+from hetspmd.cost.overlap import TwoStreams
 from hetspmd.forms import all_gather
-from hetspmd.rules.theory import Theory
 from hetspmd.synth.program import Compute, Program
 from hetspmd.trace.graph import Graph
 
 __all__ = [
-    "Stages", "StepCost", "idle_seconds", "on_cluster", "step_cost",
+    "Stages", "StepCost", "StepModel", "idle_seconds", "on_cluster", "step_cost",
 ]  # fmt: skip
+
 
 @dataclass(frozen=True)
 class StepCost:
     """The prediction for one training step.
 
-    step_seconds           compute_seconds + communication_seconds
+    step_seconds           of the two-stream simulation (:mod:`hetspmd.cost.overlap`), in which communication
+                           overlaps computation as the runtime overlaps them
+    stage_seconds          of the stage model: compute_seconds + communication_seconds
     compute_seconds        the slowest device's, summed over stages
     communication_seconds  of all collectives, and of what idle devices are sent
     memory_bytes           peak per device of the cluster, 0 for an idle one
@@ -42,6 +46,7 @@ class StepCost:
     """
 
     step_seconds: float
+    stage_seconds: float
     compute_seconds: float
     communication_seconds: float
     memory_bytes: tuple[int, ...]
@@ -89,24 +94,44 @@ class Stages:
         return float(self.computation(shares).max(axis=1).sum() + self.communication(shares).sum())
 
 
-def step_cost(theory: Theory, model: CostModel, program: Program, lengths: Lengths) -> StepCost:
-    """The stage model's prediction for ``program`` at integer lengths.
+class StepModel:
+    """A program to be judged at several lengths. ``idle``: seconds in which idle devices get the results of
+    forward (:func:`idle_seconds`).
 
     Raises ValueError for a step that is no triple of the theory.
     """
-    stages = Stages(model, program)
-    shares = model.shares(lengths)
-    computation = stages.computation(shares)
-    compute = float(computation.max(axis=1).sum())
-    communication = float(stages.communication(shares).sum())
-    return StepCost(
-        compute + communication,
-        compute,
-        communication,
-        memory_bytes(theory, program, lengths),
-        stages.count,
-        tuple(map(float, computation.sum(axis=0))),
-    )
+
+    def __init__(self, model: CostModel, program: Program, *, idle: float = 0.0) -> None:
+        self.model = model
+        self.program = program
+        self.idle = idle
+        self.stages = Stages(model, program)
+
+    @cached_property
+    def streams(self) -> TwoStreams:
+        """The two-stream simulation."""
+        return TwoStreams(self.model, self.program, idle=self.idle)
+
+    @cached_property
+    def holdings(self) -> Holdings:
+        """What the program holds from when to when."""
+        return Holdings(self.model.theory, self.program)
+
+    def cost(self, lengths: Lengths) -> StepCost:
+        """The prediction at integer lengths."""
+        shares = self.model.shares(lengths)
+        computation = self.stages.computation(shares)
+        compute = float(computation.max(axis=1).sum())
+        communication = float(self.stages.communication(shares).sum()) + self.idle
+        return StepCost(
+            self.streams.seconds(shares), compute + communication, compute, communication,
+            self.holdings.at(lengths).peaks, self.stages.count, tuple(map(float, computation.sum(axis=0))),
+        )  # fmt: skip
+
+
+def step_cost(model: CostModel, program: Program, lengths: Lengths, *, idle: float = 0.0) -> StepCost:
+    """The prediction for ``program`` at integer lengths: :meth:`StepModel.cost`."""
+    return StepModel(model, program, idle=idle).cost(lengths)
 
 
 def idle_seconds(graph: Graph, program: Program, cluster: Cluster, active: Sequence[int]) -> float:
@@ -120,14 +145,11 @@ def idle_seconds(graph: Graph, program: Program, cluster: Cluster, active: Seque
     return sum(network.latency + graph.tensors[t].nbytes / network.bandwidth for t in sorted(sent))
 
 
-def on_cluster(cost: StepCost, cluster: Cluster, active: Sequence[int], idle: float) -> StepCost:
-    """A prediction for the devices ``active`` as one for their cluster; ``idle`` as of :func:`idle_seconds`."""
+def on_cluster(cost: StepCost, cluster: Cluster, active: Sequence[int]) -> StepCost:
+    """A prediction for the devices ``active`` as one for their cluster."""
     if len(active) == cluster.world:
         return cost
     memory, compute = [0] * cluster.world, [0.0] * cluster.world
     for rank, held, seconds in zip(active, cost.memory_bytes, cost.per_device_compute, strict=True):
         memory[rank], compute[rank] = held, seconds
-    return replace(
-        cost, step_seconds=cost.step_seconds + idle, communication_seconds=cost.communication_seconds + idle,
-        memory_bytes=tuple(memory), per_device_compute=tuple(compute),
-    )  # fmt: skip
+    return replace(cost, memory_bytes=tuple(memory), per_device_compute=tuple(compute))

@@ -6,20 +6,21 @@ is relaxed with prices ``p_ij >= 0`` in seconds per byte:
 
     L(p) = min over x of  cost(x) + sum_ij p_ij (held_ij(x) - capacity_j)   <=   the constrained optimum.
 
-:class:`Ledger` turns prices into costs of values. What it charges is never more than what is held: at instruction i
-a tensor is charged that has been produced and is still to be read, in the cheapest form that the program has of it;
-of tensors that share storage one. A parameter is charged with its optimizer state at every instruction, and what was
-gathered for the forward and is read again in the backward from the one to the other. So a search at any prices gives
-a certified bound. Whether a program fits is decided by its whole profile (:mod:`hetspmd.cost.memory`), transients and
-all.
+:class:`Ledger` turns prices into costs of values. What it charges is never more than what is held: at
+instruction i a tensor is charged that has been produced and is still to be read, in the cheapest form that
+the program has of it; of tensors that share storage one. A parameter is charged with its optimizer state at
+every instruction, and what was gathered for the forward and is read again in the backward from the one to
+the other. So a search at any prices gives a certified bound. Whether a program fits is decided by its whole
+profile (:mod:`hetspmd.cost.memory`), transients and all.
 
 The prices follow from the programs found so far by Kelley's cutting planes (1960): L is below the line
-``cost(x) + sum p (held(x) - capacity)`` of each program x, and the next prices maximise the least of these lines
-within a box that grows until some program fits. Instructions are taken in as programs exceed the capacity there.
+``cost(x) + sum p (held(x) - capacity)`` of each program x, and the next prices maximise the least of these
+lines within a box that grows until some program fits. Instructions are taken in as programs exceed the
+capacity there.
 
-Equal layers change their minds at the same price, all at once, so that the best program, in which some do and others
-do not, is found at no price. At the end the prices are tilted, a little higher for each layer than for the one
-before, and scaled by bisection; what is found so has no part in the bound.
+Equal layers change their minds at the same price, all at once, so that the best program, in which some do
+and others do not, is found at no price. At the end the prices are tilted, a little higher for each layer
+than for the one before, and scaled by bisection; what is found so has no part in the bound.
 """
 
 from __future__ import annotations
@@ -125,9 +126,7 @@ class Ledger:
             found = self._charged[instruction] = np.array(sorted(best.values()), dtype=np.int64)
         return found
 
-    def prices(
-        self, model: CostModel, lengths: Lengths, at: dict[Place, float], tilt: float = 0.0
-    ) -> Prices:
+    def prices(self, model: CostModel, lengths: Lengths, at: dict[Place, float], tilt: float = 0.0) -> Prices:
         """The prices of holding tensors, in seconds, at ``at`` seconds per byte; tilted by ``tilt``."""
         slant = 1.0 + tilt * self.position
         shares = model.shares(lengths)
@@ -274,9 +273,7 @@ class _Lagrangian:
         places = sorted({*low, *high})
         for _ in range(BISECTIONS):
             middle = (least + most) / 2
-            at = {
-                p: (1 - middle) * low.get(p, 0.0) / (1 + TILT) + middle * high.get(p, 0.0) for p in places
-            }
+            at = {p: (1 - middle) * low.get(p, 0.0) / (1 + TILT) + middle * high.get(p, 0.0) for p in places}
             if self._search(at, TILT):
                 most = middle
             else:
@@ -287,9 +284,7 @@ class _Lagrangian:
 
 def _exceeded(profile: MemoryProfile, capacity: Array, known: list[Place]) -> list[Place]:
     """Where a program exceeds the capacity most, per device, if that has no price yet."""
-    found = [
-        (profile.peak_instruction(j), j) for j in np.flatnonzero(profile.lacking(capacity) > 0).tolist()
-    ]
+    found = [(profile.peak_instruction(j), j) for j in np.flatnonzero(profile.lacking(capacity) > 0).tolist()]
     return [place for place in found if place not in known]
 
 
@@ -311,7 +306,8 @@ def _master(lines: list[_Line], places: list[Place], capacity: Array, box: float
         highs.changeColCost(column, 1e-9)
     for line in lines:
         slopes = [
-            (float(line.profile.during(i)[j]) - capacity[j]) / s for (i, j), s in zip(places, scale, strict=True)
+            (float(line.profile.during(i)[j]) - capacity[j]) / s
+            for (i, j), s in zip(places, scale, strict=True)
         ]
         index = np.arange(count + 1, dtype=np.int32)
         values = np.array([*(-s for s in slopes), 1.0])
@@ -319,7 +315,9 @@ def _master(lines: list[_Line], places: list[Place], capacity: Array, box: float
     highs.run()
     values = np.array(highs.getSolution().col_value)[:count]
     return {
-        place: float(v) * unit / float(s) for place, v, s in zip(places, values, scale, strict=True) if v > 1e-12
+        place: float(v) * unit / float(s)
+        for place, v, s in zip(places, values, scale, strict=True)
+        if v > 1e-12
     }
 
 

@@ -31,9 +31,12 @@ _LARGEST_TOTAL = 2.0**56
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices of memory, in seconds: ``keep`` of holding a tensor in a form, in the order of
-    :attr:`Pricing.tensors` and ``space.forms``; ``kept[i][k]`` of taking, by row ``space.rows[i][k]`` of the second reading i of a parameter, what was
-    communicated for the forward."""
+    """Prices of memory, in seconds.
+
+    ``keep``: of holding a tensor in a form, in the order of :attr:`Pricing.tensors` and ``space.forms``.
+    ``kept[i][k]``: of taking, by row ``space.rows[i][k]`` of the second reading i of a parameter, what was
+    communicated for the forward.
+    """
 
     keep: Array
     kept: dict[int, Array]

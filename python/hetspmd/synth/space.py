@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hetspmd.errors import InfeasibleError
@@ -42,6 +42,16 @@ class Space:
     moves: tuple[tuple[Move, ...], ...]
     requirements: tuple[Requirement, ...]
     ties: tuple[tuple[int, int], ...]
+    rows_of_outputs: bool = True
+
+    def within(self, constraints: Constraints) -> Space:
+        """The part of the space that ``constraints``, which hold this space's and more, leave.
+
+        It keeps the communications, of which some may no longer matter. Raises InfeasibleError if an instruction
+        has no row left.
+        """
+        requirements = _requirements(self.theory, constraints, self.rows_of_outputs)
+        return replace(self, rows=_rows(self.theory, constraints), requirements=requirements)
 
     def structure(self) -> str:
         """The core's problem text without costs (rust/core/src/problem.rs).
@@ -112,35 +122,40 @@ def search_space(theory: Theory, constraints: Constraints, *, rows_of_outputs: b
     it. An output other than the loss is needed whole, or (``rows_of_outputs``) as rows: sharded along dim 0 where
     that counts samples. Raises InfeasibleError if an instruction has no row left.
     """
+    rows = _rows(theory, constraints)
+    requirements = _requirements(theory, constraints, rows_of_outputs)
+    ties = tuple((p.tensor, p.gradient) for p in theory.graph.parameters if p.gradient is not None)
+    moves = _moves(theory, rows, requirements, ties)
+    return Space(theory, rows, moves, requirements, ties, rows_of_outputs)
+
+
+def _rows(theory: Theory, constraints: Constraints) -> tuple[tuple[int, ...], ...]:
+    """Per instruction the rows that the constraints allow."""
     graph = theory.graph
     batch = {i.tensor: constraints.forms[i.tensor] for i in graph.inputs if i.tensor in constraints.forms}
     rows: list[tuple[int, ...]] = []
     for i, instruction in enumerate(graph.instructions):
-        keep = []
-        for k, row in enumerate(theory.rows[i]):
-            if constraints.row_filter is not None and not constraints.row_filter(
-                i, row, theory.row_axes[i][k]
-            ):
-                continue
-            if any(batch.get(t, form) != form for t, form in zip(instruction.inputs, row.pre, strict=True)):
-                continue
-            if (
-                instruction.op == PARAMETER
-                and constraints.forms.get(instruction.outputs[0], row.post[0]) != row.post[0]
-            ):
-                continue
-            keep.append(k)
+        keep: Sequence[int] = range(len(theory.rows[i]))
+        allowed = constraints.row_filter
+        if allowed is not None:
+            axes = theory.row_axes[i]
+            keep = [k for k in keep if allowed(i, theory.rows[i][k], axes[k])]
+        if not batch.keys().isdisjoint(instruction.inputs):
+            keep = [
+                k for k in keep
+                if all(batch.get(t, f) == f for t, f in zip(instruction.inputs, theory.rows[i][k].pre, strict=True))
+            ]  # fmt: skip
+        if instruction.op == PARAMETER and instruction.outputs[0] in constraints.forms:
+            wanted = constraints.forms[instruction.outputs[0]]
+            keep = [k for k in keep if theory.rows[i][k].post[0] == wanted]
         if not keep:
-            wanted = constraints.forms.get(instruction.outputs[0])
-            asked = f" in the form {form_text(wanted)}" if wanted is not None else ""
+            form = constraints.forms.get(instruction.outputs[0])
+            asked = f" in the form {form_text(form)}" if form is not None else ""
             raise InfeasibleError(
                 f"{instruction.name}: no triple is left{asked}; loosen the constraints on it"
             )
         rows.append(tuple(keep))
-    requirements = _requirements(theory, constraints, rows_of_outputs)
-    ties = tuple((p.tensor, p.gradient) for p in graph.parameters if p.gradient is not None)
-    moves = _moves(theory, rows, requirements, ties)
-    return Space(theory, tuple(rows), moves, requirements, ties)
+    return tuple(rows)
 
 
 def _requirements(theory: Theory, constraints: Constraints, rows_of_outputs: bool) -> tuple[Requirement, ...]:
@@ -184,16 +199,19 @@ def _moves(
     for parameter, gradient in ties:
         wanted[gradient].update(produced[parameter])
     found: list[tuple[Move, ...]] = []
+    known: dict[tuple[object, ...], tuple[Move, ...]] = {}
     for e in graph.tensors:
         dims = tuple(
             d for d in range(len(e.shape)) if (a := theory.axes.axis(e.id, d)) is not None and a.units >= 2
         )
-        found.append(
-            tuple(
+        key = (dims, e.dtype != "bool", frozenset(produced[e.id]), frozenset(wanted[e.id]))
+        moves = known.get(key)
+        if moves is None:
+            moves = known[key] = tuple(
                 (source, target, kind)
                 for source, target, kind in communications(dims, summable=e.dtype != "bool")
                 if source in produced[e.id]
                 and (target in wanted[e.id] or (target == IDENTITY and wanted[e.id]))
             )
-        )
+        found.append(moves)
     return tuple(found)

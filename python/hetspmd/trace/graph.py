@@ -229,7 +229,9 @@ class Graph:
         if cached is None:
             parameters = {p.tensor for p in self.parameters}
             cached = {
-                i.id: i.inputs[0] for i in self.instructions if i.op == SECOND_READ and i.inputs[0] in parameters
+                i.id: i.inputs[0]
+                for i in self.instructions
+                if i.op == SECOND_READ and i.inputs[0] in parameters
             }
             self.__dict__["_second_reads"] = cached
         return cached

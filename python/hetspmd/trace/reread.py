@@ -39,11 +39,10 @@ def with_second_reads(graph: Graph) -> Graph:
     instructions: list[Instruction] = []
     for instruction in graph.instructions:
         for t in first.get(instruction.id, ()):
-            source = instruction.source
             instructions.append(
                 Instruction(
                     len(instructions), tensors[again[t]].name, SECOND_READ, (Ref(t),), (), (t,), (again[t],),
-                    "backward", source,
+                    "backward", instruction.source,
                 )
             )  # fmt: skip
         found = replace(instruction, id=len(instructions))
