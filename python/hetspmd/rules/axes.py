@@ -9,11 +9,11 @@ it has a unit of E / units elements, and a device that holds the units ``[u, v)`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
-from hetspmd.rules.rule import Cut, OpRule
+from hetspmd.rules.rule import Cut, Factor, OpRule
 from hetspmd.trace.graph import Graph
 
 Member = tuple[int, int]
@@ -42,23 +42,21 @@ class Axes:
         return None if found is None else self.axes[found]
 
 
-def factor_members(
-    inputs: tuple[int, ...], outputs: tuple[int, ...], rule: OpRule, factor: int
-) -> Iterable[Member]:
-    """The (tensor, dim) pairs that a factor of an instruction cuts."""
-    f = rule.factors[factor]
-    for tensors, places in ((inputs, f.inputs), (outputs, f.outputs)):
-        for tensor, place in zip(tensors, places, strict=True):
-            if isinstance(place, Cut):
-                yield tensor, place.dim
+def factor_cuts(factor: Factor) -> list[tuple[int, int]]:
+    """What a factor cuts: ``(position among inputs then outputs, dim)``, in that order."""
+    places = enumerate((*factor.inputs, *factor.outputs))
+    return [(position, place.dim) for position, place in places if isinstance(place, Cut)]
 
 
 def logical_axes(graph: Graph, rules: Mapping[int, OpRule]) -> Axes:
-    """Union-find over the factors of ``rules`` (instruction id to rule)."""
-    parent: dict[Member, Member] = {}
-    units: dict[Member, int] = {}
+    """Union-find over the factors of ``rules`` (instruction id to rule); the least member is its set's root."""
+    first_of = [0]  # (tensor, dim) is member first_of[tensor] + dim
+    for tensor in graph.tensors:
+        first_of.append(first_of[-1] + len(tensor.shape))
+    parent = [-1] * first_of[-1]
+    units = [extent for tensor in graph.tensors for extent in tensor.shape]
 
-    def find(m: Member) -> Member:
+    def find(m: int) -> int:
         root = m
         while parent[root] != root:
             root = parent[root]
@@ -66,38 +64,47 @@ def logical_axes(graph: Graph, rules: Mapping[int, OpRule]) -> Axes:
             parent[m], m = root, parent[m]
         return root
 
-    def join(a: Member, b: Member) -> None:
-        low, high = sorted((find(a), find(b)))
+    def join(a: int, b: int) -> int:
+        low, high = find(a), find(b)
+        if low > high:
+            low, high = high, low
         if low != high:
             parent[high] = low
             units[low] = gcd(units[low], units[high])
+        return low
 
-    def declare(member: Member) -> None:
-        if member not in parent:
-            parent[member] = member
-            units[member] = graph.tensors[member[0]].shape[member[1]]
-
+    cuts_of: dict[
+        int, list[tuple[int, list[tuple[int, int]]]]
+    ] = {}  # equal instructions share one rule object
     for id_, rule in rules.items():
+        cuts = cuts_of.get(id(rule))
+        if cuts is None:
+            cuts = cuts_of[id(rule)] = [(f.size, factor_cuts(f)) for f in rule.factors]
         instruction = graph.instructions[id_]
-        for index, factor in enumerate(rule.factors):
-            first: Member | None = None
-            for member in factor_members(instruction.inputs, instruction.outputs, rule, index):
-                declare(member)
-                if first is None:
-                    first = member
-                else:
-                    join(first, member)
-            if first is not None:
-                root = find(first)
-                units[root] = gcd(units[root], factor.size)
+        starts = [first_of[t] for t in (*instruction.inputs, *instruction.outputs)]
+        for size, places in cuts:
+            root = -1
+            for position, dim in places:
+                member = starts[position] + dim
+                if parent[member] < 0:
+                    parent[member] = member
+                root = member if root < 0 else join(root, member)
+            if root >= 0:
+                root = find(root)
+                units[root] = gcd(units[root], size)
     for parameter in graph.parameters:
         if parameter.gradient is not None:
             for dim in range(len(graph.tensors[parameter.tensor].shape)):
-                if (parameter.tensor, dim) in parent:
-                    declare((parameter.gradient, dim))
-                    join((parameter.tensor, dim), (parameter.gradient, dim))
-    groups: dict[Member, list[Member]] = {}
-    for member in sorted(parent):
-        groups.setdefault(find(member), []).append(member)
+                stored, gradient = first_of[parameter.tensor] + dim, first_of[parameter.gradient] + dim
+                if parent[stored] >= 0:
+                    if parent[gradient] < 0:
+                        parent[gradient] = gradient
+                    join(stored, gradient)
+    groups: dict[int, list[Member]] = {}
+    for tensor in graph.tensors:
+        for dim in range(len(tensor.shape)):
+            member = first_of[tensor.id] + dim
+            if parent[member] >= 0:
+                groups.setdefault(find(member), []).append((tensor.id, dim))
     axes = tuple(Axis(i, units[root], tuple(members)) for i, (root, members) in enumerate(groups.items()))
     return Axes(axes, {m: axis.id for axis in axes for m in axis.members})

@@ -1,7 +1,8 @@
 """The background theory of a graph: every Hoare triple that a program may use (HAP 4.2, design 4).
 
 :func:`derive` asks the registry for each instruction's rule, joins dimensions to logical axes and writes out
-the rows. Rows whose axis has a single unit are dropped: there is nothing to divide.
+the rows. Rows whose axis has a single unit are dropped: there is nothing to divide. A rule is a function of
+its call alone, so instructions with equal calls (those of equal layers) share one call, one rule and its rows.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from hetspmd.errors import MissingRuleError, MissingRuleWarning
 from hetspmd.forms import IDENTITY, all_gather
-from hetspmd.rules.axes import Axes, factor_members, logical_axes
+from hetspmd.rules.axes import Axes, factor_cuts, logical_axes
 from hetspmd.rules.registry import rule_for
 from hetspmd.rules.rule import Call, OpRule, Row, call_of
-from hetspmd.trace.graph import PARAMETER, Graph, Instruction
+from hetspmd.trace.collector import collector_paused
+from hetspmd.trace.graph import PARAMETER, Argument, Graph, Instruction, Ref
 
 
 @dataclass(frozen=True)
@@ -41,37 +45,84 @@ class Theory:
         return sum(map(len, self.rows))
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """What instructions with equal calls have in common."""
+
+    call: Call
+    rule: OpRule
+    known: bool
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Row, tuple[int, int] | None], ...]:
+        """Each row with the first place that its factor cuts, ``(position among inputs then outputs, dim)``;
+        rows of a factor that cuts nothing are left out."""
+        first = [next(iter(factor_cuts(f)), None) for f in self.rule.factors]
+        found = [
+            (row, None if row.factor is None else first[row.factor]) for row in self.rule.rows(self.call)
+        ]
+        return tuple((row, place) for row, place in found if row.factor is None or place is not None)
+
+
 def derive(graph: Graph, *, strict: bool = False) -> Theory:
     """The theory of ``graph``.
 
     Raises MissingRuleError under ``strict`` if an op has no rule, RuleError if a rule does not fit its call;
     otherwise warns once (MissingRuleWarning) about all ops without a rule.
     """
-    calls: dict[int, Call] = {}
-    rules: dict[int, OpRule] = {}
-    missing: list[int] = []
+    with collector_paused():
+        kinds = _kinds(graph)
+        missing = [id_ for id_, kind in kinds.items() if not kind.known]
+        if missing:
+            _report_missing(graph, missing, strict)
+        rules = {id_: kind.rule for id_, kind in kinds.items()}
+        axes = logical_axes(graph, rules)
+        rows: list[tuple[Row, ...]] = []
+        row_axes: list[tuple[int | None, ...]] = []
+        for instruction in graph.instructions:
+            pairs = (
+                _source_rows(graph, instruction, axes)
+                if instruction.is_source
+                else _op_rows(instruction, kinds[instruction.id], axes)
+            )
+            rows.append(tuple(row for row, _ in pairs))
+            row_axes.append(tuple(axis for _, axis in pairs))
+        calls = {id_: kind.call for id_, kind in kinds.items()}
+        return Theory(graph, axes, calls, rules, tuple(rows), tuple(row_axes), tuple(missing))
+
+
+def _kinds(graph: Graph) -> dict[int, _Kind]:
+    """The kind of every instruction that is no source."""
+    types: dict[tuple[tuple[int, ...], str], int] = {}
+    type_of = [types.setdefault((t.shape, t.dtype), len(types)) for t in graph.tensors]
+    type_of.append(-1)  # of an output that is None: tensor -1
+    made: dict[tuple[Any, ...], _Kind] = {}
+    kinds: dict[int, _Kind] = {}
     for instruction in graph.instructions:
         if instruction.is_source:
             continue
-        call = calls[instruction.id] = call_of(graph, instruction)
-        found = rule_for(call)
-        if found is None:
-            missing.append(instruction.id)
-        rules[instruction.id] = found or OpRule()
-    if missing:
-        _report_missing(graph, missing, strict)
-    axes = logical_axes(graph, rules)
-    rows: list[tuple[Row, ...]] = []
-    row_axes: list[tuple[int | None, ...]] = []
-    for instruction in graph.instructions:
-        pairs = (
-            _source_rows(graph, instruction, axes)
-            if instruction.is_source
-            else _op_rows(instruction, rules[instruction.id], calls[instruction.id], axes)
-        )
-        rows.append(tuple(row for row, _ in pairs))
-        row_axes.append(tuple(axis for _, axis in pairs))
-    return Theory(graph, axes, calls, rules, tuple(rows), tuple(row_axes), tuple(missing))
+        key = (
+            instruction.op, _typed(instruction.args), _typed(instruction.kwargs),
+            tuple([type_of[t] for t in instruction.inputs]), tuple([type_of[t] for t in instruction.outputs]),
+        )  # fmt: skip
+        kind = made.get(key)
+        if kind is None:
+            call = call_of(graph, instruction)
+            rule = rule_for(call)
+            kind = made[key] = _Kind(call, rule or OpRule(), rule is not None)
+        kinds[instruction.id] = kind
+    return kinds
+
+
+def _typed(value: Argument) -> Any:
+    """A key of an argument: every Ref alike (a call numbers them in order), and numbers with their types,
+    since 1, 1.0 and True are equal in Python, and so are 0.0 and -0.0."""
+    if isinstance(value, tuple):
+        return tuple([_typed(item) for item in value])
+    if isinstance(value, Ref):
+        return Ref
+    kind = type(value)
+    return value if kind is int or kind is str else (kind, repr(value))
 
 
 def _source_rows(graph: Graph, instruction: Instruction, axes: Axes) -> list[tuple[Row, int | None]]:
@@ -87,14 +138,14 @@ def _source_rows(graph: Graph, instruction: Instruction, axes: Axes) -> list[tup
     return rows
 
 
-def _op_rows(instruction: Instruction, rule: OpRule, call: Call, axes: Axes) -> list[tuple[Row, int | None]]:
+def _op_rows(instruction: Instruction, kind: _Kind, axes: Axes) -> list[tuple[Row, int | None]]:
     pairs: list[tuple[Row, int | None]] = []
-    for row in rule.rows(call):
-        if row.factor is None:
+    tensors = (*instruction.inputs, *instruction.outputs)
+    for row, place in kind.rows:
+        if place is None:
             pairs.append((row, None))
             continue
-        member = next(iter(factor_members(instruction.inputs, instruction.outputs, rule, row.factor)), None)
-        axis = None if member is None else axes.axis(*member)
+        axis = axes.axis(tensors[place[0]], place[1])
         if axis is not None and axis.units >= 2:
             pairs.append((row, axis.id))
     return pairs

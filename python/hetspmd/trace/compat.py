@@ -6,10 +6,12 @@ The joint graph comes from ``aot_export_joint_with_descriptors`` (same signature
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -51,6 +53,7 @@ from torch._functorch._aot_autograd.descriptors import (  # noqa: E402
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # noqa: E402
 from torch._ops import OpOverload  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.fx._lazy_graph_module import _use_lazy_graph_module  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -174,21 +177,79 @@ def module_path(node: Node) -> str | None:
     return found.get("hetspmd_module") if isinstance(found, dict) else None
 
 
+class _MutationError(Exception):
+    """An op that changes its argument in place was met where none is allowed."""
+
+
+_USUAL_MUTATIONS = (
+    "add_", "as_strided_", "bernoulli_", "clamp_", "copy_", "div_", "elu_", "fill_", "hardsigmoid_", "hardswish_",
+    "hardtanh_", "index_add_", "index_copy_", "index_put_", "leaky_relu_", "masked_fill_", "mul_", "normal_",
+    "relu_", "resize_", "scatter_", "scatter_add_", "set_", "sigmoid_", "silu_", "squeeze_", "sub_", "t_", "tanh_",
+    "transpose_", "tril_", "triu_", "uniform_", "unsqueeze_", "zero_",
+)  # fmt: skip
+
+
+@cache
+def _refused_mutations() -> Decompositions:
+    """Entries of a decomposition table that end a trace at the first mutation, so that little of it is lost."""
+
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise _MutationError
+
+    packets = [getattr(torch.ops.aten, name) for name in _USUAL_MUTATIONS]
+    return {getattr(packet, overload): refuse for packet in packets for overload in packet.overloads()}
+
+
 def export_joint(
     module: nn.Module, inputs: Sequence[torch.Tensor], decompositions: Decompositions
 ) -> tuple[GraphModule, list[InputRole], list[OutputRole]]:
     """The joint graph of ``module(*inputs)``: forward, and backward from its first output if that requires
-    a gradient; with the roles of placeholders and outputs, in their order."""
-    with warnings.catch_warnings(), ExitStack() as stack:
+    a gradient; with the roles of placeholders and outputs, in their order.
+
+    Functionalization, which turns mutations into values, takes about an eighth of a large trace. A training step
+    without mutations needs none, so the step is traced without it first; if an op of that graph mutates, or
+    anything else goes wrong, it is traced again with it. A forward alone is traced with it at once: without
+    autograd between, some ops would come with their default arguments spelt out.
+    """
+    with warnings.catch_warnings(), _use_lazy_graph_module(True):
         warnings.simplefilter("ignore")
+        if torch.is_grad_enabled():
+            try:
+                table = {**decompositions, **_refused_mutations()}
+                found = _export(module, inputs, table, functionalize=False)
+                if not _mutates(found[0].graph.nodes, found[2]):
+                    return found
+            except Exception:
+                pass  # The second trace says what is wrong, if anything is.
+        return _export(module, inputs, decompositions, functionalize=True)
+
+
+def _export(
+    module: nn.Module, inputs: Sequence[torch.Tensor], decompositions: Decompositions, *, functionalize: bool
+) -> tuple[GraphModule, list[InputRole], list[OutputRole]]:
+    with ExitStack() as stack:
         for context in (_told_that_it_is_traced(), _named_modules(module), _plain_recurrence()):
             stack.enter_context(context)
-        joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs), decompositions=decompositions)
+        joint = aot_export_joint_with_descriptors(
+            stack,
+            module,
+            tuple(inputs),
+            decompositions=decompositions,
+            disable_functionalization=not functionalize,
+        )
         graph_module: GraphModule = joint.graph_module
     nodes = list(graph_module.graph.nodes)
     in_roles = [_input_role(n.meta.get("desc")) for n in nodes if n.op == "placeholder"]
     out_roles = [_output_role(d) for d in nodes[-1].meta["desc"]]
     return graph_module, in_roles, out_roles
+
+
+def _mutates(nodes: Iterable[Node], roles: Sequence[OutputRole]) -> bool:
+    """Whether an op writes to an argument, or might: a target that is no plain op counts."""
+    if any(role.kind.endswith("_mutation") for role in roles):
+        return True
+    targets = {node.target for node in nodes if node.op == "call_function"} - {operator.getitem}
+    return any(not is_op(target) or target._schema.is_mutable for target in targets)
 
 
 def merge_tied(

@@ -15,6 +15,7 @@ from torch import nn
 from hetspmd.errors import DeviceError, ExampleError, HetspmdError, TraceError
 from hetspmd.trace import compat
 from hetspmd.trace.assemble import Naming, assemble
+from hetspmd.trace.collector import collector_paused
 from hetspmd.trace.decompositions import table
 from hetspmd.trace.fake import fake_like, fake_parameters, model_device, trace_device
 from hetspmd.trace.graph import Graph, Static
@@ -86,7 +87,7 @@ def trace(
     was_training = step.training
     step.training = model.training
     try:
-        with fake_parameters(model, mode, place, gradients=training), grad_mode:
+        with collector_paused(), fake_parameters(model, mode, place, gradients=training), grad_mode:
             module, inputs, outputs = compat.export_joint(step, fakes, table())
             inputs, outputs = compat.merge_tied(module, inputs, outputs, first_names)
             draft = import_graph(module)
@@ -106,7 +107,8 @@ def trace(
         frozenset(f"model.{k}" for k in trainable if training), [paths[i] for i in tensor_leaves], tensor_leaves,
         tuple(statics), step.slots, step.has_loss, input_spec, output_spec, training,
     )  # fmt: skip
-    return with_second_reads(assemble(draft, inputs, outputs, naming))
+    with collector_paused():
+        return with_second_reads(assemble(draft, inputs, outputs, naming))
 
 
 def _path(name: str) -> str:
