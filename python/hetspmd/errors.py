@@ -21,6 +21,7 @@ __all__ = [
     "OutputError",
     "PlanError",
     "PlanMismatchError",
+    "ProfileError",
     "ProofError",
     "RandomOpError",
     "RuleError",
@@ -117,6 +118,10 @@ class PlanMismatchError(PlanError):
 
 class CollectiveMismatchError(PlanMismatchError):
     """Two ranks issued different collectives: they do not run the same program."""
+
+
+class ProfileError(HetspmdError):
+    """A device or the network could not be measured."""
 
 
 class GradientError(HetspmdError):

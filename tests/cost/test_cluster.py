@@ -121,7 +121,7 @@ def test_round_trip(devices: list[Device], network: Network) -> None:
     [
         ("", "1:1", "is empty; write devices"),
         ("a: [", "1:5", "not YAML"),
-        ("[1]", "1:1", "the cluster is a list; write a mapping with the keys devices, network"),
+        ("[1]", "1:1", "the cluster is a list; write a mapping with the keys devices, network, measured"),
         ("network: {bandwidth: 1}", "1:1", "lacks the key 'devices'"),
         ("devices: []", "1:10", "devices is empty; list at least one device"),
         ("devices: {flops: 1}", "1:10", "devices is a mapping; write a list"),

@@ -1,4 +1,4 @@
-"""The command line: ``hetspmd compile | verify | rules | solve | doctor``.
+"""The command line: ``hetspmd compile | profile | verify | rules | solve | doctor``.
 
 Exit status: 0 done, 1 a check failed, 2 bad input (one line on standard error: what, where, how to mend it),
 70 a fault of hetspmd itself (with its traceback), 130 interrupted.
@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from typing import NoReturn, TextIO
 
 from hetspmd.cli import compile as compile_command
-from hetspmd.cli import doctor, rules, solve, verify
+from hetspmd.cli import doctor, profile, rules, solve, verify
 from hetspmd.errors import CheckError, HetspmdError, MissingRuleWarning
 
 DONE, FAILED, BAD_INPUT, FAULT, INTERRUPTED = 0, 1, 2, 70, 130
 
-_COMMANDS = (compile_command, verify, rules, solve, doctor)
+_COMMANDS = (compile_command, profile, verify, rules, solve, doctor)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -10,6 +10,8 @@ A cluster file (YAML or JSON)::
 ``flops`` is a number or a number per dtype (``default`` for the others). Optional: ``name``, ``count`` (1),
 ``memory`` (unlimited), ``memory_bandwidth`` (infinite: every op is bound by its FLOPs), ``launch`` (5 us per
 op) and ``latency`` (50 us per collective). ``network`` may be left out for a single device.
+``hetspmd profile`` adds the part ``measured`` (:mod:`hetspmd.cost.measured`), whose curves stand in for
+``network`` where collectives are priced.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any, Final
 import yaml
 
 from hetspmd.cost.cluster_file import Node, read_file, read_object, read_text
+from hetspmd.cost.measured import Curve, Fit, Measured, at_devices, check_curves, read_measured
 from hetspmd.cost.quantities import Kind, quantity_text
 from hetspmd.errors import ClusterError
 from hetspmd.trace.graph import ITEM_SIZES
@@ -86,12 +89,18 @@ class Network:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices in rank order and their network (None only for a single device)."""
+    """Devices in rank order and their network (None only for a single device).
+
+    ``curves`` are measured collectives between at most as many devices; those between exactly as many take the
+    place of ``network`` in the cost model.
+    """
 
     devices: tuple[Device, ...]
     network: Network | None = None
+    curves: tuple[Curve, ...] = ()
 
     def __post_init__(self) -> None:
+        check_curves(self.curves, len(self.devices))
         if not self.devices:
             raise ClusterError("the cluster has no device; list at least one")
         if self.network is None and len(self.devices) > 1:
@@ -109,7 +118,8 @@ class Cluster:
         """The devices of these ranks, in this order, on the same network."""
         if list(ranks) == list(range(self.world)):
             return self
-        return Cluster(tuple(self.devices[r] for r in ranks), self.network)
+        devices = tuple(self.devices[r] for r in ranks)
+        return Cluster(devices, self.network, at_devices(self.curves, len(devices)))
 
     @classmethod
     def load(cls, spec: Cluster | Mapping[str, Any] | str | os.PathLike[str]) -> Cluster:
@@ -152,6 +162,8 @@ class Cluster:
         document: dict[str, Any] = {"devices": entries}
         if self.network is not None:
             document["network"] = {"bandwidth": self.network.bandwidth, "latency": self.network.latency}
+        if self.curves:
+            document["measured"] = Measured(tuple(map(Fit, self.curves))).to_dict()
         return document
 
     def to_text(self) -> str:
@@ -185,6 +197,9 @@ class Cluster:
                 f"network  {quantity_text(self.network.bandwidth, 'bytes/s')}, "
                 f"{quantity_text(self.network.latency, 'seconds')} per collective"
             )
+        if self.curves:
+            counts = sorted({c.devices for c in self.curves})
+            lines.append(f"measured collectives between {', '.join(map(str, counts))} devices")
         return "\n".join(lines)
 
 
@@ -200,13 +215,14 @@ def _plain(flops: Mapping[str, float]) -> Any:
 
 
 def _read(root: Node) -> Cluster:
-    top = root.entries("the cluster", ("devices", "network"), ("devices",))
+    top = root.entries("the cluster", ("devices", "network", "measured"), ("devices",))
     devices: list[Device] = []
     for index, entry in enumerate(top["devices"].items("devices")):
         count, device = _read_device(entry, index)
         devices.extend([device] * count)
+    measured = read_measured(top["measured"], len(devices)) if "measured" in top else Measured()
     if "network" in top:
-        return Cluster(tuple(devices), _read_network(top["network"]))
+        return Cluster(tuple(devices), _read_network(top["network"]), measured.curves)
     if len(devices) > 1:
         root.fail(
             f"the cluster lacks the key 'network', which {len(devices)} devices need; "

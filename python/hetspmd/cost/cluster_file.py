@@ -8,6 +8,7 @@ what is allowed and how to mend it.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,38 @@ class Node:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65536:
             self.fail(f"{name} is {self.what}; write a whole number from 1 to 65536")
         return value
+
+    def elements(self, name: str) -> tuple[Node, ...]:
+        """The list, which may be empty."""
+        if self.sequence is None:
+            self.fail(f"{name} is {self.what}; write a list")
+        return self.sequence
+
+    def number(self, name: str, *, positive: bool = False, negative: bool = False) -> float:
+        """A finite number without a unit: ``positive``, or not below 0, or ``negative`` ones too."""
+        try:
+            value = float(self.scalar) if isinstance(self.scalar, (int, float, str)) else math.nan
+        except ValueError:
+            value = math.nan
+        kind = "positive" if positive else "finite" if negative else "non-negative"
+        low = value > 0 if positive else negative or value >= 0
+        if isinstance(self.scalar, bool) or not math.isfinite(value) or not low:
+            self.fail(f"{name} is {self.what}; write a {kind} number")
+        return value
+
+    def whole(self, name: str, least: int) -> int:
+        """A whole number of at least ``least``."""
+        value = self.number(name, negative=True)
+        if value != int(value) or value < least:
+            self.fail(f"{name} is {self.what}; write a whole number from {least}")
+        return int(value)
+
+    def choice(self, name: str, allowed: Sequence[str]) -> str:
+        """One of a few names."""
+        if self.scalar not in allowed:
+            hint = _suggest(self.scalar, allowed) if isinstance(self.scalar, str) else ""
+            self.fail(f"{name} is {self.what}{hint}; allowed are {_list(allowed)}")
+        return str(self.scalar)
 
     def text(self, name: str) -> str:
         """A name."""

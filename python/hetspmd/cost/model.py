@@ -21,7 +21,8 @@ and link bandwidth b:
 
 with s and t the shares of the source's and the target's axis: device j sends its slice but for the part that
 it keeps, and receives its new slice but for that part. Ring formulas as in Thakur, Rabenseifner and Gropp,
-IJHPCA 2005; padding and grouping as in HAP 2.5.1. One device communicates in 0 seconds.
+IJHPCA 2005; padding and grouping as in HAP 2.5.1. One device communicates in 0 seconds. A collective that was
+measured between n devices has its own curve in place of these formulas (:mod:`hetspmd.cost.measured`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import numpy.typing as npt
 
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.measured import Curve, curve_for
 from hetspmd.forms import Form, is_sharded, sharded_dim
 from hetspmd.rules.rule import Cut, Row
 from hetspmd.rules.theory import Theory
@@ -102,6 +104,10 @@ class CostModel:
         self.rates = np.array([[d.rate(t) for d in cluster.devices] for t in dtypes]).reshape(-1, self.world)
         self.bandwidth = np.array([d.memory_bandwidth for d in cluster.devices])
         self.launch = np.array([d.launch for d in cluster.devices])
+        self._measured: dict[Kind, list[Curve]] = {}
+        for curve in sorted(cluster.curves, key=lambda c: c.above):
+            if curve.devices == self.world:
+                self._measured.setdefault(curve.kind, []).append(curve)
         self._dtypes = dtypes
         self._nbytes = [t.nbytes for t in theory.graph.tensors]
         self._shares: _Shares | None = None
@@ -235,6 +241,8 @@ class CostModel:
         """A collective's seconds as a linear form. Raises ValueError for a dim that no axis shards."""
         if self.world == 1 or self.cluster.network is None:
             return MoveForm(0.0)
+        if kind in self._measured:
+            return self._measured_form(tensor, source, target, kind)
         n, latency = self.world, self.cluster.network.latency
         whole = self._nbytes[tensor] / self.cluster.network.bandwidth
         if kind == "all_reduce":
@@ -245,6 +253,19 @@ class CostModel:
         if kind in ("all_gather", "reduce_scatter"):
             return MoveForm(latency, per_largest=(n - 1) * whole, axis=axis)
         return MoveForm(whole, per_shard=latency, axis=axis)
+
+    def _measured_form(self, tensor: int, source: Form, target: Form, kind: Kind) -> MoveForm:
+        """:meth:`move_form` from the measured curve of ``kind``."""
+        nbytes = self._nbytes[tensor]
+        curve = curve_for(self._measured[kind], nbytes)
+        return MoveForm(
+            curve.latency + curve.per_byte * nbytes,
+            curve.per_shard,
+            curve.per_largest * nbytes,
+            curve.per_exchange * nbytes,
+            None if kind == "all_reduce" else self._axis(tensor, source if is_sharded(source) else target),
+            self._axis(tensor, target) if kind == "all_to_all" else None,
+        )
 
     def move_seconds(self, tensor: int, source: Form, target: Form, kind: Kind, lengths: Lengths) -> float:
         """Seconds of a collective at integer lengths."""

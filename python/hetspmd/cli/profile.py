@@ -1,0 +1,149 @@
+"""``hetspmd profile``: measure devices and network, write a cluster file; or show one that was measured."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetspmd.cli.files import STDOUT, check_writable
+from hetspmd.errors import OutputError, ProfileError
+
+if TYPE_CHECKING:
+    from hetspmd.profile.session import Session
+
+
+def add(commands: Any, debug: argparse.ArgumentParser) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "profile",
+        parents=[debug],
+        help="measure this machine or cluster and write a cluster file",
+        description="Measure the devices and, under torchrun, the collectives between them; write a cluster "
+        "file. Each rank measures its own device, so start it as you start the training: "
+        "torchrun --nproc-per-node N ... -m hetspmd profile --out FILE.",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", metavar="FILE", help="write the cluster file (-: to standard output)")
+    what.add_argument("--show", metavar="FILE", help="show a measured cluster file, and plot it")
+    parser.add_argument(
+        "--svg", metavar="OUT", help="with --show: where the plot goes (default: FILE with the suffix .svg)"
+    )
+    parser.add_argument(
+        "--budget", type=_duration, default=60.0, metavar="TIME",
+        help="time such as 60s or 2min after which nothing is repeated any more (60s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tolerance", type=_percentage, default=0.05, metavar="P",
+        help="how far a median may be uncertain before it is measured again, such as 5%% (5%%)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", default="auto", metavar="DEVICE", help="auto (a GPU if there is one), cpu, cuda or cuda:N"
+    )
+    parser.add_argument(
+        "--flops", choices=("matmul", "convolution"), default="matmul",
+        help="which measured FLOP/s become the devices': of matrix products (default) or convolutions",
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def _duration(text: str) -> float:
+    from hetspmd.cost.quantities import parse_quantity
+
+    for unit, seconds in (("min", 60.0), ("h", 3600.0)):
+        if text.endswith(unit):
+            number, scale = text.removesuffix(unit), seconds
+            break
+    else:
+        number, scale = text, 1.0
+    try:
+        return scale * parse_quantity(number, "seconds")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write it as 60s or 2min") from error
+
+
+def _percentage(text: str) -> float:
+    number, scale = (text.removesuffix("%"), 0.01) if text.endswith("%") else (text, 1.0)
+    try:
+        value = scale * float(number)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no part of a whole; write it as 5% or 0.05")
+    return value
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, or show."""
+    if options.show is not None:
+        return _show(options)
+    if options.svg is not None:
+        raise OutputError("--svg goes with --show FILE; measure first, then plot the file")
+    return _measure(options)
+
+
+def _show(options: argparse.Namespace) -> int:
+    from hetspmd.plan import write_atomically
+    from hetspmd.profile.measure import Profile
+    from hetspmd.profile.plot import profile_svg
+    from hetspmd.profile.show import profile_text
+
+    picture = options.svg or str(Path(options.show).with_suffix(".svg"))
+    check_writable(picture)
+    profile = Profile.load(options.show)
+    write_atomically(Path(picture), profile_svg(profile))
+    print(profile_text(profile))
+    print(f"\nPlotted in {picture}")
+    return 0
+
+
+def _measure(options: argparse.Namespace) -> int:
+    from hetspmd.profile.measure import Options, measure
+    from hetspmd.profile.progress import Progress
+    from hetspmd.profile.session import joined
+    from hetspmd.profile.show import profile_text
+
+    with joined(options.device) as session:
+        first = session.rank == 0
+        session.together("checking the output", lambda: check_writable(options.out) if first else None)
+        progress = Progress(options.budget, shown=first)
+        if first:
+            print(_promise(session, options), file=sys.stderr)
+        try:
+            profile = measure(session, Options(options.budget, options.tolerance, options.flops), progress)
+        finally:
+            progress.close()
+        session.together("writing", lambda: _write(options.out, profile.to_text()) if first else None)
+        if first and options.out != STDOUT:
+            print(profile_text(profile))
+            print(f"\nWritten to {options.out}; plot it with hetspmd profile --show {options.out}")
+    return 0
+
+
+def _promise(session: Session, options: argparse.Namespace) -> str:
+    import torch
+
+    world = session.world
+    what = f"{world} devices and the collectives between them" if world > 1 else "one device"
+    text = (
+        f"Measuring {what}, for about {options.budget:g} s: each median until its 95 % interval (order statistics) "
+        f"is within ± {100 * options.tolerance:g} %, or the time is up."
+    )
+    others = torch.cuda.device_count() if session.device.type == "cuda" and world == 1 else 1
+    if others > 1:
+        text += f"\nThere are {others} GPUs here; torchrun --nproc-per-node {others} -m hetspmd profile ... "
+        text += "measures all."
+    return text
+
+
+def _write(path: str, text: str) -> None:
+    from hetspmd.plan import write_atomically
+
+    if path == STDOUT:
+        sys.stdout.write(text)
+        return
+    try:
+        write_atomically(Path(path), text)
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be written: {error.strerror}; name another file") from error

@@ -1,0 +1,196 @@
+"""Measuring the collectives between a group of ranks.
+
+A sample: the ranks meet in a one-element all-reduce, then each runs the collective as a lowered program does
+(start, wait) and takes its time; the sample is the largest of these. Sizes grow by eight, six samples of each case,
+as long as the next size is expected to fit into half of what is left of the budget. The first ``LEAST`` sizes are
+measured whatever the budget, and so are further ones until every collective takes ``GROWTH`` times as long as at
+the least size, for before that its bandwidth is hidden by its latency. What time is left repeats the cases whose
+medians are not tight, those with the fewest samples and the widest intervals first. Every rank sees all samples and
+the latest of all clocks, so that all decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Final
+
+import torch
+
+from hetspmd.cost.measured import Point
+from hetspmd.profile.device import synchronize
+from hetspmd.profile.sampling import FIRST, MOST, interval, tight
+from hetspmd.profile.session import Session
+from hetspmd.profile.trials import LEVELS, Trial, start, trials
+from hetspmd.run.communicator import Communicator
+from hetspmd.run.random import Randomness
+from hetspmd.run.runtime import Runtime
+from hetspmd.synth.program import Kind
+
+__all__ = ["measure_group"]
+
+LEAST: Final = 3
+"""Sizes that are measured whatever the budget."""
+GROWTH: Final = 3.0
+MOST_SECONDS: Final = 60.0
+"""Seconds that one size may take beyond the budget where bandwidths are still hidden."""
+OVERHEAD: Final = 1.5
+"""Seconds that a sample takes with its meeting before it, per second of the collective."""
+
+Tick = Callable[[str], None]
+
+
+@dataclass
+class _Case:
+    trial: Trial
+    samples: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """The median of the samples."""
+        return float(median(self.samples))
+
+    @property
+    def width(self) -> float:
+        """Half the interval of the median, as a part of it."""
+        middle, low, high = interval(self.samples)
+        return (high - low) / 2 / middle
+
+    def point(self) -> Point:
+        """The measured point."""
+        t = self.trial
+        middle, low, high = interval(self.samples)
+        return Point(
+            t.skew, t.nbytes, t.shards, t.largest, t.exchange, middle, low, high, len(self.samples)
+        )  # fmt: skip
+
+
+def measure_group(
+    session: Session,
+    ranks: Sequence[int],
+    order: Sequence[int],
+    deadline: float,
+    tolerance: float,
+    tick: Tick,
+) -> list[tuple[Kind, Point]]:
+    """The points of all collectives between ``ranks``; all ranks of the session call this, and get the same.
+
+    order     positions in ``ranks``, the fastest device first
+    deadline  in seconds since the ranks met
+
+    Raises ProfileError on every rank if a rank fails.
+    """
+    everyone = range(session.world)
+    rest = [r for r in everyone if r not in ranks]
+    what = f"the collectives between {len(ranks)} devices"
+    with session.guard(what):
+        own = session.communicator.split([sorted(ranks), rest] if rest else [sorted(ranks)])
+    bench = _Bench(session, own if session.rank in ranks else None, deadline, tick)
+    cases: list[_Case] = []
+    levels: list[list[_Case]] = []
+    for index, nbytes in enumerate(LEVELS):
+        if index >= LEAST:
+            most = (deadline - bench.clock) / 2 if _grown(levels) else MOST_SECONDS
+            if _ahead(levels) > most:
+                break
+        level = [_Case(t) for t in trials(nbytes, order)]
+        levels.append(level)
+        session.together("allocating", lambda n=nbytes: bench.allocate(n))  # type: ignore[misc]
+        with session.guard(what):
+            bench.visit(level, [FIRST] * len(level), warm=True)
+        cases += level
+    while True:
+        wide = [c for c in cases if len(c.samples) < MOST and not tight(c.samples, tolerance)]
+        chosen: list[_Case] = []
+        counts: list[int] = []
+        left = deadline - bench.clock
+        for case in sorted(wide, key=lambda c: (len(c.samples), -c.width)):
+            count = min(len(case.samples), 2 * FIRST, MOST - len(case.samples))
+            left -= OVERHEAD * count * case.seconds
+            if left < 0:
+                break
+            chosen.append(case)
+            counts.append(count)
+        if not chosen:
+            break
+        with session.guard(what):
+            bench.visit(chosen, counts, warm=False)
+    return [(c.trial.kind, c.point()) for c in cases]
+
+
+def _ahead(levels: Sequence[Sequence[_Case]]) -> float:
+    """Seconds that the next level will take, if each case goes on along the line through its last two sizes."""
+    step = LEVELS[len(levels)] / LEVELS[len(levels) - 1]
+    before, last = ([case.seconds for case in level] for level in levels[-2:])
+    ahead = [b + step * max(b - a, 0.0) for a, b in zip(before, last, strict=True)]
+    return OVERHEAD * (FIRST + 1) * math.fsum(ahead)
+
+
+def _grown(levels: Sequence[Sequence[_Case]]) -> bool:
+    """Whether even shards take ``GROWTH`` times as long as at the least size, in every collective."""
+    pairs = zip(levels[0], levels[-1], strict=True)
+    return all(b.seconds >= GROWTH * a.seconds for a, b in pairs if a.trial.skew == "even")
+
+
+class _Bench:
+    """Runs trials on this rank (None as ``own``: a rank that is not in the group and only hears the results)."""
+
+    def __init__(self, session: Session, own: Communicator | None, deadline: float, tick: Tick) -> None:
+        self.session = session
+        self.own = own
+        self.tick = tick
+        self.clock = session.elapsed()
+        self._one = torch.ones(1, device=session.device)
+        self._buffer = torch.empty(0, device=session.device)
+        randomness = Randomness(0, session.rank, session.device)
+        self._runtime = None if own is None else Runtime(own, randomness)
+        with session.guard("the first meeting"):
+            self.clock = max(self._exchange([self.clock]))
+
+    def allocate(self, nbytes: int) -> None:
+        """Make room for operands of ``nbytes`` bytes."""
+        if self.own is not None:
+            self._buffer = torch.ones(nbytes // 4, device=self.session.device)
+
+    def visit(self, cases: Sequence[_Case], counts: Sequence[int], *, warm: bool) -> None:
+        """Add ``counts[i]`` samples to ``cases[i]``, after one that does not count if ``warm``."""
+        mine: list[float] = []
+        for case, count in zip(cases, counts, strict=True):
+            self.tick(f"{case.trial.kind} {case.trial.nbytes} B {case.trial.skew}")
+            if warm:
+                self._sample(case.trial)
+            mine += [self._sample(case.trial) for _ in range(count)]
+        slowest = self._exchange([*mine, self.session.elapsed()])
+        self.clock = slowest.pop()
+        at = 0
+        for case, count in zip(cases, counts, strict=True):
+            case.samples += slowest[at : at + count]
+            at += count
+
+    def _sample(self, trial: Trial) -> float:
+        if self.own is None or self._runtime is None:
+            return 0.0
+        device = self.session.device
+        shape = trial.shape(self.own.rank)
+        count = 1
+        for extent in shape:
+            count *= extent
+        operand = self._buffer[:count].view(shape)
+        self.own.all_reduce(self._one).wait()
+        synchronize(device)
+        begin = perf_counter()
+        start(self._runtime, trial, operand).wait()
+        synchronize(device)
+        return perf_counter() - begin
+
+    def _exchange(self, values: Sequence[float]) -> list[float]:
+        """The largest of all ranks' values, one by one."""
+        device = self.session.device
+        buffer = torch.tensor(values, dtype=torch.float64, device=device)
+        output = torch.empty(self.session.world * len(values), dtype=torch.float64, device=device)
+        self.session.communicator.all_gather(output, buffer).wait()
+        largest: list[float] = output.view(self.session.world, -1).amax(0).tolist()
+        return largest

@@ -1,0 +1,134 @@
+"""What one rank measures of its own device: rates of products, convolutions and memory, and the launch time.
+
+- matmul: a square product n x n x n, 2 n^3 FLOPs, n grown until a call takes ``LONG`` seconds (or a 300th of the
+  budget, if that is less);
+- convolution: 3 x 3 over 128 channels, 2 FLOPs per weight and position, grown in the same way;
+- memory: ``a + b`` of tensors larger than most caches (16 MiB, on a GPU 256 MiB): two are read and a new one is
+  written, as programs do;
+- launch: a chain of ops on 16 x 16 elements, divided by their number.
+
+Products, convolutions and sums are measured in each dtype that the device computes in; one that it refuses is
+left out. Each is repeated as :mod:`hetspmd.profile.sampling` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Final
+
+import torch
+from torch.nn.functional import conv2d
+
+from hetspmd.cost.measured import Rate
+from hetspmd.profile.sampling import interval, repeat
+
+__all__ = ["DTYPES", "measure_device"]
+
+DTYPES: Final = ("float32", "bfloat16", "float16")
+LONG: Final = 0.02
+"""Seconds of one call: a thousand times a launch, and several periods of a CPU quota."""
+CHANNELS: Final = 128
+IMAGES: Final = ((1, 8), (1, 16), (1, 32), (1, 64), (4, 64), (16, 64), (64, 64), (256, 64))
+"""(batch, height = width) of the convolution, each with four times the FLOPs of the one before."""
+CHAIN: Final = 300
+
+Call = Callable[[], object]
+Case = tuple[float, Call]
+"""FLOPs, bytes or ops of a call, and the call."""
+Maker = Callable[[torch.device, str, float], Case]
+
+
+def measure_device(
+    rank: int, device: torch.device, budget: float, tolerance: float, dtypes: Sequence[str] = DTYPES,
+    tick: Callable[[str], None] = lambda what: None,
+) -> tuple[Rate, ...]:  # fmt: skip
+    """The rates of ``device``, in about ``budget`` seconds. ``tick`` hears what is being measured.
+
+    Raises RuntimeError if float32 products do not work.
+    """
+    makers: dict[str, Maker] = {
+        "matmul": _matmul, "convolution": _convolution, "memory": _memory,
+    }  # fmt: skip
+    cases: list[tuple[str, str, Maker]] = [("launch", "float32", _launch)]
+    cases += [(what, dtype, make) for dtype in dtypes for what, make in makers.items()]
+    start = perf_counter()
+    found: list[Rate] = []
+    for index, (what, dtype, make) in enumerate(cases):
+        tick(f"{what} {dtype}")
+        try:
+            amount, call = make(device, dtype, min(LONG, budget / 300))
+            now = perf_counter()
+            deadline = now + max(start + budget - now, 0.0) / (len(cases) - index)
+            samples = repeat(partial(_timed, device, call), deadline, tolerance)
+        except (RuntimeError, NotImplementedError) as error:
+            if dtype == "float32" or isinstance(error, torch.OutOfMemoryError):
+                raise
+            continue  # the device does not compute in this dtype
+        middle, low, high = interval(samples)
+        found.append(Rate(rank, what, dtype, amount, middle, low, high, len(samples)))
+    return tuple(found)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was asked."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _timed(device: torch.device, call: Call) -> float:
+    synchronize(device)
+    start = perf_counter()
+    call()
+    synchronize(device)
+    return perf_counter() - start
+
+
+def _warm(device: torch.device, call: Call) -> float:
+    """Seconds of a second call; the first may compile or choose kernels."""
+    _timed(device, call)
+    return _timed(device, call)
+
+
+def _matmul(device: torch.device, dtype: str, long: float) -> Case:
+    n = 128
+    while True:
+        a = torch.randn(n, n, device=device).to(getattr(torch, dtype))
+        call = partial(torch.mm, a, a.t().contiguous())
+        seconds = _warm(device, call)
+        if seconds >= long or n >= 16384:
+            return 2.0 * n**3, call
+        grown = 1.1 * n * (long / seconds) ** (1 / 3)
+        n = min(2 * n, -(-int(grown) // 64) * 64)
+
+
+def _convolution(device: torch.device, dtype: str, long: float) -> Case:
+    weight = torch.randn(CHANNELS, CHANNELS, 3, 3, device=device).to(getattr(torch, dtype))
+    for batch, side in IMAGES:
+        x = torch.randn(batch, CHANNELS, side, side, device=device).to(weight.dtype)
+        call = partial(conv2d, x, weight, padding=1)
+        if _warm(device, call) >= long:
+            break
+    return 2.0 * weight.numel() * batch * side * side, call
+
+
+def _memory(device: torch.device, dtype: str, long: float) -> Case:
+    kind: torch.dtype = getattr(torch, dtype)
+    count = (256 if device.type == "cuda" else 16) * 2**20 // kind.itemsize
+    call = partial(torch.add, *(torch.ones(count, device=device, dtype=kind) for _ in range(2)))
+    _warm(device, call)
+    return 3.0 * count * kind.itemsize, call
+
+
+def _launch(device: torch.device, dtype: str, long: float) -> Case:
+    x = torch.eye(16, device=device, dtype=getattr(torch, dtype))
+
+    def chain() -> torch.Tensor:
+        y = x
+        for _ in range(CHAIN // 3):
+            y = torch.mul(torch.mm(torch.add(y, x), x), 0.5)
+        return y
+
+    _warm(device, chain)
+    return float(CHAIN), chain

@@ -1,0 +1,171 @@
+"""Curves through measured points, by non-negative least squares on relative errors.
+
+A collective's seconds are linear in the terms of :class:`hetspmd.cost.measured.Curve`. With x_i the factors of
+the terms at point i (1, k, E, M E, X E), p_i = x_i b and t_i its measured median, the terms are
+
+    argmin over b >= 0 of sum_i ln(p_i / t_i)^2,
+
+in which a microsecond of a short message weighs what a second of a long one does, and half the time what twice the
+time does. It is found by Gauss and Newton's method: with q the last solution's p, ln(p / t) is nearly
+ln(q / t) + (p - q) / q, which makes each step a non-negative least squares problem with the weights 1 / q. The
+minimum over b >= 0 is the unconstrained one over the terms that are not 0 there (Karush-Kuhn-Tucker); as there are
+at most four terms, every set of them is tried, and the exact minimum found.
+
+Backends change their algorithm with the size, and memory is slower than caches; so the sizes may fall into two
+parts, each with its own terms. The split, or none, is the one of least N ln(S / N) + p ln N (Schwarz's criterion),
+S the sum above over N points (a mean deviation of less than ``NOISE`` counts as that much) and p the
+number of terms, and one more for a split. A part of a single size has the terms per byte only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+from statistics import median
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hetspmd.cost.cluster import Network
+from hetspmd.cost.measured import TERMS_OF, Curve, Fit, Point
+from hetspmd.errors import ProfileError
+from hetspmd.synth.program import Kind
+
+__all__ = ["fit_curve", "fit_curves", "fit_network", "hidden", "non_negative_least_squares"]
+
+Array = npt.NDArray[np.float64]
+NOISE: Final = 0.05
+ROUNDS: Final = 20
+
+
+def non_negative_least_squares(matrix: Array, target: Array) -> Array:
+    """argmin over b >= 0 of |matrix b - target|, for a matrix of few columns; the first of equally good ones."""
+    scale = np.linalg.norm(matrix, axis=0)
+    scaled = matrix / np.where(scale > 0, scale, 1.0)
+    columns = np.flatnonzero(scale > 0)
+    best, least = np.zeros(matrix.shape[1]), float(target @ target)
+    for count in range(1, len(columns) + 1):
+        for chosen in combinations(columns.tolist(), count):
+            found = np.linalg.lstsq(scaled[:, chosen], target, rcond=None)[0]
+            left = scaled[:, chosen] @ found - target
+            if found.min() >= 0 and float(left @ left) < least * (1 - 1e-12):
+                least = float(left @ left)
+                best = np.zeros(matrix.shape[1])
+                best[list(chosen)] = found / scale[list(chosen)]
+    return best
+
+
+def fit_curves(kind: Kind, devices: int, points: Sequence[Point]) -> tuple[Fit, ...]:
+    """The curve of ``kind`` through ``points``, or the two curves for smaller and for larger tensors.
+
+    Raises ValueError without points.
+    """
+    sizes = sorted({p.nbytes for p in points})
+    best: tuple[Fit, ...] = (fit_curve(kind, devices, points),)
+    least = math.inf
+    for split in (0, *range(2, len(sizes))):
+        above = 0.0 if split == 0 else round(math.sqrt(sizes[split - 1] * sizes[split]))
+        parts = [p for p in points if p.nbytes <= above], [p for p in points if p.nbytes > above]
+        fits = [fit_curve(kind, devices, q, at) for q, at in zip(parts, (0.0, above), strict=True) if q]
+        errors = [e for fit in fits for e in _errors(fit.curve, fit.points)]
+        deviation = max(sum(e * e for e in errors) / len(errors), NOISE**2)
+        count = sum(len(_terms(kind, fit.points)) for fit in fits) + len(fits) - 1
+        value = len(errors) * math.log(deviation) + count * math.log(len(errors))
+        if value < least:
+            best, least = tuple(fits), value
+    return best
+
+
+def fit_curve(kind: Kind, devices: int, points: Sequence[Point], above: float = 0.0) -> Fit:
+    """One curve of ``kind`` between ``devices`` devices through ``points``, with its quality.
+
+    Raises ValueError without points.
+    """
+    if not points:
+        raise ValueError(f"no point of {kind}")
+    factors = {
+        "latency": [1.0 for _ in points],
+        "per_shard": [float(p.shards) for p in points],
+        "per_byte": [float(p.nbytes) for p in points],
+        "per_largest": [p.nbytes * p.largest for p in points],
+        "per_exchange": [p.nbytes * p.exchange for p in points],
+    }
+    terms = _terms(kind, points)
+    found = _relative_least_squares(
+        np.array([factors[term] for term in terms]).T, np.array([p.seconds for p in points])
+    )
+    numbers = {t: _rounded(v) for t, v in zip(terms, found.tolist(), strict=True)}
+    curve = Curve(kind, devices, above=above, **numbers)
+    errors = _errors(curve, points)
+    logs = [math.log(p.seconds) for p in points]
+    spread = sum((x - math.fsum(logs) / len(logs)) ** 2 for x in logs)
+    r2 = 1 - sum(e * e for e in errors) / spread if spread > 0 else None
+    return Fit(curve, r2, median(abs(math.expm1(e)) for e in errors), tuple(points))
+
+
+def hidden(points: Sequence[Point]) -> bool:
+    """Whether the times tell too little of the bandwidth: even shards of the largest size take less than twice as
+    long as those of the least."""
+    even = sorted((p.nbytes, p.seconds) for p in points if p.skew == "even")
+    return even[-1][1] < 2 * even[0][1]
+
+
+def _terms(kind: Kind, points: Sequence[Point]) -> tuple[str, ...]:
+    single = len({p.nbytes for p in points}) == 1
+    return tuple(t for t in TERMS_OF[kind] if not single or t not in ("latency", "per_shard"))
+
+
+def _errors(curve: Curve, points: Sequence[Point]) -> list[float]:
+    """ln(p / t) of each point."""
+    return [
+        math.log(curve.seconds(p.nbytes, p.shards, p.largest, p.exchange) / p.seconds) for p in points
+    ]  # fmt: skip
+
+
+def _relative_least_squares(matrix: Array, seconds: Array) -> Array:
+    """argmin over b >= 0 of the sum of ln(p / t)^2, with p = matrix b and t the seconds; the best of ``ROUNDS``."""
+    best = found = non_negative_least_squares(matrix / seconds[:, None], np.ones(len(seconds)))
+    least = math.inf
+    for _ in range(ROUNDS):
+        predicted = np.clip(matrix @ found, 0.01 * seconds, 100 * seconds)
+        errors = np.log(predicted / seconds)
+        if float(errors @ errors) < least * (1 - 1e-12):
+            best, least = found, float(errors @ errors)
+        found = non_negative_least_squares(matrix / predicted[:, None], np.clip(1 - errors, 0.1, 3.0))
+    return best
+
+
+def fit_network(fits: Sequence[Fit]) -> Network:
+    """The latency and bandwidth with which the cost model's own formulas come closest to all measured points.
+
+    They stand for what no curve was measured of. The formulas are those of :mod:`hetspmd.cost.model`. Raises
+    ProfileError if the times do not grow with the size.
+    """
+    rows, seconds = [], []
+    for fit in fits:
+        n, kind = fit.curve.devices, fit.curve.kind
+        for p in fit.points:
+            latencies, traffic = 1.0, (n - 1) * p.largest * p.nbytes
+            if kind == "all_reduce":
+                latencies, traffic = 2.0, 2 * (n - 1) / n * p.nbytes
+            elif kind == "all_to_all":
+                traffic = p.exchange * p.nbytes
+            elif kind.startswith("grouped"):
+                latencies, traffic = float(p.shards), float(p.nbytes)
+            rows.append([latencies, traffic])
+            seconds.append(p.seconds)
+    latency, per_byte = _relative_least_squares(np.array(rows), np.array(seconds)).tolist()
+    latencies, traffic = max(rows, key=lambda row: row[1])
+    if per_byte * traffic < latency * latencies:
+        raise ProfileError(
+            "the times of the collectives do not grow with their sizes: the machine is too busy to be measured; "
+            "profile again when it is not, or raise --budget"
+        )
+    return Network(_rounded(1 / per_byte), _rounded(latency or min(seconds)))
+
+
+def _rounded(value: float) -> float:
+    """Six significant digits: more than was measured, and a file that can be read."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,113 @@
+"""From what each rank measured to the cluster's devices.
+
+Ranks are one kind of device if they have the same name, dtypes, and memory within a tenth, and every rate is
+within a tenth of the first such rank's, or known so vaguely that the intervals of the two medians overlap. Each
+number of a kind is the median over its ranks, but the memory the least. So equal devices stay equal, as the search
+and the linear program want them, whatever the noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from hetspmd.cost.cluster import Device
+from hetspmd.cost.measured import Rate
+
+__all__ = ["ALIKE", "Report", "devices_of", "groups_of"]
+
+ALIKE: Final = 0.1
+MAX_GROUPS: Final = 4
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank knows of its device: its kind's ``name``, its ``host``, usable ``memory`` in bytes, rates."""
+
+    name: str
+    host: str
+    memory: float
+    rates: tuple[Rate, ...]
+
+    def device(self, product: str) -> Device:
+        """The device; FLOP/s are those of ``product``: matmul or convolution."""
+        flops = {r.dtype: r.per_second for r in self.rates if r.what == product}
+        memory = next(r for r in self.rates if (r.what, r.dtype) == ("memory", "float32"))
+        launch = next(r for r in self.rates if r.what == "launch")
+        return Device(self.name, flops, self.memory, memory.per_second, launch.seconds / launch.amount)
+
+
+def devices_of(reports: Sequence[Report], product: str = "matmul") -> tuple[Device, ...]:
+    """The devices in rank order, those of a kind equal. Kinds of one name are told apart by letters."""
+    raw = [r.device(product) for r in reports]
+    kinds: list[list[int]] = []
+    for rank, report in enumerate(reports):
+        for kind in kinds:
+            if _alike(reports[kind[0]], report):
+                kind.append(rank)
+                break
+        else:
+            kinds.append([rank])
+    merged: dict[int, Device] = {}
+    for kind in kinds:
+        members = [raw[r] for r in kind]
+        namesakes = [k for k in kinds if raw[k[0]].name == members[0].name]
+        name = members[0].name + ("" if len(namesakes) == 1 else f"-{_letters(namesakes.index(kind))}")
+        device = Device(
+            name,
+            {t: _rounded(median(d.flops[t] for d in members)) for t in members[0].flops},
+            float(int(min(d.memory for d in members) / 2**20) * 2**20) or 1.0,
+            _rounded(median(d.memory_bandwidth for d in members)),
+            _rounded(median(d.launch for d in members)),
+        )
+        merged |= dict.fromkeys(kind, device)
+    return tuple(merged[rank] for rank in range(len(raw)))
+
+
+def groups_of(devices: Sequence[Device]) -> tuple[tuple[int, ...], ...]:
+    """Groups of ranks between which collectives are measured, each with the fastest device first.
+
+    All ranks, the two fastest, and the fastest kinds together, which are the subsets that the compiler tries; of
+    the last at most ``MAX_GROUPS``, evenly spaced.
+    """
+    order = sorted(range(len(devices)), key=lambda r: (-devices[r].rate("float32"), r))
+    ends = [
+        i for i in range(2, len(order)) if i == 2 or devices[order[i]] != devices[order[i - 1]]
+    ]  # fmt: skip
+    if len(ends) > MAX_GROUPS:
+        ends = [ends[i * (len(ends) - 1) // (MAX_GROUPS - 1)] for i in range(MAX_GROUPS)]
+    return tuple(tuple(order[:end]) for end in (len(order), *reversed(ends)) if end > 1)
+
+
+def _alike(first: Report, other: Report) -> bool:
+    ours = {(r.what, r.dtype): r for r in first.rates}
+    theirs = {(r.what, r.dtype): r for r in other.rates}
+    if first.name != other.name or ours.keys() != theirs.keys() or not _near(first.memory, other.memory):
+        return False
+    return all(_near(a.per_second, theirs[k].per_second) or _overlap(a, theirs[k]) for k, a in ours.items())
+
+
+def _near(a: float, b: float) -> bool:
+    return max(a, b) <= (1 + ALIKE) * min(a, b)
+
+
+def _overlap(a: Rate, b: Rate) -> bool:
+    """Whether the intervals of two medians overlap; the calls may differ in their amounts."""
+    return a.amount / a.high <= b.amount / b.low and b.amount / b.high <= a.amount / a.low
+
+
+def _letters(index: int) -> str:
+    """a, b, ..., z, ba, bb, ..."""
+    text = ""
+    while True:
+        text = chr(ord("a") + index % 26) + text
+        index //= 26
+        if not index:
+            return text
+
+
+def _rounded(value: float) -> float:
+    """Four significant digits: more than was measured."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,169 @@
+"""The whole profile: devices first, all at once; then the collectives, between all devices and between the
+fastest ones; then the cluster file.
+
+A third of the budget goes to the devices (all of it on a single one), the rest in equal parts to the groups of
+ranks. Every rank calls :func:`measure` and gets the same result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import yaml
+
+from hetspmd.cost.cluster import Cluster, Device
+from hetspmd.cost.cluster_file import Node, read_file
+from hetspmd.cost.measured import COLLECTIVES, Fit, Measured, Point, read_measured
+from hetspmd.errors import ClusterError
+from hetspmd.profile.collectives import measure_group
+from hetspmd.profile.device import DTYPES, measure_device
+from hetspmd.profile.fit import fit_curves, fit_network, hidden
+from hetspmd.profile.grouping import Report, devices_of, groups_of
+from hetspmd.profile.host import device_name, host_identity, usable_memory
+from hetspmd.profile.sampling import CONFIDENCE
+from hetspmd.profile.session import Session
+from hetspmd.synth.program import Kind
+
+__all__ = ["Options", "Profile", "measure"]
+
+DEVICE_PART: Final = 1 / 3
+TIMING: Final = (
+    "medians; a sample of a collective is the slowest rank's time after all have met; intervals of the median by "
+    "order statistics"
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """budget     seconds after which measurements are repeated no more
+    tolerance  half the interval of a median, as a part of it, at which it is not repeated
+    product    whose FLOP/s become the devices': matmul or convolution
+    dtypes     in which rates are measured"""
+
+    budget: float = 60.0
+    tolerance: float = 0.05
+    product: str = "matmul"
+    dtypes: tuple[str, ...] = DTYPES
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A cluster and all that was measured of it."""
+
+    cluster: Cluster
+    measured: Measured
+
+    def to_text(self) -> str:
+        """The cluster file's text (YAML)."""
+        document = self.cluster.to_dict()
+        document["measured"] = _short(self.measured.to_dict())
+        text: str = yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=140)
+        return "# Written by hetspmd profile. Devices are in rank order.\n" + text
+
+    @classmethod
+    def load(cls, path: str) -> Profile:
+        """A cluster file with the part ``measured``. Raises ClusterError for any other."""
+        root: Node = read_file(path)
+        cluster = Cluster.load(path)
+        if root.mapping is None or "measured" not in root.mapping:
+            raise ClusterError(
+                f"{path} has no part measured, so there is nothing to show; hetspmd profile writes one"
+            )
+        return cls(cluster, read_measured(root.mapping["measured"], cluster.world))
+
+
+def measure(session: Session, options: Options, tick: Callable[[str], None] = lambda what: None) -> Profile:
+    """Measure every rank's device and the collectives between them.
+
+    ``tick`` hears what is being measured. Raises ProfileError on every rank if one fails.
+    """
+    device = session.device
+    hosts = session.together("naming the host", host_identity)
+    ranks_on_host = Counter(hosts)[hosts[session.rank]]
+    memory = session.together("asking for memory", lambda: usable_memory(device, ranks_on_host))
+    part = DEVICE_PART if session.world > 1 else 1.0
+    budget = max(part * options.budget - session.elapsed(), 0.0)
+    reports = session.together(
+        "measuring its device",
+        lambda: Report(
+            device_name(device), hosts[session.rank], memory[session.rank],
+            measure_device(session.rank, device, budget, options.tolerance, options.dtypes, tick),
+        ),
+    )  # fmt: skip
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    devices = devices_of(reports, options.product)
+    rates = tuple(rate for report in reports for rate in report.rates)
+    fits = _collectives(session, devices, options, tick)
+    spent = max(session.together("reading the clock", session.elapsed))
+    about = _about(session, options, spent, Counter(hosts))
+    network = fit_network([f for f in fits if f.curve.devices == session.world]) if fits else None
+    points: dict[tuple[Kind, int], list[Point]] = {}
+    for fit in fits:
+        points.setdefault((fit.curve.kind, fit.curve.devices), []).extend(fit.points)
+    dropped = {kind for (kind, _), of_kind in points.items() if hidden(of_kind)}
+    fits = tuple(f for f in fits if f.curve.kind not in dropped)
+    if dropped:
+        about["dropped"] = ", ".join(kind for kind in COLLECTIVES if kind in dropped)
+    cluster = Cluster(devices, network, tuple(f.curve for f in fits))
+    return Profile(cluster, Measured(fits, rates, about))
+
+
+def _collectives(
+    session: Session, devices: tuple[Device, ...], options: Options, tick: Callable[[str], None]
+) -> tuple[Fit, ...]:
+    groups = groups_of(devices) if session.world > 1 else ()
+    fits: list[Fit] = []
+    for index, group in enumerate(groups):
+        now = max(session.together("reading the clock", session.elapsed))
+        deadline = now + max(options.budget - now, 0.0) / (len(groups) - index)
+        ranks = sorted(group)
+        order = [ranks.index(r) for r in group]
+        points = measure_group(session, ranks, order, deadline, options.tolerance, tick)
+        for kind in COLLECTIVES:
+            fits += fit_curves(kind, len(ranks), [p for k, p in points if k == kind])
+    return tuple(
+        sorted(fits, key=lambda f: (COLLECTIVES.index(f.curve.kind), f.curve.devices, f.curve.above))
+    )
+
+
+def _about(session: Session, options: Options, spent: float, hosts: Counter[str]) -> dict[str, str | float]:
+    cuda = session.device.type == "cuda"
+    most = max(hosts.values())
+    return {
+        "backend": session.backend or "none: one device",
+        "torch": "torch " + torch.__version__,
+        "threads": torch.get_num_threads(),
+        "budget": options.budget,
+        "spent": round(spent, 2),
+        "tolerance": options.tolerance,
+        "confidence": CONFIDENCE,
+        "flops": options.product,
+        "memory": "free memory of the GPU"
+        if cuda
+        else f"available memory of the machine, divided by its ranks (at most {most})",
+        "timing": TIMING,
+    }
+
+
+def _short(document: dict[str, Any]) -> dict[str, Any]:
+    """The same with four significant digits in points and rates, six in the rest."""
+
+    def shorten(value: Any, digits: int) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.{digits}g}")
+        if isinstance(value, list):
+            return [shorten(v, 4) for v in value]
+        if isinstance(value, dict):
+            return {k: shorten(v, digits) for k, v in value.items()}
+        return value
+
+    found: dict[str, Any] = {k: shorten(v, 6) for k, v in document.items()}
+    if "curves" in found:  # as they were fitted: the file is what plans are made from
+        for entry, exact in zip(found["curves"], document["curves"], strict=True):
+            entry |= {k: v for k, v in exact.items() if k not in ("points", "r2", "error")}
+    return found

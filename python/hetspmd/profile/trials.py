@@ -1,0 +1,143 @@
+"""Which cases of a collective are measured: sizes, and how unevenly the shards are cut.
+
+Skews, with the devices in order of speed, fastest first:
+
+- even: equal shards;
+- skewed: shares that fall geometrically to an eighth from the fastest device to the slowest;
+- half: equal shards on the faster half, empty ones on the slower;
+- lone: the fastest device holds everything.
+
+Gathers and scatters cut dim 0 of a matrix. An all-to-all goes from rows to columns: evenly and skewed on both
+sides, and from half and lone to even ones. An all-reduce has no shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from hetspmd.cost.measured import COLLECTIVES
+from hetspmd.run import collectives
+from hetspmd.run.collectives import Pending
+from hetspmd.run.runtime import Runtime
+from hetspmd.synth.program import Kind
+
+__all__ = ["LEVELS", "Trial", "start", "trials"]
+
+LEVELS: Final = tuple(4096 * 8**i for i in range(6))
+"""Bytes of the whole tensor: 4 KiB to 128 MiB."""
+ITEM: Final = 4
+UNITS: Final = 256
+FALL: Final = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A case: ``extents`` of each rank along dim 0 (empty for all_reduce), ``targets`` along dim 1 (all_to_all),
+    ``width`` elements of the other dims. The numbers are those of :class:`hetspmd.cost.measured.Point`."""
+
+    kind: Kind
+    skew: str
+    extents: tuple[int, ...]
+    targets: tuple[int, ...]
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return ITEM * self.width * max(sum(self.extents), 1)
+
+    @property
+    def shards(self) -> int:
+        """Shards that hold anything."""
+        return sum(1 for e in self.extents if e) if self.extents else 1
+
+    @property
+    def largest(self) -> float:
+        """The part of the tensor that the largest shard holds."""
+        return max(self.extents) / sum(self.extents) if self.extents else 1.0
+
+    @property
+    def exchange(self) -> float:
+        """The part that the busiest device sends or receives in an all-to-all."""
+        if not self.targets:
+            return 0.0
+        shares = [(s / sum(self.extents), t / sum(self.targets)) for s, t in self._pairs()]
+        return max(max(s * (1 - t), t * (1 - s)) for s, t in shares)
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        return list(zip(self.extents, self.targets, strict=True))
+
+    def shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of this rank's operand."""
+        if self.kind == "all_reduce":
+            return (self.width,)
+        if self.kind == "all_to_all":
+            return self.extents[rank], self.width
+        whole = self.kind in ("reduce_scatter", "grouped_reduce")
+        return sum(self.extents) if whole else self.extents[rank], self.width
+
+
+def trials(nbytes: int, order: Sequence[int]) -> list[Trial]:
+    """The cases of about ``nbytes`` bytes; ``order`` holds the ranks, fastest first."""
+    skews = _skews(len(order))
+    found: list[Trial] = []
+    for kind in COLLECTIVES:
+        if kind == "all_reduce":
+            found.append(Trial(kind, "even", (), (), nbytes // ITEM))
+        elif kind == "all_to_all":
+            side = math.isqrt(nbytes // ITEM)
+            even = _extents(side, skews["even"], order)
+            for skew, shares in skews.items():
+                extents = _extents(side, shares, order)
+                found.append(Trial(kind, skew, extents, extents if skew == "skewed" else even, side))
+        else:
+            width = max(nbytes // ITEM // UNITS, 1)
+            found += [
+                Trial(kind, skew, _extents(UNITS, shares, order), (), width) for skew, shares in skews.items()
+            ]
+    return found
+
+
+def start(runtime: Runtime, trial: Trial, operand: torch.Tensor) -> Pending:
+    """Start the collective of ``trial`` on this rank's ``operand``, as a lowered program does."""
+    if trial.kind == "all_reduce":
+        return collectives.start_all_reduce(runtime, operand)
+    if trial.kind == "all_to_all":
+        return collectives.start_all_to_all(runtime, operand, 0, 1, trial.extents, trial.targets)
+    run = {
+        "reduce_scatter": collectives.start_reduce_scatter,
+        "grouped_reduce": collectives.start_grouped_reduce,
+        "all_gather": collectives.start_all_gather,
+        "grouped_broadcast": collectives.start_grouped_broadcast,
+    }[trial.kind]
+    return run(runtime, operand, 0, trial.extents)
+
+
+def _skews(n: int) -> dict[str, list[float]]:
+    """Shares by place in the order of speed; a skew that repeats an earlier one is left out."""
+    half = n // 2
+    found = {
+        "even": [1.0] * n,
+        "skewed": [FALL ** (-i / (n - 1)) for i in range(n)],
+        "half": [1.0] * half + [0.0] * (n - half),
+        "lone": [1.0] + [0.0] * (n - 1),
+    }
+    if found["half"] == found["lone"]:
+        del found["half"]
+    return found
+
+
+def _extents(units: int, shares: Sequence[float], order: Sequence[int]) -> tuple[int, ...]:
+    """Whole units per rank in proportion to the shares, by largest remainder; ``shares[i]`` is of ``order[i]``."""
+    exact = [units * s / sum(shares) for s in shares]
+    found = [int(e) for e in exact]
+    rest = sorted(range(len(exact)), key=lambda i: (found[i] - exact[i], i))[: units - sum(found)]
+    for i in rest:
+        found[i] += 1
+    by_rank = dict(zip(order, found, strict=True))
+    return tuple(by_rank[r] for r in range(len(order)))

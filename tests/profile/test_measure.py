@@ -1,0 +1,140 @@
+"""Measuring for real: one process, simulated ranks, and gloo processes that finish or fail together."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from profile_worker import worker
+from synthetic import rates_of
+from torch import multiprocessing
+
+from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.measured import COLLECTIVES
+from hetspmd.profile import measure as measuring
+from hetspmd.profile.measure import Options, Profile, measure
+from hetspmd.profile.session import Session
+from hetspmd.profile.trials import LEVELS
+from hetspmd.run.simulate import run_ranks
+
+TARGETS = Path(__file__).parents[1] / "cli" / "targets.py"
+CPU = torch.device("cpu")
+
+
+def test_one_process_measures_its_device(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    path = tmp_path / "one.yaml"
+    outcome = command("profile", "--out", path, "--budget", "500ms", "--device", "cpu")
+    assert outcome.status == 0, outcome.err
+    assert "Measuring one device, for about 0.5 s: each median until its 95 % interval" in outcome.err
+    made = Profile.load(str(path))
+    assert made.cluster.world == 1
+    assert made.cluster.network is None
+    (device,) = made.cluster.devices
+    assert 1e7 < device.rate("float32") < 1e15
+    assert 1e6 < device.memory_bandwidth < 1e14
+    assert 1e-8 < device.launch < 1e-2
+    assert 2**20 < device.memory < 2**50
+    assert {(r.what, r.dtype) for r in made.measured.rates} >= {
+        ("matmul", "float32"), ("convolution", "float32"), ("memory", "float32"), ("launch", "float32"),
+        ("matmul", "bfloat16"),
+    }  # fmt: skip
+    assert all(r.samples >= 3 and r.low <= r.seconds <= r.high for r in made.measured.rates)
+    assert command("compile", TARGETS, "--cluster", path).status == 0
+
+
+def test_simulated_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds 1 : 4 : 1 : 4: collectives between all four, and between ranks 1 and 3."""
+    speeds = (1e12, 4e12, 1e12, 4e12)
+    monkeypatch.setattr(
+        measuring, "measure_device", lambda rank, *rest: rates_of(rank, speeds[rank], jitter=1 + 0.01 * rank)
+    )
+    monkeypatch.setattr("hetspmd.profile.collectives.LEVELS", LEVELS[:3])
+    monkeypatch.setattr("hetspmd.profile.collectives.FIRST", 2)
+
+    def run(comm: Any) -> Profile:
+        return measure(Session(comm, CPU, "simulated", start=time.perf_counter()), Options(budget=0.01))
+
+    found = run_ranks(4, run)
+    made = found[0]
+    assert all(f == made for f in found)
+    dropped = str((made.measured.about or {}).get("dropped", ""))
+    assert [(f.curve.kind, f.curve.devices) for f in made.measured.fits] == [
+        (kind, n) for kind in COLLECTIVES if kind not in dropped for n in (2, 4)
+    ]
+    slow, fast, *rest = made.cluster.devices
+    assert rest == [slow, fast]
+    for fit in made.measured.fits:
+        sizes = {p.nbytes for p in fit.points}
+        assert max(sizes) <= LEVELS[2]
+        assert len(sizes) == 3
+        skews = 1 if fit.curve.kind == "all_reduce" else 3 if fit.curve.devices == 2 else 4
+        assert len(fit.points) == 3 * skews
+        assert all(0 < p.low <= p.seconds <= p.high and p.samples >= 2 for p in fit.points)
+    assert Cluster.from_text(made.to_text()) == made.cluster
+    assert made.cluster.part((1, 3)).curves == tuple(c for c in made.cluster.curves if c.devices == 2)
+
+
+def _free_ports(count: int) -> tuple[int, ...]:
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = tuple(s.getsockname()[1] for s in sockets)
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def test_gloo_ranks_finish_or_fail_together(command: Any, tmp_path: Path) -> None:
+    began = time.monotonic()
+    multiprocessing.spawn(worker, (2, _free_ports(3), str(tmp_path)), nprocs=2)
+    assert time.monotonic() - began < 100  # nobody waits for a timeout
+    texts = [(tmp_path / f"{rank}.yaml").read_text() for rank in range(2)]
+    assert texts[0] == texts[1]
+    made = Profile.load(str(tmp_path / "0.yaml"))
+    assert made.cluster.world == 2
+    assert {f.curve.kind for f in made.measured.fits if f.curve.devices == 2} == set(COLLECTIVES)
+    assert command("compile", TARGETS, "--cluster", tmp_path / "0.yaml").status == 0
+
+    reports = [(tmp_path / f"{rank}.txt").read_text().splitlines() for rank in range(2)]
+    assert [line.split(":")[0] for line in reports[0]] == ["device", "collective"]
+    assert reports[0] == reports[1]
+    device, collective = reports[0]
+    assert device.startswith("device: rank 1 on ")
+    assert device.endswith("failed in measuring its device: RuntimeError: the fan is off")
+    assert collective.startswith("collective: rank 1 on ")
+    assert collective.endswith("failed in the collectives between 2 devices: RuntimeError: no cable")
+
+
+@pytest.mark.slow
+def test_the_command_under_torchrun(tmp_path: Path) -> None:
+    """What the documentation says to type."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    path = tmp_path / "two.yaml"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    done = subprocess.run(
+        [*launch, "hetspmd", "profile", "--out", str(path), "--budget", "3s", "--device", "cpu"],
+        capture_output=True, text=True, timeout=120, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Cluster of 2 devices") == 1  # rank 0 speaks for all
+    assert "\r" not in done.stderr  # no terminal, no bar
+    cluster = Cluster.load(path)
+    assert cluster.world == 2
+    assert {c.kind for c in cluster.curves} == set(COLLECTIVES)
+    bad = subprocess.run(
+        [*launch, "hetspmd", "profile", "--out", str(tmp_path / "no" / "x.yaml"), "--device", "cpu"],
+        capture_output=True, text=True, timeout=120, env=environment, check=False,
+    )  # fmt: skip
+    assert bad.returncode != 0
+    assert bad.stderr.count("hetspmd profile: ProfileError: rank 0 on ") >= 1
+    assert "there is no folder" in bad.stderr
