@@ -61,6 +61,8 @@ class Pair:
     lengths: Lengths
     cost: StepCost
     active: tuple[int, ...]
+    searched: bool
+    """The program was searched at these lengths, to which its cost and bound belong."""
 
     @property
     def seconds(self) -> float:
@@ -137,6 +139,7 @@ class Alternation:
         if best is None:
             assert self.nearest is not None
             raise self.nearest
+        best = self._certified(best)
         if len(best.active) < self.cluster.world and all_devices is not None:
             seconds["all_devices"] = all_devices
         return Outcome(best, seconds, tuple(iterations))
@@ -145,12 +148,21 @@ class Alternation:
         """The best pair at given lengths, whether it fits or not."""
         costs = CostModel(self.theory, self.cluster.part(active))
         found = self._search(costs, lengths, None)
-        return self._judged(costs, found, active)(ratios, lengths)
+        return _Judge(self, costs, found, active, lengths)(ratios, lengths)
 
     def _best(self, pairs: Sequence[Pair]) -> Pair | None:
-        """The fastest of the pairs that fit, the first among equals."""
+        """The fastest of the pairs that fit; among equals one that was searched as it is, and the first."""
         fitting = [pair for pair in pairs if pair.fits(self.cluster)]
-        return min(fitting, key=lambda pair: pair.seconds, default=None)
+        return min(fitting, key=lambda pair: (pair.seconds, not pair.searched), default=None)
+
+    def _certified(self, pair: Pair) -> Pair:
+        """The pair with cost and bound of its own lengths, where its program was found at others."""
+        if pair.searched:
+            return pair
+        costs = CostModel(self.theory, self.cluster.part(pair.active))
+        whole = self._search(costs, pair.lengths, pair.found)
+        cost = self.searcher.cost(pair.found, costs, pair.lengths)
+        return replace(pair, found=_bounded(pair.found, cost, whole), searched=True)
 
     def _team(self, part: CostModel, ranks: tuple[int, ...]) -> tuple[list[Pair], list[Iteration]]:
         """Pairs of a proper subset of the devices."""
@@ -191,7 +203,7 @@ class Alternation:
             for index in range(MAX_ITERATIONS):
                 lengths = lengths_for(self.theory.axes, ratios)
                 found = self._search(costs, lengths, before, within)
-                judged = self._judged(costs, found, active)
+                judged = _Judge(self, costs, found, active, lengths)
                 tried = [judged(ratios, lengths)]
                 if not tried[0].fits(self.cluster):
                     if not queue and name != "memory" and len(active) > 1:
@@ -200,7 +212,7 @@ class Alternation:
                     if fitting is None:
                         break
                     found = fitting
-                    judged = self._judged(costs, found, active)
+                    judged = _Judge(self, costs, found, active, lengths)
                     tried = [judged(ratios, lengths)]
                 better, moved = self._balanced(costs, judged, ratios, lengths)
                 tried.append(judged(better, moved))
@@ -231,51 +243,43 @@ class Alternation:
                 self.nearest = MemoryLimitError(lacking, [d.name for d in self.cluster.devices])
             return None
 
-    def _judged(self, costs: CostModel, found: Found, active: tuple[int, ...]) -> _Judge:
-        return _Judge(self, costs, found, active)
-
     def _balanced(
         self, costs: CostModel, judged: _Judge, ratios: Ratios, lengths: Lengths
     ) -> tuple[Ratios, Lengths]:
         """The best ratios for a program that keep within the memory, and their lengths."""
         if costs.world == 1:
             return ratios, lengths
-        with self.clock("balance"):
-            capacity = capacities(costs)
-            most = None
-            if np.isfinite(capacity).any():
-                most = judged.step.holdings.at(lengths).largest_shares(capacity)
-            # Whole units may be more than the share that fits.
-            for margin in (1.0, 0.97, 0.9):
+        capacity = capacities(costs)
+        most = None
+        if np.isfinite(capacity).any():
+            most = judged.step.holdings.at(lengths).largest_shares(capacity)
+        # Whole units may be more than the share that fits.
+        for margin in (1.0, 0.97, 0.9):
+            with self.clock("balance"):
                 better = optimise_ratios(
                     self.theory, costs, judged.program, most=None if most is None else most * margin,
                     start=ratios, stages=judged.step.stages,
                 )  # fmt: skip
                 moved = lengths_for(self.theory.axes, better)
-                if most is None or judged(better, moved).fits(self.cluster):
-                    return better, moved
-            return ratios, lengths
+            if most is None or judged(better, moved).fits(self.cluster):
+                return better, moved
+        return ratios, lengths
 
     def _overlapping(self, costs: CostModel, active: tuple[int, ...], best: Pair) -> list[Pair]:
-        """Pairs with programs that are best if part of the communication is hidden."""
+        """Pairs with programs that are best at the lengths of ``best`` if part of the communication is hidden."""
         pairs: list[Pair] = []
         if costs.world == 1:
             return pairs
+        whole = best.found if best.searched else self._search(costs, best.lengths, best.found)
         tried = [best.found.rows]
         for weight in OVERLAPS:
-            if len(best.active) != costs.world:
-                break
             found = self._search(costs, best.lengths, best.found, overlap=weight)
             if found.rows in tried:
                 continue
             tried.append(found.rows)
             # Its own bound is of the weighted costs; the bound of all programs is the unweighted search's.
-            bound = min(best.found.lower_bound, found.cost)
-            gap = (found.cost - bound) / found.cost if found.cost > 0 else 0.0
-            found = replace(
-                found, lower_bound=bound, gap=gap, stop_reason="optimal" if gap == 0 else "overlap"
-            )
-            judged = self._judged(costs, found, active)
+            found = _bounded(found, found.cost, whole)
+            judged = _Judge(self, costs, found, active, best.lengths)
             pairs.append(judged(best.ratios, best.lengths))
             pairs.append(judged(*self._balanced(costs, judged, best.ratios, best.lengths)))
         return pairs
@@ -307,15 +311,27 @@ class Alternation:
             except (InfeasibleError, SearchError):
                 continue
             before = result
-            found[name] = self._judged(costs, result, everyone)(ratios, lengths)
+            found[name] = _Judge(self, costs, result, everyone, lengths)(ratios, lengths)
         return found
+
+
+def _bounded(found: Found, cost: float, whole: Found) -> Found:
+    """A program that the simulation prefers, at its additive cost, with the bound that the search at its lengths
+    proved."""
+    bound = min(whole.lower_bound, cost)
+    gap = (cost - bound) / cost if cost > 0 else 0.0
+    return replace(
+        found, cost=cost, lower_bound=bound, gap=gap, stop_reason="optimal" if gap == 0 else "rescored"
+    )
 
 
 class _Judge:
     """Judges one program at several ratios."""
 
-    def __init__(self, of: Alternation, costs: CostModel, found: Found, active: tuple[int, ...]) -> None:
-        self.of, self.found, self.active = of, found, active
+    def __init__(
+        self, of: Alternation, costs: CostModel, found: Found, active: tuple[int, ...], searched_at: Lengths
+    ) -> None:
+        self.of, self.found, self.active, self.searched_at = of, found, active, searched_at
         self.program = self._left(found.program)
         idle = idle_seconds(of.theory.graph, self.program, of.cluster, active)
         with of.clock("balance"):
@@ -334,6 +350,7 @@ class _Judge:
             lengths,
             on_cluster(cost, self.of.cluster, self.active),
             self.active,
+            lengths == self.searched_at,
         )
 
     def _left(self, program: Program) -> Program:

@@ -3,7 +3,7 @@
 For each form that a parameter, an input or an output could have, a search constrained to it, on the plan's active
 devices and at its lengths, gives the least cost of any program that has it, and a lower bound. The difference to
 the best of them is what the form would cost. These costs are the search's own: seconds of all computations and
-collectives, added up. Beside them stands the step of the found program in the stage model (HAP 3.2), by which
+collectives, added up. Beside them stands the step of the found program in the two-stream simulation, by which
 plans are chosen; it counts only the slowest device of a stage, and what idle devices are sent.
 """
 
@@ -32,7 +32,7 @@ class Alternative:
     """A form, and the best program that has it, in seconds.
 
     ``seconds`` is its cost, ``lower_bound`` what no program with the form can beat; both are additive, as in
-    ``plan.search``. ``step_seconds`` is its step in the stage model, as in ``plan.cost``. All are None where no
+    ``plan.search``. ``step_seconds`` is its step in the simulation, as in ``plan.cost``. All are None where no
     program has the form (``reason`` says so), or where the limits struck before one was found.
     """
 
@@ -190,7 +190,7 @@ def _chosen(plan: Plan, name: str, tensor: int) -> Form | None:
 
 
 def _notes(plan: Plan, chosen: Form | None, found: list[Alternative], asked: bool) -> tuple[str, ...]:
-    notes = [f"step: in the stage model, where this plan takes {_seconds(plan.cost.step_seconds)}"]
+    notes = [f"step: in the simulation, where this plan takes {_seconds(plan.cost.step_seconds)}"]
     if len(plan.active) == 1 and plan.world > 1:
         notes.append(
             f"only rank {plan.active[0]} is active: nothing is divided, so the form makes no difference"

@@ -37,8 +37,10 @@ VERSION = 2
 class SearchReport:
     """What the search says of a program, in its additive cost model.
 
-    ``cost`` and ``lower_bound`` are in seconds, ``gap`` is ``(cost - lower_bound) / cost``. The numbers are
-    the same in every run; seconds of wall time are not kept here.
+    ``cost`` and ``lower_bound`` are in seconds, ``gap`` is ``(cost - lower_bound) / cost``. ``stop_reason`` is
+    "optimal" for the certified optimum; "rescored" for a program that the simulation of the step prefers to it;
+    "memory" for the best found that fits the devices, with the bound of those that do; or the limit that struck.
+    The numbers are the same in every run; seconds of wall time are not kept here.
     """
 
     cost: float
@@ -69,7 +71,7 @@ class Plan:
     ratios      B: the share of each active device, summing to 1 (one segment)
     lengths     whole units per logical axis and active device
     cluster     all devices, idle ones too
-    cost        the stage model's prediction for the program at these lengths (HAP 3.2)
+    cost        the prediction for the program at these lengths
     baselines   name -> predicted seconds of a step in the same cost model, for known kinds of programs
                 (those that the user's constraints rule out, or that do not exist, are missing):
                 data_parallel_even          whole parameters, the batch in equal shares (DDP)

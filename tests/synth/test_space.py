@@ -23,9 +23,9 @@ from hetspmd.rules.theory import Theory
 from hetspmd.synth import constraints as known
 from hetspmd.synth.checker import check
 from hetspmd.synth.constraints import Constraints
+from hetspmd.synth.pricing import PICOSECONDS
 from hetspmd.synth.program import Communicate, Compute, communications
 from hetspmd.synth.search import Found, Limits, Searcher, search
-from hetspmd.synth.pricing import PICOSECONDS
 from hetspmd.synth.space import search_space
 from workbench import cluster as unlike
 

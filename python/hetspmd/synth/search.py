@@ -115,6 +115,22 @@ class Searcher:
             )
         return self._found(solution, priced)
 
+    def cost(self, found: Found, model: CostModel, lengths: Lengths) -> float:
+        """The additive cost in seconds of a program of the space at other lengths than it was found at."""
+        priced = self.pricing.at(model, lengths)
+        total = 0
+        for i, row in enumerate(found.rows):
+            copies = 2 if i in self.space.theory.graph.second_reads else 1
+            total += int(
+                priced.seconds[0][self.pricing.row_start[i] + copies * self.space.rows[i].index(row)]
+            )
+        for n, t in enumerate(self.pricing.tensors):
+            move = found.moves[t]
+            if move is not None:
+                pairs = [pair[:2] for pair in self.space.pairs[t]]
+                total += int(priced.seconds[1][self.pricing.move_start[n] + pairs.index(move[:2])])
+        return total / priced.per_second
+
     def covers(self, within: Space) -> bool:
         """Whether every program of ``within`` is one of this space, but for forbidden rows."""
         return (

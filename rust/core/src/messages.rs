@@ -14,6 +14,9 @@
 
 use crate::model::{HALF, Model};
 
+/// By so many bits messages may be scaled up.
+const MOST_UP: u32 = 2;
+
 /// The messages on all edges of a model, at a scale of costs.
 #[derive(Clone, Debug)]
 pub struct Messages {
@@ -25,6 +28,12 @@ impl Messages {
     /// Those of `model`, whose costs are multiplied by `2^shift`.
     pub fn of(model: &Model, shift: u32) -> Self {
         Self { f: model.edges.iter().map(|edge| edge.f.clone()).collect(), shift }
+    }
+
+    /// Whether they can start a search at `2^shift`. Costs that are smaller by orders of magnitude have a larger
+    /// scale, at which these messages would be too large for the arithmetic, and worth nothing.
+    pub fn fit(&self, shift: u32) -> bool {
+        shift <= self.shift + MOST_UP
     }
 
     /// Moves costs along the edges of `model`, which has the edges of the model that these messages are of, none of

@@ -110,10 +110,11 @@ impl Searcher {
             return Ok(search.infeasible(conflict));
         };
         let shift = self.built.shift;
-        if let Some(messages) = &self.messages {
+        let messages = self.messages.as_ref().filter(|messages| messages.fit(shift));
+        if let Some(messages) = messages {
             messages.load(&mut model, shift);
         }
-        let warm = self.messages.is_some();
+        let warm = messages.is_some();
         Ok(search.run(model, warm, |model| self.messages = Some(Messages::of(model, shift))))
     }
 

@@ -172,7 +172,7 @@ proptest! {
         let mut before: Option<Assignment> = None;
         for (costs, mask, large) in rounds {
             // Other scales of costs too.
-            let mut next = costs.iter().cycle().map(|cost| if large { cost << 20 } else { *cost });
+            let mut next = costs.iter().cycle().map(|cost| if large { (cost << 20) + 7 * cost } else { *cost });
             let mut take = |count: usize| next.by_ref().take(count).collect::<Vec<i64>>();
             let rows = take(present.instructions.iter().map(|i| i.rows.len()).sum());
             let moves = take(present.tensors.iter().map(|t| t.moves.len()).sum());
