@@ -104,7 +104,7 @@ def test_text(plan: hetspmd.Plan) -> None:
         "  *: the plan's form; cost: all computations and collectives, added up, at the plan's shares",
         lines[6],
     ]
-    assert lines[6].startswith("  step: in the stage model, where this plan takes ")
+    assert lines[6].startswith("  step: in the simulation, where this plan takes ")
 
 
 def test_inputs_and_outputs(plan: hetspmd.Plan) -> None:
