@@ -27,7 +27,7 @@ from hetspmd.cost.cluster import Cluster  # noqa: E402  # the path first
 from hetspmd.cost.model import CostModel  # noqa: E402  # the path first
 from hetspmd.rules.theory import Theory, derive  # noqa: E402  # the path first
 from hetspmd.synth.constraints import Constraints  # noqa: E402  # the path first
-from hetspmd.synth.search import priced  # noqa: E402  # the path first
+from hetspmd.synth.search import Searcher  # noqa: E402  # the path first
 from hetspmd.synth.space import search_space  # noqa: E402  # the path first
 from hetspmd.trace.trace import split_example, trace  # noqa: E402  # the path first
 from integer_program import optimum  # noqa: E402  # the path first
@@ -83,7 +83,7 @@ def main() -> None:
         for title, speeds in CLUSTERS.items():
             lengths = lengths_for(theory.axes, tuple(s / sum(speeds) for s in speeds))
             model = CostModel(theory, cluster(speeds, full=options.full))
-            problem, _, _ = priced(search_space(theory, Constraints()), model, lengths)
+            problem = Searcher(search_space(theory, Constraints())).problem(model, lengths)
             found = json.loads(
                 _core.solve(problem, time_limit=600.0, max_expansions=100_000, memory_limit=2**32)
             )

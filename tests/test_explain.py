@@ -57,10 +57,12 @@ def test_the_chosen_form_is_the_cheapest(plan: hetspmd.Plan, name: str) -> None:
     dims = len(plan.graph.tensors[named_tensors(plan.theory)[name]].shape)
     assert {a.form for a in found.alternatives} == {IDENTITY, *map(all_gather, range(dims))}
     least = found.alternatives[0]
+    assert least.seconds == pytest.approx(plan.search.lower_bound), "the certified optimum"
+    # The simulation may prefer a program that is a little dearer in the additive model.
+    assert plan.search.cost <= least.seconds * 1.001
     assert least.form == found.chosen
-    assert least.seconds == pytest.approx(plan.search.cost)
     assert least.lower_bound == pytest.approx(plan.search.lower_bound)
-    assert least.step_seconds == pytest.approx(plan.cost.step_seconds)
+    assert least.step_seconds == pytest.approx(plan.cost.step_seconds, rel=1e-3)
     costs = [a.seconds for a in found.alternatives if a.seconds is not None]
     assert costs == sorted(costs)
 
@@ -102,7 +104,7 @@ def test_text(plan: hetspmd.Plan) -> None:
         "  *: the plan's form; cost: all computations and collectives, added up, at the plan's shares",
         lines[6],
     ]
-    assert lines[6].startswith("  step: in the stage model, where this plan takes ")
+    assert lines[6].startswith("  step: in the simulation, where this plan takes ")
 
 
 def test_inputs_and_outputs(plan: hetspmd.Plan) -> None:
@@ -113,7 +115,9 @@ def test_inputs_and_outputs(plan: hetspmd.Plan) -> None:
     (result,) = (r for r in plan.program.outputs if r.tensor == named_tensors(plan.theory)["output[1]"])
     assert logits.chosen == result.form
     loss = plan.explain("output[0]")
-    assert [(a.form, a.seconds) for a in loss.alternatives] == [(IDENTITY, pytest.approx(plan.search.cost))]
+    assert [(a.form, a.seconds) for a in loss.alternatives] == [
+        (IDENTITY, pytest.approx(plan.search.lower_bound))
+    ]
     assert loss.chosen == IDENTITY
 
 
@@ -142,7 +146,8 @@ def test_under_constraints_other_tensors_keep_to_them(plan: hetspmd.Plan) -> Non
     assert bias.asked is None
     assert bias.alternatives[0].form == bias.chosen
     assert bias.alternatives[0].seconds == pytest.approx(made.search.cost)
-    free = made.explain("hidden.bias")
+    assert made.explain("hidden.bias") == bias, "the plan knows its constraints"
+    free = made.explain("hidden.bias", constraints={})
     least = free.alternatives[0].seconds
     assert least is not None
     assert least < made.search.cost * 0.99
@@ -150,9 +155,10 @@ def test_under_constraints_other_tensors_keep_to_them(plan: hetspmd.Plan) -> Non
         made.explain("hidden.bias", constraints={"hiddn.*": "replicated"})
 
 
-def test_a_constraint_that_is_not_told_is_noticed() -> None:
+def test_a_constraint_that_is_set_aside_is_noticed() -> None:
     made = compiled(constraints={"hidden.weight": "shard(1)"})
-    assert "the plan's form is not of the least cost" in str(made.explain("hidden.weight"))
+    found = made.explain("hidden.weight", constraints={})
+    assert "the plan's form is not of the least cost" in str(found)
 
 
 IDLE = {

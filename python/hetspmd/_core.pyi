@@ -1,8 +1,42 @@
 """The search core, written in Rust (rust/core); JSON text in, JSON text out."""
 
 from collections.abc import Callable
+from typing import Self, final
 
-__all__ = ["solve", "version"]
+__all__ = ["Searcher", "solve", "version"]
+
+@final
+class Searcher:
+    """A problem that is searched again and again, at other costs and with some rows forbidden.
+
+    Each search starts from the messages that the last one left. Not for several threads at once: that raises
+    RuntimeError.
+    """
+
+    def __new__(cls, problem: str) -> Self:
+        """``problem`` as in :func:`solve`. Raises ValueError for a malformed problem."""
+
+    def set_costs(self, rows: bytes, moves: bytes, keep: bytes) -> None:
+        """Replace all costs, given as little-endian 64-bit integers.
+
+        Of the rows in the order of instructions; of the moves and of the prices of holding in the order of
+        tensors. Raises ValueError for a wrong number of them, negative ones or too large a sum.
+        """
+
+    def solve(
+        self,
+        *,
+        time_limit: float,
+        max_expansions: int,
+        memory_limit: int,
+        incumbent: str | None = None,
+        allowed: bytes | None = None,
+        progress: Callable[[float, int, int | None], object] | None = None,
+    ) -> str:
+        """As :func:`solve`; ``allowed`` has one byte per row, 0 where it is forbidden."""
+
+    def problem(self) -> str:
+        """The problem text at the present costs."""
 
 def solve(
     problem: str,

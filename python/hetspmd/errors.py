@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 __all__ = [
     "BatchMismatchError",
     "CheckError",
@@ -13,6 +15,7 @@ __all__ = [
     "GradientError",
     "HetspmdError",
     "InfeasibleError",
+    "MemoryLimitError",
     "MissingRuleError",
     "MissingRuleWarning",
     "OutputError",
@@ -75,6 +78,26 @@ class OutputError(HetspmdError):
 
 class InfeasibleError(HetspmdError):
     """No program satisfies the constraints."""
+
+
+class MemoryLimitError(HetspmdError):
+    """No program that was found fits the devices' memory.
+
+    ``lacking``: of the program that comes nearest, rank to (bytes that are missing, bytes that the device has).
+    """
+
+    def __init__(self, lacking: Mapping[int, tuple[int, int]], names: Sequence[str]) -> None:
+        self.lacking = dict(lacking)
+        self.names = tuple(names)
+        parts = [
+            f"rank {rank} ({names[rank]}) lacks {missing / 2**20:.4g} MiB of memory beyond its "
+            f"{capacity / 2**20:.4g} MiB"
+            for rank, (missing, capacity) in self.lacking.items()
+        ]
+        super().__init__(
+            f"no program was found that fits the devices; in the nearest one {'; '.join(parts)}. Take a smaller "
+            "batch, loosen constraints, add devices, or correct `memory` in the cluster description"
+        )
 
 
 class SearchError(HetspmdError):

@@ -3,7 +3,7 @@
 For each form that a parameter, an input or an output could have, a search constrained to it, on the plan's active
 devices and at its lengths, gives the least cost of any program that has it, and a lower bound. The difference to
 the best of them is what the form would cost. These costs are the search's own: seconds of all computations and
-collectives, added up. Beside them stands the step of the found program in the stage model (HAP 3.2), by which
+collectives, added up. Beside them stands the step of the found program in the two-stream simulation, by which
 plans are chosen; it counts only the slowest device of a stage, and what idle devices are sent.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hetspmd.cost.quantities import quantity_text
-from hetspmd.cost.step import idle_seconds, on_cluster, step_cost
+from hetspmd.cost.step import idle_seconds, step_cost
 from hetspmd.errors import ConstraintError, InfeasibleError, SearchError
 from hetspmd.forms import IDENTITY, Form, all_gather, is_sharded
 from hetspmd.plan import Plan
@@ -32,7 +32,7 @@ class Alternative:
     """A form, and the best program that has it, in seconds.
 
     ``seconds`` is its cost, ``lower_bound`` what no program with the form can beat; both are additive, as in
-    ``plan.search``. ``step_seconds`` is its step in the stage model, as in ``plan.cost``. All are None where no
+    ``plan.search``. ``step_seconds`` is its step in the simulation, as in ``plan.cost``. All are None where no
     program has the form (``reason`` says so), or where the limits struck before one was found.
     """
 
@@ -111,8 +111,8 @@ def explain(
 ) -> Explanation:
     """The cost of every form of the parameter, input or ``output[i]`` called ``name``.
 
-    ``constraints``: those the plan was compiled with. Other tensors keep to them in every alternative; one on the
-    tensor itself is set aside, to show what it costs. ``limits`` are those of each search.
+    ``constraints`` (default: those the plan was compiled with): other tensors keep to them in every alternative;
+    one on the tensor itself is set aside, to show what it costs. ``limits`` are those of each search.
 
     Raises ConstraintError if there is no such tensor, InfeasibleError if the constraints do not fit the model.
     """
@@ -121,7 +121,7 @@ def explain(
     if name not in names:
         raise ConstraintError(f"{name!r} is no parameter, input or output of the plan{nearest(name, names)}")
     tensor = names[name]
-    fixed = resolve(theory, constraints)
+    fixed = resolve(theory, plan.constraints if constraints is None else constraints)
     others = {t: form for t, form in fixed.forms.items() if t != tensor}
     found = [_alternative(plan, tensor, form, others, limits or Limits()) for form in _forms(plan, tensor)]
     chosen = _chosen(plan, name, tensor)
@@ -156,11 +156,9 @@ def _alternative(
         return Alternative(form, None, None, reason="no program has it")
     except SearchError:
         return Alternative(form, None, None, reason="none found within the limits")
-    step = step_cost(plan.theory, plan.costs, best.program, plan.lengths)
-    if plan.idle:
-        program = _outputs_as_in(plan, best.program, tensor)
-        idle = idle_seconds(plan.graph, program, plan.cluster, plan.active)
-        step = on_cluster(step, plan.cluster, plan.active, idle)
+    program = _outputs_as_in(plan, best.program, tensor) if plan.idle else best.program
+    idle = idle_seconds(plan.graph, program, plan.cluster, plan.active)
+    step = step_cost(plan.costs, program, plan.lengths, idle=idle)
     return Alternative(form, best.cost, best.lower_bound, step.step_seconds)
 
 
@@ -192,7 +190,7 @@ def _chosen(plan: Plan, name: str, tensor: int) -> Form | None:
 
 
 def _notes(plan: Plan, chosen: Form | None, found: list[Alternative], asked: bool) -> tuple[str, ...]:
-    notes = [f"step: in the stage model, where this plan takes {_seconds(plan.cost.step_seconds)}"]
+    notes = [f"step: in the simulation, where this plan takes {_seconds(plan.cost.step_seconds)}"]
     if len(plan.active) == 1 and plan.world > 1:
         notes.append(
             f"only rank {plan.active[0]} is active: nothing is divided, so the form makes no difference"

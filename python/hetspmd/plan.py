@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,15 +30,17 @@ if TYPE_CHECKING:
     from hetspmd.explain import Explanation
     from hetspmd.synth.search import Limits
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
 class SearchReport:
     """What the search says of a program, in its additive cost model.
 
-    ``cost`` and ``lower_bound`` are in seconds, ``gap`` is ``(cost - lower_bound) / cost``. The numbers are
-    the same in every run; seconds of wall time are not kept here.
+    ``cost`` and ``lower_bound`` are in seconds, ``gap`` is ``(cost - lower_bound) / cost``. ``stop_reason`` is
+    "optimal" for the certified optimum; "rescored" for a program that the simulation of the step prefers to it;
+    "memory" for the best found that fits the devices, with the bound of those that do; or the limit that struck.
+    The numbers are the same in every run; seconds of wall time are not kept here.
     """
 
     cost: float
@@ -69,7 +71,7 @@ class Plan:
     ratios      B: the share of each active device, summing to 1 (one segment)
     lengths     whole units per logical axis and active device
     cluster     all devices, idle ones too
-    cost        the stage model's prediction for the program at these lengths (HAP 3.2)
+    cost        the prediction for the program at these lengths
     baselines   name -> predicted seconds of a step in the same cost model, for known kinds of programs
                 (those that the user's constraints rule out, or that do not exist, are missing):
                 data_parallel_even          whole parameters, the batch in equal shares (DDP)
@@ -80,6 +82,7 @@ class Plan:
                 all_devices                 the best program without idle devices, where the plan has some
     iterations  the trace of the alternation on the active devices
     active      ranks in the cluster, ascending; () stands for all
+    constraints what the user asked for: globs to forms
 
     Raises PlanError if these do not fit each other.
     """
@@ -94,6 +97,7 @@ class Plan:
     baselines: Mapping[str, float]
     iterations: tuple[Iteration, ...]
     active: tuple[int, ...] = ()
+    constraints: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         everyone = range(len(self.cluster.devices))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetspmd.balance.ratios import optimise_ratios
-from hetspmd.balance.starts import even, fastest_alone, proportional, starting_ratios
+from hetspmd.balance.starts import even, proportional, starting_ratios
 from hetspmd.cost.cluster import Cluster, Device, Network
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import Stages
@@ -233,8 +233,7 @@ def test_starts() -> None:
     model = CostModel(theory, cluster(1e8, 3e8, 3e8, 1e8))
     assert proportional(model) == pytest.approx((0.125, 0.375, 0.375, 0.125))
     assert even(model) == (0.25,) * 4
-    assert fastest_alone(model) == (0.0, 1.0, 0.0, 0.0)
-    assert [name for name, _ in starting_ratios(model)] == ["proportional", "even", "fastest"]
+    assert [name for name, _ in starting_ratios(model)] == ["proportional", "even"]
     equal = CostModel(theory, cluster(1e8, 1e8))
-    assert [name for name, _ in starting_ratios(equal)] == ["proportional", "fastest"]
+    assert [name for name, _ in starting_ratios(equal)] == ["proportional"]
     assert starting_ratios(CostModel(theory, cluster(1e8))) == (("proportional", (1.0,)),)

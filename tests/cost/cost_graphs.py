@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 
 from hetspmd.cost.cluster import Cluster, Device, Network
 from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, available, is_sharded
-from hetspmd.rules.axes import logical_axes
-from hetspmd.rules.rule import SUM, Cut, Factor, OpRule, Row, call_of
-from hetspmd.rules.theory import Theory, _op_rows, _source_rows
+from hetspmd.rules.rule import SUM, Cut, Factor, OpRule, Row
+from hetspmd.rules.theory import Theory, theory_of
 from hetspmd.synth.program import Communicate, Compute, Program, Result, Step
 from hetspmd.trace.graph import (
     INPUT,
@@ -90,18 +89,7 @@ class Builder:
             ),
             (), tuple(self.inputs), (), (), (), loss, None, "", "",
         )  # fmt: skip
-        calls = {i: call_of(graph, graph.instructions[i]) for i in self.rules}
-        for i, rule in self.rules.items():
-            rule.verify(calls[i])
-        axes = logical_axes(graph, self.rules)
-        pairs = [
-            _source_rows(graph, i, axes) if i.is_source else _op_rows(i, self.rules[i.id], calls[i.id], axes)
-            for i in graph.instructions
-        ]
-        return Theory(
-            graph, axes, calls, dict(self.rules),
-            tuple(tuple(r for r, _ in p) for p in pairs), tuple(tuple(a for _, a in p) for p in pairs), (),
-        )  # fmt: skip
+        return theory_of(graph, self.rules)
 
 
 def mlp(batch: int = 32, width: int = 8, hidden: int = 16, layers: int = 1) -> Theory:

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from hetspmd.balance.lengths import lengths_for
 from hetspmd.codec import decode, encode
+from hetspmd.cost.memory import memory_bytes
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.step import Stages, memory_bytes, step_cost
+from hetspmd.cost.overlap import simulated_seconds
+from hetspmd.cost.step import Stages, step_cost
 from hetspmd.forms import all_gather
 from hetspmd.synth.program import Communicate, Compute, Program
 
@@ -31,10 +33,11 @@ def test_data_parallel_mlp_costs_exactly_this() -> None:
     ops = 8
     compute = flops / 4 / 1e8 + ops * LAUNCH  # both devices take as long
     communicate = 3 * 2 * LATENCY + (4 + 2 * 8 * 16 * 4) / BANDWIDTH  # 2 (n - 1) / n = 1
-    found = step_cost(theory, model, dp, lengths)
+    found = step_cost(model, dp, lengths)
     assert found.compute_seconds == pytest.approx(compute)
     assert found.communication_seconds == pytest.approx(communicate)
-    assert found.step_seconds == pytest.approx(compute + communicate)
+    assert found.stage_seconds == pytest.approx(compute + communicate)
+    assert compute < found.step_seconds <= found.stage_seconds, "gradients travel while others are computed"
     assert found.per_device_compute == pytest.approx((compute, compute))
     assert found.stages == 4
     assert decode(encode(found)) == found
@@ -43,7 +46,7 @@ def test_data_parallel_mlp_costs_exactly_this() -> None:
 def test_a_stage_waits_for_its_slowest_device() -> None:
     theory = mlp(batch=32, width=8, hidden=16)
     model = CostModel(theory, cluster(1e8, 3e8, memory_bandwidth=1e15))
-    found = step_cost(theory, model, data_parallel(theory), lengths_for(theory.axes, (0.5, 0.5)))
+    found = step_cost(model, data_parallel(theory), lengths_for(theory.axes, (0.5, 0.5)))
     flops = 5 * 2 * 32 * 8 * 16 + 2 * 32 * 16 + 32 * 8
     assert found.compute_seconds == pytest.approx(flops / 2 / 1e8 + 8 * LAUNCH)
     assert found.per_device_compute[1] == pytest.approx(flops / 2 / 3e8 + 8 * LAUNCH)
@@ -56,7 +59,7 @@ def test_each_collective_begins_a_stage() -> None:
     forced = program(theory, lambda _, rows: len(rows) - 1, lambda t: all_gather(0) if t == u else 0)
     model = CostModel(theory, cluster(1e8, 1e8, memory_bandwidth=1e15))
     lengths = lengths_for(theory.axes, (0.5, 0.5))
-    found = step_cost(theory, model, forced, lengths)
+    found = step_cost(model, forced, lengths)
     kinds = [s.kind for s in forced.steps if isinstance(s, Communicate)]
     assert len(kinds) == 1  # the parameter is gathered; its whole gradient is cut for nothing
     assert found.stages == 2
@@ -81,10 +84,11 @@ def test_step_cost_is_the_sum_over_stages(seed: int, weights: list[float]) -> No
             total += max(busy) + model.move_seconds(step.tensor, step.source, step.target, step.kind, lengths)
             busy = [0.0] * 3
     total += max(busy)
-    found = step_cost(theory, model, chosen, lengths)
-    assert found.step_seconds == pytest.approx(total)
+    found = step_cost(model, chosen, lengths)
+    assert found.stage_seconds == pytest.approx(total)
     assert Stages(model, chosen).seconds(model.shares(lengths)) == pytest.approx(total)
-    assert found.step_seconds == pytest.approx(found.compute_seconds + found.communication_seconds)
+    assert found.stage_seconds == pytest.approx(found.compute_seconds + found.communication_seconds)
+    assert found.step_seconds == simulated_seconds(model, chosen, lengths)
     assert found.compute_seconds >= max(found.per_device_compute) * (1 - 1e-12)
 
 
@@ -130,4 +134,4 @@ def test_a_step_of_another_theory_is_refused() -> None:
     foreign = Program((Compute(h, row),), None, (), (), ())
     model = CostModel(other, cluster(1e8, 1e8))
     with pytest.raises(ValueError, match="is no triple of instruction"):
-        step_cost(other, model, foreign, lengths_for(other.axes, (0.5, 0.5)))
+        step_cost(model, foreign, lengths_for(other.axes, (0.5, 0.5)))

@@ -17,7 +17,7 @@ from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.model import CostModel
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.search import priced
+from hetspmd.synth.search import Searcher
 from hetspmd.synth.space import search_space
 from hetspmd.trace.trace import split_example, trace
 
@@ -59,7 +59,7 @@ def test_the_optimum_is_that_of_the_integer_program(theory: Theory, name: str) -
     speeds = RATIOS[name]
     lengths = lengths_for(theory.axes, tuple(s / sum(speeds) for s in speeds))
     space = search_space(theory, Constraints())
-    problem, _, _ = priced(space, CostModel(theory, cluster(speeds)), lengths)
+    problem = Searcher(space).problem(CostModel(theory, cluster(speeds)), lengths)
     found = json.loads(_core.solve(problem, time_limit=60.0, max_expansions=1_000_000, memory_limit=2**32))
     expected, _ = integer_program().optimum(problem)
     assert found["lower_bound"] <= expected * (1 + 1e-9)

@@ -4,6 +4,7 @@
          t_i >= comp_ij(B_j)   for every device j
          M   >= B_j            comm of padded collectives is linear in the largest share M
          X   >= B_j (1 - B_j)  comm of all-to-alls is linear in the part X exchanged
+    B_j <= most_j         what device j holds at each step is linear in B_j, so that its memory is one bound
 
 What makes it exact and quick:
 
@@ -17,7 +18,7 @@ What makes it exact and quick:
   ``SETS``; else the fastest n - 1, n - 2, ... while that helps, and the fastest n / 2, n / 4, ...; and the
   first device of each kind alone.
 
-The result is never dearer than the start in the stage model at fractional shares. Memory will be rows on B_j.
+The result is never dearer than the start in the stage model at fractional shares, if the start keeps the bounds.
 """
 
 from __future__ import annotations
@@ -50,12 +51,15 @@ class BalanceError(HetspmdError):
 
 
 def optimise_ratios(
-    theory: Theory, model: CostModel, program: Program, start: Sequence[float] | None = None
-) -> tuple[float, ...]:
+    theory: Theory, model: CostModel, program: Program, start: Sequence[float] | None = None, *,
+    most: Sequence[float] | Array | None = None, stages: Stages | None = None,
+) -> tuple[float, ...]:  # fmt: skip
     """argmin over B of t(Q, B) for a fixed program, summing to 1 in rank order.
 
-    ``start`` (default: proportional to speed) is returned where nothing beats it. The same arguments give the
-    same ratios. Raises BalanceError if the solver fails, ValueError if the program is not of the theory.
+    ``start`` (default: proportional to speed) is returned where nothing beats it. ``most`` are upper bounds of
+    the ratios; where they leave no ratios that sum to 1, the start is returned. ``stages``: of the program, if
+    they are known. The same arguments give the same ratios. Raises BalanceError if the solver fails, ValueError
+    if the program is not of the theory.
     """
     if model.theory is not theory:
         raise ValueError("the cost model belongs to another theory")
@@ -66,13 +70,16 @@ def optimise_ratios(
         raise ValueError(
             f"start must be {model.world} non-negative ratios that sum to 1, got {first.tolist()}"
         )
-    problem = _Problem(Stages(model, program))
-    best, value = first, problem.step_seconds(first)
+    bounds = np.full(model.world, np.inf) if most is None else np.asarray(most, dtype=float)
+    if np.minimum(np.maximum(bounds, 0.0), 1.0).sum() < 1.0:
+        return tuple(map(float, first))
+    problem = _Problem(Stages(model, program) if stages is None else stages, bounds)
+    best, value = first, problem.seconds_within(first)
 
     def consider(candidate: Array) -> bool:
         nonlocal best, value
-        seconds = problem.step_seconds(candidate)
-        if seconds >= value * (1 - BETTER):
+        seconds = problem.seconds_within(candidate)
+        if not seconds < value * (1 - BETTER):
             return False
         best, value = candidate, seconds
         return True
@@ -107,8 +114,9 @@ class _Lines:
 class _Problem:
     """A program's stages as functions of B: merged stages over merged signatures, and sums of the moves."""
 
-    def __init__(self, stages: Stages) -> None:
+    def __init__(self, stages: Stages, most: Array) -> None:
         model = self.model = stages.model
+        self.most = most
         t, axes = model.triples, len(model.theory.axes.axes)
         columns = np.stack([t.flops, t.cut, t.whole, t.axis < axes, t.dtype, t.free], axis=1).astype(float)
         used = np.unique(stages.signatures)
@@ -128,7 +136,9 @@ class _Problem:
         self.per_exchange = sum(m.per_exchange for m in stages.moves)
         kinds: dict[tuple[float, ...], list[int]] = {}
         for j in range(model.world):
-            key = (*map(float, model.rates[:, j]), float(model.bandwidth[j]), float(model.launch[j]))
+            key = (
+                *map(float, model.rates[:, j]), float(model.bandwidth[j]), float(model.launch[j]), float(most[j])
+            )  # fmt: skip
             kinds.setdefault(key, []).append(j)
         self.kinds: tuple[tuple[int, ...], ...] = tuple(map(tuple, kinds.values()))
         self.first = np.array([k[0] for k in self.kinds])
@@ -148,6 +158,10 @@ class _Problem:
             + self.per_largest * float(ratios.max())
             + self.per_exchange * float((ratios * (1 - ratios)).max())
         )
+
+    def seconds_within(self, ratios: Array) -> float:
+        """t(Q, B), infinite where a ratio is above its bound."""
+        return math.inf if (ratios > self.most * (1 + 1e-9)).any() else self.step_seconds(ratios)
 
     def lines(self, ratios: Array) -> _Lines:
         """Supporting lines at B, per kind, of the seconds with a share above 0."""
@@ -179,14 +193,15 @@ def _minimise(problem: _Problem, counts: tuple[int, ...], start: Array) -> Array
     x = np.array([float(start[m].mean()) for m in members])
     x = x if x @ size > 0 else np.ones(len(members))
     best = at = _spread(problem, members, x)
-    if len(members) == 1:
+    bounds = np.minimum(problem.most[problem.first[chosen]], 1.0)
+    if len(members) == 1 or (bounds < 0).any() or bounds @ size < 1.0:
         return best
-    value = problem.step_seconds(best)
+    value = problem.seconds_within(best)
     lp = _LinearProgram(problem, chosen, size, at)
     for _ in range(ROUNDS):
         x, t = lp.solve()
         before, at = at, _spread(problem, members, x)
-        seconds = problem.step_seconds(at)
+        seconds = problem.seconds_within(at)
         if seconds < value:
             best, value = at, seconds
         violated = lp.cut(at, t)
@@ -226,7 +241,7 @@ class _LinearProgram:
         lower = np.zeros(columns)
         lower[k : k + stages] = floor / self.scale
         upper = np.full(columns, highspy.kHighsInf)
-        upper[:k] = 1.0
+        upper[:k] = np.clip(problem.most[problem.first[chosen]], 0.0, 1.0)
         self.highs = highspy.Highs()  # type: ignore[no-untyped-call]  # highspy is untyped
         for option, setting in (
             ("output_flag", False), ("threads", 1), ("random_seed", 0),

@@ -1,7 +1,7 @@
 """Where the alternation of search and ratios starts (HAP 3.1, design 7).
 
-HAP starts from ratios proportional to computing power. Even ratios and the fastest device alone are tried
-too: the first is where padding costs nothing, the second is what a plan must never lose to.
+HAP starts from ratios proportional to computing power. Even ratios are tried too, where padding costs nothing, and
+ratios in proportion to memory where the others do not fit.
 
 Each device that takes part costs something even without a share: replicated instructions, and its place in
 every collective. :func:`teams` are the subsets that are worth a search of their own.
@@ -30,10 +30,11 @@ def even(model: CostModel) -> Ratios:
     return (1.0 / model.world,) * model.world
 
 
-def fastest_alone(model: CostModel) -> Ratios:
-    """Everything on the device that runs the single-device step soonest (the lowest rank among equals)."""
-    best = int(np.argmin(model.alone()))
-    return tuple(float(j == best) for j in range(model.world))
+def by_memory(model: CostModel) -> Ratios:
+    """Shares in proportion to the bytes of memory; among devices without a limit even ones, and only to them."""
+    memory = np.array([d.memory for d in model.cluster.devices], dtype=float)
+    weight = np.isinf(memory).astype(float) if np.isinf(memory).any() else memory
+    return tuple(map(float, weight / weight.sum()))
 
 
 def starting_ratios(model: CostModel) -> tuple[tuple[str, Ratios], ...]:
@@ -42,7 +43,6 @@ def starting_ratios(model: CostModel) -> tuple[tuple[str, Ratios], ...]:
     for name, ratios in (
         ("proportional", proportional(model)),
         ("even", even(model)),
-        ("fastest", fastest_alone(model)),
     ):
         if all(max(abs(a - b) for a, b in zip(ratios, known, strict=True)) > 1e-9 for _, known in found):
             found.append((name, ratios))

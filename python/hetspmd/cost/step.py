@@ -3,9 +3,7 @@
     t(Q, B) = sum over stages (comm + max_j comp_j)
 
 All devices meet at a collective, so each collective begins a stage; the first stage has none. Memory per
-device is the peak over the program's order of what is then held: parameters, buffers and inputs during the
-whole step, gradients from where they are produced to the end, any other tensor from its step to the last that
-reads it (a view holds what it looks at), and the optimizer's state.
+device is the peak of what is held over the program's order (:mod:`hetspmd.cost.memory`).
 
 A program may run on some of a cluster's devices only. The others are idle: after forward they get the loss,
 and each output that is returned whole, by one broadcast of ``latency + bytes / bandwidth`` seconds each.
@@ -15,30 +13,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.memory import Holdings
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
-from hetspmd.forms import IDENTITY, Form, all_gather, is_sharded, sharded_dim
-from hetspmd.rules.theory import Theory
-from hetspmd.synth.program import Communicate, Compute, Program
+from hetspmd.cost.overlap import TwoStreams
+from hetspmd.forms import all_gather
+from hetspmd.synth.program import Compute, Program
 from hetspmd.trace.graph import Graph
 
 __all__ = [
-    "OPTIMIZER_BYTES", "Stages", "StepCost", "idle_seconds", "memory_bytes", "on_cluster", "step_cost",
+    "Stages", "StepCost", "StepModel", "idle_seconds", "on_cluster", "step_cost",
 ]  # fmt: skip
-
-OPTIMIZER_BYTES = 8
-"""Bytes of optimizer state per parameter element: two float32 moments of Adam."""
 
 
 @dataclass(frozen=True)
 class StepCost:
     """The prediction for one training step.
 
-    step_seconds           compute_seconds + communication_seconds
+    step_seconds           of the two-stream simulation (:mod:`hetspmd.cost.overlap`), in which communication
+                           overlaps computation as the runtime overlaps them
+    stage_seconds          of the stage model: compute_seconds + communication_seconds
     compute_seconds        the slowest device's, summed over stages
     communication_seconds  of all collectives, and of what idle devices are sent
     memory_bytes           peak per device of the cluster, 0 for an idle one
@@ -47,6 +46,7 @@ class StepCost:
     """
 
     step_seconds: float
+    stage_seconds: float
     compute_seconds: float
     communication_seconds: float
     memory_bytes: tuple[int, ...]
@@ -94,24 +94,44 @@ class Stages:
         return float(self.computation(shares).max(axis=1).sum() + self.communication(shares).sum())
 
 
-def step_cost(theory: Theory, model: CostModel, program: Program, lengths: Lengths) -> StepCost:
-    """The stage model's prediction for ``program`` at integer lengths.
+class StepModel:
+    """A program to be judged at several lengths. ``idle``: seconds in which idle devices get the results of
+    forward (:func:`idle_seconds`).
 
     Raises ValueError for a step that is no triple of the theory.
     """
-    stages = Stages(model, program)
-    shares = model.shares(lengths)
-    computation = stages.computation(shares)
-    compute = float(computation.max(axis=1).sum())
-    communication = float(stages.communication(shares).sum())
-    return StepCost(
-        compute + communication,
-        compute,
-        communication,
-        memory_bytes(theory, program, lengths),
-        stages.count,
-        tuple(map(float, computation.sum(axis=0))),
-    )
+
+    def __init__(self, model: CostModel, program: Program, *, idle: float = 0.0) -> None:
+        self.model = model
+        self.program = program
+        self.idle = idle
+        self.stages = Stages(model, program)
+
+    @cached_property
+    def streams(self) -> TwoStreams:
+        """The two-stream simulation."""
+        return TwoStreams(self.model, self.program, idle=self.idle)
+
+    @cached_property
+    def holdings(self) -> Holdings:
+        """What the program holds from when to when."""
+        return Holdings(self.model.theory, self.program)
+
+    def cost(self, lengths: Lengths) -> StepCost:
+        """The prediction at integer lengths."""
+        shares = self.model.shares(lengths)
+        computation = self.stages.computation(shares)
+        compute = float(computation.max(axis=1).sum())
+        communication = float(self.stages.communication(shares).sum()) + self.idle
+        return StepCost(
+            self.streams.seconds(shares), compute + communication, compute, communication,
+            self.holdings.at(lengths).peaks, self.stages.count, tuple(map(float, computation.sum(axis=0))),
+        )  # fmt: skip
+
+
+def step_cost(model: CostModel, program: Program, lengths: Lengths, *, idle: float = 0.0) -> StepCost:
+    """The prediction for ``program`` at integer lengths: :meth:`StepModel.cost`."""
+    return StepModel(model, program, idle=idle).cost(lengths)
 
 
 def idle_seconds(graph: Graph, program: Program, cluster: Cluster, active: Sequence[int]) -> float:
@@ -125,90 +145,11 @@ def idle_seconds(graph: Graph, program: Program, cluster: Cluster, active: Seque
     return sum(network.latency + graph.tensors[t].nbytes / network.bandwidth for t in sorted(sent))
 
 
-def on_cluster(cost: StepCost, cluster: Cluster, active: Sequence[int], idle: float) -> StepCost:
-    """A prediction for the devices ``active`` as one for their cluster; ``idle`` as of :func:`idle_seconds`."""
+def on_cluster(cost: StepCost, cluster: Cluster, active: Sequence[int]) -> StepCost:
+    """A prediction for the devices ``active`` as one for their cluster."""
     if len(active) == cluster.world:
         return cost
     memory, compute = [0] * cluster.world, [0.0] * cluster.world
     for rank, held, seconds in zip(active, cost.memory_bytes, cost.per_device_compute, strict=True):
         memory[rank], compute[rank] = held, seconds
-    return replace(
-        cost, step_seconds=cost.step_seconds + idle, communication_seconds=cost.communication_seconds + idle,
-        memory_bytes=tuple(memory), per_device_compute=tuple(compute),
-    )  # fmt: skip
-
-
-def memory_bytes(
-    theory: Theory, program: Program, lengths: Lengths, *, optimizer_bytes: int = OPTIMIZER_BYTES
-) -> tuple[int, ...]:
-    """Peak bytes per device; ``optimizer_bytes`` per local element of each parameter that has a gradient.
-
-    Buffers that a collective needs for its own use are not counted.
-    """
-    graph, world = theory.graph, lengths.world
-    steps = len(program.steps)
-    held: dict[tuple[int, Form], int] = {}  # (tensor, form) -> value
-    sizes: list[tuple[int, Form]] = []  # of the value's own storage
-    storage: list[int] = []  # value -> the value whose storage it shares
-    born: list[int] = []
-    last: list[int] = []
-
-    units = np.array(lengths.units, dtype=np.int64).reshape(-1, world)
-
-    def size(tensor: int, form: Form, per_element: int = 0) -> Index:
-        t = graph.tensors[tensor]
-        whole = t.numel * per_element if per_element else t.nbytes
-        if not is_sharded(form):
-            return np.full(world, whole, dtype=np.int64)
-        axis = theory.axes.axis(tensor, sharded_dim(form))
-        if axis is None:
-            raise ValueError(f"dim {sharded_dim(form)} of {t.name} has no logical axis and is never sharded")
-        local: Index = units[axis.id] * (whole // axis.units)
-        return local
-
-    def read(tensor: int, form: Form, at: int) -> int | None:
-        value = held.get((tensor, form), held.get((tensor, IDENTITY)))
-        if value is not None:
-            last[storage[value]] = max(last[storage[value]], at)
-        return value
-
-    def add(tensor: int, form: Form, at: int, until: int, base: int | None = None) -> None:
-        if (tensor, form) in held:
-            return
-        held[tensor, form] = len(sizes)
-        storage.append(len(sizes) if base is None else storage[base])
-        sizes.append((tensor, form))
-        born.append(at)
-        last.append(until)
-
-    optimizer = np.zeros(world, dtype=np.int64)
-    trained = {p.tensor for p in graph.parameters if p.gradient is not None}
-    for at, step in enumerate(program.steps):
-        if isinstance(step, Communicate):
-            read(step.tensor, step.source, at)
-            add(step.tensor, step.target, at, at)
-            continue
-        instruction = graph.instructions[step.instruction]
-        bases = [read(t, f, at) for t, f in zip(instruction.inputs, step.row.pre, strict=True)]
-        rule = theory.rules.get(instruction.id)
-        base = bases[0] if rule is not None and rule.alias and bases else None
-        for tensor, form in zip(instruction.outputs, step.row.post, strict=True):
-            if tensor < 0:
-                continue
-            if instruction.is_source:
-                add(tensor, form, 0, steps)
-                if tensor in trained:
-                    optimizer += size(tensor, form, optimizer_bytes)
-            else:
-                add(tensor, form, at, at, base)
-    results = (*program.gradients, *program.outputs, *program.buffers)
-    for result in results if program.loss is None else (program.loss, *results):
-        read(result.tensor, result.form, steps)
-    change = np.zeros((steps + 2, world), dtype=np.int64)
-    for value, (tensor, form) in enumerate(sizes):
-        if storage[value] == value:
-            amount = size(tensor, form)
-            change[born[value]] += amount
-            change[last[value] + 1] -= amount
-    peak = change.cumsum(axis=0).max(axis=0) + optimizer
-    return tuple(int(b) for b in peak)
+    return replace(cost, memory_bytes=tuple(memory), per_device_compute=tuple(compute))

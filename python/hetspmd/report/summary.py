@@ -54,10 +54,7 @@ def _devices(plan: Plan) -> str:
         )
     for rank, (device, needed) in enumerate(zip(plan.cluster.devices, cost.memory_bytes, strict=True)):
         if needed > device.memory:
-            text += (
-                f"\n  rank {rank} needs {_bytes(needed)} and has {_bytes(device.memory)}: the search does not "
-                "respect memory yet; constrain parameters to shard(d), or take a smaller batch"
-            )
+            text += f"\n  rank {rank} needs {_bytes(needed)} and has {_bytes(device.memory)}"
     return text
 
 
@@ -126,8 +123,9 @@ def _cost(plan: Plan) -> str:
         for name, seconds in sorted(plan.baselines.items())
     ]
     lines = [
-        f"Predicted step: {_seconds(cost.step_seconds)} = {_seconds(cost.compute_seconds)} computation + "
-        f"{_seconds(cost.communication_seconds)} communication, {cost.stages} stages",
+        f"Predicted step: {_seconds(cost.step_seconds)}; {_seconds(cost.compute_seconds)} computation + "
+        f"{_seconds(cost.communication_seconds)} communication in {cost.stages} stages, of which "
+        f"{_seconds(cost.stage_seconds - cost.step_seconds)} overlap",
         table(["in the same cost model", "seconds", "slower"], rows, right=(1, 2)),
         f"Search: cost {_seconds(search.cost)}, lower bound {_seconds(search.lower_bound)}, gap "
         f"{100 * search.gap:.2g} %, stopped: {search.stop_reason}, {search.expansions} expansions, "

@@ -75,20 +75,35 @@ def derive(graph: Graph, *, strict: bool = False) -> Theory:
         missing = [id_ for id_, kind in kinds.items() if not kind.known]
         if missing:
             _report_missing(graph, missing, strict)
-        rules = {id_: kind.rule for id_, kind in kinds.items()}
-        axes = logical_axes(graph, rules)
-        rows: list[tuple[Row, ...]] = []
-        row_axes: list[tuple[int | None, ...]] = []
-        for instruction in graph.instructions:
-            pairs = (
-                _source_rows(graph, instruction, axes)
-                if instruction.is_source
-                else _op_rows(instruction, kinds[instruction.id], axes)
-            )
-            rows.append(tuple(row for row, _ in pairs))
-            row_axes.append(tuple(axis for _, axis in pairs))
-        calls = {id_: kind.call for id_, kind in kinds.items()}
-        return Theory(graph, axes, calls, rules, tuple(rows), tuple(row_axes), tuple(missing))
+        return _theory(graph, kinds, tuple(missing))
+
+
+def theory_of(graph: Graph, rules: Mapping[int, OpRule]) -> Theory:
+    """The theory of ``graph`` by rules given per instruction, for each that is no source. Raises RuleError if one
+    does not fit its call."""
+    kinds = {}
+    for id_, rule in rules.items():
+        call = call_of(graph, graph.instructions[id_])
+        rule.verify(call)
+        kinds[id_] = _Kind(call, rule, True)
+    return _theory(graph, kinds, ())
+
+
+def _theory(graph: Graph, kinds: Mapping[int, _Kind], missing: tuple[int, ...]) -> Theory:
+    rules = {id_: kind.rule for id_, kind in kinds.items()}
+    axes = logical_axes(graph, rules)
+    rows: list[tuple[Row, ...]] = []
+    row_axes: list[tuple[int | None, ...]] = []
+    for instruction in graph.instructions:
+        pairs = (
+            _source_rows(graph, instruction, axes)
+            if instruction.is_source
+            else _op_rows(instruction, kinds[instruction.id], axes)
+        )
+        rows.append(tuple(row for row, _ in pairs))
+        row_axes.append(tuple(axis for _, axis in pairs))
+    calls = {id_: kind.call for id_, kind in kinds.items()}
+    return Theory(graph, axes, calls, rules, tuple(rows), tuple(row_axes), missing)
 
 
 def _kinds(graph: Graph) -> dict[int, _Kind]:

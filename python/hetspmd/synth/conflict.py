@@ -206,11 +206,8 @@ def _all_whole(space: Space) -> bool:
 
 
 def _searched(space: Space) -> bool:
-    problem, _ = space.problem(
-        [[0.0] * len(rows) for rows in space.theory.rows], [[0.0] * len(moves) for moves in space.moves]
-    )
     solution = json.loads(
-        _core.solve(problem, time_limit=_SECONDS, max_expansions=_EXPANSIONS, memory_limit=_MEMORY)
+        _core.solve(space.structure(), time_limit=_SECONDS, max_expansions=_EXPANSIONS, memory_limit=_MEMORY)
     )
     return bool(solution["stop_reason"] != "infeasible")
 

@@ -183,6 +183,7 @@ def batch_axes(theory: Theory) -> frozenset[int]:
 def _batch_rows(theory: Theory) -> RowFilter:
     """Every instruction that can work on its share of the batch does; nothing is sharded otherwise."""
     batch = batch_axes(theory)
+    again = theory.graph.second_reads
     divisible = {
         i
         for i, axes in enumerate(theory.row_axes)
@@ -190,7 +191,7 @@ def _batch_rows(theory: Theory) -> RowFilter:
     }
 
     def allowed(instruction: int, row: Row, axis: int | None) -> bool:
-        if theory.graph.instructions[instruction].is_source:
+        if theory.graph.instructions[instruction].is_source or instruction in again:
             return True
         if axis is not None:
             return axis in batch

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from hetspmd import _core
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import InfeasibleError, SearchError
 from hetspmd.synth.order import assemble_program
+from hetspmd.synth.pricing import Priced, Prices, Pricing
 from hetspmd.synth.program import Program
-from hetspmd.synth.space import Move, Space, cost_unit
+from hetspmd.synth.space import Move, Space
 
 Progress = Callable[[float, int, int | None], object]
 
@@ -34,7 +38,8 @@ class Limits:
 class Found:
     """A program and what the search proved of it. Costs are additive, in seconds; ``gap`` is relative.
 
-    ``rows`` and ``moves`` are the chosen values; ``seconds`` is wall time.
+    ``rows`` and ``moves`` are the chosen values; ``seconds`` is wall time. ``cost`` is that of the program alone;
+    ``lower_bound`` and ``gap`` are of what was minimised, with prices of memory and weights if there were any.
     """
 
     program: Program
@@ -49,70 +54,167 @@ class Found:
     values: int
 
 
-def priced(
-    space: Space, model: CostModel, lengths: Lengths
-) -> tuple[str, tuple[tuple[int, ...], ...], float]:
-    """The problem text of ``space`` at ``lengths``, the moves kept in it (:meth:`Space.problem`), and how many
-    units of its costs make a second."""
-    row_seconds = [list(map(float, costs)) for costs in model.row_costs(lengths)]
-    move_seconds = [
-        list(map(float, model.move_costs(t, moves, lengths))) for t, moves in enumerate(space.moves)
-    ]
-    per_second = cost_unit(row_seconds, move_seconds)
-    return *space.problem(row_seconds, move_seconds, per_second), per_second
+class Searcher:
+    """The core with one space, to be searched at several costs and under constraints.
+
+    What does not depend on costs is done once, and each search starts from the messages of the last one.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+
+    @cached_property
+    def pricing(self) -> Pricing:
+        """The space's costs."""
+        return Pricing(self.space)
+
+    @cached_property
+    def core(self) -> _core.Searcher:
+        """The prepared problem."""
+        return _core.Searcher(self.space.structure())
+
+    def problem(self, model: CostModel, lengths: Lengths, *, within: Space | None = None) -> str:
+        """The self-contained problem text at ``lengths``."""
+        searcher = self if within is None else Searcher(within)
+        searcher._set(searcher.pricing.at(model, lengths))
+        return searcher.core.problem()
+
+    def search(
+        self, model: CostModel, lengths: Lengths, limits: Limits, *, within: Space | None = None,
+        start: Found | None = None, prices: Prices | None = None, overlap: float = 1.0,
+        progress: Progress | None = None,
+    ) -> Found:  # fmt: skip
+        """The best program of the space, or of ``within`` it, at ``lengths``.
+
+        ``within`` has a part of the space's rows. ``start`` is an earlier find, whose program is an upper bound.
+        ``prices`` of memory are added; ``overlap`` weighs communication that other work can hide. Raises
+        InfeasibleError if no program satisfies the constraints, SearchError if a limit struck before the first
+        program was found.
+        """
+        if within is not None and not self.covers(within):
+            return Searcher(within).search(
+                model, lengths, limits, start=start, prices=prices, overlap=overlap, progress=progress
+            )
+        priced = self.pricing.at(model, lengths, prices, overlap)
+        self._set(priced)
+        narrow = within is not None and within.rows != self.space.rows
+        allowed = self._allowed(within) if narrow and within is not None else None
+        incumbent = None if start is None else self._incumbent(start, allowed)
+        text = self.core.solve(
+            time_limit=limits.seconds, max_expansions=limits.expansions, memory_limit=limits.memory,
+            incumbent=incumbent, allowed=None if allowed is None else allowed.tobytes(), progress=progress,
+        )  # fmt: skip
+        solution = json.loads(text)
+        if solution["stop_reason"] == "infeasible":
+            raise InfeasibleError(
+                f"no program satisfies the constraints: {solution.get('conflict', 'unknown conflict')}"
+            )
+        if solution["cost"] is None:
+            raise SearchError(
+                f"the search stopped ({solution['stop_reason']}) before it found a program; raise the limit"
+            )
+        return self._found(solution, priced)
+
+    def cost(self, found: Found, model: CostModel, lengths: Lengths) -> float:
+        """The additive cost in seconds of a program of the space at other lengths than it was found at."""
+        priced = self.pricing.at(model, lengths)
+        total = 0
+        for i, row in enumerate(found.rows):
+            copies = 2 if i in self.space.theory.graph.second_reads else 1
+            total += int(
+                priced.seconds[0][self.pricing.row_start[i] + copies * self.space.rows[i].index(row)]
+            )
+        for n, t in enumerate(self.pricing.tensors):
+            move = found.moves[t]
+            if move is not None:
+                pairs = [pair[:2] for pair in self.space.pairs[t]]
+                total += int(priced.seconds[1][self.pricing.move_start[n] + pairs.index(move[:2])])
+        return total / priced.per_second
+
+    def covers(self, within: Space) -> bool:
+        """Whether every program of ``within`` is one of this space, but for forbidden rows."""
+        return (
+            within.theory is self.space.theory
+            and within.requirements == self.space.requirements
+            and all(set(few) <= set(all_) for few, all_ in zip(within.rows, self.space.rows, strict=True))
+        )
+
+    def _set(self, priced: Priced) -> None:
+        self.core.set_costs(*(a.astype("<i8").tobytes() for a in (priced.rows, priced.moves, priced.keep)))
+
+    def _allowed(self, within: Space) -> np.typing.NDArray[np.uint8]:
+        """Per row of the core, whether ``within`` has it."""
+        found = np.ones(len(self.pricing.row), dtype=np.uint8)
+        for i, (few, every) in enumerate(zip(within.rows, self.space.rows, strict=True)):
+            if len(few) != len(every):
+                keep = set(few)
+                copies = 2 if i in self.space.theory.graph.second_reads else 1
+                start = self.pricing.row_start[i]
+                for n, k in enumerate(every):
+                    if k not in keep:
+                        found[start + n * copies : start + (n + 1) * copies] = 0
+        return found
+
+    def _found(self, solution: dict[str, object], priced: Priced) -> Found:
+        space, pricing = self.space, self.pricing
+        chosen: list[int] = solution["rows"]  # type: ignore[assignment]  # JSON
+        again = space.theory.graph.second_reads
+        rows = tuple(space.rows[i][k // 2 if i in again else k] for i, k in enumerate(chosen))
+        picked: list[int] = solution["moves"]  # type: ignore[assignment]  # JSON
+        moves: list[Move | None] = [None] * len(space.moves)
+        total = int(priced.seconds[0][pricing.row_start[:-1] + np.array(chosen, dtype=np.int64)].sum())
+        for n, (t, k) in enumerate(zip(pricing.tensors, picked, strict=True)):
+            if k >= 0:
+                moves[t] = priced.kinds[n][k]
+                total += int(priced.seconds[1][pricing.move_start[n] + k])
+        unit = priced.per_second
+        return Found(
+            assemble_program(space, rows, moves), rows, tuple(moves), total / unit,
+            solution["lower_bound"] / unit, solution["gap"], solution["stop_reason"],  # type: ignore
+            solution["expansions"], solution["seconds"], solution["values"],  # type: ignore
+        )  # fmt: skip
+
+    def _incumbent(self, start: Found, allowed: np.typing.NDArray[np.uint8] | None) -> str | None:
+        """The core's text of an earlier find; None if the space lacks one of its values."""
+        space = self.space
+        again = space.theory.graph.second_reads
+        forms = self._stored(start)
+        rows: list[int] = []
+        for i, row in enumerate(start.rows):
+            if row not in space.rows[i]:
+                return None
+            place = space.rows[i].index(row)
+            if i in again:
+                # The first of the two rows where what is stored will do.
+                pre = space.theory.rows[i][row].pre[0]
+                place = 2 * place + (0 if forms[again[i]] in (pre, 0) else 1)
+            if allowed is not None and not allowed[self.pricing.row_start[i] + place]:
+                return None
+            rows.append(place)
+        moves: list[int] = []
+        for t in self.pricing.tensors:
+            move = start.moves[t]
+            pairs = [pair[:2] for pair in space.pairs[t]]
+            if move is None:
+                moves.append(-1)
+            elif move[:2] in pairs:
+                moves.append(pairs.index(move[:2]))
+            else:
+                return None
+        return json.dumps({"rows": rows, "moves": moves})
+
+    def _stored(self, start: Found) -> dict[int, int]:
+        theory = self.space.theory
+        return {
+            p.tensor: theory.rows[i][start.rows[i]].post[0]
+            for p in theory.graph.parameters
+            for i in (theory.graph.producers[p.tensor],)
+        }
 
 
 def search(
     space: Space, model: CostModel, lengths: Lengths, limits: Limits, *, start: Found | None = None,
     progress: Progress | None = None,
 ) -> Found:  # fmt: skip
-    """The best program of ``space`` at ``lengths``.
-
-    ``start`` is an earlier find in the same space, whose program is an upper bound. Raises InfeasibleError if
-    no program satisfies the constraints, SearchError if a limit struck before the first program was found.
-    """
-    problem, kept, per_second = priced(space, model, lengths)
-    incumbent = None if start is None else _incumbent(space, kept, start)
-    text = _core.solve(
-        problem, time_limit=limits.seconds, max_expansions=limits.expansions, memory_limit=limits.memory,
-        incumbent=incumbent, progress=progress,
-    )  # fmt: skip
-    solution = json.loads(text)
-    if solution["stop_reason"] == "infeasible":
-        raise InfeasibleError(
-            f"no program satisfies the constraints: {solution.get('conflict', 'unknown conflict')}"
-        )
-    if solution["cost"] is None:
-        raise SearchError(
-            f"the search stopped ({solution['stop_reason']}) before it found a program; raise the limit"
-        )
-    rows = tuple(space.rows[i][k] for i, k in enumerate(solution["rows"]))
-    chosen = dict(zip(sorted(space.theory.graph.producers), solution["moves"], strict=True))
-    moves = tuple(
-        None if chosen.get(t, -1) < 0 else space.moves[t][kept[t][chosen[t]]] for t in range(len(space.moves))
-    )
-    return Found(
-        assemble_program(space, rows, moves), rows, moves, solution["cost"] / per_second,
-        solution["lower_bound"] / per_second, solution["gap"], solution["stop_reason"],
-        solution["expansions"], solution["seconds"], solution["values"],
-    )  # fmt: skip
-
-
-def _incumbent(space: Space, kept: tuple[tuple[int, ...], ...], start: Found) -> str | None:
-    """The core's text of an earlier find; None if the space lacks one of its values."""
-    rows: list[int] = []
-    for i, row in enumerate(start.rows):
-        if row not in space.rows[i]:
-            return None
-        rows.append(space.rows[i].index(row))
-    moves: list[int] = []
-    for t in sorted(space.theory.graph.producers):
-        move = start.moves[t]
-        forms = [space.moves[t][k][:2] for k in kept[t]]
-        if move is None:
-            moves.append(-1)
-        elif move[:2] in forms:
-            moves.append(forms.index(move[:2]))
-        else:
-            return None
-    return json.dumps({"rows": rows, "moves": moves})
+    """:meth:`Searcher.search` once."""
+    return Searcher(space).search(model, lengths, limits, start=start, progress=progress)

@@ -2,29 +2,24 @@
 
 One variable per instruction; its value is a row and, for each output, at most one communication (HAP 4.5).
 :func:`search_space` keeps what can matter: rows that the constraints allow, communications from a form that
-the producer can make to one that a consumer or a requirement can use. :meth:`Space.problem` adds the costs
-at given lengths, in whole units of :func:`cost_unit`; of a padded and a grouped implementation only the cheaper
-remains.
+the producer can make to one that a consumer or a requirement can use. Costs come later
+(:mod:`hetspmd.synth.pricing`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from hetspmd.errors import InfeasibleError
 from hetspmd.forms import IDENTITY, Form, all_gather, form_text
+from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.constraints import Constraints, batch_axes
 from hetspmd.synth.program import Kind, communications
 from hetspmd.trace.graph import PARAMETER
-
-PICOSECONDS = 1e12
-"""Of a second; the unit of costs in the core, but for graphs that take days."""
-
-_LARGEST_TOTAL = 2.0**56
-"""The core adds costs in 64-bit integers, with room to spare for its bounds."""
 
 Move = tuple[Form, Form, Kind]
 
@@ -47,71 +42,77 @@ class Space:
     moves: tuple[tuple[Move, ...], ...]
     requirements: tuple[Requirement, ...]
     ties: tuple[tuple[int, int], ...]
+    rows_of_outputs: bool = True
 
-    def problem(
-        self, row_seconds: Sequence[Sequence[float]], move_seconds: Sequence[Sequence[float]],
-        per_second: float = PICOSECONDS,
-    ) -> tuple[str, tuple[tuple[int, ...], ...]]:  # fmt: skip
-        """The core's problem text, and for each tensor the indices of the moves kept in it (the core numbers
-        the tensors that have a producer in their order here; constants' private tensors have none).
+    def within(self, constraints: Constraints) -> Space:
+        """The part of the space that ``constraints``, which hold this space's and more, leave.
 
-        ``row_seconds[i][k]`` is the cost of row ``theory.rows[i][k]`` and ``move_seconds[t][k]`` that of
-        ``moves[t][k]``, in seconds; ``per_second`` units of cost make a second (:func:`cost_unit`).
+        It keeps the communications, of which some may no longer matter. Raises InfeasibleError if an instruction
+        has no row left.
+        """
+        requirements = _requirements(self.theory, constraints, self.rows_of_outputs)
+        return replace(self, rows=_rows(self.theory, constraints), requirements=requirements)
+
+    def structure(self) -> str:
+        """The core's problem text without costs (rust/core/src/problem.rs).
+
+        Tensors that have a producer are numbered in their order (constants' private tensors have none). A pair
+        of forms is one move, whichever collective is the cheaper for it. The second reading of a parameter
+        (:attr:`Graph.second_reads`) has two rows for each triple: the first takes what is stored, the second
+        what has been communicated for the forward and kept.
         """
         graph = self.theory.graph
-        kept: list[tuple[int, ...]] = []
-        tensors = []
         number = {t: n for n, t in enumerate(sorted(graph.producers))}
-        for t, moves in enumerate(self.moves):
-            if t not in number:
-                kept.append(())
-                continue
-            costs = [round(s * per_second) for s in move_seconds[t]]
-            best: dict[tuple[Form, Form], int] = {}
-            for k, (source, target, _) in enumerate(moves):
-                key = (source, target)
-                if key not in best or costs[k] < costs[best[key]]:
-                    best[key] = k
-            kept.append(tuple(best.values()))
-            texts = [[*moves[k], costs[k]] for k in best.values()]
-            tensors.append({"name": graph.tensors[t].name, "moves": texts})
+        tensors = []
+        for t in number:
+            text = ",".join(f'[{source},{target},"{kind}",0]' for source, target, kind in self.pairs[t])
+            keep = ",".join(f"[{form},0]" for form in self.forms[t])
+            tensors.append(f'{{"name":{json.dumps(graph.tensors[t].name)},"moves":[{text}],"keep":[{keep}]}}')
+        known: dict[tuple[tuple[Row, ...], tuple[int, ...], tuple[int, ...], bool], str] = {}
         instructions = []
         for i, instruction in enumerate(graph.instructions):
-            rows = [
-                {
-                    "pre": self.theory.rows[i][k].pre,
-                    "post": [
-                        f
-                        for f, t in zip(self.theory.rows[i][k].post, instruction.outputs, strict=True)
-                        if t >= 0
-                    ],
-                    "cost": round(row_seconds[i][k] * per_second),
-                }
-                for k in self.rows[i]
-            ]
-            instructions.append(
-                {
-                    "name": instruction.name,
-                    "inputs": [number[t] for t in instruction.inputs],
-                    "outputs": [number[t] for t in instruction.outputs if t >= 0],
-                    "rows": rows,
-                }
-            )
-        document = {
-            "version": 1,
-            "tensors": tensors,
-            "instructions": instructions,
-            "requirements": [{"tensor": number[r.tensor], "any_of": r.any_of} for r in self.requirements],
-            "ties": [{"parameter": number[p], "gradient": number[g]} for p, g in self.ties],
-        }
-        return json.dumps(document, separators=(",", ":")), tuple(kept)
+            again = i in graph.second_reads
+            places = tuple(n for n, t in enumerate(instruction.outputs) if t >= 0)
+            key = (self.theory.rows[i], self.rows[i], places, again)
+            rows = known.get(key)
+            if rows is None:
+                rows = known[key] = ",".join(
+                    f'{{"pre":{list(row.pre)},"post":{[row.post[n] for n in places]},"cost":0{direct}}}'
+                    for row in (self.theory.rows[i][k] for k in self.rows[i])
+                    for direct in ((',"direct":true', "") if again else ("",))
+                )
+            inputs = [number[t] for t in instruction.inputs]
+            outputs = [number[t] for t in instruction.outputs if t >= 0]
+            name = json.dumps(instruction.name)
+            instructions.append(f'{{"name":{name},"inputs":{inputs},"outputs":{outputs},"rows":[{rows}]}}')
+        requirements = [{"tensor": number[r.tensor], "any_of": r.any_of} for r in self.requirements]
+        ties = [{"parameter": number[p], "gradient": number[g]} for p, g in self.ties]
+        return (
+            f'{{"version":1,"tensors":[{",".join(tensors)}],"instructions":[{",".join(instructions)}],'
+            f'"requirements":{json.dumps(requirements)},"ties":{json.dumps(ties)}}}'
+        )
 
+    @cached_property
+    def pairs(self) -> tuple[tuple[Move, ...], ...]:
+        """Of the moves of each tensor the first for each pair of forms."""
+        found = []
+        for moves in self.moves:
+            first: dict[tuple[Form, Form], Move] = {}
+            for move in moves:
+                first.setdefault(move[:2], move)
+            found.append(tuple(first.values()))
+        return tuple(found)
 
-def cost_unit(row_seconds: Sequence[Sequence[float]], move_seconds: Sequence[Sequence[float]]) -> float:
-    """How many units of cost make a second: picoseconds, or coarser where a program with the dearest value of every
-    instruction would not fit in 64 bits (a device of a few FLOP/s)."""
-    dearest = sum(max(seconds, default=0.0) for seconds in (*row_seconds, *move_seconds))
-    return min(PICOSECONDS, _LARGEST_TOTAL / dearest) if dearest > 0 else PICOSECONDS
+    @cached_property
+    def forms(self) -> tuple[tuple[Form, ...], ...]:
+        """The forms in which each tensor may be held: as produced and as communicated."""
+        graph = self.theory.graph
+        found: list[set[Form]] = [{target for _, target, _ in moves} for moves in self.moves]
+        for i, instruction in enumerate(graph.instructions):
+            for n, t in enumerate(instruction.outputs):
+                if t >= 0:
+                    found[t].update(self.theory.rows[i][k].post[n] for k in self.rows[i])
+        return tuple(tuple(sorted(forms)) for forms in found)
 
 
 def search_space(theory: Theory, constraints: Constraints, *, rows_of_outputs: bool = True) -> Space:
@@ -121,35 +122,40 @@ def search_space(theory: Theory, constraints: Constraints, *, rows_of_outputs: b
     it. An output other than the loss is needed whole, or (``rows_of_outputs``) as rows: sharded along dim 0 where
     that counts samples. Raises InfeasibleError if an instruction has no row left.
     """
+    rows = _rows(theory, constraints)
+    requirements = _requirements(theory, constraints, rows_of_outputs)
+    ties = tuple((p.tensor, p.gradient) for p in theory.graph.parameters if p.gradient is not None)
+    moves = _moves(theory, rows, requirements, ties)
+    return Space(theory, rows, moves, requirements, ties, rows_of_outputs)
+
+
+def _rows(theory: Theory, constraints: Constraints) -> tuple[tuple[int, ...], ...]:
+    """Per instruction the rows that the constraints allow."""
     graph = theory.graph
     batch = {i.tensor: constraints.forms[i.tensor] for i in graph.inputs if i.tensor in constraints.forms}
     rows: list[tuple[int, ...]] = []
     for i, instruction in enumerate(graph.instructions):
-        keep = []
-        for k, row in enumerate(theory.rows[i]):
-            if constraints.row_filter is not None and not constraints.row_filter(
-                i, row, theory.row_axes[i][k]
-            ):
-                continue
-            if any(batch.get(t, form) != form for t, form in zip(instruction.inputs, row.pre, strict=True)):
-                continue
-            if (
-                instruction.op == PARAMETER
-                and constraints.forms.get(instruction.outputs[0], row.post[0]) != row.post[0]
-            ):
-                continue
-            keep.append(k)
+        keep: Sequence[int] = range(len(theory.rows[i]))
+        allowed = constraints.row_filter
+        if allowed is not None:
+            axes = theory.row_axes[i]
+            keep = [k for k in keep if allowed(i, theory.rows[i][k], axes[k])]
+        if not batch.keys().isdisjoint(instruction.inputs):
+            keep = [
+                k for k in keep
+                if all(batch.get(t, f) == f for t, f in zip(instruction.inputs, theory.rows[i][k].pre, strict=True))
+            ]  # fmt: skip
+        if instruction.op == PARAMETER and instruction.outputs[0] in constraints.forms:
+            wanted = constraints.forms[instruction.outputs[0]]
+            keep = [k for k in keep if theory.rows[i][k].post[0] == wanted]
         if not keep:
-            wanted = constraints.forms.get(instruction.outputs[0])
-            asked = f" in the form {form_text(wanted)}" if wanted is not None else ""
+            form = constraints.forms.get(instruction.outputs[0])
+            asked = f" in the form {form_text(form)}" if form is not None else ""
             raise InfeasibleError(
                 f"{instruction.name}: no triple is left{asked}; loosen the constraints on it"
             )
         rows.append(tuple(keep))
-    requirements = _requirements(theory, constraints, rows_of_outputs)
-    ties = tuple((p.tensor, p.gradient) for p in graph.parameters if p.gradient is not None)
-    moves = _moves(theory, rows, requirements, ties)
-    return Space(theory, tuple(rows), moves, requirements, ties)
+    return tuple(rows)
 
 
 def _requirements(theory: Theory, constraints: Constraints, rows_of_outputs: bool) -> tuple[Requirement, ...]:
@@ -193,16 +199,19 @@ def _moves(
     for parameter, gradient in ties:
         wanted[gradient].update(produced[parameter])
     found: list[tuple[Move, ...]] = []
+    known: dict[tuple[object, ...], tuple[Move, ...]] = {}
     for e in graph.tensors:
         dims = tuple(
             d for d in range(len(e.shape)) if (a := theory.axes.axis(e.id, d)) is not None and a.units >= 2
         )
-        found.append(
-            tuple(
+        key = (dims, e.dtype != "bool", frozenset(produced[e.id]), frozenset(wanted[e.id]))
+        moves = known.get(key)
+        if moves is None:
+            moves = known[key] = tuple(
                 (source, target, kind)
                 for source, target, kind in communications(dims, summable=e.dtype != "bool")
                 if source in produced[e.id]
                 and (target in wanted[e.id] or (target == IDENTITY and wanted[e.id]))
             )
-        )
+        found.append(moves)
     return tuple(found)

@@ -18,6 +18,8 @@ BUFFER: Final = "hetspmd.buffer"
 INPUT: Final = "hetspmd.input"
 TANGENT: Final = "hetspmd.tangent"
 CONSTANT: Final = "hetspmd.constant"
+SECOND_READ: Final = "aten.alias.default"
+"""How the backward reads a parameter that the forward has read (:mod:`hetspmd.trace.reread`)."""
 SOURCES: Final = (PARAMETER, BUFFER, INPUT, TANGENT, CONSTANT)
 
 
@@ -218,6 +220,20 @@ class Graph:
                     lists.setdefault(t, []).append(instruction.id)
             cached = {t: tuple(ids) for t, ids in lists.items()}
             self.__dict__["_consumers"] = cached
+        return cached
+
+    @property
+    def second_reads(self) -> dict[int, int]:
+        """Instruction id to the tensor id of the parameter that it reads again (cached)."""
+        cached = self.__dict__.get("_second_reads")
+        if cached is None:
+            parameters = {p.tensor for p in self.parameters}
+            cached = {
+                i.id: i.inputs[0]
+                for i in self.instructions
+                if i.op == SECOND_READ and i.inputs[0] in parameters
+            }
+            self.__dict__["_second_reads"] = cached
         return cached
 
     def without_outputs(self) -> Graph:

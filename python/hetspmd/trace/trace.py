@@ -20,6 +20,7 @@ from hetspmd.trace.decompositions import table
 from hetspmd.trace.fake import fake_like, fake_parameters, model_device, trace_device
 from hetspmd.trace.graph import Graph, Static
 from hetspmd.trace.importer import import_graph
+from hetspmd.trace.reread import with_second_reads
 from hetspmd.trace.step import Loss, Step
 
 _LITERALS = (type(None), bool, int, float, str)
@@ -107,7 +108,7 @@ def trace(
         tuple(statics), step.slots, step.has_loss, input_spec, output_spec, training,
     )  # fmt: skip
     with collector_paused():
-        return assemble(draft, inputs, outputs, naming)
+        return with_second_reads(assemble(draft, inputs, outputs, naming))
 
 
 def _path(name: str) -> str:

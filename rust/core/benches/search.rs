@@ -28,7 +28,7 @@ use transformer::{Config, transformer};
 const NO_LIMIT: i64 = 1 << 56;
 
 fn built(problem: &Problem) -> Model {
-    build(&validate(problem).expect("well formed")).expect("small").model
+    build(&validate(problem).expect("well formed")).expect("small").priced(problem)
 }
 
 fn reduced(problem: &Problem) -> Model {
@@ -50,7 +50,7 @@ fn parts(c: &mut Criterion) {
     let model = reduced(&problem);
     c.bench_function("sweep/12 layers", |b| {
         let (mut model, mut sweeper) = (model.clone(), Sweeper::default());
-        b.iter(|| sweeper.sweep(&mut model, NO_LIMIT));
+        b.iter(|| sweeper.sweep(&mut model, NO_LIMIT, || true));
     });
     c.bench_function("eliminate/12 layers", |b| {
         let both = || (model.clone(), Trail::new(model.vars.len()));
@@ -66,7 +66,7 @@ fn parts(c: &mut Criterion) {
     let mut dense = reduced(&random::dense(30, 7));
     let mut sweeper = Sweeper::default();
     for _ in 0..100 {
-        sweeper.sweep(&mut dense, NO_LIMIT).expect("feasible");
+        sweeper.sweep(&mut dense, NO_LIMIT, || true).expect("feasible");
     }
     let mut tick = |_: &_| true;
     let mut monitor = Monitor::new(Limits { time: 1e9, expansions: u64::MAX, memory: u64::MAX }, &mut tick);

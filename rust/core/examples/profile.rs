@@ -1,9 +1,13 @@
-//! Solves a problem file, or a synthetic transformer of the given depth, and prints what happened.
+//! Solves a problem file, a synthetic transformer of the given depth or `denseN,SEED`, and prints what happened.
 #![allow(missing_docs, clippy::print_stdout, clippy::print_stderr)]
 
 #[path = "../tests/support/transformer.rs"]
 #[allow(dead_code)]
 mod transformer;
+
+#[path = "../tests/support/random.rs"]
+#[allow(dead_code)]
+mod random;
 
 use hetspmd_search::{Limits, Problem, Progress, solve};
 
@@ -11,6 +15,10 @@ fn main() {
     for argument in std::env::args().skip(1) {
         let problem: Problem = match argument.parse() {
             Ok(layers) => transformer::transformer(transformer::Config::base(layers)),
+            Err(_) if argument.starts_with("dense") => {
+                let n: Vec<u64> = argument[5..].split(',').map(|n| n.parse().unwrap()).collect();
+                random::dense(n[0] as usize, n[1])
+            }
             Err(_) if argument.contains(',') => {
                 let f: Vec<f64> = argument.split(',').map(|n| n.parse().unwrap()).collect();
                 let n: Vec<u64> = f.iter().map(|&n| n as u64).collect();

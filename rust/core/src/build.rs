@@ -1,7 +1,7 @@
 //! Problem to pairwise model.
 //!
 //! One variable per instruction with one output: a value is a row and at most one move that starts
-//! from the row's post form, `θ = 2^shift (row cost + move cost)`. An instruction with several outputs
+//! from the row's post form, `θ = 2^shift (row cost + move cost + price of holding the output)`. An instruction with several outputs
 //! has a row variable and, to avoid the product, one variable per output whose values are
 //! `(post form, move)`; an edge ties the post forms. Further edges: a consumer's required mask must lie
 //! in the producer's availability mask; a tied gradient's availability must contain the parameter's
@@ -12,7 +12,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::model::{DEAD, Edge, Model, Var};
+use crate::model::{DEAD, Edge, HALF, Model, Var, Wipeout};
 use crate::problem::{Problem, availability};
 use crate::solution::Assignment;
 use crate::validate::{ProblemError, Validated};
@@ -34,8 +34,8 @@ pub enum Meaning {
     Output {
         /// Tensor id.
         tensor: usize,
-        /// Move per value.
-        moves: Vec<i64>,
+        /// Post form and move per value.
+        values: Vec<(u8, i64)>,
     },
 }
 
@@ -65,22 +65,30 @@ pub struct Built {
     pub unmet: Option<usize>,
 }
 
-/// Per tensor: its variable, and for each value the availability mask and the post form's bit.
+/// Per tensor: its variable, and for each value the availability mask (as it is without a communication in the
+/// upper half) and the post form's bit.
 struct Produced {
     var: usize,
-    available: Vec<u32>,
-    post: Vec<u32>,
+    available: Vec<u64>,
+    post: Vec<u64>,
 }
 
-/// Builds the model.
+/// Of a direct row's needs in a mask of availability.
+const DIRECT: u32 = 32;
+
+fn offered(form: u8, moved: Option<u8>) -> u64 {
+    u64::from(availability(form, moved)) | u64::from(availability(form, None)) << DIRECT
+}
+
+/// Builds the model, without costs (see [`Built::priced`]).
 ///
 /// # Errors
 /// When a variable would have more than 65,535 values.
 pub fn build(checked: &Validated<'_>) -> Result<Built, ProblemError> {
     let problem = checked.problem;
-    let shift = SCALED_BITS.saturating_sub(64 - checked.total_cost.leading_zeros());
     let mut built =
-        Built { model: Model::default(), meaning: Vec::new(), reasons: Vec::new(), shift, unmet: None };
+        Built { model: Model::default(), meaning: Vec::new(), reasons: Vec::new(), shift: 0, unmet: None };
+    built.price(checked.total_cost);
     let mut tensors: Vec<Option<Produced>> = (0..problem.tensors.len()).map(|_| None).collect();
     let mut home = Vec::with_capacity(problem.instructions.len());
     for id in 0..problem.instructions.len() {
@@ -107,7 +115,7 @@ pub fn build(checked: &Validated<'_>) -> Result<Built, ProblemError> {
     }
     for requirement in &problem.requirements {
         let tensor = &tensors[requirement.tensor];
-        let wanted = requirement.any_of.iter().fold(0u32, |mask, &form| mask | 1 << form);
+        let wanted = requirement.any_of.iter().fold(0u64, |mask, &form| mask | 1 << form);
         for x in 0..tensor.available.len() {
             if tensor.available[x] & wanted == 0 {
                 built.model.kill(tensor.var, x);
@@ -124,16 +132,15 @@ pub fn build(checked: &Validated<'_>) -> Result<Built, ProblemError> {
     Ok(built)
 }
 
-fn covers(available: u32, required: u32) -> bool {
+fn covers(available: u64, required: u64) -> bool {
     required & !available == 0
 }
 
 impl Built {
-    fn add_var(&mut self, costs: Vec<i64>, meaning: Meaning) -> usize {
+    fn add_var(&mut self, count: usize, meaning: Meaning) -> usize {
         let origin = self.model.vars.len();
-        let labels = (0..costs.len() as u32).collect();
-        let theta = costs.into_iter().map(|cost| cost << self.shift).collect();
-        self.model.vars.push(Var { origin: origin as u32, labels, theta });
+        let labels = (0..count as u32).collect();
+        self.model.vars.push(Var { origin: origin as u32, labels, theta: vec![0; count] });
         self.meaning.push(meaning);
         origin
     }
@@ -142,37 +149,34 @@ impl Built {
     fn add_instruction(&mut self, problem: &Problem, id: usize, tensors: &mut [Option<Produced>]) -> usize {
         let instruction = &problem.instructions[id];
         if let [tensor] = instruction.outputs[..] {
-            let (mut values, mut costs) = (Vec::new(), Vec::new());
+            let mut values = Vec::new();
             let (mut available, mut post) = (Vec::new(), Vec::new());
             for (index, row) in instruction.rows.iter().enumerate() {
-                for (mv, moved, cost) in options(problem, tensor, row.post[0]) {
+                for (mv, moved) in options(problem, tensor, row.post[0]) {
                     values.push((index, mv));
-                    costs.push(row.cost + cost);
-                    available.push(availability(row.post[0], moved));
+                    available.push(offered(row.post[0], moved));
                     post.push(1 << row.post[0]);
                 }
             }
-            let var = self.add_var(costs, Meaning::Instruction { instruction: id, values });
+            let var = self.add_var(values.len(), Meaning::Instruction { instruction: id, values });
             tensors[tensor] = Some(Produced { var, available, post });
             return var;
         }
         let values = (0..instruction.rows.len()).map(|row| (row, -1)).collect();
-        let costs = instruction.rows.iter().map(|row| row.cost).collect();
-        let home = self.add_var(costs, Meaning::Instruction { instruction: id, values });
+        let home = self.add_var(instruction.rows.len(), Meaning::Instruction { instruction: id, values });
         for (position, &tensor) in instruction.outputs.iter().enumerate() {
             let forms: BTreeSet<u8> = instruction.rows.iter().map(|row| row.post[position]).collect();
-            let (mut moves, mut costs) = (Vec::new(), Vec::new());
+            let mut values = Vec::new();
             let (mut available, mut post) = (Vec::new(), Vec::new());
             for &form in &forms {
-                for (mv, moved, cost) in options(problem, tensor, form) {
-                    moves.push(mv);
-                    costs.push(cost);
-                    available.push(availability(form, moved));
+                for (mv, moved) in options(problem, tensor, form) {
+                    values.push((form, mv));
+                    available.push(offered(form, moved));
                     post.push(1 << form);
                 }
             }
-            let var = self.add_var(costs, Meaning::Output { tensor, moves });
-            let rows: Vec<u32> = instruction.rows.iter().map(|row| 1 << row.post[position]).collect();
+            let var = self.add_var(values.len(), Meaning::Output { tensor, values });
+            let rows: Vec<u64> = instruction.rows.iter().map(|row| 1 << row.post[position]).collect();
             self.add_edge([home, var], [&rows, &post], &|a, b| a == b, Reason::Produces(id, tensor));
             tensors[tensor] = Some(Produced { var, available, post });
         }
@@ -187,12 +191,13 @@ impl Built {
             for &tensor in &distinct {
                 let needs = |row: usize| {
                     let pairs = instruction.inputs.iter().zip(&instruction.rows[row].pre);
-                    pairs
+                    let mask = pairs
                         .filter(|&(&input, _)| input == tensor)
-                        .fold(0u32, |mask, (_, &form)| mask | 1 << form)
+                        .fold(0u64, |mask, (_, &form)| mask | 1 << form);
+                    if instruction.rows[row].direct { mask << DIRECT } else { mask }
                 };
-                let by_row: Vec<u32> = (0..instruction.rows.len()).map(needs).collect();
-                let required: Vec<u32> = row_of.iter().map(|&row| by_row[row]).collect();
+                let by_row: Vec<u64> = (0..instruction.rows.len()).map(needs).collect();
+                let required: Vec<u64> = row_of.iter().map(|&row| by_row[row]).collect();
                 let producer = &tensors[tensor];
                 let keys = [&producer.available[..], &required[..]];
                 self.add_edge([producer.var, home[id]], keys, &covers, Reason::Consumes(id, tensor));
@@ -204,8 +209,8 @@ impl Built {
     fn add_edge(
         &mut self,
         ends: [usize; 2],
-        keys: [&[u32]; 2],
-        relation: &dyn Fn(u32, u32) -> bool,
+        keys: [&[u64]; 2],
+        relation: &dyn Fn(u64, u64) -> bool,
         reason: Reason,
     ) {
         let (class, distinct): (Vec<_>, Vec<_>) = keys.iter().map(|keys| classes(keys)).unzip();
@@ -215,6 +220,43 @@ impl Built {
         let Ok(class) = <[Vec<u16>; 2]>::try_from(class) else { return };
         self.model.edges.push(Edge::new(ends.map(|end| end as u32), class, f, table));
         self.reasons.push(reason);
+    }
+
+    /// Sets the scale for costs that sum to at most `total`.
+    pub fn price(&mut self, total: i64) {
+        self.shift = SCALED_BITS.saturating_sub(64 - total.leading_zeros());
+    }
+
+    /// Scaled cost of each value of a variable at the costs of `problem`, which differs from the one built only
+    /// in costs.
+    pub fn costs<'a>(&'a self, problem: &'a Problem, var: usize) -> Box<dyn Iterator<Item = i64> + 'a> {
+        let shift = self.shift;
+        let leave = |tensor: usize, form: u8, index: i64| {
+            let tensor = &problem.tensors[tensor];
+            match usize::try_from(index) {
+                Ok(index) => {
+                    let mv = &tensor.moves[index];
+                    mv.3 + tensor.kept(form, Some(mv.1))
+                }
+                Err(_) => tensor.kept(form, None),
+            }
+        };
+        match &self.meaning[var] {
+            Meaning::Instruction { instruction, values } => {
+                let instruction = &problem.instructions[*instruction];
+                Box::new(values.iter().map(move |&(row, mv)| {
+                    let row = &instruction.rows[row];
+                    let left = match instruction.outputs[..] {
+                        [tensor] => leave(tensor, row.post[0], mv),
+                        _ => 0,
+                    };
+                    (row.cost + left) << shift
+                }))
+            }
+            Meaning::Output { tensor, values } => {
+                Box::new(values.iter().map(move |&(form, mv)| leave(*tensor, form, mv) << shift))
+            }
+        }
     }
 
     /// Reads an assignment (label per variable).
@@ -230,10 +272,42 @@ impl Built {
                         moves[tensor] = mv;
                     }
                 }
-                Meaning::Output { tensor, moves: choices } => moves[*tensor] = choices[label as usize],
+                Meaning::Output { tensor, values } => moves[*tensor] = values[label as usize].1,
             }
         }
         Assignment { rows, moves }
+    }
+
+    /// The model at the costs of `problem`.
+    pub fn priced(&self, problem: &Problem) -> Model {
+        let mut model = self.model.clone();
+        for (s, var) in model.vars.iter_mut().enumerate() {
+            for (theta, cost) in var.theta.iter_mut().zip(self.costs(problem, s)) {
+                *theta = if *theta < HALF { cost } else { *theta };
+            }
+        }
+        model
+    }
+
+    /// Whether a value of a variable uses a row that is marked (per instruction and row).
+    pub fn forbids(&self, rows: &[Vec<bool>], var: usize, label: usize) -> bool {
+        match &self.meaning[var] {
+            Meaning::Instruction { instruction, values } => rows[*instruction][values[label].0],
+            Meaning::Output { .. } => false,
+        }
+    }
+
+    /// Why a variable of the model as built has no value left.
+    pub fn conflict(&self, problem: &Problem, wipeout: Wipeout) -> String {
+        let name = self.name(problem, wipeout.var);
+        if let Some(edge) = wipeout.edge {
+            return format!("nothing is left for {name}: {}", self.explain(problem, edge));
+        }
+        let required = self.unmet.map(|t| (t, &problem.tensors[t].name));
+        required.map_or_else(
+            || format!("nothing is left for {name}"),
+            |(t, tensor)| format!("nothing is left for {name}: requirement on tensor {t} ({tensor})"),
+        )
     }
 
     /// The name of a variable for messages.
@@ -266,15 +340,15 @@ impl Built {
     }
 }
 
-/// The ways to leave a tensor produced as `form`: `(move or -1, destination, cost)`.
-fn options(problem: &Problem, tensor: usize, form: u8) -> Vec<(i64, Option<u8>, i64)> {
+/// The ways to leave a tensor produced as `form`: `(move or -1, destination)`.
+fn options(problem: &Problem, tensor: usize, form: u8) -> Vec<(i64, Option<u8>)> {
     let moves = problem.tensors[tensor].moves.iter().enumerate().filter(|(_, mv)| mv.0 == form);
-    let moves = moves.map(|(index, mv)| (index as i64, Some(mv.1), mv.3));
-    std::iter::once((-1, None, 0)).chain(moves).collect()
+    let moves = moves.map(|(index, mv)| (index as i64, Some(mv.1)));
+    std::iter::once((-1, None)).chain(moves).collect()
 }
 
 /// Numbers the distinct keys in ascending order: class per value, key per class.
-fn classes(keys: &[u32]) -> (Vec<u16>, Vec<u32>) {
+fn classes(keys: &[u64]) -> (Vec<u16>, Vec<u64>) {
     let mut distinct = keys.to_vec();
     distinct.sort_unstable();
     distinct.dedup();
@@ -304,7 +378,8 @@ mod tests {
         let sizes: Vec<usize> = built.model.vars.iter().map(|var| var.theta.len()).collect();
         // x: (row 0, none), (row 0, gather), (row 1, none); split: rows; y: two forms; z: none, moved.
         assert_eq!(sizes, [3, 2, 2, 2]);
-        assert_eq!(built.model.vars[0].theta, [1, 6, 4].map(|cost: i64| cost << built.shift));
+        let costs: Vec<i64> = built.costs(&problem, 0).collect();
+        assert_eq!(costs, [1, 6, 4].map(|cost: i64| cost << built.shift));
         assert_eq!(built.model.vars[3].living().collect::<Vec<_>>(), [1]);
         let assignment = built.decode(&problem, &[1, 1, 1, 1]);
         assert_eq!(assignment, Assignment { rows: vec![0, 1], moves: vec![0, -1, 0] });

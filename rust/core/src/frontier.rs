@@ -136,7 +136,7 @@ mod tests {
     #[test]
     fn a_ring_keeps_two_variables_open_and_its_costs_add_up() {
         let mut ring = ring(5, 3);
-        crate::trws::Sweeper::default().sweep(&mut ring, 1000).unwrap();
+        crate::trws::Sweeper::default().sweep(&mut ring, 1000, || true).unwrap();
         let steps = plan(&ring);
         assert_eq!(steps.iter().map(Step::width).collect::<Vec<_>>(), [1, 2, 2, 2, 0]);
         let values = [0, 1, 0, 1, 2];

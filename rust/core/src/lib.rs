@@ -24,9 +24,11 @@ pub mod eliminate;
 pub mod frontier;
 pub mod intern;
 pub mod join;
+pub mod messages;
 pub mod model;
 pub mod order;
 pub mod problem;
+pub mod searcher;
 pub mod solution;
 pub mod solve;
 #[cfg(test)]
@@ -37,6 +39,7 @@ pub mod verify;
 
 pub use control::{Limits, Progress};
 pub use problem::Problem;
+pub use searcher::Searcher;
 pub use solution::{Assignment, Solution, StopReason};
 pub use solve::solve;
 pub use validate::ProblemError;

@@ -34,14 +34,22 @@ pub struct Problem {
 }
 
 /// A reference tensor and the communications allowed on it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tensor {
     /// Name used in messages.
     pub name: String,
     /// Allowed communications.
     pub moves: Vec<Move>,
+    /// Prices of holding the tensor in a form (of memory, say); a form that is not listed costs nothing.
+    /// Of the produced and the communicated form the cheaper is charged.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub keep: Vec<Keep>,
 }
+
+/// The price of holding a tensor `(form, cost)`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Keep(pub Form, pub i64);
 
 /// A communication `(from, to, kind, cost in picoseconds)`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -62,7 +70,7 @@ pub struct Instruction {
 }
 
 /// A Hoare triple with its compute cost.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Row {
     /// Form needed of each input.
@@ -71,6 +79,14 @@ pub struct Row {
     pub post: Vec<Form>,
     /// Picoseconds.
     pub cost: i64,
+    /// The inputs must be available in the forms `pre` without a communication of them.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub direct: bool,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature.
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 /// At the end one of these forms of the tensor must be available.
@@ -91,6 +107,14 @@ pub struct Tie {
     pub parameter: usize,
     /// Tensor id of its gradient.
     pub gradient: usize,
+}
+
+impl Tensor {
+    /// What holding it costs if these forms are there: that of the cheaper one.
+    pub fn kept(&self, produced: Form, moved: Option<Form>) -> i64 {
+        let price = |form| self.keep.iter().find(|keep| keep.0 == form).map_or(0, |keep| keep.1);
+        moved.map_or(price(produced), |form| price(form).min(price(produced)))
+    }
 }
 
 /// The set of forms available from a tensor produced as `produced` and communicated to `moved`.

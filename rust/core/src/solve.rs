@@ -17,7 +17,7 @@
 
 mod parts;
 
-use crate::build::{Built, build};
+use crate::build::Built;
 use crate::compact::compact;
 use crate::consistency::arc_consistency;
 use crate::control::{Limits, Monitor, Tick};
@@ -28,15 +28,22 @@ use crate::join::contract;
 use crate::model::{Model, Wipeout};
 use crate::order::small_frontier_order;
 use crate::problem::Problem;
+use crate::searcher::Searcher;
 use crate::solution::{Assignment, Solution, StopReason};
 use crate::trws::Sweeper;
-use crate::validate::{ProblemError, validate};
+use crate::validate::ProblemError;
 use crate::verify::verify;
 
 /// Expansions that A* may spend on a component in the first round; four times more in each further one.
 const FIRST_BUDGET: u64 = 20_000;
 /// The beam is this much narrower than the budget.
 const BEAM_SHARE: u64 = 100;
+/// Nothing dies in a sweep up to this limit.
+const NO_LIMIT: i64 = i64::MAX >> 3;
+/// A window of sweeps without fixing must raise the bound by more than this part.
+const RISE: f64 = 1e-3;
+/// A window of sweeps over the whole model must gain more than this of the gap.
+const PATIENCE_OF_ALL: f64 = 0.1;
 /// Sweeps between looks at the gain.
 const WINDOW: u64 = 8;
 /// States per layer of the beam search before each round of joins.
@@ -56,21 +63,7 @@ pub fn solve<'a>(
     incumbent: Option<&Assignment>,
     tick: &'a mut Tick<'a>,
 ) -> Result<Solution, ProblemError> {
-    let mut monitor = Monitor::new(limits, tick);
-    let checked = validate(problem)?;
-    let built = build(&checked)?;
-    let best = match incumbent {
-        None => None,
-        Some(assignment) => {
-            let cost =
-                verify(problem, assignment).map_err(|why| ProblemError(format!("incumbent: {why}")))?;
-            monitor.cost = Some(cost);
-            Some((cost, assignment.clone()))
-        }
-    };
-    let trail = Trail::new(built.model.vars.len());
-    let mut search = Search { problem, monitor, best, worst: checked.total_cost, left: 0, built, trail };
-    Ok(search.run())
+    Searcher::new(problem.clone())?.solve(limits, incumbent, None, tick)
 }
 
 /// The search is over: nothing better than the incumbent exists, or a limit struck.
@@ -91,10 +84,11 @@ impl From<StopReason> for End {
     }
 }
 
-struct Search<'a> {
+/// One search at given costs.
+pub(crate) struct Search<'a, 't> {
     problem: &'a Problem,
-    built: Built,
-    monitor: Monitor<'a>,
+    built: &'a Built,
+    monitor: Monitor<'t>,
     best: Option<(i64, Assignment)>,
     /// No program costs more.
     worst: i64,
@@ -104,15 +98,27 @@ struct Search<'a> {
     trail: Trail,
 }
 
-impl Search<'_> {
-    fn run(&mut self) -> Solution {
-        let mut model = self.built.model.clone();
-        let (variables, values) = (model.vars.len(), model.vars.iter().map(|var| var.theta.len()).sum());
-        if let Err(wipeout) = arc_consistency(&mut model, 0..variables, |_| {}) {
-            let conflict = self.conflict(wipeout);
-            return self.finish(StopReason::Infeasible, variables, values, Some(conflict));
-        }
-        let reason = match self.search(&mut model) {
+impl<'a, 't> Search<'a, 't> {
+    pub(crate) fn new(
+        problem: &'a Problem,
+        built: &'a Built,
+        monitor: Monitor<'t>,
+        best: Option<(i64, Assignment)>,
+        worst: i64,
+    ) -> Self {
+        let trail = Trail::new(built.model.vars.len());
+        Self { problem, monitor, best, worst, left: 0, built, trail }
+    }
+
+    /// The result where arc consistency alone shows that there is no program.
+    pub(crate) fn infeasible(&self, conflict: String) -> Solution {
+        self.finish(StopReason::Infeasible, Some(conflict))
+    }
+
+    /// Searches `model`: consistent, ordered and compacted, with costs. `warm`: it has messages of an earlier
+    /// search. `swept` is given the model when the sweeps over all of it have ended.
+    pub(crate) fn run(&mut self, mut model: Model, warm: bool, swept: impl FnOnce(&Model)) -> Solution {
+        let reason = match self.search(&mut model, warm, swept) {
             Ok(()) | Err(End::Proven) if self.best.is_some() => StopReason::Optimal,
             Ok(()) | Err(End::Proven) => StopReason::Infeasible,
             Err(End::Stop(reason)) => reason,
@@ -128,10 +134,12 @@ impl Search<'_> {
             "every choice of rows and moves breaks a precondition, requirement or tie (the search was exhaustive)"
                 .to_owned()
         });
-        self.finish(reason, variables, values, conflict)
+        self.finish(reason, conflict)
     }
 
-    fn search(&mut self, model: &mut Model) -> Result<(), End> {
+    fn search(&mut self, model: &mut Model, warm: bool, swept: impl FnOnce(&Model)) -> Result<(), End> {
+        self.sweep_all(model, warm, swept)?;
+        self.prune(model)?;
         reduce(model)?;
         *model = compact(model, &small_frontier_order(model));
         self.left = model.living_values();
@@ -220,16 +228,67 @@ impl Search<'_> {
         Ok(())
     }
 
+    /// Sweeps over the whole model, which are cheap beside the reductions: what the bound excludes need not be
+    /// reduced. First without fixing, so that every class keeps its message for the next search (`swept`), until the
+    /// bound rises little; then with it, until a window gains little or most values are dead.
+    fn sweep_all(&mut self, model: &mut Model, warm: bool, swept: impl FnOnce(&Model)) -> Result<(), End> {
+        let mut sweeper = Sweeper::default();
+        let values = model.living_values();
+        let window = if warm { WINDOW / 4 } else { WINDOW / 2 };
+        let mut mark = model.constant;
+        for sweep in 1u64.. {
+            self.sweep_once(&mut sweeper, model, NO_LIMIT)?;
+            if model.constant > self.limit() {
+                break;
+            }
+            if sweep.is_multiple_of(window) {
+                let gain = model.constant - mark;
+                mark = model.constant;
+                if gain as f64 <= RISE * model.constant as f64 {
+                    break;
+                }
+            }
+        }
+        swept(model);
+        if model.constant > self.limit() {
+            return Err(End::Proven);
+        }
+        self.dive(model)?;
+        mark = model.constant;
+        for sweep in 1u64.. {
+            self.sweep_once(&mut sweeper, model, self.limit())?;
+            if model.constant > self.limit() {
+                return Err(End::Proven);
+            }
+            if sweep.is_multiple_of(window) {
+                let gain = (model.constant - mark) as f64;
+                mark = model.constant;
+                let little = gain <= PATIENCE_OF_ALL * (self.limit() - model.constant) as f64;
+                if little || model.living_values() * 4 < values {
+                    break;
+                }
+            }
+        }
+        self.dive(model)
+    }
+
+    fn sweep_once(&mut self, sweeper: &mut Sweeper, model: &mut Model, limit: i64) -> Result<(), End> {
+        self.monitor.check()?;
+        if !sweeper.sweep(model, limit, || self.monitor.check().is_ok())? {
+            self.monitor.check()?;
+        }
+        self.monitor.sweeps += 1;
+        self.raise(model.constant);
+        Ok(())
+    }
+
     /// Sweeps until a window gains less than `patience` of the gap.
     fn sweep(&mut self, model: &mut Model, patience: f64) -> Result<(), End> {
         let mut sweeper = Sweeper::default();
         let mut values = model.living_values();
         let mut mark = model.constant;
         for sweep in 1u64.. {
-            self.monitor.check()?;
-            sweeper.sweep(model, self.limit())?;
-            self.monitor.sweeps += 1;
-            self.raise(model.constant);
+            self.sweep_once(&mut sweeper, model, self.limit())?;
             if sweep.is_power_of_two() || sweep.is_multiple_of(WINDOW) {
                 self.dive(model)?;
             }
@@ -289,25 +348,9 @@ impl Search<'_> {
         self.monitor.lower_bound = self.monitor.lower_bound.max(bound);
     }
 
-    fn conflict(&self, wipeout: Wipeout) -> String {
-        let name = self.built.name(self.problem, wipeout.var);
-        if let Some(edge) = wipeout.edge {
-            return format!("nothing is left for {name}: {}", self.built.explain(self.problem, edge));
-        }
-        let required = self.built.unmet.map(|t| (t, &self.problem.tensors[t].name));
-        required.map_or_else(
-            || format!("nothing is left for {name}"),
-            |(t, tensor)| format!("nothing is left for {name}: requirement on tensor {t} ({tensor})"),
-        )
-    }
-
-    fn finish(
-        &self,
-        reason: StopReason,
-        variables: usize,
-        values: usize,
-        conflict: Option<String>,
-    ) -> Solution {
+    fn finish(&self, reason: StopReason, conflict: Option<String>) -> Solution {
+        let vars = &self.built.model.vars;
+        let (variables, values) = (vars.len(), vars.iter().map(|var| var.theta.len()).sum());
         let (cost, program) = match &self.best {
             Some((cost, program)) => (Some(*cost), program.clone()),
             None => (None, Assignment::default()),

@@ -15,6 +15,9 @@
 
 use crate::model::{DEAD, HALF, Model, Wipeout};
 
+/// Entries of tables visited before the clock is looked at.
+const WORK_BETWEEN_LOOKS: usize = 1 << 22;
+
 /// Direction of a half-sweep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
@@ -32,26 +35,47 @@ pub struct Sweeper {
 }
 
 impl Sweeper {
-    /// A forward and a backward half-sweep.
+    /// A forward and a backward half-sweep; false if `go_on`, asked now and then, said no (the bound is one even
+    /// so).
     ///
     /// # Errors
     /// A variable without living values: no assignment costs at most `limit`.
-    pub fn sweep(&mut self, model: &mut Model, limit: i64) -> Result<(), Wipeout> {
-        self.half_sweep(model, limit, Direction::Forward)?;
-        self.half_sweep(model, limit, Direction::Backward)
+    pub fn sweep(
+        &mut self,
+        model: &mut Model,
+        limit: i64,
+        mut go_on: impl FnMut() -> bool,
+    ) -> Result<bool, Wipeout> {
+        Ok(self.half_sweep(model, limit, Direction::Forward, &mut go_on)?
+            && self.half_sweep(model, limit, Direction::Backward, &mut go_on)?)
     }
 
     /// One half-sweep.
     ///
     /// # Errors
     /// As [`Self::sweep`].
-    pub fn half_sweep(&mut self, model: &mut Model, limit: i64, direction: Direction) -> Result<(), Wipeout> {
+    pub fn half_sweep(
+        &mut self,
+        model: &mut Model,
+        limit: i64,
+        direction: Direction,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> Result<bool, Wipeout> {
         let count = model.vars.len();
+        let mut work = 0;
         for step in 0..count {
             let var = if direction == Direction::Forward { step } else { count - 1 - step };
             self.visit(model, var, limit, direction)?;
+            let entries = |&(e, _): &(u32, u8)| model.edges[e as usize].w[0].len();
+            work += model.incident[var].iter().map(entries).sum::<usize>();
+            if work > WORK_BETWEEN_LOOKS {
+                work = 0;
+                if !go_on() {
+                    return Ok(false);
+                }
+            }
         }
-        Ok(())
+        Ok(true)
     }
 
     fn visit(
@@ -139,7 +163,7 @@ mod tests {
     fn a_chain_is_solved_by_one_sweep() {
         let differ: &[&[i64]] = &[&[-1, 0], &[0, -1]];
         let mut chain = model(&[&[0, 3], &[0, 5], &[0, 4]], &[(0, 1, differ), (1, 2, differ)]);
-        Sweeper::default().sweep(&mut chain, 100).unwrap();
+        Sweeper::default().sweep(&mut chain, 100, || true).unwrap();
         assert_eq!(chain.constant, 5);
     }
 
@@ -150,7 +174,7 @@ mod tests {
         let mut sweeper = Sweeper::default();
         for _ in 0..50 {
             let before = model.constant;
-            sweeper.sweep(&mut model, least).unwrap();
+            sweeper.sweep(&mut model, least, || true).unwrap();
             assert!(before <= model.constant && model.constant <= least);
             assert_eq!(model.evaluate(&values), least);
         }
@@ -160,6 +184,6 @@ mod tests {
     fn nothing_is_left_below_the_optimum() {
         let differ: &[&[i64]] = &[&[-1, 0], &[0, -1]];
         let mut pair = model(&[&[0, 3], &[0, 5]], &[(0, 1, differ)]);
-        assert!(Sweeper::default().sweep(&mut pair, 2).is_err());
+        assert!(Sweeper::default().sweep(&mut pair, 2, || true).is_err());
     }
 }

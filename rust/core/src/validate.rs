@@ -94,6 +94,15 @@ fn check_costs_and_forms(problem: &Problem) -> Checked<i64> {
             check_cost(mv.3, &place)?;
         }
         total = add(total, tensor.moves.iter().map(|mv| mv.3).max());
+        for (index, keep) in tensor.keep.iter().enumerate() {
+            let place = format!("tensor {id} ({}), keep {index}", tensor.name);
+            check_form(keep.0, &place)?;
+            check_cost(keep.1, &place)?;
+            if tensor.keep[..index].iter().any(|other| other.0 == keep.0) {
+                return fail(format!("{place}: form {} has a price already", keep.0));
+            }
+        }
+        total = add(total, tensor.keep.iter().map(|keep| keep.1).max());
     }
     for (id, instruction) in problem.instructions.iter().enumerate() {
         let name = format!("instruction {id} ({})", instruction.name);

@@ -1,8 +1,8 @@
 //! Independent check of a program against the problem text. It shares nothing with the model that
 //! the search works on except the definition of availability.
 //!
-//! `cost = Σ_i rows[i].cost + Σ_t moves[t].cost`, provided that every precondition, requirement and
-//! tie holds.
+//! `cost = Σ_i rows[i].cost + Σ_t (moves[t].cost + price of holding t)`, provided that every precondition,
+//! requirement and tie holds.
 
 use crate::problem::{Form, Problem, availability};
 use crate::solution::Assignment;
@@ -47,10 +47,13 @@ pub fn verify(problem: &Problem, assignment: &Assignment) -> Result<i64, String>
             cost += mv.3;
         }
         available[id] = availability(produced[id], moved);
+        cost += tensor.kept(produced[id], moved);
     }
     for (instruction, &row) in problem.instructions.iter().zip(rows) {
-        for (&tensor, &form) in instruction.inputs.iter().zip(&instruction.rows[row].pre) {
-            if available[tensor] & 1 << form == 0 {
+        let row = &instruction.rows[row];
+        for (&tensor, &form) in instruction.inputs.iter().zip(&row.pre) {
+            let given = if row.direct { availability(produced[tensor], None) } else { available[tensor] };
+            if given & 1 << form == 0 {
                 let name = &problem.tensors[tensor].name;
                 return Err(format!("{}: needs {name} in form {form}, not available", instruction.name));
             }

@@ -30,18 +30,24 @@ impl Mlp {
             moves.push(Move(form, IDENTITY, "all_gather".into(), gather));
             moves.push(Move(REDUCE, form, "reduce_scatter".into(), all_reduce / 2));
         }
-        self.problem.tensors.push(Tensor { name: name.into(), moves });
+        self.problem.tensors.push(Tensor { name: name.into(), moves, keep: vec![] });
         self.problem.tensors.len() - 1
     }
 
     fn source(&mut self, name: &str, forms: &[u8], tensor: usize) {
-        let rows = forms.iter().map(|&form| Row { pre: vec![], post: vec![form], cost: 0 }).collect();
+        let rows =
+            forms.iter().map(|&form| Row { pre: vec![], post: vec![form], ..Row::default() }).collect();
         let outputs = vec![tensor];
         self.problem.instructions.push(Instruction { name: name.into(), inputs: vec![], outputs, rows });
     }
 
     fn op(&mut self, name: &str, inputs: &[usize], output: usize, rows: &[(&[u8], u8, i64)]) {
-        let row = |&(pre, post, cost): &(&[u8], u8, i64)| Row { pre: pre.to_vec(), post: vec![post], cost };
+        let row = |&(pre, post, cost): &(&[u8], u8, i64)| Row {
+            pre: pre.to_vec(),
+            post: vec![post],
+            cost,
+            direct: false,
+        };
         let rows = rows.iter().map(row).collect();
         let (inputs, outputs) = (inputs.to_vec(), vec![output]);
         self.problem.instructions.push(Instruction { name: name.into(), inputs, outputs, rows });

@@ -10,6 +10,7 @@ use hetspmd_search::consistency::arc_consistency;
 use hetspmd_search::dominance::reduce;
 use hetspmd_search::model::{HALF, Model};
 use hetspmd_search::order::small_frontier_order;
+use hetspmd_search::problem::{Instruction, Row, Tensor};
 use hetspmd_search::trws::Sweeper;
 use hetspmd_search::validate::validate;
 use hetspmd_search::verify::verify;
@@ -17,6 +18,8 @@ use hetspmd_search::{Assignment, Limits, Problem, StopReason};
 use proptest::prelude::*;
 use support::random::problems;
 use support::{solve, solve_with};
+
+use hetspmd_search::Searcher;
 
 /// The least cost of a model by trying everything.
 fn minimum(model: &Model) -> Option<i64> {
@@ -34,6 +37,35 @@ fn minimum(model: &Model) -> Option<i64> {
     }
 }
 
+/// The problem in which rows that are not allowed can never run.
+fn forbid(problem: &Problem, allowed: Option<&[bool]>) -> Problem {
+    let mut problem = problem.clone();
+    let Some(allowed) = allowed else { return problem };
+    let nowhere = problem.tensors.len();
+    let mut allowed = allowed.iter();
+    for instruction in &mut problem.instructions {
+        let forbidden: Vec<bool> = allowed.by_ref().take(instruction.rows.len()).map(|a| !a).collect();
+        if forbidden.contains(&true) {
+            // It reads a tensor that never is in the form that those rows want.
+            instruction.inputs.push(nowhere);
+            for (row, forbidden) in instruction.rows.iter_mut().zip(forbidden) {
+                row.pre.push(if forbidden { 9 } else { 8 });
+            }
+        }
+    }
+    problem.tensors.push(Tensor { name: "nowhere".into(), ..Tensor::default() });
+    problem.instructions.insert(
+        0,
+        Instruction {
+            name: "nowhere".into(),
+            inputs: vec![],
+            outputs: vec![nowhere],
+            rows: vec![Row { post: vec![8], ..Row::default() }],
+        },
+    );
+    problem
+}
+
 fn config(cases: u32) -> ProptestConfig {
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
@@ -45,7 +77,7 @@ fn scaled(problem: &Problem) -> (Option<i64>, u32, i64) {
 }
 
 proptest! {
-    #![proptest_config(config(4000))]
+    #![proptest_config(config(10_000))]
 
     #[test]
     fn equals_exhaustive_search(problem in problems(5)) {
@@ -74,13 +106,13 @@ proptest! {
     fn the_model_has_the_cost_of_the_problem(problem in problems(4)) {
         let checked = validate(&problem).unwrap();
         let built = build(&checked).unwrap();
-        prop_assert_eq!(minimum(&built.model), scaled(&problem).0);
+        prop_assert_eq!(minimum(&built.priced(&problem)), scaled(&problem).0);
     }
 
     #[test]
     fn reductions_and_compaction_preserve_the_optimum(problem in problems(4)) {
         let (least, _, _) = scaled(&problem);
-        let mut model = build(&validate(&problem).unwrap()).unwrap().model;
+        let mut model = build(&validate(&problem).unwrap()).unwrap().priced(&problem);
         if reduce(&mut model).is_err() {
             prop_assert_eq!(least, None);
             return Ok(());
@@ -93,11 +125,11 @@ proptest! {
     #[test]
     fn every_sweep_bounds_and_reparametrises(problem in problems(4)) {
         let (least, _, worst) = scaled(&problem);
-        let mut model = build(&validate(&problem).unwrap()).unwrap().model;
+        let mut model = build(&validate(&problem).unwrap()).unwrap().priced(&problem);
         let mut sweeper = Sweeper::default();
         for sweep in 0..6 {
             let before = model.constant;
-            if sweeper.sweep(&mut model, least.unwrap_or(worst)).is_err() {
+            if sweeper.sweep(&mut model, least.unwrap_or(worst), || true).is_err() {
                 prop_assert_eq!(least, None);
                 break;
             }
@@ -116,6 +148,60 @@ proptest! {
                 let order = small_frontier_order(&model);
                 model = compact(&model, &order);
                 prop_assert_eq!(minimum(&model), least);
+            }
+        }
+    }
+
+    #[test]
+    fn limits_leave_a_bound_and_a_program(problem in problems(5), expansions in 0..40u64, hurry in any::<bool>()) {
+        let least = brute_force(&problem).map(|(cost, _)| cost);
+        let time = if hurry { 0.0 } else { 1e9 };
+        let solution = solve_with(&problem, Limits { time, expansions, memory: 1 << 30 }, None);
+        prop_assert!(least.is_none_or(|least| solution.lower_bound <= least));
+        prop_assert!(solution.cost.is_none() || solution.cost >= least);
+        prop_assert_eq!(solution.stop_reason == StopReason::Optimal, solution.cost == Some(solution.lower_bound));
+    }
+
+    #[test]
+    fn a_searcher_at_changing_costs_equals_exhaustive_search(
+        problem in problems(4),
+        rounds in prop::collection::vec((prop::collection::vec(0..30i64, 40), any::<u64>(), any::<bool>()), 1..5),
+    ) {
+        let mut searcher = Searcher::new(problem.clone()).unwrap();
+        let mut present = problem;
+        let mut before: Option<Assignment> = None;
+        for (costs, mask, large) in rounds {
+            // Other scales of costs too.
+            let mut next = costs.iter().cycle().map(|cost| if large { (cost << 20) + 7 * cost } else { *cost });
+            let mut take = |count: usize| next.by_ref().take(count).collect::<Vec<i64>>();
+            let rows = take(present.instructions.iter().map(|i| i.rows.len()).sum());
+            let moves = take(present.tensors.iter().map(|t| t.moves.len()).sum());
+            let keep = take(present.tensors.iter().map(|t| t.keep.len()).sum());
+            searcher.set_costs(&rows, &moves, &keep).unwrap();
+            present = searcher.problem().clone();
+            let allowed: Vec<bool> = (0..rows.len()).map(|row| mask >> (row % 64) & 1 == 1).collect();
+            let allowed = Some(&allowed[..]).filter(|_| mask % 2 == 0);
+            let expected = brute_force(&forbid(&present, allowed));
+            let mut tick = |_: &_| true;
+            let usable = before.clone().filter(|program| allowed.is_none_or(|allowed| {
+                let mut offset = 0;
+                present.instructions.iter().zip(&program.rows).all(|(instruction, &row)| {
+                    offset += instruction.rows.len();
+                    allowed[offset - instruction.rows.len() + row]
+                })
+            }));
+            let found = searcher.solve(Limits::default(), usable.as_ref(), allowed, &mut tick).unwrap();
+            match expected {
+                None => {
+                    prop_assert_eq!(found.stop_reason, StopReason::Infeasible);
+                    prop_assert!(found.conflict.is_some_and(|why| !why.is_empty()));
+                }
+                Some((cost, _)) => {
+                    prop_assert_eq!((found.stop_reason, found.cost), (StopReason::Optimal, Some(cost)));
+                    let program = Assignment { rows: found.rows, moves: found.moves };
+                    prop_assert_eq!(verify(&present, &program), Ok(cost));
+                    before = Some(program);
+                }
             }
         }
     }

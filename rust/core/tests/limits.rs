@@ -13,7 +13,7 @@ use support::{solve as solve_fully, solve_with};
 const ROOMY: Limits = Limits { time: 1e9, expansions: u64::MAX, memory: u64::MAX };
 
 fn hard() -> Problem {
-    dense(160, 7)
+    dense(160, 8)
 }
 
 fn check(problem: &Problem, solution: &Solution) {

@@ -62,7 +62,7 @@ proptest! {
         let top = 1 << 40;
         let mut model = compact(&model, &small_frontier_order(&model));
         let mut sweeper = Sweeper::default();
-        if (0..sweeps).any(|_| sweeper.sweep(&mut model, top).is_err()) {
+        if (0..sweeps).any(|_| sweeper.sweep(&mut model, top, || true).is_err()) {
             prop_assert_eq!(least, None);
             return Ok(());
         }
@@ -126,7 +126,7 @@ proptest! {
                 break;
             }
             let mut sweeper = Sweeper::default();
-            let swept = (0..sweeps).try_for_each(|_| sweeper.sweep(&mut model, limit));
+            let swept = (0..sweeps).try_for_each(|_| sweeper.sweep(&mut model, limit, || true).map(|_| ()));
             for var in 0..model.vars.len() {
                 model.refresh(var, |_| {});
             }

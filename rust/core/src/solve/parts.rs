@@ -40,7 +40,7 @@ impl Part {
     }
 }
 
-impl Search<'_> {
+impl Search<'_, '_> {
     /// Beam search, then A* with a budget, on every connected component. `Ok`: some component was left open and
     /// `model` is what remains; the bound.
     pub(super) fn finish_components(

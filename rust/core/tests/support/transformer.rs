@@ -184,7 +184,8 @@ impl Builder {
         let id = self.tensor(name, axes, parameter);
         let mut forms = vec![0u8];
         forms.extend((0..axes.len() as u8).map(|dim| 2 + dim));
-        let rows = forms.into_iter().map(|form| Row { pre: vec![], post: vec![form], cost: 0 }).collect();
+        let rows =
+            forms.into_iter().map(|form| Row { pre: vec![], post: vec![form], ..Row::default() }).collect();
         self.problem.instructions.push(Instruction {
             name: name.into(),
             inputs: vec![],
@@ -224,7 +225,7 @@ impl Builder {
                 push(2 + dim, 2 + other, "all_to_all", latency * 3.0 + 0.5 * bytes * byte);
             }
         }
-        self.problem.tensors.push(Tensor { name: name.to_owned(), moves });
+        self.problem.tensors.push(Tensor { name: name.to_owned(), moves, keep: vec![] });
         id
     }
 
@@ -243,7 +244,7 @@ impl Builder {
             (flops * FLOP[j] * share).max(flops.min(1e9) * 4.0 * MEMORY * share * 0.1)
         };
         let cost = LAUNCH + (0..4).map(device).fold(0.0, f64::max);
-        Row { pre, post: vec![post], cost: (cost * self.noise()) as i64 }
+        Row { pre, post: vec![post], cost: (cost * self.noise()) as i64, direct: false }
     }
 
     fn apply(&mut self, name: &str, op: Op, inputs: &[Id], axes: &str) -> Id {

@@ -1,0 +1,370 @@
+"""Search and ratios in turns, on all devices and on subsets of them (HAP 3.1, design 7).
+
+From each starting ratio B the search gives the best program Q at the lengths of B, the linear program the
+best B for Q, and so on until the pair repeats. Pairs are compared by the two-stream simulation. At the
+lengths of the best pair more candidates are searched, with less weight on communication that other work can
+hide. Data parallel programs are always among the candidates, so a plan is never worse than those in the
+same model.
+
+The same is done for subsets of the devices, the fastest one alone among them; the devices of a better
+subset's plan are its active ones, the others idle. A subset whose bound :meth:`CostModel.floor` is no
+better than the best so far is left out.
+
+Only pairs that fit every device's memory can become a plan. Where the best program at some lengths does not
+fit, the best that does is searched at prices of memory (:mod:`hetspmd.synth.memory`), and the ratios are
+bounded by what the program holds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from hetspmd.balance.lengths import Lengths, lengths_for
+from hetspmd.balance.ratios import optimise_ratios
+from hetspmd.balance.starts import Ratios, by_memory, even, proportional, starting_ratios, teams
+from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.model import CostModel
+from hetspmd.cost.step import StepCost, StepModel, idle_seconds, on_cluster
+from hetspmd.errors import InfeasibleError, MemoryLimitError, SearchError
+from hetspmd.forms import IDENTITY, all_gather
+from hetspmd.plan import Iteration
+from hetspmd.rules.theory import Theory
+from hetspmd.synth import constraints as known
+from hetspmd.synth.constraints import Constraints
+from hetspmd.synth.memory import capacities, search_that_fits
+from hetspmd.synth.program import Program, Result
+from hetspmd.synth.search import Found, Limits, Progress, Searcher
+from hetspmd.synth.space import Space, search_space
+
+__all__ = ["Alternation", "Clock", "Outcome", "Pair"]
+
+MAX_ITERATIONS = 4
+"""Alternations of search and ratios from one start; pairs repeat after two or three in practice."""
+
+OVERLAPS = (0.5, 0.1)
+"""Weights on communication that other work can hide, for further candidates."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A program of the devices ``active`` with the ratios and lengths it is judged at. ``cost`` is of the
+    cluster."""
+
+    found: Found
+    program: Program
+    ratios: Ratios
+    lengths: Lengths
+    cost: StepCost
+    active: tuple[int, ...]
+    searched: bool
+    """The program was searched at these lengths, to which its cost and bound belong."""
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return self.cost.step_seconds
+
+    def fits(self, cluster: Cluster) -> bool:
+        """Whether every device has the memory that the program holds at its peak."""
+        return all(n <= d.memory for n, d in zip(self.cost.memory_bytes, cluster.devices, strict=True))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The best pair, seconds of the baselines, and the trace of the alternation that led to the pair."""
+
+    pair: Pair
+    baselines: dict[str, float]
+    iterations: tuple[Iteration, ...]
+
+
+@dataclass
+class Clock:
+    """Wall seconds per stage."""
+
+    seconds: MutableMapping[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
+class Alternation:
+    """The search for the best pair for one theory, cluster and set of constraints."""
+
+    def __init__(
+        self, theory: Theory, cluster: Cluster, fixed: Constraints, limits: Limits, clock: Clock,
+        progress: Progress | None = None,
+    ) -> None:  # fmt: skip
+        self.theory, self.cluster, self.fixed = theory, cluster, fixed
+        self.limits, self.clock, self.progress = limits, clock, progress
+        with clock("synth"):
+            self.searcher = Searcher(search_space(theory, fixed))
+        self.batch = known.batch_axes(theory)
+        self.nearest: MemoryLimitError | None = None
+
+    def run(self) -> Outcome:
+        """The best pair on any set of devices.
+
+        Raises InfeasibleError if no program satisfies the constraints, MemoryLimitError if none found fits,
+        SearchError if a limit struck before the first program was found.
+        """
+        everyone = tuple(range(self.cluster.world))
+        costs = CostModel(self.theory, self.cluster)
+        baselines = self._baselines(costs)
+        found, iterations = self._rounds(costs, everyone, starting_ratios(costs))
+        best = self._best([*baselines.values(), *found])
+        if best is not None:
+            best = self._best([best, *self._overlapping(costs, everyone, best)])
+        seconds = {name: pair.seconds for name, pair in baselines.items()}
+        seconds["fastest_device_alone"] = float(min(costs.alone()))
+        all_devices = None if best is None else best.seconds
+        for ranks in teams(costs):
+            part = CostModel(self.theory, self.cluster.part(ranks))
+            if best is not None and part.floor() >= best.seconds:
+                continue
+            pairs, rounds = self._team(part, ranks)
+            better = self._best(pairs if best is None else [best, *pairs])
+            if better is not None and better is not best:
+                best, iterations = better, rounds
+        if best is None:
+            assert self.nearest is not None
+            raise self.nearest
+        best = self._certified(best)
+        if len(best.active) < self.cluster.world and all_devices is not None:
+            seconds["all_devices"] = all_devices
+        return Outcome(best, seconds, tuple(iterations))
+
+    def at(self, ratios: Ratios, lengths: Lengths, active: tuple[int, ...]) -> Pair:
+        """The best pair at given lengths, whether it fits or not."""
+        costs = CostModel(self.theory, self.cluster.part(active))
+        found = self._search(costs, lengths, None)
+        return _Judge(self, costs, found, active, lengths)(ratios, lengths)
+
+    def _best(self, pairs: Sequence[Pair]) -> Pair | None:
+        """The fastest of the pairs that fit; among equals one that was searched as it is, and the first."""
+        fitting = [pair for pair in pairs if pair.fits(self.cluster)]
+        return min(fitting, key=lambda pair: (pair.seconds, not pair.searched), default=None)
+
+    def _certified(self, pair: Pair) -> Pair:
+        """The pair with cost and bound of its own lengths, where its program was found at others."""
+        if pair.searched:
+            return pair
+        costs = CostModel(self.theory, self.cluster.part(pair.active))
+        whole = self._search(costs, pair.lengths, pair.found)
+        cost = self.searcher.cost(pair.found, costs, pair.lengths)
+        return replace(pair, found=_bounded(pair.found, cost, whole), searched=True)
+
+    def _team(self, part: CostModel, ranks: tuple[int, ...]) -> tuple[list[Pair], list[Iteration]]:
+        """Pairs of a proper subset of the devices."""
+        if len(ranks) > 1:
+            pairs, rounds = self._rounds(part, ranks, (("proportional", proportional(part)),))
+            best = self._best(pairs)
+            return pairs + ([] if best is None else self._overlapping(part, ranks, best)), rounds
+        alone = self.searcher.space.within(known.single_device(self.theory, self.fixed.forms))
+        return self._rounds(part, ranks, (("alone", (1.0,)),), alone)
+
+    def _search(
+        self, costs: CostModel, lengths: Lengths, start: Found | None, within: Space | None = None,
+        overlap: float = 1.0,
+    ) -> Found:  # fmt: skip
+        with self.clock("synth"):
+            return self.searcher.search(
+                costs,
+                lengths,
+                self.limits,
+                within=within,
+                start=start,
+                overlap=overlap,
+                progress=self.progress,
+            )
+
+    def _rounds(
+        self, costs: CostModel, active: tuple[int, ...], starts: Sequence[tuple[str, Ratios]],
+        within: Space | None = None,
+    ) -> tuple[list[Pair], list[Iteration]]:  # fmt: skip
+        """Search and ratios in turns from each start, on the devices of ``costs``."""
+        pairs: list[Pair] = []
+        iterations: list[Iteration] = []
+        queue = list(starts)
+        while queue:
+            name, ratios = queue.pop(0)
+            before: Found | None = None
+            seen: set[tuple[object, ...]] = set()
+            for index in range(MAX_ITERATIONS):
+                lengths = lengths_for(self.theory.axes, ratios)
+                found = self._search(costs, lengths, before, within)
+                judged = _Judge(self, costs, found, active, lengths)
+                tried = [judged(ratios, lengths)]
+                if not tried[0].fits(self.cluster):
+                    if not queue and name != "memory" and len(active) > 1:
+                        queue.append(("memory", by_memory(costs)))
+                    fitting = self._fitting(costs, lengths, found, within, active)
+                    if fitting is None:
+                        break
+                    found = fitting
+                    judged = _Judge(self, costs, found, active, lengths)
+                    tried = [judged(ratios, lengths)]
+                better, moved = self._balanced(costs, judged, ratios, lengths)
+                tried.append(judged(better, moved))
+                pairs += tried
+                iterations.append(
+                    Iteration(name, index, ratios, found.cost, min(pair.seconds for pair in tried))
+                )
+                key = (found.rows, found.moves, moved)
+                if key in seen or moved == lengths:
+                    break
+                seen.add(key)
+                ratios, before = better, found
+        return pairs, iterations
+
+    def _fitting(
+        self, costs: CostModel, lengths: Lengths, found: Found, within: Space | None, active: tuple[int, ...]
+    ) -> Found | None:
+        """The best program that fits at these lengths; None, and the error kept, if there seems to be none."""
+        try:
+            with self.clock("synth"):
+                return search_that_fits(
+                    self.searcher, costs, lengths, self.limits, found, within=within, progress=self.progress
+                )
+        except MemoryLimitError as error:
+            lacking = {active[j]: amounts for j, amounts in error.lacking.items()}
+            missing = sum(amount for amount, _ in lacking.values())
+            if self.nearest is None or missing < sum(amount for amount, _ in self.nearest.lacking.values()):
+                self.nearest = MemoryLimitError(lacking, [d.name for d in self.cluster.devices])
+            return None
+
+    def _balanced(
+        self, costs: CostModel, judged: _Judge, ratios: Ratios, lengths: Lengths
+    ) -> tuple[Ratios, Lengths]:
+        """The best ratios for a program that keep within the memory, and their lengths."""
+        if costs.world == 1:
+            return ratios, lengths
+        capacity = capacities(costs)
+        most = None
+        if np.isfinite(capacity).any():
+            most = judged.step.holdings.at(lengths).largest_shares(capacity)
+        # Whole units may be more than the share that fits.
+        for margin in (1.0, 0.97, 0.9):
+            with self.clock("balance"):
+                better = optimise_ratios(
+                    self.theory, costs, judged.program, most=None if most is None else most * margin,
+                    start=ratios, stages=judged.step.stages,
+                )  # fmt: skip
+                moved = lengths_for(self.theory.axes, better)
+            if most is None or judged(better, moved).fits(self.cluster):
+                return better, moved
+        return ratios, lengths
+
+    def _overlapping(self, costs: CostModel, active: tuple[int, ...], best: Pair) -> list[Pair]:
+        """Pairs with programs that are best at the lengths of ``best`` if part of the communication is hidden."""
+        pairs: list[Pair] = []
+        if costs.world == 1:
+            return pairs
+        whole = best.found if best.searched else self._search(costs, best.lengths, best.found)
+        tried = [best.found.rows]
+        for weight in OVERLAPS:
+            found = self._search(costs, best.lengths, best.found, overlap=weight)
+            if found.rows in tried:
+                continue
+            tried.append(found.rows)
+            # Its own bound is of the weighted costs; the bound of all programs is the unweighted search's.
+            found = _bounded(found, found.cost, whole)
+            judged = _Judge(self, costs, found, active, best.lengths)
+            pairs.append(judged(best.ratios, best.lengths))
+            pairs.append(judged(*self._balanced(costs, judged, best.ratios, best.lengths)))
+        return pairs
+
+    def _baselines(self, costs: CostModel) -> dict[str, Pair]:
+        """Known kinds of programs in the same cost model, as far as the user's constraints allow them.
+
+        Data parallelism with even and proportional shares, the latter with sharded parameters (ZeRO-3), and the
+        best program that does not divide the batch (tensor parallelism).
+        """
+        found: dict[str, Pair] = {}
+        everyone = tuple(range(self.cluster.world))
+        quick = replace(self.limits, expansions=min(self.limits.expansions, 10_000))
+        before: Found | None = None
+        for name, wanted, ratios in (
+            ("data_parallel_even", known.data_parallel(self.theory), even(costs)),
+            ("data_parallel_proportional", known.data_parallel(self.theory), proportional(costs)),
+            ("zero_like", known.zero_like(self.theory), proportional(costs)),
+            ("tensor_parallel", known.tensor_parallel(self.theory), proportional(costs)),
+        ):
+            if any(wanted.forms.get(t, form) != form for t, form in self.fixed.forms.items()):
+                continue
+            constraints = Constraints({**self.fixed.forms, **wanted.forms}, wanted.row_filter)
+            lengths = lengths_for(self.theory.axes, ratios)
+            try:
+                with self.clock("synth"):
+                    within = self.searcher.space.within(constraints)
+                    result = self.searcher.search(costs, lengths, quick, within=within, start=before)
+            except (InfeasibleError, SearchError):
+                continue
+            before = result
+            found[name] = _Judge(self, costs, result, everyone, lengths)(ratios, lengths)
+        return found
+
+
+def _bounded(found: Found, cost: float, whole: Found) -> Found:
+    """A program that the simulation prefers, at its additive cost, with the bound that the search at its lengths
+    proved."""
+    bound = min(whole.lower_bound, cost)
+    gap = (cost - bound) / cost if cost > 0 else 0.0
+    return replace(
+        found, cost=cost, lower_bound=bound, gap=gap, stop_reason="optimal" if gap == 0 else "rescored"
+    )
+
+
+class _Judge:
+    """Judges one program at several ratios."""
+
+    def __init__(
+        self, of: Alternation, costs: CostModel, found: Found, active: tuple[int, ...], searched_at: Lengths
+    ) -> None:
+        self.of, self.found, self.active, self.searched_at = of, found, active, searched_at
+        self.program = self._left(found.program)
+        idle = idle_seconds(of.theory.graph, self.program, of.cluster, active)
+        with of.clock("balance"):
+            self.step = StepModel(costs, self.program, idle=idle)
+        self._known: dict[Lengths, StepCost] = {}
+
+    def __call__(self, ratios: Ratios, lengths: Lengths) -> Pair:
+        cost = self._known.get(lengths)
+        if cost is None:
+            with self.of.clock("balance"):
+                cost = self._known[lengths] = self.step.cost(lengths)
+        return Pair(
+            self.found,
+            self.program,
+            ratios,
+            lengths,
+            on_cluster(cost, self.of.cluster, self.active),
+            self.active,
+            lengths == self.searched_at,
+        )
+
+    def _left(self, program: Program) -> Program:
+        """What idle devices are sent costs time, so an output with a row per sample that every active device
+        holds whole is left as rows instead, which is free: each device slices what it holds."""
+        if len(self.active) == self.of.cluster.world:
+            return program
+        theory = self.of.theory
+
+        def left(result: Result) -> Result:
+            shape = theory.graph.tensors[result.tensor].shape
+            axis = theory.axes.axis(result.tensor, 0) if shape else None
+            free = result.form == IDENTITY and result.tensor not in self.of.fixed.forms
+            rows = free and axis is not None and axis.id in self.of.batch and axis.units > 1
+            return Result(result.tensor, all_gather(0)) if rows else result
+
+        return replace(program, outputs=tuple(map(left, program.outputs)))

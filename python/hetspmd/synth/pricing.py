@@ -1,0 +1,173 @@
+"""Costs of a search space at given lengths, as the core takes them: whole numbers in three arrays.
+
+    rows   seconds of a triple on the device that takes longest
+    moves  seconds of the cheaper collective for a pair of forms
+    keep   the price of holding a tensor in a form (:class:`Prices`; 0 where memory is no constraint)
+
+Many moves cost the same (a layer's are those of the next), so that a collective's seconds are asked of the cost
+model once for each distinct number of bytes, kind and axes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hetspmd.balance.lengths import Lengths
+from hetspmd.cost.model import Array, CostModel, Index
+from hetspmd.forms import Form, is_sharded, sharded_dim
+from hetspmd.synth.space import Move, Space
+
+Costs = npt.NDArray[np.int64]
+
+PICOSECONDS = 1e12
+"""Of a second; the unit of costs in the core, but for graphs that take days."""
+
+_LARGEST_TOTAL = 2.0**56
+"""The core adds costs in 64-bit integers, with room to spare for its bounds."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of memory, in seconds.
+
+    ``keep``: of holding a tensor in a form, in the order of :attr:`Pricing.tensors` and ``space.forms``.
+    ``kept[i][k]``: of taking, by row ``space.rows[i][k]`` of the second reading i of a parameter, what was
+    communicated for the forward.
+    """
+
+    keep: Array
+    kept: dict[int, Array]
+
+
+@dataclass(frozen=True)
+class Priced:
+    """The arrays for the core, in units of which ``per_second`` make a second. ``seconds`` are the costs of
+    ``rows`` and ``moves`` without prices of memory and without weights, in the same units."""
+
+    rows: Costs
+    moves: Costs
+    keep: Costs
+    kinds: tuple[tuple[Move, ...], ...]
+    seconds: tuple[Costs, Costs]
+    per_second: float
+
+
+class Pricing:
+    """A space's rows and moves by what determines their cost. Places in the core's arrays: ``row_start[i]`` of
+    the rows of instruction i, ``move_start[n]`` of the moves of the n-th tensor that has a producer."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        theory = space.theory
+        graph = theory.graph
+        self.tensors = tuple(sorted(graph.producers))
+        offset = np.concatenate([[0], np.cumsum([len(rows) for rows in theory.rows])])
+        again = graph.second_reads
+        row: list[int] = []
+        start: list[int] = []
+        for i, kept in enumerate(space.rows):
+            start.append(len(row))
+            places = [int(offset[i]) + k for k in kept]
+            row += [p for p in places for _ in range(2)] if i in again else places
+        self.row: Index = np.array(row, dtype=np.int64)
+        """Place of each row of the core among all rows of the theory."""
+        self.row_start: Index = np.array([*start, len(row)], dtype=np.int64)
+        self._moves()
+        self.keep_start = np.concatenate([[0], np.cumsum([len(space.forms[t]) for t in self.tensors])])
+        self.overlappable = self._overlappable()
+
+    def _moves(self) -> None:
+        """Distinct collectives, which of them each move of a tensor is, and where pairs of forms begin."""
+        space, axes = self.space, self.space.theory.axes
+        known: dict[tuple[object, ...], int] = {}
+        self.examples: list[tuple[int, Move]] = []
+        which: list[int] = []
+        pair_of: list[int] = []
+        starts: list[int] = []
+        pairs = 0
+
+        def axis(tensor: int, form: Form) -> int | None:
+            found = axes.axis(tensor, sharded_dim(form)) if is_sharded(form) else None
+            return None if found is None else found.id
+
+        for t in self.tensors:
+            starts.append(pairs)
+            place = {pair[:2]: pairs + n for n, pair in enumerate(space.pairs[t])}
+            pairs += len(place)
+            nbytes = space.theory.graph.tensors[t].nbytes
+            for move in space.moves[t]:
+                key = (nbytes, move[2], axis(t, move[0]), axis(t, move[1]))
+                if key not in known:
+                    known[key] = len(self.examples)
+                    self.examples.append((t, move))
+                which.append(known[key])
+                pair_of.append(place[move[:2]])
+        self.which: Index = np.array(which, dtype=np.int64)
+        self.pair_of: Index = np.array(pair_of, dtype=np.int64)
+        self.move_start: Index = np.array([*starts, pairs], dtype=np.int64)
+
+    def _overlappable(self) -> npt.NDArray[np.bool_]:
+        """Per pair of forms: of a parameter, of its second reading or of a gradient, which other work can hide."""
+        graph = self.space.theory.graph
+        found = {p.tensor for p in graph.parameters}
+        found |= {graph.instructions[i].outputs[0] for i in graph.second_reads}
+        found |= {g for _, g in self.space.ties}
+        hidden = np.zeros(int(self.move_start[-1]), dtype=bool)
+        for n, t in enumerate(self.tensors):
+            if t in found:
+                hidden[self.move_start[n] : self.move_start[n + 1]] = True
+        return hidden
+
+    def at(
+        self, model: CostModel, lengths: Lengths, prices: Prices | None = None, overlap: float = 1.0
+    ) -> Priced:
+        """The costs at ``lengths``. ``overlap`` scales those of communication that other work can hide."""
+        rows = np.concatenate(model.row_costs(lengths))[self.row] if len(self.row) else np.zeros(0)
+        distinct = np.array(
+            [model.move_costs(t, (move,), lengths)[0] for t, move in self.examples], dtype=float
+        )
+        single = distinct[self.which] if len(self.which) else np.zeros(0)
+        count = int(self.move_start[-1])
+        moves = np.full(count, np.inf)
+        np.minimum.at(moves, self.pair_of, single)
+        # The first of the cheapest collectives for a pair.
+        best = np.full(count, len(single), dtype=np.int64)
+        cheapest = np.flatnonzero(single == moves[self.pair_of])
+        np.minimum.at(best, self.pair_of[cheapest], cheapest)
+        flat = [move for t in self.tensors for move in self.space.moves[t]]
+        kinds = tuple(
+            tuple(flat[best[p]] for p in range(self.move_start[n], self.move_start[n + 1]))
+            for n in range(len(self.tensors))
+        )
+        weighted = np.where(self.overlappable, moves * overlap, moves)
+        keep = np.zeros(int(self.keep_start[-1]))
+        priced = rows
+        if prices is not None:
+            keep = prices.keep
+            priced = rows.copy()
+            for i, extra in prices.kept.items():
+                priced[self.row_start[i] + 1 : self.row_start[i + 1] : 2] += extra
+        per_second = self._unit(priced, weighted, keep)
+
+        def whole(seconds: Array) -> Costs:
+            found: Costs = np.rint(seconds * per_second).astype(np.int64)
+            return found
+
+        return Priced(
+            whole(priced), whole(weighted), whole(keep), kinds, (whole(rows), whole(moves)), per_second
+        )
+
+    def _unit(self, rows: Array, moves: Array, keep: Array) -> float:
+        """How many units of cost make a second: picoseconds, or coarser where a program with the dearest value
+        of every instruction would not fit in 64 bits (a device of a few FLOP/s)."""
+        dearest = 0.0
+        for costs, starts in (
+            (rows, self.row_start), (moves, self.move_start), (keep, self.keep_start),
+        ):  # fmt: skip
+            filled = np.flatnonzero(np.diff(starts))
+            if len(filled):
+                dearest += float(np.maximum.reduceat(costs, starts[filled]).sum())
+        return min(PICOSECONDS, _LARGEST_TOTAL / dearest) if dearest > 0 else PICOSECONDS
