@@ -8,11 +8,12 @@ axis are random and may be empty. What the programs exercise is counted and asse
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -101,7 +102,7 @@ def subject(name: str) -> Subject:
 
 
 class RandomCosts:
-    """Costs that have nothing to do with any cluster; the search needs no more than these two methods."""
+    """Costs that have nothing to do with any cluster; the search needs no more than these methods."""
 
     def __init__(self, theory: Theory, dice: random.Random) -> None:
         self.theory, self.dice = theory, dice
@@ -110,8 +111,8 @@ class RandomCosts:
     def row_costs(self, lengths: Lengths) -> list[list[float]]:
         return [[self.dice.random() for _ in rows] for rows in self.theory.rows]
 
-    def move_costs(self, tensor: int, moves: Iterable[Move], lengths: Lengths) -> list[float]:
-        return [self.dice.random() * self.move_price for _ in moves]
+    def moves_costs(self, moves: tuple[tuple[int, Move], ...], lengths: Lengths) -> Any:
+        return np.array([self.dice.random() * self.move_price for _ in moves])
 
 
 def searched_program(theory: Theory, seed: int, lengths: Lengths) -> Program:

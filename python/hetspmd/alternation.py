@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from hetspmd.balance.ratios import optimise_ratios
 from hetspmd.balance.starts import Ratios, by_memory, even, proportional, starting_ratios, teams
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.step import StepCost, StepModel, idle_seconds, on_cluster
+from hetspmd.cost.step import StageSeconds, StepCost, StepModel, idle_seconds, on_cluster
 from hetspmd.errors import InfeasibleError, MemoryLimitError, SearchError
 from hetspmd.forms import IDENTITY, all_gather
 from hetspmd.plan import Iteration
@@ -50,28 +51,53 @@ OVERLAPS = (0.5, 0.1)
 """Weights on communication that other work can hide, for further candidates."""
 
 
-@dataclass(frozen=True)
 class Pair:
-    """A program of the devices ``active`` with the ratios and lengths it is judged at. ``cost`` is of the
-    cluster."""
+    """A program of some devices with the ratios and lengths it is judged at; what costs time to know is computed
+    when it is asked for. ``searched``: the program was searched at these lengths, to which its cost and bound
+    belong."""
 
-    found: Found
-    program: Program
-    ratios: Ratios
-    lengths: Lengths
-    cost: StepCost
-    active: tuple[int, ...]
-    searched: bool
-    """The program was searched at these lengths, to which its cost and bound belong."""
+    def __init__(self, judge: _Judge, ratios: Ratios, lengths: Lengths) -> None:
+        self.judge, self.ratios, self.lengths = judge, ratios, lengths
+        self.searched = lengths == judge.searched_at
 
     @property
+    def found(self) -> Found:
+        """The program and what the search proved of it."""
+        return self.judge.found
+
+    @property
+    def program(self) -> Program:
+        """The program, with outputs as idle devices want them."""
+        return self.judge.program
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """Ranks of the devices that take part."""
+        return self.judge.active
+
+    @cached_property
+    def stages(self) -> StageSeconds:
+        """Seconds of the stage model."""
+        return self.judge.step.computed(self.lengths)
+
+    @cached_property
     def seconds(self) -> float:
         """Predicted seconds of a step."""
-        return self.cost.step_seconds
+        return self.judge.step.streams.seconds(self.judge.step.model.shares(self.lengths))
 
-    def fits(self, cluster: Cluster) -> bool:
+    @cached_property
+    def cost(self) -> StepCost:
+        """The prediction for the cluster."""
+        return on_cluster(self.judge.step.cost(self.lengths), self.judge.cluster, self.active)
+
+    @cached_property
+    def fits(self) -> bool:
         """Whether every device has the memory that the program holds at its peak."""
-        return all(n <= d.memory for n, d in zip(self.cost.memory_bytes, cluster.devices, strict=True))
+        memory = [self.judge.cluster.devices[rank].memory for rank in self.active]
+        if not np.isfinite(memory).any():
+            return True
+        peaks = self.judge.step.holdings.at(self.lengths).peaks
+        return all(n <= m for n, m in zip(peaks, memory, strict=True))
 
 
 @dataclass(frozen=True)
@@ -152,8 +178,14 @@ class Alternation:
 
     def _best(self, pairs: Sequence[Pair]) -> Pair | None:
         """The fastest of the pairs that fit; among equals one that was searched as it is, and the first."""
-        fitting = [pair for pair in pairs if pair.fits(self.cluster)]
-        return min(fitting, key=lambda pair: (pair.seconds, not pair.searched), default=None)
+        best: Pair | None = None
+        with self.clock("balance"):
+            for pair in pairs:
+                if best is not None and pair.stages.floor > best.seconds:
+                    continue
+                if pair.fits and (best is None or _order(pair) < _order(best)):
+                    best = pair
+        return best
 
     def _certified(self, pair: Pair) -> Pair:
         """The pair with cost and bound of its own lengths, where its program was found at others."""
@@ -162,7 +194,8 @@ class Alternation:
         costs = CostModel(self.theory, self.cluster.part(pair.active))
         whole = self._search(costs, pair.lengths, pair.found)
         cost = self.searcher.cost(pair.found, costs, pair.lengths)
-        return replace(pair, found=_bounded(pair.found, cost, whole), searched=True)
+        judge = _Judge(self, costs, _bounded(pair.found, cost, whole), pair.active, pair.lengths)
+        return Pair(judge, pair.ratios, pair.lengths)
 
     def _team(self, part: CostModel, ranks: tuple[int, ...]) -> tuple[list[Pair], list[Iteration]]:
         """Pairs of a proper subset of the devices."""
@@ -205,7 +238,7 @@ class Alternation:
                 found = self._search(costs, lengths, before, within)
                 judged = _Judge(self, costs, found, active, lengths)
                 tried = [judged(ratios, lengths)]
-                if not tried[0].fits(self.cluster):
+                if not tried[0].fits:
                     if not queue and name != "memory" and len(active) > 1:
                         queue.append(("memory", by_memory(costs)))
                     fitting = self._fitting(costs, lengths, found, within, active)
@@ -218,7 +251,7 @@ class Alternation:
                 tried.append(judged(better, moved))
                 pairs += tried
                 iterations.append(
-                    Iteration(name, index, ratios, found.cost, min(pair.seconds for pair in tried))
+                    Iteration(name, index, ratios, found.cost, min(pair.stages.seconds for pair in tried))
                 )
                 key = (found.rows, found.moves, moved)
                 if key in seen or moved == lengths:
@@ -261,7 +294,7 @@ class Alternation:
                     start=ratios, stages=judged.step.stages,
                 )  # fmt: skip
                 moved = lengths_for(self.theory.axes, better)
-            if most is None or judged(better, moved).fits(self.cluster):
+            if most is None or judged(better, moved).fits:
                 return better, moved
         return ratios, lengths
 
@@ -325,33 +358,29 @@ def _bounded(found: Found, cost: float, whole: Found) -> Found:
     )
 
 
+def _order(pair: Pair) -> tuple[float, bool]:
+    return pair.seconds, not pair.searched
+
+
 class _Judge:
-    """Judges one program at several ratios."""
+    """One program, to be judged at several ratios."""
 
     def __init__(
         self, of: Alternation, costs: CostModel, found: Found, active: tuple[int, ...], searched_at: Lengths
     ) -> None:
         self.of, self.found, self.active, self.searched_at = of, found, active, searched_at
+        self.cluster = of.cluster
         self.program = self._left(found.program)
         idle = idle_seconds(of.theory.graph, self.program, of.cluster, active)
         with of.clock("balance"):
             self.step = StepModel(costs, self.program, idle=idle)
-        self._known: dict[Lengths, StepCost] = {}
+        self._known: dict[Lengths, Pair] = {}
 
     def __call__(self, ratios: Ratios, lengths: Lengths) -> Pair:
-        cost = self._known.get(lengths)
-        if cost is None:
-            with self.of.clock("balance"):
-                cost = self._known[lengths] = self.step.cost(lengths)
-        return Pair(
-            self.found,
-            self.program,
-            ratios,
-            lengths,
-            on_cluster(cost, self.of.cluster, self.active),
-            self.active,
-            lengths == self.searched_at,
-        )
+        found = self._known.get(lengths)
+        if found is None or found.ratios != ratios:
+            found = self._known[lengths] = Pair(self, ratios, lengths)
+        return found
 
     def _left(self, program: Program) -> Program:
         """What idle devices are sent costs time, so an output with a row per sample that every active device

@@ -100,7 +100,11 @@ class CostModel:
         self.theory = theory
         self.cluster = cluster
         self.world = cluster.world
-        self.triples, dtypes = _triples(theory)
+        known = theory.__dict__.get("_triples")
+        if known is None:
+            known = theory.__dict__["_triples"] = _triples(theory)
+        self.triples: Triples = known[0]
+        dtypes: list[str] = known[1]
         self.rates = np.array([[d.rate(t) for d in cluster.devices] for t in dtypes]).reshape(-1, self.world)
         self.bandwidth = np.array([d.memory_bandwidth for d in cluster.devices])
         self.launch = np.array([d.launch for d in cluster.devices])
@@ -111,6 +115,7 @@ class CostModel:
         self._dtypes = dtypes
         self._nbytes = [t.nbytes for t in theory.graph.tensors]
         self._shares: _Shares | None = None
+        self._table: tuple[object, tuple[Array, Index, Index]] | None = None
 
     def dominant_dtype(self) -> str:
         """The dtype in which the graph computes most FLOPs (float32 if it computes none)."""
@@ -288,6 +293,22 @@ class CostModel:
             found.append(seconds)
         return found
 
+    def moves_costs(self, moves: tuple[tuple[int, tuple[Form, Form, Kind]], ...], lengths: Lengths) -> Array:
+        """Seconds of many collectives, each with its tensor. Their forms are kept for the next lengths."""
+        if self._table is None or self._table[0] is not moves:
+            self._table = (moves, _move_table([self.move_form(t, *move) for t, move in moves]))
+        terms, axis, target = self._table[1]
+        at = self._at(lengths)
+        # Beyond the last axis: no axis, which has no share and exchanges nothing.
+        filled, largest = np.array([*at.filled[:-1], 0.0]), np.array([*at.largest[:-1], 0.0])
+        s, t = at.shares[axis], at.shares[target]
+        both = (axis >= 0) & (target >= 0)
+        exchange = np.where(both, np.maximum(s * (1 - t), t * (1 - s)).max(axis=1, initial=0.0), 0.0)
+        found: Array = (
+            terms[:, 0] + terms[:, 1] * filled[axis] + terms[:, 2] * largest[axis] + terms[:, 3] * exchange
+        )
+        return found
+
     def form_seconds(self, form: MoveForm, shares: Array) -> float:
         """Seconds of a linear form at given shares."""
         if form.axis is None:
@@ -327,6 +348,14 @@ class _Shares:
 def exchanged(source: Array, target: Array) -> float:
     """The part of a tensor that the busiest device sends or receives in an all-to-all."""
     return float(np.maximum(source * (1 - target), target * (1 - source)).max())
+
+
+def _move_table(forms: Sequence[MoveForm]) -> tuple[Array, Index, Index]:
+    """Terms, shape (n, 4), and the axes of shards and of targets, -1 for none."""
+    terms = np.array([(f.constant, f.per_shard, f.per_largest, f.per_exchange) for f in forms], dtype=float)
+    axis = np.array([-1 if f.axis is None else f.axis for f in forms], dtype=np.int64)
+    target = np.array([-1 if f.target_axis is None else f.target_axis for f in forms], dtype=np.int64)
+    return terms.reshape(-1, 4), axis, target
 
 
 def _triples(theory: Theory) -> tuple[Triples, list[str]]:

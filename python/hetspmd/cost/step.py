@@ -27,7 +27,7 @@ from hetspmd.synth.program import Compute, Program
 from hetspmd.trace.graph import Graph
 
 __all__ = [
-    "Stages", "StepCost", "StepModel", "idle_seconds", "on_cluster", "step_cost",
+    "StageSeconds", "Stages", "StepCost", "StepModel", "idle_seconds", "on_cluster", "step_cost",
 ]  # fmt: skip
 
 
@@ -117,16 +117,42 @@ class StepModel:
         """What the program holds from when to when."""
         return Holdings(self.model.theory, self.program)
 
-    def cost(self, lengths: Lengths) -> StepCost:
-        """The prediction at integer lengths."""
+    def computed(self, lengths: Lengths) -> StageSeconds:
+        """Seconds of the stage model's parts at integer lengths."""
         shares = self.model.shares(lengths)
         computation = self.stages.computation(shares)
-        compute = float(computation.max(axis=1).sum())
         communication = float(self.stages.communication(shares).sum()) + self.idle
+        return StageSeconds(
+            float(computation.max(axis=1).sum()), communication, tuple(map(float, computation.sum(axis=0)))
+        )
+
+    def cost(self, lengths: Lengths) -> StepCost:
+        """The prediction at integer lengths."""
+        parts = self.computed(lengths)
         return StepCost(
-            self.streams.seconds(shares), compute + communication, compute, communication,
-            self.holdings.at(lengths).peaks, self.stages.count, tuple(map(float, computation.sum(axis=0))),
+            self.streams.seconds(self.model.shares(lengths)), parts.seconds, parts.compute,
+            parts.communication, self.holdings.at(lengths).peaks, self.stages.count, parts.per_device,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of the stage model: of the slowest device in each stage, of collectives (and of what idle devices
+    are sent), and that each device computes."""
+
+    compute: float
+    communication: float
+    per_device: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of a step in the stage model."""
+        return self.compute + self.communication
+
+    @property
+    def floor(self) -> float:
+        """Of a step in any order of the same work: a device computes and the stream carries one thing at a time."""
+        return max(*self.per_device, self.communication)
 
 
 def step_cost(model: CostModel, program: Program, lengths: Lengths, *, idle: float = 0.0) -> StepCost:

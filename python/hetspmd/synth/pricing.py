@@ -45,12 +45,13 @@ class Prices:
 @dataclass(frozen=True)
 class Priced:
     """The arrays for the core, in units of which ``per_second`` make a second. ``seconds`` are the costs of
-    ``rows`` and ``moves`` without prices of memory and without weights, in the same units."""
+    ``rows`` and ``moves`` without prices of memory and without weights, in the same units; ``best`` is the place in
+    :attr:`Pricing.flat` of the collective that is meant by each pair of forms."""
 
     rows: Costs
     moves: Costs
     keep: Costs
-    kinds: tuple[tuple[Move, ...], ...]
+    best: Index
     seconds: tuple[Costs, Costs]
     per_second: float
 
@@ -83,7 +84,7 @@ class Pricing:
         """Distinct collectives, which of them each move of a tensor is, and where pairs of forms begin."""
         space, axes = self.space, self.space.theory.axes
         known: dict[tuple[object, ...], int] = {}
-        self.examples: list[tuple[int, Move]] = []
+        examples: list[tuple[int, Move]] = []
         which: list[int] = []
         pair_of: list[int] = []
         starts: list[int] = []
@@ -101,10 +102,12 @@ class Pricing:
             for move in space.moves[t]:
                 key = (nbytes, move[2], axis(t, move[0]), axis(t, move[1]))
                 if key not in known:
-                    known[key] = len(self.examples)
-                    self.examples.append((t, move))
+                    known[key] = len(examples)
+                    examples.append((t, move))
                 which.append(known[key])
                 pair_of.append(place[move[:2]])
+        self.examples = tuple(examples)
+        self.flat = tuple(move for t in self.tensors for move in space.moves[t])
         self.which: Index = np.array(which, dtype=np.int64)
         self.pair_of: Index = np.array(pair_of, dtype=np.int64)
         self.move_start: Index = np.array([*starts, pairs], dtype=np.int64)
@@ -126,10 +129,7 @@ class Pricing:
     ) -> Priced:
         """The costs at ``lengths``. ``overlap`` scales those of communication that other work can hide."""
         rows = np.concatenate(model.row_costs(lengths))[self.row] if len(self.row) else np.zeros(0)
-        distinct = np.array(
-            [model.move_costs(t, (move,), lengths)[0] for t, move in self.examples], dtype=float
-        )
-        single = distinct[self.which] if len(self.which) else np.zeros(0)
+        single = model.moves_costs(self.examples, lengths)[self.which] if self.examples else np.zeros(0)
         count = int(self.move_start[-1])
         moves = np.full(count, np.inf)
         np.minimum.at(moves, self.pair_of, single)
@@ -137,11 +137,6 @@ class Pricing:
         best = np.full(count, len(single), dtype=np.int64)
         cheapest = np.flatnonzero(single == moves[self.pair_of])
         np.minimum.at(best, self.pair_of[cheapest], cheapest)
-        flat = [move for t in self.tensors for move in self.space.moves[t]]
-        kinds = tuple(
-            tuple(flat[best[p]] for p in range(self.move_start[n], self.move_start[n + 1]))
-            for n in range(len(self.tensors))
-        )
         weighted = np.where(self.overlappable, moves * overlap, moves)
         keep = np.zeros(int(self.keep_start[-1]))
         priced = rows
@@ -157,7 +152,7 @@ class Pricing:
             return found
 
         return Priced(
-            whole(priced), whole(weighted), whole(keep), kinds, (whole(rows), whole(moves)), per_second
+            whole(priced), whole(weighted), whole(keep), best, (whole(rows), whole(moves)), per_second
         )
 
     def _unit(self, rows: Array, moves: Array, keep: Array) -> float:

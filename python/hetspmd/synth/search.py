@@ -165,8 +165,9 @@ class Searcher:
         total = int(priced.seconds[0][pricing.row_start[:-1] + np.array(chosen, dtype=np.int64)].sum())
         for n, (t, k) in enumerate(zip(pricing.tensors, picked, strict=True)):
             if k >= 0:
-                moves[t] = priced.kinds[n][k]
-                total += int(priced.seconds[1][pricing.move_start[n] + k])
+                place = pricing.move_start[n] + k
+                moves[t] = pricing.flat[priced.best[place]]
+                total += int(priced.seconds[1][place])
         unit = priced.per_second
         return Found(
             assemble_program(space, rows, moves), rows, tuple(moves), total / unit,
