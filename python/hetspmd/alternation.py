@@ -146,8 +146,8 @@ class Alternation:
         """
         everyone = tuple(range(self.cluster.world))
         costs = CostModel(self.theory, self.cluster)
-        baselines = self._baselines(costs)
         found, iterations = self._rounds(costs, everyone, starting_ratios(costs))
+        baselines = self._baselines(costs)
         best = self._best([*baselines.values(), *found])
         if best is not None:
             best = self._best([best, *self._overlapping(costs, everyone, best)])
@@ -334,6 +334,10 @@ class Alternation:
             ("tensor_parallel", known.tensor_parallel(self.theory), proportional(costs)),
         ):
             if any(wanted.forms.get(t, form) != form for t, form in self.fixed.forms.items()):
+                continue
+            same = found.get("data_parallel_even")
+            if name == "data_parallel_proportional" and same is not None and same.ratios == ratios:
+                found[name] = same
                 continue
             constraints = Constraints({**self.fixed.forms, **wanted.forms}, wanted.row_filter)
             lengths = lengths_for(self.theory.axes, ratios)

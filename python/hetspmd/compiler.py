@@ -23,6 +23,7 @@ from hetspmd.synth.conflict import naming_conflicts
 from hetspmd.synth.constraints import Constraints, resolve, spelling
 from hetspmd.synth.search import Found, Limits, Progress, Searcher
 from hetspmd.synth.space import search_space
+from hetspmd.trace.collector import collector_paused
 from hetspmd.trace.step import Loss
 from hetspmd.trace.trace import split_example, trace
 
@@ -66,7 +67,7 @@ def compile_plan(
     same active devices, so that the same shards serve both plans (another batch shape, evaluation).
     """
     clock = Clock(timings if timings is not None else {})
-    with clock("total"):
+    with clock("total"), collector_paused():
         with clock("trace"):
             graph = trace(model, args, kwargs, loss=loss, training=training)
             if loss_only and graph.loss is not None:
@@ -78,11 +79,7 @@ def compile_plan(
             fixed = resolve(theory, constraints)
             with naming_conflicts(theory, fixed):
                 outcome = Alternation(theory, cluster, fixed, limits, clock, progress).run()
-            asked = {
-                k: form if isinstance(form, str) else spelling(form)
-                for k, form in (constraints or {}).items()
-            }
-            return _plan(theory, cluster, outcome, asked)
+            return _plan(theory, cluster, outcome, constraints)
         return _like(theory, cluster, like, limits, clock)
 
 

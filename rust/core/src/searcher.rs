@@ -14,13 +14,15 @@ use crate::order::small_frontier_order;
 use crate::problem::Problem;
 use crate::solution::{Assignment, Solution};
 use crate::solve::Search;
-use crate::validate::{ProblemError, validate};
+use crate::validate::{ProblemError, total_cost, validate};
 use crate::verify::verify;
 
 /// See the module documentation.
 #[derive(Clone, Debug)]
 pub struct Searcher {
     problem: Problem,
+    /// No program costs more.
+    total: i64,
     built: Built,
     /// The consistent part of the model, ordered, without costs.
     base: Result<Model, Wipeout>,
@@ -35,10 +37,11 @@ impl Searcher {
     pub fn new(problem: Problem) -> Result<Self, ProblemError> {
         let checked = validate(&problem)?;
         let built = build(&checked)?;
+        let total = checked.total_cost;
         let mut model = built.model.clone();
         let base = arc_consistency(&mut model, 0..built.model.vars.len(), |_| {})
             .map(|()| compact(&model, &small_frontier_order(&model)));
-        Ok(Self { problem, built, base, messages: None })
+        Ok(Self { problem, total, built, base, messages: None })
     }
 
     /// The problem at its present costs.
@@ -69,8 +72,8 @@ impl Searcher {
         cells.zip(moves).for_each(|(cell, &cost)| *cell = cost);
         let cells = self.problem.tensors.iter_mut().flat_map(|t| &mut t.keep).map(|keep| &mut keep.1);
         cells.zip(keep).for_each(|(cell, &cost)| *cell = cost);
-        let total = validate(&self.problem)?.total_cost;
-        self.built.price(total);
+        self.total = total_cost(&self.problem)?;
+        self.built.price(self.total);
         Ok(())
     }
 
@@ -87,7 +90,6 @@ impl Searcher {
         tick: &'a mut Tick<'a>,
     ) -> Result<Solution, ProblemError> {
         let mut monitor = Monitor::new(limits, tick);
-        let total = validate(&self.problem)?.total_cost;
         let forbidden = allowed.map(|allowed| self.forbidden(allowed)).transpose()?;
         let best = match incumbent {
             None => None,
@@ -104,7 +106,7 @@ impl Searcher {
             }
         };
         let start = self.start(forbidden.as_deref());
-        let mut search = Search::new(&self.problem, &self.built, monitor, best, total);
+        let mut search = Search::new(&self.problem, &self.built, monitor, best, self.total);
         let Ok(mut model) = start else {
             let conflict = self.conflict(forbidden.as_deref());
             return Ok(search.infeasible(conflict));
@@ -115,7 +117,13 @@ impl Searcher {
             messages.load(&mut model, shift);
         }
         let warm = messages.is_some();
-        Ok(search.run(model, warm, |model| self.messages = Some(Messages::of(model, shift))))
+        // What a part of the rows leaves is no start for all of them.
+        let keep = forbidden.is_none() || self.messages.is_none();
+        Ok(search.run(model, warm, |model| {
+            if keep {
+                self.messages = Some(Messages::of(model, shift));
+            }
+        }))
     }
 
     /// Per instruction and row: not allowed.

@@ -44,87 +44,112 @@ pub fn validate(problem: &Problem) -> Checked<Validated<'_>> {
     if problem.version != 1 {
         return fail(format!("problem version {} is not supported; this is version 1", problem.version));
     }
-    let total_cost = check_costs_and_forms(problem)?;
+    check_forms(problem)?;
+    let total_cost = total_cost(problem)?;
     let producer = find_producers(problem)?;
     check_acyclic(problem, &producer)?;
     let count = problem.tensors.len();
     for (index, requirement) in problem.requirements.iter().enumerate() {
-        let place = format!("requirement {index}");
-        check_tensor(requirement.tensor, count, &place)?;
+        let place = || format!("requirement {index}");
+        check_tensor(requirement.tensor, count, place)?;
         for &form in &requirement.any_of {
-            check_form(form, &place)?;
+            check_form(form, place)?;
         }
     }
     for (index, tie) in problem.ties.iter().enumerate() {
-        check_tensor(tie.parameter, count, &format!("tie {index} (parameter)"))?;
-        check_tensor(tie.gradient, count, &format!("tie {index} (gradient)"))?;
+        check_tensor(tie.parameter, count, || format!("tie {index} (parameter)"))?;
+        check_tensor(tie.gradient, count, || format!("tie {index} (gradient)"))?;
     }
     Ok(Validated { problem, producer, total_cost })
 }
 
-fn check_form(form: Form, place: &str) -> Checked {
+fn check_form(form: Form, place: impl Fn() -> String) -> Checked {
     if form < FORM_COUNT {
         return Ok(());
     }
-    fail(format!("{place}: form {form} is out of range, forms are 0..{FORM_COUNT}"))
+    fail(format!("{}: form {form} is out of range, forms are 0..{FORM_COUNT}", place()))
 }
 
-fn check_tensor(id: usize, count: usize, place: &str) -> Checked {
+fn check_tensor(id: usize, count: usize, place: impl Fn() -> String) -> Checked {
     if id < count {
         return Ok(());
     }
-    fail(format!("{place}: tensor id {id} does not exist, there are {count} tensors"))
+    fail(format!("{}: tensor id {id} does not exist, there are {count} tensors", place()))
 }
 
-fn check_cost(cost: i64, place: &str) -> Checked {
+fn check_cost(cost: i64, place: impl Fn() -> String) -> Checked {
     if cost < 0 {
-        return fail(format!("{place}: cost {cost} is negative"));
+        return fail(format!("{}: cost {cost} is negative", place()));
     }
     Ok(())
 }
 
-fn check_costs_and_forms(problem: &Problem) -> Checked<i64> {
-    let mut total = 0i64;
-    let add = |total: i64, most: Option<i64>| total.saturating_add(most.unwrap_or(0));
+fn check_forms(problem: &Problem) -> Checked {
     for (id, tensor) in problem.tensors.iter().enumerate() {
         for (index, mv) in tensor.moves.iter().enumerate() {
-            let place = format!("tensor {id} ({}), move {index} ({})", tensor.name, mv.2);
-            check_form(mv.0, &place)?;
-            check_form(mv.1, &place)?;
-            check_cost(mv.3, &place)?;
+            let place = || move_place(problem, id, index);
+            check_form(mv.0, place)?;
+            check_form(mv.1, place)?;
         }
-        total = add(total, tensor.moves.iter().map(|mv| mv.3).max());
         for (index, keep) in tensor.keep.iter().enumerate() {
-            let place = format!("tensor {id} ({}), keep {index}", tensor.name);
-            check_form(keep.0, &place)?;
-            check_cost(keep.1, &place)?;
+            let place = || keep_place(problem, id, index);
+            check_form(keep.0, place)?;
             if tensor.keep[..index].iter().any(|other| other.0 == keep.0) {
-                return fail(format!("{place}: form {} has a price already", keep.0));
+                return fail(format!("{}: form {} has a price already", place(), keep.0));
             }
         }
-        total = add(total, tensor.keep.iter().map(|keep| keep.1).max());
     }
     for (id, instruction) in problem.instructions.iter().enumerate() {
-        let name = format!("instruction {id} ({})", instruction.name);
         if instruction.rows.is_empty() {
-            return fail(format!("{name}: has no rows; an instruction without a rule runs replicated"));
+            return fail(format!(
+                "{}: has no rows; an instruction without a rule runs replicated",
+                instruction_place(problem, id)
+            ));
         }
         for (index, row) in instruction.rows.iter().enumerate() {
-            let place = format!("{name}, row {index}");
+            let place = || row_place(problem, id, index);
             for (what, given, wanted) in [
                 ("pre", row.pre.len(), instruction.inputs.len()),
                 ("post", row.post.len(), instruction.outputs.len()),
             ] {
                 if given != wanted {
-                    return fail(format!("{place}: {what} has {given} forms, expected {wanted}"));
+                    return fail(format!("{}: {what} has {given} forms, expected {wanted}", place()));
                 }
             }
             for &form in row.pre.iter().chain(&row.post) {
-                check_form(form, &place)?;
+                check_form(form, place)?;
             }
-            check_cost(row.cost, &place)?;
         }
-        total = add(total, instruction.rows.iter().map(|row| row.cost).max());
+    }
+    Ok(())
+}
+
+/// The sum of the dearest row of every instruction and the dearest move and price of every tensor: no program
+/// costs more.
+///
+/// # Errors
+/// A negative cost, or a sum beyond the arithmetic.
+pub fn total_cost(problem: &Problem) -> Checked<i64> {
+    let mut total = 0i64;
+    let mut most = 0i64;
+    for (id, tensor) in problem.tensors.iter().enumerate() {
+        for (index, mv) in tensor.moves.iter().enumerate() {
+            check_cost(mv.3, || move_place(problem, id, index))?;
+            most = most.max(mv.3);
+        }
+        total = total.saturating_add(std::mem::take(&mut most));
+        for (index, keep) in tensor.keep.iter().enumerate() {
+            check_cost(keep.1, || keep_place(problem, id, index))?;
+            most = most.max(keep.1);
+        }
+        total = total.saturating_add(std::mem::take(&mut most));
+    }
+    for (id, instruction) in problem.instructions.iter().enumerate() {
+        for (index, row) in instruction.rows.iter().enumerate() {
+            check_cost(row.cost, || row_place(problem, id, index))?;
+            most = most.max(row.cost);
+        }
+        total = total.saturating_add(std::mem::take(&mut most));
     }
     if total >= MAX_TOTAL_COST {
         return fail(format!(
@@ -134,20 +159,39 @@ fn check_costs_and_forms(problem: &Problem) -> Checked<i64> {
     Ok(total)
 }
 
+fn move_place(problem: &Problem, id: usize, index: usize) -> String {
+    let tensor = &problem.tensors[id];
+    format!("tensor {id} ({}), move {index} ({})", tensor.name, tensor.moves[index].2)
+}
+
+fn keep_place(problem: &Problem, id: usize, index: usize) -> String {
+    format!("tensor {id} ({}), keep {index}", problem.tensors[id].name)
+}
+
+fn instruction_place(problem: &Problem, id: usize) -> String {
+    format!("instruction {id} ({})", problem.instructions[id].name)
+}
+
+fn row_place(problem: &Problem, id: usize, index: usize) -> String {
+    format!("{}, row {index}", instruction_place(problem, id))
+}
+
 fn find_producers(problem: &Problem) -> Checked<Vec<(usize, usize)>> {
     let count = problem.tensors.len();
     let mut producer: Vec<Option<(usize, usize)>> = vec![None; count];
     for (id, instruction) in problem.instructions.iter().enumerate() {
-        let name = format!("instruction {id} ({})", instruction.name);
+        let name = || instruction_place(problem, id);
         for &tensor in &instruction.inputs {
-            check_tensor(tensor, count, &format!("{name}, inputs"))?;
+            check_tensor(tensor, count, || format!("{}, inputs", name()))?;
         }
         for (position, &tensor) in instruction.outputs.iter().enumerate() {
-            check_tensor(tensor, count, &format!("{name}, outputs"))?;
+            check_tensor(tensor, count, || format!("{}, outputs", name()))?;
             if let Some((other, _)) = producer[tensor] {
                 return fail(format!(
-                    "tensor {tensor} ({}) has two producers: instruction {other} ({}) and {name}",
-                    problem.tensors[tensor].name, problem.instructions[other].name
+                    "tensor {tensor} ({}) has two producers: {} and {}",
+                    problem.tensors[tensor].name,
+                    instruction_place(problem, other),
+                    name()
                 ));
             }
             producer[tensor] = Some((id, position));
