@@ -1,6 +1,7 @@
-"""Lowering shares the programs and models of tests/run."""
+"""Lowering shares the programs and models of tests/run and the graphs of tests/cost."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent / "run"))
+for folder in ("run", "cost"):
+    sys.path.append(str(Path(__file__).parent.parent / folder))

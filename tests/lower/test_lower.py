@@ -257,7 +257,7 @@ def test_schedule_covers_exactly_what_is_needed() -> None:
     graph = c.theory.graph
     for seed in range(5):
         program = random_program(c.theory, seed)
-        found = schedule(graph, program)
+        found = schedule(c.theory, program)
         assert not set(found.forward) & set(found.backward)
         have: set[tuple[int, int]] = set()
         for step in (*found.forward, *found.backward):

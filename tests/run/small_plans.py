@@ -27,7 +27,7 @@ def cluster(*speeds: float) -> Cluster:
 
 def handmade_plan(case: Case, program: Program, lengths: Lengths) -> Plan:
     world = lengths.world
-    cost = StepCost(0.0, 0.0, 0.0, (0,) * world, 1, (0.0,) * world)
+    cost = StepCost(0.0, 0.0, 0.0, 0.0, (0,) * world, 1, (0.0,) * world)
     ratios = (1.0 / world,) * world
     return Plan(
         case.theory.graph, program, ratios, lengths, cluster(*range(1, world + 1)), cost, NO_COST, {}, ()

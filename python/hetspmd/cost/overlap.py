@@ -15,10 +15,10 @@ backward begins. Rank 0 alone waits for what is only masked. With idle devices t
 back whole, are sent between forward and backward. Steps that no result needs are not run.
 
 The stage model of :mod:`hetspmd.cost.step` has every device wait for every collective where it stands. The
-step is no longer than its seconds for the same steps, forward before backward (what idle devices are sent
-beginning a stage between), as long as no collective reads another's result. For: a longest chain of events
-holds each collective at most once, and of every stage one interval on one device, because a collective that
-a device issues in the middle of a stage is waited for in a later one.
+step is no longer than its seconds for the same steps in this order, forward before backward (what idle devices
+are sent beginning a stage between). For: a longest chain of events holds each collective at most once, and of
+every stage one interval on one device, because it leaves a device where a collective is issued, which ends a
+stage, and comes back to one behind that.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TwoStreams:
         self.events: list[tuple[int, int, int]] = []
         self._signatures: list[int] = []
         graph = model.theory.graph
-        order = schedule(graph, program)
+        order = schedule(model.theory, program)
         there: set[Key] = set()
         self._graph(graph, order.forward, there)
         if idle > 0:

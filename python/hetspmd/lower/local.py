@@ -67,7 +67,7 @@ class _Lowering:
         self._values: dict[int, torch.Tensor] = {}
 
     def run(self) -> LocalProgram:
-        plan = schedule(self.graph, self.program)
+        plan = schedule(self.theory, self.program)
         for step in plan.forward:
             if isinstance(step, Compute) and self.graph.instructions[step.instruction].is_source:
                 self.stored[self.graph.instructions[step.instruction].outputs[0]] = step.row.post[0]

@@ -1,21 +1,30 @@
-"""Which steps run forward and which backward, and where collectives start.
+"""Which steps run forward and which backward, and in what order.
 
-Everything here is decided from the program alone, never from a rank's lengths, so all ranks issue the same
-collectives in the same order.
+Everything here is decided from the program and the rules alone, never from a rank's lengths, so all ranks
+issue the same collectives in the same order.
 
 - Forward are the steps from which the loss, the outputs and the updated buffers are derived; backward are the
   other steps that some gradient needs; the rest is dead and dropped.
-- A collective starts right after the step that produces its source. One whose source is a parameter, a batch
-  or a value of the other graph keeps its place: started at once it would only hold memory.
+- A collective of a value that this graph computes starts right after the step that produces it. One that
+  reads another collective's result keeps its place: started at once, it would have every device wait at once.
+- A collective of a value that is there from the beginning (a parameter, the batch, a value of the other graph)
+  is *prefetched*. Such collectives form groups, in the order in which they are needed; those that one step needs
+  are a group. The first group starts with the graph, each other one right before the group before it is waited
+  for. So one group is on its way while the one before it is used, and no more memory is held ahead than that.
+- Cheap work on what collectives deliver is *put off* until its result is needed, or the graph ends: done at
+  once, it would have every device wait there. Put off are the computations of :func:`_is_put_off`.
+
+Nothing else moves: other computations keep the program's order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hetspmd.errors import PlanError
 from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, form_text, is_sharded
+from hetspmd.rules.theory import Theory
 from hetspmd.synth.program import Communicate, Compute, Program, Result, Step
 from hetspmd.trace.graph import Graph
 
@@ -46,8 +55,9 @@ def writes(graph: Graph, step: Step) -> tuple[Key, ...]:
     return tuple((t, f) for t, f in zip(outputs, step.row.post, strict=True) if t >= 0)
 
 
-def schedule(graph: Graph, program: Program) -> Schedule:
+def schedule(theory: Theory, program: Program) -> Schedule:
     """Divide and order the steps. Raises PlanError if a step reads what is not there."""
+    graph = theory.graph
     have: dict[Key, int] = {}
     provider: list[list[int]] = []
     for index, step in enumerate(program.steps):
@@ -69,31 +79,119 @@ def schedule(graph: Graph, program: Program) -> Schedule:
     ahead |= {i for i, s in enumerate(program.steps) if _is_source(graph, s) and not _is_tangent(graph, s)}
     behind = closure(program.gradients) - ahead
     return Schedule(
-        tuple(program.steps[i] for i in _early_starts(graph, program, sorted(ahead), provider)),
-        tuple(program.steps[i] for i in _early_starts(graph, program, sorted(behind), provider)),
+        tuple(program.steps[i] for i in _Order(theory, program, sorted(ahead), provider).found),
+        tuple(program.steps[i] for i in _Order(theory, program, sorted(behind), provider).found),
     )
 
 
-def _early_starts(graph: Graph, program: Program, order: list[int], provider: list[list[int]]) -> list[int]:
-    members = set(order)
-    followers: dict[int, list[int]] = {}
-    for index in order:
-        if isinstance(program.steps[index], Communicate):
-            (source,) = provider[index]
-            if source in members and not _is_source(graph, program.steps[source]):
-                followers.setdefault(source, []).append(index)
-    moved = {i for group in followers.values() for i in group}
-    out: list[int] = []
+class _Order:
+    """The order of one local graph. Steps are indices into the program; ``provider[i]`` are the steps that
+    step i reads, ``members`` those of this graph, ascending. ``found`` is the order."""
 
-    def put(index: int) -> None:
-        out.append(index)
-        for follower in followers.get(index, ()):
-            put(follower)
+    def __init__(
+        self, theory: Theory, program: Program, members: Sequence[int], provider: Sequence[Sequence[int]]
+    ) -> None:
+        self.theory, self.graph, self.program, self.provider = theory, theory.graph, program, provider
+        self.members = set(members)
+        self.given = {i for i in members if _is_source(self.graph, program.steps[i])}
+        self.fetched: set[int] = set()
+        self.followers: dict[int, list[int]] = {}
+        for index in members:
+            if isinstance(program.steps[index], Communicate):
+                (source,) = provider[index]
+                if source in self.given or source not in self.members:
+                    self.fetched.add(index)
+                elif isinstance(program.steps[source], Compute):
+                    self.followers.setdefault(source, []).append(index)
+        self.put_off: set[int] = set()
+        sent = {p for i in members if isinstance(program.steps[i], Communicate) for p in provider[i]}
+        for index in members:
+            if index not in sent and self._is_put_off(index):
+                self.put_off.add(index)
+        self.found = self._ordered([i for i in members if i in self.given], self._standing(members))
 
-    for index in order:
-        if index not in moved:
-            put(index)
-    return out
+    def _standing(self, members: Sequence[int]) -> list[int]:
+        """What is neither given, nor prefetched, nor put off, in order."""
+        moved = self.given | self.fetched | self.put_off
+        moved.update(i for group in self.followers.values() for i in group)
+        found: list[int] = []
+        for index in members:
+            if index not in moved:
+                found += [index, *self.followers.get(index, ())]
+        return found
+
+    def _ordered(self, given: list[int], standing: list[int]) -> list[int]:
+        """All steps: before each of ``standing``, the next group of prefetched collectives if it needs one,
+        and what was put off and is needed now."""
+        needs: list[list[int]] = []
+        there: set[int] = set()
+        for index in standing:
+            needs.append(self._needs(index, there))
+            there.update(needs[-1])
+        rest = sorted((self.fetched | self.put_off) - there)
+        groups = [[i for i in need if i in self.fetched] for need in (*needs, rest)]
+        waiting = iter([group for group in groups if group])
+        found = [*given, *next(waiting, ())]
+        for need, group, index in zip(needs, groups, standing, strict=False):
+            if group:
+                found += next(waiting, ())
+            found += [i for i in need if i in self.put_off]
+            found.append(index)
+        return found + [i for i in rest if i in self.put_off]
+
+    def _needs(self, index: int, there: set[int]) -> list[int]:
+        """The prefetched collectives and the put off steps that must come before a step, ascending, without
+        those that are ``there``."""
+        found: set[int] = set()
+        stack = [index]
+        while stack:
+            for p in self.provider[stack.pop()]:
+                if p not in there and p not in found and (p in self.fetched or p in self.put_off):
+                    found.add(p)
+                    stack.append(p)
+        return sorted(found)
+
+    def _is_put_off(self, index: int) -> bool:
+        """Whether a computation of which no collective reads a result is put off.
+
+        It reads what collectives of this graph deliver, or put off steps produce, and at most sources beside
+        that. It is an alias (the memory is held anyway), or it moves bytes only (no FLOPs, nothing random) and
+        putting it off holds no more bytes than it saves: the values whose memory it reads have together no
+        more bytes than its results, and they are all divided, or none is.
+        """
+        step = self.program.steps[index]
+        if not isinstance(step, Compute):
+            return False
+        read = dict(zip(reads(self.graph, step), self.provider[index], strict=True))
+        late = {key: p for key, p in read.items() if self._is_late(p)}
+        rule = self.theory.rules.get(step.instruction)
+        others = [p for key, p in read.items() if key not in late]
+        if not late or rule is None or not all(_is_source(self.graph, self.program.steps[p]) for p in others):
+            return False
+        if rule.alias:
+            return True
+        held = {self._held(key, p) for key, p in late.items()}
+        results = writes(self.graph, step)
+        divided = {is_sharded(form) for _, form in (*held, *results)}
+        cheap = not rule.flops and not rule.random
+        return cheap and len(divided) == 1 and self._bytes(held) <= self._bytes(results)
+
+    def _is_late(self, index: int) -> bool:
+        communicated = index in self.members and isinstance(self.program.steps[index], Communicate)
+        return communicated or index in self.put_off
+
+    def _held(self, key: Key, provider: int) -> Key:
+        """The value whose memory holds what is read as ``key``: what views show, slices and masks are cut from."""
+        step = self.program.steps[provider]
+        while isinstance(step, Compute) and provider in self.put_off:
+            if not self.theory.rules[step.instruction].alias:
+                break
+            key, provider = reads(self.graph, step)[0], self.provider[provider][0]
+            step = self.program.steps[provider]
+        return next(k for k in writes(self.graph, step) if k[0] == key[0])
+
+    def _bytes(self, keys: Iterable[Key]) -> int:
+        return sum(self.graph.tensors[t].nbytes for t, _ in keys)
 
 
 def _is_source(graph: Graph, step: Step) -> bool:
