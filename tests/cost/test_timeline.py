@@ -29,11 +29,11 @@ from hetspmd.errors import OutputError
 from hetspmd.forms import IDENTITY, all_gather
 from hetspmd.lower import lower
 from hetspmd.lower.emit import GraphWriter
-from hetspmd.lower.schedule import schedule
 from hetspmd.rules.theory import Theory
 from hetspmd.run import collectives
 from hetspmd.synth import constraints as known
 from hetspmd.synth.program import Communicate, Compute, Program, Result, Step
+from hetspmd.synth.schedule import schedule
 
 import program_builder  # isort: skip  # workbench puts its folder on the path
 import small_models  # isort: skip

@@ -14,7 +14,6 @@ from hetspmd.errors import PlanError
 from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather, is_sharded
 from hetspmd.lower import LocalProgram, lower
 from hetspmd.lower.local import take_saved
-from hetspmd.lower.schedule import reads, schedule, writes
 from hetspmd.rules.rule import Row
 from hetspmd.run import collectives
 from hetspmd.run.communicator import Communicator
@@ -23,6 +22,7 @@ from hetspmd.run.reference import ReferenceResult, run_reference
 from hetspmd.run.runtime import Runtime
 from hetspmd.run.simulate import run_ranks
 from hetspmd.synth.program import Communicate, Compute, Program, Result
+from hetspmd.synth.schedule import reads, schedule, writes
 from hetspmd.trace.graph import Instruction
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ that order settles all clocks:
     wait for it               T_j <- max(T_j, end_c)
 
 A collective begins when the last device has issued it and the stream is free, and ends for all at once. It
-is issued where :func:`hetspmd.lower.schedule.schedule` puts it and waited for where its result is first read
+is issued where :func:`hetspmd.synth.schedule.schedule` puts it and waited for where its result is first read
 (a slice or a mask of it counts), by the end of its graph at the latest: all of forward's have ended before
 backward begins. Rank 0 alone waits for what is only masked. With idle devices the loss, and outputs that come
 back whole, are sent between forward and backward. Steps that no result needs are not run.
@@ -32,8 +32,8 @@ import numpy as np
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
 from hetspmd.forms import ALL_REDUCE, IDENTITY
-from hetspmd.lower.schedule import Key, reads, schedule, writes
 from hetspmd.synth.program import Communicate, Program, Step
+from hetspmd.synth.schedule import Key, reads, schedule, writes
 from hetspmd.trace.graph import Graph
 
 __all__ = ["BOUNDARY", "START", "WAIT", "WAIT_FIRST", "Run", "TwoStreams", "simulated_seconds", "waited"]

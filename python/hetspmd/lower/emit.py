@@ -18,13 +18,13 @@ from hetspmd.errors import PlanError
 from hetspmd.forms import ALL_REDUCE, IDENTITY, form_text, sharded_dim
 from hetspmd.lower.constants import local_op
 from hetspmd.lower.layout import Layout
-from hetspmd.lower.schedule import Key, reads
 from hetspmd.rules.kernels import reader_of
 from hetspmd.rules.rule import localize
 from hetspmd.rules.theory import Theory
 from hetspmd.run import collectives
 from hetspmd.run.random import draw_in
 from hetspmd.synth.program import Communicate, Compute, Step
+from hetspmd.synth.schedule import Key, reads
 from hetspmd.trace.graph import Instruction, Ref
 from hetspmd.trace.values import to_torch, torch_dtype
 

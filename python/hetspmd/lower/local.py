@@ -20,9 +20,9 @@ from hetspmd.lower.emit import GraphWriter, identifier
 from hetspmd.lower.idle import lower_idle
 from hetspmd.lower.layout import Layout
 from hetspmd.lower.program import LocalProgram, LocalTensor
-from hetspmd.lower.schedule import Key, Schedule, reads, schedule, writes
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.program import Compute, Program, Step
+from hetspmd.synth.schedule import Key, Schedule, reads, schedule, writes
 from hetspmd.trace.graph import BUFFER, CONSTANT, INPUT, PARAMETER, TANGENT
 
 if TYPE_CHECKING:

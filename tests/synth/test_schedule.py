@@ -19,10 +19,10 @@ from hetspmd.cost.memory import memory_bytes
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.overlap import simulated_seconds
 from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather
-from hetspmd.lower.schedule import Schedule, _Order, reads, schedule, writes
 from hetspmd.rules.theory import Theory
 from hetspmd.synth import constraints as known
 from hetspmd.synth.program import Communicate, Compute, Program, Result, Step
+from hetspmd.synth.schedule import Schedule, _Order, reads, schedule, writes
 from hetspmd.trace.graph import Graph
 
 SIZES = {"a": 8, "b": 8, "c": 2, "d": 2}
