@@ -102,11 +102,13 @@ class Pair:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The best pair, seconds of the baselines, and the trace of the alternation that led to the pair."""
+    """The best pair, seconds of the baselines, the trace of the alternation that led to the pair, and the baselines
+    that do not fit the devices' memory."""
 
     pair: Pair
     baselines: dict[str, float]
     iterations: tuple[Iteration, ...]
+    over_memory: tuple[str, ...] = ()
 
 
 @dataclass
@@ -152,13 +154,17 @@ class Alternation:
         if best is not None:
             best = self._best([best, *self._overlapping(costs, everyone, best)])
         seconds = {name: pair.seconds for name, pair in baselines.items()}
+        over = [name for name, pair in baselines.items() if not pair.fits]
         seconds["fastest_device_alone"] = float(min(costs.alone()))
         all_devices = None if best is None else best.seconds
         for ranks in teams(costs):
             part = CostModel(self.theory, self.cluster.part(ranks))
-            if best is not None and part.floor() >= best.seconds:
+            limited = len(ranks) == 1 and np.isfinite(capacities(part)).any()
+            if best is not None and part.floor() >= best.seconds and not limited:
                 continue
             pairs, rounds = self._team(part, ranks)
+            if limited and not any(pair.fits for pair in pairs):
+                over.append("fastest_device_alone")
             better = self._best(pairs if best is None else [best, *pairs])
             if better is not None and better is not best:
                 best, iterations = better, rounds
@@ -168,7 +174,7 @@ class Alternation:
         best = self._certified(best)
         if len(best.active) < self.cluster.world and all_devices is not None:
             seconds["all_devices"] = all_devices
-        return Outcome(best, seconds, tuple(iterations))
+        return Outcome(best, seconds, tuple(iterations), tuple(over))
 
     def at(self, ratios: Ratios, lengths: Lengths, active: tuple[int, ...]) -> Pair:
         """The best pair at given lengths, whether it fits or not."""

@@ -138,7 +138,7 @@ def _plan(
     }
     return Plan(
         theory.graph, pair.program, pair.ratios, pair.lengths, cluster, pair.cost, _report(pair.found),
-        outcome.baselines, outcome.iterations, pair.active, asked,
+        outcome.baselines, outcome.iterations, pair.active, asked, outcome.over_memory,
     )  # fmt: skip
 
 

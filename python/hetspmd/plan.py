@@ -83,6 +83,7 @@ class Plan:
     iterations  the trace of the alternation on the active devices
     active      ranks in the cluster, ascending; () stands for all
     constraints what the user asked for: globs to forms
+    over_memory baselines that need more memory than the devices have
 
     Raises PlanError if these do not fit each other.
     """
@@ -98,6 +99,7 @@ class Plan:
     iterations: tuple[Iteration, ...]
     active: tuple[int, ...] = ()
     constraints: Mapping[str, str] = field(default_factory=dict)
+    over_memory: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         everyone = range(len(self.cluster.devices))

@@ -118,7 +118,11 @@ def _cost(plan: Plan) -> str:
         [
             name.replace("_", " "),
             _seconds(seconds),
-            f"{seconds / cost.step_seconds:.2f}x" if cost.step_seconds else "",
+            "does not fit"
+            if name in plan.over_memory
+            else f"{seconds / cost.step_seconds:.2f}x"
+            if cost.step_seconds
+            else "",
         ]
         for name, seconds in sorted(plan.baselines.items())
     ]
