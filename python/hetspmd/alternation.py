@@ -47,6 +47,9 @@ __all__ = ["Alternation", "Clock", "Outcome", "Pair"]
 MAX_ITERATIONS = 4
 """Alternations of search and ratios from one start; pairs repeat after two or three in practice."""
 
+WORTH = 0.005
+"""The part of a step that another search at prices of memory should gain."""
+
 OVERLAPS = (0.5, 0.1)
 """Weights on communication that other work can hide, for further candidates."""
 
@@ -245,8 +248,9 @@ class Alternation:
                 judged = _Judge(self, costs, found, active, lengths)
                 tried = [judged(ratios, lengths)]
                 if not tried[0].fits:
-                    if not queue and name != "memory" and len(active) > 1:
-                        queue.append(("memory", by_memory(costs)))
+                    by = by_memory(costs)
+                    if not queue and name != "memory" and max(map(abs, np.subtract(by, starts[0][1]))) > 1e-3:
+                        queue.append(("memory", by))
                     fitting = self._fitting(costs, lengths, found, within, active)
                     if fitting is None:
                         break
@@ -261,6 +265,8 @@ class Alternation:
                 )
                 key = (found.rows, found.moves, moved)
                 if key in seen or moved == lengths:
+                    break
+                if found.stop_reason == "memory" and index and not _much_better(pairs[-3:]):
                     break
                 seen.add(key)
                 ratios, before = better, found
@@ -366,6 +372,11 @@ def _bounded(found: Found, cost: float, whole: Found) -> Found:
     return replace(
         found, cost=cost, lower_bound=bound, gap=gap, stop_reason="optimal" if gap == 0 else "rescored"
     )
+
+
+def _much_better(pairs: Sequence[Pair]) -> bool:
+    """Whether the last of three pairs is worth another search at prices of memory, which is dear."""
+    return pairs[-1].stages.seconds < pairs[0].stages.seconds * (1 - WORTH)
 
 
 def _order(pair: Pair) -> tuple[float, bool]:

@@ -7,10 +7,11 @@ issue the same collectives in the same order.
   other steps that some gradient needs; the rest is dead and dropped.
 - A collective of a value that this graph computes starts right after the step that produces it. One that
   reads another collective's result keeps its place: started at once, it would have every device wait at once.
-- A collective of a value that is there from the beginning (a parameter, the batch, a value of the other graph)
-  is *prefetched*. Such collectives form groups, in the order in which they are needed; those that one step needs
-  are a group. The first group starts with the graph, each other one right before the group before it is waited
-  for. So one group is on its way while the one before it is used, and no more memory is held ahead than that.
+- A collective of a value that is there from the beginning (a parameter or its second reading, the batch, a value
+  of the other graph) is *prefetched*. Such collectives form groups, in the order in which they are needed; those
+  that one step needs are a group. The first group starts with the graph, each other one right before the group
+  before it is waited for. So one group is on its way while the one before it is used, and no more memory is held
+  ahead than that.
 - Cheap work on what collectives deliver is *put off* until its result is needed, or the graph ends: done at
   once, it would have every device wait there. Put off are the computations of :func:`_is_put_off`.
 
@@ -94,6 +95,12 @@ class _Order:
         self.theory, self.graph, self.program, self.provider = theory, theory.graph, program, provider
         self.members = set(members)
         self.given = {i for i in members if _is_source(self.graph, program.steps[i])}
+        # The second reading of a parameter is a view of what is there.
+        self.given |= {
+            i for i in members
+            if _is_second_read(self.graph, program.steps[i])
+            and all(p in self.given or p not in self.members for p in provider[i])
+        }  # fmt: skip
         self.fetched: set[int] = set()
         self.followers: dict[int, list[int]] = {}
         for index in members:
@@ -196,6 +203,10 @@ class _Order:
 
 def _is_source(graph: Graph, step: Step) -> bool:
     return isinstance(step, Compute) and graph.instructions[step.instruction].is_source
+
+
+def _is_second_read(graph: Graph, step: Step) -> bool:
+    return isinstance(step, Compute) and step.instruction in graph.second_reads
 
 
 def _is_tangent(graph: Graph, step: Step) -> bool:
