@@ -112,12 +112,16 @@ def used_where_it_lies(theory: Theory, forms: dict[int, Form]) -> Constraints:
     """Parameters stored as ``forms`` say and read so by every op, views of them read in shards; nothing is
     divided along the batch."""
     held = copies(theory, forms)
+    again = theory.graph.second_reads
+    stored = {
+        theory.graph.instructions[i].outputs[0]: forms[t] for i, t in again.items() if t in forms
+    } | forms
     batch = known.batch_axes(theory)
 
     def allowed(instruction: int, row: Row, axis: int | None) -> bool:
         inputs = theory.graph.instructions[instruction].inputs
         for t, form in zip(inputs, row.pre, strict=True):
-            if t in held and form != forms.get(t, form if is_sharded(form) else None):
+            if t in held and form != stored.get(t, form if is_sharded(form) else None):
                 return False
         return axis not in batch
 

@@ -6,12 +6,16 @@ import itertools
 import math
 
 import pytest
-from cost_graphs import mlp
+from cost_graphs import cluster, data_parallel, mlp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetspmd.balance.lengths import Lengths, apportion, lengths_for
+from hetspmd.cost.model import CostModel
+from hetspmd.cost.step import step_cost
 from hetspmd.forms import all_gather
+from hetspmd.plan import Plan, SearchReport
+from hetspmd.report.limits import Limits, limits, limits_document, limits_text
 
 RATIOS = st.lists(st.sampled_from([0.0, 1.0, 2.0, 4.0]) | st.floats(1e-3, 10), min_size=1, max_size=4).filter(
     any
@@ -124,3 +128,40 @@ def test_lengths_of_a_graph() -> None:
     assert isinstance(lengths, Lengths)
     with pytest.raises(ValueError, match="no logical axis"):
         lengths.extents(theory.axes, x, all_gather(7), 8)
+
+
+def limits_of(rows: int, ratios: tuple[float, ...]) -> Limits:
+    """Of a plan that divides ``rows`` rows among devices as fast as ``ratios``, whose network costs nothing."""
+    theory = mlp(batch=rows, width=8, hidden=16)
+    devices = cluster(
+        *(1e6 * r for r in ratios), memory_bandwidth=1e15, bandwidth=1e15, latency=1e-15, launch=1e-15
+    )
+    lengths = lengths_for(theory.axes, ratios)
+    chosen = data_parallel(theory)
+    cost = step_cost(CostModel(theory, devices), chosen, lengths)
+    search = SearchReport(0.0, 0.0, 0.0, "handmade", 0)
+    plan = Plan(theory.graph, chosen, ratios, lengths, devices, cost, search, {}, ())
+    plan.__dict__["theory"] = theory  # its ops are of no registry
+    found = limits(plan)
+    assert cost.step_seconds == pytest.approx(found.fractional_seconds * (1 + found.loss))
+    text = limits_text(plan, found)
+    assert f"whole units cost {100 * found.loss:.1f} %" in text
+    document = limits_document(found)["lengths"]
+    assert document == {"fractional_seconds": found.fractional_seconds, "loss": found.loss}
+    return found
+
+
+def test_what_whole_units_cost() -> None:
+    """The device that finishes last, as 2 rows in place of 1.25, says what rounding costs."""
+    ratios = (0.5, 0.25, 0.125, 0.125)
+    assert limits_of(16, ratios).loss == pytest.approx(0.0, abs=1e-9)
+    counts = apportion(10, ratios)
+    last = max(n / (10 * r) for n, r in zip(counts, ratios, strict=True))
+    assert last > 1
+    assert limits_of(10, ratios).loss == pytest.approx(last - 1, abs=1e-6)
+
+
+def test_equal_devices_are_one_line() -> None:
+    found = limits_of(16, (0.5, 0.25, 0.125, 0.125))
+    assert [s.ranks for s in found.sensitivities if s.quantity == "flops"] == [(0,), (1,), (2, 3)]
+    assert all(s.gain is not None and s.gain > 0.01 for s in found.sensitivities[:3])

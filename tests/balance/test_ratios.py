@@ -237,3 +237,91 @@ def test_starts() -> None:
     equal = CostModel(theory, cluster(1e8, 1e8))
     assert [name for name, _ in starting_ratios(equal)] == ["proportional"]
     assert starting_ratios(CostModel(theory, cluster(1e8))) == (("proportional", (1.0,)),)
+
+
+# upper bounds --------------------------------------------------------------------------------------------------
+
+
+def bounded_grid(model: CostModel, chosen: Program, most: np.ndarray, steps: int) -> float:
+    """The least step time over all ratios within the bounds that are multiples of 1 / steps."""
+    stages = Stages(model, chosen)
+    best = float("inf")
+    for head in itertools.product(range(steps + 1), repeat=model.world - 1):
+        ratios = np.array([*head, steps - sum(head)]) / steps
+        if sum(head) <= steps and (ratios <= most + 1e-12).all():
+            best = min(best, stages.seconds(model.even_shares(ratios)))
+    return best
+
+
+def test_a_bound_on_the_fast_device_is_met() -> None:
+    theory = mlp(batch=64, width=32, hidden=64)
+    model = CostModel(theory, cluster(4e8, 2e8, 1e8, 1e8, memory_bandwidth=1e15, launch=1e-12))
+    chosen = data_parallel(theory)
+    free = optimise_ratios(theory, model, chosen)
+    assert free == pytest.approx((0.5, 0.25, 0.125, 0.125), abs=1e-6)
+    most = (0.2, np.inf, np.inf, 2.0)
+    found = optimise_ratios(theory, model, chosen, (0.1, 0.5, 0.2, 0.2), most=most)
+    assert found == pytest.approx((0.2, 0.4, 0.2, 0.2), abs=1e-6)
+    assert optimise_ratios(theory, model, chosen, (0.25,) * 4, most=(0.9,) * 4) == pytest.approx(
+        free, abs=1e-6
+    )
+
+
+def test_equal_devices_with_unlike_bounds_are_told_apart() -> None:
+    theory = mlp(batch=64, width=32, hidden=64)
+    model = CostModel(theory, cluster(1e8, 1e8, 1e8, memory_bandwidth=1e15, launch=1e-12))
+    found = optimise_ratios(theory, model, data_parallel(theory), (0.1, 0.4, 0.5), most=(0.1, np.inf, np.inf))
+    assert found == pytest.approx((0.1, 0.45, 0.45), abs=1e-6)
+
+
+def test_bounds_that_leave_one_point() -> None:
+    theory = mlp()
+    model = CostModel(theory, cluster(4e8, 1e8))
+    chosen = data_parallel(theory)
+    assert optimise_ratios(theory, model, chosen, (0.3, 0.7), most=(0.3, 0.7)) == pytest.approx((0.3, 0.7))
+    assert optimise_ratios(theory, model, chosen, (0.0, 1.0), most=(0.0, 1.0)) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("most", [(0.3, 0.6), (-0.5, 0.9), (-1.0, -1.0), (0.0, 0.0)])
+def test_impossible_bounds_return_the_start(most: tuple[float, float]) -> None:
+    theory = mlp()
+    model = CostModel(theory, cluster(4e8, 1e8))
+    assert optimise_ratios(theory, model, data_parallel(theory), (0.4, 0.6), most=most) == (0.4, 0.6)
+
+
+def test_a_start_beyond_the_bounds_is_left() -> None:
+    """Any ratios that fit are better than those that do not."""
+    theory = mlp(batch=64, width=32, hidden=64)
+    model = CostModel(theory, cluster(4e8, 1e8, memory_bandwidth=1e15, launch=1e-12))
+    found = optimise_ratios(theory, model, data_parallel(theory), (0.8, 0.2), most=(0.5, 1.0))
+    assert found == pytest.approx((0.5, 0.5), abs=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10**6), st.lists(st.sampled_from([1e7, 5e7, 4e8]), min_size=2, max_size=3),
+    st.sampled_from([1e5, 1e7, 1e9]), st.lists(st.integers(-2, 14), min_size=3, max_size=3),
+)  # fmt: skip
+def test_within_the_bounds_no_grid_point_is_better(
+    seed: int, rates: list[float], bandwidth: float, twelfths: list[int]
+) -> None:
+    theory = mlp(batch=12, width=6, hidden=10)
+    chosen = random_program(theory, seed)
+    model = CostModel(theory, cluster(*rates, bandwidth=bandwidth))
+    most = np.array(twelfths[: model.world]) / 12
+    start = proportional(model)
+    found = np.array(optimise_ratios(theory, model, chosen, start, most=most))
+    assert found.sum() == pytest.approx(1.0)
+    if np.clip(most, 0.0, 1.0).sum() < 1.0 - 1e-9:
+        assert tuple(found) == start
+        return
+    if (most < 0).any():  # a device that cannot even hold what is whole
+        return
+    if np.clip(most, 0.0, 1.0).sum() < 1.0 + 1e-9:
+        return
+    assert (found <= most * (1 + 1e-9)).all()
+    value = seconds(model, chosen, found)
+    if (np.array(start) <= most).all():
+        assert value <= seconds(model, chosen, start) * (1 + 1e-9)
+    if not any(isinstance(s, Communicate) and s.kind == "all_to_all" for s in chosen.steps):
+        assert value <= bounded_grid(model, chosen, most, 120 if model.world == 2 else 24) * (1 + 1e-6)

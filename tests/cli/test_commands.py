@@ -36,8 +36,12 @@ def test_compile_json(command, targets, cluster, tmp_path: Path) -> None:
     assert command("compile", targets, "--cluster", cluster, "--json", out).status == 0
     document = json.loads(out.read_text())
     assert set(document) == {
-        "version", "graph", "search", "cost", "baselines", "ratios", "program", "seconds",
+        "version", "graph", "search", "cost", "baselines", "ratios", "program", "sensitivity", "lengths", "seconds",
     }  # fmt: skip
+    assert all(set(s) == {"quantity", "ranks", "elasticity", "gain"} for s in document["sensitivity"])
+    assert sum(-abs(s["elasticity"]) for s in document["sensitivity"]) == pytest.approx(-1.0)
+    step, whole = document["cost"]["step_seconds"], document["lengths"]
+    assert step == pytest.approx(whole["fractional_seconds"] * (1 + whole["loss"]))
     assert document["graph"]["parameters"] == 8 * 16 + 16 + 16 * 4 + 4
     assert document["graph"]["instructions"] > 10
     assert set(document["graph"]) == {"instructions", "parameters"}

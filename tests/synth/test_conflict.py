@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
-from typing import cast
+from typing import Any, cast
 
 import cost_graphs
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,8 +49,8 @@ class UnitCosts:
     def row_costs(self, lengths: Lengths) -> list[list[float]]:
         return [[1.0] * len(rows) for rows in self.theory.rows]
 
-    def move_costs(self, tensor: int, moves: Iterable[Move], lengths: Lengths) -> list[float]:
-        return [1.0 for _ in moves]
+    def moves_costs(self, moves: tuple[tuple[int, Move], ...], lengths: Lengths) -> Any:
+        return np.ones(len(moves))
 
 
 def has_program(theory: Theory, constraints: Constraints) -> bool:

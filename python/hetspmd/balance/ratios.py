@@ -23,6 +23,7 @@ The result is never dearer than the start in the stage model at fractional share
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Sequence
@@ -32,13 +33,13 @@ import highspy
 import numpy as np
 
 from hetspmd.balance.starts import proportional
-from hetspmd.cost.model import Array, CostModel, Index
+from hetspmd.cost.model import Array, CostModel, Index, MoveForm
 from hetspmd.cost.step import Stages
 from hetspmd.errors import HetspmdError
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.program import Program
 
-__all__ = ["BalanceError", "optimise_ratios"]
+__all__ = ["BalanceError", "LinearProgram", "Problem", "minimise", "optimise_ratios", "solved"]
 
 SETS = 32
 PATIENCE = 2  # sets in a row, each without one more device, that need not help
@@ -73,7 +74,7 @@ def optimise_ratios(
     bounds = np.full(model.world, np.inf) if most is None else np.asarray(most, dtype=float)
     if np.minimum(np.maximum(bounds, 0.0), 1.0).sum() < 1.0:
         return tuple(map(float, first))
-    problem = _Problem(Stages(model, program) if stages is None else stages, bounds)
+    problem = Problem(Stages(model, program) if stages is None else stages, bounds)
     best, value = first, problem.seconds_within(first)
 
     def consider(candidate: Array) -> bool:
@@ -87,15 +88,15 @@ def optimise_ratios(
     sets = problem.sets()
     if len(sets) <= SETS:
         for counts in sets:
-            consider(_minimise(problem, counts, first))
+            consider(minimise(problem, counts, first))
     else:
         waited = 0
         for counts in sets:
-            waited = 0 if consider(_minimise(problem, counts, first)) else waited + 1
+            waited = 0 if consider(minimise(problem, counts, first)) else waited + 1
             if waited > PATIENCE:
                 break
         for halving in range(1, model.world.bit_length()):
-            consider(_minimise(problem, sets[-(model.world >> halving)], first))
+            consider(minimise(problem, sets[-(model.world >> halving)], first))
     for kind in problem.kinds:
         alone = np.zeros(model.world)
         alone[kind[0]] = 1.0
@@ -111,7 +112,7 @@ class _Lines:
     constant: Array
 
 
-class _Problem:
+class Problem:
     """A program's stages as functions of B: merged stages over merged signatures, and sums of the moves."""
 
     def __init__(self, stages: Stages, most: Array) -> None:
@@ -130,10 +131,7 @@ class _Problem:
         unique, weight = np.unique(counts, axis=0, return_counts=True)
         self.counts: Array = unique
         self.weight: Array = weight.astype(float)
-        self.constant = sum(m.constant for m in stages.moves)
-        self.per_shard = sum(m.per_shard for m in stages.moves)
-        self.per_largest = sum(m.per_largest for m in stages.moves)
-        self.per_exchange = sum(m.per_exchange for m in stages.moves)
+        self._add_up(stages.moves)
         kinds: dict[tuple[float, ...], list[int]] = {}
         for j in range(model.world):
             key = (
@@ -144,6 +142,29 @@ class _Problem:
         self.first = np.array([k[0] for k in self.kinds])
         self.unsharded: Array = self.computation(np.zeros(model.world)).max(axis=1)
 
+    def _add_up(self, moves: Sequence[MoveForm]) -> None:
+        self.constant = sum(m.constant for m in moves)
+        self.per_shard = sum(m.per_shard for m in moves)
+        self.per_largest = sum(m.per_largest for m in moves)
+        self.per_exchange = sum(m.per_exchange for m in moves)
+
+    def priced(self, model: CostModel, moves: Sequence[MoveForm]) -> Problem:
+        """The same program on a cluster of other speeds, in which the devices of each kind are still equal."""
+        other = copy.copy(self)
+        other.model = model
+        other._add_up(moves)
+        other.unsharded = other.computation(np.zeros(model.world)).max(axis=1)
+        return other
+
+    def communication(self, ratios: Array) -> float:
+        """Seconds of all collectives."""
+        return (
+            self.constant
+            + self.per_shard * int(np.count_nonzero(ratios))
+            + self.per_largest * float(ratios.max())
+            + self.per_exchange * float((ratios * (1 - ratios)).max())
+        )
+
     def computation(self, ratios: Array) -> Array:
         """Seconds of each merged stage on each device."""
         found: Array = self.counts @ self.model.seconds(self.signatures, self.model.even_shares(ratios))
@@ -151,13 +172,7 @@ class _Problem:
 
     def step_seconds(self, ratios: Array) -> float:
         """t(Q, B)."""
-        return (
-            float(self.weight @ self.computation(ratios).max(axis=1))
-            + self.constant
-            + self.per_shard * int(np.count_nonzero(ratios))
-            + self.per_largest * float(ratios.max())
-            + self.per_exchange * float((ratios * (1 - ratios)).max())
-        )
+        return float(self.weight @ self.computation(ratios).max(axis=1)) + self.communication(ratios)
 
     def seconds_within(self, ratios: Array) -> float:
         """t(Q, B), infinite where a ratio is above its bound."""
@@ -185,22 +200,28 @@ class _Problem:
         return found[::-1]
 
 
-def _minimise(problem: _Problem, counts: tuple[int, ...], start: Array) -> Array:
+def minimise(problem: Problem, counts: tuple[int, ...], start: Array) -> Array:
     """The best B with shares on the first ``counts[c]`` devices of each kind c only."""
     chosen = np.flatnonzero(counts)
     members = [list(problem.kinds[c][: counts[c]]) for c in chosen]
     size = np.array([float(len(m)) for m in members])
-    x = np.array([float(start[m].mean()) for m in members])
-    x = x if x @ size > 0 else np.ones(len(members))
-    best = at = _spread(problem, members, x)
     bounds = np.minimum(problem.most[problem.first[chosen]], 1.0)
     if len(members) == 1 or (bounds < 0).any() or bounds @ size < 1.0:
-        return best
+        return _start(problem, members, start)
+    return solved(problem, counts, start)[0]
+
+
+def solved(problem: Problem, counts: tuple[int, ...], start: Array) -> tuple[Array, Array, LinearProgram]:
+    """The best B found, the last B of the linear program, and that program, solved, with shares on the first
+    ``counts[c]`` devices of each kind c only."""
+    chosen = np.flatnonzero(counts)
+    members = [list(problem.kinds[c][: counts[c]]) for c in chosen]
+    best = at = _start(problem, members, start)
     value = problem.seconds_within(best)
-    lp = _LinearProgram(problem, chosen, size, at)
+    lp = LinearProgram(problem, chosen, np.array([float(len(m)) for m in members]), at)
     for _ in range(ROUNDS):
         x, t = lp.solve()
-        before, at = at, _spread(problem, members, x)
+        before, at = at, spread(problem, members, x)
         seconds = problem.seconds_within(at)
         if seconds < value:
             best, value = at, seconds
@@ -210,10 +231,17 @@ def _minimise(problem: _Problem, counts: tuple[int, ...], start: Array) -> Array
             lp.bend(x)
         if not violated and not moved:
             break
-    return best
+    return best, at, lp
 
 
-def _spread(problem: _Problem, members: list[list[int]], x: Array) -> Array:
+def _start(problem: Problem, members: list[list[int]], start: Array) -> Array:
+    """The start's shares, equal within each kind."""
+    x = np.array([float(start[m].mean()) for m in members])
+    total = sum(share * len(m) for share, m in zip(x, members, strict=True))
+    return spread(problem, members, x if total > 0 else np.ones(len(members)))
+
+
+def spread(problem: Problem, members: list[list[int]], x: Array) -> Array:
     """Shares per device from shares per kind; rounding noise becomes 0, and the sum 1."""
     ratios = np.zeros(problem.model.world)
     for devices, share in zip(members, x, strict=True):
@@ -222,17 +250,19 @@ def _spread(problem: _Problem, members: list[list[int]], x: Array) -> Array:
     return found
 
 
-class _LinearProgram:
+class LinearProgram:
     """The linear program in HiGHS: columns x (a share per chosen kind), t (per stage, in units of ``scale``),
-    M and X; in units of the step time at the start."""
+    M and X; in units of the step time at the start, ``unit``. ``cuts``: the supporting lines in the order of their
+    rows, as (B, stages, places in ``chosen``)."""
 
-    def __init__(self, problem: _Problem, chosen: Index, size: Array, at: Array) -> None:
+    def __init__(self, problem: Problem, chosen: Index, size: Array, at: Array) -> None:
         self.problem, self.chosen = problem, chosen
         k, stages = len(chosen), len(problem.weight)
         floor = problem.unsharded
         self.scale = problem.computation(at).max(axis=1)
         self.scale[self.scale == 0] = 1.0
-        unit = problem.step_seconds(at) or 1.0
+        unit = self.unit = problem.step_seconds(at) or 1.0
+        self.cuts: list[tuple[Array, Index, Index]] = []
         self.t0, self.largest, self.exchange = k, k + stages, k + stages + 1
         columns = k + stages + 2
         cost = np.zeros(columns)
@@ -262,7 +292,7 @@ class _LinearProgram:
             list(x**2), [highspy.kHighsInf] * k, [2 * i for i in rows],
             [c for i in rows for c in (self.exchange, i)], [v for i in rows for v in (1.0, 2 * x[i] - 1)],
         )  # fmt: skip
-        self._cut(problem.lines(at), np.ones((stages, k), dtype=bool))
+        self._cut(at, problem.lines(at), np.ones((stages, k), dtype=bool))
 
     def _rows(
         self, lower: list[float], upper: list[float], starts: list[int], index: list[int], value: list[float]
@@ -272,10 +302,11 @@ class _LinearProgram:
             np.array(starts, dtype=np.int32), np.array(index, dtype=np.int32), np.array(value, dtype=float),
         )  # fmt: skip
 
-    def _cut(self, lines: _Lines, where: Array) -> None:
+    def _cut(self, at: Array, lines: _Lines, where: Array) -> None:
         stage, kind = np.nonzero(where)
         if not len(stage):
             return
+        self.cuts.append((at, stage, kind))
         slope = lines.slope[stage, self.chosen[kind]] / self.scale[stage]
         constant = lines.constant[stage, self.chosen[kind]] / self.scale[stage]
         index = np.stack([self.t0 + stage, kind], axis=1).astype(np.int32)
@@ -290,7 +321,7 @@ class _LinearProgram:
         lines = self.problem.lines(at)
         seconds = lines.constant + lines.slope * at[self.problem.first]
         where = seconds[:, self.chosen] / self.scale[:, None] > t[:, None] * (1 + 1e-8) + 1e-10
-        self._cut(lines, where)
+        self._cut(at, lines, where)
         return bool(where.any())
 
     def bend(self, x: Array) -> None:
@@ -298,6 +329,17 @@ class _LinearProgram:
         for i, r in enumerate(map(float, x)):
             self.highs.changeCoeff(self.bent + i, i, 2 * r - 1)
             self.highs.changeRowBounds(self.bent + i, r * r, highspy.kHighsInf)
+
+    def multipliers(self) -> tuple[list[Array], Array]:
+        """The last solution's dual values, in step seconds per second of a stage: of the rows of each of ``cuts``
+        (supporting lines at B of a stage on a chosen kind), and of each stage's seconds without any share."""
+        solution = self.highs.getSolution()
+        scale = self.unit / self.scale
+        rows, found = np.array(solution.row_dual)[self.bent + len(self.chosen) :], []
+        for _, stage, _ in self.cuts:
+            found.append(rows[: len(stage)] * scale[stage])
+            rows = rows[len(stage) :]
+        return found, np.maximum(np.array(solution.col_dual)[self.t0 : self.largest], 0.0) * scale
 
     def solve(self) -> tuple[Array, Array]:
         """Shares per chosen kind and seconds per stage, in units of ``scale``. Raises BalanceError."""

@@ -23,6 +23,7 @@ stage, and comes back to one behind that.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -88,14 +89,24 @@ class TwoStreams:
             self._event(WAIT, len(self.collectives) - 1)
         self._event(BOUNDARY, -1)
         self._graph(graph, order.backward, there)
-        self._moves: list[MoveForm] = [
-            MoveForm(idle) if c is None else model.move_form(c.tensor, c.source, c.target, c.kind)
-            for c in self.collectives
-        ]
+        self._moves = self._priced()
         self._unique, inverse = np.unique(np.array(self._signatures, dtype=np.int64), return_inverse=True)
         self._inverse: Index = inverse.reshape(-1)
         at = sorted({0, *(a for a, _, _ in self.events)} - {len(self._signatures)})
         self._groups: Index = np.array(at, dtype=np.int64)
+
+    def _priced(self) -> list[MoveForm]:
+        return [
+            MoveForm(self.idle) if c is None else self.model.move_form(c.tensor, c.source, c.target, c.kind)
+            for c in self.collectives
+        ]
+
+    def on(self, model: CostModel, *, idle: float = 0.0) -> TwoStreams:
+        """The same steps on another cluster of as many devices; ``idle`` must be 0 there if it is here."""
+        other = copy.copy(self)
+        other.model, other.idle = model, idle
+        other._moves = other._priced()
+        return other
 
     def _event(self, what: int, collective: int) -> None:
         self.events.append((len(self._signatures), what, collective))

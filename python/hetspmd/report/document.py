@@ -6,7 +6,11 @@ counted in elements}, ``search`` {``cost``, ``lower_bound``, ``gap``, ``seconds`
 ``memory_bytes`` per device}, ``baselines`` (name to predicted seconds), ``ratios`` (share per device, 0 for
 an idle one; sending those the results is part of ``communication_seconds`` and no step of ``program``),
 ``program`` (per step: ``call`` and ``triple`` as text; of a collective ``kind``, ``bytes`` and ``seconds``
-too) and ``seconds`` {``trace``, ``rules``, ``synth``, ``balance``, ``total``: wall time}.
+too), ``sensitivity`` (of the quantities that the step depends on, the greatest elasticity first: ``quantity``,
+``ranks`` (none: the network's), ``elasticity`` of the stage model's seconds, ``gain``: the part of the predicted
+step that 10 % better would gain, null but for the first ones), ``lengths`` {``fractional_seconds``: of a step whose
+units could be cut, ``loss``: what whole units cost beyond those, as a part of them} and ``seconds`` {``trace``,
+``rules``, ``synth``, ``balance``, ``total``: wall time}.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Any
 from hetspmd._core import version
 from hetspmd.plan import Plan
 from hetspmd.report.facts import collectives
+from hetspmd.report.limits import limits, limits_document
 from hetspmd.report.notation import step_text
 
 STAGES = ("trace", "rules", "synth", "balance", "total")
@@ -49,6 +54,7 @@ def plan_json(plan: Plan, seconds: Mapping[str, float] | None = None) -> dict[st
         "baselines": {name: plan.baselines[name] for name in sorted(plan.baselines)},
         "ratios": list(plan.shares),
         "program": _program(plan),
+        **limits_document(limits(plan)),
         "seconds": wall,
     }
 

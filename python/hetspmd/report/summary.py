@@ -7,6 +7,7 @@ from hetspmd.cost.step import idle_seconds
 from hetspmd.forms import is_sharded, sharded_dim
 from hetspmd.plan import Plan
 from hetspmd.report.facts import by_kind, collectives, storage
+from hetspmd.report.limits import limits, limits_text
 from hetspmd.report.notation import tensor_text
 from hetspmd.report.tables import shortened, table
 from hetspmd.synth.program import KIND_TEXT, communication_text
@@ -15,8 +16,10 @@ _TOP = 12
 
 
 def plan_text(plan: Plan) -> str:
-    """Cluster, ratios, parameters, collectives, cost beside the baselines, and how good the search was."""
-    return "\n\n".join([_cluster(plan), _devices(plan), _parameters(plan), _collectives(plan), _cost(plan)])
+    """Cluster, ratios, parameters, collectives, cost beside the baselines, how good the search was, and what limits
+    the step."""
+    parts = [_cluster(plan), _devices(plan), _parameters(plan), _collectives(plan), _cost(plan)]
+    return "\n\n".join([*parts, limits_text(plan, limits(plan))])
 
 
 def _seconds(value: float) -> str:

@@ -9,6 +9,10 @@ in rank order. Both of HAP 4.3's implementations are here:
 Every function is out of place, returns a :class:`Pending` at once, and all that decides whether something is
 sent is the same on every rank. Types that a backend cannot move (bool, complex, small integers) travel as
 bytes, or as real pairs where they are summed.
+
+Memory follows completion: a started collective holds its source, or a padded copy of it, only until the backend
+is done with it. Whenever a collective is started or waited for, those that have completed meanwhile let go of
+all but their results, and padding is cut off, however much later they are waited for.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hetspmd.run.communicator import Work
+from hetspmd.run.communicator import Communicator, Work
 
 if TYPE_CHECKING:
     from hetspmd.run.runtime import Runtime
@@ -31,22 +35,58 @@ _MOVABLE = (
 
 
 class Pending:
-    """A collective on its way; :func:`wait` gives its result, once."""
+    """A collective on its way; :func:`wait` gives its result, once.
 
-    __slots__ = ("_finish", "_works")
+    ``finish`` makes the result of the primitives' outputs when all ``works`` are complete. ``early``: it makes
+    what is held smaller, so that it is called as soon as they are found to be.
+    """
 
-    def __init__(self, works: Sequence[Work], finish: Callable[[], torch.Tensor]) -> None:
-        self._works = works
-        self._finish = finish
+    __slots__ = ("_communicator", "_early", "_finish", "_result", "_works")
+
+    def __init__(
+        self, works: Sequence[Work], finish: Callable[[], torch.Tensor],
+        communicator: Communicator | None = None, *, early: bool = False,
+    ) -> None:  # fmt: skip
+        self._works = list(works)
+        self._finish: Callable[[], torch.Tensor] | None = finish
+        self._communicator = communicator
+        self._early = early
+        self._result: torch.Tensor | None = None
+        if communicator is not None:
+            communicator.in_flight.append(self)
+
+    def settle(self) -> bool:
+        """Let go of what complete primitives needed; whether all of them are complete. Never blocks."""
+        self._works = [work for work in self._works if not _over(work)]
+        if self._works:
+            return False
+        if self._early:
+            self._complete()
+        return True
 
     def wait(self) -> torch.Tensor:
         """Wait and give the result."""
-        for work in self._works:
-            work.wait()
-        result = self._finish()
-        self._works = ()
-        del self._finish
+        while self._works:
+            self._works[0].wait()
+            del self._works[0]
+        if self._communicator is not None:
+            self._communicator.settle()
+        self._complete()
+        result, self._result = self._result, None
+        assert result is not None, "a collective is waited for once"
         return result
+
+    def _complete(self) -> None:
+        if self._finish is not None:
+            self._result, self._finish = self._finish(), None
+
+
+def _over(work: Work) -> bool:
+    """Whether work is complete, and waited for then: its error is raised, a GPU's stream is told."""
+    if not work.is_completed():
+        return False
+    work.wait()
+    return True
 
 
 def wait(pending: Pending) -> torch.Tensor:
@@ -59,8 +99,9 @@ def start_all_reduce(runtime: Runtime, tensor: torch.Tensor) -> Pending:
     comm = runtime.communicator
     if comm.world == 1 or tensor.numel() == 0:
         return Pending((), lambda: tensor)
+    comm.settle()
     total = tensor.clone(memory_format=torch.contiguous_format)
-    return Pending((comm.all_reduce(_summable(total)),), lambda: total)
+    return Pending((comm.all_reduce(_summable(total)),), lambda: total, comm)
 
 
 def start_reduce_scatter(runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]) -> Pending:
@@ -68,6 +109,7 @@ def start_reduce_scatter(runtime: Runtime, tensor: torch.Tensor, dim: int, exten
     comm = runtime.communicator
     if comm.world == 1 or tensor.numel() == 0:
         return Pending((), lambda: _slice(tensor, dim, extents, comm.rank))
+    comm.settle()
     front = tensor.movedim(dim, 0)
     most, rest = max(extents), front.shape[1:]
     if min(extents) == most:
@@ -77,8 +119,16 @@ def start_reduce_scatter(runtime: Runtime, tensor: torch.Tensor, dim: int, exten
         for rank, (start, extent) in enumerate(_ranges(extents)):
             buffer[rank * most : rank * most + extent] = front[start : start + extent]
     part = tensor.new_empty((most, *rest))
-    work = comm.reduce_scatter(_summable(part), _summable(buffer))
-    return Pending((work,), lambda: (buffer, _back(part[: extents[comm.rank]], dim))[1])
+    spare = buffer.data_ptr() != front.data_ptr()
+    work = comm.reduce_scatter(_summable(part), _summable(buffer), spare=spare)
+    extent = extents[comm.rank]
+
+    def finish() -> torch.Tensor:
+        mine = _back(part[:extent], dim)
+        padded = mine.untyped_storage().nbytes() > mine.numel() * mine.itemsize
+        return mine.clone() if padded else mine
+
+    return Pending((work,), finish, comm, early=extent < most)
 
 
 def start_grouped_reduce(runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]) -> Pending:
@@ -86,15 +136,16 @@ def start_grouped_reduce(runtime: Runtime, tensor: torch.Tensor, dim: int, exten
     comm = runtime.communicator
     if comm.world == 1 or tensor.numel() == 0:
         return Pending((), lambda: _slice(tensor, dim, extents, comm.rank))
-    works, buffers = [], {}
+    comm.settle()
+    works = []
+    result = tensor.narrow(dim, 0, 0).clone()
     for rank, (start, extent) in enumerate(_ranges(extents)):
         if extent:
             part = tensor.narrow(dim, start, extent).clone(memory_format=torch.contiguous_format)
-            buffers[rank] = part
             works.append(comm.reduce(_summable(part), rank))
-    mine = buffers.get(comm.rank)
-    result = tensor.narrow(dim, 0, 0).clone() if mine is None else mine
-    return Pending(works, lambda: (buffers, result)[1])
+            if rank == comm.rank:
+                result = part
+    return Pending(works, lambda: result, comm)
 
 
 def start_all_gather(runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]) -> Pending:
@@ -102,6 +153,7 @@ def start_all_gather(runtime: Runtime, tensor: torch.Tensor, dim: int, extents: 
     comm = runtime.communicator
     if comm.world == 1 or _whole(tensor, dim, extents) == 0:
         return Pending((), lambda: _filled(tensor, dim, extents))
+    comm.settle()
     front = tensor.movedim(dim, 0)
     most, rest = max(extents), front.shape[1:]
     if front.shape[0] == most:
@@ -111,9 +163,10 @@ def start_all_gather(runtime: Runtime, tensor: torch.Tensor, dim: int, extents: 
         buffer[: front.shape[0]] = front
     gathered = tensor.new_empty((comm.world * most, *rest))
     work = comm.all_gather(movable(gathered), movable(buffer))
+    even = min(extents) == most
 
     def finish() -> torch.Tensor:
-        if dim == 0 and min(extents) == most:
+        if dim == 0 and even:
             return gathered
         parts = [
             gathered[rank * most : rank * most + extent].movedim(0, dim)
@@ -122,7 +175,7 @@ def start_all_gather(runtime: Runtime, tensor: torch.Tensor, dim: int, extents: 
         ]
         return torch.cat(parts, dim)
 
-    return Pending((work,), lambda: (buffer, finish())[1])
+    return Pending((work,), finish, comm, early=not even)
 
 
 def start_grouped_broadcast(
@@ -132,6 +185,7 @@ def start_grouped_broadcast(
     comm = runtime.communicator
     if comm.world == 1 or _whole(tensor, dim, extents) == 0:
         return Pending((), lambda: _filled(tensor, dim, extents))
+    comm.settle()
     front = tensor.movedim(dim, 0)
     gathered = tensor.new_empty((sum(extents), *front.shape[1:]))
     works = []
@@ -141,7 +195,7 @@ def start_grouped_broadcast(
             if rank == comm.rank:
                 part.copy_(front)
             works.append(comm.broadcast(movable(part), rank))
-    return Pending(works, lambda: _back(gathered, dim))
+    return Pending(works, lambda: _back(gathered, dim), comm)
 
 
 def start_all_to_all(
@@ -162,6 +216,7 @@ def start_all_to_all(
     shape[source], shape[target] = sum(source_extents), target_extents[me]
     if comm.world == 1 or rest * sum(source_extents) * sum(target_extents) == 0:
         return Pending((), lambda: tensor if comm.world == 1 else tensor.new_empty(shape))
+    comm.settle()
     parts = [tensor.narrow(target, start, extent).reshape(-1) for start, extent in _ranges(target_extents)]
     buffer = torch.cat(parts)
     splits = [part.numel() for part in parts]
@@ -179,7 +234,7 @@ def start_all_to_all(
             pieces.append(piece.view(shape))
         return torch.cat(pieces, source)
 
-    return Pending((work,), lambda: (buffer, finish())[1])
+    return Pending((work,), finish, comm)
 
 
 def _ranges(extents: Sequence[int]) -> list[tuple[int, int]]:

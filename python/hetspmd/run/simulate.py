@@ -162,6 +162,12 @@ class SimulatedWorld:
                 del self._slots[number]
             return result
 
+    def ready(self, number: int) -> bool:
+        """Whether all ranks have taken part in primitive ``number``, so that to collect it takes no waiting."""
+        with self._condition:
+            slot = self._slots.get(number)
+            return self._shared.failure is None and slot is not None and len(slot.deposits) == self.world
+
     def _hopeless(self, start: int) -> bool:
         """Whether a rank waits for itself, by way of others, or for one that has left."""
         found: set[int] = set()
@@ -185,14 +191,19 @@ class SimulatedWorld:
 
 
 class _SimulatedWork(Generic[T]):
-    def __init__(self, collect: Callable[[], torch.Tensor | None], output: torch.Tensor) -> None:
-        self._collect, self._output = collect, output
+    def __init__(
+        self, collect: Callable[[], torch.Tensor | None], ready: Callable[[], bool], output: torch.Tensor
+    ) -> None:
+        self._collect, self._ready, self._output = collect, ready, output
 
     def wait(self) -> object:
         result = self._collect()
         if result is not None:
             self._output.copy_(result)
         return None
+
+    def is_completed(self) -> bool:
+        return self._ready()
 
 
 class SimulatedCommunicator(Communicator):
@@ -227,7 +238,11 @@ class SimulatedCommunicator(Communicator):
     ) -> Work:
         number, self.count = self.count, self.count + 1
         self.meeting.deposit(self.rank, number, kind, value)
-        return _SimulatedWork(lambda: self.meeting.collect(self.rank, number, combine), output)
+        return _SimulatedWork(
+            lambda: self.meeting.collect(self.rank, number, combine),
+            lambda: self.meeting.ready(number),
+            output,
+        )
 
     def all_reduce(self, buffer: torch.Tensor) -> Work:
         kind = ("all_reduce", buffer.numel(), buffer.dtype)
@@ -242,7 +257,7 @@ class SimulatedCommunicator(Communicator):
             lambda parts: [_sum(parts) if r == root else None for r in range(self.world)],
         )
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, *, spare: bool = False) -> Work:
         kind = ("reduce_scatter", output.numel(), buffer.numel(), buffer.dtype)
         return self._issue(kind, output, buffer, lambda parts: list(_sum(parts).chunk(self.world)))
 

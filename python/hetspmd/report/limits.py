@@ -1,0 +1,88 @@
+"""What limits a plan's step, for the reports: the cluster's quantities, and that lengths are whole units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hetspmd.balance.sensitivity import MORE, QUANTITIES, Quantity, Sensitivity, sensitivities
+from hetspmd.cost.memory import memory_profile
+from hetspmd.cost.overlap import TwoStreams
+from hetspmd.cost.step import idle_seconds
+from hetspmd.plan import Plan
+
+_SHOWN = 5
+_WORTH = 0.0005
+_NAMES: dict[Quantity, str] = {
+    "flops": "FLOP/s", "memory_bandwidth": "memory bandwidth", "launch": "time per launch",
+    "bandwidth": "network bandwidth", "latency": "network latency",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What limits the predicted step.
+
+    sensitivities       of the quantities that the step depends on, the greatest elasticity first
+    fractional_seconds  of the step if units could be cut, at the plan's ratios
+    loss                ``seconds / fractional_seconds - 1`` for the step at the plan's lengths (below 0 where whole
+                        units happen to be quicker)
+    """
+
+    sensitivities: tuple[Sensitivity, ...]
+    fractional_seconds: float
+    loss: float
+
+
+def limits(plan: Plan) -> Limits:
+    """The limits of a plan; seconds are those of the two-stream simulation."""
+    model, program = plan.costs, plan.program
+    idle = idle_seconds(plan.graph, program, plan.cluster, plan.active)
+    streams = TwoStreams(model, program, idle=idle)
+    fractional = streams.seconds(model.even_shares(plan.ratios))
+    whole = streams.seconds(model.shares(plan.lengths))
+    memory = np.array([device.memory for device in model.cluster.devices])
+    most = None
+    if np.isfinite(memory).any():
+        most = memory_profile(plan.theory, program, plan.lengths).largest_shares(memory)
+    found = sensitivities(
+        model, program, plan.ratios, cluster=plan.cluster, active=plan.active, most=most, streams=streams
+    )
+    return Limits(found, fractional, whole / fractional - 1 if fractional > 0 else 0.0)
+
+
+def limits_text(plan: Plan, found: Limits) -> str:
+    """For people: what would gain most, and what whole units cost."""
+    shown = [(s.gain, s) for s in found.sensitivities if s.gain is not None and s.gain >= _WORTH]
+    shown.sort(key=lambda entry: -entry[0])
+    lines = [f"  {sentence(plan, s)} would gain {100 * gain:.1f} %" for gain, s in shown[:_SHOWN]]
+    if not lines:
+        lines = ["  no single speed: 10 % more of any gains less than 0.05 %"]
+    if found.fractional_seconds > 0:
+        verb, loss = ("cost", found.loss) if found.loss >= 0 else ("save", -found.loss)
+        lines.append(f"  whole units {verb} {100 * loss:.1f} %")
+    return "What limits the step\n" + "\n".join(lines)
+
+
+def sentence(plan: Plan, of: Sensitivity) -> str:
+    """``10 % more FLOP/s on large (rank 0)``."""
+    name, more = _NAMES[of.quantity], "more" if QUANTITIES[of.quantity] < 0 else "less"
+    if not of.ranks:
+        return f"{100 * MORE:.0f} % {more} {name}"
+    kinds = dict.fromkeys(plan.cluster.devices[rank].name for rank in of.ranks)
+    ranks = ", ".join(map(str, of.ranks))
+    where = f"rank {ranks}" if len(of.ranks) == 1 else f"ranks {ranks}"
+    return f"{100 * MORE:.0f} % {more} {name} on {', '.join(kinds)} ({where})"
+
+
+def limits_document(found: Limits) -> dict[str, Any]:
+    """The keys ``sensitivity`` and ``lengths`` of the JSON document."""
+    return {
+        "sensitivity": [
+            {"quantity": s.quantity, "ranks": list(s.ranks), "elasticity": s.elasticity, "gain": s.gain}
+            for s in found.sensitivities
+        ],
+        "lengths": {"fractional_seconds": found.fractional_seconds, "loss": found.loss},
+    }
