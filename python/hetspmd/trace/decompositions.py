@@ -3,12 +3,13 @@
 - A mean over a dimension that may be sharded becomes a sum and a division by the global count.
 - Batch norm in training becomes sums over the global batch, which is what one device computes.
 - Convolution backward becomes one instruction per gradient, so that each may be sharded in its own way.
+- ``new_zeros`` and its like, which read no values of their tensor, become ``full``: the tensor need not be whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ def _own() -> dict[Any, Callable[..., Any]]:
         aten.var.correction: _var,
         aten.var_mean.correction: _var_mean,
         aten.convolution_backward.default: _convolution_backward,
+        aten.new_zeros.default: partial(_new, 0),
+        aten.new_ones.default: partial(_new, 1),
+        aten.new_full.default: _new_full,
     }
 
 
@@ -124,3 +128,15 @@ def _convolution_backward(
                 groups, mask,
             )[i]  # fmt: skip
     return tuple(results)
+
+
+def _new_full(
+    x: torch.Tensor, size: Sequence[int], fill_value: float, *, dtype: torch.dtype | None = None,
+    device: torch.device | None = None, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Of x only dtype and device matter."""
+    return torch.full(size, fill_value, dtype=dtype or x.dtype, device=device or x.device)
+
+
+def _new(fill_value: float, x: torch.Tensor, size: Sequence[int], **kwargs: Any) -> torch.Tensor:
+    return _new_full(x, size, fill_value, **kwargs)
