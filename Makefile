@@ -61,9 +61,12 @@ format:
 	cargo fmt --all
 
 bench: setup
-	cargo bench --workspace --locked
-	$(BIN)/python benches/models_table.py
-	$(BIN)/python benches/search.py
+	@mkdir -p target/bench
+	cargo bench --package hetspmd-search --bench search --locked
+	$(BIN)/python benches/search.py --quick | tee target/bench/search.md
+	$(BIN)/python benches/models_table.py | tee target/bench/models.md
+	@echo "Results: target/criterion (the core's stages), target/bench/search.md, target/bench/models.md."
+	@echo "The whole tables of docs/search.md: $(BIN)/python benches/search.py --write docs/search.md"
 
 clean:
 	rm -rf $(VENV) target build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -50,6 +50,9 @@ MAX_ITERATIONS = 4
 WORTH = 0.005
 """The part of a step that another search at prices of memory should gain."""
 
+MARGINS = 4
+"""Attempts at ratios whose whole units keep within the memory."""
+
 OVERLAPS = (0.5, 0.1)
 """Weights on communication that other work can hide, for further candidates."""
 
@@ -298,16 +301,20 @@ class Alternation:
         most = None
         if np.isfinite(capacity).any():
             most = judged.step.holdings.at(lengths).largest_shares(capacity)
-        # Whole units may be more than the share that fits.
-        for margin in (1.0, 0.97, 0.9):
+        # Whole units may be more than the share that fits: then the device gets a smaller bound.
+        for _ in range(MARGINS):
             with self.clock("balance"):
                 better = optimise_ratios(
-                    self.theory, costs, judged.program, most=None if most is None else most * margin,
-                    start=ratios, stages=judged.step.stages,
-                )  # fmt: skip
+                    self.theory, costs, judged.program, most=most, start=ratios, stages=judged.step.stages
+                )
                 moved = lengths_for(self.theory.axes, better)
-            if most is None or judged(better, moved).fits:
+            if most is None:
                 return better, moved
+            needed = judged(better, moved).cost.memory_bytes
+            over = np.array([needed[rank] for rank in judged.active]) > capacity
+            if not over.any():
+                return better, moved
+            most = np.where(over, np.minimum(most, better) * 0.97, most)
         return ratios, lengths
 
     def _overlapping(self, costs: CostModel, active: tuple[int, ...], best: Pair) -> list[Pair]:

@@ -80,6 +80,10 @@ class InfeasibleError(HetspmdError):
     """No program satisfies the constraints."""
 
 
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.4g} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.4g} MiB"
+
+
 class MemoryLimitError(HetspmdError):
     """No program that was found fits the devices' memory.
 
@@ -90,8 +94,7 @@ class MemoryLimitError(HetspmdError):
         self.lacking = dict(lacking)
         self.names = tuple(names)
         parts = [
-            f"rank {rank} ({names[rank]}) lacks {missing / 2**20:.4g} MiB of memory beyond its "
-            f"{capacity / 2**20:.4g} MiB"
+            f"rank {rank} ({names[rank]}) lacks {_size(missing)} of memory beyond its {_size(capacity)}"
             for rank, (missing, capacity) in self.lacking.items()
         ]
         super().__init__(

@@ -9,67 +9,9 @@ import time
 from typing import Any
 
 import pytest
+from core_problems import hard_problem, small_problem
 
 from hetspmd import _core
-
-IDENTITY, ALL_REDUCE, GATHER_0 = 0, 1, 2
-
-
-def small_problem() -> dict[str, Any]:
-    """``y = f(x)``, x stored as slices, y wanted whole: gather x and run replicated, or gather y."""
-    return {
-        "version": 1,
-        "tensors": [
-            {"name": "x", "moves": [[GATHER_0, IDENTITY, "all_gather", 5]]},
-            {"name": "y", "moves": [[GATHER_0, IDENTITY, "all_gather", 4]]},
-        ],
-        "instructions": [
-            {"name": "x", "inputs": [], "outputs": [0], "rows": [{"pre": [], "post": [GATHER_0], "cost": 1}]},
-            {
-                "name": "f",
-                "inputs": [0],
-                "outputs": [1],
-                "rows": [
-                    {"pre": [IDENTITY], "post": [IDENTITY], "cost": 3},
-                    {"pre": [GATHER_0], "post": [GATHER_0], "cost": 1},
-                ],
-            },
-        ],
-        "requirements": [{"tensor": 1, "any_of": [IDENTITY]}],
-        "ties": [],
-    }
-
-
-def hard_problem(count: int = 320) -> dict[str, Any]:
-    """Densely connected and pseudo-random: no search finishes it within a test."""
-    state = 7
-
-    def draw(below: int) -> int:
-        nonlocal state
-        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
-        return (state >> 33) % below
-
-    tensors, instructions = [], []
-    for index in range(count):
-        arity = 3 if index >= 3 else 0
-        rows = [{"pre": [IDENTITY] * arity, "post": [IDENTITY], "cost": 900}]
-        rows += [
-            {"pre": [1 + draw(5) for _ in range(arity)], "post": [1 + draw(5)], "cost": draw(400)}
-            for _ in range(7)
-        ]
-        moves: list[list[Any]] = [[form, IDENTITY, "gather", 300 + draw(900)] for form in range(1, 6)]
-        moves += [[form, 1 + draw(5), "all_to_all", 50 + draw(400)] for form in range(1, 6)]
-        inputs = [draw(index) for _ in range(arity)]
-        instructions.append({"name": f"i{index}", "inputs": inputs, "outputs": [index], "rows": rows})
-        tensors.append({"name": f"t{index}", "moves": moves})
-    requirements = [{"tensor": count - 1, "any_of": [IDENTITY]}]
-    return {
-        "version": 1,
-        "tensors": tensors,
-        "instructions": instructions,
-        "requirements": requirements,
-        "ties": [],
-    }
 
 
 def solve(problem: dict[str, Any], **options: Any) -> dict[str, Any]:

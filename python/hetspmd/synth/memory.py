@@ -19,13 +19,16 @@ lines within a box that grows until some program fits. Instructions are taken in
 capacity there.
 
 Equal layers change their minds at the same price, all at once, so that the best program, in which some do
-and others do not, is found at no price. At the end the prices are tilted, a little higher for each layer
-than for the one before, and scaled by bisection; what is found so has no part in the bound.
+and others do not, is found at no price. So at the end the prices at which L is highest are tilted, a little
+higher for each layer than for the one before, and scaled until a program just fits. What is charged is less
+than what is held where collectives are: if that leaves much of a gap, what a communicated tensor adds is
+estimated and priced too. What is found so has no part in the bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 
 import highspy
 import numpy as np
@@ -51,7 +54,12 @@ CLOSE = 1e-3
 TILT = 0.25
 """By which part the price of a tensor at the end of the graph is higher than at its beginning, when tilted."""
 
-BISECTIONS = 8
+SCALINGS = 12
+"""At most so many searches at tilted prices, doubled or halved until one program fits and one does not, then
+between the two."""
+
+WIDE = 1e-2
+"""A gap above this part of the cost, or no program that fits, is worth the searches with estimates."""
 
 Place = tuple[int, int]
 """An instruction and a device whose memory has a price there."""
@@ -105,6 +113,18 @@ class Ledger:
         self.entry_tensor: Index = np.array([t for t, _ in entries], dtype=np.int64)
         self.entry_axis: Index = np.array([axis_of(theory, t, f) for t, f in entries], dtype=np.int64)
         self.entry_bytes = (nbytes + trained)[self.entry_tensor]
+        pairs = [(t, *pair[:2]) for t in pricing.tensors for pair in space.pairs[t]]
+        self.pair_tensor: Index = np.array([t for t, _, _ in pairs], dtype=np.int64)
+        self.pair_axes = tuple(
+            np.array([axis_of(theory, pair[0], pair[k]) for pair in pairs], dtype=np.int64) for k in (1, 2)
+        )
+        readers = {t: graph.consumers.get(t, (end,)) for t in range(len(graph.tensors))}
+        again = {t: i for i, t in graph.second_reads.items()}
+        sources = self.born == 0
+        self.copied = np.where(sources, [readers[t][0] for t in readers], self.born)
+        """The instruction at which a communicated copy of a tensor may begin, and the last that reads it."""
+        lasts = [max((r for r in rs if r != again.get(t)), default=end) for t, rs in readers.items()]
+        self.copied_until = np.where(sources, lasts, self.last)
         self._charged: dict[int, Index] = {}
 
     def charged(self, instruction: int) -> Index:
@@ -126,8 +146,12 @@ class Ledger:
             found = self._charged[instruction] = np.array(sorted(best.values()), dtype=np.int64)
         return found
 
-    def prices(self, model: CostModel, lengths: Lengths, at: dict[Place, float], tilt: float = 0.0) -> Prices:
-        """The prices of holding tensors, in seconds, at ``at`` seconds per byte; tilted by ``tilt``."""
+    def prices(
+        self, model: CostModel, lengths: Lengths, at: dict[Place, float], tilt: float = 0.0,
+        *, estimated: bool = False,
+    ) -> Prices:  # fmt: skip
+        """The prices of holding tensors, in seconds, at ``at`` seconds per byte; tilted by ``tilt``, and
+        ``estimated``: with what communicated tensors add."""
         slant = 1.0 + tilt * self.position
         shares = model.shares(lengths)
         keep = np.zeros(len(self.entry_tensor))
@@ -140,7 +164,23 @@ class Ledger:
             here = np.zeros(len(self.theory.graph.tensors))
             here[self.charged(instruction)] = 1.0
             keep += here[self.entry_tensor] * self.entry_bytes * weight[self.entry_axis]
-        return Prices(keep * slant[self.entry_tensor], self._kept(per_axis, slant))
+        moved = self._moved(per_axis) * slant[self.pair_tensor] if estimated else None
+        return Prices(keep * slant[self.entry_tensor], self._kept(per_axis, slant), moved)
+
+    def _moved(self, per_axis: dict[int, Array]) -> Array:
+        """Of a communicated tensor, what it holds more than the cheaper of its two forms: both while it is
+        communicated, the new one until it is last read, and of a source both until then."""
+        t, (old_axis, new_axis) = self.pair_tensor, self.pair_axes
+        found = np.zeros(len(t))
+        for instruction, weight in per_axis.items():
+            here = np.zeros(len(self.theory.graph.tensors))
+            here[self.charged(instruction)] = 1.0
+            old, new = self.nbytes[t] * weight[old_axis], self.nbytes[t] * weight[new_axis]
+            both = (self.born[t] == instruction) | (self.born[t] == 0)
+            held = new + np.where(both, old, 0.0) - here[t] * np.minimum(old, new)
+            live = (self.copied[t] <= instruction) & (instruction <= self.copied_until[t])
+            found += np.where(live, np.maximum(held, 0.0), 0.0)
+        return found
 
     def _kept(self, per_axis: dict[int, Array], slant: Array) -> dict[int, Array]:
         """Of what the forward has communicated of a parameter and the backward reads again, from the last reader
@@ -216,6 +256,9 @@ class _Lagrangian:
     lines: list[_Line]
     best: Found | None = None
     bound: float = -np.inf
+    highest: float = -np.inf
+    top: dict[Place, float] = field(default_factory=dict)
+    """The prices tried at which L is highest."""
 
     def run(self) -> None:
         """Cutting planes, then tilted bisection where they leave a gap."""
@@ -224,8 +267,6 @@ class _Lagrangian:
         self.bound = first.lower_bound
         places: list[Place] = []
         box = 2.0 * first.cost
-        low: dict[Place, float] = {}
-        high: dict[Place, float] | None = None
         before: dict[Place, float] | None = None
         try:
             for _ in range(SEARCHES):
@@ -237,26 +278,28 @@ class _Lagrangian:
                     box *= 64.0
                     continue
                 before = at
-                if self._search(at):
-                    high = at
-                else:
-                    low = at
+                self._search(at)
                 if self._close():
                     return
-            if high is not None:
-                self._tilted(low, high)
+            self._tilted(estimated=False)
+            if not self._close(WIDE):
+                self._tilted(estimated=True)
         except SearchError:
             return
 
-    def _search(self, at: dict[Place, float], tilt: float = 0.0) -> bool:
+    def _search(self, at: dict[Place, float], tilt: float = 0.0, estimated: bool = False) -> bool:
         """Search at prices; whether the program fits."""
         found = self.searcher.search(
             self.model, self.lengths, self.limits, within=self.within, start=self.lines[-1].found,
-            prices=self.ledger.prices(self.model, self.lengths, at, tilt), progress=self.progress,
+            prices=self.ledger.prices(self.model, self.lengths, at, tilt, estimated=estimated),
+            progress=self.progress,
         )  # fmt: skip
         if tilt == 0.0:
-            paid = sum(price * self.capacity[j] for (_, j), price in at.items())
-            self.bound = max(self.bound, found.lower_bound - paid)
+            paid = float(sum(price * self.capacity[j] for (_, j), price in at.items()))
+            value = found.lower_bound - paid
+            if value >= self.highest:
+                self.highest, self.top = value, at
+            self.bound = max(self.bound, value)
         line = _Line(found, memory_profile(self.searcher.space.theory, found.program, self.lengths))
         self.lines.append(line)
         fits = not line.profile.lacking(self.capacity).any()
@@ -264,22 +307,26 @@ class _Lagrangian:
             self.best = found
         return fits
 
-    def _close(self) -> bool:
-        return self.best is not None and self.best.cost - self.bound <= CLOSE * self.best.cost
+    def _close(self, gap: float = CLOSE) -> bool:
+        return self.best is not None and self.best.cost - self.bound <= gap * self.best.cost
 
-    def _tilted(self, low: dict[Place, float], high: dict[Place, float]) -> None:
-        """Between prices at which nothing fits, scaled down by the tilt, and prices at which a program does."""
-        least, most = 0.0, 1.0
-        places = sorted({*low, *high})
-        for _ in range(BISECTIONS):
-            middle = (least + most) / 2
-            at = {p: (1 - middle) * low.get(p, 0.0) / (1 + TILT) + middle * high.get(p, 0.0) for p in places}
-            if self._search(at, TILT):
-                most = middle
+    def _tilted(self, *, estimated: bool) -> None:
+        """Scale the prices at which L is highest, tilted, until a program just fits. With estimates, places that a
+        program exceeds are priced like the others."""
+        prices = dict(self.top)
+        least, most = 0.0, math.inf
+        scale = 1.0
+        for _ in range(SCALINGS if prices else 0):
+            if self._search({p: scale * price for p, price in prices.items()}, TILT, estimated):
+                most = scale
             else:
-                least = middle
-            if self._close():
+                least = scale
+                mean = sum(prices.values()) / len(prices)
+                more = _exceeded(self.lines[-1].profile, self.capacity, [*prices]) if estimated else []
+                prices.update(dict.fromkeys(more, mean))
+            if self._close() or most - least <= CLOSE * least:
                 return
+            scale = least * 2.0 if math.isinf(most) else most / 2.0 if least == 0.0 else (least + most) / 2.0
 
 
 def _exceeded(profile: MemoryProfile, capacity: Array, known: list[Place]) -> list[Place]:

@@ -17,6 +17,10 @@ def assemble_program(space: Space, rows: Sequence[int], moves: Sequence[Move | N
     earliest; but one that only the backward reads, and one of a parameter, comes right before its first
     reader, so that the whole tensor is not kept for longer than needed. Communications that nobody needs
     are left out.
+
+    A parameter that is communicated for its second reading alone is communicated right before it; the program
+    is as good as one that communicates the second reading. If there is no such program, the communication comes
+    before the forward's last reader: what the second reading takes is what was kept (:mod:`hetspmd.synth.memory`).
     """
     theory = space.theory
     graph = theory.graph
@@ -38,6 +42,8 @@ def assemble_program(space: Space, rows: Sequence[int], moves: Sequence[Move | N
                 for tensor, form in zip(graph.instructions[i].inputs, theory.rows[i][rows[i]].pre, strict=True)
             )
         ]  # fmt: skip
+        if readers and readers[0] in graph.second_reads and _kept(space, readers[0], source, moves):
+            readers = [max(i for i in graph.consumers[t] if i < readers[0])]
         late = readers and (producer.is_source or graph.instructions[readers[0]].phase != producer.phase)
         if late:
             before.setdefault(readers[0], []).append(step)
@@ -49,6 +55,14 @@ def assemble_program(space: Space, rows: Sequence[int], moves: Sequence[Move | N
         steps.append(Compute(instruction.id, theory.rows[instruction.id][rows[instruction.id]]))
         steps += after.get(instruction.id, [])
     return _with_results(theory, steps, space, moves)
+
+
+def _kept(space: Space, second: int, stored: Form, moves: Sequence[Move | None]) -> bool:
+    """Whether a second reading cannot be communicated in the parameter's place: it is communicated from another
+    form, or has no row for the stored one."""
+    (tensor,) = space.theory.graph.instructions[second].outputs
+    direct = any(space.theory.rows[second][k].pre[0] == stored for k in space.rows[second])
+    return moves[tensor] is not None or not direct
 
 
 def _needed(space: Space, rows: Sequence[int]) -> list[set[Form]]:

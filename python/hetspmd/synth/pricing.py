@@ -35,11 +35,13 @@ class Prices:
 
     ``keep``: of holding a tensor in a form, in the order of :attr:`Pricing.tensors` and ``space.forms``.
     ``kept[i][k]``: of taking, by row ``space.rows[i][k]`` of the second reading i of a parameter, what was
-    communicated for the forward.
+    communicated for the forward. ``moved``: of what is held beside that where a tensor is communicated, in the
+    order of ``Pricing.move_start``; an estimate, with which a search gives no bound.
     """
 
     keep: Array
     kept: dict[int, Array]
+    moved: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -138,21 +140,30 @@ class Pricing:
         cheapest = np.flatnonzero(single == moves[self.pair_of])
         np.minimum.at(best, self.pair_of[cheapest], cheapest)
         weighted = np.where(self.overlappable, moves * overlap, moves)
-        keep = np.zeros(int(self.keep_start[-1]))
-        priced = rows
+        keep, kept = np.zeros(int(self.keep_start[-1])), np.zeros(len(rows))
         if prices is not None:
             keep = prices.keep
-            priced = rows.copy()
             for i, extra in prices.kept.items():
-                priced[self.row_start[i] + 1 : self.row_start[i + 1] : 2] += extra
-        per_second = self._unit(priced, weighted, keep)
+                kept[self.row_start[i] + 1 : self.row_start[i + 1] : 2] = extra
+            if prices.moved is not None:
+                weighted = weighted + prices.moved
+        per_second = self._unit(rows + kept, weighted, keep)
 
         def whole(seconds: Array) -> Costs:
             found: Costs = np.rint(seconds * per_second).astype(np.int64)
             return found
 
+        def less(seconds: Array) -> Costs:  # prices are rounded down, so that bounds stay bounds
+            found: Costs = np.floor(seconds * per_second).astype(np.int64)
+            return found
+
         return Priced(
-            whole(priced), whole(weighted), whole(keep), best, (whole(rows), whole(moves)), per_second
+            whole(rows) + less(kept),
+            whole(weighted),
+            less(keep),
+            best,
+            (whole(rows), whole(moves)),
+            per_second,
         )
 
     def _unit(self, rows: Array, moves: Array, keep: Array) -> float:

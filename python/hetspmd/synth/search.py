@@ -15,7 +15,7 @@ from hetspmd.cost.model import CostModel
 from hetspmd.errors import InfeasibleError, SearchError
 from hetspmd.synth.order import assemble_program
 from hetspmd.synth.pricing import Priced, Prices, Pricing
-from hetspmd.synth.program import Program
+from hetspmd.synth.program import Communicate, Program
 from hetspmd.synth.space import Move, Space
 
 Progress = Callable[[float, int, int | None], object]
@@ -163,14 +163,20 @@ class Searcher:
         picked: list[int] = solution["moves"]  # type: ignore[assignment]  # JSON
         moves: list[Move | None] = [None] * len(space.moves)
         total = int(priced.seconds[0][pricing.row_start[:-1] + np.array(chosen, dtype=np.int64)].sum())
+        seconds: dict[int, int] = {}
         for n, (t, k) in enumerate(zip(pricing.tensors, picked, strict=True)):
             if k >= 0:
                 place = pricing.move_start[n] + k
                 moves[t] = pricing.flat[priced.best[place]]
-                total += int(priced.seconds[1][place])
+                seconds[t] = int(priced.seconds[1][place])
+        program = assemble_program(space, rows, moves)
+        # A form that only prices of memory made cheap, and that nobody reads, is no part of the program.
+        made = {s.tensor for s in program.steps if isinstance(s, Communicate)}
+        moves = [move if t in made else None for t, move in enumerate(moves)]
+        total += sum(seconds[t] for t in made)
         unit = priced.per_second
         return Found(
-            assemble_program(space, rows, moves), rows, tuple(moves), total / unit,
+            program, rows, tuple(moves), total / unit,
             solution["lower_bound"] / unit, solution["gap"], solution["stop_reason"],  # type: ignore
             solution["expansions"], solution["seconds"], solution["values"],  # type: ignore
         )  # fmt: skip

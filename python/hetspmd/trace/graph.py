@@ -224,14 +224,19 @@ class Graph:
 
     @property
     def second_reads(self) -> dict[int, int]:
-        """Instruction id to the tensor id of the parameter that it reads again (cached)."""
+        """Instruction id to the tensor id of the parameter that it reads again (cached): in the backward, of a
+        parameter that the forward reads. A model's own views are no second readings."""
         cached = self.__dict__.get("_second_reads")
         if cached is None:
-            parameters = {p.tensor for p in self.parameters}
+            forward = {
+                p.tensor
+                for p in self.parameters
+                if any(self.instructions[r].phase == "forward" for r in self.consumers.get(p.tensor, ()))
+            }
             cached = {
                 i.id: i.inputs[0]
                 for i in self.instructions
-                if i.op == SECOND_READ and i.inputs[0] in parameters
+                if i.op == SECOND_READ and i.phase == "backward" and i.inputs[0] in forward
             }
             self.__dict__["_second_reads"] = cached
         return cached

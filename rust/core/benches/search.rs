@@ -1,5 +1,6 @@
-//! `cargo bench`: sweeps, reductions, beam and A*, and the whole search, on synthetic transformers (and
-//! on the problem files in `tests/fixtures/problems`, where there are any).
+//! `cargo bench`: the stages of the search (preparation, sweeps, reductions, elimination, joins, beam, A*) and the
+//! whole of it, first and again at other costs: on synthetic transformers, random dense problems, and the problem
+//! files in `tests/fixtures/problems`.
 #![allow(missing_docs)]
 
 #[path = "../tests/support/random.rs"]
@@ -10,6 +11,7 @@ mod random;
 mod transformer;
 
 use std::hint::black_box;
+use std::time::Duration;
 
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 use hetspmd_search::build::build;
@@ -18,77 +20,142 @@ use hetspmd_search::control::{Limits, Monitor};
 use hetspmd_search::dominance::reduce;
 use hetspmd_search::eliminate::{Trail, eliminate};
 use hetspmd_search::join::contract;
+use hetspmd_search::messages::Messages;
 use hetspmd_search::model::Model;
 use hetspmd_search::order::small_frontier_order;
 use hetspmd_search::trws::Sweeper;
 use hetspmd_search::validate::validate;
-use hetspmd_search::{Problem, astar, beam, solve};
+use hetspmd_search::{Assignment, Problem, Searcher, Solution, astar, beam, solve};
 use transformer::{Config, transformer};
 
 const NO_LIMIT: i64 = 1 << 56;
+const LAYERS: usize = 12;
 
 fn built(problem: &Problem) -> Model {
     build(&validate(problem).expect("well formed")).expect("small").priced(problem)
 }
 
-fn reduced(problem: &Problem) -> Model {
-    let mut model = built(problem);
-    reduce(&mut model).expect("feasible");
-    compact(&model, &small_frontier_order(&model))
+fn ordered(model: &Model) -> Model {
+    compact(model, &small_frontier_order(model))
 }
 
-fn parts(c: &mut Criterion) {
-    let problem = transformer(Config::base(12));
-    c.bench_function("build/12 layers", |b| b.iter(|| built(black_box(&problem))));
+fn swept(mut model: Model, sweeps: usize) -> Model {
+    let mut sweeper = Sweeper::default();
+    for _ in 0..sweeps {
+        sweeper.sweep(&mut model, NO_LIMIT, || true).expect("feasible");
+    }
+    model
+}
+
+fn preparation(c: &mut Criterion) {
+    let problem = transformer(Config::base(LAYERS));
+    let mut group = c.benchmark_group("preparation");
+    group.bench_function("validate", |b| b.iter(|| validate(black_box(&problem)).is_ok()));
+    group.bench_function("build", |b| b.iter(|| built(black_box(&problem))));
     let model = built(&problem);
-    c.bench_function("reduce/12 layers", |b| {
-        b.iter_batched(|| model.clone(), |mut model| reduce(&mut model), BatchSize::LargeInput);
+    group.bench_function("order and compact", |b| b.iter(|| ordered(&model)));
+    group.bench_function("whole", |b| {
+        b.iter_batched(|| problem.clone(), |problem| Searcher::new(problem).is_ok(), BatchSize::LargeInput);
     });
-    c.bench_function("order and compact/12 layers", |b| {
-        b.iter(|| compact(&model, &small_frontier_order(&model)));
-    });
-    let model = reduced(&problem);
-    c.bench_function("sweep/12 layers", |b| {
-        let (mut model, mut sweeper) = (model.clone(), Sweeper::default());
+    group.finish();
+}
+
+/// As in a search: sweeps over the whole model, then reductions, elimination, sweeps over the rest, joins.
+fn stages(c: &mut Criterion) {
+    let mut group = c.benchmark_group("stages");
+    let whole = ordered(&built(&transformer(Config::base(LAYERS))));
+    group.bench_function("sweep, whole model", |b| {
+        let (mut model, mut sweeper) = (whole.clone(), Sweeper::default());
         b.iter(|| sweeper.sweep(&mut model, NO_LIMIT, || true));
     });
-    c.bench_function("eliminate/12 layers", |b| {
-        let both = || (model.clone(), Trail::new(model.vars.len()));
+    let ready = swept(whole.clone(), 8);
+    let messages = Messages::of(&ready, 0);
+    group.bench_function("load messages", |b| {
+        b.iter_batched(|| whole.clone(), |mut model| messages.load(&mut model, 0), BatchSize::LargeInput);
+    });
+    group.bench_function("reduce", |b| {
+        b.iter_batched(|| ready.clone(), |mut model| reduce(&mut model), BatchSize::LargeInput);
+    });
+    let mut rest = ready;
+    reduce(&mut rest).expect("feasible");
+    let rest = ordered(&rest);
+    group.bench_function("eliminate", |b| {
+        let both = || (rest.clone(), Trail::new(whole.vars.len()));
         let run = |(mut model, mut trail): (Model, Trail)| eliminate(&mut model, &mut trail, 1024);
         b.iter_batched(both, run, BatchSize::LargeInput);
     });
-    c.bench_function("one round of joins/12 layers", |b| {
-        let both = || (model.clone(), Trail::new(model.vars.len()));
+    group.bench_function("sweep, reduced model", |b| {
+        let (mut model, mut sweeper) = (rest.clone(), Sweeper::default());
+        b.iter(|| sweeper.sweep(&mut model, NO_LIMIT, || true));
+    });
+    group.bench_function("one round of joins", |b| {
+        let both = || (rest.clone(), Trail::new(whole.vars.len()));
         let run =
             |(mut model, mut trail): (Model, Trail)| contract(&mut model, &mut trail, NO_LIMIT, 256, || true);
         b.iter_batched(both, run, BatchSize::LargeInput);
     });
-    let mut dense = reduced(&random::dense(30, 7));
-    let mut sweeper = Sweeper::default();
-    for _ in 0..100 {
-        sweeper.sweep(&mut dense, NO_LIMIT, || true).expect("feasible");
-    }
-    let mut tick = |_: &_| true;
-    let mut monitor = Monitor::new(Limits { time: 1e9, expansions: u64::MAX, memory: u64::MAX }, &mut tick);
-    c.bench_function("beam 100/dense 30", |b| b.iter(|| beam::beam(&dense, NO_LIMIT, 100, &mut monitor)));
-    c.bench_function("A* 10,000 expansions/dense 30", |b| {
-        b.iter(|| astar::search(&dense, NO_LIMIT, 10_000, &mut monitor));
-    });
+    group.finish();
 }
 
-fn whole(c: &mut Criterion) {
-    let mut group = c.benchmark_group("solve");
-    group.sample_size(10);
-    let mut problems: Vec<(String, Problem)> =
+fn partial_programs(c: &mut Criterion) {
+    let mut group = c.benchmark_group("partial programs");
+    let mut dense = built(&random::dense(30, 7));
+    reduce(&mut dense).expect("feasible");
+    let dense = swept(ordered(&dense), 100);
+    let mut tick = |_: &_| true;
+    let mut monitor = Monitor::new(Limits { time: 1e9, expansions: u64::MAX, memory: u64::MAX }, &mut tick);
+    group.bench_function("beam 100, dense 30", |b| {
+        b.iter(|| beam::beam(&dense, NO_LIMIT, 100, &mut monitor));
+    });
+    group.bench_function("A* 10,000 expansions, dense 30", |b| {
+        b.iter(|| astar::search(&dense, NO_LIMIT, 10_000, &mut monitor));
+    });
+    group.finish();
+}
+
+/// Synthetic transformers and the fixtures, by name.
+fn problems() -> Vec<(String, Problem)> {
+    let mut found: Vec<(String, Problem)> =
         [2, 12, 32].map(|layers| (format!("{layers} layers"), transformer(Config::base(layers)))).into();
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/problems");
     let mut files: Vec<_> =
-        std::fs::read_dir(folder).into_iter().flatten().flatten().map(|f| f.path()).collect();
+        std::fs::read_dir(folder).into_iter().flatten().flatten().map(|file| file.path()).collect();
     files.sort();
     for path in files.iter().filter(|path| path.file_name().is_some_and(|name| name != "optima.json")) {
         let text = std::fs::read_to_string(path).expect("readable");
-        problems.push((path.display().to_string(), serde_json::from_str(&text).expect("a problem")));
+        let name = path.file_stem().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+        found.push((name, serde_json::from_str(&text).expect("a problem")));
     }
+    found
+}
+
+/// The costs of a problem: of rows, moves and holding.
+type Costs = [Vec<i64>; 3];
+
+/// Costs that differ from the problem's by up to three parts in a hundred, as those at other ratios do.
+fn nearby(problem: &Problem, mut seed: u64) -> Costs {
+    let mut noise = |cost: i64| {
+        seed ^= seed << 13;
+        seed ^= seed >> 7;
+        seed ^= seed << 17;
+        cost + cost * (seed % 31) as i64 / 1000
+    };
+    [
+        problem.instructions.iter().flat_map(|i| &i.rows).map(|row| noise(row.cost)).collect(),
+        problem.tensors.iter().flat_map(|t| &t.moves).map(|mv| noise(mv.3)).collect(),
+        problem.tensors.iter().flat_map(|t| &t.keep).map(|keep| noise(keep.1)).collect(),
+    ]
+}
+
+fn search(searcher: &mut Searcher, costs: &Costs, before: Option<&Assignment>) -> Solution {
+    searcher.set_costs(&costs[0], &costs[1], &costs[2]).expect("as many as there are");
+    searcher.solve(Limits::default(), before, None, &mut |_| true).expect("well formed")
+}
+
+fn whole(c: &mut Criterion) {
+    let problems = problems();
+    let mut group = c.benchmark_group("first search");
+    group.sample_size(10);
     for (name, problem) in &problems {
         group.bench_function(name, |b| {
             b.iter(|| {
@@ -98,7 +165,29 @@ fn whole(c: &mut Criterion) {
         });
     }
     group.finish();
+    let mut group = c.benchmark_group("warm search");
+    group.sample_size(10);
+    for (name, problem) in &problems {
+        let mut searcher = Searcher::new(problem.clone()).expect("well formed");
+        let costs: Vec<Costs> = (1..=4).map(|seed| nearby(problem, seed)).collect();
+        let first = search(&mut searcher, &costs[0], None);
+        let mut before = Assignment { rows: first.rows, moves: first.moves };
+        let mut turn = 0;
+        group.bench_function(name, |b| {
+            b.iter(|| {
+                turn += 1;
+                let found = search(&mut searcher, &costs[turn % costs.len()], Some(&before));
+                before = Assignment { rows: found.rows, moves: found.moves };
+            });
+        });
+    }
+    group.finish();
 }
 
-criterion_group!(benches, parts, whole);
+criterion_group! {
+    name = benches;
+    config = Criterion::default().sample_size(20).warm_up_time(Duration::from_secs(1))
+        .measurement_time(Duration::from_secs(3));
+    targets = preparation, stages, partial_programs, whole
+}
 criterion_main!(benches);

@@ -1,0 +1,244 @@
+"""Bytes that a program holds: by hand on a tiny graph, and against a replay of random programs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cost_graphs import Builder, data_parallel, mlp, program, random_program
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetspmd.balance.lengths import Lengths
+from hetspmd.cost.memory import OPTIMIZER_BYTES, Holdings, memory_bytes, memory_profile
+from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather, is_sharded, sharded_dim
+from hetspmd.rules.rule import Row
+from hetspmd.rules.theory import Theory
+from hetspmd.synth.program import Communicate, Compute, Program, Result
+
+ROWS, IN, OUT = 8, 4, 6
+
+
+def tiny() -> Theory:
+    """``y = x w``, a view v of it, ``loss = sum(v)``, ``gw = x' g``; instructions 0 to 6 in this order: x g w y v
+    loss gw."""
+    b = Builder()
+    sizes = {"b": ROWS, "k": IN, "h": OUT}
+    x = b.input("x", (ROWS, IN))
+    g = b.input("g", (ROWS, OUT))
+    w = b.parameter("w", (IN, OUT))
+    y = b.mm("y", "bk,kh->bh", x, w, sizes)
+    v = b.op("v", "bh->bh", (y,), sizes, alias=True)
+    loss = b.op("loss", "bh->", (v,), sizes, linear=True)
+    return b.theory(loss, {w: b.mm("gw", "bk,bh->kh", x, g, sizes)})
+
+
+X, G, W, Y, V, LOSS, GW = range(7)
+
+
+def row(theory: Theory, instruction: int, post: int, pre: int | None = None) -> Row:
+    """The row of an instruction with these forms of its output and its first input."""
+    found = [r for r in theory.rows[instruction] if r.post == (post,) and pre in (None, *r.pre[:1])]
+    return found[0]
+
+
+def divided(theory: Theory, weight: int) -> Program:
+    """The batch divided, the weight stored as given and gathered, the gradient left in its form."""
+    rows, at = all_gather(0), row
+    steps: list[Compute | Communicate] = [
+        Compute(X, at(theory, X, IDENTITY)), Compute(G, at(theory, G, IDENTITY)),
+        Compute(W, at(theory, W, weight)),
+    ]  # fmt: skip
+    if weight != IDENTITY:
+        steps.append(Communicate(W, "all_gather", weight, IDENTITY))
+    steps += [
+        Compute(Y, at(theory, Y, rows, rows)), Compute(V, at(theory, V, rows)),
+        Compute(LOSS, at(theory, LOSS, ALL_REDUCE, rows)), Communicate(LOSS, "all_reduce", ALL_REDUCE, IDENTITY),
+        Compute(GW, at(theory, GW, ALL_REDUCE, rows)),
+        Communicate(GW, "all_reduce" if weight == IDENTITY else "reduce_scatter", ALL_REDUCE, weight),
+    ]  # fmt: skip
+    return Program(tuple(steps), Result(LOSS, IDENTITY), (), (Result(GW, weight),), ())
+
+
+def units(theory: Theory, shares: dict[int, tuple[int, ...]], world: int = 2) -> Lengths:
+    """Lengths that give axis a tensor's dims the units asked for by size, the first device the rest."""
+    return Lengths(world, tuple(shares[a.units] for a in theory.axes.axes))
+
+
+def test_by_hand() -> None:
+    """Bytes: x 128, g 192, w 96 and its moments 192, y (and v, its view) 192, loss 4, gw 96."""
+    theory = tiny()
+    profile = memory_profile(
+        theory, divided(theory, IDENTITY), units(theory, {8: (6, 2), 4: (4, 0), 6: (3, 3)})
+    )
+    fixed = 128 + 192 + 96 + 192  # g is an input: held to the end
+    # x g w | y | v | loss | its sum | gw | its sum | the end
+    whole = [fixed] * 5 + [fixed + 4, fixed + 8, fixed + 4 + 96, fixed + 4 + 96 + 96, fixed + 4 + 96]
+    cut = [0, 0, 0, 192, 192, 192, 0, 0, 0, 0]
+    assert profile.whole.tolist() == whole
+    assert profile.cut.tolist() == cut
+    assert profile.held.tolist() == [
+        [w + c * 6 // 8, w + c * 2 // 8] for w, c in zip(whole, cut, strict=True)
+    ]
+    assert profile.instruction.tolist() == [X, G, W, Y, V, LOSS, LOSS, GW, GW, GW]
+    assert profile.peaks == (fixed + 4 + 192, fixed + 4 + 192)
+    assert profile.peak_instruction(0) == profile.peak_instruction(1) == GW
+    assert profile.during(V).tolist() == [fixed + 144, fixed + 48]
+    assert profile.during(LOSS).tolist() == [fixed + 4 + 144, fixed + 4 + 48]
+    assert profile.lacking(np.array([fixed + 100, fixed + 300])).tolist() == [96, 0]
+
+
+def test_a_weight_in_shards_by_hand() -> None:
+    """Stored along its 6 columns: parameter, moments and gradient scale with the share; the gathered weight is
+    held from its collective to its only reader."""
+    theory = tiny()
+    form = all_gather(1)
+    profile = memory_profile(theory, divided(theory, form), units(theory, {8: (6, 2), 4: (4, 0), 6: (1, 5)}))
+    inputs = 128 + 192
+    assert profile.whole.tolist() == [
+        inputs, inputs, inputs, inputs + 96, inputs + 96, inputs, inputs + 4, inputs + 8, inputs + 100,
+        inputs + 100, inputs + 4,
+    ]  # fmt: skip
+    first = [w + (96 + 192) // 6 for w in profile.whole.tolist()]
+    assert profile.held[:4, 0].tolist() == first[:4]
+    assert profile.held[4:7, 0].tolist() == [f + 144 for f in first[4:7]]
+    assert profile.held[9:, 0].tolist() == [f + 16 for f in first[9:]]
+    assert memory_bytes(theory, divided(theory, form), units(theory, {8: (6, 2), 4: (4, 0), 6: (1, 5)})) == (
+        profile.peaks
+    )
+
+
+def test_optimizer_bytes() -> None:
+    theory, at = tiny(), {8: (8, 0), 4: (4, 0), 6: (2, 4)}
+    form = all_gather(1)
+    for program_, local in ((divided(theory, IDENTITY), (24, 24)), (divided(theory, form), (8, 16))):
+        without = memory_profile(theory, program_, units(theory, at), optimizer_bytes=0).held
+        with_ = memory_profile(theory, program_, units(theory, at)).held
+        assert (with_ - without).tolist() == [[OPTIMIZER_BYTES * n for n in local]] * len(with_)
+
+
+def test_frozen_parameters_have_no_moments() -> None:
+    b = Builder()
+    x = b.input("x", (ROWS, IN))
+    w = b.parameter("w", (IN, OUT))
+    y = b.mm("y", "bk,kh->bh", x, w, {"b": ROWS, "k": IN, "h": OUT})
+    theory = b.theory(b.op("loss", "bh->", (y,), {"b": ROWS, "h": OUT}, linear=True), {})
+    chosen = program(theory, lambda _, rows: len(rows) - 1)
+    (peak,) = memory_bytes(theory, chosen, Lengths(1, tuple((a.units,) for a in theory.axes.axes)))
+    assert peak == 128 + 96 + 192 + 4
+
+
+def replay(theory: Theory, chosen: Program, lengths: Lengths, rank: int) -> list[int]:
+    """What one device holds at each step, by looking ahead from every step for readers. Slow and plain."""
+    graph = theory.graph
+
+    def local(tensor: int, form: int, itemsize: int | None = None) -> int:
+        e = graph.tensors[tensor]
+        nbytes = e.nbytes if itemsize is None else e.numel * itemsize
+        if not is_sharded(form):
+            return nbytes
+        axis = theory.axes.axis(tensor, sharded_dim(form))
+        assert axis is not None
+        return nbytes * lengths.units[axis.id][rank] // axis.units
+
+    end = len(chosen.steps)
+    value: dict[tuple[int, int], int] = {}  # (tensor, form) -> buffer
+    buffers: list[tuple[int, int, int, bool]] = []  # tensor, form, step, lasting
+    reads: list[tuple[int, int]] = []  # (buffer, step)
+    trained = {p.tensor for p in graph.parameters if p.gradient is not None}
+    always = 0
+    for at, step in enumerate(chosen.steps):
+        if isinstance(step, Communicate):
+            made, inputs, base = [(step.tensor, step.target)], [(step.tensor, step.source)], None
+        else:
+            i = graph.instructions[step.instruction]
+            made = [(t, f) for t, f in zip(i.outputs, step.row.post, strict=True) if t >= 0]
+            inputs = list(zip(i.inputs, step.row.pre, strict=True))
+            rule = theory.rules.get(step.instruction)
+            base = inputs[0] if rule is not None and rule.alias else None
+        used = [value.get(key, value.get((key[0], IDENTITY), -1)) for key in inputs]
+        reads += [(b, at) for b in used if b >= 0]
+        for key in made:
+            if key in value:
+                continue
+            source = isinstance(step, Compute) and graph.instructions[step.instruction].is_source
+            if base is not None:
+                value[key] = used[0]
+                reads.append((used[0], at))
+            else:
+                value[key] = len(buffers)
+                buffers.append((*key, 0 if source else at, source))
+            if source and key[0] in trained:
+                always += local(*key, OPTIMIZER_BYTES)
+    left = [*chosen.gradients, *chosen.outputs, *chosen.buffers] + ([chosen.loss] if chosen.loss else [])
+    reads += [(value.get((r.tensor, r.form), value.get((r.tensor, IDENTITY), -1)), end) for r in left]
+    totals = []
+    for at in range(end + 1):
+        alive = [
+            local(t, f) for b, (t, f, since, lasting) in enumerate(buffers)
+            if since <= at and (lasting or since == at or any(r == b and s >= at for r, s in reads))
+        ]  # fmt: skip
+        totals.append(always + sum(alive))
+    return totals
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs_against_a_replay(seed: int) -> None:
+    theory = mlp(batch=12, width=6, hidden=10, layers=2)
+    dice = np.random.default_rng(seed)
+    world = 1 + seed % 4
+    lengths = Lengths(
+        world,
+        tuple(
+            tuple(map(int, np.diff([0, *sorted(dice.integers(0, a.units + 1, world - 1)), a.units])))
+            for a in theory.axes.axes
+        ),
+    )
+    chosen = data_parallel(theory) if seed == 0 else random_program(theory, seed)
+    profile = memory_profile(theory, chosen, lengths)
+    for rank in range(world):
+        assert profile.held[:, rank].tolist() == replay(theory, chosen, lengths, rank)
+    for instruction in range(len(theory.graph.instructions)):
+        at = profile.instruction == instruction
+        assert at.any()
+        assert profile.during(instruction).tolist() == profile.held[at].max(axis=0).tolist()
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**6), st.integers(0, 20), st.floats(0.0, 1.3))
+def test_largest_shares(seed: int, twentieths: int, part: float) -> None:
+    """A device with the same share of every axis fits if and only if that is at most the largest share."""
+    theory = mlp(batch=40, width=20, hidden=20)
+    holdings = Holdings(theory, random_program(theory, seed))
+    lengths = Lengths(
+        2, tuple((a.units * twentieths // 20, a.units * (20 - twentieths) // 20) for a in theory.axes.axes)
+    )
+    profile = holdings.at(lengths)
+    capacity = np.array([part * max(profile.peaks), 1.5 * profile.peaks[1]])
+    most = profile.largest_shares(capacity)
+    for rank, share in enumerate((twentieths / 20, 1 - twentieths / 20)):
+        if abs(most[rank] - share) > 1e-9:
+            assert (most[rank] > share) == (profile.peaks[rank] <= capacity[rank])
+
+
+def test_largest_shares_at_the_bound_and_beyond() -> None:
+    theory = mlp(batch=1000, width=10, hidden=10)
+    holdings = Holdings(theory, data_parallel(theory))
+
+    def at(n: int) -> Lengths:
+        return Lengths(2, tuple((a.units * n // 100, a.units - a.units * n // 100) for a in theory.axes.axes))
+
+    capacity = np.array([holdings.at(at(37)).peaks[0], np.inf], dtype=float)
+    most = holdings.at(at(50)).largest_shares(capacity)
+    assert most[0] == pytest.approx(0.37)
+    assert most[1] == np.inf
+    assert not holdings.at(at(37)).lacking(capacity).any()
+    assert holdings.at(at(38)).lacking(capacity)[0] > 0
+    too_small = holdings.at(at(50)).largest_shares(np.array([10.0, np.inf]))
+    assert too_small[0] < 0, "what is whole does not fit"
+
+
+def test_a_dim_without_an_axis_is_refused() -> None:
+    theory = tiny()
+    steps = (Compute(X, theory.rows[X][0]), Compute(LOSS, Row("odd", (IDENTITY,), (all_gather(0),))))
+    with pytest.raises(ValueError, match="no logical axis"):
+        Holdings(theory, Program(steps, None, (), (), ()))

@@ -1,0 +1,194 @@
+"""Plans fit the devices' memory, equal the single device all the same, and say so where nothing fits."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import hetspmd
+from hetspmd.cli.main import main
+from hetspmd.cost.cluster import Cluster, Device, Network
+from hetspmd.cost.memory import memory_bytes
+from hetspmd.errors import MemoryLimitError
+from hetspmd.forms import is_sharded
+from hetspmd.plan import Plan
+from hetspmd.run.verify import verify
+from memory_cases import gathered_again, stack, with_memory
+from workbench import cluster, traced
+
+TARGET = Path(__file__).parent / "cli" / "targets.py"
+SPEEDS = (4.0, 2.0, 1.0, 1.0)
+
+
+def stack_cluster(*speeds: float) -> Cluster:
+    """Of a speed at which a stack is data parallel."""
+    made = [
+        Device(f"d{j}", {"default": 1e10 * s}, memory_bandwidth=1e11, launch=1e-7)
+        for j, s in enumerate(speeds)
+    ]
+    return Cluster(tuple(made), Network(1e9, 1e-6))
+
+
+@cache
+def case_of(name: str):  # type: ignore[no-untyped-def]
+    """Model, example, loss and a cluster without limits."""
+    if name == "stack":
+        model, example = stack(dtype=torch.float64)
+        return model, example, None, stack_cluster(*SPEEDS)
+    entry = traced(name)
+    return entry.model, entry.example, entry.loss, cluster(*SPEEDS)
+
+
+def compiled(name: str, devices: Cluster) -> Plan:
+    model, example, loss, _ = case_of(name)
+    return hetspmd.compile(model, example, devices, loss=loss)
+
+
+@cache
+def unlimited(name: str) -> Plan:
+    return compiled(name, case_of(name)[3])
+
+
+def limited(name: str, *parts: float) -> Cluster:
+    """Devices with parts of the memory that the unlimited plan needs of them."""
+    need = unlimited(name).cost.memory_bytes
+    return with_memory(case_of(name)[3], [p * n for p, n in zip(parts, need, strict=True)])
+
+
+def check_fits(plan: Plan) -> None:
+    needs = plan.cost.memory_bytes
+    assert all(n <= d.memory for n, d in zip(needs, plan.cluster.devices, strict=True))
+    active = memory_bytes(plan.theory, plan.program, plan.lengths)
+    assert tuple(needs[rank] for rank in plan.active) == active
+    assert plan.search.lower_bound <= plan.search.cost
+    assert plan.search.gap == pytest.approx(1 - plan.search.lower_bound / plan.search.cost, abs=1e-12)
+
+
+def check_right(plan: Plan, name: str) -> None:
+    """The program equals the single device."""
+    model, example, loss, _ = case_of(name)
+    report = verify(model, example, plan.cluster, plan=plan, loss=loss, optimizers=("sgd",), tolerance=1e-9)
+    report.require()
+
+
+def check_limited(name: str, parts: tuple[float, ...], *, verify: bool = True) -> Plan | None:
+    """The plan with so much memory, which fits and is right; None if nothing fits."""
+    try:
+        plan = compiled(name, limited(name, *parts))
+    except MemoryLimitError:
+        return None
+    check_fits(plan)
+    if verify:
+        check_right(plan, name)
+    return plan
+
+
+def test_enough_memory_changes_nothing() -> None:
+    plan = check_limited("stack", (2.0,) * 4)
+    assert plan is not None
+    assert repr(plan.program) == repr(unlimited("stack").program)
+    assert plan.ratios == unlimited("stack").ratios
+    assert plan.search.stop_reason == "optimal"
+
+
+def test_less_memory_costs_time_and_gathers_again() -> None:
+    free = unlimited("stack")
+    plan = check_limited("stack", (0.8,) * 4)
+    assert plan is not None
+    assert plan.search.stop_reason == "memory"
+    assert plan.search.gap < 0.1
+    assert plan.cost.step_seconds >= free.cost.step_seconds
+    assert not gathered_again(free.theory, free.program)
+    again = gathered_again(plan.theory, plan.program)
+    layout = {p.tensor: plan.parameter_layout()[p.name][0] for p in plan.graph.parameters}
+    assert all(is_sharded(layout[t]) for t in again)
+
+
+def test_a_fast_device_with_little_memory_gets_a_smaller_share() -> None:
+    for name in ("stack", "gpt2"):
+        free = unlimited(name)
+        plan = check_limited(name, (0.7, math.inf, math.inf, math.inf))
+        assert plan is not None
+        assert plan.shares[0] < free.shares[0]
+        assert plan.cost.memory_bytes[0] <= 0.7 * free.cost.memory_bytes[0]
+
+
+def test_the_same_plan_again() -> None:
+    devices = limited("stack", 0.8, 0.8, 0.9, 0.9)
+    assert compiled("stack", devices).digest == compiled("stack", devices).digest
+
+
+def test_a_device_that_holds_nothing_is_left_idle() -> None:
+    """With a few bytes, the third device cannot even hold the batch."""
+    model, example, _, free = case_of("stack")
+    plan = hetspmd.compile(model, example, with_memory(free, [math.inf, math.inf, math.inf, 16.0]))
+    assert 3 in plan.idle
+    check_fits(plan)
+    check_right(plan, "stack")
+
+
+def test_one_device_alone_that_fits() -> None:
+    """Where the others hold nothing, the plan of one device is taken although it is slower."""
+    model, example, _, free = case_of("stack")
+    plan = hetspmd.compile(model, example, with_memory(free, [math.inf, 16.0, 16.0, 16.0]))
+    assert plan.active == (0,)
+    check_fits(plan)
+
+
+def test_nothing_fits() -> None:
+    model, example, _, free = case_of("stack")
+    with pytest.raises(MemoryLimitError, match=r"rank 0 \(d0\) lacks .* MiB of memory beyond its") as caught:
+        hetspmd.compile(model, example, with_memory(free, [1e4] * 4))
+    assert "smaller batch" in str(caught.value)
+    assert all(capacity == 10_000 for _, capacity in caught.value.lacking.values())
+    assert caught.value.names == ("d0", "d1", "d2", "d3")
+
+
+CLUSTER = """\
+devices:
+  - {{name: fast, flops: 4e9, memory_bandwidth: 4e9, memory: {}}}
+  - {{name: slow, count: 2, flops: 1e9, memory_bandwidth: 1e9, memory: {}}}
+network: {{bandwidth: 1Gbit/s, latency: 1us}}
+"""
+
+
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], *memory: str) -> tuple[int, str, str]:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(CLUSTER.format(*memory))
+    status = main(["compile", str(TARGET), "--cluster", str(file)])
+    return (status, *capsys.readouterr())
+
+
+def test_the_command_line_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(tmp_path, capsys, "1KiB", "1KiB")
+    assert status == 2
+    assert not out
+    assert len(err.splitlines()) == 1
+    assert "MemoryLimitError" in err
+    assert "(fast) lacks" in err
+    status, out, err = run(tmp_path, capsys, "1MiB", "1MiB")
+    assert status == 0
+    assert "peak memory" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "bert-moe", "vgg19"])
+def test_plans_of_models_fit_and_are_right(name: str) -> None:
+    found = 0
+    for parts in (
+        (0.95,) * 4, (0.9, 1.0, 1.2, 1.2), (0.6, 1.5, 1.5, 1.5), (1.5, 0.5, 1.0, 0.5), (math.inf, 0.3, 0.3, 2.0),
+    ):  # fmt: skip
+        plan = check_limited(name, parts)
+        found += plan is not None
+    assert found >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0.9, 0.8, 0.7, 0.6, 0.5])
+def test_stacks_fit_and_are_right(part: float) -> None:
+    check_limited("stack", (part,) * 4)
+    check_limited("stack", (part, 1.0, 1.3, math.inf))
