@@ -112,6 +112,7 @@ impl Searcher {
             return Ok(search.infeasible(conflict));
         };
         let shift = self.built.shift;
+        let fresh = model.clone();
         let messages = self.messages.as_ref().filter(|messages| messages.fit(shift));
         if let Some(messages) = messages {
             messages.load(&mut model, shift);
@@ -119,7 +120,7 @@ impl Searcher {
         let warm = messages.is_some();
         // What a part of the rows leaves is no start for all of them.
         let keep = forbidden.is_none() || self.messages.is_none();
-        Ok(search.run(model, warm, |model| {
+        Ok(search.run(model, fresh, warm, |model| {
             if keep {
                 self.messages = Some(Messages::of(model, shift));
             }

@@ -38,6 +38,8 @@ use crate::verify::verify;
 const FIRST_BUDGET: u64 = 20_000;
 /// The beam is this much narrower than the budget.
 const BEAM_SHARE: u64 = 100;
+/// A gap above this part of the cost is wide.
+const WIDE: f64 = 0.02;
 /// Nothing dies in a sweep up to this limit.
 const NO_LIMIT: i64 = i64::MAX >> 3;
 /// A window of sweeps without fixing must raise the bound by more than this part.
@@ -115,10 +117,16 @@ impl<'a, 't> Search<'a, 't> {
         self.finish(StopReason::Infeasible, Some(conflict))
     }
 
-    /// Searches `model`: consistent, ordered and compacted, with costs. `warm`: it has messages of an earlier
-    /// search. `swept` is given the model when the sweeps over all of it have ended.
-    pub(crate) fn run(&mut self, mut model: Model, warm: bool, swept: impl FnOnce(&Model)) -> Solution {
-        let reason = match self.search(&mut model, warm, swept) {
+    /// Searches `model`: consistent, ordered and compacted, with costs; `fresh` is the same without messages.
+    /// `warm`: it has messages of an earlier search. `swept` is given the model when the sweeps over all of it have ended.
+    pub(crate) fn run(
+        &mut self,
+        mut model: Model,
+        fresh: Model,
+        warm: bool,
+        swept: impl FnOnce(&Model),
+    ) -> Solution {
+        let reason = match self.search(&mut model, fresh, warm, swept) {
             Ok(()) | Err(End::Proven) if self.best.is_some() => StopReason::Optimal,
             Ok(()) | Err(End::Proven) => StopReason::Infeasible,
             Err(End::Stop(reason)) => reason,
@@ -137,9 +145,28 @@ impl<'a, 't> Search<'a, 't> {
         self.finish(reason, conflict)
     }
 
-    fn search(&mut self, model: &mut Model, warm: bool, swept: impl FnOnce(&Model)) -> Result<(), End> {
+    fn search(
+        &mut self,
+        model: &mut Model,
+        mut fresh: Model,
+        warm: bool,
+        swept: impl FnOnce(&Model),
+    ) -> Result<(), End> {
         self.sweep_all(model, warm, swept)?;
         self.prune(model)?;
+        if (self.limit() - model.constant) as f64 > WIDE * self.limit() as f64 {
+            // Far from closed: the reduced model is swept from the start, since messages that have come to rest
+            // on the whole model hold back those that eliminations would free. What died stays dead.
+            for (s, var) in model.vars.iter().enumerate() {
+                for (theta, &swept) in fresh.vars[s].theta.iter_mut().zip(&var.theta) {
+                    if swept >= crate::model::HALF {
+                        *theta = crate::model::DEAD;
+                    }
+                }
+                fresh.refresh(s, |_| {});
+            }
+            *model = fresh;
+        }
         reduce(model)?;
         *model = compact(model, &small_frontier_order(model));
         self.left = model.living_values();
