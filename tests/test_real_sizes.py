@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hetspmd
+from hetspmd.balance.lengths import lengths_for
+from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.model import CostModel
+from hetspmd.rules.theory import derive
 from hetspmd.synth.checker import check
+from hetspmd.synth.constraints import Constraints
+from hetspmd.synth.search import Limits, Searcher
+from hetspmd.synth.space import search_space
+from hetspmd.trace.trace import split_example, trace
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -53,3 +62,28 @@ def test_large_linear_layers_are_not_reduced() -> None:
     stored = plan.parameter_layout()
     assert stored["network.classifier.0.weight"][0] >= 2
     assert plan.cost.step_seconds < 0.7 * plan.baselines["data_parallel_proportional"]
+
+
+@pytest.mark.slow
+def test_resnet_closes_whatever_the_speeds() -> None:
+    """Its search needs eliminations, joins, and sweeps that begin after them; such draws once stopped at 20 %."""
+    model, example = build("resnet50")
+    args, kwargs = split_example(example)
+    theory = derive(trace(model, args, kwargs))
+    searcher = Searcher(search_space(theory, Constraints()))
+    dice = random.Random(0)
+    for _ in range(3):
+        speeds = [16 ** dice.random() for _ in range(8)]
+        cluster = Cluster.load(
+            {
+                "devices": [
+                    {"name": f"d{i}", "flops": s * 7.5e12, "memory_bandwidth": s * 7.5e12 / 14}
+                    for i, s in enumerate(speeds)
+                ],
+                "network": {"bandwidth": 1.3e9, "latency": 5e-5},
+            }
+        )
+        lengths = lengths_for(theory.axes, tuple(s / sum(speeds) for s in speeds))
+        found = searcher.search(CostModel(theory, cluster), lengths, Limits())
+        assert found.stop_reason == "optimal"
+        assert found.gap == 0
