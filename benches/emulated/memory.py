@@ -97,6 +97,7 @@ class ResidentPeak:
         if trim is not None:  # glibc: what was freed but not given back would hide what comes
             trim(0)
         self._base = _status("VmRSS")
+        self.reset()
 
     def reset(self) -> None:
         """Let the peak be the most from now on."""

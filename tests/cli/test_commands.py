@@ -13,6 +13,7 @@ import torch
 from hetspmd.forms import all_gather
 from hetspmd.plan import Plan
 from hetspmd.report.facts import stored_forms
+from hetspmd.rules import registry
 
 SEARCH = {"cost", "lower_bound", "gap", "seconds", "expansions", "stop_reason"}
 COST = {"step_seconds", "compute_seconds", "communication_seconds", "memory_bytes"}
@@ -220,7 +221,10 @@ SAMPLES = {{"hetspmd_cli_rules::{name}": lambda: [((torch.randn(4, 5, dtype=torc
 def test_rules_check_of_ones_own(command, tmp_path: Path, name: str, annotation: str, status: int) -> None:
     path = tmp_path / f"{name}_rules.py"
     path.write_text(RULES.format(name=name, annotation=annotation))
-    outcome = command("rules", "check", f"hetspmd_cli_rules::{name}", "--load", path)
+    try:
+        outcome = command("rules", "check", f"hetspmd_cli_rules::{name}", "--load", path)
+    finally:
+        registry.unregister(f"hetspmd_cli_rules::{name}")
     assert outcome.status == status, outcome
     assert ("wrong: " in outcome.out) == bool(status)
 
