@@ -92,9 +92,11 @@ def test_required(model: str, cluster_name: str) -> None:
 )
 def test_further(model: str) -> None:
     entry = traced(model)
+    # A permuted batch alone changes a parameter of MNASNet by 5e-10 in two steps on one device.
+    tolerance = 1e-8 if model == "mnasnet" else TOLERANCE
     report = verify(
         entry.model, entry.example, CLUSTERS["four-4-2-1-1"], loss=entry.loss, optimizers=("adamw",),
-        tolerance=TOLERANCE, time_limit=3.0,
+        tolerance=tolerance, time_limit=3.0,
     )  # fmt: skip
     report.require()
 
