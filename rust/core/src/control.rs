@@ -43,6 +43,8 @@ pub struct Monitor<'a> {
     next_tick: Instant,
     tick: &'a mut Tick<'a>,
     limits: Limits,
+    /// The caller asked to stop: asked once, it stays so.
+    interrupted: bool,
     /// Partial programs expanded.
     pub expansions: u64,
     /// Sweeps done.
@@ -68,6 +70,7 @@ impl<'a> Monitor<'a> {
             next_tick: start,
             tick,
             limits,
+            interrupted: false,
             expansions: 0,
             sweeps: 0,
             bytes: 0,
@@ -96,9 +99,10 @@ impl<'a> Monitor<'a> {
             self.next_tick = now + TICK;
             let progress =
                 Progress { seconds: self.seconds(), lower_bound: self.lower_bound, cost: self.cost };
-            if !(self.tick)(&progress) {
-                return Err(StopReason::Interrupted);
-            }
+            self.interrupted |= !(self.tick)(&progress);
+        }
+        if self.interrupted {
+            return Err(StopReason::Interrupted);
         }
         if self.deadline.is_some_and(|deadline| now >= deadline) {
             return Err(StopReason::TimeLimit);
@@ -131,5 +135,13 @@ mod tests {
         assert_eq!(run(limits, false, 0, 0), Err(StopReason::Interrupted));
         assert_eq!(run(Limits { time: 0.0, ..limits }, true, 0, 0), Err(StopReason::TimeLimit));
         assert_eq!(run(Limits { time: f64::INFINITY, ..limits }, true, 0, 0), Ok(()));
+    }
+
+    #[test]
+    fn an_interruption_is_not_forgotten_before_the_next_tick() {
+        let mut tick = |_: &Progress| false;
+        let mut monitor = Monitor::new(Limits::default(), &mut tick);
+        assert_eq!(monitor.check(), Err(StopReason::Interrupted));
+        assert_eq!(monitor.check(), Err(StopReason::Interrupted));
     }
 }
