@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -155,12 +156,12 @@ class Searcher:
                         found[start + n * copies : start + (n + 1) * copies] = 0
         return found
 
-    def _found(self, solution: dict[str, object], priced: Priced) -> Found:
+    def _found(self, solution: dict[str, Any], priced: Priced) -> Found:
         space, pricing = self.space, self.pricing
-        chosen: list[int] = solution["rows"]  # type: ignore[assignment]  # JSON
+        chosen: list[int] = solution["rows"]
         again = space.theory.graph.second_reads
         rows = tuple(space.rows[i][k // 2 if i in again else k] for i, k in enumerate(chosen))
-        picked: list[int] = solution["moves"]  # type: ignore[assignment]  # JSON
+        picked: list[int] = solution["moves"]
         moves: list[Move | None] = [None] * len(space.moves)
         total = int(priced.seconds[0][pricing.row_start[:-1] + np.array(chosen, dtype=np.int64)].sum())
         seconds: dict[int, int] = {}
@@ -177,8 +178,8 @@ class Searcher:
         unit = priced.per_second
         return Found(
             program, rows, tuple(moves), total / unit,
-            solution["lower_bound"] / unit, solution["gap"], solution["stop_reason"],  # type: ignore
-            solution["expansions"], solution["seconds"], solution["values"],  # type: ignore
+            solution["lower_bound"] / unit, solution["gap"], solution["stop_reason"],
+            solution["expansions"], solution["seconds"], solution["values"],
         )  # fmt: skip
 
     def _incumbent(self, start: Found, allowed: np.typing.NDArray[np.uint8] | None) -> str | None:
