@@ -21,6 +21,7 @@ pub mod control;
 pub mod dive;
 pub mod dominance;
 pub mod eliminate;
+pub mod extrapolate;
 pub mod frontier;
 pub mod intern;
 pub mod join;

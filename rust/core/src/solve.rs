@@ -24,6 +24,7 @@ use crate::control::{Limits, Monitor, Tick};
 use crate::dive::{PATIENCE, dive};
 use crate::dominance::reduce;
 use crate::eliminate::{Trail, eliminate};
+use crate::extrapolate::Drift;
 use crate::join::contract;
 use crate::model::{Model, Wipeout};
 use crate::order::small_frontier_order;
@@ -51,6 +52,10 @@ const RISE: f64 = 1e-3;
 const PATIENCE_OF_ALL: f64 = 0.1;
 /// Sweeps between looks at the gain.
 const WINDOW: u64 = 8;
+/// The drift of a window of sweeps is continued by so many times itself: at least, at most.
+const STRIDE: [i64; 2] = [2, 16];
+/// Sweeps from messages moved on before they are compared with those as they were.
+const TRIAL: usize = 2;
 /// States per layer of the beam search before each round of joins.
 const BEAM_WIDTH: u64 = 100;
 /// Values that a joined variable may have: in the first rounds, and at most.
@@ -312,11 +317,14 @@ impl<'a, 't> Search<'a, 't> {
         Ok(())
     }
 
-    /// Sweeps until a window gains less than `patience` of the gap.
+    /// Sweeps until a window gains less than `patience` of the gap; between windows the messages' drift is continued
+    /// as far as that raises the bound.
     fn sweep(&mut self, model: &mut Model, patience: f64) -> Result<(), End> {
         let mut sweeper = Sweeper::default();
         let mut values = model.living_values();
         let mut mark = model.constant;
+        let mut drift = Drift::from(model);
+        let mut stride = STRIDE[0];
         for sweep in 1u64.. {
             self.sweep_once(&mut sweeper, model, self.limit())?;
             if sweep.is_power_of_two() || sweep.is_multiple_of(WINDOW) {
@@ -334,7 +342,18 @@ impl<'a, 't> Search<'a, 't> {
                 if model.living_values() * 5 < values * 4 {
                     self.squeeze(model)?;
                     values = model.living_values();
+                } else if let Some(mut moved) = drift.onward(model, stride) {
+                    for _ in 0..TRIAL {
+                        self.sweep_once(&mut sweeper, &mut moved, self.limit())?;
+                    }
+                    if moved.constant > model.constant {
+                        *model = moved;
+                        stride = (stride * 2).min(STRIDE[1]);
+                    } else {
+                        stride = (stride / 2).max(STRIDE[0]);
+                    }
                 }
+                drift = Drift::from(model);
             }
         }
         Ok(())
