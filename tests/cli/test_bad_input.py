@@ -106,6 +106,22 @@ def test_cluster_file(command, targets, tmp_path: Path, name: str, text: str, ex
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("compile", "model.py", "--clster", "file"), "unknown option --clster; did you mean --cluster?"),
+        (("profile", "--bugdet=3s"), "unknown option --bugdet; did you mean --budget?"),
+        (("compile", "model.py", "--zzz"), "unknown option --zzz; see"),
+        (("compile", "model.py"), "the following arguments are required: --cluster"),
+        (("compile", "model.py", "--cluster", "file", "--jsn=3"), "unrecognized arguments: --jsn=3"),
+    ],
+)
+def test_a_misspelt_option_is_named_before_a_missing_one(command, arguments: tuple[str, ...], text: str) -> None:
+    outcome = command(*arguments)
+    assert outcome.status == 2
+    assert text in outcome.line
+
+
 def test_missing_cluster_file(command, targets, tmp_path: Path) -> None:
     outcome = command("compile", targets, "--cluster", tmp_path / "none.yaml")
     assert outcome.status == 2

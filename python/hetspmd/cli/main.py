@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import NoReturn, TextIO
 
 from hetspmd.cli import compile as compile_command
@@ -26,9 +27,23 @@ _COMMANDS = (compile_command, profile, verify, rules, solve, doctor)
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, and name a misspelt option before one that is missing."""
+
+    arguments: Sequence[str] = ()
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]  # as argparse's
+        self.arguments = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(self.arguments, namespace)
 
     def error(self, message: str) -> NoReturn:
+        if "required" in message:
+            known = [option for action in self._actions for option in action.option_strings]
+            for argument in self.arguments:
+                name = argument.partition("=")[0]
+                if name.startswith("--") and not any(option.startswith(name) for option in known):
+                    near = get_close_matches(name, known, 1)
+                    message = f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else "")
+                    break
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 

@@ -30,8 +30,8 @@ impl Drift {
         let mut least = Vec::new();
         for (edge, before) in moved.edges.iter_mut().zip(&self.before) {
             let now = edge.f.clone();
-            for side in 0..2 {
-                for (f, &before) in edge.f[side].iter_mut().zip(&before[side]) {
+            for (f, before) in edge.f.iter_mut().zip(before) {
+                for (f, &before) in f.iter_mut().zip(before) {
                     if *f < HALF && before < HALF {
                         let step = (*f - before).checked_mul(times).filter(|step| step.abs() < LARGE)?;
                         *f += step;
@@ -47,12 +47,12 @@ impl Drift {
                     *f = (*f).max(-least);
                 }
             }
-            for side in 0..2 {
+            for (side, now) in now.iter().enumerate() {
                 let var = &mut moved.vars[edge.ends[side] as usize];
                 for (theta, &class) in var.theta.iter_mut().zip(&edge.class[side]) {
                     let class = class as usize;
                     if *theta < HALF && edge.f[side][class] < HALF {
-                        *theta -= edge.f[side][class] - now[side][class];
+                        *theta -= edge.f[side][class] - now[class];
                     }
                 }
             }
