@@ -1,0 +1,92 @@
+"""Tracing: what cannot be traced is refused with the reason and the line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetspmd.rules.ops  # noqa: F401  # registers the rules
+from hetspmd.errors import ExampleError, HetspmdError, TraceError
+from hetspmd.trace.trace import trace
+from nets import parameter, traced
+
+# what cannot be traced ----------------------------------------------------------------------------------------
+
+
+def branching(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:  # this line is named in the error
+        return (x * m.w).sum()
+    return (x - m.w).sum()
+
+
+def picking(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x[x > 0] * m.w).sum()  # so is this one
+
+
+def converting(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x * m.w).sum() * float(x.max())  # and this one
+
+
+@pytest.mark.parametrize("forward", [branching, picking, converting])
+def test_what_depends_on_data_is_named_with_the_models_own_line(forward: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(TraceError) as caught:
+        traced(forward, torch.randn(3), w=parameter(1))
+    text = str(caught.value)
+    code = forward.__code__
+    lines = "|".join(str(n) for n in range(code.co_firstlineno, code.co_firstlineno + 5))
+    assert re.search(rf"cannot be traced to one static graph at {re.escape(__file__)}:({lines}): ", text)
+    assert re.search("named in the error|so is this one|and this one", text)
+    assert "torch.where" in text
+
+
+def test_an_input_changed_in_place_is_refused() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x.add_(1.0)
+        return (x * m.w).sum()
+
+    with pytest.raises(
+        TraceError, match="changes input 0 in place during forward; write to a buffer or a copy"
+    ):
+        traced(forward, torch.randn(3), w=parameter(3))
+
+
+def test_a_parameter_changed_in_place_is_refused() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            m.w.mul_(0.5)
+        return (x * m.w).sum()
+
+    with pytest.raises(HetspmdError, match=r"in place|in-place"):
+        traced(forward, torch.randn(3), w=parameter(3))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (
+            (),
+            {"y": torch.randn(2, 3)},
+            r"the example does not fit Linear.forward: missing a required argument: 'input'",
+        ),
+        ((torch.randn(2, 3), 1), {}, "too many positional arguments"),
+        (({1, 2},), {}, r"args\[0\] is a set; a batch holds tensors and plain values"),
+    ],
+)
+def test_an_example_of_another_signature_is_refused(args: Any, kwargs: Any, message: str) -> None:
+    with pytest.raises(ExampleError, match=message):
+        trace(nn.Linear(3, 2), args, kwargs)
+
+
+def test_an_example_of_another_shape_is_named_with_the_failing_line() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x @ m.w).sum()
+
+    with pytest.raises(
+        ExampleError, match=r"Net fails on the example at .*test_refusals.py:\d+: .*try model\(batch\)"
+    ):
+        traced(forward, torch.randn(2, 4), w=parameter(3, 2))
