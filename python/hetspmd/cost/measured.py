@@ -30,7 +30,8 @@ file::
         - [even, 4096, 4, 0.25, 0, 1.2e-4, 1.1e-4, 1.3e-4, 12]
       ops: [...]                                           # optional: seconds of ops (hetspmd.cost.op_times)
 
-:func:`Cluster.load <hetspmd.cost.cluster.Cluster.load>` keeps curves and op times; ``hetspmd profile --show`` reads all.
+:func:`Cluster.load <hetspmd.cost.cluster.Cluster.load>` keeps curves and op times;
+``hetspmd profile --show`` reads all.
 """
 
 from __future__ import annotations
@@ -55,8 +56,7 @@ VERSION: Final = 1
 COLLECTIVES: Final[tuple[Kind, ...]] = (
     "all_reduce", "reduce_scatter", "grouped_reduce", "all_gather", "grouped_broadcast", "all_to_all",
 )  # fmt: skip
-OPTIMIZERS: Final = ("adamw", "sgd", "momentum")
-RATES: Final = ("matmul", "convolution", "memory", "launch", *OPTIMIZERS)
+RATES: Final = ("matmul", "convolution", "memory", "launch", "optimizer")
 TERMS: Final = ("latency", "per_shard", "per_byte", "per_largest", "per_exchange")
 _PADDED: Final = ("latency", "per_byte", "per_largest")
 _GROUPED: Final = ("latency", "per_shard", "per_byte", "per_largest")
@@ -71,7 +71,7 @@ TERMS_OF: Final[Mapping[str, tuple[str, ...]]] = {
 """The terms that a collective's seconds may have; local copies are in ``per_byte``."""
 ABOUT: Final = (
     "backend", "torch", "budget", "spent", "tolerance", "confidence", "threads", "memory", "flops", "timing",
-    "dropped",
+    "dropped", "optimizer", "ops",
 )  # fmt: skip
 _POINT: Final = ("skew", "bytes", "shards", "largest", "exchange", "seconds", "low", "high", "samples")
 
@@ -147,7 +147,7 @@ class Fit:
 @dataclass(frozen=True, slots=True)
 class Rate:
     """What a rank measured of its device: ``amount`` FLOPs (matmul, convolution), bytes (memory), ops (launch) or
-    bytes of parameters (a step of an optimizer: adamw, sgd, momentum) take ``seconds`` in the median of ``samples``."""
+    bytes of parameters (a step of the optimizer) take ``seconds`` in the median of ``samples``."""
 
     rank: int
     what: str

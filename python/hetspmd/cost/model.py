@@ -56,6 +56,7 @@ from hetspmd.synth.program import Kind
 
 __all__ = ["Array", "CostModel", "Index", "MoveForm", "Triples"]
 
+
 @dataclass(frozen=True, slots=True)
 class MoveForm:
     """A collective's seconds: ``constant + per_shard * k + per_largest * M + per_exchange * X``.
@@ -85,7 +86,9 @@ class CostModel:
         self.cluster = cluster
         self.world = cluster.world
         self.triples = triples_of(theory, keyed=bool(cluster.ops))
-        self._fast, self._cut, self._whole_part, self._start, self.kinds = _terms(self.triples, theory, cluster)
+        self._fast, self._cut, self._whole_part, self._start, self.kinds = _terms(
+            self.triples, theory, cluster
+        )
         self._measured: dict[Kind, list[Curve]] = {}
         for curve in sorted(cluster.curves, key=lambda c: c.above):
             if curve.devices == self.world:
@@ -164,7 +167,12 @@ class CostModel:
     def terms(self, signatures: Index) -> tuple[Array, Array, Array, Array]:
         """``(fast, cut, whole, start)``, each (len(signatures), n) in seconds: a busy device with the share s takes
         ``max(fast s, cut s + whole) + start``."""
-        return self._fast[signatures], self._cut[signatures], self._whole_part[signatures], self._start[signatures]
+        return (
+            self._fast[signatures],
+            self._cut[signatures],
+            self._whole_part[signatures],
+            self._start[signatures],
+        )
 
     def seconds(self, signatures: Index, shares: Array) -> Array:
         """Seconds of rows given by signature at the given shares, shape (len(signatures), n)."""
@@ -366,7 +374,13 @@ def _terms(triples: Triples, theory: Theory, cluster: Cluster) -> tuple[Array, A
     which: list[int] = []
     made: list[tuple[Array, Array, Array, Array]] = []
     for device, ops in zip(cluster.devices, cluster.ops_by_rank(), strict=True):
-        key = (tuple(sorted(device.flops.items())), device.memory_bandwidth, device.launch, device.update, id(ops))
+        key = (
+            tuple(sorted(device.flops.items())),
+            device.memory_bandwidth,
+            device.launch,
+            device.update,
+            id(ops),
+        )
         if key not in columns:
             columns[key] = len(made)
             made.append(_of_device(triples, sharded, device, ops))

@@ -2,10 +2,12 @@
 
     aten.mm.default(float32[60/60,24], float32[24,40]{1,0}) -> float32[60/60,40]
 
-An input is its dtype and *whole* shape. A dim that the row cuts is ``elements/units``: here each device holds some of
-60 rows. ``{1,0}`` lists dims from the outermost in memory to the innermost, where that is another order than the
-shape's; dims of one element, and dims that are expanded (stride 0), are left out. An input that stands twice is
-``=i``, the position of the first. Numbers and other arguments follow in place; a summed output has a ``+``.
+An input is its dtype and *whole* shape. A dim that the row cuts is ``elements/units``: here each device holds
+some of 60 rows. ``{1,0}`` lists dims from the outermost in memory to the innermost, where that is another order
+than the shape's; dims of one element, and dims that are expanded (stride 0), are left out. An input that stands
+twice is ``=i``, the position of the first. Numbers and other arguments follow in place; a summed output has a ``+``.
+
+The optimizer's step on a stored parameter is ``optimizer(float32[24/24,40])``; which optimizer, the file says once.
 
 Triples without a factor (whole, or linear in a summand) make the same call, and have the same key.
 
@@ -25,7 +27,7 @@ from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Argument, DType, Marker, Ref
 from hetspmd.trace.values import to_torch, torch_dtype, torch_op
 
-__all__ = ["Order", "call_key", "memory_orders"]
+__all__ = ["Order", "call_key", "dense_strides", "is_parameter_key", "memory_orders", "parameter_key"]
 
 Order = tuple[int, ...] | None
 """Dims from the outermost in memory to the innermost, without those of one element and expanded ones; None for the
@@ -56,7 +58,12 @@ def memory_orders(theory: Theory) -> list[Order]:
 
 def _results(call: Call, orders: Sequence[Order]) -> tuple[Order, ...]:
     try:
-        inputs = [empty_in(i.shape, order, i.dtype, _META) for i, order in zip(call.inputs, orders, strict=True)]
+        inputs = [
+            torch.empty_strided(
+                i.shape, dense_strides(i.shape, order)[0], dtype=torch_dtype(i.dtype), device=_META
+            )
+            for i, order in zip(call.inputs, orders, strict=True)
+        ]
 
         def concrete(value: Argument) -> Any:
             if isinstance(value, Ref):
@@ -77,18 +84,16 @@ def _results(call: Call, orders: Sequence[Order]) -> tuple[Order, ...]:
     return tuple(_order(r) if isinstance(r, torch.Tensor) else None for r in results)
 
 
-def empty_in(shape: Sequence[int], order: Order, dtype: str, device: torch.device) -> torch.Tensor:
-    """An uninitialised tensor that lies in memory as ``order`` says, dense but for what is expanded."""
-    strides = [0] * len(shape)
-    step = 1
+def dense_strides(shape: Sequence[int], order: Order) -> tuple[tuple[int, ...], int]:
+    """Strides of a tensor that lies in memory as ``order`` says, dense but for what is expanded, and the number of
+    elements that it needs."""
+    strides = [1 if extent == 1 else 0 for extent in shape]
+    count = 1
     dims = [d for d in range(len(shape)) if shape[d] != 1] if order is None else list(order)
     for d in reversed(dims):
-        strides[d] = step
-        step *= max(shape[d], 1)
-    for d, extent in enumerate(shape):
-        if extent == 1:
-            strides[d] = 1
-    return torch.empty_strided(tuple(shape), strides, dtype=torch_dtype(dtype), device=device)
+        strides[d] = count
+        count *= shape[d]
+    return tuple(strides), count
 
 
 def _order(tensor: torch.Tensor) -> Order:
@@ -104,6 +109,7 @@ def call_key(
     """The key of a row of a call whose inputs lie in memory as ``orders``; equal numbers in ``tensors`` mark inputs
     that are one tensor."""
     factor = None if row.factor is None else rule.factors[row.factor]
+    units = None if factor is None else factor.size
     first: dict[tuple[int, int], int] = {}
     texts: list[str] = []
     for i, (type_, order) in enumerate(zip(call.inputs, orders, strict=True)):
@@ -111,12 +117,12 @@ def call_key(
         if same < i:
             texts.append(f"={same}")
             continue
-        text = _type_text(type_, None if factor is None else factor.inputs[i], factor and factor.size)
+        text = _type_text(type_, None if factor is None else factor.inputs[i], units)
         texts.append(text if order is None else f"{text}{{{','.join(map(str, order))}}}")
     arguments = [_text(a, texts) for a in call.args]
     arguments += [f"{k}={_text(v, texts)}" for k, v in call.kwargs.items()]
     outputs = [
-        "None" if type_ is None else _type_text(type_, place, factor and factor.size)
+        "None" if type_ is None else _type_text(type_, place, units)
         for type_, place in zip(
             call.outputs, (None,) * len(call.outputs) if factor is None else factor.outputs, strict=True
         )
@@ -142,3 +148,14 @@ def _text(value: Argument, inputs: Sequence[str]) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(_text(v, inputs) for v in value) + "]"
     return repr(value)
+
+
+def parameter_key(type_: TensorType, dim: int | None) -> str:
+    """The key of the optimizer's step on a parameter that is stored whole, or in shards along ``dim``."""
+    place = None if dim is None else Cut(dim)
+    return f"optimizer({_type_text(type_, place, None if dim is None else type_.shape[dim])})"
+
+
+def is_parameter_key(key: str) -> bool:
+    """Whether a key is of an optimizer's step."""
+    return key.startswith("optimizer(")

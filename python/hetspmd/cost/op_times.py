@@ -12,7 +12,7 @@ a file, one line per key, for each kind of device::
     - ranks: [0, 1]
       times:
       # key, constant, slope, error, then the measured points: share, seconds
-      - ['aten.mm.default(float32[64/64,512], float32[512,512]) -> float32[64/64,512]', 1.1e-05, 0.0021, 0.02, 1.0, 0.0021, 0.25, 0.00054]
+      - ['aten.relu.default(float32[64/64,512]) -> float32[64/64,512]', 2e-6, 2e-5, 0.02, 0.25, 7e-6, 1.0, 2.2e-5]
 
 ``error`` is the largest relative error of the line at the points. The cost model takes a key's line in place of the
 roofline (:mod:`hetspmd.cost.model`); what has no line keeps it.

@@ -2,7 +2,7 @@
 
 FLOPs are the rule's; bytes are those of the tensors that a row cuts and of those that stay whole, each tensor read
 once, results written once. Views and sources cost nothing, but for a trained parameter, whose rows carry the
-optimizer's step on what the device stores: ``updated`` are the parameter's bytes. Its second reading in the backward
+optimizer's step on what the device stores, with the bytes of the parameter. Its second reading in the backward
 (:mod:`hetspmd.trace.reread`) is a view.
 
 Where op times were measured, a signature also has the key of its row and that of the same call run whole
@@ -17,8 +17,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from hetspmd.cost.op_keys import call_key, memory_orders
-from hetspmd.rules.rule import Cut, Row
+from hetspmd.cost.op_keys import call_key, memory_orders, parameter_key
+from hetspmd.forms import is_sharded, sharded_dim
+from hetspmd.rules.rule import Cut, Row, TensorType
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import PARAMETER, Instruction
 
@@ -77,12 +78,20 @@ def triples_of(theory: Theory, *, keyed: bool) -> Triples:
 
 
 def row_keys(theory: Theory) -> list[tuple[str, ...]]:
-    """Per instruction the keys of its rows; none for sources and views."""
+    """Per instruction the keys of its rows; none for views, and for sources that are no trained parameters."""
+    trained = {p.tensor for p in theory.graph.parameters if p.gradient is not None}
     orders = memory_orders(theory)
     known: dict[tuple[object, ...], tuple[str, ...]] = {}
     found: list[tuple[str, ...]] = []
     for instruction in theory.graph.instructions:
         rule, call = theory.rules.get(instruction.id), theory.calls.get(instruction.id)
+        if instruction.op == PARAMETER and instruction.outputs[0] in trained:
+            tensor = theory.graph.tensors[instruction.outputs[0]]
+            type_ = TensorType(tensor.shape, tensor.dtype)
+            forms = (row.post[0] for row in theory.rows[instruction.id])
+            dims = (sharded_dim(form) if is_sharded(form) else None for form in forms)
+            found.append(tuple(parameter_key(type_, dim) for dim in dims))
+            continue
         if rule is None or call is None or rule.alias:
             found.append(())
             continue
@@ -119,7 +128,8 @@ def _triples(theory: Theory, keys: list[tuple[str, ...]] | None) -> Triples:
             if updates:
                 size = nbytes[instruction.outputs[0]]
                 cut, whole = (0.0, size) if axis is None else (size, 0.0)
-                key: _Key = (0.0, cut, whole, place, dtype, False, True, -1, -1)
+                timed = (of_rows[index], of_rows[0]) if of_rows else (-1, -1)
+                key: _Key = (0.0, cut, whole, place, dtype, False, True, *timed)
             elif rule is None or rule.alias:
                 key = (0.0, 0.0, 0.0, place, dtype, True, False, -1, -1)
             else:

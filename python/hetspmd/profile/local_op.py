@@ -4,13 +4,15 @@ The instruction's tensors become the inputs of a graph that holds nothing else; 
 <hetspmd.lower.emit.GraphWriter>` writes what rank 0 of two runs for one of its triples, so that local shapes,
 rewritten arguments and random draws are those of a step.
 
-Inputs are dense, in the memory order that they have in the model. Floats are uniform in [0.1, 1), so that nothing
-is denormal, infinite or not a number; integers are uniform among those that the op may be given
-(:func:`index_bound`), so that lookups spread; bools are fair coins.
+Inputs are dense, in the memory order that they have in the model, and are cut from an arena larger than caches
+(:class:`Arena`), each set from another place. Floats are uniform in [0.1, 1), so that nothing is denormal, infinite
+or not a number; integers are uniform among those that the op may be given (:func:`index_bound`), so that lookups
+spread; bools are fair coins.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ import torch
 from torch import fx
 
 from hetspmd.balance.lengths import Lengths
-from hetspmd.cost.op_keys import Order, empty_in
+from hetspmd.cost.op_keys import Order, dense_strides
 from hetspmd.forms import Form
 from hetspmd.lower.emit import GraphWriter
 from hetspmd.lower.layout import Layout
@@ -30,11 +32,14 @@ from hetspmd.run.communicator import LoneCommunicator
 from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
 from hetspmd.synth.program import Compute
-from hetspmd.trace.graph import INPUT, Graph, Input, Instruction, Ref, Tensor, map_refs
+from hetspmd.trace.graph import INPUT, ITEM_SIZES, Graph, Input, Instruction, Ref, Tensor, map_refs
+from hetspmd.trace.values import torch_dtype
 
-__all__ = ["Alone", "LocalOp", "alone", "local_op"]
+__all__ = ["Alone", "Arena", "LocalOp", "alone", "index_bound", "local_op"]
 
 LOW: Final = 0.1
+TILE: Final = 2**20
+ALIGNED: Final = 64
 
 
 @dataclass(frozen=True)
@@ -77,29 +82,50 @@ def alone(graph: Graph, instruction: Instruction, orders: Sequence[Order]) -> Al
     return Alone(made, tuple(orders[t] for t in inputs))
 
 
+class Arena:
+    """Memory of ``nbytes`` per dtype, filled once, from which inputs are cut one behind the other, and again."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.device, self.nbytes = device, nbytes
+        self._flat: dict[torch.dtype, torch.Tensor] = {}
+        self._at: dict[torch.dtype, int] = {}
+
+    def take(self, shape: Sequence[int], order: Order, dtype: str) -> torch.Tensor:
+        """A tensor of floats or bools that lies in memory as ``order`` says."""
+        kind = torch_dtype(dtype)
+        strides, count = dense_strides(shape, order)
+        flat = self._flat.get(kind)
+        if flat is None or flat.numel() < count:
+            size = max(self.nbytes // kind.itemsize, count)
+            tile = torch.rand(min(TILE, size), device=self.device)
+            tile = (tile < 0.5).to(kind) if kind == torch.bool else (LOW + (1 - LOW) * tile).to(kind)
+            flat = self._flat[kind] = tile.repeat(-(-size // len(tile)))[:size]
+            self._at[kind] = 0
+        start = self._at[kind] if self._at[kind] + count <= flat.numel() else 0
+        self._at[kind] = start + -(-count // ALIGNED) * ALIGNED
+        return flat.as_strided(tuple(shape), strides, start)
+
+
 @dataclass(frozen=True)
 class LocalOp:
-    """``run(runtime, *inputs)`` is the local call; ``make()`` gives inputs for it, of ``nbytes`` bytes with the
-    results. ``share`` is the part of the axis that the device holds (1 where nothing is sharded)."""
+    """``run(runtime, *inputs)`` is the local call; ``make(arena)`` gives inputs for it; ``nbytes`` of inputs,
+    ``held`` of inputs and results."""
 
     run: Callable[..., Any]
-    make: Callable[[], list[torch.Tensor]]
+    make: Callable[[Arena], list[torch.Tensor]]
     runtime: Runtime
     nbytes: int
-    share: float
+    held: int
 
 
-def local_op(theory: Theory, orders: Sequence[Order], row: int, share: float, device: torch.device) -> LocalOp:
-    """The local call of a row of an instruction alone, on a device that holds about ``share`` of the row's axis, at
-    least one unit."""
+def local_op(theory: Theory, orders: Sequence[Order], row: int, held: int, device: torch.device) -> LocalOp:
+    """The local call of a row of an instruction alone, on a device that holds ``held`` units of the row's axis."""
     graph = theory.graph
     instruction = graph.instructions[-1]
     triple, axis = theory.rows[instruction.id][row], theory.row_axes[instruction.id][row]
-    units: list[tuple[int, int]] = []
-    for a in theory.axes.axes:
-        held = a.units if a.id != axis else min(max(round(share * a.units), 1), a.units)
-        units.append((held, a.units - held))
-    layout = Layout(graph, theory.axes, Lengths(2, tuple(units)))
+    whole = tuple((a.units, 0) for a in theory.axes.axes)
+    units = tuple((held, u - held) if n == axis else (u, rest) for n, (u, rest) in enumerate(whole))
+    layout = Layout(graph, theory.axes, Lengths(2, units))
     writer = GraphWriter(theory, layout, 0, device)
     keys: dict[tuple[int, Form], None] = dict.fromkeys(zip(instruction.inputs, triple.pre, strict=True))
     for n, key in enumerate(keys):
@@ -107,46 +133,33 @@ def local_op(theory: Theory, orders: Sequence[Order], row: int, share: float, de
     writer.write(Compute(instruction.id, triple))
     results = [(t, f) for t, f in zip(instruction.outputs, triple.post, strict=True) if t >= 0]
     writer.finish([writer.need(key) for key in results])
-    module = fx.GraphModule(torch.nn.Module(), writer.graph)
     shapes = {key: layout.shape(*key, 0) for key in (*keys, *results)}
     bounds = {key: _bound(theory.calls[instruction.id], instruction, key[0], shapes) for key in keys}
+    dtypes = {key: graph.tensors[key[0]].dtype for key in shapes}
 
-    def make() -> list[torch.Tensor]:
-        return [
-            _content(shapes[key], orders[key[0]], graph.tensors[key[0]].dtype, device, bounds[key]) for key in keys
-        ]
+    def make(arena: Arena) -> list[torch.Tensor]:
+        return [_content(arena, shapes[k], orders[k[0]], dtypes[k], bounds[k]) for k in keys]
 
-    items = [torch.empty((), dtype=getattr(torch, graph.tensors[t].dtype)).element_size() for t, _ in shapes]
-    nbytes = sum(_numel(shape) * item for shape, item in zip(shapes.values(), items, strict=True))
-    held = 1.0 if axis is None else units[axis][0] / max(sum(units[axis]), 1)
+    def nbytes(of: Sequence[tuple[int, Form]]) -> int:
+        return sum(math.prod(shapes[k]) * ITEM_SIZES[dtypes[k]] for k in of)
+
     runtime = Runtime(LoneCommunicator(), Randomness(0, 0, device))
     runtime.randomness.begin_step()
-    return LocalOp(module.forward, make, runtime, nbytes, held)
+    run = fx.GraphModule(torch.nn.Module(), writer.graph).forward
+    return LocalOp(run, make, runtime, nbytes(list(keys)), nbytes(list(shapes)))
 
 
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
-
-
-def _content(
-    shape: Sequence[int], order: Order, dtype: str, device: torch.device, bound: int
-) -> torch.Tensor:
-    tensor = empty_in(shape, order, dtype, device)
-    # Of an expanded dim all elements are one place in memory, which cannot be written to twice.
-    flat = tensor
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0:
-            flat = flat.narrow(dim, 0, min(1, tensor.shape[dim]))
-    if tensor.dtype.is_complex:
-        torch.view_as_real(flat).uniform_(LOW, 1.0)
-    elif tensor.dtype.is_floating_point:
-        flat.copy_(torch.empty(flat.shape, device=device).uniform_(LOW, 1.0))
-    else:
-        flat.copy_(torch.randint(0, max(bound, 1), tuple(flat.shape), device=device))
-    return tensor
+def _content(arena: Arena, shape: Sequence[int], order: Order, dtype: str, bound: int) -> torch.Tensor:
+    if dtype == "bool" or dtype.startswith(("float", "bfloat")):
+        return arena.take(shape, order, dtype)
+    kind = torch_dtype(dtype)
+    if kind.is_complex:
+        return torch.view_as_complex(
+            arena.take((*shape, 2), None, str(kind.to_real()).removeprefix("torch."))
+        )
+    strides, count = dense_strides(shape, order)
+    flat = torch.randint(0, bound, (count,), device=arena.device, dtype=kind)
+    return flat.as_strided(tuple(shape), strides)
 
 
 _INDEX: Final = {
