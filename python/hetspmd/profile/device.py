@@ -5,7 +5,8 @@
 - convolution: 3 x 3 over 128 channels, 2 FLOPs per weight and position, grown in the same way;
 - memory: ``a + b`` of tensors larger than most caches (16 MiB, on a GPU 256 MiB): two are read and a new one is
   written, as programs do;
-- launch: a chain of ops on 16 x 16 elements, divided by their number.
+- launch: a chain of ops on 16 x 16 elements, divided by their number;
+- optimizer: a step on parameters of 8 x 4 MiB (on a GPU 8 x 32 MiB) in float32.
 
 Products, convolutions and sums are measured in each dtype that the device computes in; one that it refuses is
 left out. Each is repeated as :mod:`hetspmd.profile.sampling` says.
@@ -13,7 +14,7 @@ left out. Each is repeated as :mod:`hetspmd.profile.sampling` says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Final
@@ -24,7 +25,7 @@ from torch.nn.functional import conv2d
 from hetspmd.cost.measured import Rate
 from hetspmd.profile.sampling import interval, repeat
 
-__all__ = ["DTYPES", "measure_device"]
+__all__ = ["DTYPES", "OPTIMIZERS", "measure_device", "synchronize"]
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 LONG: Final = 0.02
@@ -33,6 +34,25 @@ CHANNELS: Final = 128
 IMAGES: Final = ((1, 8), (1, 16), (1, 32), (1, 64), (4, 64), (16, 64), (64, 64), (256, 64))
 """(batch, height = width) of the convolution, each with four times the FLOPs of the one before."""
 CHAIN: Final = 300
+PARAMETERS: Final = 8
+
+
+def _adamw(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def _sgd(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
+def _momentum(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+OPTIMIZERS: Final[Mapping[str, Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]]] = {
+    "adamw": _adamw, "momentum": _momentum, "sgd": _sgd,
+}  # fmt: skip
+"""As torch.optim runs them by default, which a training most likely does."""
 
 Call = Callable[[], object]
 Case = tuple[float, Call]
@@ -42,7 +62,7 @@ Maker = Callable[[torch.device, str, float], Case]
 
 def measure_device(
     rank: int, device: torch.device, budget: float, tolerance: float, dtypes: Sequence[str] = DTYPES,
-    tick: Callable[[str], None] = lambda what: None,
+    tick: Callable[[str], None] = lambda what: None, optimizer: str = "adamw",
 ) -> tuple[Rate, ...]:  # fmt: skip
     """The rates of ``device``, in about ``budget`` seconds. ``tick`` hears what is being measured.
 
@@ -51,7 +71,9 @@ def measure_device(
     makers: dict[str, Maker] = {
         "matmul": _matmul, "convolution": _convolution, "memory": _memory,
     }  # fmt: skip
-    cases: list[tuple[str, str, Maker]] = [("launch", "float32", _launch)]
+    cases: list[tuple[str, str, Maker]] = [
+        ("launch", "float32", _launch), ("optimizer", "float32", partial(_optimizer, optimizer)),
+    ]  # fmt: skip
     cases += [(what, dtype, make) for dtype in dtypes for what, make in makers.items()]
     start = perf_counter()
     found: list[Rate] = []
@@ -62,10 +84,10 @@ def measure_device(
             now = perf_counter()
             deadline = now + max(start + budget - now, 0.0) / (len(cases) - index)
             samples = repeat(partial(_timed, device, call), deadline, tolerance)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:  # torch's own for an op without a kernel in this dtype
             if dtype == "float32" or isinstance(error, torch.OutOfMemoryError):
                 raise
-            continue  # the device does not compute in this dtype
+            continue
         middle, low, high = interval(samples)
         found.append(Rate(rank, what, dtype, amount, middle, low, high, len(samples)))
     return tuple(found)
@@ -132,3 +154,13 @@ def _launch(device: torch.device, dtype: str, long: float) -> Case:
 
     _warm(device, chain)
     return float(CHAIN), chain
+
+
+def _optimizer(name: str, device: torch.device, dtype: str, long: float) -> Case:
+    count = (32 if device.type == "cuda" else 4) * 2**18
+    parameters = [torch.ones(count, device=device, dtype=getattr(torch, dtype)) for _ in range(PARAMETERS)]
+    for p in parameters:
+        p.grad = torch.full_like(p, 0.5)
+    step = OPTIMIZERS[name](parameters).step
+    _warm(device, step)
+    return float(sum(p.nbytes for p in parameters)), step
