@@ -49,7 +49,7 @@ def segmented(theory: Theory, segments: Sequence[int]) -> Theory:
         found = (axes.axis(tensor, dim) for dim in range(len(shapes[tensor].shape)))
         return any(axis is not None and axis.units >= 2 for axis in found)
 
-    return derive(with_cuts(theory.graph, segments, divisible))
+    return derive(with_cuts(theory.graph, segments, divisible), quiet=True)
 
 
 def segments_like(graph: Graph, known: Graph) -> tuple[int, ...]:

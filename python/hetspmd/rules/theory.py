@@ -64,16 +64,16 @@ class _Kind:
         return tuple((row, place) for row, place in found if row.factor is None or place is not None)
 
 
-def derive(graph: Graph, *, strict: bool = False) -> Theory:
+def derive(graph: Graph, *, strict: bool = False, quiet: bool = False) -> Theory:
     """The theory of ``graph``.
 
     Raises MissingRuleError under ``strict`` if an op has no rule, RuleError if a rule does not fit its call;
-    otherwise warns once (MissingRuleWarning) about all ops without a rule.
+    otherwise warns once (MissingRuleWarning) about all ops without a rule, if not ``quiet``.
     """
     with collector_paused():
         kinds = _kinds(graph)
         missing = [id_ for id_, kind in kinds.items() if not kind.known]
-        if missing:
+        if missing and not quiet:
             _report_missing(graph, missing, strict)
         return _theory(graph, kinds, tuple(missing))
 

@@ -20,7 +20,7 @@ TANGENT: Final = "hetspmd.tangent"
 CONSTANT: Final = "hetspmd.constant"
 SECOND_READ: Final = "aten.alias.default"
 """How the backward reads a parameter that the forward has read (:mod:`hetspmd.trace.reread`)."""
-REBALANCE: Final = "hetspmd.rebalance"
+REBALANCE: Final = "hetspmd.rebalance.default"
 """The copy of a tensor for another segment, to whose lengths it moves (:mod:`hetspmd.trace.cuts`)."""
 SOURCES: Final = (PARAMETER, BUFFER, INPUT, TANGENT, CONSTANT)
 
