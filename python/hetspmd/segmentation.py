@@ -5,8 +5,8 @@ HAP leaves their number to the user. Here cost decides:
 1. What could segments gain? In the best program of one segment, the ratios of each of ``MOST`` segments are set
    free, and cuts cost nothing: a linear program. If even that gains less than ``WORTH`` of the stage model's step,
    one segment it is.
-2. Else the graph is cut into 2, 4, 8 segments (:mod:`hetspmd.balance.segments`). Each cut graph has a theory of its
-   own, in which a tensor's copy for another segment may have other lengths for the price of an all-to-all, and the
+2. Else the graph is cut into 2, 4, 8 segments (:mod:`hetspmd.balance.segments`), those of these numbers that could
+   gain as much by the same linear program. Each cut graph has a theory of its own, in which a tensor's copy for another segment may have other lengths for the price of an all-to-all, and the
    alternation of search and ratios starts from the ratios of one segment, at which cuts are free, and from those of
    step 1. More segments are tried while the simulated step gets shorter.
 
@@ -76,8 +76,10 @@ def in_segments(
             places = partition(theory, weights, count)
             if max(places, default=0) == 0 or places == before:
                 break
-            _, apart = possible_gain(one.pair, costs, places)
+            most, apart = possible_gain(one.pair, costs, places)
         before = places
+        if segments == "auto" and most < WORTH:
+            continue
         with clock("rules"):
             cut = segmented(theory, places)
         alternation = Alternation(cut, cluster, fixed(cut), limits, clock, progress)
