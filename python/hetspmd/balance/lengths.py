@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias, cast
 
+import numpy as np
+
 from hetspmd.forms import Form, sharded_dim
 from hetspmd.rules.axes import Axes
 
@@ -23,7 +25,7 @@ def by_segment(ratios: Sequence[float] | Sequence[Sequence[float]], segments: in
 
     Raises ValueError for ratios of another number of segments.
     """
-    if len(ratios) and not isinstance(ratios[0], Sequence):
+    if np.ndim(ratios) == 1:
         return (tuple(cast(Sequence[float], ratios)),) * segments
     matrix = tuple(tuple(row) for row in cast(Sequence[Sequence[float]], ratios))
     if len(matrix) != segments or len({len(row) for row in matrix}) != 1:

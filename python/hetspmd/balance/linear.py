@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import highspy
 import numpy as np
@@ -29,6 +30,10 @@ from hetspmd.cost.model import Array, Index
 from hetspmd.errors import HetspmdError
 
 __all__ = ["BalanceError", "LinearProgram", "NoRoomError", "spread"]
+
+
+INTERIOR: Final = 4000
+"""Rows from which on the first solution is an interior point's."""
 
 
 class BalanceError(HetspmdError):
@@ -88,6 +93,7 @@ class LinearProgram:
         self.highs.addVars(columns, lower, upper)
         self.highs.changeColsCost(columns, np.arange(columns, dtype=np.int32), cost)
         self.rows = 0
+        self._solved = False
         size = [float(len(c)) for c in self.classes]
         x = range(count * classes)
         own = [list(range(g * classes, (g + 1) * classes)) for g in range(count)]
@@ -219,6 +225,10 @@ class LinearProgram:
     def solve(self) -> tuple[Array, Array]:
         """B, shape (segments, n), and seconds per stage, in units of ``scale``. Raises NoRoomError where rows of
         memory leave no ratios, BalanceError if the solver fails."""
+        # From nothing the interior point method is the quicker one for large programs, from a solution the simplex.
+        first = self.rows > INTERIOR and not self._solved
+        self.highs.setOptionValue("solver", "ipm" if first else "simplex")
+        self._solved = True
         status = self.highs.run()
         model = self.highs.getModelStatus()
         if status == highspy.HighsStatus.kError or model != highspy.HighsModelStatus.kOptimal:

@@ -9,8 +9,8 @@
   while that helps, and the fastest n / 2, n / 4, ...; and the first device of each kind alone. Of several segments
   each may leave out devices of its own, where there are few sets.
 - Two segments whose lengths agree exchange nothing at their cuts, and no message: the latency of a rebalance is
-  not convex. So neighbours are tied to each other, one pair after another, those whose ratios are nearest first,
-  while that helps.
+  not convex. So neighbours are tied to each other, those whose ratios are nearest first: in small problems one pair
+  after another while that helps, in large ones all, half of them, a quarter, ...
 
 The result is never dearer than the start in the stage model at fractional shares, if the start keeps the bounds.
 """
@@ -35,6 +35,7 @@ __all__ = ["BalanceError", "gain", "minimise", "optimise", "optimise_ratios", "s
 
 PATIENCE = 2  # sets in a row, each without one more device, that need not help
 ROUNDS = 100
+SMALL = 64  # kinds of devices times segments up to which neighbours are tied one by one
 BETTER = 1e-9  # a candidate replaces another only if it is better by this part
 
 
@@ -150,10 +151,11 @@ class _Search:
         def apart(pair: tuple[int, int]) -> tuple[float, tuple[int, int]]:
             return float(np.abs(found[pair[0]] - found[pair[1]]).sum()), pair
 
-        for s, t in sorted(problem.pairs, key=apart):
-            if groups[s] == groups[t]:
-                continue
-            tied = _renumbered([groups[s] if g == groups[t] else g for g in groups])
+        def tie(pairs: Sequence[tuple[int, int]]) -> None:
+            nonlocal groups
+            tied = _tied(groups, pairs)
+            if tied == groups:
+                return
             mask = self.best > 0
             for g in set(tied):
                 own = [i for i, other in enumerate(tied) if other == g]
@@ -161,10 +163,22 @@ class _Search:
             if self.consider(minimise(problem, mask, self.best, tied)):
                 groups = tied
 
+        near = sorted(problem.pairs, key=apart)
+        if len(problem.kinds) * problem.segments <= SMALL:
+            for pair in near:
+                tie([pair])
+        else:
+            for halving in range(len(near).bit_length()):
+                tie(near[: len(near) >> halving])
 
-def _renumbered(groups: Sequence[int]) -> list[int]:
-    names = {g: n for n, g in enumerate(dict.fromkeys(groups))}
-    return [names[g] for g in groups]
+
+def _tied(groups: Sequence[int], pairs: Sequence[tuple[int, int]]) -> list[int]:
+    """The groups in which the segments of each pair are in one, numbered in order."""
+    found = list(groups)
+    for s, t in pairs:
+        found = [found[s] if g == found[t] else g for g in found]
+    names = {g: n for n, g in enumerate(dict.fromkeys(found))}
+    return [names[g] for g in found]
 
 
 def minimise(problem: Problem, present: Mask, start: Array, groups: Sequence[int] | None = None) -> Array:
