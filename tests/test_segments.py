@@ -1,4 +1,4 @@
-"""Segments with sharding ratios of their own equal the single device (HAP 5.2), whatever the ratios and the program.
+"""Segments with sharding ratios of their own equal the single device (HAP 5.2), whatever ratios and program.
 
 Every model is cut into segments whose ratios differ, with devices that have no share of one or of any segment, and
 each style of parallelism is forced upon it; tied weights are cut too.
@@ -61,8 +61,9 @@ def test_data_parallel(name: str, count: int) -> None:
     assert len(moved) >= 2 * (count - 1)
     assert {plan.graph.segment(s.tensor) for s in moved} == set(range(count))
     for step in moved:
-        before, after = plan.theory.axes.sharded(step.tensor, step.source), plan.theory.axes.sharded(
-            step.tensor, step.target
+        before, after = (
+            plan.theory.axes.sharded(step.tensor, step.source),
+            plan.theory.axes.sharded(step.tensor, step.target),
         )
         assert before is not None
         assert after is not None
@@ -122,3 +123,22 @@ def test_cuts_are_the_only_copies() -> None:
     for step in plan.program.steps:
         if isinstance(step, Compute) and any(map(is_before_cut, step.row.post)):
             assert plan.graph.instructions[step.instruction].op == REBALANCE
+
+
+def test_cut_theory_of_a_traced_model() -> None:
+    """Where nothing can be divided no copy is made; all else that crosses is copied once per segment."""
+    theory = cut("gpt2", 3)
+    graph = theory.graph
+    copies = [i for i in graph.instructions if i.op == REBALANCE]
+    assert len({(i.inputs[0], graph.segments[i.id]) for i in copies}) == len(copies)
+    for i in graph.instructions:
+        for t in i.inputs:
+            divided = any(
+                (axis := theory.axes.axis(t, d)) is not None and axis.units >= 2
+                for d in range(len(graph.tensors[t].shape))
+            )
+            if divided and i.op != REBALANCE:
+                assert graph.segment(t) == graph.segments[i.id]
+    for p in graph.parameters:
+        if p.gradient is not None:
+            assert graph.segment(p.gradient) == graph.segment(p.tensor)

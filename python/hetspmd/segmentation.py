@@ -6,9 +6,10 @@ HAP leaves their number to the user. Here cost decides:
    free, and cuts cost nothing: a linear program. If even that gains less than ``WORTH`` of the stage model's step,
    one segment it is.
 2. Else the graph is cut into 2, 4, 8 segments (:mod:`hetspmd.balance.segments`), those of these numbers that could
-   gain as much by the same linear program. Each cut graph has a theory of its own, in which a tensor's copy for another segment may have other lengths for the price of an all-to-all, and the
-   alternation of search and ratios starts from the ratios of one segment, at which cuts are free, and from those of
-   step 1. More segments are tried while the simulated step gets shorter.
+   gain as much by the same linear program. Each cut graph has a theory of its own, in which a tensor's copy for
+   another segment may have other lengths for the price of an all-to-all. Search and ratios alternate from the
+   ratios of one segment, at which cuts are free, and from those of the linear program. More segments are tried
+   while the simulated step gets shorter.
 
 The best pair wins, so a plan is never worse than with one segment.
 """

@@ -53,22 +53,34 @@ def segmented(theory: Theory, segments: Sequence[int]) -> Theory:
 
 
 def segments_like(graph: Graph, known: Graph) -> tuple[int, ...]:
-    """The segments of ``graph``, of the same model as ``known``, which has some: each module's as there."""
+    """The segments of ``graph``, of the same model as ``known``, which has some: parameters and modules are where
+    they are there. What tells no module (a forward that is traced alone) is where the parameter is that it reads, or
+    where what ran before it is."""
     votes: dict[str, dict[int, int]] = {}
     for instruction, segment in zip(known.instructions, known.segments, strict=True):
-        if not instruction.is_source:
+        if not instruction.is_source and instruction.source:
             counts = votes.setdefault(_key(instruction.source), {})
             counts[segment] = counts.get(segment, 0) + 1
     of_key = {key: min(counts, key=lambda s: (-counts[s], s)) for key, counts in votes.items()}
     stored = {p.name: known.segment(p.tensor) for p in known.parameters}
+    weights = {p.tensor: stored.get(p.name, 0) for p in graph.parameters}
     found: list[int] = []
     last = 0
     for instruction in graph.instructions:
-        last = of_key.get(_key(instruction.source), last) if instruction.source else last
+        read = [t for t in instruction.inputs if t in weights]
+        if instruction.source and _key(instruction.source) in of_key:
+            last = of_key[_key(instruction.source)]
+        elif read and not instruction.is_source:
+            last = weights[read[-1]]
         found.append(last)
+        if read and len(read) == len(instruction.inputs):  # a view of a parameter
+            weights.update(dict.fromkeys(instruction.outputs, weights[read[-1]]))
     _place_sources(graph, found)
     for parameter in graph.parameters:
-        found[graph.producers[parameter.tensor]] = stored.get(parameter.name, 0)
+        readers = graph.consumers.get(parameter.tensor, ())
+        place = found[graph.producers[parameter.tensor]] = weights[parameter.tensor]
+        if readers and place not in {found[r] for r in readers}:
+            found[readers[0]] = place
     _place_second_reads(graph, found)
     return tuple(found)
 
@@ -101,12 +113,13 @@ def _pieces(graph: Graph) -> list[int]:
             count += 1
         found[i] = of_key[key][-1]
         last = key
+    near = max(count - 1, 0)
     for i in backward:
         # What sums up gradients stays where the last of them comes from.
         made = [found[p] for t in graph.instructions[i].inputs if not _given(graph, p := graph.producers[t])]
-        near = max(made, default=0)
+        near = max(made, default=near)
         known = of_key.get(_key(graph.instructions[i].source), [near])
-        found[i] = min(known, key=lambda piece: (abs(piece - near), piece))
+        found[i] = near = min(known, key=lambda piece: (abs(piece - near), piece))
     _place_sources(graph, found)
     _place_second_reads(graph, found)
     return found
