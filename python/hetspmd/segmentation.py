@@ -56,6 +56,7 @@ def check_segments(segments: object) -> None:
 def in_segments(
     theory: Theory, cluster: Cluster, one: Outcome, segments: Segments, fixed: Callable[[Theory], Constraints],
     limits: Limits, clock: Clock, progress: Progress | None = None,
+    alternation: Callable[..., Alternation] = Alternation,
 ) -> tuple[Theory, Outcome]:  # fmt: skip
     """The best outcome beside ``one``, the best of one segment, and its theory. ``fixed``: the constraints in a
     theory. A number of segments is kept to even where fewer are better, as far as the model can be divided."""
@@ -83,9 +84,8 @@ def in_segments(
             continue
         with clock("rules"):
             cut = segmented(theory, places)
-        alternation = Alternation(cut, cluster, fixed(cut), limits, clock, progress)
         starts = _starts(one.pair.ratios, apart, cut.axes.segments)
-        other = alternation.on(active, starts)
+        other = alternation(cut, cluster, fixed(cut), limits, clock, progress).on(active, starts)
         if other is None:
             continue
         if segments == "auto" and other.pair.seconds > best.pair.seconds * (1 - BETTER):

@@ -54,8 +54,8 @@ def segmented(theory: Theory, segments: Sequence[int]) -> Theory:
 
 def segments_like(graph: Graph, known: Graph) -> tuple[int, ...]:
     """The segments of ``graph``, of the same model as ``known``, which has some: parameters and modules are where
-    they are there. What tells no module (a forward that is traced alone) is where the parameter is that it reads, or
-    where what ran before it is."""
+    they are there. What tells no module (a forward that is traced alone) is where the parameter is that it reads,
+    or where what ran before it is."""
     votes: dict[str, dict[int, int]] = {}
     for instruction, segment in zip(known.instructions, known.segments, strict=True):
         if not instruction.is_source and instruction.source:
