@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather
 from hetspmd.plan import Iteration
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory, derive
+from hetspmd.segmentation import Segments, in_segments
 from hetspmd.synth import constraints as known
 from hetspmd.synth.checker import check
 from hetspmd.synth.constraints import Constraints, batch_axes
@@ -169,13 +171,14 @@ def at_scale(benchmark: Benchmark, devices: int) -> Theory:
 @dataclass(frozen=True)
 class Judged:
     """A program's prediction; ``active`` counts the devices that take part. ``lengths``: the
-    shares of each axis."""
+    shares of each axis of ``theory``, which has the cuts of several segments."""
 
     cost: StepCost
     program: Program
     active: int
     fits: bool
     lengths: Lengths
+    theory: Theory
 
     @property
     def seconds(self) -> float:
@@ -196,17 +199,28 @@ class _OnSeveral(Alternation):
 
 
 def synthesized(
-    theory: Theory, cluster: Cluster, *, without: Sequence[str] = (), sfb: bool = True, clock: Clock | None = None
+    theory: Theory, cluster: Cluster, *, without: Sequence[str] = (), sfb: bool = True, clock: Clock | None = None,
+    segments: Segments = "auto",
 ) -> Judged:  # fmt: skip
     """What ``hetspmd.compile`` finds, without some kinds of collectives and without SFB if so asked."""
-    limited = Constraints(row_filter=None if sfb else no_sfb(theory))
-    kind = Alternation if sfb else _OnSeveral
-    alternation = kind(theory, cluster, limited, Limits(), clock or Clock())
-    if without:
-        alternation.searcher = Searcher(_without(alternation.searcher.space, without))
-    pair = alternation.run().pair
-    check(theory, pair.program)
-    return Judged(pair.cost, pair.program, len(pair.active), pair.fits, pair.lengths)
+
+    def limited(of: Theory) -> Constraints:
+        return Constraints(row_filter=None if sfb else no_sfb(of))
+
+    def alternation(*arguments: Any) -> Alternation:
+        made = (Alternation if sfb else _OnSeveral)(*arguments)
+        if without:
+            made.searcher = Searcher(_without(made.searcher.space, without))
+        return made
+
+    clock = clock or Clock()
+    one = alternation(theory, cluster, limited(theory), Limits(), clock).run()
+    found, outcome = in_segments(
+        theory, cluster, one, segments, limited, Limits(), clock, alternation=alternation
+    )  # fmt: skip
+    pair = outcome.pair
+    check(found, pair.program)
+    return Judged(pair.cost, pair.program, len(pair.active), pair.fits, pair.lengths, found)
 
 
 def synthesized_at(
@@ -226,7 +240,7 @@ def synthesized_at(
         for c in (known.data_parallel(theory), known.zero_like(theory))
     ]
     judged = [(step_cost(costs, program, lengths), program) for program in programs]
-    fitting = [Judged(c, p, cluster.world, True, lengths) for c, p in judged if fits(cluster, c)]
+    fitting = [Judged(c, p, cluster.world, True, lengths, theory) for c, p in judged if fits(cluster, c)]
     if not fitting:
         peaks = judged[0][0].memory_bytes
         raise MemoryLimitError(
@@ -252,7 +266,7 @@ def as_hap(theory: Theory, cluster: Cluster) -> Judged:
         for at in (lengths, lengths_for(theory.axes, ratios)):
             cost = step_cost(costs, found.program, at)
             cost = replace(cost, step_seconds=cost.stage_seconds)
-            judged.append(Judged(cost, found.program, cluster.world, fits(cluster, cost), at))
+            judged.append(Judged(cost, found.program, cluster.world, fits(cluster, cost), at, theory))
     return min(judged, key=lambda j: (not j.fits, j.seconds))
 
 
@@ -260,7 +274,7 @@ def forced(theory: Theory, cluster: Cluster, wanted: Constraints, *, equal: bool
     """A known kind of program, with even or with proportional shares, whether it fits or not."""
     costs = CostModel(theory, cluster)
     plan = plan_for(theory, cluster, wanted, even(costs) if equal else proportional(costs))
-    return Judged(plan.cost, plan.program, cluster.world, fits(cluster, plan.cost), plan.lengths)
+    return Judged(plan.cost, plan.program, cluster.world, fits(cluster, plan.cost), plan.lengths, theory)
 
 
 def deepspeed_like(theory: Theory) -> Constraints:
@@ -299,18 +313,19 @@ def no_sfb(theory: Theory) -> known.RowFilter:
     return lambda i, row, _axis: i not in products or not _whole(row)
 
 
-def experts_placed(theory: Theory, judged: Judged) -> tuple[int, ...]:
+def experts_placed(judged: Judged) -> tuple[int, ...]:
     """Experts of each active device."""
+    theory = judged.theory
     weight = next(p.tensor for p in theory.graph.parameters if p.name.endswith(".w1_EDH"))
     axis = theory.axes.axis(weight, 0)
     assert axis is not None
     return judged.lengths.units[axis.id]
 
 
-def uses_of_sfb(theory: Theory, program: Program) -> int:
+def uses_of_sfb(judged: Judged) -> int:
     """How many gradients of weights every device computes whole."""
-    products = gradient_products(theory)
-    return sum(isinstance(s, Compute) and s.instruction in products and _whole(s.row) for s in program.steps)
+    products, steps = gradient_products(judged.theory), judged.program.steps
+    return sum(isinstance(s, Compute) and s.instruction in products and _whole(s.row) for s in steps)
 
 
 def uses_of_grouped(program: Program) -> int:

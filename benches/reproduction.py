@@ -121,9 +121,9 @@ def homogeneous(models: Sequence[hap.Benchmark]) -> Lines:
 def ablation(models: Sequence[hap.Benchmark]) -> Lines:
     """HAP 7.4, Fig. 15, at 64 GPUs: parts added one by one, then left out one by one."""
     lines = [
-        "| model | DP-EV | +Q | +B | +C = all | even ratios | proportional ratios | no SFB | no grouped | "
-        "SFB used | grouped used |",
-        "|---|" + "--:|" * 10,
+        "| model | DP-EV | +Q | +B | +C = all | even ratios | proportional ratios | one segment | no SFB | "
+        "no grouped | SFB used | grouped used |",
+        "|---|" + "--:|" * 11,
     ]
     for b in models:
         cluster = hap.cluster_of((hap.V100, hap.P100), SCALES[-1])
@@ -137,10 +137,11 @@ def ablation(models: Sequence[hap.Benchmark]) -> Lines:
             all_,
             hap.synthesized_at(theory, cluster, even(costs)),
             hap.synthesized_at(theory, cluster, proportional(costs)),
+            hap.synthesized(theory, cluster, segments=1),
             hap.synthesized(theory, cluster, sfb=False),
             hap.synthesized(theory, cluster, without=hap.GROUPED),
         ]
-        used = f"{hap.uses_of_sfb(theory, all_.program)} of {len(hap.gradient_products(theory))}"
+        used = f"{hap.uses_of_sfb(all_)} of {len(hap.gradient_products(theory))}"
         shown = [f"{j.seconds * 1e3:.1f} ms" if j.fits else f"({j.seconds * 1e3:.1f} ms)" for j in cells]
         lines.append(f"| {b.name} | {' | '.join(shown)} | {used} | {hap.uses_of_grouped(all_.program)} |")
     return lines
@@ -179,7 +180,7 @@ def experts(_models: Sequence[hap.Benchmark]) -> Lines:
         other = hap.forced(padded, cluster, hap.deepspeed_like(padded), equal=True)
         cells, gains = [_step(other)], []
         for found in (hap.as_hap(theory, cluster), hap.synthesized(theory, cluster)):
-            cells += [_step(found), " + ".join(map(str, hap.experts_placed(theory, found)))]
+            cells += [_step(found), " + ".join(map(str, hap.experts_placed(found)))]
             gains.append(f"{other.seconds / found.seconds:.2f}x")
         said = "up to 1.64x" if count == 4 else ""
         lines.append(f"| {count} | {' | '.join(cells + gains)} | {said} |")

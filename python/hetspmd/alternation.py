@@ -17,28 +17,24 @@ bounded by what the program holds.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hetspmd.balance.lengths import Lengths, lengths_for
-from hetspmd.balance.ratios import optimise_ratios
-from hetspmd.balance.starts import Ratios, by_memory, even, proportional, starting_ratios, teams
+from hetspmd.balance.lengths import Lengths, Matrix, Ratios, by_segment, lengths_for
+from hetspmd.balance.problem import Room
+from hetspmd.balance.ratios import optimise
+from hetspmd.balance.starts import by_memory, even, proportional, starting_ratios, teams
 from hetspmd.cost.cluster import Cluster
-from hetspmd.cost.model import CostModel
-from hetspmd.cost.step import StageSeconds, StepCost, StepModel, idle_seconds, on_cluster
+from hetspmd.cost.model import Array, CostModel
 from hetspmd.errors import InfeasibleError, MemoryLimitError, SearchError
-from hetspmd.forms import IDENTITY, all_gather
+from hetspmd.pairs import Clock, Judge, Pair, bounded
 from hetspmd.plan import Iteration
 from hetspmd.rules.theory import Theory
 from hetspmd.synth import constraints as known
 from hetspmd.synth.constraints import Constraints
 from hetspmd.synth.memory import capacities, search_that_fits
-from hetspmd.synth.program import Program, Result
 from hetspmd.synth.search import Found, Limits, Progress, Searcher
 from hetspmd.synth.space import Space, search_space
 
@@ -57,55 +53,6 @@ OVERLAPS = (0.5, 0.1)
 """Weights on communication that other work can hide, for further candidates."""
 
 
-class Pair:
-    """A program of some devices with the ratios and lengths it is judged at; what costs time to know is computed
-    when it is asked for. ``searched``: the program was searched at these lengths, to which its cost and bound
-    belong."""
-
-    def __init__(self, judge: _Judge, ratios: Ratios, lengths: Lengths) -> None:
-        self.judge, self.ratios, self.lengths = judge, ratios, lengths
-        self.searched = lengths == judge.searched_at
-
-    @property
-    def found(self) -> Found:
-        """The program and what the search proved of it."""
-        return self.judge.found
-
-    @property
-    def program(self) -> Program:
-        """The program, with outputs as idle devices want them."""
-        return self.judge.program
-
-    @property
-    def active(self) -> tuple[int, ...]:
-        """Ranks of the devices that take part."""
-        return self.judge.active
-
-    @cached_property
-    def stages(self) -> StageSeconds:
-        """Seconds of the stage model."""
-        return self.judge.step.computed(self.lengths)
-
-    @cached_property
-    def seconds(self) -> float:
-        """Predicted seconds of a step."""
-        return self.judge.step.streams.seconds(self.judge.step.model.shares(self.lengths))
-
-    @cached_property
-    def cost(self) -> StepCost:
-        """The prediction for the cluster."""
-        return on_cluster(self.judge.step.cost(self.lengths), self.judge.cluster, self.active)
-
-    @cached_property
-    def fits(self) -> bool:
-        """Whether every device has the memory that the program holds at its peak."""
-        memory = [self.judge.cluster.devices[rank].memory for rank in self.active]
-        if not np.isfinite(memory).any():
-            return True
-        peaks = self.judge.step.holdings.at(self.lengths).peaks
-        return all(n <= m for n, m in zip(peaks, memory, strict=True))
-
-
 @dataclass(frozen=True)
 class Outcome:
     """The best pair, seconds of the baselines, the trace of the alternation that led to the pair, and the baselines
@@ -115,21 +62,6 @@ class Outcome:
     baselines: dict[str, float]
     iterations: tuple[Iteration, ...]
     over_memory: tuple[str, ...] = ()
-
-
-@dataclass
-class Clock:
-    """Wall seconds per stage."""
-
-    seconds: MutableMapping[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
 class Alternation:
@@ -182,11 +114,20 @@ class Alternation:
             seconds["all_devices"] = all_devices
         return Outcome(best, seconds, tuple(iterations), tuple(over))
 
-    def at(self, ratios: Ratios, lengths: Lengths, active: tuple[int, ...]) -> Pair:
+    def on(self, active: tuple[int, ...], starts: Sequence[tuple[str, Matrix]]) -> Outcome | None:
+        """The best pair from these starts on the devices ``active``, without baselines; None if none found fits."""
+        costs = CostModel(self.theory, self.cluster.part(active))
+        pairs, iterations = self._rounds(costs, active, starts)
+        best = self._best(pairs)
+        if best is not None:
+            best = self._best([best, *self._overlapping(costs, active, best)])
+        return None if best is None else Outcome(self._certified(best), {}, tuple(iterations))
+
+    def at(self, ratios: Matrix, lengths: Lengths, active: tuple[int, ...]) -> Pair:
         """The best pair at given lengths, whether it fits or not."""
         costs = CostModel(self.theory, self.cluster.part(active))
         found = self._search(costs, lengths, None)
-        return _Judge(self, costs, found, active, lengths)(ratios, lengths)
+        return Judge(self, costs, found, active, lengths)(ratios, lengths)
 
     def _best(self, pairs: Sequence[Pair]) -> Pair | None:
         """The fastest of the pairs that fit; among equals one that was searched as it is, and the first."""
@@ -206,7 +147,7 @@ class Alternation:
         costs = CostModel(self.theory, self.cluster.part(pair.active))
         whole = self._search(costs, pair.lengths, pair.found)
         cost = self.searcher.cost(pair.found, costs, pair.lengths)
-        judge = _Judge(self, costs, _bounded(pair.found, cost, whole), pair.active, pair.lengths)
+        judge = Judge(self, costs, bounded(pair.found, cost, whole), pair.active, pair.lengths)
         return Pair(judge, pair.ratios, pair.lengths)
 
     def _team(self, part: CostModel, ranks: tuple[int, ...]) -> tuple[list[Pair], list[Iteration]]:
@@ -234,13 +175,15 @@ class Alternation:
             )
 
     def _rounds(
-        self, costs: CostModel, active: tuple[int, ...], starts: Sequence[tuple[str, Ratios]],
+        self, costs: CostModel, active: tuple[int, ...], starts: Sequence[tuple[str, Ratios | Matrix]],
         within: Space | None = None,
     ) -> tuple[list[Pair], list[Iteration]]:  # fmt: skip
         """Search and ratios in turns from each start, on the devices of ``costs``."""
         pairs: list[Pair] = []
         iterations: list[Iteration] = []
-        queue = list(starts)
+        segments = self.theory.axes.segments
+        queue = [(name, by_segment(start, segments)) for name, start in starts]
+        first = queue[0][1]
         while queue:
             name, ratios = queue.pop(0)
             before: Found | None = None
@@ -248,17 +191,17 @@ class Alternation:
             for index in range(MAX_ITERATIONS):
                 lengths = lengths_for(self.theory.axes, ratios)
                 found = self._search(costs, lengths, before, within)
-                judged = _Judge(self, costs, found, active, lengths)
+                judged = Judge(self, costs, found, active, lengths)
                 tried = [judged(ratios, lengths)]
                 if not tried[0].fits:
-                    by = by_memory(costs)
-                    if not queue and name != "memory" and max(map(abs, np.subtract(by, starts[0][1]))) > 1e-3:
+                    by = by_segment(by_memory(costs), segments)
+                    if not queue and name != "memory" and np.abs(np.subtract(by, first)).max() > 1e-3:
                         queue.append(("memory", by))
                     fitting = self._fitting(costs, lengths, found, within, active)
                     if fitting is None:
                         break
                     found = fitting
-                    judged = _Judge(self, costs, found, active, lengths)
+                    judged = Judge(self, costs, found, active, lengths)
                     tried = [judged(ratios, lengths)]
                 better, moved = self._balanced(costs, judged, ratios, lengths)
                 tried.append(judged(better, moved))
@@ -292,29 +235,40 @@ class Alternation:
             return None
 
     def _balanced(
-        self, costs: CostModel, judged: _Judge, ratios: Ratios, lengths: Lengths
-    ) -> tuple[Ratios, Lengths]:
+        self, costs: CostModel, judged: Judge, ratios: Matrix, lengths: Lengths
+    ) -> tuple[Matrix, Lengths]:
         """The best ratios for a program that keep within the memory, and their lengths."""
         if costs.world == 1:
             return ratios, lengths
         capacity = capacities(costs)
-        most = None
+        most: Array | None = None
+        room: Room | None = None
         if np.isfinite(capacity).any():
-            most = judged.step.holdings.at(lengths).largest_shares(capacity)
+            profile = judged.step.holdings.at(lengths)
+            if len(ratios) == 1:
+                most = profile.largest_shares(capacity)
+            else:
+                room = Room.of(profile, capacity)
         # Whole units may be more than the share that fits: then the device gets a smaller bound.
         for _ in range(MARGINS):
             with self.clock("balance"):
-                better = optimise_ratios(
-                    self.theory, costs, judged.program, most=most, start=ratios, stages=judged.step.stages
-                )
+                better = optimise(
+                    self.theory, costs, judged.program, ratios, most=most, room=room,
+                    stages=judged.step.stages,
+                )  # fmt: skip
                 moved = lengths_for(self.theory.axes, better)
-            if most is None:
+            if most is None and room is None:
                 return better, moved
-            needed = judged(better, moved).cost.memory_bytes
-            over = np.array([needed[rank] for rank in judged.active]) > capacity
+            held = judged(better, moved).cost.memory_bytes
+            needed = np.array([held[rank] for rank in judged.active], dtype=float)
+            over = needed > capacity
             if not over.any():
                 return better, moved
-            most = np.where(over, np.minimum(most, better) * 0.97, most)
+            if most is not None:
+                most = np.where(over, np.minimum(most, better[0]) * 0.97, most)
+            if room is not None:
+                less = room.capacity - np.maximum(needed - capacity, 0.03 * capacity)
+                room = replace(room, capacity=np.where(over, less, room.capacity))
         return ratios, lengths
 
     def _overlapping(self, costs: CostModel, active: tuple[int, ...], best: Pair) -> list[Pair]:
@@ -330,8 +284,8 @@ class Alternation:
                 continue
             tried.append(found.rows)
             # Its own bound is of the weighted costs; the bound of all programs is the unweighted search's.
-            found = _bounded(found, found.cost, whole)
-            judged = _Judge(self, costs, found, active, best.lengths)
+            found = bounded(found, found.cost, whole)
+            judged = Judge(self, costs, found, active, best.lengths)
             pairs.append(judged(best.ratios, best.lengths))
             pairs.append(judged(*self._balanced(costs, judged, best.ratios, best.lengths)))
         return pairs
@@ -355,7 +309,8 @@ class Alternation:
             if any(wanted.forms.get(t, form) != form for t, form in self.fixed.forms.items()):
                 continue
             same = found.get("data_parallel_even")
-            if name == "data_parallel_proportional" and same is not None and same.ratios == ratios:
+            equal = by_segment(ratios, self.theory.axes.segments)
+            if name == "data_parallel_proportional" and same is not None and same.ratios == equal:
                 found[name] = same
                 continue
             constraints = Constraints({**self.fixed.forms, **wanted.forms}, wanted.row_filter)
@@ -367,18 +322,8 @@ class Alternation:
             except (InfeasibleError, SearchError):
                 continue
             before = result
-            found[name] = _Judge(self, costs, result, everyone, lengths)(ratios, lengths)
+            found[name] = Judge(self, costs, result, everyone, lengths)(equal, lengths)
         return found
-
-
-def _bounded(found: Found, cost: float, whole: Found) -> Found:
-    """A program that the simulation prefers, at its additive cost, with the bound that the search at its lengths
-    proved."""
-    bound = min(whole.lower_bound, cost)
-    gap = (cost - bound) / cost if cost > 0 else 0.0
-    return replace(
-        found, cost=cost, lower_bound=bound, gap=gap, stop_reason="optimal" if gap == 0 else "rescored"
-    )
 
 
 def _much_better(pairs: Sequence[Pair]) -> bool:
@@ -388,40 +333,3 @@ def _much_better(pairs: Sequence[Pair]) -> bool:
 
 def _order(pair: Pair) -> tuple[float, bool]:
     return pair.seconds, not pair.searched
-
-
-class _Judge:
-    """One program, to be judged at several ratios."""
-
-    def __init__(
-        self, of: Alternation, costs: CostModel, found: Found, active: tuple[int, ...], searched_at: Lengths
-    ) -> None:
-        self.of, self.found, self.active, self.searched_at = of, found, active, searched_at
-        self.cluster = of.cluster
-        self.program = self._left(found.program)
-        idle = idle_seconds(of.theory.graph, self.program, of.cluster, active)
-        with of.clock("balance"):
-            self.step = StepModel(costs, self.program, idle=idle)
-        self._known: dict[Lengths, Pair] = {}
-
-    def __call__(self, ratios: Ratios, lengths: Lengths) -> Pair:
-        found = self._known.get(lengths)
-        if found is None or found.ratios != ratios:
-            found = self._known[lengths] = Pair(self, ratios, lengths)
-        return found
-
-    def _left(self, program: Program) -> Program:
-        """What idle devices are sent costs time, so an output with a row per sample that every active device
-        holds whole is left as rows instead, which is free: each device slices what it holds."""
-        if len(self.active) == self.of.cluster.world:
-            return program
-        theory = self.of.theory
-
-        def left(result: Result) -> Result:
-            shape = theory.graph.tensors[result.tensor].shape
-            axis = theory.axes.axis(result.tensor, 0) if shape else None
-            free = result.form == IDENTITY and result.tensor not in self.of.fixed.forms
-            rows = free and axis is not None and axis.id in self.of.batch and axis.units > 1
-            return Result(result.tensor, all_gather(0)) if rows else result
-
-        return replace(program, outputs=tuple(map(left, program.outputs)))

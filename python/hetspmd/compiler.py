@@ -12,12 +12,14 @@ from typing import Any
 from torch import nn
 
 from hetspmd.alternation import Alternation, Clock, Outcome
-from hetspmd.balance.lengths import Lengths, lengths_for
+from hetspmd.balance.lengths import Lengths, Matrix, Ratios, by_segment, lengths_for
+from hetspmd.balance.segments import segmented, segments_like
 from hetspmd.cost.cluster import Cluster
 from hetspmd.errors import PlanError
 from hetspmd.forms import Form, is_sharded, sharded_dim
 from hetspmd.plan import Plan, SearchReport
 from hetspmd.rules.theory import Theory, derive
+from hetspmd.segmentation import Segments, check_segments, in_segments
 from hetspmd.synth.checker import check
 from hetspmd.synth.conflict import naming_conflicts
 from hetspmd.synth.constraints import Constraints, resolve, spelling
@@ -31,7 +33,7 @@ from hetspmd.trace.trace import split_example, trace
 def compile(
     model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str, *, loss: Loss | None = None,
     strict: bool = False, constraints: Mapping[str, str | Form] | None = None, time_limit: float = 600.0,
-    loss_only: bool = False, timings: MutableMapping[str, float] | None = None,
+    loss_only: bool = False, segments: Segments = "auto", timings: MutableMapping[str, float] | None = None,
     progress: Progress | None = None,
 ) -> Plan:  # fmt: skip
     """Synthesize the distributed program of one training step.
@@ -44,6 +46,7 @@ def compile(
     constraints  globs over parameter names, input paths and ``output[i]`` to ``"replicated"``, ``"shard(d)"``
     time_limit   seconds for one search
     loss_only    the other outputs are not needed (they come back as None)
+    segments     parts of the model with sharding ratios of their own: a number, or "auto" for as many as gain
     timings      filled with wall seconds: trace, rules, synth, balance, total
 
     Raises a :class:`~hetspmd.errors.HetspmdError` for bad input.
@@ -51,21 +54,24 @@ def compile(
     args, kwargs = split_example(example)
     return compile_plan(
         model, args, kwargs, Cluster.load(cluster), loss=loss, constraints=constraints, strict=strict,
-        time_limit=time_limit, loss_only=loss_only, timings=timings, progress=progress,
+        time_limit=time_limit, loss_only=loss_only, segments=segments, timings=timings, progress=progress,
     )  # fmt: skip
 
 
 def compile_plan(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, *,
     loss: Loss | None = None, training: bool = True, constraints: Mapping[str, str | Form] | None = None,
-    strict: bool = False, time_limit: float = 600.0, loss_only: bool = False, like: Plan | None = None,
-    timings: MutableMapping[str, float] | None = None, progress: Progress | None = None,
+    strict: bool = False, time_limit: float = 600.0, loss_only: bool = False, segments: Segments = "auto",
+    like: Plan | None = None, timings: MutableMapping[str, float] | None = None,
+    progress: Progress | None = None,
 ) -> Plan:  # fmt: skip
     """:func:`compile` for a split example, also of the forward alone (``training=False``).
 
     ``like``: an earlier plan of the same model; parameters keep its stored forms and lengths on the
-    same active devices, so that the same shards serve both plans (another batch shape, evaluation).
+    same active devices, so that the same shards serve both plans (another batch shape, evaluation), and modules
+    their segments.
     """
+    check_segments(segments)
     clock = Clock(timings if timings is not None else {})
     with clock("total"), collector_paused():
         with clock("trace"):
@@ -79,18 +85,32 @@ def compile_plan(
             fixed = resolve(theory, constraints)
             with naming_conflicts(theory, fixed):
                 outcome = Alternation(theory, cluster, fixed, limits, clock, progress).run()
+            theory, outcome = in_segments(
+                theory,
+                cluster,
+                outcome,
+                segments,
+                lambda cut: resolve(cut, constraints),
+                limits,
+                clock,
+                progress,
+            )
             return _plan(theory, cluster, outcome, constraints)
         return _like(theory, cluster, like, limits, clock)
 
 
 def _like(theory: Theory, cluster: Cluster, like: Plan, limits: Limits, clock: Clock) -> Plan:
+    if like.graph.segments:
+        with clock("rules"):
+            theory = segmented(theory, segments_like(theory.graph, like.graph))
     forms, lengths = _pinned(theory, like)
+    ratios = like.ratios[: theory.axes.segments]
     with clock("synth"):
-        return _fixed_plan(theory, cluster, Constraints(forms), like.ratios, lengths, limits, like.active)
+        return _fixed_plan(theory, cluster, Constraints(forms), ratios, lengths, limits, like.active)
 
 
 def _fixed_plan(
-    theory: Theory, cluster: Cluster, fixed: Constraints, ratios: tuple[float, ...], lengths: Lengths,
+    theory: Theory, cluster: Cluster, fixed: Constraints, ratios: Matrix, lengths: Lengths,
     limits: Limits, active: tuple[int, ...],
 ) -> Plan:  # fmt: skip
     """The best program at given lengths."""
@@ -121,7 +141,7 @@ def _pinned(theory: Theory, like: Plan) -> tuple[dict[int, Form], Lengths]:
         units = tuple(e // unit for e in extents)
         if pinned.setdefault(axis.id, units) != units:
             raise PlanError(f"{p.name} is stored in other shards than parameters it must agree with")
-    lengths = lengths_for(theory.axes, like.ratios)
+    lengths = lengths_for(theory.axes, like.ratios[: theory.axes.segments])
     return forms, Lengths(lengths.world, tuple(pinned.get(i, u) for i, u in enumerate(lengths.units)))
 
 
@@ -147,16 +167,18 @@ def _report(found: Found) -> SearchReport:
 
 
 def plan_for(
-    theory: Theory, cluster: Cluster, constraints: Constraints, ratios: tuple[float, ...], *,
+    theory: Theory, cluster: Cluster, constraints: Constraints, ratios: Ratios | Matrix, *,
     limits: Limits | None = None, active: tuple[int, ...] | None = None,
 ) -> Plan:  # fmt: skip
     """The best program under ``constraints`` at fixed ratios: forced programs for tests and comparisons.
 
-    ``active``: ranks of the devices that take part (default: all), to which the ratios belong.
+    ``active``: ranks of the devices that take part (default: all), to which the ratios belong, of all segments or
+    by segment.
     """
     active = tuple(range(cluster.world)) if active is None else active
-    lengths = lengths_for(theory.axes, ratios)
-    return _fixed_plan(theory, cluster, constraints, ratios, lengths, limits or Limits(), active)
+    matrix = by_segment(ratios, theory.axes.segments)
+    lengths = lengths_for(theory.axes, matrix)
+    return _fixed_plan(theory, cluster, constraints, matrix, lengths, limits or Limits(), active)
 
 
 def problem_text(plan: Plan, constraints: Mapping[str, str | Form] | None = None) -> str:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetspmd.balance.lengths import Lengths
+from hetspmd.balance.lengths import Lengths, Matrix
 from hetspmd.codec import decode, encode
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.model import CostModel
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hetspmd.explain import Explanation
     from hetspmd.synth.search import Limits
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Iteration:
 
     start: str
     index: int
-    ratios: tuple[float, ...]
+    ratios: Matrix
     search_seconds: float
     step_seconds: float
 
@@ -68,7 +68,7 @@ class Plan:
     The program runs on the devices ``active``; its ranks are their places there. The other devices are idle:
     they hold no parameters, compute nothing, and only get the results of forward.
 
-    ratios      B: the share of each active device, summing to 1 (one segment)
+    ratios      B: for each segment of the graph the share of each active device, summing to 1
     lengths     whole units per logical axis and active device
     cluster     all devices, idle ones too
     cost        the prediction for the program at these lengths
@@ -80,6 +80,7 @@ class Plan:
                 tensor_parallel             the best program that does not divide the batch
                 fastest_device_alone        one device, nothing communicated
                 all_devices                 the best program without idle devices, where the plan has some
+                one_segment                 the best program of one segment, where the plan has several
     iterations  the trace of the alternation on the active devices
     active      ranks in the cluster, ascending; () stands for all
     constraints what the user asked for: globs to forms
@@ -90,7 +91,7 @@ class Plan:
 
     graph: Graph
     program: Program
-    ratios: tuple[float, ...]
+    ratios: Matrix
     lengths: Lengths
     cluster: Cluster
     cost: StepCost
@@ -107,9 +108,13 @@ class Plan:
             object.__setattr__(self, "active", tuple(everyone))
         if list(self.active) != sorted(set(self.active)) or not set(self.active) <= set(everyone):
             raise PlanError(f"active devices {list(self.active)} of a cluster of {len(everyone)}")
-        if not len(self.active) == len(self.ratios) == self.lengths.world:
+        if len(self.ratios) != self.graph.segment_count:
             raise PlanError(
-                f"ratios of {len(self.ratios)} and lengths of {self.lengths.world} devices for "
+                f"ratios of {len(self.ratios)} segments, the graph has {self.graph.segment_count}"
+            )
+        if not {len(row) for row in self.ratios} == {self.lengths.world} == {len(self.active)}:
+            raise PlanError(
+                f"ratios of {len(self.ratios[0])} and lengths of {self.lengths.world} devices for "
                 f"{len(self.active)} active ones"
             )
 
@@ -136,9 +141,28 @@ class Plan:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The ratio of each device of the cluster, 0 for an idle one."""
-        ratios = dict(zip(self.active, self.ratios, strict=True))
-        return tuple(ratios.get(rank, 0.0) for rank in range(self.world))
+        """The ratio of each device of the cluster, 0 for an idle one; of several segments the mean, weighted with
+        their FLOPs."""
+        if len(self.ratios) == 1:
+            return self.segment_shares[0]
+        weights = [0.0] * len(self.ratios)
+        for i, rule in self.theory.rules.items():
+            weights[self.graph.segments[i]] += rule.flops
+        total = sum(weights)
+        parts = [w / total for w in weights] if total > 0 else [1 / len(weights)] * len(weights)
+        return tuple(
+            sum(p * row[rank] for p, row in zip(parts, self.segment_shares, strict=True))
+            for rank in range(self.world)
+        )
+
+    @property
+    def segment_shares(self) -> Matrix:
+        """For each segment the ratio of each device of the cluster, 0 for an idle one."""
+        found = []
+        for row in self.ratios:
+            ratios = dict(zip(self.active, row, strict=True))
+            found.append(tuple(ratios.get(rank, 0.0) for rank in range(self.world)))
+        return tuple(found)
 
     @cached_property
     def costs(self) -> CostModel:

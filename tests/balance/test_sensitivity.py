@@ -10,7 +10,8 @@ from cost_graphs import cluster, data_parallel, mlp, program, random_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetspmd.balance.ratios import Problem, minimise, optimise_ratios
+from hetspmd.balance.problem import Problem
+from hetspmd.balance.ratios import minimise, optimise_ratios
 from hetspmd.balance.sensitivity import MORE, QUANTITIES, Quantity, Sensitivity, changed, sensitivities
 from hetspmd.cost.cluster import Cluster, Device, Network
 from hetspmd.cost.measured import Curve
@@ -27,8 +28,8 @@ def seconds(theory: Theory, of: Cluster, chosen: Program, start: tuple[float, ..
     model = CostModel(theory, of)
     stages = Stages(model, chosen)
     problem = Problem(stages, np.full(model.world, np.inf))
-    counts = tuple(sum(start[j] > 0 for j in kind) for kind in problem.kinds)
-    return stages.seconds(model.even_shares(minimise(problem, counts, np.array(start))))
+    first = np.array([start])
+    return stages.seconds(model.even_shares(minimise(problem, first > 0, first)))
 
 
 def slopes(

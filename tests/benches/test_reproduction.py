@@ -45,9 +45,9 @@ def test_ablations_leave_out_what_they_say() -> None:
     theory = hap.at_scale(BENCHMARKS[0], 8)
     cluster = cluster_of((V100, P100), 1)
     everything = hap.synthesized(theory, cluster)
-    assert hap.uses_of_sfb(theory, everything.program) > 0
+    assert hap.uses_of_sfb(everything) > 0
     limited = hap.synthesized(theory, cluster, without=GROUPED, sfb=False)
-    assert hap.uses_of_sfb(theory, limited.program) == 0
+    assert hap.uses_of_sfb(limited) == 0
     assert hap.uses_of_grouped(limited.program) == 0
     assert everything.seconds <= limited.seconds
     assert len(hap.gradient_products(theory)) == 19, "16 convolutions and 3 linear layers"
@@ -58,7 +58,7 @@ def test_experts_travel_in_the_deepspeed_like_program() -> None:
     cluster = cluster_of((("a100", 1), ("p100", 1)), 2)
     theory = hap.theory_of(lambda: hap.bert_moe(16, 4, 4))
     found = hap.forced(theory, cluster, hap.deepspeed_like(theory), equal=True)
-    assert hap.experts_placed(theory, found) == (1, 1, 1, 1)
+    assert hap.experts_placed(found) == (1, 1, 1, 1)
     weights = {p.tensor for p in theory.graph.parameters if ".w1_E" in p.name or ".w2_E" in p.name}
     moved = [s for s in found.program.steps if isinstance(s, Communicate)]
     assert not any(s.tensor in weights for s in moved)

@@ -75,7 +75,7 @@ def test_by_hand() -> None:
     whole = [fixed] * 5 + [fixed + 4, fixed + 8, fixed + 4 + 96, fixed + 4 + 96 + 96, fixed + 4 + 96]
     cut = [0, 0, 0, 192, 192, 192, 0, 0, 0, 0]
     assert profile.whole.tolist() == whole
-    assert profile.cut.tolist() == cut
+    assert profile.cut.tolist() == [[c] for c in cut]
     assert profile.held.tolist() == [
         [w + c * 6 // 8, w + c * 2 // 8] for w, c in zip(whole, cut, strict=True)
     ]

@@ -14,7 +14,7 @@ from hetspmd.run.runtime import Runtime
 EXTENTS = {
     2: [(3, 1), (0, 4), (2, 2), (0, 0)],
     3: [(3, 1, 2), (0, 4, 1), (2, 2, 2), (0, 0, 5), (0, 0, 0)],
-    4: [(1, 2, 3, 4), (0, 5, 0, 1)],
+    4: [(1, 2, 3, 4), (0, 5, 0, 1), (4, 0, 6, 0)],
 }
 GATHERED = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
@@ -89,6 +89,20 @@ def _cases(runtime: Runtime) -> Iterator[int]:
                     yield _same(
                         got, _part(whole, target, others, rank), f"all_to_all {sizes} {extents} {others}"
                     )
+    for extents in EXTENTS[world]:
+        for others in EXTENTS[world]:
+            if sum(extents) != sum(others):
+                continue
+            for dim, rest in ((0, (2,)), (1, (2, 3)), (2, (1, 2)), (0, (0,)), (0, ())):
+                shape = (*rest[:dim], sum(extents), *rest[dim:])
+                for dtype in GATHERED if dim == 1 else GATHERED[:1]:
+                    whole = _whole(shape, dtype, 5)
+                    part = _part(whole, dim, extents, rank)
+                    before = part.clone()
+                    got = collectives.wait(collectives.start_rebalance(runtime, part, dim, extents, others))
+                    want = _part(whole, dim, others, rank)
+                    yield _same(got, want, f"rebalance {shape} {extents} {others} {dtype}")
+                    yield _same(part, before, "out of place")
     # Several at once, waited for in another order; a non-contiguous operand; a scalar.
     whole = _whole((6, 4), torch.float32, 7)
     first = collectives.start_all_reduce(runtime, whole.t())

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from collective_cases import check_collectives
 from small_models import MLP, Case, case
-from small_plans import cluster, random_plan
+from small_plans import cluster, random_plan, segmented_plan
 from torch import nn
 
 from hetspmd.compiler import plan_for
@@ -71,7 +71,8 @@ def train(model: nn.Module, c: Case, plan: Plan, communicator: Any) -> dict[str,
 def plans(world: int) -> list[tuple[Case, Plan]]:
     """The same in every process."""
     cases = [case(name, torch.float32) for name in ("mlp", "conv", "attention")]
-    return [(c, random_plan(c, world, seed)) for c in cases for seed in SEEDS]
+    found = [(c, random_plan(c, world, seed)) for c in cases for seed in SEEDS]
+    return found + [(c, segmented_plan(c, world)) for c in cases]
 
 
 def worker(rank: int, world: int, folder: str) -> None:

@@ -8,9 +8,12 @@ from program_builder import cheap_random_program, random_program, uneven
 from small_models import Case
 
 from hetspmd.balance.lengths import Lengths
+from hetspmd.balance.segments import partition, segmented
+from hetspmd.compiler import plan_for
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.step import StepCost
 from hetspmd.plan import Plan, SearchReport
+from hetspmd.synth import constraints as known
 from hetspmd.synth.program import Program
 
 NO_COST = SearchReport(0.0, 0.0, 0.0, "handmade", 0)
@@ -28,10 +31,21 @@ def cluster(*speeds: float) -> Cluster:
 def handmade_plan(case: Case, program: Program, lengths: Lengths) -> Plan:
     world = lengths.world
     cost = StepCost(0.0, 0.0, 0.0, 0.0, (0,) * world, 1, (0.0,) * world)
-    ratios = (1.0 / world,) * world
+    ratios = ((1.0 / world,) * world,) * case.theory.axes.segments
     return Plan(
         case.theory.graph, program, ratios, lengths, cluster(*range(1, world + 1)), cost, NO_COST, {}, ()
     )
+
+
+def segmented_plan(case: Case, world: int) -> Plan:
+    """Data parallelism in two segments: in one the first rank has the most, in the other it has nothing."""
+    theory = case.theory
+    cut = segmented(theory, partition(theory, [1.0] * len(theory.graph.instructions), 2))
+    assert cut.axes.segments == 2
+    first = [float(world - r) for r in range(world)]
+    second = [float(r) for r in range(world)]
+    ratios = tuple(tuple(x / sum(row) for x in row) for row in (first, second))
+    return plan_for(cut, cluster(*range(1, world + 1)), known.data_parallel(cut), ratios)
 
 
 def random_plan(case: Case, world: int, seed: int) -> Plan:

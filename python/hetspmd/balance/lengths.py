@@ -5,9 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import TypeAlias, cast
+
+import numpy as np
 
 from hetspmd.forms import Form, sharded_dim
 from hetspmd.rules.axes import Axes
+
+Ratios: TypeAlias = tuple[float, ...]
+"""B of one segment: the share of each device."""
+
+Matrix: TypeAlias = tuple[Ratios, ...]
+"""B (HAP 5.2): the ratios of each segment."""
+
+
+def by_segment(ratios: Sequence[float] | Sequence[Sequence[float]], segments: int) -> Matrix:
+    """The ratios of each of ``segments``, from those or from ratios that all have in common.
+
+    Raises ValueError for ratios of another number of segments.
+    """
+    if np.ndim(ratios) == 1:
+        return (tuple(cast(Sequence[float], ratios)),) * segments
+    matrix = tuple(tuple(row) for row in cast(Sequence[Sequence[float]], ratios))
+    if len(matrix) != segments or len({len(row) for row in matrix}) != 1:
+        raise ValueError(
+            f"ratios of {len(matrix)} segments for a graph of {segments}; give one row for all, or one for each"
+        )
+    return matrix
 
 
 @dataclass(frozen=True)
@@ -27,7 +52,7 @@ class Lengths:
 
     def extents(self, axes: Axes, tensor: int, form: Form, extent: int) -> tuple[int, ...]:
         """Elements per device along the dim that ``form`` shards, of a tensor with ``extent`` there."""
-        axis = axes.axis(tensor, sharded_dim(form))
+        axis = axes.sharded(tensor, form)
         if axis is None:
             raise ValueError(f"dim {sharded_dim(form)} of tensor {tensor} has no logical axis")
         unit = extent // axis.units
@@ -65,7 +90,13 @@ def apportion(units: int, ratios: Sequence[float]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def lengths_for(axes: Axes, ratios: Sequence[float]) -> Lengths:
-    """Lengths of all axes at the sharding ratios B (one segment)."""
-    sizes = {axis.units: apportion(axis.units, ratios) for axis in axes.axes}
-    return Lengths(len(ratios), tuple(sizes[axis.units] for axis in axes.axes))
+def lengths_for(axes: Axes, ratios: Sequence[float] | Sequence[Sequence[float]]) -> Lengths:
+    """Lengths of all axes at the sharding ratios B, of all segments or by segment. Raises ValueError for ratios of
+    another number of segments."""
+    matrix = by_segment(ratios, axes.segments)
+
+    @cache
+    def sizes(units: int, segment: int) -> tuple[int, ...]:
+        return apportion(units, matrix[segment])
+
+    return Lengths(len(matrix[0]), tuple(sizes(axis.units, axis.segment) for axis in axes.axes))

@@ -26,7 +26,10 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from hetspmd.balance.ratios import LinearProgram, Problem, minimise, solved
+from hetspmd.balance.lengths import by_segment
+from hetspmd.balance.linear import LinearProgram
+from hetspmd.balance.problem import Mask, Problem, Room
+from hetspmd.balance.ratios import minimise, solved
 from hetspmd.cost.cluster import Cluster, Device
 from hetspmd.cost.model import Array, CostModel, MoveForm
 from hetspmd.cost.overlap import TwoStreams
@@ -96,35 +99,39 @@ def _device(device: Device, quantity: Quantity, factor: float) -> Device:
 
 
 def sensitivities(
-    model: CostModel, program: Program, ratios: Sequence[float], *, cluster: Cluster | None = None,
-    active: Sequence[int] | None = None, most: Array | None = None, streams: TwoStreams | None = None,
-    gains: int = GAINS,
+    model: CostModel, program: Program, ratios: Sequence[float] | Sequence[Sequence[float]], *,
+    cluster: Cluster | None = None, active: Sequence[int] | None = None, most: Array | None = None,
+    room: Room | None = None, streams: TwoStreams | None = None, gains: int = GAINS,
 ) -> tuple[Sensitivity, ...]:  # fmt: skip
     """The quantities that the step depends on, those with the greatest elasticity first.
 
     ``model`` is of the devices ``active`` of ``cluster`` (default: all of its own), of which those with a share of
-    ``ratios`` have one. ``most`` bounds the ratios, as of :func:`~hetspmd.balance.ratios.optimise_ratios`.
+    ``ratios`` (of all segments, or by segment) have one. ``most`` and ``room`` bound the ratios, as of
+    :func:`~hetspmd.balance.ratios.optimise`.
     ``streams`` of the same model and program, if they are known. ``gains``: how many quantities are given a gain.
     """
     of = model.cluster if cluster is None else cluster
     ranks = tuple(range(of.world)) if active is None else tuple(active)
-    return _Analysis(model, program, np.asarray(ratios, float), of, ranks, most).run(streams, gains)
+    matrix = np.asarray(by_segment(ratios, model.theory.axes.segments), float)
+    return _Analysis(model, program, matrix, of, ranks, most, room).run(streams, gains)
 
 
 class _Analysis:
     def __init__(
         self, model: CostModel, program: Program, ratios: Array, cluster: Cluster, active: tuple[int, ...],
-        most: Array | None,
+        most: Array | None, room: Room | None,
     ) -> None:  # fmt: skip
         self.model, self.program, self.ratios = model, program, ratios
         self.cluster, self.active = cluster, active
         # What the ratios at hand hold fits, whatever was known of the bounds.
-        bounds = np.full(model.world, np.inf) if most is None else np.maximum(most, ratios)
-        self.problem = Problem(Stages(model, program), bounds)
-        self.counts = tuple(int(np.count_nonzero(ratios[list(kind)])) for kind in self.problem.kinds)
+        bounds = np.full(model.world, np.inf) if most is None else np.maximum(most, ratios.max(axis=0))
+        if room is not None:
+            room = replace(room, capacity=np.maximum(room.capacity, room.held(ratios).max(axis=0)))
+        self.problem = Problem(Stages(model, program), bounds, room)
+        self.present: Mask = ratios > 0
 
     def run(self, streams: TwoStreams | None, gains: int) -> tuple[Sensitivity, ...]:
-        best, at, lp = solved(self.problem, self.counts, self.ratios)
+        best, at, lp = solved(self.problem, self.present, self.ratios)
         parts = self._parts(at, lp)
         total = sum(parts.values())
         if total <= 0:
@@ -149,14 +156,14 @@ class _Analysis:
         found: dict[tuple[Quantity, tuple[int, ...]], float] = {}
         duals, floors = lp.multipliers()
         seconds = np.zeros((self.model.world, 3))
-        for (supported, stage, place), dual in zip(lp.cuts, duals, strict=True):
+        for (_, supported, stage, place), dual in zip(lp.cuts, duals, strict=True):
             where = np.flatnonzero(dual)
             if len(where):
-                device = problem.first[lp.chosen[place[where]]]
+                device = lp.first[place[where]]
                 sides = self._sides(supported, at, np.ones_like(problem.sharded))
                 np.add.at(seconds, device, sides[stage[where], device] * dual[where, None])
         if floors.any():
-            nothing = np.zeros(self.model.world)
+            nothing = np.zeros_like(at)
             device = problem.computation(nothing).argmax(axis=1)
             sides = self._sides(nothing, nothing, ~problem.sharded)
             np.add.at(seconds, device, sides[np.arange(len(device)), device] * floors[:, None])
@@ -172,13 +179,14 @@ class _Analysis:
 
     def _sides(self, supported: Array, at: Array, counted: npt.NDArray[np.bool_]) -> Array:
         """Seconds of FLOPs, of memory traffic and of launches, shape (stages, devices, 3), at the ratios ``at`` on
-        the lines that support the stages' seconds at other ratios; of the signatures ``counted``."""
+        the lines that support the stages' seconds at other ratios; of the signatures ``counted``. A device launches
+        nothing of a segment of which it has no share."""
         problem = self.problem
-        sharded = problem.sharded[:, None]
         fast, cut, whole, launch = self.model.terms(problem.signatures)
-        there, here = np.where(sharded, supported, 1.0), np.where(sharded, at, 1.0)
+        there, here = problem.by_signature(supported), problem.by_signature(at)
+        present = ~problem.sharded[:, None] | self.present[problem.segment]
         bound = fast * there >= cut * there + whole
-        sides = np.stack(
+        sides = present * np.stack(
             [np.where(bound, fast * here, 0.0), np.where(bound, 0.0, cut * here + whole), launch]
         )
         found: Array = np.moveaxis(problem.counts @ (sides * counted[:, None]), 0, -1)
@@ -212,7 +220,7 @@ class _Analysis:
     def _gain(self, of: Sensitivity, streams: TwoStreams, best: Array, before: float) -> float:
         factor = 1 + MORE if QUANTITIES[of.quantity] < 0 else 1 - MORE
         model, moves, cluster = self._with(of.quantity, of.ranks, factor)
-        moved = minimise(self.problem.priced(model, moves), self.counts, best)
+        moved = minimise(self.problem.priced(model, moves), self.present, best)
         other = streams.on(model, idle=self._idle(cluster))
         after = min(other.seconds(model.even_shares(b)) for b in (self.ratios, best, moved))
         return 1 - after / before if before > 0 else 0.0

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from hetspmd.balance.lengths import Ratios
 from hetspmd.cost.model import CostModel
-
-Ratios = tuple[float, ...]
 
 MAX_TEAMS = 6
 """Subsets of devices that are tried beside all of them."""

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     timings: dict[str, float] = {}
     plan = synthesize(
         model, example, cluster, strict=options.strict, constraints=constraints,
-        time_limit=options.time_limit, timings=timings,
+        time_limit=options.time_limit, segments=options.segments, timings=timings,
     )  # fmt: skip
     if options.plan is not None:
         plan.save(options.plan)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import Literal
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """TARGET, ``--cluster``, ``--constraints`` and ``--json``."""
+    """TARGET, ``--cluster``, ``--constraints``, ``--segments`` and ``--json``."""
     parser.add_argument(
         "target",
         metavar="TARGET",
@@ -21,8 +22,17 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         help="globs over parameters, inputs and output[i] to replicated or shard(d) (YAML or JSON)",
     )
     parser.add_argument(
+        "--segments", type=segments, default="auto", metavar="N",
+        help="parts of the model with sharding ratios of their own: a number, or auto for as many as gain (auto)",
+    )  # fmt: skip
+    parser.add_argument(
         "--json", metavar="OUT", help="write the result as JSON (-: to standard output, instead of text)"
     )
+
+
+def segments(text: str) -> int | Literal["auto"]:
+    """``auto`` or a positive whole number."""
+    return "auto" if text == "auto" else positive_count(text)
 
 
 def positive_seconds(text: str) -> float:

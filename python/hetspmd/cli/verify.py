@@ -45,7 +45,13 @@ def run(options: argparse.Namespace) -> int:
             "returns a model with weights, such as a small configuration"
         )
     report = verify(
-        model, example, cluster, dtype=options.dtype, steps=options.steps, constraints=constraints
+        model,
+        example,
+        cluster,
+        dtype=options.dtype,
+        steps=options.steps,
+        constraints=constraints,
+        segments=options.segments,
     )
     errors = {
         "loss_error": report.loss_error,

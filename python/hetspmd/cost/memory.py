@@ -33,7 +33,7 @@ class MemoryProfile:
 
     held         bytes, shape (steps + 1, devices)
     whole        bytes of tensors that every device holds whole, shape (steps + 1)
-    cut          bytes, over all devices, of tensors that are sharded, shape (steps + 1)
+    cut          bytes, over all devices, of tensors that are sharded, by segment, shape (steps + 1, segments)
     instruction  of the reference graph that runs at each step, or ran last, shape (steps + 1)
     """
 
@@ -65,10 +65,9 @@ class MemoryProfile:
         """The largest sharding ratio with which each device's capacity is kept, if it has the same share of
         every axis; below 0 if even what is whole does not fit."""
         room = capacity[None, :] - self.whole[:, None]
-        cut = np.maximum(self.cut, 1)[:, None]
-        found: Array = np.where(self.cut[:, None] > 0, room / cut, np.where(room >= 0, np.inf, -1.0)).min(
-            axis=0
-        )
+        cut = self.cut.sum(axis=1)[:, None]
+        shares = np.where(cut > 0, room / np.maximum(cut, 1), np.where(room >= 0, np.inf, -1.0))
+        found: Array = shares.min(axis=0)
         return found
 
 
@@ -163,11 +162,12 @@ class Holdings:
         units = np.concatenate([np.array(lengths.units, dtype=np.int64).reshape(-1, lengths.world), ones])
         of = np.array([*(max(a.units, 1) for a in axes), 1], dtype=np.int64)
         local = units[self._axis] * (self._amount // of[self._axis])[:, None]
-        sharded = self._axis < len(axes)
-        return MemoryProfile(
-            self._over_time(local), self._over_time(np.where(sharded, 0, self._amount)),
-            self._over_time(np.where(sharded, self._amount, 0)), self.instruction,
-        )  # fmt: skip
+        # The segment of each amount's axis; beyond the last, what is whole.
+        segment = np.array([*(a.segment for a in axes), self.theory.axes.segments], dtype=np.int64)
+        parts = np.zeros((len(self._amount), self.theory.axes.segments + 1), dtype=np.int64)
+        parts[np.arange(len(parts)), segment[self._axis]] = self._amount
+        over = self._over_time(parts)
+        return MemoryProfile(self._over_time(local), over[:, -1], over[:, :-1], self.instruction)
 
     def _over_time(self, held: Index) -> Index:
         steps = len(self.instruction)
@@ -182,7 +182,7 @@ def _axis(theory: Theory, tensor: int, form: Form) -> int:
     """Id of the axis along which a form is sharded; the number of axes for one that is whole."""
     if not is_sharded(form):
         return len(theory.axes.axes)
-    axis = theory.axes.axis(tensor, sharded_dim(form))
+    axis = theory.axes.sharded(tensor, form)
     if axis is None:
         name = theory.graph.tensors[tensor].name
         raise ValueError(f"dim {sharded_dim(form)} of {name} has no logical axis and is never sharded")

@@ -28,6 +28,7 @@ and link bandwidth b:
     grouped_broadcast, grouped_reduce   k L + E / b                     one pipelined operation per shard
     all_reduce                          2 L + 2 (n - 1) / n E / b       ring: reduce-scatter, all-gather
     all_to_all                          L + E max_j max(s_j (1 - t_j), t_j (1 - s_j)) / b
+    rebalance                           an all_to_all along one dim: :mod:`hetspmd.cost.rebalance`
 
 with s and t the shares of the source's and the target's axis: device j sends its slice but for the part that
 it keeps, and receives its new slice but for that part. Ring formulas as in Thakur, Rabenseifner and Gropp,
@@ -39,13 +40,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.measured import Curve, curve_for
+from hetspmd.cost.rebalance import rebalance_seconds
 from hetspmd.cost.terms import terms_of
 from hetspmd.cost.triples import Array, Index, Triples, triples_of
 from hetspmd.forms import Form, is_sharded, sharded_dim
@@ -62,7 +64,8 @@ class MoveForm:
 
     k counts the devices with a share, M is the largest share and X the exchanged part
     ``max_j max(s_j (1 - t_j), t_j (1 - s_j))``. ``axis`` is the axis of the shards (for all_to_all of the
-    source, with ``target_axis`` the target's); None for all_reduce.
+    source, with ``target_axis`` the target's); None for all_reduce. ``moved``: a rebalance, whose X and whose
+    seconds where the shares agree are those of :mod:`hetspmd.cost.rebalance`.
     """
 
     constant: float
@@ -71,6 +74,7 @@ class MoveForm:
     per_exchange: float = 0.0
     axis: int | None = None
     target_axis: int | None = None
+    moved: bool = False
 
 
 class CostModel:
@@ -94,7 +98,7 @@ class CostModel:
                 self._measured.setdefault(curve.kind, []).append(curve)
         self._nbytes = [t.nbytes for t in theory.graph.tensors]
         self._shares: _Shares | None = None
-        self._table: tuple[object, tuple[Array, Index, Index]] | None = None
+        self._table: tuple[object, tuple[Array, Index, Index], list[tuple[int, MoveForm]]] | None = None
 
     def dominant_dtype(self) -> str:
         """The dtype in which the graph computes most FLOPs (float32 if it computes none)."""
@@ -129,10 +133,12 @@ class CostModel:
         """
         return self._at(lengths).shares
 
-    def even_shares(self, ratios: Sequence[float] | Array) -> Array:
-        """As :meth:`shares`, for the same fractional ratios B on every axis."""
-        count = len(self.theory.axes.axes)
-        return np.concatenate([np.tile(np.asarray(ratios, float), (count, 1)), np.ones((1, self.world))])
+    def even_shares(self, ratios: Sequence[float] | Sequence[Sequence[float]] | Array) -> Array:
+        """As :meth:`shares`, for fractional ratios B: of all axes, or by segment, shape (segments, n)."""
+        axes = self.theory.axes
+        matrix = np.broadcast_to(np.asarray(ratios, float), (axes.segments, self.world))
+        rows = matrix[[axis.segment for axis in axes.axes]] if axes.axes else matrix[:0]
+        return np.concatenate([rows, np.ones((1, self.world))])
 
     def _at(self, lengths: Lengths) -> _Shares:
         if self._shares is None or self._shares.lengths is not lengths:
@@ -180,13 +186,14 @@ class CostModel:
         idle = (s == 0) | self.triples.free[signatures, None]
         return np.where(idle, 0.0, np.maximum(fast * s, cut * s + whole) + start)
 
-    def supports(self, signatures: Index, ratios: Array) -> tuple[Array, Array]:
+    def supports(self, signatures: Index, shares: Array) -> tuple[Array, Array]:
         """Slopes and constants, each (len(signatures), n), of the lines that support the rows' seconds at the
-        share ``ratios[j]`` of device j; the seconds of a share above 0 lie nowhere below them."""
+        given shares of the axes; the seconds of a share above 0 lie nowhere below them."""
         fast, cut, whole, start = self.terms(signatures)
-        sharded = (self.triples.axis[signatures] < len(self.theory.axes.axes))[:, None]
+        axis = self.triples.axis[signatures]
+        sharded = (axis < len(self.theory.axes.axes))[:, None]
         busy = ~self.triples.free[signatures, None]
-        s = np.where(sharded, ratios, 1.0)
+        s = shares[axis]
         bound = fast * s >= cut * s + whole
         slope = np.where(bound, fast, cut)
         constant = np.where(bound, 0.0, whole) + start
@@ -199,7 +206,8 @@ class CostModel:
         """``(slope, constant)`` per device: seconds are ``constant + slope * share``, exact near ``ratios``
         (default: proportional to speed) and nowhere above the seconds of a share above 0."""
         at = np.asarray(self.speeds() / self.speeds().sum() if ratios is None else ratios, float)
-        slope, constant = self.supports(np.array([self.signature(instruction, row)]), at)
+        signatures = np.array([self.signature(instruction, row)])
+        slope, constant = self.supports(signatures, self.even_shares(at))
         return tuple(map(float, slope[0])), tuple(map(float, constant[0]))
 
     def row_seconds(self, instruction: int, row: int, lengths: Lengths) -> tuple[float, ...]:
@@ -220,7 +228,7 @@ class CostModel:
 
     def alone(self) -> Array:
         """Seconds of the whole single-device step on each device."""
-        found: Array = self._whole().sum(axis=0)
+        found: Array = self.whole().sum(axis=0)
         return found
 
     def floor(self) -> float:
@@ -239,7 +247,7 @@ class CostModel:
         least = np.minimum.reduceat(every[self.triples.signature], self.triples.offset[:-1], axis=0)
         return float((weights * least).min(axis=1, initial=np.inf).sum())
 
-    def _whole(self) -> Array:
+    def whole(self) -> Array:
         """Seconds of each instruction run whole, shape (instructions, n)."""
         first = self.triples.signature[self.triples.offset[:-1]]
         return self.seconds(first, self.even_shares(np.ones(self.world)))
@@ -249,7 +257,9 @@ class CostModel:
     def move_form(self, tensor: int, source: Form, target: Form, kind: Kind) -> MoveForm:
         """A collective's seconds as a linear form. Raises ValueError for a dim that no axis shards."""
         if self.world == 1 or self.cluster.network is None:
-            return MoveForm(0.0)
+            return MoveForm(0.0, moved=kind == "rebalance")
+        if kind == "rebalance":
+            return replace(self.move_form(tensor, source, target, "all_to_all"), moved=True)
         if kind in self._measured:
             return self._measured_form(tensor, source, target, kind)
         n, latency = self.world, self.cluster.network.latency
@@ -288,6 +298,9 @@ class CostModel:
         found = []
         for source, target, kind in moves:
             form = self.move_form(tensor, source, target, kind)
+            if form.moved:
+                found.append(self.form_seconds(form, at.shares))
+                continue
             seconds = form.constant
             if form.axis is not None:
                 seconds += form.per_shard * at.filled[form.axis]
@@ -300,7 +313,8 @@ class CostModel:
     def moves_costs(self, moves: tuple[tuple[int, tuple[Form, Form, Kind]], ...], lengths: Lengths) -> Array:
         """Seconds of many collectives, each with its tensor. Their forms are kept for the next lengths."""
         if self._table is None or self._table[0] is not moves:
-            self._table = (moves, _move_table([self.move_form(t, *move) for t, move in moves]))
+            forms = [self.move_form(t, *move) for t, move in moves]
+            self._table = (moves, _move_table(forms), [(n, f) for n, f in enumerate(forms) if f.moved])
         terms, axis, target = self._table[1]
         at = self._at(lengths)
         # Beyond the last axis: no axis, which has no share and exchanges nothing.
@@ -311,6 +325,8 @@ class CostModel:
         found: Array = (
             terms[:, 0] + terms[:, 1] * filled[axis] + terms[:, 2] * largest[axis] + terms[:, 3] * exchange
         )
+        for n, form in self._table[2]:
+            found[n] = self.form_seconds(form, at.shares)
         return found
 
     def form_seconds(self, form: MoveForm, shares: Array) -> float:
@@ -318,13 +334,15 @@ class CostModel:
         if form.axis is None:
             return form.constant
         s = shares[form.axis]
+        if form.moved and form.target_axis is not None:
+            return rebalance_seconds(form.constant, form.per_exchange, s, shares[form.target_axis])
         seconds = form.constant + form.per_shard * np.count_nonzero(s) + form.per_largest * float(s.max())
         if form.target_axis is not None:
             seconds += form.per_exchange * exchanged(s, shares[form.target_axis])
         return float(seconds)
 
     def _axis(self, tensor: int, form: Form) -> int:
-        axis = self.theory.axes.axis(tensor, sharded_dim(form))
+        axis = self.theory.axes.sharded(tensor, form)
         if axis is None:
             name = self.theory.graph.tensors[tensor].name
             raise ValueError(f"dim {sharded_dim(form)} of {name} has no logical axis and is never sharded")

@@ -12,7 +12,8 @@ A collective begins when the last device has issued it and the stream is free, a
 is issued where :func:`hetspmd.synth.schedule.schedule` puts it and waited for where its result is first read
 (a slice or a mask of it counts), by the end of its graph at the latest: all of forward's have ended before
 backward begins. Rank 0 alone waits for what is only masked. With idle devices the loss, and outputs that come
-back whole, are sent between forward and backward. Steps that no result needs are not run.
+back whole, are sent between forward and backward. Steps that no result needs are not run. A copy at a cut
+between segments is no collective where the lengths agree: nobody waits.
 
 The stage model of :mod:`hetspmd.cost.step` has every device wait for every collective where it stands. The
 step is no longer than its seconds for the same steps in this order, forward before backward (what idle devices
@@ -53,7 +54,7 @@ BOUNDARY: Final = 3
 class Run:
     """One pass over the events: ``seconds[i, j]`` of computation i on active device j; ``clocks[e]``, the
     devices' clocks right before event e; the collectives' starts and ends; the clocks at the end of forward
-    and of the step."""
+    and of the step; which collectives are none at these shares."""
 
     seconds: Array
     clocks: list[Array]
@@ -61,6 +62,7 @@ class Run:
     ends: list[float]
     forward: Array
     final: Array
+    dropped: tuple[bool, ...]
 
 
 class TwoStreams:
@@ -163,6 +165,7 @@ class TwoStreams:
         seconds = self.model.seconds(self._unique, shares)[self._inverse]
         sums = np.add.reduceat(seconds, self._groups, axis=0) if len(self._groups) else seconds
         moves = [self.model.form_seconds(m, shares) for m in self._moves]
+        dropped = tuple(m.moved and s == 0 for m, s in zip(self._moves, moves, strict=True))
         clock: Array = np.zeros(self.model.world)
         forward = clock
         clocks: list[Array] = []
@@ -175,16 +178,16 @@ class TwoStreams:
                 group, done = group + 1, at
             clocks.append(clock)
             if what == START:
-                starts.append(max(free, float(clock.max())))
+                starts.append(free if dropped[collective] else max(free, float(clock.max())))
                 free = starts[-1] + moves[collective]
                 ends.append(free)
             elif what == BOUNDARY:
                 forward = clock
-            else:
+            elif not dropped[collective]:
                 clock = waited(what, clock, ends[collective])
         if done != len(self._signatures):
             clock = clock + sums[group]
-        return Run(seconds, clocks, starts, ends, forward, clock)
+        return Run(seconds, clocks, starts, ends, forward, clock, dropped)
 
 
 def waited(what: int, clock: Array, end: float) -> Array:

@@ -56,18 +56,23 @@ class StepCost:
 
 class Stages:
     """A program cut into stages: ``signatures[k]`` (of the model's triples) in stage ``stage[k]``, in program
-    order, and ``moves[i]``, the collective that begins stage i + 1."""
+    order, and ``moves[i]``, the collective that begins stage i + 1. They are of ``instructions[k]`` and of the
+    tensors ``moved[i]``."""
 
     def __init__(self, model: CostModel, program: Program) -> None:
         signatures: list[int] = []
         stage: list[int] = []
         moves: list[MoveForm] = []
+        self.instructions: list[int] = []
+        self.moved: list[int] = []
         for step in program.steps:
             if isinstance(step, Compute):
                 row = model.row_index(step.instruction, step.row)
                 signatures.append(model.signature(step.instruction, row))
                 stage.append(len(moves))
+                self.instructions.append(step.instruction)
             else:
+                self.moved.append(step.tensor)
                 moves.append(model.move_form(step.tensor, step.source, step.target, step.kind))
         self.model = model
         self.signatures: Index = np.array(signatures, dtype=np.int64)

@@ -115,7 +115,7 @@ class Timeline:
         waits = [
             (clock, what, self.transfers[c])
             for (_, what, c), clock in zip(self._streams.events, self._run.clocks, strict=True)
-            if what in (WAIT, WAIT_FIRST)
+            if what in (WAIT, WAIT_FIRST) and not self._run.dropped[c]
         ]
         found: list[Event] = []
         for rank in range(len(self.devices)):
@@ -150,7 +150,7 @@ class Timeline:
                 found[done:at] = clock + (before[done:at] - before[done])
                 done = at
             clock = arrived
-            if what in (WAIT, WAIT_FIRST):
+            if what in (WAIT, WAIT_FIRST) and not run.dropped[collective]:
                 clock = waited(what, clock, run.ends[collective])
         found[done:] = clock + (before[done:count] - before[done])
         return found
@@ -245,7 +245,7 @@ def _transfers(
     covered = np.zeros((n, 2 * count))
     whole = np.zeros((n, 2 * count + 1))
     for (_, what, c), clock in zip(streams.events, run.clocks, strict=True):
-        if what not in (WAIT, WAIT_FIRST):
+        if what not in (WAIT, WAIT_FIRST) or run.dropped[c]:
             continue
         blocked = np.flatnonzero(clock < run.ends[c])
         if what == WAIT_FIRST:

@@ -116,6 +116,9 @@ class GraphWriter:
         if target in self.produced:
             return
         source = self.need((step.tensor, step.source))
+        if step.kind == "rebalance" and self.layout.agrees(step.tensor, step.source, step.target):
+            self.produced[target] = source
+            return
         start, args = _collective(self.layout, step)
         name = self.name(step.tensor)
         pending = self.call(f"{name}_{step.kind}", start, (self.runtime, source, *args))
@@ -244,6 +247,9 @@ def _collective(layout: Layout, step: Communicate) -> tuple[Callable[..., Any], 
             collectives.start_all_gather if step.kind == "all_gather" else collectives.start_grouped_broadcast
         )
         return gather, (sharded_dim(source), layout.extents(tensor, source))
+    if step.kind == "rebalance":
+        both = layout.extents(tensor, source), layout.extents(tensor, target)
+        return collectives.start_rebalance, (sharded_dim(target), *both)
     return collectives.start_all_to_all, (
         sharded_dim(source), sharded_dim(target),
         layout.extents(tensor, source), layout.extents(tensor, target),

@@ -32,6 +32,11 @@ class Layout:
         extent = self.graph.tensors[tensor].shape[sharded_dim(form)]
         return self.lengths.extents(self.axes, tensor, form, extent)
 
+    def agrees(self, tensor: int, one: Form, other: Form) -> bool:
+        """Whether two forms that shard the same dim divide it alike."""
+        same: bool = self.extents(tensor, one) == self.extents(tensor, other)
+        return same
+
     def region(self, tensor: int, form: Form, rank: int) -> Region | None:
         """What a rank holds of a tensor; None where it holds the whole shape (Identity, All-Reduce)."""
         if not is_sharded(form):

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from hetspmd.balance.lengths import Lengths
-from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, is_sharded
+from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, is_sharded, sharded_dim
 from hetspmd.lower.constants import constant_value
 from hetspmd.lower.emit import GraphWriter, identifier
 from hetspmd.lower.idle import lower_idle
@@ -147,7 +147,7 @@ class _Lowering:
 
         def take(key: Key, compact: bool) -> fx.Node:
             taken.append((key, compact))
-            suffix = f"_shard{key[1] - 2}" if is_sharded(key[1]) else ""
+            suffix = f"_shard{sharded_dim(key[1])}" if is_sharded(key[1]) else ""
             return writer.call(f"{writer.name(key[0])}{suffix}", take_saved, (saved, len(taken) - 1))
 
         for key in crossing.whole:
@@ -224,7 +224,7 @@ class _Lowering:
     def _attribute(self, writer: GraphWriter, key: Key) -> fx.Node:
         """A constant in a form, as an attribute of the graph's module."""
         tensor, form = key
-        suffix = f"_shard{form - 2}" if is_sharded(form) else ""
+        suffix = f"_shard{sharded_dim(form)}" if is_sharded(form) else ""
         name = f"constant_{identifier(self.graph.tensors[tensor].name)}{suffix}"
         if name not in self.constants:
             value = self._value(tensor)

@@ -4,7 +4,9 @@ Keys: ``version`` (of hetspmd), ``graph`` {``instructions``, ``parameters``: num
 counted in elements}, ``search`` {``cost``, ``lower_bound``, ``gap``, ``seconds``, ``expansions``,
 ``stop_reason``}, ``cost`` {``step_seconds``, ``compute_seconds``, ``communication_seconds``,
 ``memory_bytes`` per device}, ``baselines`` (name to predicted seconds), ``ratios`` (share per device, 0 for
-an idle one; sending those the results is part of ``communication_seconds`` and no step of ``program``),
+an idle one, of several segments their mean, weighted with FLOPs; sending idle ones the results is part of
+``communication_seconds`` and no step of ``program``), ``segments`` (for each: ``ratios``, and ``modules``, the
+first and the last that it runs in forward),
 ``program`` (per step: ``call`` and ``triple`` as text; of a collective ``kind``, ``bytes`` and ``seconds``
 too), ``sensitivity`` (of the quantities that the step depends on, the greatest elasticity first: ``quantity``,
 ``ranks`` (none: the network's), ``elasticity`` of the stage model's seconds, ``gain``: the part of the predicted
@@ -20,7 +22,7 @@ from typing import Any
 
 from hetspmd._core import version
 from hetspmd.plan import Plan
-from hetspmd.report.facts import collectives
+from hetspmd.report.facts import collectives, segment_modules
 from hetspmd.report.limits import limits, limits_document
 from hetspmd.report.notation import step_text
 
@@ -53,6 +55,10 @@ def plan_json(plan: Plan, seconds: Mapping[str, float] | None = None) -> dict[st
         },
         "baselines": {name: plan.baselines[name] for name in sorted(plan.baselines)},
         "ratios": list(plan.shares),
+        "segments": [
+            {"ratios": list(row), "modules": list(modules)}
+            for row, modules in zip(plan.segment_shares, segment_modules(plan.graph), strict=True)
+        ],
         "program": _program(plan),
         **limits_document(limits(plan)),
         "seconds": wall,

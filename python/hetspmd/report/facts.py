@@ -10,7 +10,7 @@ from hetspmd.forms import IDENTITY, Form, is_sharded, sharded_dim
 from hetspmd.plan import Plan
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.program import Communicate, Compute, Kind
-from hetspmd.trace.graph import BUFFER, INPUT, PARAMETER, Graph, Parameter
+from hetspmd.trace.graph import BUFFER, INPUT, PARAMETER, REBALANCE, Graph, Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,20 @@ def tensor_roles(graph: Graph) -> tuple[str, ...]:
     if graph.loss is not None:
         roles[graph.loss] = "loss"
     return tuple(roles)
+
+
+def sent(plan: Plan) -> tuple[Collective, ...]:
+    """The collectives but for copies at cuts whose lengths agree: those are none."""
+    return tuple(c for c in collectives(plan) if c.seconds > 0 or c.step.kind != "rebalance")
+
+
+def segment_modules(graph: Graph) -> tuple[tuple[str, str], ...]:
+    """The first and the last module that each segment runs in forward."""
+    found: list[list[str]] = [[] for _ in range(graph.segment_count)]
+    for i, instruction in enumerate(graph.instructions):
+        if instruction.phase == "forward" and instruction.source and instruction.op != REBALANCE:
+            found[graph.segments[i] if graph.segments else 0].append(instruction.source)
+    return tuple((names[0], names[-1]) if names else ("", "") for names in found)
 
 
 def stored_forms(plan: Plan) -> dict[int, Form]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hetspmd.balance.problem import Room
 from hetspmd.balance.sensitivity import MORE, QUANTITIES, Quantity, Sensitivity, sensitivities
 from hetspmd.cost.memory import memory_profile
 from hetspmd.cost.overlap import TwoStreams
@@ -44,11 +45,11 @@ def limits(plan: Plan) -> Limits:
     fractional = streams.seconds(model.even_shares(plan.ratios))
     whole = streams.seconds(model.shares(plan.lengths))
     memory = np.array([device.memory for device in model.cluster.devices])
-    most = None
+    room = None
     if np.isfinite(memory).any():
-        most = memory_profile(plan.theory, program, plan.lengths).largest_shares(memory)
+        room = Room.of(memory_profile(plan.theory, program, plan.lengths), memory)
     found = sensitivities(
-        model, program, plan.ratios, cluster=plan.cluster, active=plan.active, most=most, streams=streams
+        model, program, plan.ratios, cluster=plan.cluster, active=plan.active, room=room, streams=streams
     )
     return Limits(found, fractional, whole / fractional - 1 if fractional > 0 else 0.0)
 

@@ -36,6 +36,8 @@ def program_text(plan: Plan) -> str:
             cost = costs[position]
             seconds = quantity_text(cost.seconds, "seconds")
             note = f"{quantity_text(cost.nbytes, 'bytes')}, {seconds}, {cost.role}"
+            if step.kind == "rebalance" and cost.seconds == 0:
+                note = "nothing is sent: the lengths agree"
         lines.append(f"{call:<{_CALL}}  {triple:<{_TRIPLE}}  # {note}".rstrip())
     return "\n".join(lines)
 

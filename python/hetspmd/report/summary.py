@@ -6,7 +6,7 @@ from hetspmd.cost.quantities import quantity_text
 from hetspmd.cost.step import idle_seconds
 from hetspmd.forms import is_sharded, sharded_dim
 from hetspmd.plan import Plan
-from hetspmd.report.facts import by_kind, collectives, storage
+from hetspmd.report.facts import by_kind, segment_modules, sent, storage
 from hetspmd.report.limits import limits, limits_text
 from hetspmd.report.notation import tensor_text
 from hetspmd.report.tables import shortened, table
@@ -37,18 +37,23 @@ def _cluster(plan: Plan) -> str:
 
 def _devices(plan: Plan) -> str:
     cost = plan.cost
+    several = plan.segment_shares if len(plan.ratios) > 1 else ()
     rows = [
         [
             str(rank),
             device.name,
             f"{100 * share:.1f} %" if rank in plan.active else "idle",
+            *(f"{100 * row[rank]:.1f} %" if rank in plan.active else "" for row in several),
             _seconds(cost.per_device_compute[rank]),
             _bytes(cost.memory_bytes[rank]),
         ]
         for rank, (device, share) in enumerate(zip(plan.cluster.devices, plan.shares, strict=True))
     ]
-    header = ["rank", "device", "share", "computes", "peak memory"]
-    text = "Sharding ratios\n" + table(header, rows, right=(2, 3, 4))
+    names = [f"segment {s}" for s in range(len(several))]
+    header = ["rank", "device", "share", *names, "computes", "peak memory"]
+    text = "Sharding ratios\n" + table(header, rows, right=tuple(range(2, len(header))))
+    for s, (first, last) in enumerate(segment_modules(plan.graph)[: len(several)]):
+        text += f"\n  segment {s}: {first or 'the model'} to {last or 'the model'}"
     if plan.idle:
         seconds = idle_seconds(plan.graph, plan.program, plan.cluster, plan.active)
         text += (
@@ -90,7 +95,7 @@ def _shape(shapes: tuple[tuple[int, ...], ...]) -> str:
 
 
 def _collectives(plan: Plan) -> str:
-    found = collectives(plan)
+    found = sent(plan)
     if not found:
         return "Collectives: none"
     rows = [

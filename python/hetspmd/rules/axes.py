@@ -5,6 +5,10 @@ carries them, and a gradient like its parameter. Union-find over ``(tensor, dim)
 instructions gives the axes. An axis has ``units`` = gcd of the sizes of all factors on it; a dim of extent E on
 it has a unit of E / units elements, and a device that holds the units ``[u, v)`` holds the elements
 ``[u, v) * E / units`` of it.
+
+A cut between segments (:mod:`hetspmd.trace.cuts`) does not join the axes of a tensor and of its copy: each segment
+divides its own at its own ratios. They are *kin*, and have as many units as they would have as one axis, so that
+they have equal lengths at equal ratios.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
+from hetspmd.forms import Form, is_before_cut, sharded_dim
 from hetspmd.rules.rule import Cut, Factor, OpRule
-from hetspmd.trace.graph import Graph
+from hetspmd.trace.graph import REBALANCE, Graph
 
 Member = tuple[int, int]
 """(tensor id, dim)."""
@@ -22,23 +27,37 @@ Member = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A logical axis: ``units`` indivisible units, shared by the ``members`` (tensor id, dim)."""
+    """A logical axis: ``units`` indivisible units, shared by the ``members`` (tensor id, dim), all of one
+    ``segment``. ``kin``: the first of the axes that cuts tell from each other, itself where there are none."""
 
     id: int
     units: int
     members: tuple[Member, ...]
+    segment: int
+    kin: int
 
 
 @dataclass(frozen=True)
 class Axes:
-    """All logical axes of a graph, ``axes[i].id == i``, in order of their first member."""
+    """All logical axes of a graph, ``axes[i].id == i``, in order of their first member.
+
+    ``of``: the axis of a dim. ``copied``: of a dim of a copy at a cut, the axis of that dim of the tensor copied.
+    """
 
     axes: tuple[Axis, ...]
     of: Mapping[Member, int]
+    copied: Mapping[Member, int]
+    segments: int = 1
 
     def axis(self, tensor: int, dim: int) -> Axis | None:
         """The axis of a dim; None if no factor ever cuts it."""
         found = self.of.get((tensor, dim))
+        return None if found is None else self.axes[found]
+
+    def sharded(self, tensor: int, form: Form) -> Axis | None:
+        """The axis along which a sharded form divides a tensor; None if no factor ever cuts that dim."""
+        member = tensor, sharded_dim(form)
+        found = (self.copied if is_before_cut(form) else self.of).get(member)
         return None if found is None else self.axes[found]
 
 
@@ -79,8 +98,10 @@ def logical_axes(graph: Graph, rules: Mapping[int, OpRule]) -> Axes:
     for id_, rule in rules.items():
         cuts = cuts_of.get(id(rule))
         if cuts is None:
-            cuts = cuts_of[id(rule)] = [(f.size, factor_cuts(f)) for f in rule.factors]
+            cuts = cuts_of[id(rule)] = [(f.size, factor_cuts(f)) for f in rule.factors if f.nameable]
         instruction = graph.instructions[id_]
+        if instruction.op == REBALANCE:
+            continue
         starts = [first_of[t] for t in (*instruction.inputs, *instruction.outputs)]
         for size, places in cuts:
             root = -1
@@ -100,11 +121,44 @@ def logical_axes(graph: Graph, rules: Mapping[int, OpRule]) -> Axes:
                     if parent[gradient] < 0:
                         parent[gradient] = gradient
                     join(stored, gradient)
+    copies = [(i.inputs[0], i.outputs[0]) for i in graph.instructions if i.op == REBALANCE]
+    copied = [
+        (t, copy, d, find(first_of[t] + d), find(first_of[copy] + d))
+        for t, copy in copies
+        for d in range(len(graph.tensors[t].shape))
+        if parent[first_of[t] + d] >= 0 and parent[first_of[copy] + d] >= 0
+    ]
+    kin = _kin(units, [(a, b) for *_, a, b in copied])
     groups: dict[int, list[Member]] = {}
     for tensor in graph.tensors:
         for dim in range(len(tensor.shape)):
             member = first_of[tensor.id] + dim
             if parent[member] >= 0:
                 groups.setdefault(find(member), []).append((tensor.id, dim))
-    axes = tuple(Axis(i, units[root], tuple(members)) for i, (root, members) in enumerate(groups.items()))
-    return Axes(axes, {m: axis.id for axis in axes for m in axis.members})
+    number = {root: i for i, root in enumerate(groups)}
+    axes = tuple(
+        Axis(i, units[root], tuple(members), graph.segment(members[0][0]), number[kin.get(root, root)])
+        for i, (root, members) in enumerate(groups.items())
+    )
+    of = {m: axis.id for axis in axes for m in axis.members}
+    before = {(copy, d): number[a] for _, copy, d, a, _ in copied}
+    return Axes(axes, of, before, graph.segment_count)
+
+
+def _kin(units: list[int], pairs: list[tuple[int, int]]) -> dict[int, int]:
+    """Roots to the least root that chains of ``pairs`` lead to; all of them get the gcd of their units."""
+    least: dict[int, int] = {}
+
+    def find(root: int) -> int:
+        while least.setdefault(root, root) != root:
+            root = least[root]
+        return root
+
+    for a, b in pairs:
+        low, high = sorted((find(a), find(b)))
+        least[high] = low
+        units[low] = gcd(units[low], units[high])
+    found = {root: find(root) for root in least}
+    for root, low in found.items():
+        units[root] = units[low]
+    return found

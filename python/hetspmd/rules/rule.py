@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hetspmd.errors import RuleError
-from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather, form_text
+from hetspmd.forms import ALL_REDUCE, DIMS, IDENTITY, Form, all_gather, form_text
 from hetspmd.rules.kernels import empty_shards
 from hetspmd.trace.graph import DEVICE, Argument, DType, Graph, Instruction, Ref, map_refs
 
@@ -102,6 +102,12 @@ class Factor:
     size: int
     inputs: tuple[Place, ...]
     outputs: tuple[Place, ...]
+
+    @property
+    def nameable(self) -> bool:
+        """Whether forms can say that it is divided: no tensor is cut along a dim beyond the first ``DIMS``."""
+        places = (*self.inputs, *self.outputs)
+        return all(place.dim < DIMS for place in places if isinstance(place, Cut))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +234,7 @@ class OpRule:
         n_in, n_out = len(call.inputs), len(call.outputs)
         rows = [Row("always", (IDENTITY,) * n_in, (IDENTITY,) * n_out)]
         for index, f in enumerate(self.factors):
-            if f.size < 2:
+            if f.size < 2 or not f.nameable:
                 continue
             pre, post = tuple(map(_form, f.inputs)), tuple(map(_form, f.outputs))
             rows.append(Row(f.name, pre, post, index))

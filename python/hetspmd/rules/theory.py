@@ -14,12 +14,12 @@ from functools import cached_property
 from typing import Any
 
 from hetspmd.errors import MissingRuleError, MissingRuleWarning
-from hetspmd.forms import IDENTITY, all_gather
+from hetspmd.forms import IDENTITY, all_gather, before_cut, is_sharded, sharded_dim
 from hetspmd.rules.axes import Axes, factor_cuts, logical_axes
 from hetspmd.rules.registry import rule_for
 from hetspmd.rules.rule import Call, OpRule, Row, call_of
 from hetspmd.trace.collector import collector_paused
-from hetspmd.trace.graph import PARAMETER, Argument, Graph, Instruction, Ref
+from hetspmd.trace.graph import PARAMETER, REBALANCE, Argument, Graph, Instruction, Ref
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,16 @@ class _Kind:
         return tuple((row, place) for row, place in found if row.factor is None or place is not None)
 
 
-def derive(graph: Graph, *, strict: bool = False) -> Theory:
+def derive(graph: Graph, *, strict: bool = False, quiet: bool = False) -> Theory:
     """The theory of ``graph``.
 
     Raises MissingRuleError under ``strict`` if an op has no rule, RuleError if a rule does not fit its call;
-    otherwise warns once (MissingRuleWarning) about all ops without a rule.
+    otherwise warns once (MissingRuleWarning) about all ops without a rule, if not ``quiet``.
     """
     with collector_paused():
         kinds = _kinds(graph)
         missing = [id_ for id_, kind in kinds.items() if not kind.known]
-        if missing:
+        if missing and not quiet:
             _report_missing(graph, missing, strict)
         return _theory(graph, kinds, tuple(missing))
 
@@ -95,11 +95,12 @@ def _theory(graph: Graph, kinds: Mapping[int, _Kind], missing: tuple[int, ...]) 
     rows: list[tuple[Row, ...]] = []
     row_axes: list[tuple[int | None, ...]] = []
     for instruction in graph.instructions:
-        pairs = (
-            _source_rows(graph, instruction, axes)
-            if instruction.is_source
-            else _op_rows(instruction, kinds[instruction.id], axes)
-        )
+        if instruction.is_source:
+            pairs = _source_rows(graph, instruction, axes)
+        else:
+            pairs = _op_rows(instruction, kinds[instruction.id], axes)
+        if instruction.op == REBALANCE:
+            pairs = _copying(pairs, instruction, axes)
         rows.append(tuple(row for row, _ in pairs))
         row_axes.append(tuple(axis for _, axis in pairs))
     calls = {id_: kind.call for id_, kind in kinds.items()}
@@ -164,6 +165,20 @@ def _op_rows(instruction: Instruction, kind: _Kind, axes: Axes) -> list[tuple[Ro
         if axis is not None and axis.units >= 2:
             pairs.append((row, axis.id))
     return pairs
+
+
+def _copying(
+    pairs: list[tuple[Row, int | None]], instruction: Instruction, axes: Axes
+) -> list[tuple[Row, int | None]]:
+    """The rows of a cut: a shard is copied as it is, with the lengths of the segment that it comes from."""
+    (tensor,) = instruction.outputs
+    found: list[tuple[Row, int | None]] = []
+    for row, axis in pairs:
+        if not is_sharded(row.post[0]):
+            found.append((row, axis))
+        elif axes.sharded(tensor, copied := before_cut(sharded_dim(row.post[0]))) is not None:
+            found.append((Row(row.name, row.pre, (copied,)), axis))
+    return found
 
 
 def _report_missing(graph: Graph, missing: list[int], strict: bool) -> None:

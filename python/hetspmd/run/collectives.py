@@ -237,6 +237,32 @@ def start_all_to_all(
     return Pending((work,), finish, comm)
 
 
+def start_rebalance(
+    runtime: Runtime, tensor: torch.Tensor, dim: int, source_extents: Sequence[int],
+    target_extents: Sequence[int],
+) -> Pending:  # fmt: skip
+    """All-Gather(dim) in other extents: slices stay in rank order, so that each rank sends to its neighbours what
+    its new slice has no part of, and keeps what both have."""
+    comm = runtime.communicator
+    if comm.world == 1 or _whole(tensor, dim, source_extents) == 0:
+        shape = (*tensor.shape[:dim], target_extents[comm.rank], *tensor.shape[dim + 1 :])
+        return Pending((), lambda: tensor if comm.world == 1 else tensor.new_empty(shape))
+    comm.settle()
+    front = tensor.movedim(dim, 0).contiguous()
+    row = front.shape[1:].numel() * _byte_factor(tensor.dtype)
+    before, after = _ranges(source_extents), _ranges(target_extents)
+    splits = [_common(before[comm.rank], place) * row for place in after]
+    output_splits = [_common(place, after[comm.rank]) * row for place in before]
+    received = tensor.new_empty((target_extents[comm.rank], *front.shape[1:]))
+    work = comm.all_to_all(movable(received), movable(front), output_splits, splits)
+    return Pending((work,), lambda: _back(received, dim), comm)
+
+
+def _common(one: tuple[int, int], other: tuple[int, int]) -> int:
+    """How many elements two ranges ``(start, extent)`` have in common."""
+    return max(0, min(one[0] + one[1], other[0] + other[1]) - max(one[0], other[0]))
+
+
 def _ranges(extents: Sequence[int]) -> list[tuple[int, int]]:
     """(start, extent) of each rank."""
     return [(stop - extent, extent) for stop, extent in zip(accumulate(extents), extents, strict=True)]

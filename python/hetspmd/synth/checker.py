@@ -4,7 +4,8 @@ It knows the background theory and nothing of search, cost or lowering. It walks
 reference tensor e the set of forms I with ``e | I`` proved so far, and demands of
 
 - a computation, that its triple is in the theory and its precondition is proved;
-- a communication, that it is one of HAP Fig. 9 (or the grouped spelling of one) and its source is proved;
+- a communication, that it is one of HAP Fig. 9 (or the grouped spelling of one), or gives a copy at a cut its own
+  segment's lengths, and its source is proved;
 - the end, ``loss | Identity`` (which implies HAP's ``loss | All-Reduce``), every ``gradient | stored form
   of its parameter``, every ``updated buffer | Identity`` and every output in the form that is claimed.
 
@@ -17,7 +18,7 @@ from hetspmd.errors import ProofError
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.program import Communicate, Compute, Program, Result
 
-_WHOLE, _SUMMANDS = 0, 1
+_WHOLE, _SUMMANDS, _COPIED = 0, 1, 16
 
 
 def check(theory: Theory, program: Program) -> int:
@@ -69,7 +70,7 @@ class _Proof:
         where = f"step {position} ({step.kind} of {self.name(step.tensor)})"
         if step.source not in self.proved.get(step.tensor, set()):
             raise ProofError(f"{where}: {_text(step.source)} is not proved before it")
-        sharded_source, sharded_target = step.source >= 2, step.target >= 2
+        sharded_source, sharded_target = 2 <= step.source < _COPIED, 2 <= step.target < _COPIED
         right = {
             "all_reduce": step.source == _SUMMANDS and step.target == _WHOLE,
             "reduce_scatter": step.source == _SUMMANDS and sharded_target,
@@ -77,12 +78,13 @@ class _Proof:
             "all_gather": sharded_source and step.target == _WHOLE,
             "grouped_broadcast": sharded_source and step.target == _WHOLE,
             "all_to_all": sharded_source and sharded_target and step.source != step.target,
+            "rebalance": step.source >= _COPIED and step.target == step.source - _COPIED + 2,
         }
         if not right.get(step.kind, False):
             raise ProofError(f"{where}: it cannot turn {_text(step.source)} into {_text(step.target)}")
         for form in (step.source, step.target):
-            if form >= 2 and self.theory.axes.axis(step.tensor, form - 2) is None:
-                raise ProofError(f"{where}: dim {form - 2} lies on no logical axis, so it has no lengths")
+            if form >= 2 and self.theory.axes.sharded(step.tensor, form) is None:
+                raise ProofError(f"{where}: {_text(form)} lies on no logical axis, so it has no lengths")
         self.proved[step.tensor].add(step.target)
 
     def conclude(self, program: Program) -> None:
@@ -116,7 +118,8 @@ class _Proof:
             *program.gradients,
             *program.buffers,
         ):
-            cut = result.form >= 2 and self.theory.axes.axis(result.tensor, result.form - 2) is not None
+            own = 2 <= result.form < _COPIED
+            cut = own and self.theory.axes.axis(result.tensor, result.form - 2) is not None
             possible = cut or result.form == _WHOLE
             if not possible or not self.holds(result.tensor, result.form):
                 raise ProofError(
@@ -127,4 +130,4 @@ class _Proof:
 def _text(form: int) -> str:
     if form < 2:
         return ("Identity", "All-Reduce")[form]
-    return f"All-Gather({form - 2})"
+    return f"All-Gather({form - 2})" if form < _COPIED else f"All-Gather({form - _COPIED})'"

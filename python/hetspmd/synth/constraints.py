@@ -173,11 +173,12 @@ def _obstacle(theory: Theory, tensor: int, form: Form) -> str:
 
 
 def batch_axes(theory: Theory) -> frozenset[int]:
-    """Logical axes of dim 0 of the inputs: the samples."""
+    """Logical axes of dim 0 of the inputs, in whatever segment: the samples."""
     found = (
         theory.axes.axis(i.tensor, 0) for i in theory.graph.inputs if theory.graph.tensors[i.tensor].shape
     )
-    return frozenset(axis.id for axis in found if axis is not None)
+    kin = {axis.kin for axis in found if axis is not None}
+    return frozenset(axis.id for axis in theory.axes.axes if axis.kin in kin)
 
 
 def _batch_rows(theory: Theory) -> RowFilter:

@@ -37,7 +37,7 @@ from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.memory import OPTIMIZER_BYTES, MemoryProfile, memory_profile
 from hetspmd.cost.model import Array, CostModel, Index
 from hetspmd.errors import MemoryLimitError, SearchError
-from hetspmd.forms import is_sharded, sharded_dim
+from hetspmd.forms import is_sharded
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.pricing import Prices
 from hetspmd.synth.search import Found, Limits, Progress, Searcher
@@ -207,7 +207,7 @@ def graph_source(theory: Theory, tensor: int) -> bool:
 
 def axis_of(theory: Theory, tensor: int, form: int) -> int:
     """Id of the axis along which a form is sharded; the number of axes for one that is whole or has none."""
-    axis = theory.axes.axis(tensor, sharded_dim(form)) if is_sharded(form) else None
+    axis = theory.axes.sharded(tensor, form) if is_sharded(form) else None
     return len(theory.axes.axes) if axis is None else axis.id
 
 

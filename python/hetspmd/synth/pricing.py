@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.model import Array, CostModel, Index
-from hetspmd.forms import Form, is_sharded, sharded_dim
+from hetspmd.forms import Form, is_sharded
 from hetspmd.synth.space import Move, Space
 
 Costs = npt.NDArray[np.int64]
@@ -93,7 +93,7 @@ class Pricing:
         pairs = 0
 
         def axis(tensor: int, form: Form) -> int | None:
-            found = axes.axis(tensor, sharded_dim(form)) if is_sharded(form) else None
+            found = axes.sharded(tensor, form) if is_sharded(form) else None
             return None if found is None else found.id
 
         for t in self.tensors:

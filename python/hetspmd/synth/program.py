@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, is_sharded
+from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather, before_cut, is_sharded, sharded_dim
 from hetspmd.rules.rule import Row
 
 Kind = Literal[
-    "all_reduce", "reduce_scatter", "grouped_reduce", "all_gather", "grouped_broadcast", "all_to_all"
-]
+    "all_reduce", "reduce_scatter", "grouped_reduce", "all_gather", "grouped_broadcast", "all_to_all",
+    "rebalance",
+]  # fmt: skip
 
 KIND_TEXT: dict[Kind, str] = {
     "all_reduce": "All-Reduce",
@@ -19,6 +20,7 @@ KIND_TEXT: dict[Kind, str] = {
     "all_gather": "All-Gather",
     "grouped_broadcast": "Grouped-Broadcast",
     "all_to_all": "All-To-All",
+    "rebalance": "Rebalance",
 }
 
 
@@ -65,10 +67,13 @@ class Program:
     buffers: tuple[Result, ...]
 
 
-def communications(dims: tuple[int, ...], *, summable: bool) -> tuple[tuple[Form, Form, Kind], ...]:
+def communications(
+    dims: tuple[int, ...], *, summable: bool, copied: tuple[int, ...] = ()
+) -> tuple[tuple[Form, Form, Kind], ...]:
     """All communications of a tensor whose dims ``dims`` may be sharded (HAP Fig. 9).
 
-    ``summable``: whether the tensor may be All-Reduce (not for bool).
+    ``summable``: whether the tensor may be All-Reduce (not for bool). ``copied``: dims along which it may be a copy
+    with the lengths of another segment, from which an all-to-all makes its own (HAP 5.2).
     """
     found: list[tuple[Form, Form, Kind]] = []
     forms = tuple(2 + d for d in dims)
@@ -81,12 +86,15 @@ def communications(dims: tuple[int, ...], *, summable: bool) -> tuple[tuple[Form
         found.append((f, IDENTITY, "all_gather"))
         found.append((f, IDENTITY, "grouped_broadcast"))
         found.extend((f, g, "all_to_all") for g in forms if g != f)
+    found.extend((before_cut(d), all_gather(d), "rebalance") for d in copied)
     return tuple(found)
 
 
 def communication_text(step: Communicate, name: str) -> str:
     """``All-Gather(e3, 0)`` as in HAP Fig. 8."""
-    dims = [str(f - 2) for f in (step.source, step.target) if is_sharded(f)]
+    dims = [str(sharded_dim(f)) for f in (step.source, step.target) if is_sharded(f)]
+    if step.kind == "rebalance":
+        dims.pop()
     return f"{KIND_TEXT[step.kind]}({', '.join([name, *dims])})"
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hetspmd.errors import InfeasibleError
-from hetspmd.forms import IDENTITY, Form, all_gather, form_text
+from hetspmd.forms import IDENTITY, Form, all_gather, form_text, is_before_cut, sharded_dim
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.constraints import Constraints, batch_axes
@@ -204,12 +204,13 @@ def _moves(
         dims = tuple(
             d for d in range(len(e.shape)) if (a := theory.axes.axis(e.id, d)) is not None and a.units >= 2
         )
-        key = (dims, e.dtype != "bool", frozenset(produced[e.id]), frozenset(wanted[e.id]))
+        copied = tuple(sorted(sharded_dim(form) for form in produced[e.id] if is_before_cut(form)))
+        key = (dims, copied, e.dtype != "bool", frozenset(produced[e.id]), frozenset(wanted[e.id]))
         moves = known.get(key)
         if moves is None:
             moves = known[key] = tuple(
                 (source, target, kind)
-                for source, target, kind in communications(dims, summable=e.dtype != "bool")
+                for source, target, kind in communications(dims, summable=e.dtype != "bool", copied=copied)
                 if source in produced[e.id]
                 and (target in wanted[e.id] or (target == IDENTITY and wanted[e.id]))
             )

@@ -20,6 +20,8 @@ TANGENT: Final = "hetspmd.tangent"
 CONSTANT: Final = "hetspmd.constant"
 SECOND_READ: Final = "aten.alias.default"
 """How the backward reads a parameter that the forward has read (:mod:`hetspmd.trace.reread`)."""
+REBALANCE: Final = "hetspmd.rebalance.default"
+"""The copy of a tensor for another segment, to whose lengths it moves (:mod:`hetspmd.trace.cuts`)."""
 SOURCES: Final = (PARAMETER, BUFFER, INPUT, TANGENT, CONSTANT)
 
 
@@ -180,6 +182,7 @@ class Graph:
     ``tensors[i].id == i`` and ``instructions[i].id == i``; constants' private tensors have ids too.
     ``loss`` is the tensor id of the scalar loss (None: forward only); ``tangent`` its incoming gradient.
     ``input_spec`` (of ``(args, kwargs)``) and ``output_spec`` are pytree specs in torch's text form.
+    ``segments[i]`` is the segment of instruction i (HAP 5.2); () where all are in one.
     """
 
     tensors: tuple[Tensor, ...]
@@ -195,6 +198,17 @@ class Graph:
     input_spec: str
     output_spec: str
     training: bool = True
+    segments: tuple[int, ...] = ()
+
+    @property
+    def segment_count(self) -> int:
+        """How many segments there are."""
+        return max(self.segments, default=0) + 1
+
+    def segment(self, tensor: int) -> int:
+        """The segment of a tensor: that of its producer; 0 for a constant's private tensor."""
+        producer = self.producers.get(tensor)
+        return self.segments[producer] if self.segments and producer is not None else 0
 
     def producer(self, tensor: int) -> Instruction:
         """The instruction that produces a tensor."""
@@ -251,7 +265,8 @@ class Graph:
                 keep.add(instruction.id)
                 wanted.update(instruction.inputs)
         kept = tuple(replace(i, id=n) for n, i in enumerate(j for j in self.instructions if j.id in keep))
-        return replace(self, instructions=kept, outputs=outputs)
+        segments = tuple(s for j, s in zip(self.instructions, self.segments, strict=False) if j.id in keep)
+        return replace(self, instructions=kept, outputs=outputs, segments=segments)
 
     def __str__(self) -> str:
         return "\n".join(instruction_text(self, i) for i in self.instructions)

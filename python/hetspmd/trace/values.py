@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.graph import DEVICE, Argument, DType, Marker, Ref
+from hetspmd.trace.graph import DEVICE, REBALANCE, Argument, DType, Marker, Ref
 
 _LAYOUTS = {"strided": torch.strided, "sparse_coo": torch.sparse_coo}
 _MEMORY_FORMATS = {
@@ -61,6 +61,8 @@ def to_torch(value: Argument, device: torch.device) -> Any:
 
 def torch_op(name: str) -> Any:
     """The op overload called ``namespace.op.overload``. Raises TraceError if torch does not have it."""
+    if name == REBALANCE:
+        return torch.ops.aten.alias.default
     namespace, op, overload = name.split(".")
     try:
         return getattr(getattr(getattr(torch.ops, namespace), op), overload)

@@ -1,0 +1,82 @@
+"""Cuts between segments: each tensor that another segment reads is copied for it (HAP 5.2).
+
+A segment has sharding ratios of its own. In :func:`with_cuts` an explicit identity, :data:`REBALANCE`, stands on
+every edge of the graph that leaves a segment; its rule lets the copy's slices have other lengths than the
+original's, for the price of an all-to-all, which is none where the lengths agree. All readers of a tensor in one
+segment share its copy. So every dim of every tensor is divided by the ratios of one segment, its producer's.
+
+A parameter and its gradient are stored alike: a gradient that comes from another segment than its parameter's (of a
+tied parameter) is copied too. A tensor that cannot be divided needs no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from hetspmd.trace.graph import REBALANCE, Argument, Graph, Instruction, Ref, Tensor, map_refs
+
+
+def with_cuts(graph: Graph, segments: Sequence[int], divisible: Callable[[int], bool]) -> Graph:
+    """The graph with instruction i in ``segments[i]``, and cuts between the segments.
+
+    ``divisible``: whether a tensor can be sharded. Tensors keep their ids; copies come last. Raises ValueError for
+    another number of segments than instructions, or a graph that has cuts already.
+    """
+    if len(segments) != len(graph.instructions) or graph.segments:
+        raise ValueError(f"{len(segments)} segments for {len(graph.instructions)} instructions without cuts")
+    tensors = list(graph.tensors)
+    home = {t: segments[i.id] for i in graph.instructions for t in i.outputs if t >= 0}
+    stored: dict[int, list[int]] = {}
+    for p in graph.parameters:
+        if p.gradient is not None:
+            stored.setdefault(p.gradient, []).append(home[p.tensor])
+    copies: dict[tuple[int, int], int] = {}
+    instructions: list[Instruction] = []
+    found: list[int] = []
+
+    def append(instruction: Instruction, segment: int) -> None:
+        instructions.append(replace(instruction, id=len(instructions)))
+        found.append(segment)
+
+    def copy(tensor: int, segment: int, reader: Instruction) -> int:
+        if home[tensor] == segment or not divisible(tensor):
+            return tensor
+        known = copies.get((tensor, segment))
+        if known is None:
+            source = graph.tensors[tensor]
+            known = copies[tensor, segment] = len(tensors)
+            name = f"{source.name} for segment {segment}"
+            tensors.append(Tensor(known, name, source.shape, source.dtype))
+            made = Instruction(
+                0, name, REBALANCE, (Ref(tensor),), (), (tensor,), (known,), reader.phase, reader.source
+            )
+            append(made, segment)
+        return known
+
+    for instruction in graph.instructions:
+        segment = segments[instruction.id]
+        read = {t: copy(t, segment, instruction) for t in dict.fromkeys(instruction.inputs)}
+
+        def changed(reference: Ref, read: dict[int, int] = read) -> Argument:
+            return Ref(read[reference.id])
+
+        if any(t != new for t, new in read.items()):
+            instruction = replace(
+                instruction,
+                args=tuple(map_refs(a, changed) for a in instruction.args),
+                kwargs=tuple((k, map_refs(a, changed)) for k, a in instruction.kwargs),
+                inputs=tuple(read[t] for t in instruction.inputs),
+            )
+        append(instruction, segment)
+        for t in instruction.outputs:
+            for place in stored.get(t, ()):
+                copy(t, place, instruction)
+    parameters = tuple(
+        p if p.gradient is None else replace(p, gradient=copies.get((p.gradient, home[p.tensor]), p.gradient))
+        for p in graph.parameters
+    )
+    return replace(
+        graph, tensors=tuple(tensors), instructions=tuple(instructions), parameters=parameters,
+        segments=tuple(found),
+    )  # fmt: skip

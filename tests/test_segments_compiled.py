@@ -1,0 +1,238 @@
+"""How many segments a plan has is decided by cost, and such plans do all that others do."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hetspmd
+from hetspmd.cost.cluster import Cluster
+from hetspmd.errors import ConstraintError, PlanError
+from hetspmd.forms import is_sharded
+from hetspmd.plan import Plan
+from hetspmd.report import plan_json, program_text
+from hetspmd.run.module import HAP
+from hetspmd.run.simulate import run_ranks
+from hetspmd.synth.program import Communicate
+from workbench import traced
+
+
+class Contrast(nn.Module):
+    """Layers that are bound by FLOPs, then layers that are bound by memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.ModuleList(nn.Linear(48, 48) for _ in range(2))
+        self.light = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Sigmoid(), nn.SiLU()) for _ in range(2))
+        self.head = nn.Linear(48, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for layer in self.dense:
+            x = layer(x)
+        for block in self.light:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+def batch(rows: int = 80) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return {
+        "x": torch.randn(rows, 48, generator=g, dtype=torch.float64),
+        "labels": torch.randint(5, (rows,), generator=g),
+    }
+
+
+def unlike(bandwidth: str = "10TB/s") -> Cluster:
+    """A device that computes quickly, one that reads memory quickly, and one that does neither."""
+    devices = [
+        {"name": "computes", "flops": 8e9, "memory_bandwidth": 1e9, "launch": 1e-9},
+        {"name": "reads", "flops": 1e9, "memory_bandwidth": 8e9, "launch": 1e-9},
+        {"name": "weak", "flops": 1e9, "memory_bandwidth": 1e9, "launch": 1e-9},
+    ]
+    return Cluster.load({"devices": devices, "network": {"bandwidth": bandwidth, "latency": "1ns"}})
+
+
+@cache
+def compiled(segments: Any = "auto", bandwidth: str = "10TB/s") -> Plan:
+    return hetspmd.compile(Contrast().double(), batch(), unlike(bandwidth), segments=segments)
+
+
+def moved(plan: Plan) -> list[Communicate]:
+    return [
+        s for s in plan.program.steps
+        if isinstance(s, Communicate) and s.kind == "rebalance"
+        and plan.costs.move_seconds(s.tensor, s.source, s.target, s.kind, plan.lengths) > 0
+    ]  # fmt: skip
+
+
+def test_segments_where_they_gain() -> None:
+    plan, one = compiled(), compiled(1)
+    assert len(one.ratios) == 1
+    assert len(plan.ratios) > 1
+    assert moved(plan)
+    assert plan.cost.step_seconds < 0.97 * one.cost.step_seconds
+    assert plan.baselines["one_segment"] == pytest.approx(one.cost.step_seconds, rel=1e-12)
+    first, last = plan.ratios[0], plan.ratios[-1]
+    assert first[0] > last[0]
+    assert first[1] < last[1]
+
+
+def test_one_segment_where_a_cut_costs_more_than_it_gains() -> None:
+    plan, one = compiled("auto", "1MB/s"), compiled(1, "1MB/s")
+    assert len(plan.ratios) == 1
+    assert plan.to_json() == one.to_json()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_never_worse_than_one_segment(seed: int) -> None:
+    dice = np.random.default_rng(seed)
+    name = ("bert", "vgg19", "dlrm", "gpt2")[seed]
+    devices = [
+        {"name": f"d{j}", "flops": float(10 ** dice.uniform(8, 9.5)), "launch": 1e-8,
+         "memory_bandwidth": float(10 ** dice.uniform(8, 9.5)), "memory": "16GiB"}
+        for j in range(3)
+    ]  # fmt: skip
+    cluster = Cluster.load({"devices": devices, "network": {"bandwidth": "100GB/s", "latency": "1us"}})
+    entry = traced(name)
+    best = hetspmd.compile(entry.model, entry.example, cluster, loss=entry.loss)
+    one = hetspmd.compile(entry.model, entry.example, cluster, loss=entry.loss, segments=1)
+    assert best.cost.step_seconds <= one.cost.step_seconds
+    assert hetspmd.compile(entry.model, entry.example, cluster, loss=entry.loss).to_json() == best.to_json()
+
+
+@pytest.mark.parametrize("segments", [2, 3])
+def test_a_number_of_segments_is_kept_to(segments: int) -> None:
+    plan = compiled(segments)
+    assert len(plan.ratios) == segments == plan.graph.segment_count
+    report = hetspmd.verify(Contrast().double(), batch(), unlike(), plan=plan)
+    report.require()
+
+
+def test_verify_with_segments() -> None:
+    hetspmd.verify(Contrast().double(), batch(), unlike(), segments=2).require()
+
+
+@pytest.mark.parametrize("segments", [0, -1, True, "many", 1.5])
+def test_no_number_of_segments(segments: Any) -> None:
+    with pytest.raises(ConstraintError, match="give 'auto' or a number from 1 on"):
+        hetspmd.compile(Contrast().double(), batch(), unlike(), segments=segments)
+
+
+def test_a_plan_file_keeps_segments() -> None:
+    plan = compiled(2)
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+    with pytest.raises(PlanError, match="ratios of 1 segments, the graph has 2"):
+        dataclasses.replace(plan, ratios=plan.ratios[:1])
+
+
+def test_reports() -> None:
+    plan = compiled(2)
+    text = str(plan)
+    assert "segment 0  " in text
+    assert "segment 1: " in text
+    document = plan_json(plan)
+    assert len(document["segments"]) == 2
+    assert np.allclose([sum(s["ratios"]) for s in document["segments"]], 1.0)
+    assert document["segments"][0]["modules"][0].startswith("dense.0")
+    assert sum(document["ratios"]) == pytest.approx(1.0)
+    assert len(document["program"]) == len(plan.program.steps)
+    assert document["sensitivity"]
+    assert sum(abs(s["elasticity"]) for s in document["sensitivity"]) == pytest.approx(1.0, abs=1e-6)
+    assert "Rebalance(e" in program_text(plan)
+    timeline = plan.timeline()
+    assert timeline.step_seconds == pytest.approx(plan.cost.step_seconds, rel=1e-12)
+    assert "Rebalance(" in str(timeline) or any("Rebalance" in t.name for t in timeline.transfers)
+    explained = plan.explain("head.weight")
+    assert any(a.seconds is not None for a in explained.alternatives)
+    one = plan_json(compiled(1))
+    assert one["segments"] == [{"ratios": one["ratios"], "modules": one["segments"][0]["modules"]}]
+
+
+def test_timeline_without_waits_where_lengths_agree() -> None:
+    """At equal ratios no device waits at a cut: the step of the same program is as long as without cuts."""
+    from hetspmd.compiler import plan_for
+    from hetspmd.synth.constraints import data_parallel
+
+    plan = compiled(2)
+    ratios = (0.5, 0.3, 0.2)
+    same = plan_for(plan.theory, plan.cluster, data_parallel(plan.theory), ratios)
+    one = compiled(1)
+    whole = plan_for(one.theory, one.cluster, data_parallel(one.theory), ratios)
+    assert not moved(same)
+    assert same.cost.step_seconds == pytest.approx(whole.cost.step_seconds, rel=1e-9)
+    found = same.timeline()
+    assert found.step_seconds == pytest.approx(same.cost.step_seconds, rel=1e-12)
+    assert all(t.waited == 0 for t in found.transfers if "Rebalance" in t.name)
+
+
+def test_other_batches_and_evaluation_keep_the_segments() -> None:
+    """A segmented plan's module plans for another batch and for evaluation, with the same shards."""
+    plan = compiled(2)
+    small = batch(16)
+
+    def train(rank: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+        hap = HAP(copy.deepcopy(reference), plan.cluster, plan=plan, process_group=rank)
+        optimizer = torch.optim.SGD(hap.parameters(), lr=0.1)
+        losses = []
+        for example in (batch(), small, batch()):
+            optimizer.zero_grad()
+            loss = hap(**example)
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+        hap.eval()
+        with torch.no_grad():
+            losses.append(hap(**small).item())
+        return losses, hap.full_state_dict()
+
+    reference = Contrast().double()
+    found = run_ranks(3, train)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    losses = []
+    for example in (batch(), small, batch()):
+        optimizer.zero_grad()
+        loss = reference(**example)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    reference.eval()
+    with torch.no_grad():
+        losses.append(reference(**small).item())
+    for got, state in found:
+        assert got == pytest.approx(losses, rel=1e-10)
+        for key, value in reference.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-12)
+
+
+def test_parameters_in_shards_of_their_segments() -> None:
+    """Stored forms of two segments at unlike ratios: shards of their own lengths, and evaluation keeps them."""
+    from hetspmd.compiler import plan_for
+    from hetspmd.synth.constraints import zero_like
+
+    theory = compiled(2).theory
+    plan = plan_for(theory, unlike(), zero_like(theory), ((0.5, 0.0, 0.5), (0.25, 0.75, 0.0)))
+    layout = plan.parameter_layout()
+    assert is_sharded(layout["dense.0.weight"][0])
+    assert layout["dense.0.weight"][1] == (24, 0, 24)
+    assert layout["head.weight"][1] in ((1, 4, 0), (2, 3, 0))
+
+    def body(rank: Any) -> float:
+        hap = HAP(Contrast().double(), plan.cluster, plan=plan, process_group=rank)
+        hap.eval()
+        with torch.no_grad():
+            return float(hap(**batch(16)))
+
+    model = Contrast().double().eval()
+    with torch.no_grad():
+        want = float(model(**batch(16)))
+    assert run_ranks(3, body) == pytest.approx([want] * 3, rel=1e-12)
