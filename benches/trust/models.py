@@ -1,8 +1,9 @@
-"""The seven models of the bench: unchanged torchvision and Hugging Face classes (the mixture of experts is that of
-``examples/bert_moe.py``), so small that a step takes about a second on an emulated cluster of a core or two.
+"""The seven models of the bench: unchanged torchvision and Hugging Face classes (the mixture of experts
+is that of ``examples/bert_moe.py``), so small that a step takes about a second on an
+emulated cluster of a core or two.
 
-Each function returns ``(model, batch)`` with seeded weights and data. The model takes the batch as keyword arguments
-and returns the loss. No dropout: a step has one right answer however it is divided.
+Each function returns ``(model, batch)`` with seeded weights and data. The model takes the batch as keyword
+arguments and returns the loss. No dropout: a step has one right answer however it is divided.
 """
 
 from __future__ import annotations
@@ -63,19 +64,19 @@ def _tokens(batch: int, length: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def vgg19(batch: int = 32, size: int = 64) -> Built:
-    """torchvision's VGG19 with half its channels and 1024 hidden units: 19 million parameters, 14 of them in the head."""
+def vgg19(batch: int = 16, size: int = 64) -> Built:
+    """torchvision's VGG19 with half its channels and 512 hidden units: 12 million parameters, 7 in the head."""
     from torchvision.models.vgg import VGG, cfgs, make_layers
 
     widths = [v if isinstance(v, str) else v // 2 for v in cfgs["E"]]
     model = VGG(make_layers(widths, batch_norm=False), num_classes=10, dropout=0.0)
-    model.classifier[0] = nn.Linear(256 * 49, 1024)
-    model.classifier[3] = nn.Linear(1024, 1024)
-    model.classifier[6] = nn.Linear(1024, 10)
+    model.classifier[0] = nn.Linear(256 * 49, 512)
+    model.classifier[3] = nn.Linear(512, 512)
+    model.classifier[6] = nn.Linear(512, 10)
     return Classifier(model), _images(batch, size, 10)
 
 
-def resnet50(batch: int = 32, size: int = 64) -> Built:
+def resnet50(batch: int = 16, size: int = 64) -> Built:
     """torchvision's ResNet-50 whose inner convolutions have half their channels."""
     from torchvision.models.resnet import Bottleneck, ResNet
 
@@ -84,7 +85,7 @@ def resnet50(batch: int = 32, size: int = 64) -> Built:
     )
 
 
-def vit(batch: int = 32) -> Built:
+def vit(batch: int = 24) -> Built:
     """ViTForImageClassification: 4 layers of 256, 65 tokens."""
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -99,7 +100,7 @@ def vit(batch: int = 32) -> Built:
     }
 
 
-def bert(batch: int = 32, tokens: int = 64) -> Built:
+def bert(batch: int = 24, tokens: int = 64) -> Built:
     """BertForMaskedLM: 4 layers of 256, uneven padding, 15 % of the tokens labelled."""
     from transformers import BertConfig, BertForMaskedLM
 
@@ -119,7 +120,7 @@ def bert(batch: int = 32, tokens: int = 64) -> Built:
     }
 
 
-def gpt2(batch: int = 24, tokens: int = 64) -> Built:
+def gpt2(batch: int = 16, tokens: int = 64) -> Built:
     """GPT2LMHeadModel: 4 layers of 256."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -130,7 +131,7 @@ def gpt2(batch: int = 24, tokens: int = 64) -> Built:
     return LossOf(GPT2LMHeadModel(config)), _tokens(batch, tokens)
 
 
-def llama(batch: int = 24, tokens: int = 64) -> Built:
+def llama(batch: int = 16, tokens: int = 64) -> Built:
     """LlamaForCausalLM: 4 layers of 256, 8 query heads on 4 of keys and values."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

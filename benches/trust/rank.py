@@ -41,9 +41,8 @@ def profile(context: Context, *, budget: float) -> str:
 def train(
     context: Context, *, model: str, plans: Mapping[str, str], rounds: int, steps: int
 ) -> dict[str, dict[str, Any]]:
-    """Per plan (a plan file each): ``stamps`` of each round, one per step and one before; ``losses``;
-    ``peak_bytes`` and ``resident_bytes`` of a step; ``main`` and ``other``, CPU seconds of the rank's main thread and
-    of its others in a step."""
+    """Per plan (a plan file each): ``stamps`` of each round, one per step and one before; ``losses``; ``peak_bytes``
+    and ``resident_bytes`` of a step; ``main`` and ``other``, CPU seconds of a rank's main thread and its others."""
     steppers: dict[str, Callable[[], Tensor]] = {}
     found: dict[str, dict[str, Any]] = {}
     for name, path in plans.items():
@@ -84,7 +83,7 @@ def _stepper(model: str, path: str) -> Callable[[], Tensor]:
     plan = Plan.load(path)
     network, batch = build(model)
     hap = HAP(network, plan.cluster, plan=plan, sync_module_states=False)
-    optimizer = torch.optim.Adam(hap.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(hap.parameters(), lr=1e-4)
 
     def step() -> Tensor:
         optimizer.zero_grad()

@@ -94,14 +94,18 @@ def test_a_weight_in_shards_by_hand() -> None:
     form = all_gather(1)
     profile = memory_profile(theory, divided(theory, form), units(theory, {8: (6, 2), 4: (4, 0), 6: (1, 5)}))
     inputs = 128 + 192
+    # The gather is padded to 5 of 6 columns on 2 devices, 160 bytes, and cut to size before y reads the weight. The
+    # sum of the gradient is padded likewise, and held with a part of 80 bytes to the end, where it is read.
+    gather, scatter = 160, 160 + 80
     assert profile.whole.tolist() == [
-        inputs, inputs, inputs, inputs + 96, inputs + 96, inputs, inputs + 4, inputs + 8, inputs + 100,
-        inputs + 100, inputs + 4,
+        inputs, inputs, inputs, inputs + 96 + gather, inputs + 96, inputs, inputs + 4, inputs + 8, inputs + 100,
+        inputs + 100 + scatter, inputs + 4,
     ]  # fmt: skip
-    first = [w + (96 + 192) // 6 for w in profile.whole.tolist()]
+    fixed = (96 + 192) // 6
+    first = [w + fixed for w in profile.whole.tolist()]
     assert profile.held[:4, 0].tolist() == first[:4]
     assert profile.held[4:7, 0].tolist() == [f + 144 for f in first[4:7]]
-    assert profile.held[9:, 0].tolist() == [f + 16 for f in first[9:]]
+    assert profile.held[9:, 0].tolist() == [first[9], first[10] + 16]
     assert memory_bytes(theory, divided(theory, form), units(theory, {8: (6, 2), 4: (4, 0), 6: (1, 5)})) == (
         profile.peaks
     )
@@ -146,6 +150,8 @@ def replay(theory: Theory, chosen: Program, lengths: Lengths, rank: int) -> list
     reads: list[tuple[int, int]] = []  # (buffer, step)
     trained = {p.tensor for p in graph.parameters if p.gradient is not None}
     always = 0
+    carried: dict[tuple[int, int], tuple[int, Communicate]] = {}
+    first_read: dict[tuple[int, int], int] = {}
     for at, step in enumerate(chosen.steps):
         if isinstance(step, Communicate):
             made, inputs, base = [(step.tensor, step.target)], [(step.tensor, step.source)], None
@@ -157,9 +163,13 @@ def replay(theory: Theory, chosen: Program, lengths: Lengths, rank: int) -> list
             base = inputs[0] if rule is not None and rule.alias else None
         used = [value.get(key, value.get((key[0], IDENTITY), -1)) for key in inputs]
         reads += [(b, at) for b in used if b >= 0]
+        for name in (name for key in inputs for name in [key if key in value else (key[0], IDENTITY)]):
+            first_read.setdefault(name, at)
         for key in made:
             if key in value:
                 continue
+            if isinstance(step, Communicate):
+                carried[key] = at, step
             source = isinstance(step, Compute) and graph.instructions[step.instruction].is_source
             if base is not None:
                 value[key] = used[0]
@@ -171,14 +181,47 @@ def replay(theory: Theory, chosen: Program, lengths: Lengths, rank: int) -> list
                 always += local(*key, OPTIMIZER_BYTES)
     left = [*chosen.gradients, *chosen.outputs, *chosen.buffers] + ([chosen.loss] if chosen.loss else [])
     reads += [(value.get((r.tensor, r.form), value.get((r.tensor, IDENTITY), -1)), end) for r in left]
+    for r in left:
+        first_read.setdefault(
+            (r.tensor, r.form) if (r.tensor, r.form) in value else (r.tensor, IDENTITY), end
+        )
     totals = []
     for at in range(end + 1):
         alive = [
             local(t, f) for b, (t, f, since, lasting) in enumerate(buffers)
             if since <= at and (lasting or since == at or any(r == b and s >= at for r, s in reads))
         ]  # fmt: skip
-        totals.append(always + sum(alive))
+        own = [
+            workspace(theory, step, lengths, rank, ready=at >= first_read.get(key, end) - 1)
+            for key, (start, step) in carried.items()
+            if start == at or start < at < first_read.get(key, end)
+        ]
+        totals.append(always + sum(alive) + sum(own))
     return totals
+
+
+def workspace(theory: Theory, step: Communicate, lengths: Lengths, rank: int, *, ready: bool) -> int:
+    """Bytes of a collective's own buffers on a rank, beside its result; ``ready``: where the result is made."""
+    if step.kind == "all_reduce" or lengths.world == 1:
+        return 0
+    size = theory.graph.tensors[step.tensor].nbytes
+
+    def parts(form: int) -> list[int]:
+        axis = theory.axes.axis(step.tensor, sharded_dim(form))
+        assert axis is not None
+        return [size * u // axis.units for u in lengths.units[axis.id]]
+
+    if step.kind == "all_to_all":
+        return parts(step.source)[rank] + (parts(step.target)[rank] if ready else 0)
+    form = step.source if is_sharded(step.source) else step.target
+    padded, moved = lengths.world * max(parts(form)), sharded_dim(form) != 0
+    if step.kind == "reduce_scatter":
+        return padded + max(parts(form)) - parts(form)[rank]
+    if step.kind == "grouped_reduce":
+        return size - parts(form)[rank]
+    if step.kind == "all_gather":
+        return padded if ready and (moved or padded > size) else padded - size
+    return size if ready and moved else 0
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -2,14 +2,24 @@
 
 Parameters, buffers and inputs are held during the whole step, gradients from where they are produced to the end,
 any other tensor from its step to the last that reads it (a view holds what it looks at), and the optimizer's state
-always. Buffers that a collective needs for its own use are not counted.
+always. From its start to where its result is first read, a collective holds buffers besides, as those of
+:mod:`hetspmd.run.collectives` do until they have completed. For a tensor of E bytes over n devices, with M the largest
+share, s a device's share of the source's axis and t that of the result's, more than the result:
+
+    all_reduce          0
+    reduce_scatter      n M E + (M - t) E       what is summed, padded, and a padded result
+    grouped_reduce      (1 - t) E               what is summed
+    all_gather          (n M - 1) E             padded; where it is cut to size, or moved to another dim than 0, n M E
+    grouped_broadcast   0;                      where it is moved to another dim than 0, E
+    all_to_all          s E                     what is sent; where the result is put together, (s + t) E
 
 At a step, device j holds ``whole + sum over axes of its share of the axis times cut``: :class:`MemoryProfile` keeps
-both parts, so that the largest share that fits is known too.
+both parts, so that the largest share that fits is known too (at the same M).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -94,6 +104,9 @@ class Holdings:
 
     def __init__(self, theory: Theory, program: Program, *, optimizer_bytes: int = OPTIMIZER_BYTES) -> None:
         self.theory = theory
+        self._buffers: list[
+            tuple[int, Communicate, int]
+        ] = []  # start, collective, where its result is first read
         graph = theory.graph
         steps = len(program.steps)
         held: dict[tuple[int, Form], int] = {}  # (tensor, form) -> value
@@ -106,6 +119,8 @@ class Holdings:
             value = held.get((tensor, form), held.get((tensor, IDENTITY)))
             if value is not None:
                 last[storage[value]] = max(last[storage[value]], at)
+                if value in started:
+                    self._buffers.append((*started.pop(value), at))
             return value
 
         def add(tensor: int, form: Form, at: int, until: int, base: int | None = None) -> None:
@@ -121,9 +136,12 @@ class Holdings:
         optimized: list[tuple[int, Form]] = []
         self.instruction: Index = np.zeros(steps + 1, dtype=np.int64)
         running = 0
+        started: dict[int, tuple[int, Communicate]] = {}  # value -> where its collective starts
         for at, step in enumerate(program.steps):
             if isinstance(step, Communicate):
                 read(step.tensor, step.source, at)
+                if (step.tensor, step.target) not in held:
+                    started[len(sizes)] = at, step
                 add(step.tensor, step.target, at, at)
             else:
                 running = step.instruction
@@ -145,6 +163,7 @@ class Holdings:
         results = (*program.gradients, *program.outputs, *program.buffers)
         for result in results if program.loss is None else (program.loss, *results):
             read(result.tensor, result.form, steps)
+        self._buffers += [(at, step, steps) for at, step in started.values()]
 
         own = [v for v in range(len(sizes)) if storage[v] == v]
         amounts = [graph.tensors[sizes[v][0]].nbytes for v in own]
@@ -162,18 +181,57 @@ class Holdings:
         ones = np.ones((1, lengths.world), dtype=np.int64)
         units = np.concatenate([np.array(lengths.units, dtype=np.int64).reshape(-1, lengths.world), ones])
         of = np.array([*(max(a.units, 1) for a in axes), 1], dtype=np.int64)
-        local = units[self._axis] * (self._amount // of[self._axis])[:, None]
-        sharded = self._axis < len(axes)
+        first, end, axis, amount = self._first, self._end, self._axis, self._amount
+        if self._buffers and lengths.world > 1:
+            more = np.array(list(self._buffers_at(units, of)), dtype=np.int64).reshape(-1, 4)
+            first, end = np.concatenate([first, more[:, 0]]), np.concatenate([end, more[:, 1]])
+            axis, amount = np.concatenate([axis, more[:, 2]]), np.concatenate([amount, more[:, 3]])
+        local = units[axis] * (amount // of[axis])[:, None]
+        sharded = axis < len(axes)
         return MemoryProfile(
-            self._over_time(local), self._over_time(np.where(sharded, 0, self._amount)),
-            self._over_time(np.where(sharded, self._amount, 0)), self.instruction,
+            self._over_time(first, end, local), self._over_time(first, end, np.where(sharded, 0, amount)),
+            self._over_time(first, end, np.where(sharded, amount, 0)), self.instruction,
         )  # fmt: skip
 
-    def _over_time(self, held: Index) -> Index:
+    def _buffers_at(self, units: Index, of: Index) -> Iterator[tuple[int, int, int, int]]:
+        """(first step, step behind the last, axis, bytes over all devices) of what collectives hold for themselves.
+
+        ``units[a, j]`` of ``of[a]`` units of axis a are device j's; the last axis is that of what is whole.
+        """
+        n, blank = units.shape[1], len(units) - 1
+        for start, step, wait in self._buffers:
+            size, kind = self.theory.graph.tensors[step.tensor].nbytes, step.kind
+            if kind == "all_reduce":
+                continue
+            sharded = step.source if is_sharded(step.source) else step.target
+            axis = _axis(self.theory, step.tensor, sharded)
+            largest = size // int(of[axis]) * int(units[axis].max())
+            moved = sharded_dim(sharded) != 0
+            # Held until the result is first read, and more right before that.
+            flight: list[tuple[int, int]] = []
+            done: list[tuple[int, int]] = []
+            if kind == "reduce_scatter":
+                flight = [(blank, (n + 1) * largest), (axis, -size)]
+            elif kind == "grouped_reduce":
+                flight = [(blank, size), (axis, -size)]
+            elif kind == "all_gather":
+                flight = [(blank, n * largest - size)]
+                done = [(blank, size)] if moved or n * largest > size else []
+            elif kind == "grouped_broadcast":
+                done = [(blank, size)] if moved else []
+            else:
+                flight = [(axis, size)]
+                done = [(_axis(self.theory, step.tensor, step.target), size)]
+            for place, nbytes in flight:
+                yield start, max(wait, start + 1), place, nbytes
+            for place, nbytes in done:
+                yield max(wait - 1, start), max(wait, start + 1), place, nbytes
+
+    def _over_time(self, first: Index, end: Index, held: Index) -> Index:
         steps = len(self.instruction)
         change = np.zeros((steps + 1, *held.shape[1:]), dtype=np.int64)
-        np.add.at(change, self._first, held)
-        np.subtract.at(change, self._end, held)
+        np.add.at(change, first, held)
+        np.subtract.at(change, end, held)
         found: Index = change.cumsum(axis=0)[:steps]
         return found
 
