@@ -39,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each plan")
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn, after one that is not")
     parser.add_argument("--budget", type=float, default=90.0, help="seconds of a cluster's profile")
+    parser.add_argument(
+        "--ops-budget", type=float, default=60.0, help="seconds of the profile of a model's ops"
+    )
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--folder", type=Path, default=results.FOLDER, help="where results are kept")
@@ -94,9 +97,17 @@ def _measure(name: str, options: argparse.Namespace) -> None:
         if not file.exists():
             _say(f"{name}: {spec}: profile")
             write_atomically(file, workers.run("trust.rank:profile", budget=options.budget)[0])
-        cluster = hetspmd.Cluster.load(file)
         for model in models:
+            own = folder / f"{model}.yaml"
+            if not own.exists():
+                _say(f"{name}, {model}: profile of its ops")
+                text = workers.run(
+                    "trust.rank:profile_ops", file=str(file), model=model, cache=str(folder / "cache"),
+                    budget=options.ops_budget,
+                )[0]  # fmt: skip
+                write_atomically(own, text)
             _say(f"{name}, {model}: plans")
+            cluster = hetspmd.Cluster.load(own)
             network, batch = build(model)
             files = {}
             for plan_name, plan in plans(network, batch, cluster):

@@ -8,6 +8,7 @@ part of it. The plans take turns, a few steps each, so that what else the machin
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,10 +20,13 @@ from torch import Tensor
 from emulated.memory import LiveBytes, ResidentPeak
 from emulated.worker import Context
 from hetspmd.plan import Plan
-from hetspmd.profile.measure import Options, measure
+from hetspmd.profile.cases import Case, together
+from hetspmd.profile.measure import Options, Profile, measure, with_ops
 from hetspmd.profile.session import Session
+from hetspmd.rules.theory import derive
 from hetspmd.run.communicator import ProcessGroupCommunicator
 from hetspmd.run.module import HAP
+from hetspmd.trace.trace import trace
 from trust.models import build
 
 COUNTED = 2
@@ -35,7 +39,25 @@ def profile(context: Context, *, budget: float) -> str:
     session = Session(communicator, torch.device("cpu"), "gloo", start=time.perf_counter())
     communicator.exchange(None)
     context.throttle(True)
-    return measure(session, Options(budget)).to_text()
+    return measure(session, Options(budget, dtypes=("float32",))).to_text()
+
+
+def profile_ops(context: Context, *, file: str, model: str, cache: str, budget: float) -> str:
+    """The cluster file with the times of the model's ops, as ``hetspmd profile --model`` measures them."""
+    os.environ["HETSPMD_CACHE"] = cache
+    communicator = ProcessGroupCommunicator()
+    session = Session(communicator, torch.device("cpu"), "gloo", start=time.perf_counter())
+    before = Profile.open(file)
+
+    def cases() -> list[Case]:
+        if session.rank:
+            return []
+        network, batch = build(model)
+        return together([derive(trace(network, (), batch))], before.cluster)
+
+    found = session.together("tracing the model", cases)[0]
+    context.throttle(True)
+    return with_ops(session, before, found, Options(budget)).to_text()
 
 
 def train(

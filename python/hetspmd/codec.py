@@ -19,7 +19,7 @@ def _types() -> dict[str, type]:
     # By module name: ``from hetspmd.rules import rule`` is the decorator.
     names = (
         "trace.graph", "rules.rule", "synth.program", "balance.lengths", "cost.cluster", "cost.measured",
-        "cost.step", "plan",
+        "cost.op_times", "cost.step", "plan",
     )  # fmt: skip
     found: dict[str, type] = {}
     for module in (import_module(f"hetspmd.{name}") for name in names):

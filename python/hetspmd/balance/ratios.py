@@ -119,7 +119,7 @@ class Problem:
         model = self.model = stages.model
         self.most = most
         t, axes = model.triples, len(model.theory.axes.axes)
-        columns = np.stack([t.flops, t.cut, t.whole, t.axis < axes, t.dtype, t.free], axis=1).astype(float)
+        columns = t.columns(axes)
         used = np.unique(stages.signatures)
         _, position, kind_of = np.unique(columns[used], axis=0, return_index=True, return_inverse=True)
         self.signatures: Index = used[position]
@@ -132,12 +132,9 @@ class Problem:
         self.counts: Array = unique
         self.weight: Array = weight.astype(float)
         self._add_up(stages.moves)
-        kinds: dict[tuple[float, ...], list[int]] = {}
+        kinds: dict[tuple[int, float], list[int]] = {}
         for j in range(model.world):
-            key = (
-                *map(float, model.rates[:, j]), float(model.bandwidth[j]), float(model.launch[j]), float(most[j])
-            )  # fmt: skip
-            kinds.setdefault(key, []).append(j)
+            kinds.setdefault((int(model.kinds[j]), float(most[j])), []).append(j)
         self.kinds: tuple[tuple[int, ...], ...] = tuple(map(tuple, kinds.values()))
         self.first = np.array([k[0] for k in self.kinds])
         self.unsharded: Array = self.computation(np.zeros(model.world)).max(axis=1)

@@ -91,7 +91,8 @@ def _device(device: Device, quantity: Quantity, factor: float) -> Device:
         return replace(device, flops={dtype: rate * factor for dtype, rate in device.flops.items()})
     if quantity == "launch":
         return replace(device, launch=device.launch * factor)
-    return replace(device, memory_bandwidth=device.memory_bandwidth * factor)
+    optimizer = None if device.optimizer is None else device.optimizer * factor
+    return replace(device, memory_bandwidth=device.memory_bandwidth * factor, optimizer=optimizer)
 
 
 def sensitivities(
@@ -172,14 +173,11 @@ class _Analysis:
     def _sides(self, supported: Array, at: Array, counted: npt.NDArray[np.bool_]) -> Array:
         """Seconds of FLOPs, of memory traffic and of launches, shape (stages, devices, 3), at the ratios ``at`` on
         the lines that support the stages' seconds at other ratios; of the signatures ``counted``."""
-        problem, model = self.problem, self.model
-        t, s = model.triples, problem.signatures
+        problem = self.problem
         sharded = problem.sharded[:, None]
-        fast = t.flops[s, None] / model.rates[t.dtype[s]]
-        cut, whole = t.cut[s, None] / model.bandwidth, t.whole[s, None] / model.bandwidth
+        fast, cut, whole, launch = self.model.terms(problem.signatures)
         there, here = np.where(sharded, supported, 1.0), np.where(sharded, at, 1.0)
         bound = fast * there >= cut * there + whole
-        launch = np.broadcast_to(model.launch, bound.shape)
         sides = np.stack(
             [np.where(bound, fast * here, 0.0), np.where(bound, 0.0, cut * here + whole), launch]
         )
@@ -196,7 +194,11 @@ class _Analysis:
     ) -> tuple[CostModel, list[MoveForm], Cluster]:
         """Model of the active devices, collectives and cluster with a quantity times ``factor``."""
         cluster = changed(self.cluster, quantity, ranks, factor)
-        model = CostModel(self.model.theory, cluster.part(self.active))
+        part = cluster.part(self.active)
+        if quantity in ("bandwidth", "latency"):
+            model = CostModel(self.model.theory, part)
+        else:
+            model = self.model.scaled(part, quantity, [self.active.index(r) for r in ranks], factor)
         moves = [
             model.move_form(s.tensor, s.source, s.target, s.kind)
             for s in self.program.steps

@@ -29,7 +29,11 @@ def check_writable(path: str | None) -> None:
 
 def write_json(path: str, document: Mapping[str, Any]) -> None:
     """Write a document to a file, or to standard output for ``-``. Raises OutputError."""
-    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+    write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: str, text: str) -> None:
+    """Write text to a file, or to standard output for ``-``. Raises OutputError."""
     if path == STDOUT:
         sys.stdout.write(text)
         return

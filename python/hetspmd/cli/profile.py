@@ -7,10 +7,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetspmd.cli.files import STDOUT, check_writable
-from hetspmd.errors import OutputError, ProfileError
+from hetspmd.cli.files import STDOUT, check_writable, write_text
+from hetspmd.errors import OutputError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hetspmd.cost.cluster import Cluster
+    from hetspmd.profile.cases import Case
+    from hetspmd.profile.measure import Options, Profile
     from hetspmd.profile.session import Session
 
 
@@ -21,12 +26,24 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
         parents=[debug],
         help="measure this machine or cluster and write a cluster file",
         description="Measure the devices and, under torchrun, the collectives between them; write a cluster "
-        "file. Each rank measures its own device, so start it as you start the training: "
-        "torchrun --nproc-per-node N ... -m hetspmd profile --out FILE.",
+        "file. With --model also the times of a model's ops. Each rank measures its own device, so start it "
+        "as you start the training: torchrun --nproc-per-node N ... -m hetspmd profile --out FILE.",
     )
-    what = parser.add_mutually_exclusive_group(required=True)
+    what = parser.add_mutually_exclusive_group()
     what.add_argument("--out", metavar="FILE", help="write the cluster file (-: to standard output)")
     what.add_argument("--show", metavar="FILE", help="show a measured cluster file, and plot it")
+    parser.add_argument(
+        "--model", metavar="TARGET", action="append", default=[],
+        help="measure the ops of this model too: file.py[:function] or package.module[:function]; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cluster", metavar="FILE",
+        help="with --model: keep this file's devices and network, add op times (written to FILE without --out)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "momentum", "sgd"), default="adamw",
+        help="whose step is measured (adamw; momentum: SGD with it)",
+    )  # fmt: skip
     parser.add_argument(
         "--svg", metavar="OUT", help="with --show: where the plot goes (default: FILE with the suffix .svg)"
     )
@@ -77,9 +94,17 @@ def _percentage(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     """Measure, or show."""
     if options.show is not None:
+        if options.model or options.cluster is not None:
+            raise OutputError("--model and --cluster measure; --show only shows a file that was measured")
         return _show(options)
     if options.svg is not None:
         raise OutputError("--svg goes with --show FILE; measure first, then plot the file")
+    if options.cluster is not None and not options.model:
+        raise OutputError("--cluster FILE goes with --model TARGET, whose ops are measured")
+    if options.out is None and options.cluster is None:
+        raise OutputError(
+            "name --out FILE for the cluster file that is measured, or --show FILE for one to show"
+        )
     return _measure(options)
 
 
@@ -99,29 +124,76 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _measure(options: argparse.Namespace) -> int:
-    from hetspmd.profile.measure import Options, measure
+    from dataclasses import replace
+
+    from hetspmd.profile.measure import Options, Profile, measure, with_ops
     from hetspmd.profile.progress import Progress
     from hetspmd.profile.session import joined
     from hetspmd.profile.show import profile_text
 
+    path = options.cluster if options.out is None else options.out
+    wanted = Options(options.budget, options.tolerance, options.flops, optimizer=options.optimizer)
     with joined(options.device) as session:
         first = session.rank == 0
-        session.together("checking the output", lambda: check_writable(options.out) if first else None)
-        progress = Progress(options.budget, shown=first)
-        if first:
-            print(_promise(session, options), file=sys.stderr)
-        try:
-            profile = measure(session, Options(options.budget, options.tolerance, options.flops), progress)
-        finally:
-            progress.close()
-        session.together("writing", lambda: _write(options.out, profile.to_text()) if first else None)
-        if first and options.out != STDOUT:
+        session.together("checking the output", lambda: check_writable(path) if first else None)
+        if options.cluster is not None:
+            (profile, *_) = session.together("reading the cluster", lambda: Profile.open(options.cluster))
+            for_ops = wanted
+        else:
+            for_ops = replace(wanted, budget=options.budget / 2)
+            profile = _devices(session, for_ops if options.model else wanted, measure)
+        if options.model:
+            cases = _cases(session, options.model, profile.cluster)
+            progress = Progress(for_ops.budget, shown=first)
+            if first:
+                print(f"Measuring {len(cases)} ops for at most {for_ops.budget:g} s.", file=sys.stderr)
+            try:
+                profile = with_ops(session, profile, cases, for_ops, progress)
+            finally:
+                progress.close()
+        session.together("writing", lambda: write_text(path, profile.to_text()) if first else None)
+        if first and path != STDOUT:
             print(profile_text(profile))
-            print(f"\nWritten to {options.out}; plot it with hetspmd profile --show {options.out}")
+            print(f"\nWritten to {path}; plot it with hetspmd profile --show {path}")
     return 0
 
 
-def _promise(session: Session, options: argparse.Namespace) -> str:
+def _devices(session: Session, wanted: Options, measure: Callable[..., Profile]) -> Profile:
+    """Measure the devices and the collectives."""
+    from hetspmd.profile.progress import Progress
+
+    first = session.rank == 0
+    progress = Progress(wanted.budget, shown=first)
+    if first:
+        print(_promise(session, wanted), file=sys.stderr)
+    try:
+        return measure(session, wanted, progress)
+    finally:
+        progress.close()
+
+
+def _cases(session: Session, targets: list[str], cluster: Cluster) -> list[Case]:
+    """The ops of the models, found by rank 0; the others import the files only, which may register ops and rules."""
+    from hetspmd.cli.target import load_module, load_target, target_place
+    from hetspmd.profile.cases import together
+    from hetspmd.rules.theory import derive
+    from hetspmd.trace.trace import split_example, trace
+
+    def found() -> list[Case]:
+        if session.rank:
+            for target in targets:
+                load_module(target_place(target))
+            return []
+        theories = []
+        for target in targets:
+            model, example = load_target(target)
+            theories.append(derive(trace(model, *split_example(example), training=True)))
+        return together(theories, cluster)
+
+    return session.together("tracing the model", found)[0]
+
+
+def _promise(session: Session, options: Options) -> str:
     import torch
 
     world = session.world
@@ -135,15 +207,3 @@ def _promise(session: Session, options: argparse.Namespace) -> str:
         text += f"\nThere are {others} GPUs here; torchrun --nproc-per-node {others} -m hetspmd profile ... "
         text += "measures all."
     return text
-
-
-def _write(path: str, text: str) -> None:
-    from hetspmd.plan import write_atomically
-
-    if path == STDOUT:
-        sys.stdout.write(text)
-        return
-    try:
-        write_atomically(Path(path), text)
-    except OSError as error:
-        raise ProfileError(f"{path} cannot be written: {error.strerror}; name another file") from error

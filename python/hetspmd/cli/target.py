@@ -39,6 +39,11 @@ def load_target(target: str) -> tuple[nn.Module, Any]:
     return _checked(returned, f"{place}:{name}")
 
 
+def target_place(target: str) -> str:
+    """The file or the dotted name of a TARGET. Raises TargetError."""
+    return _split(target)[0]
+
+
 def load_module(place: str) -> ModuleType:
     """The module of a file or of a dotted name. Raises TargetError."""
     if place.endswith(".py") or "/" in place:

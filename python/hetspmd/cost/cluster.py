@@ -9,9 +9,10 @@ A cluster file (YAML or JSON)::
 
 ``flops`` is a number or a number per dtype (``default`` for the others). Optional: ``name``, ``count`` (1),
 ``memory`` (unlimited), ``memory_bandwidth`` (infinite: every op is bound by its FLOPs), ``launch`` (5 us per
-op) and ``latency`` (50 us per collective). ``network`` may be left out for a single device.
+op), ``optimizer`` (bytes of parameters that an optimizer's step updates in a second: ``memory_bandwidth`` / 20)
+and ``latency`` (50 us per collective). ``network`` may be left out for a single device.
 ``hetspmd profile`` adds the part ``measured`` (:mod:`hetspmd.cost.measured`), whose curves stand in for
-``network`` where collectives are priced.
+``network`` where collectives are priced, and whose op times for the devices' rates where ops are.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import yaml
 
 from hetspmd.cost.cluster_file import Node, read_file, read_object, read_text
 from hetspmd.cost.measured import Curve, Fit, Measured, at_devices, check_curves, read_measured
+from hetspmd.cost.op_times import OpFit, OpTime, OpTimes, at_ranks, check_op_times
 from hetspmd.cost.quantities import Kind, quantity_text
 from hetspmd.errors import ClusterError
 from hetspmd.trace.graph import ITEM_SIZES
@@ -33,10 +35,16 @@ from hetspmd.trace.graph import ITEM_SIZES
 DEFAULT: Final = "default"
 LAUNCH: Final = 5e-6
 LATENCY: Final = 50e-6
+PASSES: Final = 20
+"""Tensors of a parameter's size that a step of AdamW reads or writes, as torch.optim runs it op by op or by
+``_foreach`` ops: decay 2, first moment 3, second moment 2 + 3, its root 2, correction 2, epsilon 2, update 4. State
+and gradient are of the parameter's dtype; the memory model counts the same two moments
+(:data:`hetspmd.cost.memory.OPTIMIZER_BYTES`)."""
 _ALIASES: Final = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_NO_OPS: Final[Mapping[str, OpTime]] = {}
 _DTYPES: Final = (DEFAULT, *sorted(ITEM_SIZES), *_ALIASES)
 
-__all__ = ["LATENCY", "LAUNCH", "Cluster", "Device", "Network"]
+__all__ = ["LATENCY", "LAUNCH", "PASSES", "Cluster", "Device", "Network"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,8 @@ class Device:
     memory            bytes
     memory_bandwidth  bytes/s
     launch            seconds from one op to the next however small the op is
+    optimizer         bytes of parameters that a step of the optimizer updates in a second; None: AdamW's, whose
+                      step reads and writes :data:`PASSES` times as many bytes as the parameters have
 
     Raises ClusterError for a quantity that is not positive.
     """
@@ -56,6 +66,7 @@ class Device:
     memory: float = math.inf
     memory_bandwidth: float = math.inf
     launch: float = LAUNCH
+    optimizer: float | None = None
 
     def __post_init__(self) -> None:
         if not self.flops:
@@ -67,11 +78,18 @@ class Device:
         _positive(f"device {self.name!r}: memory", self.memory)
         _positive(f"device {self.name!r}: memory_bandwidth", self.memory_bandwidth)
         _positive(f"device {self.name!r}: launch", self.launch, finite=True)
+        if self.optimizer is not None:
+            _positive(f"device {self.name!r}: optimizer", self.optimizer)
 
     def rate(self, dtype: str) -> float:
         """FLOP/s in ``dtype``: its own, else the default, else the least that is listed."""
         found = self.flops.get(dtype, self.flops.get(DEFAULT))
         return min(self.flops.values()) if found is None else found
+
+    @property
+    def update(self) -> float:
+        """Bytes/s of parameters that a step of the optimizer updates."""
+        return self.memory_bandwidth / PASSES if self.optimizer is None else self.optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +110,17 @@ class Cluster:
     """Devices in rank order and their network (None only for a single device).
 
     ``curves`` are measured collectives between at most as many devices; those between exactly as many take the
-    place of ``network`` in the cost model.
+    place of ``network`` in the cost model. ``ops`` are measured seconds of ops, per kind of device.
     """
 
     devices: tuple[Device, ...]
     network: Network | None = None
     curves: tuple[Curve, ...] = ()
+    ops: tuple[OpTimes, ...] = ()
 
     def __post_init__(self) -> None:
         check_curves(self.curves, len(self.devices))
+        check_op_times(self.ops, len(self.devices))
         if not self.devices:
             raise ClusterError("the cluster has no device; list at least one")
         if self.network is None and len(self.devices) > 1:
@@ -119,7 +139,17 @@ class Cluster:
         if list(ranks) == list(range(self.world)):
             return self
         devices = tuple(self.devices[r] for r in ranks)
-        return Cluster(devices, self.network, at_devices(self.curves, len(devices)))
+        return Cluster(
+            devices, self.network, at_devices(self.curves, len(devices)), at_ranks(self.ops, ranks)
+        )
+
+    def ops_by_rank(self) -> tuple[Mapping[str, OpTime], ...]:
+        """The measured op times of each device by key; devices that were measured together share one mapping."""
+        found: list[Mapping[str, OpTime]] = [_NO_OPS] * self.world
+        for kind in self.ops:
+            for rank in kind.ranks:
+                found[rank] = kind.by_key
+        return tuple(found)
 
     @classmethod
     def load(cls, spec: Cluster | Mapping[str, Any] | str | os.PathLike[str]) -> Cluster:
@@ -158,12 +188,15 @@ class Cluster:
             if math.isfinite(device.memory_bandwidth):
                 entry["memory_bandwidth"] = device.memory_bandwidth
             entry["launch"] = device.launch
+            if device.optimizer is not None and math.isfinite(device.optimizer):
+                entry["optimizer"] = device.optimizer
             entries.append(entry)
         document: dict[str, Any] = {"devices": entries}
         if self.network is not None:
             document["network"] = {"bandwidth": self.network.bandwidth, "latency": self.network.latency}
-        if self.curves:
-            document["measured"] = Measured(tuple(map(Fit, self.curves))).to_dict()
+        if self.curves or self.ops:
+            ops = tuple((kind.ranks, tuple(map(OpFit, kind.times))) for kind in self.ops)
+            document["measured"] = Measured(tuple(map(Fit, self.curves)), ops=ops).to_dict()
         return document
 
     def to_text(self) -> str:
@@ -200,6 +233,9 @@ class Cluster:
         if self.curves:
             counts = sorted({c.devices for c in self.curves})
             lines.append(f"measured collectives between {', '.join(map(str, counts))} devices")
+        if self.ops:
+            counts = [len(kind.times) for kind in self.ops]
+            lines.append(f"measured times of {', '.join(map(str, counts))} ops")
         return "\n".join(lines)
 
 
@@ -222,18 +258,18 @@ def _read(root: Node) -> Cluster:
         devices.extend([device] * count)
     measured = read_measured(top["measured"], len(devices)) if "measured" in top else Measured()
     if "network" in top:
-        return Cluster(tuple(devices), _read_network(top["network"]), measured.curves)
+        return Cluster(tuple(devices), _read_network(top["network"]), measured.curves, measured.op_times)
     if len(devices) > 1:
         root.fail(
             f"the cluster lacks the key 'network', which {len(devices)} devices need; "
             "add network: {bandwidth: 10Gbit/s, latency: 50us}"
         )
-    return Cluster(tuple(devices))
+    return Cluster(tuple(devices), ops=measured.op_times)
 
 
 def _read_device(node: Node, index: int) -> tuple[int, Device]:
     what = f"device {index}"
-    keys = ("name", "count", "flops", "memory", "memory_bandwidth", "launch")
+    keys = ("name", "count", "flops", "memory", "memory_bandwidth", "launch", "optimizer")
     entry = node.entries(what, keys, ("flops",))
 
     def quantity(key: str, kind: Kind, default: float) -> float:
@@ -245,6 +281,7 @@ def _read_device(node: Node, index: int) -> tuple[int, Device]:
         quantity("memory", "bytes", math.inf),
         quantity("memory_bandwidth", "bytes/s", math.inf),
         quantity("launch", "seconds", LAUNCH),
+        quantity("optimizer", "bytes/s", math.inf) if "optimizer" in entry else None,
     )
     return (entry["count"].count("count") if "count" in entry else 1), device
 

@@ -28,8 +28,10 @@ file::
         error: 0.04
         points:                                            # skew, E, k, M, X, seconds, low, high, samples
         - [even, 4096, 4, 0.25, 0, 1.2e-4, 1.1e-4, 1.3e-4, 12]
+      ops: [...]                                           # optional: seconds of ops (hetspmd.cost.op_times)
 
-:func:`Cluster.load <hetspmd.cost.cluster.Cluster.load>` keeps the curves; ``hetspmd profile --show`` reads all.
+:func:`Cluster.load <hetspmd.cost.cluster.Cluster.load>` keeps curves and op times;
+``hetspmd profile --show`` reads all.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from hetspmd.cost.cluster_file import Node
+from hetspmd.cost.op_times import OpFits, OpTimes, op_entries, read_ops
 from hetspmd.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ VERSION: Final = 1
 COLLECTIVES: Final[tuple[Kind, ...]] = (
     "all_reduce", "reduce_scatter", "grouped_reduce", "all_gather", "grouped_broadcast", "all_to_all",
 )  # fmt: skip
-RATES: Final = ("matmul", "convolution", "memory", "launch")
+RATES: Final = ("matmul", "convolution", "memory", "launch", "optimizer")
 TERMS: Final = ("latency", "per_shard", "per_byte", "per_largest", "per_exchange")
 _PADDED: Final = ("latency", "per_byte", "per_largest")
 _GROUPED: Final = ("latency", "per_shard", "per_byte", "per_largest")
@@ -68,7 +71,7 @@ TERMS_OF: Final[Mapping[str, tuple[str, ...]]] = {
 """The terms that a collective's seconds may have; local copies are in ``per_byte``."""
 ABOUT: Final = (
     "backend", "torch", "budget", "spent", "tolerance", "confidence", "threads", "memory", "flops", "timing",
-    "dropped",
+    "dropped", "optimizer", "ops",
 )  # fmt: skip
 _POINT: Final = ("skew", "bytes", "shards", "largest", "exchange", "seconds", "low", "high", "samples")
 
@@ -143,8 +146,8 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What a rank measured of its device: ``amount`` FLOPs (matmul, convolution), bytes (memory) or ops (launch)
-    take ``seconds`` in the median of ``samples``."""
+    """What a rank measured of its device: ``amount`` FLOPs (matmul, convolution), bytes (memory), ops (launch) or
+    bytes of parameters (a step of the optimizer) take ``seconds`` in the median of ``samples``."""
 
     rank: int
     what: str
@@ -168,11 +171,17 @@ class Measured:
     fits: tuple[Fit, ...] = ()
     rates: tuple[Rate, ...] = ()
     about: Mapping[str, str | float] | None = None
+    ops: OpFits = ()
 
     @property
     def curves(self) -> tuple[Curve, ...]:
         """The curves, which the cost model uses."""
         return tuple(fit.curve for fit in self.fits)
+
+    @property
+    def op_times(self) -> tuple[OpTimes, ...]:
+        """The op times, which the cost model uses."""
+        return tuple(OpTimes(ranks, tuple(f.time for f in fits)) for ranks, fits in self.ops)
 
     def to_dict(self) -> dict[str, Any]:
         """The part as :func:`read_measured` reads it."""
@@ -183,6 +192,8 @@ class Measured:
             document["rates"] = [{f.name: getattr(r, f.name) for f in fields(r)} for r in self.rates]
         if self.fits:
             document["curves"] = [_fit_entry(fit) for fit in self.fits]
+        if self.ops:
+            document["ops"] = op_entries(self.ops)
         return document
 
 
@@ -269,7 +280,7 @@ def read_measured(node: Node, world: int) -> Measured:
             version.fail(
                 f"the part measured is of version {version.scalar}; this release reads {VERSION}: profile again"
             )
-    top = node.entries("measured", ("version", "about", "rates", "curves"), ("version",))
+    top = node.entries("measured", ("version", "about", "rates", "curves", "ops"), ("version",))
     about: dict[str, str | float] = {}
     if "about" in top:
         for key, value in top["about"].entries("about", ABOUT, ()).items():
@@ -288,7 +299,8 @@ def read_measured(node: Node, world: int) -> Measured:
                 f"{fit.curve.kind} has no curve between all {world} devices; profile again, or remove the part "
                 "measured"
             )
-    return Measured(tuple(fits), rates, about or None)
+    ops = read_ops(top["ops"], world) if "ops" in top else ()
+    return Measured(tuple(fits), rates, about or None, ops)
 
 
 def _read_rate(node: Node, world: int) -> Rate:

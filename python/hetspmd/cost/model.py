@@ -7,8 +7,18 @@ shards none), runs the row in
 
 F the op's FLOPs, C the bytes of the tensors that the row cuts, W those of the tensors that stay whole
 (Identity and All-Reduce), rate_j in the op's dtype. A device with s_j = 0 skips the op. Views and sources
-cost nothing. The roofline (Williams et al., CACM 2009) is convex and piecewise linear in s_j;
-:meth:`CostModel.row_linear` gives the line that supports it at given ratios, i.e. the side of the max that
+cost nothing, but for trained parameters: the row in which one is stored carries the optimizer's step, which takes
+
+    (C s_j + W) / update_j + launch_j                              seconds,
+
+with the parameter's own bytes and the bytes of parameters that device j updates in a second (by default its memory
+bandwidth divided by :data:`~hetspmd.cost.cluster.PASSES`). Where the op's seconds were measured on device j, as
+``constant + slope s_j`` (:mod:`hetspmd.cost.op_times`), they stand in place of the roofline. Where only the
+same call run whole was measured, the roofline is scaled to meet it at s_j = 1, so that the rows of an op compare.
+
+Each is convex and piecewise linear in s_j, of the form ``max(fast s, cut s + whole) + start`` with four numbers per
+signature and device (:meth:`CostModel.terms`). The roofline is that of Williams et al., CACM 2009.
+:meth:`CostModel.row_linear` gives the line that supports the seconds at given ratios, i.e. the side of the max that
 binds there.
 
 **Communication** of a tensor of E bytes over n devices, largest share M, k devices with a share, latency L
@@ -27,31 +37,24 @@ measured between n devices has its own curve in place of these formulas (:mod:`h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from hetspmd.balance.lengths import Lengths
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.cluster import Cluster, Device
 from hetspmd.cost.measured import Curve, curve_for
+from hetspmd.cost.op_times import OpTime
+from hetspmd.cost.triples import Array, Index, Triples, triples_of
 from hetspmd.forms import Form, is_sharded, sharded_dim
-from hetspmd.rules.rule import Cut, Row
+from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.program import Kind
-from hetspmd.trace.graph import Instruction
-
-Array = npt.NDArray[np.float64]
-Index = npt.NDArray[np.int64]
 
 __all__ = ["Array", "CostModel", "Index", "MoveForm", "Triples"]
-
-PICKING: Final = frozenset(
-    {"aten.embedding", "aten.gather", "aten.index", "aten.index_select", "aten.select", "aten.slice"}
-)
-"""Ops that read no more of their first tensor than they write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,58 +74,52 @@ class MoveForm:
     target_axis: int | None = None
 
 
-@dataclass(frozen=True)
-class Triples:
-    """The cost-relevant side of all rows, one entry per distinct signature.
-
-    flops (FLOPs), cut and whole (bytes), axis (axis id; the number of axes where nothing is sharded), dtype
-    (row of the rates), free. ``signature[offset[i] + r]`` is that of row r of instruction i.
-    """
-
-    flops: Array
-    cut: Array
-    whole: Array
-    axis: Index
-    dtype: Index
-    free: npt.NDArray[np.bool_]
-    signature: Index
-    offset: Index
-
-
 class CostModel:
     """Costs of all triples and moves of a theory on a cluster.
 
-    Attributes: ``theory``, ``cluster``, ``world`` (n), ``rates`` (dtype, device) in FLOP/s, ``bandwidth`` and
-    ``launch`` per device, ``triples``.
+    Attributes: ``theory``, ``cluster``, ``world`` (n), ``triples``; ``kinds``: per device a number that equal
+    devices have in common.
     """
 
     def __init__(self, theory: Theory, cluster: Cluster) -> None:
         self.theory = theory
         self.cluster = cluster
         self.world = cluster.world
-        known = theory.__dict__.get("_triples")
-        if known is None:
-            known = theory.__dict__["_triples"] = _triples(theory)
-        self.triples: Triples = known[0]
-        dtypes: list[str] = known[1]
-        self.rates = np.array([[d.rate(t) for d in cluster.devices] for t in dtypes]).reshape(-1, self.world)
-        self.bandwidth = np.array([d.memory_bandwidth for d in cluster.devices])
-        self.launch = np.array([d.launch for d in cluster.devices])
+        self.triples = triples_of(theory, keyed=bool(cluster.ops))
+        self._fast, self._cut, self._whole_part, self._start, self.kinds = _terms(
+            self.triples, theory, cluster
+        )
         self._measured: dict[Kind, list[Curve]] = {}
         for curve in sorted(cluster.curves, key=lambda c: c.above):
             if curve.devices == self.world:
                 self._measured.setdefault(curve.kind, []).append(curve)
-        self._dtypes = dtypes
         self._nbytes = [t.nbytes for t in theory.graph.tensors]
         self._shares: _Shares | None = None
         self._table: tuple[object, tuple[Array, Index, Index]] | None = None
 
     def dominant_dtype(self) -> str:
         """The dtype in which the graph computes most FLOPs (float32 if it computes none)."""
-        total = np.zeros(len(self._dtypes))
+        total = np.zeros(len(self.triples.dtypes))
         first = self.triples.signature[self.triples.offset[:-1]]
         np.add.at(total, self.triples.dtype[first], self.triples.flops[first])
-        return self._dtypes[int(total.argmax())] if total.any() else "float32"
+        return self.triples.dtypes[int(total.argmax())] if total.any() else "float32"
+
+    def scaled(self, cluster: Cluster, quantity: str, devices: Sequence[int], factor: float) -> CostModel:
+        """The model with ``flops``, ``memory_bandwidth`` or ``launch`` of some devices times ``factor``; what was
+        measured of ops follows. ``cluster`` is the one with those quantities."""
+        other = copy.copy(self)
+        other.cluster = cluster
+        other._fast, other._cut = self._fast.copy(), self._cut.copy()
+        other._whole_part, other._start = self._whole_part.copy(), self._start.copy()
+        places = list(devices)
+        if quantity == "flops":
+            other._fast[:, places] /= factor
+        elif quantity == "memory_bandwidth":
+            other._cut[:, places] /= factor
+            other._whole_part[:, places] /= factor
+        else:
+            other._start[:, places] *= factor
+        return other
 
     # shares ------------------------------------------------------------------------------------------------
 
@@ -167,27 +164,33 @@ class CostModel:
             name = self.theory.graph.instructions[instruction].name
             raise ValueError(f"{row} is no triple of instruction {instruction} ({name})") from None
 
+    def terms(self, signatures: Index) -> tuple[Array, Array, Array, Array]:
+        """``(fast, cut, whole, start)``, each (len(signatures), n) in seconds: a busy device with the share s takes
+        ``max(fast s, cut s + whole) + start``."""
+        return (
+            self._fast[signatures],
+            self._cut[signatures],
+            self._whole_part[signatures],
+            self._start[signatures],
+        )
+
     def seconds(self, signatures: Index, shares: Array) -> Array:
         """Seconds of rows given by signature at the given shares, shape (len(signatures), n)."""
-        t = self.triples
-        s = shares[t.axis[signatures]]
-        compute = t.flops[signatures, None] * s / self.rates[t.dtype[signatures]]
-        memory = (t.cut[signatures, None] * s + t.whole[signatures, None]) / self.bandwidth
-        idle = (s == 0) | t.free[signatures, None]
-        return np.where(idle, 0.0, np.maximum(compute, memory) + self.launch)
+        fast, cut, whole, start = self.terms(signatures)
+        s = shares[self.triples.axis[signatures]]
+        idle = (s == 0) | self.triples.free[signatures, None]
+        return np.where(idle, 0.0, np.maximum(fast * s, cut * s + whole) + start)
 
     def supports(self, signatures: Index, ratios: Array) -> tuple[Array, Array]:
         """Slopes and constants, each (len(signatures), n), of the lines that support the rows' seconds at the
         share ``ratios[j]`` of device j; the seconds of a share above 0 lie nowhere below them."""
-        t = self.triples
-        sharded = (t.axis[signatures] < len(self.theory.axes.axes))[:, None]
-        busy = ~t.free[signatures, None]
+        fast, cut, whole, start = self.terms(signatures)
+        sharded = (self.triples.axis[signatures] < len(self.theory.axes.axes))[:, None]
+        busy = ~self.triples.free[signatures, None]
         s = np.where(sharded, ratios, 1.0)
-        fast = t.flops[signatures, None] / self.rates[t.dtype[signatures]]
-        cut, whole = t.cut[signatures, None] / self.bandwidth, t.whole[signatures, None] / self.bandwidth
         bound = fast * s >= cut * s + whole
         slope = np.where(bound, fast, cut)
-        constant = np.where(bound, 0.0, whole) + self.launch
+        constant = np.where(bound, 0.0, whole) + start
         constant = np.where(sharded, constant, constant + slope)
         return np.where(sharded & busy, slope, 0.0), np.where(busy, constant, 0.0)
 
@@ -227,13 +230,15 @@ class CostModel:
         With weights ``w_j`` in proportion to the devices' speeds ``1 / alone_j``, the slowest device of each
         stage takes at least the weighted mean. An instruction that takes ``a_j`` seconds whole on device j
         takes at least ``s_j a_j`` with the share ``s_j``, and its shares sum to 1 or more, so that it adds at
-        least ``min_j w_j a_j`` to the step.
+        least ``min_j w_j a_j`` to the step. As rows may be measured apart, ``a_j`` is that of the cheapest.
         """
-        whole, alone = self._whole(), self.alone()
+        alone = self.alone()
         if not alone.min() > 0:
             return 0.0
         weights = (1 / alone) / (1 / alone).sum()
-        return float((weights * whole).min(axis=1, initial=np.inf).sum())
+        every = self.seconds(np.arange(len(self.triples.flops)), self.even_shares(np.ones(self.world)))
+        least = np.minimum.reduceat(every[self.triples.signature], self.triples.offset[:-1], axis=0)
+        return float((weights * least).min(axis=1, initial=np.inf).sum())
 
     def _whole(self) -> Array:
         """Seconds of each instruction run whole, shape (instructions, n)."""
@@ -358,72 +363,60 @@ def _move_table(forms: Sequence[MoveForm]) -> tuple[Array, Index, Index]:
     return terms.reshape(-1, 4), axis, target
 
 
-def _triples(theory: Theory) -> tuple[Triples, list[str]]:
-    graph, blank = theory.graph, len(theory.axes.axes)
-    nbytes = [float(t.nbytes) for t in graph.tensors]
-    dtypes: dict[str, int] = {"float32": 0}
-    known: dict[tuple[float, float, float, int, int, bool], int] = {}
-    signature: list[int] = []
-    offset = [0]
-    for instruction in graph.instructions:
-        rule = theory.rules.get(instruction.id)
-        free = rule is None or rule.alias
-        dtype = dtypes.setdefault(_compute_dtype(theory, instruction), len(dtypes))
-        for row, axis in zip(theory.rows[instruction.id], theory.row_axes[instruction.id], strict=True):
-            if rule is None or free:
-                key = (0.0, 0.0, 0.0, blank if axis is None else axis, dtype, True)
-            else:
-                cut, whole = _traffic(theory, instruction, row, nbytes)
-                key = (rule.flops, cut, whole, blank if axis is None else axis, dtype, False)
-            signature.append(known.setdefault(key, len(known)))
-        offset.append(len(signature))
-    table = np.array([k[:3] for k in known], dtype=float).reshape(-1, 3)
-    return (
-        Triples(
-            table[:, 0], table[:, 1], table[:, 2],
-            np.array([k[3] for k in known], dtype=np.int64),
-            np.array([k[4] for k in known], dtype=np.int64),
-            np.array([k[5] for k in known], dtype=bool),
-            np.array(signature, dtype=np.int64),
-            np.array(offset, dtype=np.int64),
-        ),
-        list(dtypes),
-    )  # fmt: skip
+def _terms(triples: Triples, theory: Theory, cluster: Cluster) -> tuple[Array, Array, Array, Array, Index]:
+    """The four numbers of each signature on each device, shape (signatures, n), and the devices' kinds.
+
+    A measured line is of the roofline's own side: its slope is one of FLOPs where they bind the whole op, else one
+    of bytes, and so is what a device runs whole but for its launch (:mod:`hetspmd.balance.sensitivity` asks).
+    """
+    sharded = triples.axis < len(theory.axes.axes)
+    columns: dict[tuple[object, ...], int] = {}
+    which: list[int] = []
+    made: list[tuple[Array, Array, Array, Array]] = []
+    for device, ops in zip(cluster.devices, cluster.ops_by_rank(), strict=True):
+        key = (
+            tuple(sorted(device.flops.items())),
+            device.memory_bandwidth,
+            device.launch,
+            device.update,
+            id(ops),
+        )
+        if key not in columns:
+            columns[key] = len(made)
+            made.append(_of_device(triples, sharded, device, ops))
+        which.append(columns[key])
+    kinds: Index = np.array(which, dtype=np.int64)
+    found = [np.stack([m[part] for m in made], axis=1)[:, kinds] for part in range(4)]
+    return found[0], found[1], found[2], found[3], kinds
 
 
-def _compute_dtype(theory: Theory, instruction: Instruction) -> str:
-    """The first floating output's dtype, else the first floating input's, else the first output's."""
-    tensors = theory.graph.tensors
-    names = [tensors[t].dtype for t in (*instruction.outputs, *instruction.inputs) if t >= 0]
-    for name in names:
-        if name.startswith(("float", "bfloat", "complex")):
-            return name
-    return names[0] if names else "float32"
-
-
-def _traffic(theory: Theory, instruction: Instruction, row: Row, nbytes: list[float]) -> tuple[float, float]:
-    """Bytes of the tensors that ``row`` cuts, and of those that stay whole; each tensor is read once."""
-    rule = theory.rules[instruction.id]
-    factor = None if row.factor is None else rule.factors[row.factor]
-    cut = whole = 0.0
-    seen: set[int] = set()
-    picks = ".".join(instruction.op.split(".")[:2]) in PICKING
-    for i, tensor in enumerate(instruction.inputs):
-        if tensor in seen:
-            continue
-        seen.add(tensor)
-        place, size = (None if factor is None else factor.inputs[i]), nbytes[tensor]
-        if picks and i == 0 and instruction.outputs[0] >= 0:
-            place = None if factor is None else factor.outputs[0]
-            size = min(size, nbytes[instruction.outputs[0]])
-        if isinstance(place, Cut):
-            cut += size
-        else:
-            whole += size
-    for i, tensor in enumerate(instruction.outputs):
-        if tensor >= 0:
-            if factor is not None and isinstance(factor.outputs[i], Cut):
-                cut += nbytes[tensor]
-            else:
-                whole += nbytes[tensor]
-    return cut, whole
+def _of_device(
+    t: Triples, sharded: npt.NDArray[np.bool_], device: Device, ops: Mapping[str, OpTime]
+) -> tuple[Array, Array, Array, Array]:
+    rates = np.array([device.rate(dtype) for dtype in t.dtypes])
+    bandwidth = np.where(t.updates, device.update, device.memory_bandwidth)
+    fast, cut, whole = t.flops / rates[t.dtype], t.cut / bandwidth, t.whole / bandwidth
+    start = np.full(len(fast), device.launch)
+    if not ops:
+        return fast, cut, whole, start
+    # One more place for what has no key.
+    lines = [ops.get(k) for k in t.keys]
+    constant = np.array([*(0.0 if line is None else line.constant for line in lines), 0.0])
+    slope = np.array([*(0.0 if line is None else line.slope for line in lines), 0.0])
+    by_flops = fast >= cut + whole
+    alone = (constant + slope)[t.whole_key]
+    launch = np.minimum(device.launch, alone)
+    roofline = np.maximum(fast, cut + whole)
+    scale = np.divide(alone - launch, roofline, out=np.zeros_like(alone), where=roofline > 0)
+    known = alone > 0
+    fast, cut, whole = (np.where(known, scale * part, part) for part in (fast, cut, whole))
+    start = np.where(known, np.where(roofline > 0, launch, alone), start)
+    # What a device without shares of it runs whole: one number, but for the launch.
+    own = (constant + slope)[t.key]
+    line_slope = np.where(sharded, slope[t.key], own - np.minimum(device.launch, own))
+    timed = own > 0
+    fast = np.where(timed, np.where(by_flops, line_slope, 0.0), fast)
+    cut = np.where(timed, np.where(by_flops, 0.0, line_slope), cut)
+    whole = np.where(timed, 0.0, whole)
+    start = np.where(timed, np.where(sharded, constant[t.key], np.minimum(device.launch, own)), start)
+    return fast, cut, whole, start

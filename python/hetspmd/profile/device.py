@@ -5,7 +5,8 @@
 - convolution: 3 x 3 over 128 channels, 2 FLOPs per weight and position, grown in the same way;
 - memory: ``a + b`` of tensors larger than most caches (16 MiB, on a GPU 256 MiB): two are read and a new one is
   written, as programs do; several times in a call, until it is as long;
-- launch: a chain of ops on 16 x 16 elements, divided by their number; as long a call, too.
+- launch: a chain of ops on 16 x 16 elements, divided by their number; as long a call, too;
+- optimizer: a step on parameters of 8 x 4 MiB (on a GPU 8 x 32 MiB) in float32.
 
 Products, convolutions and sums are measured in each dtype that the device computes in; one that it refuses is
 left out. Each is repeated as :mod:`hetspmd.profile.sampling` says.
@@ -14,7 +15,7 @@ left out. Each is repeated as :mod:`hetspmd.profile.sampling` says.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Final
@@ -25,7 +26,7 @@ from torch.nn.functional import conv2d
 from hetspmd.cost.measured import Rate
 from hetspmd.profile.sampling import interval, repeat
 
-__all__ = ["DTYPES", "measure_device"]
+__all__ = ["DTYPES", "OPTIMIZERS", "measure_device", "synchronize"]
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 LONG: Final = 0.02
@@ -34,6 +35,25 @@ CHANNELS: Final = 128
 IMAGES: Final = ((1, 8), (1, 16), (1, 32), (1, 64), (4, 64), (16, 64), (64, 64), (256, 64))
 """(batch, height = width) of the convolution, each with four times the FLOPs of the one before."""
 CHAIN: Final = 300
+PARAMETERS: Final = 8
+
+
+def _adamw(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def _sgd(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
+def _momentum(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+OPTIMIZERS: Final[Mapping[str, Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]]] = {
+    "adamw": _adamw, "momentum": _momentum, "sgd": _sgd,
+}  # fmt: skip
+"""As torch.optim runs them by default, which a training most likely does."""
 
 Call = Callable[[], object]
 Case = tuple[float, Call]
@@ -43,7 +63,7 @@ Maker = Callable[[torch.device, str, float], Case]
 
 def measure_device(
     rank: int, device: torch.device, budget: float, tolerance: float, dtypes: Sequence[str] = DTYPES,
-    tick: Callable[[str], None] = lambda what: None,
+    tick: Callable[[str], None] = lambda what: None, optimizer: str = "adamw",
 ) -> tuple[Rate, ...]:  # fmt: skip
     """The rates of ``device``, in about ``budget`` seconds. ``tick`` hears what is being measured.
 
@@ -52,7 +72,9 @@ def measure_device(
     makers: dict[str, Maker] = {
         "matmul": _matmul, "convolution": _convolution, "memory": _memory,
     }  # fmt: skip
-    cases: list[tuple[str, str, Maker]] = [("launch", "float32", _launch)]
+    cases: list[tuple[str, str, Maker]] = [
+        ("launch", "float32", _launch), ("optimizer", "float32", partial(_optimizer, optimizer)),
+    ]  # fmt: skip
     cases += [(what, dtype, make) for dtype in dtypes for what, make in makers.items()]
     start = perf_counter()
     found: list[Rate] = []
@@ -144,3 +166,13 @@ def _times(device: torch.device, call: Call, long: float) -> int:
 def _repeated(call: Call, times: int) -> None:
     for _ in range(times):
         call()
+
+
+def _optimizer(name: str, device: torch.device, dtype: str, long: float) -> Case:
+    count = (32 if device.type == "cuda" else 4) * 2**18
+    parameters = [torch.ones(count, device=device, dtype=getattr(torch, dtype)) for _ in range(PARAMETERS)]
+    for p in parameters:
+        p.grad = torch.full_like(p, 0.5)
+    step = OPTIMIZERS[name](parameters).step
+    _warm(device, step)
+    return float(sum(p.nbytes for p in parameters)), step

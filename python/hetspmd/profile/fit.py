@@ -33,7 +33,14 @@ from hetspmd.cost.measured import TERMS_OF, Curve, Fit, Point
 from hetspmd.errors import ProfileError
 from hetspmd.synth.program import Kind
 
-__all__ = ["fit_curve", "fit_curves", "fit_network", "hidden", "non_negative_least_squares"]
+__all__ = [
+    "fit_curve",
+    "fit_curves",
+    "fit_network",
+    "hidden",
+    "non_negative_least_squares",
+    "relative_least_squares",
+]
 
 Array = npt.NDArray[np.float64]
 NOISE: Final = 0.05
@@ -93,7 +100,7 @@ def fit_curve(kind: Kind, devices: int, points: Sequence[Point], above: float = 
         "per_exchange": [p.nbytes * p.exchange for p in points],
     }
     terms = _terms(kind, points)
-    found = _relative_least_squares(
+    found = relative_least_squares(
         np.array([factors[term] for term in terms]).T, np.array([p.seconds for p in points])
     )
     numbers = {t: _rounded(v) for t, v in zip(terms, found.tolist(), strict=True)}
@@ -124,7 +131,7 @@ def _errors(curve: Curve, points: Sequence[Point]) -> list[float]:
     ]  # fmt: skip
 
 
-def _relative_least_squares(matrix: Array, seconds: Array) -> Array:
+def relative_least_squares(matrix: Array, seconds: Array) -> Array:
     """argmin over b >= 0 of the sum of ln(p / t)^2, with p = matrix b and t the seconds; the best of ``ROUNDS``."""
     best = found = non_negative_least_squares(matrix / seconds[:, None], np.ones(len(seconds)))
     least = math.inf
@@ -156,7 +163,7 @@ def fit_network(fits: Sequence[Fit]) -> Network:
                 latencies, traffic = float(p.shards), float(p.nbytes)
             rows.append([latencies, traffic])
             seconds.append(p.seconds)
-    latency, per_byte = _relative_least_squares(np.array(rows), np.array(seconds)).tolist()
+    latency, per_byte = relative_least_squares(np.array(rows), np.array(seconds)).tolist()
     latencies, traffic = max(rows, key=lambda row: row[1])
     if per_byte * traffic < latency * latencies:
         raise ProfileError(

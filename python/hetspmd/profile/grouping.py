@@ -16,7 +16,7 @@ from typing import Final
 from hetspmd.cost.cluster import Device
 from hetspmd.cost.measured import Rate
 
-__all__ = ["ALIKE", "Report", "devices_of", "groups_of"]
+__all__ = ["ALIKE", "Report", "devices_of", "groups_of", "kinds_of"]
 
 ALIKE: Final = 0.1
 MAX_GROUPS: Final = 4
@@ -36,7 +36,10 @@ class Report:
         flops = {r.dtype: r.per_second for r in self.rates if r.what == product}
         memory = next(r for r in self.rates if (r.what, r.dtype) == ("memory", "float32"))
         launch = next(r for r in self.rates if r.what == "launch")
-        return Device(self.name, flops, self.memory, memory.per_second, launch.seconds / launch.amount)
+        optimizer = next((r.per_second for r in self.rates if r.what == "optimizer"), None)
+        return Device(
+            self.name, flops, self.memory, memory.per_second, launch.seconds / launch.amount, optimizer
+        )
 
 
 def devices_of(reports: Sequence[Report], product: str = "matmul") -> tuple[Device, ...]:
@@ -61,9 +64,18 @@ def devices_of(reports: Sequence[Report], product: str = "matmul") -> tuple[Devi
             float(int(min(d.memory for d in members) / 2**20) * 2**20) or 1.0,
             _rounded(median(d.memory_bandwidth for d in members)),
             _rounded(median(d.launch for d in members)),
+            _rounded(median(rates)) if (rates := [d.optimizer for d in members if d.optimizer]) else None,
         )
         merged |= dict.fromkeys(kind, device)
     return tuple(merged[rank] for rank in range(len(raw)))
+
+
+def kinds_of(devices: Sequence[Device]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of equal devices together, in rank order."""
+    kinds: dict[int, list[int]] = {}
+    for rank, device in enumerate(devices):
+        kinds.setdefault(list(devices).index(device), []).append(rank)
+    return tuple(map(tuple, kinds.values()))
 
 
 def groups_of(devices: Sequence[Device]) -> tuple[tuple[int, ...], ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import socket
 from pathlib import Path
 
 import torch
 
-__all__ = ["device_name", "host_identity", "host_name", "usable_memory"]
+__all__ = ["device_name", "host_identity", "host_name", "processor_name", "usable_memory"]
 
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -34,6 +35,14 @@ def device_name(device: torch.device) -> str:
         return device.type
     name = torch.cuda.get_device_properties(device).name.lower().removeprefix("nvidia ")
     return re.sub(r"[^a-z0-9]+", "-", name).strip("-") or "cuda"
+
+
+def processor_name(device: torch.device) -> str:
+    """The name that the machine gives to the device's processor."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).name)
+    found = re.search(r"^model name\s*: (.+)$", _read("/proc/cpuinfo") or "", re.MULTILINE)
+    return found[1].strip() if found is not None else platform.processor() or platform.machine()
 
 
 def usable_memory(device: torch.device, ranks_on_host: int) -> float:

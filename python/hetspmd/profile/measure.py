@@ -2,14 +2,14 @@
 fastest ones; then the cluster file.
 
 A third of the budget goes to the devices (all of it on a single one), the rest in equal parts to the groups of
-ranks. Every rank calls :func:`measure` and gets the same result.
+ranks. Every rank calls :func:`measure` and gets the same result. :func:`with_ops` adds the times of a model's ops.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -18,17 +18,20 @@ import yaml
 from hetspmd.cost.cluster import Cluster, Device
 from hetspmd.cost.cluster_file import Node, read_file
 from hetspmd.cost.measured import COLLECTIVES, Fit, Measured, Point, read_measured
-from hetspmd.errors import ClusterError
+from hetspmd.cost.op_keys import is_parameter_key
+from hetspmd.errors import ClusterError, ProfileError
+from hetspmd.profile.cases import Case
 from hetspmd.profile.collectives import measure_group
 from hetspmd.profile.device import DTYPES, measure_device
 from hetspmd.profile.fit import fit_curves, fit_network, hidden
 from hetspmd.profile.grouping import Report, devices_of, groups_of
 from hetspmd.profile.host import device_name, host_identity, usable_memory
+from hetspmd.profile.ops import measure_ops
 from hetspmd.profile.sampling import CONFIDENCE
 from hetspmd.profile.session import Session
 from hetspmd.synth.program import Kind
 
-__all__ = ["Options", "Profile", "measure"]
+__all__ = ["Options", "Profile", "measure", "with_ops"]
 
 DEVICE_PART: Final = 1 / 3
 TIMING: Final = (
@@ -42,12 +45,14 @@ class Options:
     """budget     seconds after which measurements are repeated no more
     tolerance  half the interval of a median, as a part of it, at which it is not repeated
     product    whose FLOP/s become the devices': matmul or convolution
-    dtypes     in which rates are measured"""
+    dtypes     in which rates are measured
+    optimizer  whose step is measured: adamw, momentum (SGD with it) or sgd"""
 
     budget: float = 60.0
     tolerance: float = 0.05
     product: str = "matmul"
     dtypes: tuple[str, ...] = DTYPES
+    optimizer: str = "adamw"
 
 
 @dataclass(frozen=True)
@@ -61,19 +66,27 @@ class Profile:
         """The cluster file's text (YAML)."""
         document = self.cluster.to_dict()
         document["measured"] = _short(self.measured.to_dict())
-        text: str = yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=140)
+        text: str = yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=1000)
         return "# Written by hetspmd profile. Devices are in rank order.\n" + text
+
+    @classmethod
+    def open(cls, path: str) -> Profile:
+        """A cluster file and what was measured of it, if anything. Raises ClusterError."""
+        root: Node = read_file(path)
+        cluster = Cluster.load(path)
+        if root.mapping is None or "measured" not in root.mapping:
+            return cls(cluster, Measured())
+        return cls(cluster, read_measured(root.mapping["measured"], cluster.world))
 
     @classmethod
     def load(cls, path: str) -> Profile:
         """A cluster file with the part ``measured``. Raises ClusterError for any other."""
-        root: Node = read_file(path)
-        cluster = Cluster.load(path)
-        if root.mapping is None or "measured" not in root.mapping:
+        found = cls.open(path)
+        if found.measured == Measured():
             raise ClusterError(
                 f"{path} has no part measured, so there is nothing to show; hetspmd profile writes one"
             )
-        return cls(cluster, read_measured(root.mapping["measured"], cluster.world))
+        return found
 
 
 def measure(session: Session, options: Options, tick: Callable[[str], None] = lambda what: None) -> Profile:
@@ -91,7 +104,9 @@ def measure(session: Session, options: Options, tick: Callable[[str], None] = la
         "measuring its device",
         lambda: Report(
             device_name(device), hosts[session.rank], memory[session.rank],
-            measure_device(session.rank, device, budget, options.tolerance, options.dtypes, tick),
+            measure_device(
+                session.rank, device, budget, options.tolerance, options.dtypes, tick, options.optimizer
+            ),
         ),
     )  # fmt: skip
     if device.type == "cuda":
@@ -111,6 +126,35 @@ def measure(session: Session, options: Options, tick: Callable[[str], None] = la
         about["dropped"] = ", ".join(kind for kind in COLLECTIVES if kind in dropped)
     cluster = Cluster(devices, network, tuple(f.curve for f in fits))
     return Profile(cluster, Measured(fits, rates, about))
+
+
+def with_ops(
+    session: Session, profile: Profile, cases: Sequence[Case], options: Options,
+    tick: Callable[[str], None] = lambda what: None,
+) -> Profile:  # fmt: skip
+    """The profile with the times of ops, measured for ``options.budget`` seconds; those that it has and that are
+    not measured now stay, if they are of the same optimizer.
+
+    Raises ProfileError if the profile is of another number of devices than there are ranks.
+    """
+    if profile.cluster.world != session.world:
+        raise ProfileError(
+            f"the cluster has {profile.cluster.world} devices and there are {session.world} ranks; start as many"
+        )
+    about = dict(profile.measured.about or {})
+    report = measure_ops(
+        session, profile.cluster, cases, options.budget, options.tolerance, options.optimizer, tick
+    )
+    same = about.get("optimizer", options.optimizer) == options.optimizer
+    before = {rank: fits for ranks, fits in profile.measured.ops for rank in ranks}
+    ops = []
+    for ranks, fits in report.ops:
+        lines = {f.time.key: f for f in before.get(ranks[0], ()) if same or not is_parameter_key(f.time.key)}
+        lines |= {f.time.key: f for f in fits}
+        ops.append((ranks, tuple(lines[key] for key in sorted(lines))))
+    about |= {"optimizer": options.optimizer, "ops": str(report)}
+    measured = replace(profile.measured, ops=tuple(kind for kind in ops if kind[1]), about=about)
+    return Profile(replace(profile.cluster, ops=measured.op_times), measured)
 
 
 def _collectives(
@@ -143,6 +187,7 @@ def _about(session: Session, options: Options, spent: float, hosts: Counter[str]
         "tolerance": options.tolerance,
         "confidence": CONFIDENCE,
         "flops": options.product,
+        "optimizer": options.optimizer,
         "memory": "free memory of the GPU"
         if cuda
         else f"available memory of the machine, divided by its ranks (at most {most})",

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.measured import Fit, Point, Rate
+from hetspmd.cost.op_times import OpFit
 from hetspmd.cost.quantities import Kind, quantity_text
 from hetspmd.profile.measure import Profile
 from hetspmd.report.tables import table
@@ -19,7 +21,11 @@ UNITS: dict[str, Kind] = {
     "convolution": "FLOP/s",
     "memory": "bytes/s",
     "launch": "seconds",
+    "optimizer": "bytes/s",
 }
+WIDTH = 90
+LONGEST = 12
+"""Ops in the table of a kind of device."""
 
 
 def profile_text(profile: Profile) -> str:
@@ -47,6 +53,7 @@ def profile_text(profile: Profile) -> str:
             "  error: median of |curve - measured| / measured; tight: points whose median is known to "
             f"{100 * tolerance:g} %"
         )
+    parts += [_ops_text(cluster, ranks, fits) for ranks, fits in measured.ops]
     dropped = (measured.about or {}).get("dropped")
     if dropped:
         parts.append(
@@ -56,6 +63,31 @@ def profile_text(profile: Profile) -> str:
     if measured.about:
         parts.append("How\n" + "\n".join(f"  {k:<10}  {_about(k, v)}" for k, v in measured.about.items()))
     return "\n\n".join(parts)
+
+
+def _ops_text(cluster: Cluster, ranks: Sequence[int], fits: Sequence[OpFit]) -> str:
+    """The longest ops of a kind of device, and how well the lines fit."""
+    longest = sorted(fits, key=lambda f: (-f.time.seconds(1.0), f.time.key))[:LONGEST]
+    rows = [
+        [
+            _shortened(f.time.key), _seconds(f.time.constant), _seconds(f.time.slope), f"{100 * f.error:.1f} %",
+            str(len(f.points)),
+        ]
+        for f in longest
+    ]  # fmt: skip
+    header = ["op", "constant", "x share", "error", "points"]
+    errors = [f.error for f in fits if len(f.points) > 1]
+    quality = (
+        f"; median error {100 * median(errors):.1f} %, worst {100 * max(errors):.0f} %" if errors else ""
+    )
+    title = f"Ops on {cluster.devices[ranks[0]].name} (ranks {_ranks(ranks)}): {len(fits)} lines{quality}"
+    more = f"\n  and {len(fits) - len(longest)} shorter ones" if len(fits) > len(longest) else ""
+    note = "\n  seconds = constant + x share; error: of the line at its worst point"
+    return f"{title}\n" + table(header, rows, right=(1, 2, 3, 4)) + more + note
+
+
+def _shortened(key: str) -> str:
+    return key if len(key) <= WIDTH else key[: WIDTH - 3] + "..."
 
 
 class RateRow(NamedTuple):

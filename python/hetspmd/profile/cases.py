@@ -1,0 +1,133 @@
+"""Which ops of a model are measured, in which order.
+
+A *case* is a key of :mod:`hetspmd.cost.op_keys`: an instruction alone with one of its triples, or the optimizer's
+step on a stored parameter. Cases of one call (its triples) make the same call at the share 1, which is measured
+once, under the key of the whole call.
+
+A task is a case at a share. First come all whole calls, then the triples at the shares :data:`SHARES`, each time
+those first that take most of the predicted single-device step: the roofline's seconds on the slowest device, times
+the number of the model's instructions with that call. So what matters is measured however short the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.model import CostModel
+from hetspmd.cost.op_keys import memory_orders, parameter_key
+from hetspmd.cost.triples import row_keys
+from hetspmd.forms import is_sharded, sharded_dim
+from hetspmd.profile.local_op import Alone, alone
+from hetspmd.rules.rule import TensorType
+from hetspmd.rules.theory import Theory
+from hetspmd.trace.graph import PARAMETER
+
+__all__ = ["SHARES", "Case", "Task", "cases_of", "tasks_of", "together"]
+
+SHARES: Final = (0.25, 0.5, 0.125)
+"""Shares of an axis, in the order in which they are measured, after 1."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a key stands for.
+
+    whole   the key of the same call, or parameter, run or stored whole
+    op      the instruction and the index of the triple; None for a parameter
+    stored  the parameter and the dim along which it is stored in shards; None for an op
+    units   of the axis that is cut; 1 where none is
+    weight  seconds that the model's single-device step is predicted to spend in the call
+    """
+
+    key: str
+    whole: str
+    op: tuple[Alone, int] | None
+    stored: tuple[TensorType, int | None] | None
+    units: int
+    weight: float
+
+    def held(self, share: float) -> int:
+        """The units of a device with about this share, at least one."""
+        return min(max(round(share * self.units), 1), self.units)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A case at the units that a device holds; the result is of ``key`` at ``share``."""
+
+    case: Case
+    held: int
+
+    @property
+    def key(self) -> str:
+        """The key under which the result is kept: the whole call's where everything is held."""
+        return self.case.whole if self.held == self.case.units else self.case.key
+
+    @property
+    def share(self) -> float:
+        """The part of the axis that is held."""
+        return self.held / self.case.units
+
+
+def cases_of(theory: Theory, cluster: Cluster) -> dict[str, Case]:
+    """The cases of a model by key, in the graph's order."""
+    graph, orders, keys = theory.graph, memory_orders(theory), row_keys(theory)
+    model = CostModel(theory, Cluster(cluster.devices, cluster.network))
+    first = model.triples.signature[model.triples.offset[:-1]]
+    seconds = model.seconds(first, model.even_shares(np.ones(model.world))).max(axis=1)
+    weights: dict[str, float] = {}
+    for instruction, of_rows in zip(graph.instructions, keys, strict=True):
+        for key in dict.fromkeys(of_rows):
+            weights[key] = weights.get(key, 0.0) + float(seconds[instruction.id])
+    found: dict[str, Case] = {}
+    for instruction, of_rows in zip(graph.instructions, keys, strict=True):
+        if all(key in found for key in of_rows):
+            continue
+        if instruction.op == PARAMETER:
+            tensor = graph.tensors[instruction.outputs[0]]
+            type_ = TensorType(tensor.shape, tensor.dtype)
+            for row, key in zip(theory.rows[instruction.id], of_rows, strict=True):
+                form = row.post[0]
+                dim = sharded_dim(form) if is_sharded(form) else None
+                units = 1 if dim is None else type_.shape[dim]
+                found.setdefault(
+                    key, Case(key, parameter_key(type_, None), None, (type_, dim), units, weights[key])
+                )
+            continue
+        own = alone(graph, instruction, orders)
+        small = own.theory
+        op = small.graph.instructions[-1].id
+        for row, key in zip(theory.rows[instruction.id], of_rows, strict=True):
+            index = small.rows[op].index(row)
+            axis = small.row_axes[op][index]
+            units = 1 if axis is None else small.axes.axes[axis].units
+            found.setdefault(key, Case(key, of_rows[0], (own, index), None, units, weights[key]))
+    return found
+
+
+def tasks_of(cases: Sequence[Case]) -> list[Task]:
+    """What is to be measured, in order."""
+    ordered = sorted(cases, key=lambda c: -c.weight)
+    tasks: dict[tuple[str, float], Task] = {}
+    for share in (1.0, *SHARES):
+        for case in ordered:
+            task = Task(case, case.held(share))
+            tasks.setdefault((task.key, task.share), task)
+    return list(tasks.values())
+
+
+def together(theories: Sequence[Theory], cluster: Cluster) -> list[Case]:
+    """The cases of several models, which weigh the same."""
+    found: dict[str, Case] = {}
+    for theory in theories:
+        of_model = cases_of(theory, cluster)
+        total = sum(c.weight for c in of_model.values() if c.key == c.whole) or 1.0
+        for key, case in of_model.items():
+            before = found[key].weight if key in found else 0.0
+            found[key] = replace(case, weight=before + case.weight / total)
+    return list(found.values())

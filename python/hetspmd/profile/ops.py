@@ -1,0 +1,253 @@
+"""Seconds of a model's ops on each kind of device, at several shares, and the lines through them.
+
+The ranks of a kind share its tasks (:mod:`hetspmd.profile.cases`) in turns, and all kinds measure at the same
+time, as in training. A local call is lowered as the runtime lowers it and called as generated code calls it, without
+gradients, on inputs that rotate through an arena of :data:`FOOTPRINT` bytes: in a step, too, an op's weights and what
+the backward reads of the forward come from memory, since everything else has passed through the caches in between. A
+sample is as many calls as last :data:`LONG`; samples are repeated as :mod:`hetspmd.profile.sampling` says. The
+optimizer's step is measured on as many parameters of a shape as fill the arena, so that its own overhead is spread
+as over a model's.
+
+A key's line ``constant + slope share`` is the non-negative least squares solution for the logarithms of its points
+(:mod:`hetspmd.profile.fit`); it is convex in the share, whatever the noise.
+
+What fails on a device, or is not reached in time, has no line: the cost model keeps the roofline for it, scaled
+where the same call was measured whole.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from time import perf_counter
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.op_times import OpFit, OpFits, OpTime
+from hetspmd.profile.cache import Points, cache_file, load_points, save_points
+from hetspmd.profile.cases import Case, Task, tasks_of
+from hetspmd.profile.device import OPTIMIZERS, synchronize
+from hetspmd.profile.fit import relative_least_squares
+from hetspmd.profile.grouping import kinds_of
+from hetspmd.profile.host import host_identity
+from hetspmd.profile.local_op import Alone, Arena, local_op
+from hetspmd.profile.sampling import interval, repeat
+from hetspmd.profile.session import Session
+from hetspmd.rules.rule import TensorType
+from hetspmd.rules.theory import Theory
+from hetspmd.trace.graph import ITEM_SIZES
+from hetspmd.trace.values import torch_dtype
+
+__all__ = ["OpReport", "fit_points", "measure_ops"]
+
+FOOTPRINT: Final = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
+"""Bytes through which inputs rotate: twice the last cache of most CPUs, several times a GPU's."""
+LONG: Final = 0.01
+"""Seconds of a sample of short calls."""
+MOST_CALLS: Final = 2000
+MOST_SETS: Final = 64
+ROOM: Final = 0.5
+"""The part of a device's memory that inputs and results of one op may take."""
+
+
+@dataclass(frozen=True)
+class OpReport:
+    """Lines by kind of device, how many keys and tasks there were, how many of the tasks were measured now and how
+    many came from the cache, and why some failed."""
+
+    ops: OpFits
+    keys: int
+    tasks: int
+    measured: int
+    cached: int
+    failed: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = min((len(fits) for _, fits in self.ops), default=0)
+        text = (
+            f"lines for {lines} of {self.keys} keys; {self.measured} of {self.tasks} points measured, "
+            f"{self.cached} from the cache"
+        )
+        return text + (f", {len(self.failed)} failed, such as {self.failed[0]}" if self.failed else "")
+
+
+@dataclass
+class _Done:
+    """What one rank measured of its tasks."""
+
+    points: Points = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+
+def measure_ops(
+    session: Session, cluster: Cluster, cases: Sequence[Case], budget: float, tolerance: float,
+    optimizer: str = "adamw", tick: Callable[[str], None] = lambda what: None,
+) -> OpReport:  # fmt: skip
+    """Measure ``cases`` on every kind of device of ``cluster``, for about ``budget`` seconds from now.
+
+    The same cases on every rank. Every rank gets the same report. Raises ProfileError on every rank if one fails.
+    """
+    device = session.device
+    kinds = kinds_of(cluster.devices)
+    mine = next(kind for kind in kinds if session.rank in kind)
+    file = cache_file(device, cluster.devices[session.rank], optimizer)
+    stored = session.together("reading the cache of op times", lambda: load_points(file))
+    known = [_merged([stored[r] for r in kind]) for kind in kinds]
+    tasks = tasks_of(cases)
+    have = known[kinds.index(mine)]
+    todo = [t for t in tasks if t.share not in have.get(t.key, {})]
+    own_tasks = todo[mine.index(session.rank) :: len(mine)]
+    room = ROOM * cluster.devices[session.rank].memory
+    done = session.together(
+        "measuring ops", lambda: _measure(device, own_tasks, budget, tolerance, optimizer, room, tick)
+    )
+    hosts = session.together("naming the host", host_identity)
+    ops = []
+    for index, kind in enumerate(kinds):
+        found = _merged([known[index], *(done[r].points for r in kind)])
+        ops.append((kind, fit_points(cases, found)))
+        new = _merged([done[r].points for r in kind])
+        if (
+            new
+            and session.rank == next((r for r in mine if hosts[r] == hosts[session.rank]), -1)
+            and kind == mine
+        ):
+            save_points(file, new)
+    measured = sum(len(of_key) for d in done for of_key in d.points.values())
+    cached = sum(t.share in points.get(t.key, {}) for t in tasks for points in known)
+    failed = tuple(dict.fromkeys(reason for d in done for reason in d.failed))
+    return OpReport(tuple(ops), len(cases), len(tasks) * len(kinds), measured, cached, failed)
+
+
+def fit_points(cases: Sequence[Case], points: Points) -> tuple[OpFit, ...]:
+    """The lines of the cases that were measured: what is whole at the share 1, what is cut at another share too."""
+    found: dict[str, OpFit] = {}
+    for case in cases:
+        at = {share: p[0] for share, p in points.get(case.key, {}).items() if share < 1}
+        if case.key == case.whole or at:
+            at |= {share: p[0] for share, p in points.get(case.whole, {}).items() if share == 1}
+        if at:
+            found[case.key] = _fit(case, tuple(sorted(at.items())))
+    return tuple(found[key] for key in sorted(found))
+
+
+def _fit(case: Case, points: tuple[tuple[float, float], ...]) -> OpFit:
+    shares, seconds = (np.array(column) for column in zip(*points, strict=True))
+    if case.key == case.whole:
+        constant, slope = points[-1][1], 0.0
+    elif len(points) == 1:
+        constant, slope = 0.0, points[0][1] / points[0][0]
+    else:
+        matrix = np.stack([np.ones_like(shares), shares], axis=1)
+        constant, slope = relative_least_squares(matrix, seconds).tolist()
+    time = OpTime(case.key, _rounded(constant), _rounded(slope))
+    error = max(abs(time.seconds(share) / t - 1) for share, t in points)
+    return OpFit(time, _rounded(error, 3), tuple((_rounded(s), _rounded(t)) for s, t in points))
+
+
+def _rounded(value: float, digits: int = 4) -> float:
+    """More digits than were measured, and a file that can be read."""
+    return float(f"{value:.{digits}g}")
+
+
+def _merged(parts: Sequence[Mapping[str, Mapping[float, Any]]]) -> Points:
+    found: Points = {}
+    for part in parts:
+        for key, of_key in part.items():
+            found.setdefault(key, {}).update(of_key)
+    return found
+
+
+def _measure(
+    device: torch.device, tasks: Sequence[Task], budget: float, tolerance: float, optimizer: str, room: float,
+    tick: Callable[[str], None],
+) -> _Done:  # fmt: skip
+    done = _Done()
+    end = perf_counter() + budget
+    arena = Arena(device, FOOTPRINT[device.type])
+    theories: dict[int, tuple[Alone, Theory]] = {}
+    for index, task in enumerate(tasks):
+        now = perf_counter()
+        if now >= end:
+            break
+        tick(task.key)
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                call, parts = _call(device, arena, task, theories, optimizer, room)
+                deadline = now + (end - now) / (len(tasks) - index)
+                seconds = [t / parts for t in _samples(device, call, deadline, tolerance)]
+        except Exception as error:  # a kernel may raise anything on made-up inputs: the op keeps the roofline
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            done.failed.append(f"{task.case.key.split('(')[0]}: {reason}")
+            continue
+        middle, low, high = interval(seconds)
+        done.points.setdefault(task.key, {})[task.share] = (middle, low, high, len(seconds))
+    return done
+
+
+def _samples(
+    device: torch.device, call: Callable[[], object], deadline: float, tolerance: float
+) -> list[float]:
+    def run(calls: int) -> float:
+        synchronize(device)
+        start = perf_counter()
+        for _ in range(calls):
+            call()
+        synchronize(device)
+        return (perf_counter() - start) / calls
+
+    run(1)  # the first call may compile or choose kernels
+    once = run(2)
+    return repeat(partial(run, min(max(int(LONG / once), 1), MOST_CALLS)), deadline, tolerance)
+
+
+def _call(
+    device: torch.device, arena: Arena, task: Task, theories: dict[int, tuple[Alone, Theory]], optimizer: str,
+    room: float,
+) -> tuple[Callable[[], object], int]:  # fmt: skip
+    """What is timed, and how often it does the task. Raises MemoryError if it needs more than ``room`` bytes."""
+    case = task.case
+    if case.stored is not None:
+        return _step(device, *case.stored, task.held, optimizer, room)
+    assert case.op is not None
+    own, row = case.op
+    if id(own) not in theories:
+        theories[id(own)] = own, own.theory
+    op = local_op(theories[id(own)][1], own.orders, row, task.held, device)
+    _check_room(op.held, room)
+    sets = [op.make(arena) for _ in range(min(max(arena.nbytes // max(op.nbytes, 1), 1), MOST_SETS))]
+    turn = count()
+
+    def call() -> object:
+        return op.run(op.runtime, *sets[next(turn) % len(sets)])
+
+    return call, 1
+
+
+def _step(
+    device: torch.device, type_: TensorType, dim: int | None, held: int, optimizer: str, room: float
+) -> tuple[Callable[[], object], int]:
+    """The optimizer's step on parameters of a stored shape, as many as fill the arena."""
+    shape = list(type_.shape)
+    if dim is not None:
+        shape[dim] = held
+    nbytes = 4 * max(math.prod(shape) * ITEM_SIZES[type_.dtype], 1)  # with gradients and state
+    number = min(max(FOOTPRINT[device.type] // nbytes, 1), MOST_SETS)
+    _check_room(number * nbytes, room)
+    parameters = [torch.ones(shape, device=device, dtype=torch_dtype(type_.dtype)) for _ in range(number)]
+    for p in parameters:
+        p.grad = torch.full_like(p, 0.5)
+    return OPTIMIZERS[optimizer](parameters).step, number
+
+
+def _check_room(nbytes: int, room: float) -> None:
+    if nbytes > room:
+        raise MemoryError(f"it needs {nbytes / 2**20:.0f} MiB, more than half of the device's memory")
