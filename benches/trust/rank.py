@@ -63,8 +63,8 @@ def profile_ops(context: Context, *, file: str, model: str, cache: str, budget: 
 def train(
     context: Context, *, model: str, plans: Mapping[str, str], rounds: int, steps: int
 ) -> dict[str, dict[str, Any]]:
-    """Per plan (a plan file each): ``stamps`` of each round, one per step and one before; ``losses``; ``peak_bytes``
-    and ``resident_bytes`` of a step; ``main`` and ``other``, CPU seconds of a rank's main thread and its others."""
+    """Per plan (a plan file each): ``stamps`` of each round, one per step and one before; ``losses``; the step's
+    ``peak_bytes`` and ``resident_bytes``; ``main`` and ``other``, CPU seconds of the main thread and of the others."""
     steppers: dict[str, Callable[[], Tensor]] = {}
     found: dict[str, dict[str, Any]] = {}
     for name, path in plans.items():
