@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="clusters and models (default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each plan")
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn, after one that is not")
-    parser.add_argument("--budget", type=float, default=90.0, help="seconds of a cluster's profile")
+    parser.add_argument("--budget", type=float, default=150.0, help="seconds of a cluster's profile")
     parser.add_argument(
         "--ops-budget", type=float, default=60.0, help="seconds of the profile of a model's ops"
     )

@@ -64,7 +64,7 @@ def train(
     context: Context, *, model: str, plans: Mapping[str, str], rounds: int, steps: int
 ) -> dict[str, dict[str, Any]]:
     """Per plan (a plan file each): ``stamps`` of each round, one per step and one before; ``losses``; the step's
-    ``peak_bytes`` and ``resident_bytes``; ``main`` and ``other``, CPU seconds of the main thread and of the others."""
+    ``peak_bytes`` and ``resident_bytes``; ``main`` and ``other``, CPU seconds of its main thread and its others."""
     steppers: dict[str, Callable[[], Tensor]] = {}
     found: dict[str, dict[str, Any]] = {}
     for name, path in plans.items():
