@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -47,10 +48,17 @@ def stack_theory(layers: int = 4, width: int = 64, batch: int = 256) -> Theory:
 
 
 def devices(*shares: float, flops: float = 1e10, bandwidth: float = 1e9, latency: float = 1e-6) -> Cluster:
-    """Devices of ``4 * share * flops`` FLOP/s without a limit of memory."""
+    """Devices of ``4 * share * flops`` FLOP/s without a limit of memory; the optimizer's step costs a launch, so that
+    only memory asks for parameters in shards."""
     return Cluster(
         tuple(
-            Device(f"d{j}", {"default": 4 * flops * share}, memory_bandwidth=1e11, launch=1e-7)
+            Device(
+                f"d{j}",
+                {"default": 4 * flops * share},
+                memory_bandwidth=1e11,
+                launch=1e-7,
+                optimizer=math.inf,
+            )
             for j, share in enumerate(shares)
         ),
         Network(bandwidth, latency) if len(shares) > 1 else None,

@@ -102,7 +102,7 @@ def test_show(profile: Profile, command: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "one of the arguments --out --show is required"),
+        ((), "name --out FILE for the cluster file that is measured, or --show FILE"),
         (("--out", "x", "--show", "y"), "not allowed with argument"),
         (("--out", "nowhere/c.yaml"), "there is no folder"),
         (("--out", "c.yaml", "--budget", "soon"), "'soon' is no time; write it as 60s or 2min"),

@@ -83,7 +83,7 @@ def changed(cluster: Cluster, quantity: Quantity, ranks: Sequence[int], factor: 
         terms, scale = ("per_byte", "per_largest", "per_exchange"), 1 / factor
         network = replace(cluster.network, bandwidth=cluster.network.bandwidth * factor)
     curves = tuple(replace(c, **{t: getattr(c, t) * scale for t in terms}) for c in cluster.curves)
-    return Cluster(cluster.devices, network, curves)
+    return replace(cluster, network=network, curves=curves)
 
 
 def _device(device: Device, quantity: Quantity, factor: float) -> Device:

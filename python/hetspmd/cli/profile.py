@@ -173,7 +173,7 @@ def _devices(session: Session, wanted: Options, measure: Callable[..., Profile])
 
 
 def _cases(session: Session, targets: list[str], cluster: Cluster) -> list[Case]:
-    """The ops of the models, found by rank 0; the others import the files only, which may register ops and rules."""
+    """The ops of the models, found by rank 0; the others import the files, which may register ops and rules."""
     from hetspmd.cli.target import load_module, load_target, target_place
     from hetspmd.profile.cases import together
     from hetspmd.rules.theory import derive

@@ -3,9 +3,10 @@
     aten.mm.default(float32[60/60,24], float32[24,40]{1,0}) -> float32[60/60,40]
 
 An input is its dtype and *whole* shape. A dim that the row cuts is ``elements/units``: here each device holds
-some of 60 rows. ``{1,0}`` lists dims from the outermost in memory to the innermost, where that is another order
-than the shape's; dims of one element, and dims that are expanded (stride 0), are left out. An input that stands
-twice is ``=i``, the position of the first. Numbers and other arguments follow in place; a summed output has a ``+``.
+some of 60 rows. ``{1,0}`` lists dims from the outermost in memory to the innermost, where that is another
+order than the shape's; dims of one element, and dims that are expanded (stride 0), are left out. An input
+that stands twice is ``=i``, the position of the first. Numbers and other arguments follow in place; a summed
+output has a ``+``.
 
 The optimizer's step on a stored parameter is ``optimizer(float32[24/24,40])``; which optimizer, the file says once.
 
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from hetspmd.errors import TraceError
 from hetspmd.rules.rule import Call, Cut, OpRule, Place, Row, TensorType
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Argument, DType, Marker, Ref
@@ -76,8 +78,9 @@ def _results(call: Call, orders: Sequence[Order]) -> tuple[Order, ...]:
             result = torch_op(call.op)(
                 *(concrete(a) for a in call.args), **{k: concrete(v) for k, v in call.kwargs.items()}
             )
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        return (None,) * len(call.outputs)  # the op has no meta kernel, or refuses these strides
+    except (RuntimeError, TypeError, ValueError, TraceError):
+        # The op has no meta kernel, refuses these strides, or is not of this process.
+        return (None,) * len(call.outputs)
     results = list(result) if isinstance(result, (list, tuple)) else [result]
     if len(results) != len(call.outputs):
         return (None,) * len(call.outputs)

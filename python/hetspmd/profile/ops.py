@@ -1,12 +1,12 @@
 """Seconds of a model's ops on each kind of device, at several shares, and the lines through them.
 
 The ranks of a kind share its tasks (:mod:`hetspmd.profile.cases`) in turns, and all kinds measure at the same
-time, as in training. A local call is lowered as the runtime lowers it and called as generated code calls it, without
-gradients, on inputs that rotate through an arena of :data:`FOOTPRINT` bytes: in a step, too, an op's weights and what
-the backward reads of the forward come from memory, since everything else has passed through the caches in between. A
-sample is as many calls as last :data:`LONG`; samples are repeated as :mod:`hetspmd.profile.sampling` says. The
-optimizer's step is measured on as many parameters of a shape as fill the arena, so that its own overhead is spread
-as over a model's.
+time, as in training. A local call is lowered as the runtime lowers it and called as generated code calls it,
+without gradients, on inputs that rotate through an arena of :data:`FOOTPRINT` bytes: in a step, too, an op's
+weights and what the backward reads of the forward come from memory, since everything else has passed through
+the caches in between. A sample is as many calls as last :data:`LONG`; samples are repeated as
+:mod:`hetspmd.profile.sampling` says. The optimizer's step is measured on as many parameters of a shape as
+fill the arena, so that its own overhead is spread as over a model's.
 
 A key's line ``constant + slope share`` is the non-negative least squares solution for the logarithms of its points
 (:mod:`hetspmd.profile.fit`); it is convex in the share, whatever the noise.
