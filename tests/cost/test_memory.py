@@ -74,17 +74,19 @@ def test_by_hand() -> None:
     # x g w | y | v | loss | its sum | gw | its sum | the end
     whole = [fixed] * 5 + [fixed + 4, fixed + 8, fixed + 4 + 96, fixed + 4 + 96 + 96, fixed + 4 + 96]
     cut = [0, 0, 0, 192, 192, 192, 0, 0, 0, 0]
+    whole.append(whole[-1] + 2 * 96)  # the weight is updated, with two temporaries
+    cut.append(0)
     assert profile.whole.tolist() == whole
     assert profile.cut.tolist() == cut
     assert profile.held.tolist() == [
         [w + c * 6 // 8, w + c * 2 // 8] for w, c in zip(whole, cut, strict=True)
     ]
-    assert profile.instruction.tolist() == [X, G, W, Y, V, LOSS, LOSS, GW, GW, GW]
-    assert profile.peaks == (fixed + 4 + 192, fixed + 4 + 192)
+    assert profile.instruction.tolist() == [X, G, W, Y, V, LOSS, LOSS, GW, GW, GW, GW]
+    assert profile.peaks == (fixed + 4 + 96 + 192, fixed + 4 + 96 + 192)
     assert profile.peak_instruction(0) == profile.peak_instruction(1) == GW
     assert profile.during(V).tolist() == [fixed + 144, fixed + 48]
     assert profile.during(LOSS).tolist() == [fixed + 4 + 144, fixed + 4 + 48]
-    assert profile.lacking(np.array([fixed + 100, fixed + 300])).tolist() == [96, 0]
+    assert profile.lacking(np.array([fixed + 100, fixed + 300])).tolist() == [192, 0]
 
 
 def test_a_weight_in_shards_by_hand() -> None:
@@ -99,13 +101,13 @@ def test_a_weight_in_shards_by_hand() -> None:
     gather, scatter = 160, 160 + 80
     assert profile.whole.tolist() == [
         inputs, inputs, inputs, inputs + 96 + gather, inputs + 96, inputs, inputs + 4, inputs + 8, inputs + 100,
-        inputs + 100 + scatter, inputs + 4,
+        inputs + 100 + scatter, inputs + 4, inputs + 4,
     ]  # fmt: skip
     fixed = (96 + 192) // 6
     first = [w + fixed for w in profile.whole.tolist()]
     assert profile.held[:4, 0].tolist() == first[:4]
     assert profile.held[4:7, 0].tolist() == [f + 144 for f in first[4:7]]
-    assert profile.held[9:, 0].tolist() == [first[9], first[10] + 16]
+    assert profile.held[9:, 0].tolist() == [first[9], first[10] + 16, first[10] + 16 + 2 * 16]
     assert memory_bytes(theory, divided(theory, form), units(theory, {8: (6, 2), 4: (4, 0), 6: (1, 5)})) == (
         profile.peaks
     )
@@ -117,7 +119,8 @@ def test_optimizer_bytes() -> None:
     for program_, local in ((divided(theory, IDENTITY), (24, 24)), (divided(theory, form), (8, 16))):
         without = memory_profile(theory, program_, units(theory, at), optimizer_bytes=0).held
         with_ = memory_profile(theory, program_, units(theory, at)).held
-        assert (with_ - without).tolist() == [[OPTIMIZER_BYTES * n for n in local]] * len(with_)
+        assert (with_[:-1] - without).tolist() == [[OPTIMIZER_BYTES * n for n in local]] * len(without)
+        assert (with_[-1] - with_[-2]).tolist() == [2 * 4 * n for n in local]
 
 
 def test_frozen_parameters_have_no_moments() -> None:
@@ -149,7 +152,7 @@ def replay(theory: Theory, chosen: Program, lengths: Lengths, rank: int) -> list
     buffers: list[tuple[int, int, int, bool]] = []  # tensor, form, step, lasting
     reads: list[tuple[int, int]] = []  # (buffer, step)
     trained = {p.tensor for p in graph.parameters if p.gradient is not None}
-    always = 0
+    always, updates = 0, []
     carried: dict[tuple[int, int], tuple[int, Communicate]] = {}
     first_read: dict[tuple[int, int], int] = {}
     for at, step in enumerate(chosen.steps):
@@ -171,7 +174,7 @@ def replay(theory: Theory, chosen: Program, lengths: Lengths, rank: int) -> list
             if isinstance(step, Communicate):
                 carried[key] = at, step
             source = isinstance(step, Compute) and graph.instructions[step.instruction].is_source
-            if base is not None:
+            if base is not None or (lengths.world == 1 and isinstance(step, Communicate)):
                 value[key] = used[0]
                 reads.append((used[0], at))
             else:
@@ -179,6 +182,7 @@ def replay(theory: Theory, chosen: Program, lengths: Lengths, rank: int) -> list
                 buffers.append((*key, 0 if source else at, source))
             if source and key[0] in trained:
                 always += local(*key, OPTIMIZER_BYTES)
+                updates.append(2 * local(*key))
     left = [*chosen.gradients, *chosen.outputs, *chosen.buffers] + ([chosen.loss] if chosen.loss else [])
     reads += [(value.get((r.tensor, r.form), value.get((r.tensor, IDENTITY), -1)), end) for r in left]
     for r in left:
@@ -197,7 +201,7 @@ def replay(theory: Theory, chosen: Program, lengths: Lengths, rank: int) -> list
             if start == at or start < at < first_read.get(key, end)
         ]
         totals.append(always + sum(alive) + sum(own))
-    return totals
+    return totals + [totals[-1] + more for more in updates]
 
 
 def workspace(theory: Theory, step: Communicate, lengths: Lengths, rank: int, *, ready: bool) -> int:
