@@ -1,5 +1,6 @@
 # make demo   set up, then train a model on four unlike workers beside the single device
 # make test   set up, then pass all tests (make test-slow: the full product of models and clusters)
+# make bench-trust        predicted against measured steps on emulated clusters (as root), into docs/trust.md
 # make lint | bench | format | setup | clean
 
 SHELL := bash
@@ -18,7 +19,7 @@ JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((
 # One thread per process: the tests and the workers of the demo share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-rust test-python test-slow lint format bench clean
+.PHONY: help setup demo test test-rust test-python test-slow lint format bench bench-trust clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -67,6 +68,9 @@ bench: setup
 	$(BIN)/python benches/models_table.py | tee target/bench/models.md
 	@echo "Results: target/criterion (the core's stages), target/bench/search.md, target/bench/models.md."
 	@echo "The whole tables of docs/search.md: $(BIN)/python benches/search.py --write docs/search.md"
+
+bench-trust: setup
+	$(BIN)/python benches/trust --write docs/trust.md
 
 clean:
 	rm -rf $(VENV) target build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

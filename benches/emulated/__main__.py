@@ -5,13 +5,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).parents[1])
 
-from emulated.cluster import EmulationError  # noqa: E402  # the path first
-from emulated.compare import main  # noqa: E402  # the path first
+def run() -> int:
+    """The bench, with its packages on the path."""
+    sys.path[0] = str(Path(__file__).parents[1])
+    from emulated.cluster import EmulationError
+    from emulated.compare import main
+
+    try:
+        return main()
+    except EmulationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    except EmulationError as error:
-        sys.exit(f"error: {error}")
+    raise SystemExit(run())

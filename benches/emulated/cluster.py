@@ -7,6 +7,11 @@ that a packet from rank a to rank b takes ``latency_a + latency_b``. A rank's sp
 (:mod:`emulated.cpu_groups`), which is put on and taken off by :meth:`EmulatedCluster.throttle`: imports and set-up
 need not take minutes.
 
+The quota holds for the rank's main thread, which computes. Its other threads, those of gloo, carry messages as a
+network card and a host's processor do beside an accelerator, and are not held to it: under one quota a thread that
+must answer a message would wait until the computation has used up its time slice, tens of milliseconds on a slow
+rank, several times over in one collective. They have what time the shares leave of the machine.
+
 Names hold the pid of the driver and the time at which it started. What a driver that was killed has left behind
 is removed by :func:`clean`, which every new cluster calls.
 """
@@ -180,6 +185,8 @@ class EmulatedCluster:
         self.spec = spec
         self.prefix = _prefix()
         self._held: set[int] = set()
+        self._pids: dict[int, int] = {}
+        self._freed: set[int] = set()
 
     @property
     def world(self) -> int:
@@ -222,6 +229,7 @@ class EmulatedCluster:
         )
         os.sched_setaffinity(process.pid, self._cpus[rank])
         self._groups.join(self._group(rank), process.pid)
+        self._pids[rank] = process.pid
         return process
 
     def throttle(self, rank: int, on: bool) -> None:
@@ -232,6 +240,26 @@ class EmulatedCluster:
         (self._held.add if on else self._held.discard)(rank)
         self._groups.prefer(self.prefix, bool(self._held))
         self._groups.limit(self._group(rank), self.spec.ranks[rank].share if on else None)
+        self.free_network_threads(rank)
+
+    def free_network_threads(self, rank: int) -> None:
+        """Let all threads but the main one of the rank's process run beside its CPU share, if it is held to it.
+
+        To be called now and then: a thread that is started later is held to the share until then.
+        """
+        if rank not in self._held or rank not in self._pids:
+            return
+        main = self._pids[rank]
+        for task in sorted(Path(f"/proc/{main}/task").glob("*")):
+            thread = int(task.name)
+            if thread in self._freed or thread == main:
+                continue
+            try:
+                os.sched_setaffinity(thread, os.sched_getaffinity(0))
+                self._groups.join_thread(self._network, thread)
+            except (ProcessLookupError, FileNotFoundError):
+                continue  # the thread has ended
+            self._freed.add(thread)
 
     def _make(self) -> None:
         self._groups = _groups()
@@ -255,9 +283,14 @@ class EmulatedCluster:
                 _run("tc", "-n", switch, *command)
             _run("ip", "netns", "exec", own, "sh", "-c", _STACK)
             self._groups.make(self._group(rank))
+        self._groups.make(self._network)
 
     def _namespace(self, rank: int) -> str:
         return f"{self.prefix}-rank{rank}"
+
+    @property
+    def _network(self) -> str:
+        return f"{self.prefix}/network"
 
     def _group(self, rank: int) -> str:
         return f"{self.prefix}/rank{rank}"

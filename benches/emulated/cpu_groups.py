@@ -74,6 +74,8 @@ class CpuGroups:
                 (path / "cgroup.subtree_control").write_text("+cpu", encoding="ascii")
             path = path / part
             path.mkdir(exist_ok=True)
+        if self.version == 2 and len(Path(group).parts) > 1:  # a process's threads may be in several of these
+            (path / "cgroup.type").write_text("threaded", encoding="ascii")
 
     def limit(self, group: str, share: float | None) -> None:
         """Let the group have ``share`` cores from now on (None: no limit). Raises OSError."""
@@ -99,6 +101,11 @@ class CpuGroups:
         """Move a process into the group. Raises OSError."""
         (self.root / group / "cgroup.procs").write_text(str(pid), encoding="ascii")
 
+    def join_thread(self, group: str, thread: int) -> None:
+        """Move one thread of a process that is in a group beside this one. Raises OSError."""
+        name = "cgroup.threads" if self.version == 2 else "tasks"
+        (self.root / group / name).write_text(str(thread), encoding="ascii")
+
     def names(self, prefix: str) -> list[str]:
         """Groups directly below the root whose name starts with ``prefix``."""
         return sorted(p.name for p in self.root.glob(f"{prefix}*") if p.is_dir())
@@ -113,7 +120,8 @@ class CpuGroups:
             try:
                 for child in sorted(p.name for p in path.iterdir() if p.is_dir()):
                     self.remove(f"{group}/{child}")
-                kill((path / "cgroup.procs").read_text(encoding="ascii").split())
+                inside = "cgroup.threads" if self.version == 2 else "cgroup.procs"
+                kill((path / inside).read_text(encoding="ascii").split())
                 path.rmdir()
             except FileNotFoundError:
                 return

@@ -21,6 +21,8 @@ from typing import Any
 from emulated.cluster import EmulatedCluster, EmulationError
 
 PORT = 29500
+LOOK = 0.2
+"""Seconds between looks for threads that ranks have started."""
 
 
 class Workers:
@@ -99,8 +101,10 @@ class Workers:
                 assert pipe is not None
                 selector.register(pipe, selectors.EVENT_READ, rank)
             while len(found) < len(ranks):
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
+                ready = selector.select(min(LOOK, max(0.0, deadline - time.monotonic())))
+                for rank in ranks:
+                    self.cluster.free_network_threads(rank)
+                if not ready and time.monotonic() >= deadline:
                     late = [r for r in ranks if r not in found]
                     raise self._failure(late[0], f"and others of {late} did not finish {task} in time")
                 for key, _ in ready:

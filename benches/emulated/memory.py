@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -33,7 +33,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self.peak = 0
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
-        self._resize: Callable[..., Any] | None = None
 
     def __enter__(self) -> LiveBytes:
         original = torch.UntypedStorage.resize_
@@ -44,14 +43,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             counter._add(storage)
             return result
 
-        self._resize = original
-        setattr(torch.UntypedStorage, "resize_", resize_)  # noqa: B010  # undone on exit
+        self._resize = patch.object(torch.UntypedStorage, "resize_", resize_)
+        self._resize.start()
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
 
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)  # type: ignore[no-untyped-call]  # torch's
-        setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010
+        self._resize.stop()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -74,17 +74,19 @@ def test_by_hand() -> None:
     # x g w | y | v | loss | its sum | gw | its sum | the end
     whole = [fixed] * 5 + [fixed + 4, fixed + 8, fixed + 4 + 96, fixed + 4 + 96 + 96, fixed + 4 + 96]
     cut = [0, 0, 0, 192, 192, 192, 0, 0, 0, 0]
+    whole.append(whole[-1] + 2 * 96)  # the weight is updated, with two temporaries
+    cut.append(0)
     assert profile.whole.tolist() == whole
     assert profile.cut.tolist() == [[c] for c in cut]
     assert profile.held.tolist() == [
         [w + c * 6 // 8, w + c * 2 // 8] for w, c in zip(whole, cut, strict=True)
     ]
-    assert profile.instruction.tolist() == [X, G, W, Y, V, LOSS, LOSS, GW, GW, GW]
-    assert profile.peaks == (fixed + 4 + 192, fixed + 4 + 192)
+    assert profile.instruction.tolist() == [X, G, W, Y, V, LOSS, LOSS, GW, GW, GW, GW]
+    assert profile.peaks == (fixed + 4 + 96 + 192, fixed + 4 + 96 + 192)
     assert profile.peak_instruction(0) == profile.peak_instruction(1) == GW
     assert profile.during(V).tolist() == [fixed + 144, fixed + 48]
     assert profile.during(LOSS).tolist() == [fixed + 4 + 144, fixed + 4 + 48]
-    assert profile.lacking(np.array([fixed + 100, fixed + 300])).tolist() == [96, 0]
+    assert profile.lacking(np.array([fixed + 100, fixed + 300])).tolist() == [192, 0]
 
 
 def test_a_weight_in_shards_by_hand() -> None:
@@ -94,14 +96,18 @@ def test_a_weight_in_shards_by_hand() -> None:
     form = all_gather(1)
     profile = memory_profile(theory, divided(theory, form), units(theory, {8: (6, 2), 4: (4, 0), 6: (1, 5)}))
     inputs = 128 + 192
+    # The gather is padded to 5 of 6 columns on 2 devices, 160 bytes, and cut to size before y reads the weight. The
+    # sum of the gradient is padded likewise, and held with a part of 80 bytes to the end, where it is read.
+    gather, scatter = 160, 160 + 80
     assert profile.whole.tolist() == [
-        inputs, inputs, inputs, inputs + 96, inputs + 96, inputs, inputs + 4, inputs + 8, inputs + 100,
-        inputs + 100, inputs + 4,
+        inputs, inputs, inputs, inputs + 96 + gather, inputs + 96, inputs, inputs + 4, inputs + 8, inputs + 100,
+        inputs + 100 + scatter, inputs + 4, inputs + 4,
     ]  # fmt: skip
-    first = [w + (96 + 192) // 6 for w in profile.whole.tolist()]
+    fixed = (96 + 192) // 6
+    first = [w + fixed for w in profile.whole.tolist()]
     assert profile.held[:4, 0].tolist() == first[:4]
     assert profile.held[4:7, 0].tolist() == [f + 144 for f in first[4:7]]
-    assert profile.held[9:, 0].tolist() == [f + 16 for f in first[9:]]
+    assert profile.held[9:, 0].tolist() == [first[9], first[10] + 16, first[10] + 16 + 2 * 16]
     assert memory_bytes(theory, divided(theory, form), units(theory, {8: (6, 2), 4: (4, 0), 6: (1, 5)})) == (
         profile.peaks
     )
@@ -113,7 +119,8 @@ def test_optimizer_bytes() -> None:
     for program_, local in ((divided(theory, IDENTITY), (24, 24)), (divided(theory, form), (8, 16))):
         without = memory_profile(theory, program_, units(theory, at), optimizer_bytes=0).held
         with_ = memory_profile(theory, program_, units(theory, at)).held
-        assert (with_ - without).tolist() == [[OPTIMIZER_BYTES * n for n in local]] * len(with_)
+        assert (with_[:-1] - without).tolist() == [[OPTIMIZER_BYTES * n for n in local]] * len(without)
+        assert (with_[-1] - with_[-2]).tolist() == [2 * 4 * n for n in local]
 
 
 def test_frozen_parameters_have_no_moments() -> None:
@@ -145,7 +152,9 @@ def replay(theory: Theory, chosen: Program, lengths: Lengths, rank: int) -> list
     buffers: list[tuple[int, int, int, bool]] = []  # tensor, form, step, lasting
     reads: list[tuple[int, int]] = []  # (buffer, step)
     trained = {p.tensor for p in graph.parameters if p.gradient is not None}
-    always = 0
+    always, updates = 0, []
+    carried: dict[tuple[int, int], tuple[int, Communicate]] = {}
+    first_read: dict[tuple[int, int], int] = {}
     for at, step in enumerate(chosen.steps):
         if isinstance(step, Communicate):
             made, inputs, base = [(step.tensor, step.target)], [(step.tensor, step.source)], None
@@ -157,11 +166,15 @@ def replay(theory: Theory, chosen: Program, lengths: Lengths, rank: int) -> list
             base = inputs[0] if rule is not None and rule.alias else None
         used = [value.get(key, value.get((key[0], IDENTITY), -1)) for key in inputs]
         reads += [(b, at) for b in used if b >= 0]
+        for name in (name for key in inputs for name in [key if key in value else (key[0], IDENTITY)]):
+            first_read.setdefault(name, at)
         for key in made:
             if key in value:
                 continue
+            if isinstance(step, Communicate):
+                carried[key] = at, step
             source = isinstance(step, Compute) and graph.instructions[step.instruction].is_source
-            if base is not None:
+            if base is not None or (lengths.world == 1 and isinstance(step, Communicate)):
                 value[key] = used[0]
                 reads.append((used[0], at))
             else:
@@ -169,16 +182,50 @@ def replay(theory: Theory, chosen: Program, lengths: Lengths, rank: int) -> list
                 buffers.append((*key, 0 if source else at, source))
             if source and key[0] in trained:
                 always += local(*key, OPTIMIZER_BYTES)
+                updates.append(2 * local(*key))
     left = [*chosen.gradients, *chosen.outputs, *chosen.buffers] + ([chosen.loss] if chosen.loss else [])
     reads += [(value.get((r.tensor, r.form), value.get((r.tensor, IDENTITY), -1)), end) for r in left]
+    for r in left:
+        first_read.setdefault(
+            (r.tensor, r.form) if (r.tensor, r.form) in value else (r.tensor, IDENTITY), end
+        )
     totals = []
     for at in range(end + 1):
         alive = [
             local(t, f) for b, (t, f, since, lasting) in enumerate(buffers)
             if since <= at and (lasting or since == at or any(r == b and s >= at for r, s in reads))
         ]  # fmt: skip
-        totals.append(always + sum(alive))
-    return totals
+        own = [
+            workspace(theory, step, lengths, rank, ready=at >= first_read.get(key, end) - 1)
+            for key, (start, step) in carried.items()
+            if start == at or start < at < first_read.get(key, end)
+        ]
+        totals.append(always + sum(alive) + sum(own))
+    return totals + [totals[-1] + more for more in updates]
+
+
+def workspace(theory: Theory, step: Communicate, lengths: Lengths, rank: int, *, ready: bool) -> int:
+    """Bytes of a collective's own buffers on a rank, beside its result; ``ready``: where the result is made."""
+    if step.kind == "all_reduce" or lengths.world == 1:
+        return 0
+    size = theory.graph.tensors[step.tensor].nbytes
+
+    def parts(form: int) -> list[int]:
+        axis = theory.axes.axis(step.tensor, sharded_dim(form))
+        assert axis is not None
+        return [size * u // axis.units for u in lengths.units[axis.id]]
+
+    if step.kind == "all_to_all":
+        return parts(step.source)[rank] + (parts(step.target)[rank] if ready else 0)
+    form = step.source if is_sharded(step.source) else step.target
+    padded, moved = lengths.world * max(parts(form)), sharded_dim(form) != 0
+    if step.kind == "reduce_scatter":
+        return padded + max(parts(form)) - parts(form)[rank]
+    if step.kind == "grouped_reduce":
+        return size - parts(form)[rank]
+    if step.kind == "all_gather":
+        return padded if ready and (moved or padded > size) else padded - size
+    return size if ready and moved else 0
 
 
 @pytest.mark.parametrize("seed", range(12))

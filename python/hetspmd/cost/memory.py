@@ -2,14 +2,28 @@
 
 Parameters, buffers and inputs are held during the whole step, gradients from where they are produced to the end,
 any other tensor from its step to the last that reads it (a view holds what it looks at), and the optimizer's state
-always. Buffers that a collective needs for its own use are not counted.
+always. From its start to where its result is first read, a collective holds buffers besides, as those of
+:mod:`hetspmd.run.collectives` do until they have completed. For a tensor of E bytes over n devices, with M the
+largest share, s a device's share of the source's axis and t that of the result's, more than the result:
+
+    all_reduce          0
+    reduce_scatter      n M E + (M - t) E       what is summed, padded, and a padded result
+    grouped_reduce      (1 - t) E               what is summed
+    all_gather          (n M - 1) E             padded; while it is cut to size or moved from dim 0, n M E
+    grouped_broadcast   0                       while it is moved from dim 0, E
+    all_to_all          s E                     what is sent; while the result is put together, (s + t) E
+
+On a lone device a collective is nothing. After the backward the optimizer updates one parameter after the other,
+with two temporaries of its size (AdamW's loop in torch; its fused version needs none, its ``foreach`` version, which
+torch prefers on GPUs, those of all parameters at once).
 
 At a step, device j holds ``whole + sum over axes of its share of the axis times cut``: :class:`MemoryProfile` keeps
-both parts, so that the largest share that fits is known too.
+both parts, so that the largest share that fits is known too (at the same M).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,15 +40,19 @@ __all__ = ["OPTIMIZER_BYTES", "Holdings", "MemoryProfile", "memory_bytes", "memo
 OPTIMIZER_BYTES = 8
 """Bytes of optimizer state per parameter element: two float32 moments of Adam."""
 
+TEMPORARIES = 2
+"""Tensors of a parameter's size that the optimizer needs while it updates it."""
+
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """What is held while each step of a program runs, and after the last.
+    """What is held while each step of a program runs, after the last, and while each parameter is updated:
+    ``moments`` in all.
 
-    held         bytes, shape (steps + 1, devices)
-    whole        bytes of tensors that every device holds whole, shape (steps + 1)
-    cut          bytes, over all devices, of tensors that are sharded, by segment, shape (steps + 1, segments)
-    instruction  of the reference graph that runs at each step, or ran last, shape (steps + 1)
+    held         bytes, shape (moments, devices)
+    whole        bytes of tensors that every device holds whole, shape (moments)
+    cut          bytes, over all devices, of tensors that are sharded, by segment, shape (moments, segments)
+    instruction  of the reference graph that runs at each moment, or ran last, shape (moments)
     """
 
     held: Index
@@ -91,8 +109,14 @@ class Holdings:
     Raises ValueError for a dim that no axis shards.
     """
 
-    def __init__(self, theory: Theory, program: Program, *, optimizer_bytes: int = OPTIMIZER_BYTES) -> None:
+    def __init__(
+        self, theory: Theory, program: Program, *, optimizer_bytes: int = OPTIMIZER_BYTES, alone: bool = False
+    ) -> None:  # fmt: skip
         self.theory = theory
+        self._program, self._optimizer_bytes, self._alone = program, optimizer_bytes, alone
+        self._buffers: list[
+            tuple[int, Communicate, int]
+        ] = []  # start, collective, where its result is first read
         graph = theory.graph
         steps = len(program.steps)
         held: dict[tuple[int, Form], int] = {}  # (tensor, form) -> value
@@ -105,6 +129,8 @@ class Holdings:
             value = held.get((tensor, form), held.get((tensor, IDENTITY)))
             if value is not None:
                 last[storage[value]] = max(last[storage[value]], at)
+                if value in started:
+                    self._buffers.append((*started.pop(value), at))
             return value
 
         def add(tensor: int, form: Form, at: int, until: int, base: int | None = None) -> None:
@@ -118,12 +144,15 @@ class Holdings:
 
         trained = {p.tensor for p in graph.parameters if p.gradient is not None}
         optimized: list[tuple[int, Form]] = []
-        self.instruction: Index = np.zeros(steps + 1, dtype=np.int64)
+        instructions: list[int] = []
         running = 0
+        started: dict[int, tuple[int, Communicate]] = {}  # value -> where its collective starts
         for at, step in enumerate(program.steps):
             if isinstance(step, Communicate):
-                read(step.tensor, step.source, at)
-                add(step.tensor, step.target, at, at)
+                source = read(step.tensor, step.source, at)
+                if (step.tensor, step.target) not in held:
+                    started[len(sizes)] = at, step
+                add(step.tensor, step.target, at, at, source if alone else None)
             else:
                 running = step.instruction
                 instruction = graph.instructions[running]
@@ -139,41 +168,95 @@ class Holdings:
                             optimized.append((tensor, form))
                     else:
                         add(tensor, form, at, at, base)
-            self.instruction[at] = running
-        self.instruction[steps] = running
+            instructions.append(running)
         results = (*program.gradients, *program.outputs, *program.buffers)
         for result in results if program.loss is None else (program.loss, *results):
             read(result.tensor, result.form, steps)
+        self._buffers += [(at, step, steps) for at, step in started.values()]
 
+        # The optimizer: what it keeps, and a moment for each parameter with its temporaries.
+        updates = optimized if optimizer_bytes else []
+        moments = steps + 1 + len(updates)
+        self.instruction: Index = np.array(instructions + [running] * (moments - steps), dtype=np.int64)
         own = [v for v in range(len(sizes)) if storage[v] == v]
         amounts = [graph.tensors[sizes[v][0]].nbytes for v in own]
-        amounts += [graph.tensors[t].numel * optimizer_bytes for t, _ in optimized]
-        forms = [sizes[v] for v in own] + optimized
+        amounts += [graph.tensors[t].numel * optimizer_bytes for t, _ in updates]
+        amounts += [graph.tensors[t].nbytes * TEMPORARIES for t, _ in updates]
+        forms = [sizes[v] for v in own] + 2 * updates
         self._axis: Index = np.array([_axis(theory, t, f) for t, f in forms], dtype=np.int64)
         self._amount: Index = np.array(amounts, dtype=np.int64)
-        self._first: Index = np.array([born[v] for v in own] + [0] * len(optimized), dtype=np.int64)
-        ends = [last[v] + 1 for v in own] + [steps + 1] * len(optimized)
+        at_updates = list(range(steps + 1, moments))
+        firsts = [born[v] for v in own] + [0] * len(updates) + at_updates
+        self._first: Index = np.array(firsts, dtype=np.int64)
+        ends = [last[v] + 1 if last[v] < steps else moments for v in own]
+        ends += [moments] * len(updates) + [at + 1 for at in at_updates]
         self._end: Index = np.array(ends, dtype=np.int64)
 
     def at(self, lengths: Lengths) -> MemoryProfile:
         """The profile at integer lengths."""
+        if lengths.world == 1 and not self._alone:
+            return self._on_one.at(lengths)
         axes = self.theory.axes.axes
         ones = np.ones((1, lengths.world), dtype=np.int64)
         units = np.concatenate([np.array(lengths.units, dtype=np.int64).reshape(-1, lengths.world), ones])
         of = np.array([*(max(a.units, 1) for a in axes), 1], dtype=np.int64)
-        local = units[self._axis] * (self._amount // of[self._axis])[:, None]
+        first, end, axis, amount = self._first, self._end, self._axis, self._amount
+        if self._buffers and lengths.world > 1:
+            more = np.array(list(self._buffers_at(units, of)), dtype=np.int64).reshape(-1, 4)
+            first, end = np.concatenate([first, more[:, 0]]), np.concatenate([end, more[:, 1]])
+            axis, amount = np.concatenate([axis, more[:, 2]]), np.concatenate([amount, more[:, 3]])
+        local = units[axis] * (amount // of[axis])[:, None]
         # The segment of each amount's axis; beyond the last, what is whole.
         segment = np.array([*(a.segment for a in axes), self.theory.axes.segments], dtype=np.int64)
-        parts = np.zeros((len(self._amount), self.theory.axes.segments + 1), dtype=np.int64)
-        parts[np.arange(len(parts)), segment[self._axis]] = self._amount
-        over = self._over_time(parts)
-        return MemoryProfile(self._over_time(local), over[:, -1], over[:, :-1], self.instruction)
+        parts = np.zeros((len(amount), self.theory.axes.segments + 1), dtype=np.int64)
+        parts[np.arange(len(parts)), segment[axis]] = amount
+        over = self._over_time(first, end, parts)
+        return MemoryProfile(self._over_time(first, end, local), over[:, -1], over[:, :-1], self.instruction)
 
-    def _over_time(self, held: Index) -> Index:
+    @cached_property
+    def _on_one(self) -> Holdings:
+        """The same where nothing is communicated: what a collective delivers is what it was given."""
+        return Holdings(self.theory, self._program, optimizer_bytes=self._optimizer_bytes, alone=True)
+
+    def _buffers_at(self, units: Index, of: Index) -> Iterator[tuple[int, int, int, int]]:
+        """(first step, step behind the last, axis, bytes over all devices) of what collectives hold for themselves.
+
+        ``units[a, j]`` of ``of[a]`` units of axis a are device j's; the last axis is that of what is whole.
+        """
+        n, blank = units.shape[1], len(units) - 1
+        for start, step, wait in self._buffers:
+            size, kind = self.theory.graph.tensors[step.tensor].nbytes, step.kind
+            if kind == "all_reduce":
+                continue
+            sharded = step.source if is_sharded(step.source) else step.target
+            axis = _axis(self.theory, step.tensor, sharded)
+            largest = size // int(of[axis]) * int(units[axis].max())
+            moved = sharded_dim(sharded) != 0
+            # Held until the result is first read, and more right before that.
+            flight: list[tuple[int, int]] = []
+            done: list[tuple[int, int]] = []
+            if kind == "reduce_scatter":
+                flight = [(blank, (n + 1) * largest), (axis, -size)]
+            elif kind == "grouped_reduce":
+                flight = [(blank, size), (axis, -size)]
+            elif kind == "all_gather":
+                flight = [(blank, n * largest - size)]
+                done = [(blank, size)] if moved or n * largest > size else []
+            elif kind == "grouped_broadcast":
+                done = [(blank, size)] if moved else []
+            else:
+                flight = [(axis, size)]
+                done = [(_axis(self.theory, step.tensor, step.target), size)]
+            for place, nbytes in flight:
+                yield start, max(wait, start + 1), place, nbytes
+            for place, nbytes in done:
+                yield max(wait - 1, start), max(wait, start + 1), place, nbytes
+
+    def _over_time(self, first: Index, end: Index, held: Index) -> Index:
         steps = len(self.instruction)
         change = np.zeros((steps + 1, *held.shape[1:]), dtype=np.int64)
-        np.add.at(change, self._first, held)
-        np.subtract.at(change, self._end, held)
+        np.add.at(change, first, held)
+        np.subtract.at(change, end, held)
         found: Index = change.cumsum(axis=0)[:steps]
         return found
 

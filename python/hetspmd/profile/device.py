@@ -4,8 +4,8 @@
   budget, if that is less);
 - convolution: 3 x 3 over 128 channels, 2 FLOPs per weight and position, grown in the same way;
 - memory: ``a + b`` of tensors larger than most caches (16 MiB, on a GPU 256 MiB): two are read and a new one is
-  written, as programs do;
-- launch: a chain of ops on 16 x 16 elements, divided by their number;
+  written, as programs do; several times in a call, until it is as long;
+- launch: a chain of ops on 16 x 16 elements, divided by their number; as long a call, too;
 - optimizer: a step on parameters of 8 x 4 MiB (on a GPU 8 x 32 MiB) in float32.
 
 Products, convolutions and sums are measured in each dtype that the device computes in; one that it refuses is
@@ -14,6 +14,7 @@ left out. Each is repeated as :mod:`hetspmd.profile.sampling` says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
@@ -138,9 +139,9 @@ def _convolution(device: torch.device, dtype: str, long: float) -> Case:
 def _memory(device: torch.device, dtype: str, long: float) -> Case:
     kind: torch.dtype = getattr(torch, dtype)
     count = (256 if device.type == "cuda" else 16) * 2**20 // kind.itemsize
-    call = partial(torch.add, *(torch.ones(count, device=device, dtype=kind) for _ in range(2)))
-    _warm(device, call)
-    return 3.0 * count * kind.itemsize, call
+    once = partial(torch.add, *(torch.ones(count, device=device, dtype=kind) for _ in range(2)))
+    times = _times(device, once, long)
+    return 3.0 * count * kind.itemsize * times, partial(_repeated, once, times)
 
 
 def _launch(device: torch.device, dtype: str, long: float) -> Case:
@@ -152,8 +153,19 @@ def _launch(device: torch.device, dtype: str, long: float) -> Case:
             y = torch.mul(torch.mm(torch.add(y, x), x), 0.5)
         return y
 
-    _warm(device, chain)
-    return float(CHAIN), chain
+    times = _times(device, chain, long)
+    return float(CHAIN * times), partial(_repeated, chain, times)
+
+
+def _times(device: torch.device, call: Call, long: float) -> int:
+    """How often ``call`` must be repeated to take ``long`` seconds. A short call would fall between the pauses of
+    a device whose time is shared out in slices."""
+    return max(1, math.ceil(long / max(_warm(device, call), 1e-9)))
+
+
+def _repeated(call: Call, times: int) -> None:
+    for _ in range(times):
+        call()
 
 
 def _optimizer(name: str, device: torch.device, dtype: str, long: float) -> Case:

@@ -1,0 +1,1 @@
+"""Does the cost model predict what is measured? Models, plans and emulated clusters; predicted beside measured."""

@@ -1,0 +1,144 @@
+"""Measure what is missing, then print and write the comparison.
+
+    python benches/trust [--only 2:1 BERT ...] [--fresh] [--rounds 3] [--steps 2] [--write docs/trust.md]
+
+For each cluster: emulate it, profile it with ``hetspmd profile``'s own measurement, and for each of its models make
+the plans and run them in turns. As root, on Linux with iproute2 and the cpu controller of control groups; elsewhere
+the bench says so and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import hetspmd
+from emulated.cluster import EmulatedCluster, EmulationError, unavailable
+from emulated.launch import Workers
+from hetspmd.plan import write_atomically
+from trust import results
+from trust.models import build
+from trust.points import CLUSTERS, MODELS, plans
+from trust.report import write
+from trust.statistics import summary, table
+
+TOLERANCE = 1e-3
+"""Relative difference of the losses of a model's plans that rounding in float32 may make over some steps."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write. Exit status 0 also where no cluster can be emulated, with the reason."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="clusters and models (default: all)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each plan")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn, after one that is not")
+    parser.add_argument("--budget", type=float, default=150.0, help="seconds of a cluster's profile")
+    parser.add_argument(
+        "--ops-budget", type=float, default=60.0, help="seconds of the profile of a model's ops"
+    )
+    parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--folder", type=Path, default=results.FOLDER, help="where results are kept")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="replace the results in this page")
+    options = parser.parse_args(arguments)
+    names = [*CLUSTERS, *dict.fromkeys(m for of in MODELS.values() for m in of)]
+    if unknown := [n for n in options.only or () if n not in names]:
+        parser.error(f"nothing is called {unknown[0]!r}; there are {', '.join(names)}")
+    torch.set_num_threads(1)
+    if not options.report:
+        reason = unavailable()
+        if reason is not None:
+            print(f"skipped: {reason}")
+            return 0
+        if options.fresh and options.folder.exists():
+            shutil.rmtree(options.folder)
+        for name in CLUSTERS:
+            _measure(name, options)
+    points = [p for p in results.load(options.folder) if _wanted(p.cluster, p.model, options.only)]
+    if not points:
+        print("nothing has been measured yet")
+        return 0
+    print(table(points))
+    print(summary(points))
+    if options.write is not None:
+        write(options.write, points)
+    return 0
+
+
+def _wanted(cluster: str, model: str, only: Sequence[str] | None) -> bool:
+    """Whether the names leave a model on a cluster: of each kind, one of those named, if any is."""
+    if only is None:
+        return True
+    clusters, models = [n for n in only if n in CLUSTERS], [n for n in only if n not in CLUSTERS]
+    return (not clusters or cluster in clusters) and (not models or model in models)
+
+
+def _measure(name: str, options: argparse.Namespace) -> None:
+    """The models of a cluster that have no points yet."""
+    done = {p.model for p in results.load(options.folder) if p.cluster == name}
+    models = [m for m in MODELS[name] if m not in done and _wanted(name, m, options.only)]
+    if not models:
+        return
+    spec = CLUSTERS[name]
+    reason = unavailable(spec)
+    if reason is not None:
+        print(f"skipped {name}: {reason}")
+        return
+    folder: Path = options.folder / name.replace(":", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    with EmulatedCluster(spec) as emulated, Workers(emulated) as workers:
+        file = folder / "cluster.yaml"
+        if not file.exists():
+            _say(f"{name}: {spec}: profile")
+            write_atomically(file, workers.run("trust.rank:profile", budget=options.budget)[0])
+        for model in models:
+            own = folder / f"{model}.yaml"
+            if not own.exists():
+                _say(f"{name}, {model}: profile of its ops")
+                text = workers.run(
+                    "trust.rank:profile_ops", file=str(file), model=model, cache=str(folder / "cache"),
+                    budget=options.ops_budget,
+                )[0]  # fmt: skip
+                write_atomically(own, text)
+            _say(f"{name}, {model}: plans")
+            cluster = hetspmd.Cluster.load(own)
+            network, batch = build(model)
+            files = {}
+            for plan_name, plan in plans(network, batch, cluster):
+                files[plan_name] = folder / f"{model} - {plan_name}.json"
+                plan.save(files[plan_name])
+                _say(f"  {plan_name}: {plan.cost.step_seconds:.3f} s")
+            _say(f"{name}, {model}: steps")
+            ranks = workers.run(
+                "trust.rank:train", model=model, plans={n: str(f) for n, f in files.items()},
+                rounds=options.rounds, steps=options.steps,
+            )  # fmt: skip
+            points = [
+                results.point(name, model, plan_name, path, [r[plan_name] for r in ranks])
+                for plan_name, path in files.items()
+            ]
+            _check_losses(points)
+            results.append(options.folder, points)
+            for p in points:
+                _say(f"  {p.plan}: predicted {p.predicted:.3f} s, measured {p.measured:.3f} s")
+
+
+def _check_losses(points: Sequence[results.Point]) -> None:
+    """Raise EmulationError unless all plans of a model computed the same losses."""
+    first = points[0]
+    for other in points[1:]:
+        for step, (a, b) in enumerate(zip(first.losses, other.losses, strict=True)):
+            if not abs(a - b) <= TOLERANCE * max(abs(a), 1e-12):
+                raise EmulationError(
+                    f"{first.model}, step {step}: the loss is {a} with {first.plan!r} and {b} with {other.plan!r}"
+                )
+
+
+def _say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,160 @@
+"""The seven models of the bench: unchanged torchvision and Hugging Face classes (the mixture of experts
+is that of ``examples/bert_moe.py``), so small that a step takes about a second on an
+emulated cluster of a core or two.
+
+Each function returns ``(model, batch)`` with seeded weights and data. The model takes the batch as keyword
+arguments and returns the loss. No dropout: a step has one right answer however it is divided.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Built = tuple[nn.Module, dict[str, Tensor]]
+
+VOCABULARY = 2000
+
+
+class Classifier(nn.Module):
+    """Mean cross entropy of a network's logits."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.network(images), labels)
+
+
+class LossOf(nn.Module):
+    """The loss of a Hugging Face model, without its other outputs."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        loss: Tensor = self.network(**batch).loss
+        return loss
+
+
+def build(name: str) -> Built:
+    """A model by name, seeded. Raises KeyError for a name that there is not."""
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    return model.train(), batch
+
+
+def _images(batch: int, size: int, classes: int) -> dict[str, Tensor]:
+    return {
+        "images": torch.randn(batch, 3, size, size),
+        "labels": torch.randint(0, classes, (batch,)),
+    }
+
+
+def _tokens(batch: int, length: int) -> dict[str, Tensor]:
+    ids = torch.randint(4, VOCABULARY, (batch, length))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def vgg19(batch: int = 16, size: int = 64) -> Built:
+    """torchvision's VGG19 with half its channels and 512 hidden units: 12 million parameters, 7 in the head."""
+    from torchvision.models.vgg import VGG, cfgs, make_layers
+
+    widths = [v if isinstance(v, str) else v // 2 for v in cfgs["E"]]
+    model = VGG(make_layers(widths, batch_norm=False), num_classes=10, dropout=0.0)
+    model.classifier[0] = nn.Linear(256 * 49, 512)
+    model.classifier[3] = nn.Linear(512, 512)
+    model.classifier[6] = nn.Linear(512, 10)
+    return Classifier(model), _images(batch, size, 10)
+
+
+def resnet50(batch: int = 16, size: int = 64) -> Built:
+    """torchvision's ResNet-50 whose inner convolutions have half their channels."""
+    from torchvision.models.resnet import Bottleneck, ResNet
+
+    return Classifier(ResNet(Bottleneck, [3, 4, 6, 3], num_classes=10, width_per_group=32)), _images(
+        batch, size, 10
+    )
+
+
+def vit(batch: int = 24) -> Built:
+    """ViTForImageClassification: 4 layers of 256, 65 tokens."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        num_hidden_layers=4, hidden_size=256, num_attention_heads=8, intermediate_size=1024, image_size=64,
+        patch_size=8, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    images = _images(batch, 64, 10)
+    return LossOf(ViTForImageClassification(config)), {
+        "pixel_values": images["images"],
+        "labels": images["labels"],
+    }
+
+
+def bert(batch: int = 24, tokens: int = 64) -> Built:
+    """BertForMaskedLM: 4 layers of 256, uneven padding, 15 % of the tokens labelled."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=4, num_attention_heads=8,
+        intermediate_size=1024, max_position_embeddings=tokens, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    ids = torch.randint(4, VOCABULARY, (batch, tokens))
+    kept = torch.arange(tokens) < torch.randint(tokens // 2, tokens + 1, (batch, 1))
+    chosen = kept & (torch.rand(batch, tokens) < 0.15)
+    chosen[:, 0] = True
+    return LossOf(BertForMaskedLM(config)), {
+        "input_ids": ids.masked_fill(chosen, 3),
+        "attention_mask": kept.long(),
+        "labels": ids.masked_fill(~chosen, -100),
+    }
+
+
+def gpt2(batch: int = 16, tokens: int = 64) -> Built:
+    """GPT2LMHeadModel: 4 layers of 256."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=4, n_embd=256, n_head=8, vocab_size=VOCABULARY, n_positions=tokens, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
+    )  # fmt: skip
+    return LossOf(GPT2LMHeadModel(config)), _tokens(batch, tokens)
+
+
+def llama(batch: int = 16, tokens: int = 64) -> Built:
+    """LlamaForCausalLM: 4 layers of 256, 8 query heads on 4 of keys and values."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=tokens, use_cache=False,
+        bos_token_id=0, eos_token_id=0, pad_token_id=1,
+    )  # fmt: skip
+    return LossOf(LlamaForCausalLM(config)), _tokens(batch, tokens)
+
+
+def bert_moe(batch: int = 32, tokens: int = 32) -> Built:
+    """The example's BERT with experts: 4 layers of 192, two of them with 6 experts."""
+    examples = str(Path(__file__).parents[2] / "examples")
+    if examples not in sys.path:
+        sys.path.append(examples)
+    from bert_moe import BertMoE
+
+    model = BertMoE(VOCABULARY, tokens, width=192, layers=4, heads=6, experts=6)
+    return model, _tokens(batch, tokens)
+
+
+MODELS: Mapping[str, Callable[..., Any]] = {
+    "VGG19": vgg19, "ResNet-50": resnet50, "ViT": vit, "BERT": bert, "GPT-2": gpt2, "Llama": llama,
+    "BERT-MoE": bert_moe,
+}  # fmt: skip

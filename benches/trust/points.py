@@ -1,0 +1,91 @@
+"""Which (model, cluster, plan) points are measured: an incomplete product, so that a run ends within the hour.
+
+A plan is either what ``hetspmd.compile`` returns or the best program of a kind that is forced upon the search
+(:mod:`hetspmd.synth.constraints`) at fixed ratios.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+import hetspmd
+from emulated.cluster import ClusterSpec
+from hetspmd.compiler import plan_for
+from hetspmd.plan import Plan
+from hetspmd.rules.theory import Theory, derive
+from hetspmd.synth import constraints as known
+from hetspmd.synth.constraints import Constraints
+from hetspmd.synth.search import Limits
+from hetspmd.trace.trace import trace
+
+CLUSTERS: Mapping[str, ClusterSpec] = {
+    "2:1": ClusterSpec.of((2, 1), cores=0.9, rate="500Mbit/s"),
+    "4:2:1:1": ClusterSpec.of((4, 2, 1, 1), cores=1.2, rate="200Mbit/s"),
+    "6:1:1:1": ClusterSpec.of((6, 1, 1, 1), cores=0.9, rate="300Mbit/s"),
+    "1:1:1": ClusterSpec.of((1, 1, 1), cores=1.2, rate="500Mbit/s"),
+}
+"""No rank has much more than half a core: one that had nearly a whole one could not catch up with what another
+process takes of it now and then."""
+
+MODELS: Mapping[str, tuple[str, ...]] = {
+    "2:1": ("VGG19", "ResNet-50", "BERT", "Llama"),
+    "4:2:1:1": ("VGG19", "ViT", "GPT-2", "BERT-MoE"),
+    "6:1:1:1": ("ViT", "BERT", "BERT-MoE"),
+    "1:1:1": ("ResNet-50", "GPT-2", "Llama"),
+}
+
+LONGEST = 8.0
+"""Seconds of a predicted step above which a plan is not worth its measurement."""
+
+LIMITS = Limits(seconds=60.0)
+
+
+def plans(model: nn.Module, batch: Mapping[str, Any], cluster: hetspmd.Cluster) -> Iterator[tuple[str, Plan]]:
+    """The plans of a model on a cluster, each program once, under the name that it got first."""
+    theory = derive(trace(model, (), dict(batch)))
+    seen: list[tuple[object, ...]] = []
+    for name, make in KINDS.items():
+        plan = make(theory, model, dict(batch), cluster)
+        same = (plan.program, plan.lengths, plan.active)
+        if same not in seen and plan.cost.step_seconds <= LONGEST:
+            seen.append(same)
+            yield name, plan
+
+
+def _speeds(cluster: hetspmd.Cluster) -> tuple[float, ...]:
+    rates = [d.rate("float32") for d in cluster.devices]
+    return tuple(r / sum(rates) for r in rates)
+
+
+def _compiled(theory: Theory, model: nn.Module, batch: dict[str, Any], cluster: hetspmd.Cluster) -> Plan:
+    return hetspmd.compile(model, batch, cluster, time_limit=LIMITS.seconds)
+
+
+def _forced(
+    kind: Callable[[Theory], Constraints], *, even: bool = False
+) -> Callable[[Theory, nn.Module, dict[str, Any], hetspmd.Cluster], Plan]:
+    def make(theory: Theory, model: nn.Module, batch: dict[str, Any], cluster: hetspmd.Cluster) -> Plan:
+        ratios = (1.0 / cluster.world,) * cluster.world if even else _speeds(cluster)
+        return plan_for(theory, cluster, kind(theory), ratios, limits=LIMITS)
+
+    return make
+
+
+def _alone(theory: Theory, model: nn.Module, batch: dict[str, Any], cluster: hetspmd.Cluster) -> Plan:
+    speeds = _speeds(cluster)
+    fastest = speeds.index(max(speeds))
+    return plan_for(theory, cluster, Constraints(), (1.0,), limits=LIMITS, active=(fastest,))
+
+
+KINDS: Mapping[str, Callable[[Theory, nn.Module, dict[str, Any], hetspmd.Cluster], Plan]] = {
+    "compiled": _compiled,
+    "data parallel, proportional": _forced(known.data_parallel),
+    "data parallel, even": _forced(known.data_parallel, even=True),
+    "ZeRO, proportional": _forced(known.zero_like),
+    "tensor parallel": _forced(known.tensor_parallel),
+    "fastest alone": _alone,
+}
+"""Makers of plans, good and bad ones."""
