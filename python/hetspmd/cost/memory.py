@@ -14,8 +14,8 @@ largest share, s a device's share of the source's axis and t that of the result'
     all_to_all          s E                     what is sent; while the result is put together, (s + t) E
 
 On a lone device a collective is nothing. After the backward the optimizer updates one parameter after the other,
-with two temporaries of its size (AdamW's loop in torch; its fused version needs none, its ``foreach`` version, which
-torch prefers on GPUs, those of all parameters at once).
+with two temporaries of its size (AdamW's loop in torch; its fused version needs none, its ``foreach`` version,
+which torch prefers on GPUs, those of all parameters at once).
 
 At a step, device j holds ``whole + sum over axes of its share of the axis times cut``: :class:`MemoryProfile` keeps
 both parts, so that the largest share that fits is known too (at the same M).
