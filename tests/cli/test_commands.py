@@ -37,7 +37,8 @@ def test_compile_json(command, targets, cluster, tmp_path: Path) -> None:
     assert command("compile", targets, "--cluster", cluster, "--json", out).status == 0
     document = json.loads(out.read_text())
     assert set(document) == {
-        "version", "graph", "search", "cost", "baselines", "ratios", "program", "sensitivity", "lengths", "seconds",
+        "version", "graph", "search", "cost", "baselines", "ratios", "segments", "program", "sensitivity",
+        "lengths", "seconds",
     }  # fmt: skip
     assert all(set(s) == {"quantity", "ranks", "elasticity", "gain"} for s in document["sensitivity"])
     assert sum(-abs(s["elasticity"]) for s in document["sensitivity"]) == pytest.approx(-1.0)
