@@ -176,7 +176,7 @@ def test_verify_that_fails(command, targets, cluster, monkeypatch: pytest.Monkey
     assert json.loads(outcome.out) == {
         "ok": False, "loss_error": 0.0, "gradient_error": None, "parameter_error": 1e-3,
     }  # fmt: skip
-    assert asked == {"dtype": "float32", "steps": 5, "constraints": None}
+    assert asked == {"dtype": "float32", "steps": 5, "constraints": None, "segments": "auto"}
     outcome = command("verify", targets, "--cluster", cluster)
     assert (outcome.status, outcome.out) == (1, "NOT EQUAL\n")
 
