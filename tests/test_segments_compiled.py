@@ -116,6 +116,35 @@ def test_a_number_of_segments_is_kept_to(segments: int) -> None:
     report.require()
 
 
+def test_segments_within_the_memory() -> None:
+    """The first device has a little less memory than the free plan takes: the shares of all segments together keep
+    it."""
+    free = compiled(2)
+    tight = tuple(
+        dataclasses.replace(d, memory=1e9 if rank else 0.97 * free.cost.memory_bytes[0])
+        for rank, d in enumerate(free.cluster.devices)
+    )
+    cluster = dataclasses.replace(free.cluster, devices=tight)
+    plan = hetspmd.compile(Contrast().double(), batch(), cluster, segments=2)
+    assert len(plan.ratios) == 2
+    assert all(n <= d.memory for n, d in zip(plan.cost.memory_bytes, cluster.devices, strict=True))
+    hetspmd.verify(Contrast().double(), batch(), cluster, plan=plan).require()
+    assert str(plan)
+
+
+def test_segments_beside_idle_devices() -> None:
+    from hetspmd.compiler import plan_for
+    from hetspmd.synth.constraints import data_parallel
+
+    theory = compiled(2).theory
+    ratios = ((0.75, 0.25), (0.0, 1.0))
+    plan = plan_for(theory, unlike(), data_parallel(theory), ratios, active=(0, 2))
+    assert plan.idle == (1,)
+    assert plan.segment_shares == ((0.75, 0.0, 0.25), (0.0, 0.0, 1.0))
+    assert moved(plan)
+    hetspmd.verify(Contrast().double(), batch(), unlike(), plan=plan).require()
+
+
 def test_verify_with_segments() -> None:
     hetspmd.verify(Contrast().double(), batch(), unlike(), segments=2).require()
 

@@ -6,20 +6,25 @@ each style of parallelism is forced upon it; tied weights are cut too.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 
 from hetspmd.balance.segments import partition, segmented
 from hetspmd.cost.model import CostModel
-from hetspmd.forms import all_gather, before_cut, is_before_cut
+from hetspmd.errors import ProofError
+from hetspmd.forms import IDENTITY, all_gather, before_cut, form_text, is_before_cut
 from hetspmd.plan import Plan
-from hetspmd.rules.theory import Theory
+from hetspmd.rules.theory import Theory, derive
 from hetspmd.run.verify import verify
 from hetspmd.synth import constraints as known
+from hetspmd.synth.checker import check
 from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.program import Communicate, Compute
+from hetspmd.synth.program import Communicate, Compute, communication_text
 from hetspmd.trace.graph import REBALANCE
+from hetspmd.trace.trace import trace
 from workbench import cluster, traced
 
 CLUSTER = cluster(5, 1, 3, 2)
@@ -142,3 +147,38 @@ def test_cut_theory_of_a_traced_model() -> None:
     for p in graph.parameters:
         if p.gradient is not None:
             assert graph.segment(p.gradient) == graph.segment(p.tensor)
+
+
+def test_the_checker_wants_every_rebalance() -> None:
+    """Without one, or along another dim, a copy's own slices are not proved."""
+    theory = cut("gpt2", 2)
+    plan = forced("gpt2", 2, known.data_parallel(theory))
+    step = rebalances(plan)[0]
+    place = plan.program.steps.index(step)
+    steps = plan.program.steps
+    for wrong in (
+        (),
+        (replace(step, target=all_gather(1)),),
+        (replace(step, kind="all_to_all"),),
+        (replace(step, kind="all_gather", target=IDENTITY),),
+    ):
+        with pytest.raises(ProofError):
+            check(theory, replace(plan.program, steps=(*steps[:place], *wrong, *steps[place + 1 :])))
+    assert form_text(step.source) == "All-Gather(0)'"
+    assert communication_text(step, "x") == "Rebalance(x, 0)"
+
+
+def test_tensors_of_many_dims_are_not_divided_beyond_the_first() -> None:
+    """Forms name the first 14 dims; a factor along a later one is left out."""
+    parts = [torch.ones((1,) * 14 + (2,)), torch.ones((2,) + (1,) * 14)]
+
+    class Wide(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 2).sum()
+
+    for x, divided in zip(parts, (False, True), strict=True):
+        made = derive(trace(Wide(), (x,), {}, training=False))
+        (row,) = (i for i in made.graph.instructions if i.op.startswith("aten.mul"))
+        assert (len([r for r in made.rows[row.id] if r.factor is not None]) > 0) == divided
+    with pytest.raises(ValueError, match="less than 14"):
+        all_gather(14)

@@ -267,8 +267,7 @@ class Alternation:
             if most is not None:
                 most = np.where(over, np.minimum(most, better[0]) * 0.97, most)
             if room is not None:
-                less = room.capacity - np.maximum(needed - capacity, 0.03 * capacity)
-                room = replace(room, capacity=np.where(over, less, room.capacity))
+                room = replace(room, capacity=np.where(over, room.capacity * 0.97, room.capacity))
         return ratios, lengths
 
     def _overlapping(self, costs: CostModel, active: tuple[int, ...], best: Pair) -> list[Pair]:

@@ -37,7 +37,8 @@ def test_compile_json(command, targets, cluster, tmp_path: Path) -> None:
     assert command("compile", targets, "--cluster", cluster, "--json", out).status == 0
     document = json.loads(out.read_text())
     assert set(document) == {
-        "version", "graph", "search", "cost", "baselines", "ratios", "program", "sensitivity", "lengths", "seconds",
+        "version", "graph", "search", "cost", "baselines", "ratios", "segments", "program", "sensitivity",
+        "lengths", "seconds",
     }  # fmt: skip
     assert all(set(s) == {"quantity", "ranks", "elasticity", "gain"} for s in document["sensitivity"])
     assert sum(-abs(s["elasticity"]) for s in document["sensitivity"]) == pytest.approx(-1.0)
@@ -175,7 +176,7 @@ def test_verify_that_fails(command, targets, cluster, monkeypatch: pytest.Monkey
     assert json.loads(outcome.out) == {
         "ok": False, "loss_error": 0.0, "gradient_error": None, "parameter_error": 1e-3,
     }  # fmt: skip
-    assert asked == {"dtype": "float32", "steps": 5, "constraints": None}
+    assert asked == {"dtype": "float32", "steps": 5, "constraints": None, "segments": "auto"}
     outcome = command("verify", targets, "--cluster", cluster)
     assert (outcome.status, outcome.out) == (1, "NOT EQUAL\n")
 

@@ -35,6 +35,7 @@ def test_one_line_per_step_with_its_triple() -> None:
         if isinstance(step, Communicate):
             assert line.split("(")[0] in {
                 "All-Reduce", "Reduce-Scatter", "Grouped-Reduce", "All-Gather", "Grouped-Broadcast", "All-To-All",
+                "Rebalance",
             }  # fmt: skip
 
 

@@ -50,13 +50,8 @@ class Room:
 
     @classmethod
     def of(cls, profile: MemoryProfile, capacity: Array) -> Room:
-        """The room for a program; steps that hold no more than another one are left out."""
-        both = np.unique(np.column_stack([profile.whole, profile.cut]).astype(float), axis=0)[::-1]
-        kept: list[Array] = []
-        for row in both:
-            if not any((row <= other).all() for other in kept):
-                kept.append(row)
-        table = np.array(kept).reshape(-1, both.shape[1])
+        """The room for a program; of steps that hold the same, one is kept."""
+        table = np.unique(np.column_stack([profile.whole, profile.cut]).astype(float), axis=0)
         return cls(table[:, 0], table[:, 1:], capacity)
 
     def held(self, ratios: Array) -> Array:

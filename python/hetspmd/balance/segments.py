@@ -166,7 +166,10 @@ def _weighted(theory: Theory, pieces: Sequence[int], seconds: Sequence[float]) -
 def _bisected(graph: nx.Graph, nodes: list[int], parts: int) -> list[set[int]]:
     if parts < 2 or len(nodes) < 2:
         return [set(nodes)]
-    left, right = _halved(graph.subgraph(nodes), nodes, (parts + 1) // 2 / parts)
+    own = nx.Graph()
+    own.add_nodes_from((n, graph.nodes[n]) for n in nodes)
+    own.add_weighted_edges_from(sorted(graph.subgraph(nodes).edges(data="bytes")), weight="bytes")
+    left, right = _halved(own, nodes, (parts + 1) // 2 / parts)
     return [
         *_bisected(graph, sorted(left), (parts + 1) // 2),
         *_bisected(graph, sorted(right), parts // 2),
