@@ -48,8 +48,8 @@ def stack_theory(layers: int = 4, width: int = 64, batch: int = 256) -> Theory:
 
 
 def devices(*shares: float, flops: float = 1e10, bandwidth: float = 1e9, latency: float = 1e-6) -> Cluster:
-    """Devices of ``4 * share * flops`` FLOP/s without a limit of memory; the optimizer's step costs a launch, so that
-    only memory asks for parameters in shards."""
+    """Devices of ``4 * share * flops`` FLOP/s without a limit of memory. The optimizer's step costs a launch, so
+    that only memory asks for parameters in shards."""
     return Cluster(
         tuple(
             Device(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
 
+import zoo
 from hetspmd.cost.cluster import Cluster, Device, Network
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.op_keys import memory_orders
@@ -66,7 +66,7 @@ def theory_of(name: str) -> Theory:
 
 @pytest.mark.parametrize("name", ["bert", "resnet50"])
 def test_every_row_of_a_model_runs_alone(name: str) -> None:
-    """Each local call at the whole, at a part and at one unit, on inputs of the right shapes: nothing is refused."""
+    """Each local call at the whole, at a part and at one unit, on made-up inputs: nothing is refused."""
     theory = theory_of(name)
     arena = Arena(CPU, 2**20)
     seen: dict[int, tuple[Alone, Theory]] = {}

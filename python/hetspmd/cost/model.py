@@ -38,16 +38,15 @@ measured between n devices has its own curve in place of these formulas (:mod:`h
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from hetspmd.balance.lengths import Lengths
-from hetspmd.cost.cluster import Cluster, Device
+from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.measured import Curve, curve_for
-from hetspmd.cost.op_times import OpTime
+from hetspmd.cost.terms import terms_of
 from hetspmd.cost.triples import Array, Index, Triples, triples_of
 from hetspmd.forms import Form, is_sharded, sharded_dim
 from hetspmd.rules.rule import Row
@@ -86,7 +85,7 @@ class CostModel:
         self.cluster = cluster
         self.world = cluster.world
         self.triples = triples_of(theory, keyed=bool(cluster.ops))
-        self._fast, self._cut, self._whole_part, self._start, self.kinds = _terms(
+        self._fast, self._cut, self._whole_part, self._start, self.kinds = terms_of(
             self.triples, theory, cluster
         )
         self._measured: dict[Kind, list[Curve]] = {}
@@ -361,62 +360,3 @@ def _move_table(forms: Sequence[MoveForm]) -> tuple[Array, Index, Index]:
     axis = np.array([-1 if f.axis is None else f.axis for f in forms], dtype=np.int64)
     target = np.array([-1 if f.target_axis is None else f.target_axis for f in forms], dtype=np.int64)
     return terms.reshape(-1, 4), axis, target
-
-
-def _terms(triples: Triples, theory: Theory, cluster: Cluster) -> tuple[Array, Array, Array, Array, Index]:
-    """The four numbers of each signature on each device, shape (signatures, n), and the devices' kinds.
-
-    A measured line is of the roofline's own side: its slope is one of FLOPs where they bind the whole op, else one
-    of bytes, and so is what a device runs whole but for its launch (:mod:`hetspmd.balance.sensitivity` asks).
-    """
-    sharded = triples.axis < len(theory.axes.axes)
-    columns: dict[tuple[object, ...], int] = {}
-    which: list[int] = []
-    made: list[tuple[Array, Array, Array, Array]] = []
-    for device, ops in zip(cluster.devices, cluster.ops_by_rank(), strict=True):
-        key = (
-            tuple(sorted(device.flops.items())),
-            device.memory_bandwidth,
-            device.launch,
-            device.update,
-            id(ops),
-        )
-        if key not in columns:
-            columns[key] = len(made)
-            made.append(_of_device(triples, sharded, device, ops))
-        which.append(columns[key])
-    kinds: Index = np.array(which, dtype=np.int64)
-    found = [np.stack([m[part] for m in made], axis=1)[:, kinds] for part in range(4)]
-    return found[0], found[1], found[2], found[3], kinds
-
-
-def _of_device(
-    t: Triples, sharded: npt.NDArray[np.bool_], device: Device, ops: Mapping[str, OpTime]
-) -> tuple[Array, Array, Array, Array]:
-    rates = np.array([device.rate(dtype) for dtype in t.dtypes])
-    bandwidth = np.where(t.updates, device.update, device.memory_bandwidth)
-    fast, cut, whole = t.flops / rates[t.dtype], t.cut / bandwidth, t.whole / bandwidth
-    start = np.full(len(fast), device.launch)
-    if not ops:
-        return fast, cut, whole, start
-    # One more place for what has no key.
-    lines = [ops.get(k) for k in t.keys]
-    constant = np.array([*(0.0 if line is None else line.constant for line in lines), 0.0])
-    slope = np.array([*(0.0 if line is None else line.slope for line in lines), 0.0])
-    by_flops = fast >= cut + whole
-    alone = (constant + slope)[t.whole_key]
-    launch = np.minimum(device.launch, alone)
-    roofline = np.maximum(fast, cut + whole)
-    scale = np.divide(alone - launch, roofline, out=np.zeros_like(alone), where=roofline > 0)
-    known = alone > 0
-    fast, cut, whole = (np.where(known, scale * part, part) for part in (fast, cut, whole))
-    start = np.where(known, np.where(roofline > 0, launch, alone), start)
-    # What a device without shares of it runs whole: one number, but for the launch.
-    own = (constant + slope)[t.key]
-    line_slope = np.where(sharded, slope[t.key], own - np.minimum(device.launch, own))
-    timed = own > 0
-    fast = np.where(timed, np.where(by_flops, line_slope, 0.0), fast)
-    cut = np.where(timed, np.where(by_flops, 0.0, line_slope), cut)
-    whole = np.where(timed, 0.0, whole)
-    start = np.where(timed, np.where(sharded, constant[t.key], np.minimum(device.launch, own)), start)
-    return fast, cut, whole, start

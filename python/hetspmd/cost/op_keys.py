@@ -26,7 +26,7 @@ import torch
 from hetspmd.errors import TraceError
 from hetspmd.rules.rule import Call, Cut, OpRule, Place, Row, TensorType
 from hetspmd.rules.theory import Theory
-from hetspmd.trace.graph import Argument, DType, Marker, Ref
+from hetspmd.trace.graph import Argument, Ref, value_text
 from hetspmd.trace.values import to_torch, torch_dtype, torch_op
 
 __all__ = ["Order", "call_key", "dense_strides", "is_parameter_key", "memory_orders", "parameter_key"]
@@ -122,8 +122,8 @@ def call_key(
             continue
         text = _type_text(type_, None if factor is None else factor.inputs[i], units)
         texts.append(text if order is None else f"{text}{{{','.join(map(str, order))}}}")
-    arguments = [_text(a, texts) for a in call.args]
-    arguments += [f"{k}={_text(v, texts)}" for k, v in call.kwargs.items()]
+    arguments = [value_text(a, texts.__getitem__) for a in call.args]
+    arguments += [f"{k}={value_text(v, texts.__getitem__)}" for k, v in call.kwargs.items()]
     outputs = [
         "None" if type_ is None else _type_text(type_, place, units)
         for type_, place in zip(
@@ -139,18 +139,6 @@ def _type_text(type_: TensorType, place: Place, units: int | None) -> str:
         shape[place.dim] += f"/{units}"
     summed = "" if place is None or isinstance(place, Cut) else "+"
     return f"{summed}{type_.dtype}[{','.join(shape)}]"
-
-
-def _text(value: Argument, inputs: Sequence[str]) -> str:
-    if isinstance(value, Ref):
-        return inputs[value.id]
-    if isinstance(value, DType):
-        return value.name
-    if isinstance(value, Marker):
-        return value.name or value.kind
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_text(v, inputs) for v in value) + "]"
-    return repr(value)
 
 
 def parameter_key(type_: TensorType, dim: int | None) -> str:

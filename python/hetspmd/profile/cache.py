@@ -95,9 +95,9 @@ def _points(document: Any) -> Points:
         raise ValueError(f"version {document['version']}")
     found: Points = {}
     for key, rows in document["points"].items():
-        for share, seconds, low, high, samples in rows:
-            numbers = tuple(map(float, (share, seconds, low, high)))
-            if not all(0 < n < math.inf for n in numbers):
+        for row in rows:
+            share, seconds, low, high, samples = map(float, row)
+            if not all(0 < n < math.inf for n in (share, seconds, low, high, samples)):
                 raise ValueError(f"a number of {key} is not positive")
-            found.setdefault(key, {})[numbers[0]] = (*numbers[1:], int(samples))  # type: ignore[assignment]
+            found.setdefault(key, {})[share] = (seconds, low, high, int(samples))
     return found

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Final
@@ -98,7 +99,7 @@ def measure_group(
                 break
         level = [_Case(t) for t in trials(nbytes, order)]
         levels.append(level)
-        session.together("allocating", lambda n=nbytes: bench.allocate(n))  # type: ignore[misc]
+        session.together("allocating", partial(bench.allocate, nbytes))
         with session.guard(what):
             bench.visit(level, [FIRST] * len(level), warm=True)
         cases += level

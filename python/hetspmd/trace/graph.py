@@ -277,14 +277,19 @@ def map_refs(value: Argument, replace: Callable[[Ref], Any]) -> Any:
 
 def argument_text(graph: Graph, value: Argument) -> str:
     """An argument as people read it."""
+    return value_text(value, lambda tensor: graph.tensors[tensor].name)
+
+
+def value_text(value: Argument, name: Callable[[int], str]) -> str:
+    """An argument as people read it, with ``name`` of each tensor's id."""
     if isinstance(value, Ref):
-        return graph.tensors[value.id].name
+        return name(value.id)
     if isinstance(value, DType):
         return value.name
     if isinstance(value, Marker):
         return value.name or value.kind
     if isinstance(value, tuple):
-        return "[" + ", ".join(argument_text(graph, v) for v in value) + "]"
+        return "[" + ", ".join(value_text(v, name) for v in value) + "]"
     return repr(value)
 
 
