@@ -102,7 +102,7 @@ class Pair:
         memory = [self.judge.cluster.devices[rank].memory for rank in self.active]
         if not np.isfinite(memory).any():
             return True
-        peaks = self.judge.step.holdings.at(self.lengths).peaks
+        peaks = self.judge.step.held(self.lengths).peaks
         return all(n <= m for n, m in zip(peaks, memory, strict=True))
 
 
@@ -300,7 +300,7 @@ class Alternation:
         capacity = capacities(costs)
         most = None
         if np.isfinite(capacity).any():
-            most = judged.step.holdings.at(lengths).largest_shares(capacity)
+            most = judged.step.held(lengths).largest_shares(capacity)
         # Whole units may be more than the share that fits: then the device gets a smaller bound.
         for _ in range(MARGINS):
             with self.clock("balance"):
