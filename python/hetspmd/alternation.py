@@ -244,7 +244,7 @@ class Alternation:
         most: Array | None = None
         room: Room | None = None
         if np.isfinite(capacity).any():
-            profile = judged.step.holdings.at(lengths)
+            profile = judged.step.held(lengths)
             if len(ratios) == 1:
                 most = profile.largest_shares(capacity)
             else:

@@ -94,7 +94,7 @@ class Pair:
         memory = [self.judge.cluster.devices[rank].memory for rank in self.active]
         if not np.isfinite(memory).any():
             return True
-        peaks = self.judge.step.holdings.at(self.lengths).peaks
+        peaks = self.judge.step.held(self.lengths).peaks
         return all(n <= m for n, m in zip(peaks, memory, strict=True))
 
 

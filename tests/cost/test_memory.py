@@ -97,7 +97,7 @@ def test_a_weight_in_shards_by_hand() -> None:
     profile = memory_profile(theory, divided(theory, form), units(theory, {8: (6, 2), 4: (4, 0), 6: (1, 5)}))
     inputs = 128 + 192
     # The gather is padded to 5 of 6 columns on 2 devices, 160 bytes, and cut to size before y reads the weight. The
-    # sum of the gradient is padded likewise, and held with a part of 80 bytes to the end, where it is read.
+    # sum of the gradient is padded likewise, and held with a part of 80 bytes.
     gather, scatter = 160, 160 + 80
     assert profile.whole.tolist() == [
         inputs, inputs, inputs, inputs + 96 + gather, inputs + 96, inputs, inputs + 4, inputs + 8, inputs + 100,
@@ -134,7 +134,9 @@ def test_frozen_parameters_have_no_moments() -> None:
     assert peak == 128 + 96 + 192 + 4
 
 
-def replay(theory: Theory, chosen: Program, lengths: Lengths, rank: int) -> list[int]:
+def replay(
+    theory: Theory, chosen: Program, lengths: Lengths, rank: int, completed: dict[int, int] | None
+) -> list[int]:
     """What one device holds at each step, by looking ahead from every step for readers. Slow and plain."""
     graph = theory.graph
 
@@ -195,19 +197,24 @@ def replay(theory: Theory, chosen: Program, lengths: Lengths, rank: int) -> list
             local(t, f) for b, (t, f, since, lasting) in enumerate(buffers)
             if since <= at and (lasting or since == at or any(r == b and s >= at for r, s in reads))
         ]  # fmt: skip
-        own = [
-            workspace(theory, step, lengths, rank, ready=at >= first_read.get(key, end) - 1)
-            for key, (start, step) in carried.items()
-            if start == at or start < at < first_read.get(key, end)
-        ]
-        totals.append(always + sum(alive) + sum(own))
+        own = 0
+        for key, (start, step) in carried.items():
+            wait = first_read.get(key, end)
+            done = start + 1 if completed is None else min(completed.get(start, wait), wait)
+            flight, ready, early = workspace(theory, step, lengths, rank)
+            if start == at or start <= at < done:
+                own += flight
+            if at == max(start, (done if early else wait) - 1):
+                own += ready
+        totals.append(always + sum(alive) + own)
     return totals + [totals[-1] + more for more in updates]
 
 
-def workspace(theory: Theory, step: Communicate, lengths: Lengths, rank: int, *, ready: bool) -> int:
-    """Bytes of a collective's own buffers on a rank, beside its result; ``ready``: where the result is made."""
+def workspace(theory: Theory, step: Communicate, lengths: Lengths, rank: int) -> tuple[int, int, bool]:
+    """Bytes of a collective's own buffers on a rank, beside its result: until it has completed, and more while its
+    result is made; whether that is made on completion."""
     if step.kind == "all_reduce" or lengths.world == 1:
-        return 0
+        return 0, 0, False
     size = theory.graph.tensors[step.tensor].nbytes
 
     def parts(form: int) -> list[int]:
@@ -216,16 +223,16 @@ def workspace(theory: Theory, step: Communicate, lengths: Lengths, rank: int, *,
         return [size * u // axis.units for u in lengths.units[axis.id]]
 
     if step.kind == "all_to_all":
-        return parts(step.source)[rank] + (parts(step.target)[rank] if ready else 0)
+        return parts(step.source)[rank], parts(step.target)[rank], False
     form = step.source if is_sharded(step.source) else step.target
     padded, moved = lengths.world * max(parts(form)), sharded_dim(form) != 0
     if step.kind == "reduce_scatter":
-        return padded + max(parts(form)) - parts(form)[rank]
+        return padded + max(parts(form)) - parts(form)[rank], 0, False
     if step.kind == "grouped_reduce":
-        return size - parts(form)[rank]
+        return size - parts(form)[rank], 0, False
     if step.kind == "all_gather":
-        return padded if ready and (moved or padded > size) else padded - size
-    return size if ready and moved else 0
+        return padded - size, size if moved or padded > size else 0, padded > size
+    return 0, size if moved else 0, False
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -241,9 +248,12 @@ def test_random_programs_against_a_replay(seed: int) -> None:
         ),
     )
     chosen = data_parallel(theory) if seed == 0 else random_program(theory, seed)
-    profile = memory_profile(theory, chosen, lengths)
-    for rank in range(world):
-        assert profile.held[:, rank].tolist() == replay(theory, chosen, lengths, rank)
+    starts = [at for at, step in enumerate(chosen.steps) if isinstance(step, Communicate)]
+    later = {at: at + int(dice.integers(1, 40)) for at in starts if dice.random() < 0.7}
+    for completed in (None, {}, later):
+        profile = Holdings(theory, chosen).at(lengths, completed)
+        for rank in range(world):
+            assert profile.held[:, rank].tolist() == replay(theory, chosen, lengths, rank, completed)
     for instruction in range(len(theory.graph.instructions)):
         at = profile.instruction == instruction
         assert at.any()

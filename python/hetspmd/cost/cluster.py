@@ -110,15 +110,19 @@ class Cluster:
     """Devices in rank order and their network (None only for a single device).
 
     ``curves`` are measured collectives between at most as many devices; those between exactly as many take the
-    place of ``network`` in the cost model. ``ops`` are measured seconds of ops, per kind of device.
+    place of ``network`` in the cost model. ``ops`` are measured seconds of ops, per kind of device. ``lanes``: how
+    many collectives are on their way at a time, the latency of one hidden behind another.
     """
 
     devices: tuple[Device, ...]
     network: Network | None = None
     curves: tuple[Curve, ...] = ()
     ops: tuple[OpTimes, ...] = ()
+    lanes: int = 1
 
     def __post_init__(self) -> None:
+        if self.lanes < 1:
+            raise ClusterError(f"lanes is {self.lanes}; it must be 1 or more")
         check_curves(self.curves, len(self.devices))
         check_op_times(self.ops, len(self.devices))
         if not self.devices:
@@ -140,7 +144,11 @@ class Cluster:
             return self
         devices = tuple(self.devices[r] for r in ranks)
         return Cluster(
-            devices, self.network, at_devices(self.curves, len(devices)), at_ranks(self.ops, ranks)
+            devices,
+            self.network,
+            at_devices(self.curves, len(devices)),
+            at_ranks(self.ops, ranks),
+            self.lanes,
         )
 
     def ops_by_rank(self) -> tuple[Mapping[str, OpTime], ...]:
@@ -194,9 +202,9 @@ class Cluster:
         document: dict[str, Any] = {"devices": entries}
         if self.network is not None:
             document["network"] = {"bandwidth": self.network.bandwidth, "latency": self.network.latency}
-        if self.curves or self.ops:
+        if self.curves or self.ops or self.lanes > 1:
             ops = tuple((kind.ranks, tuple(map(OpFit, kind.times))) for kind in self.ops)
-            document["measured"] = Measured(tuple(map(Fit, self.curves)), ops=ops).to_dict()
+            document["measured"] = Measured(tuple(map(Fit, self.curves)), ops=ops, lanes=self.lanes).to_dict()
         return document
 
     def to_text(self) -> str:
@@ -258,7 +266,8 @@ def _read(root: Node) -> Cluster:
         devices.extend([device] * count)
     measured = read_measured(top["measured"], len(devices)) if "measured" in top else Measured()
     if "network" in top:
-        return Cluster(tuple(devices), _read_network(top["network"]), measured.curves, measured.op_times)
+        network = _read_network(top["network"])
+        return Cluster(tuple(devices), network, measured.curves, measured.op_times, measured.lanes)
     if len(devices) > 1:
         root.fail(
             f"the cluster lacks the key 'network', which {len(devices)} devices need; "

@@ -172,6 +172,7 @@ class Measured:
     rates: tuple[Rate, ...] = ()
     about: Mapping[str, str | float] | None = None
     ops: OpFits = ()
+    lanes: int = 1
 
     @property
     def curves(self) -> tuple[Curve, ...]:
@@ -192,6 +193,8 @@ class Measured:
             document["rates"] = [{f.name: getattr(r, f.name) for f in fields(r)} for r in self.rates]
         if self.fits:
             document["curves"] = [_fit_entry(fit) for fit in self.fits]
+        if self.lanes > 1:
+            document["lanes"] = self.lanes
         if self.ops:
             document["ops"] = op_entries(self.ops)
         return document
@@ -280,7 +283,7 @@ def read_measured(node: Node, world: int) -> Measured:
             version.fail(
                 f"the part measured is of version {version.scalar}; this release reads {VERSION}: profile again"
             )
-    top = node.entries("measured", ("version", "about", "rates", "curves", "ops"), ("version",))
+    top = node.entries("measured", ("version", "about", "rates", "curves", "lanes", "ops"), ("version",))
     about: dict[str, str | float] = {}
     if "about" in top:
         for key, value in top["about"].entries("about", ABOUT, ()).items():
@@ -300,7 +303,8 @@ def read_measured(node: Node, world: int) -> Measured:
                 "measured"
             )
     ops = read_ops(top["ops"], world) if "ops" in top else ()
-    return Measured(tuple(fits), rates, about or None, ops)
+    lanes = top["lanes"].whole("lanes", 1) if "lanes" in top else 1
+    return Measured(tuple(fits), rates, about or None, ops, lanes)
 
 
 def _read_rate(node: Node, world: int) -> Rate:

@@ -2,9 +2,10 @@
 
 Parameters, buffers and inputs are held during the whole step, gradients from where they are produced to the end,
 any other tensor from its step to the last that reads it (a view holds what it looks at), and the optimizer's state
-always. From its start to where its result is first read, a collective holds buffers besides, as those of
-:mod:`hetspmd.run.collectives` do until they have completed. For a tensor of E bytes over n devices, with M the
-largest share, s a device's share of the source's axis and t that of the result's, more than the result:
+always. Until it has completed, a collective holds buffers besides, as those of :mod:`hetspmd.run.collectives` do:
+at least while it is started, and as long as the simulation of the step (:mod:`hetspmd.cost.overlap`) says where it is
+asked. For a tensor of E bytes over n devices, with M the largest share, s a device's share of the source's axis and
+t that of the result's, more than the result:
 
     all_reduce          0
     reduce_scatter      n M E + (M - t) E       what is summed, padded, and a padded result
@@ -23,7 +24,7 @@ both parts, so that the largest share that fits is known too (at the same M).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -192,8 +193,12 @@ class Holdings:
         ends += [moments] * len(updates) + [at + 1 for at in at_updates]
         self._end: Index = np.array(ends, dtype=np.int64)
 
-    def at(self, lengths: Lengths) -> MemoryProfile:
-        """The profile at integer lengths."""
+    def at(self, lengths: Lengths, completed: Mapping[int, int] | None = None) -> MemoryProfile:
+        """The profile at integer lengths.
+
+        completed  the step of the program before which each collective, by its own step, has completed; one that is
+                   not there completes where its result is first read. Default: all right after they were started
+        """
         if lengths.world == 1 and not self._alone:
             return self._on_one.at(lengths)
         axes = self.theory.axes.axes
@@ -202,7 +207,7 @@ class Holdings:
         of = np.array([*(max(a.units, 1) for a in axes), 1], dtype=np.int64)
         first, end, axis, amount = self._first, self._end, self._axis, self._amount
         if self._buffers and lengths.world > 1:
-            more = np.array(list(self._buffers_at(units, of)), dtype=np.int64).reshape(-1, 4)
+            more = np.array(list(self._buffers_at(units, of, completed)), dtype=np.int64).reshape(-1, 4)
             first, end = np.concatenate([first, more[:, 0]]), np.concatenate([end, more[:, 1]])
             axis, amount = np.concatenate([axis, more[:, 2]]), np.concatenate([amount, more[:, 3]])
         local = units[axis] * (amount // of[axis])[:, None]
@@ -218,7 +223,9 @@ class Holdings:
         """The same where nothing is communicated: what a collective delivers is what it was given."""
         return Holdings(self.theory, self._program, optimizer_bytes=self._optimizer_bytes, alone=True)
 
-    def _buffers_at(self, units: Index, of: Index) -> Iterator[tuple[int, int, int, int]]:
+    def _buffers_at(
+        self, units: Index, of: Index, completed: Mapping[int, int] | None
+    ) -> Iterator[tuple[int, int, int, int]]:
         """(first step, step behind the last, axis, bytes over all devices) of what collectives hold for themselves.
 
         ``units[a, j]`` of ``of[a]`` units of axis a are device j's; the last axis is that of what is whole.
@@ -232,7 +239,7 @@ class Holdings:
             axis = _axis(self.theory, step.tensor, sharded)
             largest = size // int(of[axis]) * int(units[axis].max())
             moved = sharded_dim(sharded) != 0
-            # Held until the result is first read, and more right before that.
+            until = start + 1 if completed is None else min(completed.get(start, wait), wait)
             flight: list[tuple[int, int]] = []
             done: list[tuple[int, int]] = []
             if kind == "reduce_scatter":
@@ -248,9 +255,11 @@ class Holdings:
                 flight = [(axis, size)]
                 done = [(_axis(self.theory, step.tensor, step.target), size)]
             for place, nbytes in flight:
-                yield start, max(wait, start + 1), place, nbytes
+                yield start, max(until, start + 1), place, nbytes
+            # Padding is cut off on completion, the rest is put in order where it is waited for.
+            last = max(start, (until if kind == "all_gather" and n * largest > size else wait) - 1)
             for place, nbytes in done:
-                yield max(wait - 1, start), max(wait, start + 1), place, nbytes
+                yield last, last + 1, place, nbytes
 
     def _over_time(self, first: Index, end: Index, held: Index) -> Index:
         steps = len(self.instruction)

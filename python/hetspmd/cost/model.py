@@ -65,7 +65,8 @@ class MoveForm:
     k counts the devices with a share, M is the largest share and X the exchanged part
     ``max_j max(s_j (1 - t_j), t_j (1 - s_j))``. ``axis`` is the axis of the shards (for all_to_all of the
     source, with ``target_axis`` the target's); None for all_reduce. ``moved``: a rebalance, whose X and whose
-    seconds where the shares agree are those of :mod:`hetspmd.cost.rebalance`.
+    seconds where the shares agree are those of :mod:`hetspmd.cost.rebalance`. ``latency`` is the part of
+    ``constant`` in which links are idle; so they are during ``per_shard * k``.
     """
 
     constant: float
@@ -75,6 +76,7 @@ class MoveForm:
     axis: int | None = None
     target_axis: int | None = None
     moved: bool = False
+    latency: float = 0.0
 
 
 class CostModel:
@@ -284,6 +286,7 @@ class CostModel:
             curve.per_exchange * nbytes,
             None if kind == "all_reduce" else self._axis(tensor, source if is_sharded(source) else target),
             self._axis(tensor, target) if kind == "all_to_all" else None,
+            latency=curve.latency,
         )
 
     def move_seconds(self, tensor: int, source: Form, target: Form, kind: Kind, lengths: Lengths) -> float:
@@ -340,6 +343,12 @@ class CostModel:
         if form.target_axis is not None:
             seconds += form.per_exchange * exchanged(s, shares[form.target_axis])
         return float(seconds)
+
+    def form_latency(self, form: MoveForm, shares: Array) -> float:
+        """The part of :meth:`form_seconds` in which links are idle."""
+        if form.axis is None or not form.per_shard:
+            return form.latency
+        return form.latency + form.per_shard * float(np.count_nonzero(shares[form.axis]))
 
     def _axis(self, tensor: int, form: Form) -> int:
         axis = self.theory.axes.sharded(tensor, form)

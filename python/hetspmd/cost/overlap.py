@@ -8,6 +8,11 @@ that order settles all clocks:
     start of a collective c   start_c = max(free, max_j T_j),  end_c = start_c + seconds_c,  free <- end_c
     wait for it               T_j <- max(T_j, end_c)
 
+Some backends carry several collectives at a time, in ``lanes`` (:class:`~hetspmd.cost.cluster.Cluster`). The links
+are shared all the same, so that one can only wait out its latency behind another:
+
+    end_c = max(max(end_(c - lanes), max_j T_j) + latency_c, free) + seconds_c - latency_c
+
 A collective begins when the last device has issued it and the stream is free, and ends for all at once. It
 is issued where :func:`hetspmd.synth.schedule.schedule` puts it and waited for where its result is first read
 (a slice or a mask of it counts), by the end of its graph at the latest: all of forward's have ended before
@@ -82,11 +87,15 @@ class TwoStreams:
         self.events: list[tuple[int, int, int]] = []
         self._signatures: list[int] = []
         graph = model.theory.graph
+        self._steps: list[int] = []  # of the program, by computation
+        self._started: list[int] = []  # the same by collective
+        self._place = {id(step): index for index, step in enumerate(program.steps)}
         order = schedule(model.theory, program)
         there: set[Key] = set()
         self._graph(graph, order.forward, there)
         if idle > 0:
             self.collectives.append(None)
+            self._started.append(-1)
             self._event(START, len(self.collectives) - 1)
             self._event(WAIT, len(self.collectives) - 1)
         self._event(BOUNDARY, -1)
@@ -142,6 +151,7 @@ class TwoStreams:
                     continue
                 read((step.tensor, step.source))
                 self.collectives.append(step)
+                self._started.append(self._place[id(step)])
                 pending[made[0]] = len(self.collectives) - 1
                 self._event(START, pending[made[0]])
                 continue
@@ -151,6 +161,7 @@ class TwoStreams:
             row = self.model.row_index(step.instruction, step.row)
             self._signatures.append(self.model.signature(step.instruction, row))
             self.instructions.append(step.instruction)
+            self._steps.append(self._place[id(step)])
             there.update(key for key in made if key not in pending)
         for collective in pending.values():
             self._event(WAIT, collective)
@@ -160,12 +171,33 @@ class TwoStreams:
         """Seconds until the last device has finished the step."""
         return float(self.run(shares).final.max())
 
+    def completed(self, run: Run) -> dict[int, int]:
+        """The step of the program that runs first after each collective has ended, by the collective's own step.
+
+        Of those that have ended before any device waits for them; their buffers are free from then on.
+        """
+        found: dict[int, int] = {}
+        flying: list[int] = []
+        for (at, what, collective), clock in zip(self.events, run.clocks, strict=True):
+            earliest = float(clock.min())
+            for c in [c for c in flying if run.ends[c] <= earliest]:
+                flying.remove(c)
+                if at < len(self._steps):
+                    found[self._started[c]] = self._steps[at]
+            if what == START:
+                flying.append(collective)
+            elif what == WAIT and collective in flying:
+                flying.remove(collective)
+        return found
+
     def run(self, shares: Array) -> Run:
         """All clocks at the given shares (of :meth:`CostModel.shares`)."""
         seconds = self.model.seconds(self._unique, shares)[self._inverse]
         sums = np.add.reduceat(seconds, self._groups, axis=0) if len(self._groups) else seconds
         moves = [self.model.form_seconds(m, shares) for m in self._moves]
         dropped = tuple(m.moved and s == 0 for m, s in zip(self._moves, moves, strict=True))
+        lanes = self.model.cluster.lanes
+        latencies = [self.model.form_latency(m, shares) if lanes > 1 else 0.0 for m in self._moves]
         clock: Array = np.zeros(self.model.world)
         forward = clock
         clocks: list[Array] = []
@@ -178,8 +210,14 @@ class TwoStreams:
                 group, done = group + 1, at
             clocks.append(clock)
             if what == START:
-                starts.append(free if dropped[collective] else max(free, float(clock.max())))
-                free = starts[-1] + moves[collective]
+                ready = float(clock.max())
+                starts.append(free if dropped[collective] else max(free, ready))
+                if not dropped[collective]:
+                    latency, before = latencies[collective], len(ends) - lanes
+                    begun = max(ready, ends[before]) if before >= 0 else ready
+                    # Without lanes begun is the start, and the sum below is kept exact.
+                    late = max(begun + latency, free) - latency if lanes > 1 else starts[-1]
+                    free = late + moves[collective]
                 ends.append(free)
             elif what == BOUNDARY:
                 forward = clock

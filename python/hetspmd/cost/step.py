@@ -19,7 +19,7 @@ import numpy as np
 
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.cluster import Cluster
-from hetspmd.cost.memory import Holdings
+from hetspmd.cost.memory import Holdings, MemoryProfile
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
 from hetspmd.cost.overlap import TwoStreams
 from hetspmd.forms import all_gather
@@ -122,6 +122,11 @@ class StepModel:
         """What the program holds from when to when."""
         return Holdings(self.model.theory, self.program)
 
+    def held(self, lengths: Lengths) -> MemoryProfile:
+        """What is held at integer lengths, buffers of collectives as long as the simulation says."""
+        run = self.streams.run(self.model.shares(lengths))
+        return self.holdings.at(lengths, self.streams.completed(run))
+
     def computed(self, lengths: Lengths) -> StageSeconds:
         """Seconds of the stage model's parts at integer lengths."""
         shares = self.model.shares(lengths)
@@ -134,9 +139,11 @@ class StepModel:
     def cost(self, lengths: Lengths) -> StepCost:
         """The prediction at integer lengths."""
         parts = self.computed(lengths)
+        run = self.streams.run(self.model.shares(lengths))
+        memory = self.holdings.at(lengths, self.streams.completed(run))
         return StepCost(
-            self.streams.seconds(self.model.shares(lengths)), parts.seconds, parts.compute,
-            parts.communication, self.holdings.at(lengths).peaks, self.stages.count, parts.per_device,
+            float(run.final.max()), parts.seconds, parts.compute, parts.communication, memory.peaks,
+            self.stages.count, parts.per_device,
         )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ def terms_of(triples: Triples, theory: Theory, cluster: Cluster) -> tuple[Array,
     of bytes, and so is what a device runs whole but for its launch (:mod:`hetspmd.balance.sensitivity` asks).
     """
     sharded = triples.axis < len(theory.axes.axes)
+    lone = cluster.world == 1
     columns: dict[tuple[object, ...], int] = {}
     which: list[int] = []
     made: list[tuple[Array, Array, Array, Array]] = []
@@ -40,7 +41,7 @@ def terms_of(triples: Triples, theory: Theory, cluster: Cluster) -> tuple[Array,
         )
         if key not in columns:
             columns[key] = len(made)
-            made.append(_of_device(triples, sharded, device, ops))
+            made.append(_of_device(triples, sharded & (not lone), device, ops, lone))
         which.append(columns[key])
     kinds: Index = np.array(which, dtype=np.int64)
     found = [np.stack([m[part] for m in made], axis=1)[:, kinds] for part in range(4)]
@@ -48,8 +49,10 @@ def terms_of(triples: Triples, theory: Theory, cluster: Cluster) -> tuple[Array,
 
 
 def _of_device(
-    t: Triples, sharded: npt.NDArray[np.bool_], device: Device, ops: Mapping[str, OpTime]
+    t: Triples, sharded: npt.NDArray[np.bool_], device: Device, ops: Mapping[str, OpTime], lone: bool
 ) -> tuple[Array, Array, Array, Array]:
+    # A lone device runs everything whole, whichever row says so: one time, or the search would choose among errors.
+    key = t.whole_key if lone else t.key
     rates = np.array([device.rate(dtype) for dtype in t.dtypes])
     bandwidth = np.where(t.updates, device.update, device.memory_bandwidth)
     fast, cut, whole = t.flops / rates[t.dtype], t.cut / bandwidth, t.whole / bandwidth
@@ -69,11 +72,11 @@ def _of_device(
     fast, cut, whole = (np.where(known, scale * part, part) for part in (fast, cut, whole))
     start = np.where(known, np.where(roofline > 0, launch, alone), start)
     # What a device without shares of it runs whole: one number, but for the launch.
-    own = (constant + slope)[t.key]
-    line_slope = np.where(sharded, slope[t.key], own - np.minimum(device.launch, own))
+    own = (constant + slope)[key]
+    line_slope = np.where(sharded, slope[key], own - np.minimum(device.launch, own))
     timed = own > 0
     fast = np.where(timed, np.where(by_flops, line_slope, 0.0), fast)
     cut = np.where(timed, np.where(by_flops, 0.0, line_slope), cut)
     whole = np.where(timed, 0.0, whole)
-    start = np.where(timed, np.where(sharded, constant[t.key], np.minimum(device.launch, own)), start)
+    start = np.where(timed, np.where(sharded, constant[key], np.minimum(device.launch, own)), start)
     return fast, cut, whole, start

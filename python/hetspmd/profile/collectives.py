@@ -26,18 +26,22 @@ from hetspmd.profile.device import synchronize
 from hetspmd.profile.sampling import FIRST, MOST, interval, tight
 from hetspmd.profile.session import Session
 from hetspmd.profile.trials import LEVELS, Trial, start, trials
+from hetspmd.run import collectives
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
 from hetspmd.synth.program import Kind
 
-__all__ = ["measure_group"]
+__all__ = ["measure_group", "measure_lanes"]
 
 LEAST: Final = 3
 """Sizes that are measured whatever the budget."""
 GROWTH: Final = 3.0
 MOST_SECONDS: Final = 60.0
 """Seconds that one size may take beyond the budget where bandwidths are still hidden."""
+QUEUED: Final = 8
+QUEUES: Final = 25
+"""Samples of that many collectives that are started together."""
 OVERHEAD: Final = 1.5
 """Seconds that a sample takes with its meeting before it, per second of the collective."""
 
@@ -134,6 +138,32 @@ def _grown(levels: Sequence[Sequence[_Case]]) -> bool:
     """Whether even shards take ``GROWTH`` times as long as at the least size, in every collective."""
     pairs = zip(levels[0], levels[-1], strict=True)
     return all(b.seconds >= GROWTH * a.seconds for a, b in pairs if a.trial.skew == "even")
+
+
+def measure_lanes(session: Session) -> int:
+    """How many collectives the backend has on their way at a time: ``QUEUED t(1) / t(QUEUED)``, rounded, with t(k)
+    the seconds of k short all-reduces that are started together. Every rank gets the same number.
+
+    Raises ProfileError on every rank if a rank fails.
+    """
+    with session.guard("collectives that are started together"):
+        runtime = Runtime(session.communicator, Randomness(0, session.rank, session.device))
+        operand, one = (torch.ones(n, device=session.device) for n in (LEVELS[0] // 4, 1))
+
+        def sample(count: int) -> float:
+            session.communicator.all_reduce(one).wait()
+            synchronize(session.device)
+            begin = perf_counter()
+            for pending in [collectives.start_all_reduce(runtime, operand) for _ in range(count)]:
+                pending.wait()
+            synchronize(session.device)
+            return perf_counter() - begin
+
+        sample(QUEUED)
+        taken = [(sample(1), sample(QUEUED)) for _ in range(QUEUES)]
+        every = session.communicator.exchange(taken)
+    lone, together = (float(median(max(rank[i][k] for rank in every) for i in range(QUEUES))) for k in (0, 1))
+    return min(max(round(QUEUED * lone / together), 1), QUEUED)
 
 
 class _Bench:

@@ -21,7 +21,7 @@ from hetspmd.cost.measured import COLLECTIVES, Fit, Measured, Point, read_measur
 from hetspmd.cost.op_keys import is_parameter_key
 from hetspmd.errors import ClusterError, ProfileError
 from hetspmd.profile.cases import Case
-from hetspmd.profile.collectives import measure_group
+from hetspmd.profile.collectives import measure_group, measure_lanes
 from hetspmd.profile.device import DTYPES, measure_device
 from hetspmd.profile.fit import fit_curves, fit_network, hidden
 from hetspmd.profile.grouping import Report, devices_of, groups_of
@@ -124,8 +124,9 @@ def measure(session: Session, options: Options, tick: Callable[[str], None] = la
     fits = tuple(f for f in fits if f.curve.kind not in dropped)
     if dropped:
         about["dropped"] = ", ".join(kind for kind in COLLECTIVES if kind in dropped)
-    cluster = Cluster(devices, network, tuple(f.curve for f in fits))
-    return Profile(cluster, Measured(fits, rates, about))
+    lanes = measure_lanes(session) if session.world > 1 else 1
+    cluster = Cluster(devices, network, tuple(f.curve for f in fits), lanes=lanes)
+    return Profile(cluster, Measured(fits, rates, about, lanes=lanes))
 
 
 def with_ops(

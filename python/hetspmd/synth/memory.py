@@ -165,7 +165,9 @@ class Ledger:
             here[self.charged(instruction)] = 1.0
             keep += here[self.entry_tensor] * self.entry_bytes * weight[self.entry_axis]
         moved = self._moved(per_axis) * slant[self.pair_tensor] if estimated else None
-        return Prices(keep * slant[self.entry_tensor], self._kept(per_axis, slant), moved)
+        # A lone device gathers nothing: what the forward has read of a parameter is the parameter.
+        kept = self._kept(per_axis, slant) if lengths.world > 1 else {}
+        return Prices(keep * slant[self.entry_tensor], kept, moved)
 
     def _moved(self, per_axis: dict[int, Array]) -> Array:
         """Of a communicated tensor, what it holds more than the cheaper of its two forms: both while it is
