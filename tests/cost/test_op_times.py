@@ -110,15 +110,24 @@ def test_a_measured_line_takes_the_roofline_s_place() -> None:
 def test_rows_of_a_measured_call_compare() -> None:
     """Where only the whole call was measured, the roofline of its rows is scaled to meet it."""
     theory = product()
-    base = cluster(1e9, memory_bandwidth=1e8, launch=LAUNCH)
+    base = cluster(1e9, 1e9, memory_bandwidth=1e8, launch=LAUNCH)
     whole = 5e-4
     model = CostModel(theory, with_ops(base, OpTime(key(theory, 2, "always"), whole, 0.0)))
     a, b, c = 3200, 2400, 4800
     scale = (whole - LAUNCH) / ((a + b + c) / 1e8)
     names = [r.name for r in theory.rows[2]]
     signatures = np.array([model.signature(2, names.index(n)) for n in ("always", "linear(0)", "m")])
-    found = model.seconds(signatures, model.even_shares((0.5,)))[:, 0]
+    found = model.seconds(signatures, model.even_shares((0.5, 0.5)))[:, 0]
     assert found == pytest.approx([whole, whole, scale * (0.5 * (a + c) + b) / 1e8 + LAUNCH])
+
+
+def test_a_lone_device_runs_every_row_whole() -> None:
+    theory = product()
+    base = cluster(1e9, memory_bandwidth=1e8, launch=LAUNCH)
+    lines = (OpTime(key(theory, 2, "always"), 5e-4, 0.0), OpTime(key(theory, 2, "m"), 1e-5, 1e-4))
+    model = CostModel(theory, with_ops(base, *lines))
+    rows = np.array([model.signature(2, row) for row in range(len(theory.rows[2]))])
+    assert model.seconds(rows, model.even_shares((1.0,))) == pytest.approx(5e-4)
 
 
 def test_the_optimizer_s_step_per_stored_form() -> None:
@@ -162,7 +171,7 @@ def test_lines_support_measured_seconds(seed: int, at: int) -> None:
     model = CostModel(theory, Cluster(base.devices, base.network, (), everything_timed(theory, 2, seed)))
     every = np.arange(len(model.triples.flops))
     ratios = np.array((at / 40, 1 - at / 40))
-    slope, constant = model.supports(every, ratios)
+    slope, constant = model.supports(every, model.even_shares(ratios))
     assert (slope >= 0).all()
     assert (constant >= 0).all()
     sharded = model.triples.axis < len(theory.axes.axes)
