@@ -140,7 +140,7 @@ def limits_of(rows: int, ratios: tuple[float, ...]) -> Limits:
     chosen = data_parallel(theory)
     cost = step_cost(CostModel(theory, devices), chosen, lengths)
     search = SearchReport(0.0, 0.0, 0.0, "handmade", 0)
-    plan = Plan(theory.graph, chosen, ratios, lengths, devices, cost, search, {}, ())
+    plan = Plan(theory.graph, chosen, (ratios,), lengths, devices, cost, search, {}, ())
     plan.__dict__["theory"] = theory  # its ops are of no registry
     found = limits(plan)
     assert cost.step_seconds == pytest.approx(found.fractional_seconds * (1 + found.loss))
