@@ -291,7 +291,7 @@ def plan_of(theory: Theory, lengths: Lengths, program: Program) -> Plan:
     cost = StepCost(0.0, 0.0, 0.0, 0.0, (0,) * lengths.world, 1, (0.0,) * lengths.world)
     report = SearchReport(0.0, 0.0, 0.0, "handmade", 0)
     shares = (0.75, 0.25)
-    return Plan(theory.graph, program, shares, lengths, devices(*shares), cost, report, {}, ())
+    return Plan(theory.graph, program, (shares,), lengths, devices(*shares), cost, report, {}, ())
 
 
 def two_ranks() -> tuple[Any, Any, Plan]:
