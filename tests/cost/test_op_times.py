@@ -110,15 +110,24 @@ def test_a_measured_line_takes_the_roofline_s_place() -> None:
 def test_rows_of_a_measured_call_compare() -> None:
     """Where only the whole call was measured, the roofline of its rows is scaled to meet it."""
     theory = product()
-    base = cluster(1e9, memory_bandwidth=1e8, launch=LAUNCH)
+    base = cluster(1e9, 1e9, memory_bandwidth=1e8, launch=LAUNCH)
     whole = 5e-4
     model = CostModel(theory, with_ops(base, OpTime(key(theory, 2, "always"), whole, 0.0)))
     a, b, c = 3200, 2400, 4800
     scale = (whole - LAUNCH) / ((a + b + c) / 1e8)
     names = [r.name for r in theory.rows[2]]
     signatures = np.array([model.signature(2, names.index(n)) for n in ("always", "linear(0)", "m")])
-    found = model.seconds(signatures, model.even_shares((0.5,)))[:, 0]
+    found = model.seconds(signatures, model.even_shares((0.5, 0.5)))[:, 0]
     assert found == pytest.approx([whole, whole, scale * (0.5 * (a + c) + b) / 1e8 + LAUNCH])
+
+
+def test_a_lone_device_runs_every_row_whole() -> None:
+    theory = product()
+    base = cluster(1e9, memory_bandwidth=1e8, launch=LAUNCH)
+    times = OpTime(key(theory, 2, "always"), 5e-4, 0.0), OpTime(key(theory, 2, "m"), 1e-4, 2e-4)
+    model = CostModel(theory, with_ops(base, *times))
+    every = np.array([model.signature(2, row) for row in range(len(theory.rows[2]))])
+    assert model.seconds(every, model.even_shares((1.0,))) == pytest.approx(5e-4)
 
 
 def test_the_optimizer_s_step_per_stored_form() -> None:
