@@ -109,8 +109,10 @@ def _timed(device: torch.device, call: Call) -> float:
 
 
 def _warm(device: torch.device, call: Call) -> float:
-    """Seconds of a call, the least of three after a first, which may compile or choose kernels. A short call may fall
-    into a pause of a device whose time is shared out in slices, and would be taken for a long one."""
+    """Seconds of a call: the least of three, after a first that may compile or choose kernels.
+
+    A short call may fall into a pause of a device whose time is shared out in slices, and seem to be long.
+    """
     _timed(device, call)
     return min(_timed(device, call) for _ in range(3))
 
