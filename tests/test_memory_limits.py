@@ -13,6 +13,7 @@ import hetspmd
 from hetspmd.cli.main import main
 from hetspmd.cost.cluster import Cluster, Device, Network
 from hetspmd.cost.memory import memory_bytes
+from hetspmd.cost.step import StepModel, idle_seconds
 from hetspmd.errors import MemoryLimitError
 from hetspmd.forms import is_sharded
 from hetspmd.plan import Plan
@@ -62,8 +63,11 @@ def limited(name: str, *parts: float) -> Cluster:
 def check_fits(plan: Plan) -> None:
     needs = plan.cost.memory_bytes
     assert all(n <= d.memory for n, d in zip(needs, plan.cluster.devices, strict=True))
-    active = memory_bytes(plan.theory, plan.program, plan.lengths)
-    assert tuple(needs[rank] for rank in plan.active) == active
+    active = tuple(needs[rank] for rank in plan.active)
+    idle = idle_seconds(plan.graph, plan.program, plan.cluster, plan.active)
+    assert active == StepModel(plan.costs, plan.program, idle=idle).held(plan.lengths).peaks
+    least = memory_bytes(plan.theory, plan.program, plan.lengths)
+    assert all(a >= b for a, b in zip(active, least, strict=True)), "collectives on their way hold more"
     assert plan.search.lower_bound <= plan.search.cost
     assert plan.search.gap == pytest.approx(1 - plan.search.lower_bound / plan.search.cost, abs=1e-12)
 

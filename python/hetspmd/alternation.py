@@ -221,12 +221,28 @@ class Alternation:
     def _fitting(
         self, costs: CostModel, lengths: Lengths, found: Found, within: Space | None, active: tuple[int, ...]
     ) -> Found | None:
-        """The best program that fits at these lengths; None, and the error kept, if there seems to be none."""
+        """The best program that fits at these lengths; None, and the error kept, if there seems to be none.
+
+        The search knows what collectives hold while they are started. What a program holds more while they are on
+        their way is known once it is there, and left free in the next search.
+        """
+        reserve: Array = np.zeros(costs.world)
         try:
-            with self.clock("synth"):
-                return search_that_fits(
-                    self.searcher, costs, lengths, self.limits, found, within=within, progress=self.progress
-                )
+            for _ in range(MARGINS):
+                with self.clock("synth"):
+                    fitting = search_that_fits(
+                        self.searcher, costs, lengths, self.limits, found, within=within, progress=self.progress,
+                        reserve=reserve,
+                    )  # fmt: skip
+                step = Judge(self, costs, fitting, active, lengths).step
+                held = np.array(step.held(lengths).peaks, dtype=float)
+                if (held <= capacities(costs)).all():
+                    return fitting
+                more = held - np.array(step.holdings.at(lengths).peaks, dtype=float)
+                if (more <= reserve).all():
+                    return fitting
+                reserve = np.maximum(reserve, more)
+            return fitting
         except MemoryLimitError as error:
             lacking = {active[j]: amounts for j, amounts in error.lacking.items()}
             missing = sum(amount for amount, _ in lacking.values())

@@ -116,7 +116,9 @@ def test_cluster_file(command, targets, tmp_path: Path, name: str, text: str, ex
         (("compile", "model.py", "--cluster", "file", "--jsn=3"), "unrecognized arguments: --jsn=3"),
     ],
 )
-def test_a_misspelt_option_is_named_before_a_missing_one(command, arguments: tuple[str, ...], text: str) -> None:
+def test_a_misspelt_option_is_named_before_a_missing_one(
+    command, arguments: tuple[str, ...], text: str
+) -> None:
     outcome = command(*arguments)
     assert outcome.status == 2
     assert text in outcome.line

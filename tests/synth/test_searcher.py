@@ -101,6 +101,20 @@ def divided(theory: Theory, seed: int) -> Constraints:
     return Constraints({}, lambda i, row, axis: i in kept or rows(i, row, axis))
 
 
+def test_a_part_of_a_part_has_no_rows_of_the_whole() -> None:
+    theory = space_of("vgg19").theory
+    narrow = search_space(theory, divided(theory, 1))
+    part = narrow.within(divided(theory, 2))
+    every = zip(part.rows, narrow.rows, search_space(theory, divided(theory, 2)).rows, strict=True)
+    assert all(set(few) == set(own) & set(asked) for few, own, asked in every)
+    searcher = Searcher(narrow)
+    assert searcher.covers(part)
+    at = costs(theory), lengths(theory, SHARES[1]), LIMITS
+    free = Prices(np.zeros(int(searcher.pricing.keep_start[-1])), {})
+    found = searcher.search(*at, within=part, prices=free)
+    same(found, Searcher(part).search(*at))
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_parts_of_the_space(model: str) -> None:
     space = space_of(model)

@@ -28,6 +28,7 @@ file::
         error: 0.04
         points:                                            # skew, E, k, M, X, seconds, low, high, samples
         - [even, 4096, 4, 0.25, 0, 1.2e-4, 1.1e-4, 1.3e-4, 12]
+      lanes: 2                                             # collectives on their way at a time; 1 where left out
       ops: [...]                                           # optional: seconds of ops (hetspmd.cost.op_times)
 
 :func:`Cluster.load <hetspmd.cost.cluster.Cluster.load>` keeps curves and op times;

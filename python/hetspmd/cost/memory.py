@@ -3,8 +3,8 @@
 Parameters, buffers and inputs are held during the whole step, gradients from where they are produced to the end,
 any other tensor from its step to the last that reads it (a view holds what it looks at), and the optimizer's state
 always. Until it has completed, a collective holds buffers besides, as those of :mod:`hetspmd.run.collectives` do:
-at least while it is started, and as long as the step's simulation (:mod:`hetspmd.cost.overlap`) says where it is
-asked. For a tensor of E bytes over n devices, with M the largest share, s a device's share of the source's axis and
+at least while it is started, and as long as the simulation of the step (:mod:`hetspmd.cost.overlap`) says where it
+is asked. For a tensor of E bytes over n devices, with M the largest share, s a device's share of the source's axis,
 t that of the result's, more than the result:
 
     all_reduce          0

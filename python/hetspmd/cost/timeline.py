@@ -87,7 +87,7 @@ class Timeline:
     end_seconds            when it has finished: ``compute_seconds + waiting_seconds``
     transfers              the collectives in the order of the stream
 
-    Up to rounding. The optimizer's step is not part of it.
+    Up to rounding. The optimizer's step stands at the beginning, with the parameters that it has updated.
     """
 
     devices: tuple[str, ...]

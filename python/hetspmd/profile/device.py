@@ -109,9 +109,12 @@ def _timed(device: torch.device, call: Call) -> float:
 
 
 def _warm(device: torch.device, call: Call) -> float:
-    """Seconds of a second call; the first may compile or choose kernels."""
+    """Seconds of a call: the least of three, after a first that may compile or choose kernels.
+
+    A short call may fall into a pause of a device whose time is shared out in slices, and seem to be long.
+    """
     _timed(device, call)
-    return _timed(device, call)
+    return min(_timed(device, call) for _ in range(3))
 
 
 def _matmul(device: torch.device, dtype: str, long: float) -> Case:
@@ -158,8 +161,7 @@ def _launch(device: torch.device, dtype: str, long: float) -> Case:
 
 
 def _times(device: torch.device, call: Call, long: float) -> int:
-    """How often ``call`` must be repeated to take ``long`` seconds. A short call would fall between the pauses of
-    a device whose time is shared out in slices."""
+    """How often ``call`` must be repeated to take ``long`` seconds, pauses and all."""
     return max(1, math.ceil(long / max(_warm(device, call), 1e-9)))
 
 

@@ -223,15 +223,15 @@ class _Line:
 
 def search_that_fits(
     searcher: Searcher, model: CostModel, lengths: Lengths, limits: Limits, start: Found, *,
-    within: Space | None = None, progress: Progress | None = None,
+    within: Space | None = None, progress: Progress | None = None, reserve: Array | None = None,
 ) -> Found:  # fmt: skip
     """The best program found that fits every device at ``lengths``; ``start``, the best without regard to memory,
-    if that fits.
+    if that fits. ``reserve``: bytes of each device that are left free.
 
     Its ``lower_bound`` is certified for all programs that fit, its ``stop_reason`` is "memory" unless the bound
     meets the cost. Raises MemoryLimitError if no program found fits.
     """
-    capacity = capacities(model)
+    capacity = capacities(model) - (0.0 if reserve is None else reserve)
     first = _Line(start, memory_profile(searcher.space.theory, start.program, lengths))
     if not first.profile.lacking(capacity).any():
         return start

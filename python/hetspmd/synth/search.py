@@ -93,6 +93,8 @@ class Searcher:
         program was found.
         """
         if within is not None and not self.covers(within):
+            if prices is not None:
+                raise ValueError("prices are of this searcher's rows, and within has others")
             return Searcher(within).search(
                 model, lengths, limits, start=start, prices=prices, overlap=overlap, progress=progress
             )

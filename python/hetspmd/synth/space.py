@@ -51,7 +51,15 @@ class Space:
         has no row left.
         """
         requirements = _requirements(self.theory, constraints, self.rows_of_outputs)
-        return replace(self, rows=_rows(self.theory, constraints), requirements=requirements)
+        rows = tuple(
+            tuple(k for k in few if k in own)
+            for few, own in zip(_rows(self.theory, constraints), map(frozenset, self.rows), strict=True)
+        )
+        if not all(rows):
+            at = rows.index(())
+            name = self.theory.graph.instructions[at].name
+            raise InfeasibleError(f"constraints leave no triple of {name}")
+        return replace(self, rows=rows, requirements=requirements)
 
     def structure(self) -> str:
         """The core's problem text without costs (rust/core/src/problem.rs).
