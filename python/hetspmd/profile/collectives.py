@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Final
 
@@ -39,9 +39,9 @@ LEAST: Final = 3
 GROWTH: Final = 3.0
 MOST_SECONDS: Final = 60.0
 """Seconds that one size may take beyond the budget where bandwidths are still hidden."""
-QUEUED: Final = 8
-QUEUES: Final = 25
-"""Samples of that many collectives that are started together."""
+TOGETHER: Final = (1, 2, 4, 8)
+"""How many collectives are started together."""
+ROUNDS: Final = 40
 OVERHEAD: Final = 1.5
 """Seconds that a sample takes with its meeting before it, per second of the collective."""
 
@@ -141,8 +141,9 @@ def _grown(levels: Sequence[Sequence[_Case]]) -> bool:
 
 
 def measure_lanes(session: Session) -> int:
-    """How many collectives the backend has on their way at a time: ``QUEUED t(1) / t(QUEUED)``, rounded, with t(k)
-    the seconds of k short all-reduces that are started together. Every rank gets the same number.
+    """How many collectives the backend has on their way at a time: the largest k of ``TOGETHER`` for which k short
+    all-reduces that are started together take less than one and a half times as long as one alone, in the mean
+    (the slowest rank's time of each). Every rank gets the same number.
 
     Raises ProfileError on every rank if a rank fails.
     """
@@ -159,11 +160,11 @@ def measure_lanes(session: Session) -> int:
             synchronize(session.device)
             return perf_counter() - begin
 
-        sample(QUEUED)
-        taken = [(sample(1), sample(QUEUED)) for _ in range(QUEUES)]
+        sample(TOGETHER[-1])
+        taken = [[sample(count) for count in TOGETHER] for _ in range(ROUNDS)]
         every = session.communicator.exchange(taken)
-    lone, together = (float(median(max(rank[i][k] for rank in every) for i in range(QUEUES))) for k in (0, 1))
-    return min(max(round(QUEUED * lone / together), 1), QUEUED)
+    means = [fmean(max(rank[i][k] for rank in every) for i in range(ROUNDS)) for k in range(len(TOGETHER))]
+    return max(count for count, seconds in zip(TOGETHER, means, strict=True) if seconds < 1.5 * means[0])
 
 
 class _Bench:
