@@ -50,7 +50,8 @@ def test_plans_of_real_models_beat_data_parallelism(name: str) -> None:
     assert plan.cost.step_seconds <= plan.baselines["data_parallel_proportional"]
     assert plan.cost.step_seconds <= plan.baselines["data_parallel_even"]
     assert plan.search.lower_bound <= plan.search.cost
-    assert plan.search.gap < 0.02
+    # The simulation may prefer a program whose communication is dearer but hidden.
+    assert plan.search.gap < 0.02 or plan.search.stop_reason == "rescored"
     if name == "gpt2":  # 5 s on an idle machine with two cores
         assert seconds["total"] < 30.0
 

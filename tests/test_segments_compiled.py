@@ -51,11 +51,12 @@ def batch(rows: int = 80) -> dict[str, torch.Tensor]:
 
 
 def unlike(bandwidth: str = "10TB/s") -> Cluster:
-    """A device that computes quickly, one that reads memory quickly, and one that does neither."""
+    """A device that computes quickly, one that reads memory quickly, and one that does neither. The optimizer,
+    which reads memory wherever it runs, is free."""
     devices = [
-        {"name": "computes", "flops": 8e9, "memory_bandwidth": 1e9, "launch": 1e-9},
-        {"name": "reads", "flops": 1e9, "memory_bandwidth": 8e9, "launch": 1e-9},
-        {"name": "weak", "flops": 1e9, "memory_bandwidth": 1e9, "launch": 1e-9},
+        {"name": "computes", "flops": 8e9, "memory_bandwidth": 1e9, "launch": 1e-9, "optimizer": 1e18},
+        {"name": "reads", "flops": 1e9, "memory_bandwidth": 8e9, "launch": 1e-9, "optimizer": 1e18},
+        {"name": "weak", "flops": 1e9, "memory_bandwidth": 1e9, "launch": 1e-9, "optimizer": 1e18},
     ]
     return Cluster.load({"devices": devices, "network": {"bandwidth": bandwidth, "latency": "1ns"}})
 

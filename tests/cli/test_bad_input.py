@@ -113,7 +113,10 @@ def test_cluster_file(command, targets, tmp_path: Path, name: str, text: str, ex
         (("profile", "--bugdet=3s"), "unknown option --bugdet; did you mean --budget?"),
         (("compile", "model.py", "--zzz"), "unknown option --zzz; see"),
         (("compile", "model.py"), "the following arguments are required: --cluster"),
-        (("compile", "model.py", "--cluster", "file", "--jsn=3"), "unrecognized arguments: --jsn=3"),
+        (
+            ("compile", "model.py", "--cluster", "file", "--jsn=3"),
+            "unknown option --jsn; did you mean --json?",
+        ),
     ],
 )
 def test_a_misspelt_option_is_named_before_a_missing_one(
