@@ -5,13 +5,17 @@ local graphs of :mod:`hetspmd.lower` hold the same steps in the same order on ev
 that order settles all clocks:
 
     computation i             T_j <- T_j + seconds_ij
-    start of a collective c   start_c = max(free, max_j T_j),  end_c = start_c + seconds_c,  free <- end_c
+    start of a collective c   start_c = max(free, max_j T_j),  end_c = start_c + seconds_c,  free <- end_c,
+                              T_j <- T_j + min(issue_j, seconds_c)
     wait for it               T_j <- max(T_j, end_c)
 
 Some backends carry several collectives at a time, in ``lanes`` (:class:`~hetspmd.cost.cluster.Cluster`). The links
 are shared all the same, so that one can only wait out its latency behind another:
 
     end_c = max(max(end_(c - lanes), max_j T_j) + latency_c, free) + seconds_c - latency_c
+
+Issuing a collective takes time of the device itself where the processor that computes also does that
+(:class:`~hetspmd.cost.cluster.Device`); the collective's own seconds have it too.
 
 A collective begins when the last device has issued it and the stream is free, and ends for all at once. It
 is issued where :func:`hetspmd.synth.schedule.schedule` puts it and waited for where its result is first read
@@ -59,7 +63,8 @@ BOUNDARY: Final = 3
 class Run:
     """One pass over the events: ``seconds[i, j]`` of computation i on active device j; ``clocks[e]``, the
     devices' clocks right before event e; the collectives' starts and ends; the clocks at the end of forward
-    and of the step; which collectives are none at these shares."""
+    and of the step; which collectives are none at these shares; each device's seconds of issuing, in all and
+    right behind event e (``issued[e]``)."""
 
     seconds: Array
     clocks: list[Array]
@@ -68,6 +73,8 @@ class Run:
     forward: Array
     final: Array
     dropped: tuple[bool, ...]
+    issuing: Array
+    issued: dict[int, Array]
 
 
 class TwoStreams:
@@ -198,8 +205,10 @@ class TwoStreams:
         dropped = tuple(m.moved and s == 0 for m, s in zip(self._moves, moves, strict=True))
         lanes = self.model.cluster.lanes
         latencies = [self.model.form_latency(m, shares) if lanes > 1 else 0.0 for m in self._moves]
+        issue = np.array([d.issue for d in self.model.cluster.devices])
+        issues, issued = bool(issue.any()), dict[int, Array]()
         clock: Array = np.zeros(self.model.world)
-        forward = clock
+        forward = issuing = clock
         clocks: list[Array] = []
         starts: list[float] = []
         ends: list[float] = []
@@ -218,6 +227,9 @@ class TwoStreams:
                     # Without lanes begun is the start, and the sum below is kept exact.
                     late = max(begun + latency, free) - latency if lanes > 1 else starts[-1]
                     free = late + moves[collective]
+                    if issues:
+                        own = issued[len(clocks) - 1] = np.minimum(issue, moves[collective])
+                        clock, issuing = clock + own, issuing + own
                 ends.append(free)
             elif what == BOUNDARY:
                 forward = clock
@@ -225,7 +237,7 @@ class TwoStreams:
                 clock = waited(what, clock, ends[collective])
         if done != len(self._signatures):
             clock = clock + sums[group]
-        return Run(seconds, clocks, starts, ends, forward, clock, dropped)
+        return Run(seconds, clocks, starts, ends, forward, clock, dropped, issuing, issued)
 
 
 def waited(what: int, clock: Array, end: float) -> Array:

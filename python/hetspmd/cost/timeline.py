@@ -79,7 +79,7 @@ class Timeline:
     forward_seconds        until the last device may begin backward
     stage_seconds          the stage model's prediction: no overlap
     communication_seconds  in which the communication stream is busy, alike on every active device
-    compute_seconds        per device of the cluster, as all below; 0 for an idle one
+    compute_seconds        per device of the cluster, as all below, issuing collectives included; 0 for an idle one
     waiting_seconds        blocked by collectives: ``exposed_seconds`` + the row of ``waits_for``
     exposed_seconds        waiting while a collective is being carried out
     waits_for              [j][k]: device j waits and nothing is carried out, because device k, the last to
@@ -145,11 +145,11 @@ class Timeline:
         np.cumsum(run.seconds, axis=0, out=before[1:])
         found: Array = np.zeros((count, len(self.active)))
         done, clock = 0, np.zeros(len(self.active))
-        for (at, what, collective), arrived in zip(events, run.clocks, strict=True):
+        for event, ((at, what, collective), arrived) in enumerate(zip(events, run.clocks, strict=True)):
             if at != done:
                 found[done:at] = clock + (before[done:at] - before[done])
                 done = at
-            clock = arrived
+            clock = arrived + run.issued[event] if event in run.issued else arrived
             if what in (WAIT, WAIT_FIRST) and not run.dropped[collective]:
                 clock = waited(what, clock, run.ends[collective])
         found[done:] = clock + (before[done:count] - before[done])
@@ -212,7 +212,7 @@ def timeline(
         float(run.forward.max()),
         Stages(model, program).seconds(shares) + idle,
         float(sum(t.end - t.start for t in transfers)),
-        spread(run.seconds.sum(axis=0)),
+        spread(run.seconds.sum(axis=0) + run.issuing),
         spread(exposed + waits.sum(axis=1)),
         spread(exposed),
         tuple(tuple(map(float, row)) for row in matrix),

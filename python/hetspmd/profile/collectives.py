@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean, median
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Final
 
 import torch
@@ -32,7 +32,7 @@ from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
 from hetspmd.synth.program import Kind
 
-__all__ = ["measure_group", "measure_lanes"]
+__all__ = ["measure_group", "measure_issue", "measure_lanes"]
 
 LEAST: Final = 3
 """Sizes that are measured whatever the budget."""
@@ -42,6 +42,10 @@ MOST_SECONDS: Final = 60.0
 TOGETHER: Final = (1, 2, 4, 8)
 """How many collectives are started together."""
 ROUNDS: Final = 40
+COLD: Final = 1 << 23
+"""Bytes that work between two collectives touches."""
+WORK: Final = 0.5
+"""Seconds of computing that tell what a second of CPU time takes."""
 OVERHEAD: Final = 1.5
 """Seconds that a sample takes with its meeting before it, per second of the collective."""
 
@@ -165,6 +169,39 @@ def measure_lanes(session: Session) -> int:
         every = session.communicator.exchange(taken)
     means = [fmean(max(rank[i][k] for rank in every) for i in range(ROUNDS)) for k in range(len(TOGETHER))]
     return max(count for count, seconds in zip(TOGETHER, means, strict=True) if seconds < 1.5 * means[0])
+
+
+def measure_issue(session: Session) -> list[float]:
+    """By rank, the device's own seconds for issuing a short collective and taking in its result; 0 on GPUs, which
+    do not issue their collectives.
+
+    CPU time of the thread that computes, in the median over all-reduces, gathers and scatters that begin after
+    other work has emptied the caches; times the seconds that a second of CPU time takes the thread while it
+    computes (1 unless something limits it). Raises ProfileError on every rank if a rank fails.
+    """
+    if session.device.type == "cuda" or session.world == 1:
+        return [0.0] * session.world
+    with session.guard("issuing collectives"):
+        runtime = Runtime(session.communicator, Randomness(0, session.rank, session.device))
+        extents = [LEVELS[0] // 4] * session.world
+        whole, own = torch.ones(sum(extents)), torch.ones(extents[0])
+        cold = torch.ones(COLD // 4)
+        taken: list[float] = []
+        begin, used = perf_counter(), thread_time()
+        while perf_counter() - begin < WORK:
+            cold.add_(1.0)
+        pace = max((perf_counter() - begin) / max(thread_time() - used, 1e-9), 1.0)
+        for _ in range(ROUNDS):
+            for start in (
+                partial(collectives.start_all_reduce, runtime, whole),
+                partial(collectives.start_all_gather, runtime, own, 0, extents),
+                partial(collectives.start_reduce_scatter, runtime, whole, 0, extents),
+            ):
+                cold.add_(1.0)
+                used = thread_time()
+                start().wait()
+                taken.append(thread_time() - used)
+        return [float(s) for s in session.communicator.exchange(pace * median(taken))]
 
 
 class _Bench:

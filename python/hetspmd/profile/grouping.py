@@ -9,7 +9,7 @@ and the linear program want them, whatever the noise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
@@ -68,6 +68,16 @@ def devices_of(reports: Sequence[Report], product: str = "matmul") -> tuple[Devi
         )
         merged |= dict.fromkeys(kind, device)
     return tuple(merged[rank] for rank in range(len(raw)))
+
+
+def issuing(devices: Sequence[Device], seconds: Sequence[float]) -> tuple[Device, ...]:
+    """The devices with what issuing a collective takes each, by rank; the median for those of a kind."""
+    found = list(devices)
+    for kind in kinds_of(devices):
+        each = _rounded(median(seconds[r] for r in kind)) if any(seconds[r] for r in kind) else 0.0
+        for rank in kind:
+            found[rank] = replace(devices[rank], issue=each)
+    return tuple(found)
 
 
 def kinds_of(devices: Sequence[Device]) -> tuple[tuple[int, ...], ...]:

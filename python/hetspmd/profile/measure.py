@@ -21,10 +21,10 @@ from hetspmd.cost.measured import COLLECTIVES, Fit, Measured, Point, read_measur
 from hetspmd.cost.op_keys import is_parameter_key
 from hetspmd.errors import ClusterError, ProfileError
 from hetspmd.profile.cases import Case
-from hetspmd.profile.collectives import measure_group, measure_lanes
+from hetspmd.profile.collectives import measure_group, measure_issue, measure_lanes
 from hetspmd.profile.device import DTYPES, measure_device
 from hetspmd.profile.fit import fit_curves, fit_network, hidden
-from hetspmd.profile.grouping import Report, devices_of, groups_of
+from hetspmd.profile.grouping import Report, devices_of, groups_of, issuing
 from hetspmd.profile.host import device_name, host_identity, usable_memory
 from hetspmd.profile.ops import measure_ops
 from hetspmd.profile.sampling import CONFIDENCE
@@ -125,6 +125,7 @@ def measure(session: Session, options: Options, tick: Callable[[str], None] = la
     if dropped:
         about["dropped"] = ", ".join(kind for kind in COLLECTIVES if kind in dropped)
     lanes = measure_lanes(session) if session.world > 1 else 1
+    devices = issuing(devices, measure_issue(session))
     cluster = Cluster(devices, network, tuple(f.curve for f in fits), lanes=lanes)
     return Profile(cluster, Measured(fits, rates, about, lanes=lanes))
 
