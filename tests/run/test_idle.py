@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from ranks import CLOSE, loss_of, on_ranks
 from small_models import Case, case
 from small_plans import cluster
 from torch import nn
@@ -25,7 +26,6 @@ from hetspmd.synth.constraints import Constraints, named_tensors
 
 T = TypeVar("T")
 TEAMS = [(0,), (2,), (0, 2), (1, 2), (0, 1, 2)]
-CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
 
 def idle_plan(c: Case, active: tuple[int, ...], forms: dict[str, int] | None = None) -> Plan:
@@ -35,23 +35,6 @@ def idle_plan(c: Case, active: tuple[int, ...], forms: dict[str, int] | None = N
     names = named_tensors(c.theory)
     fixed = Constraints({names[n]: form for n, form in (forms or {}).items()})
     return plan_for(c.theory, cluster(1, 2, 3), fixed, ratios, active=active)
-
-
-def on_ranks(c: Case, plan: Plan, body: Callable[[HAP], T], **options: Any) -> list[T]:
-    models = [copy.deepcopy(c.model) for _ in range(plan.world)]
-    _ = plan.theory, plan.digest
-
-    def rank(communicator: Communicator) -> T:
-        model = models[communicator.rank]
-        return body(HAP(model, plan.cluster, plan=plan, process_group=communicator, **options))
-
-    return run_ranks(plan.world, rank)
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    if isinstance(output, dict):
-        return output["loss"]  # type: ignore[no-any-return]
-    return output[0] if isinstance(output, tuple) else output
 
 
 def trained(model: nn.Module, batch: dict[str, Any]) -> list[float]:

@@ -1,0 +1,40 @@
+"""A plan on all its ranks in one process, each with a HAP module of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from small_models import Case
+from small_plans import cluster
+
+from hetspmd.plan import Plan
+from hetspmd.run.communicator import Communicator
+from hetspmd.run.module import HAP
+from hetspmd.run.simulate import run_ranks
+
+T = TypeVar("T")
+CLOSE = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def on_ranks(c: Case, plan: Plan, body: Callable[[HAP], T], **options: Any) -> list[T]:
+    models = [copy.deepcopy(c.model) for _ in range(plan.world)]
+    _ = plan.theory, plan.digest
+
+    def rank(communicator: Communicator) -> T:
+        model = models[communicator.rank]
+        return body(HAP(model, plan.cluster, plan=plan, process_group=communicator, **options))
+
+    return run_ranks(plan.world, rank)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    if isinstance(output, dict):
+        return output["loss"]  # type: ignore[no-any-return]
+    return output[0] if isinstance(output, tuple) else output
+
+
+def lone(c: Case, **options: Any) -> HAP:
+    return HAP(copy.deepcopy(c.model), cluster(1), example=c.batch, **options)

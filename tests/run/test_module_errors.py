@@ -1,0 +1,123 @@
+"""HAP refuses what it cannot do, on every rank, before anything has changed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from ranks import lone, on_ranks
+from small_models import MLP, Attention, case
+from small_plans import cluster, random_plan
+from torch import nn
+
+from hetspmd.errors import (
+    BatchMismatchError,
+    DeviceError,
+    ExampleError,
+    PlanMismatchError,
+    TraceError,
+    WorldSizeError,
+)  # fmt: skip
+from hetspmd.run.communicator import Communicator
+from hetspmd.run.module import HAP
+from hetspmd.run.simulate import run_ranks
+
+
+def test_a_batch_that_cannot_be_planned_for() -> None:
+    c = case("mlp")
+    hap = lone(c)
+    with pytest.raises(BatchMismatchError, match="x is float64"):
+        hap(x=torch.zeros(9, 7, dtype=torch.float64), labels=c.batch["labels"])
+    with pytest.raises(BatchMismatchError, match="keyword arguments"):
+        hap(x=c.batch["x"])
+    with pytest.raises(BatchMismatchError, match="requires a gradient"):
+        hap(x=c.batch["x"].clone().requires_grad_(), labels=c.batch["labels"])
+
+
+def test_world_size_is_checked_before_anything_else() -> None:
+    model = MLP()
+    before = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(WorldSizeError, match="cluster has 3 devices, the process group 1"):
+        HAP(model, cluster(1, 1, 1), example={"nonsense": 1})
+    assert [p.data_ptr() for p in model.parameters()] == before
+
+
+def test_ranks_with_different_plans_are_told() -> None:
+    c = case("mlp")
+    plans = [random_plan(c, 3, seed) for seed in (2, 2, 4)]
+
+    def body(communicator: Communicator) -> str:
+        plan = plans[communicator.rank]
+        with pytest.raises(PlanMismatchError, match=r"on ranks \[0, 1\].*on ranks \[2\]") as caught:
+            HAP(MLP().double(), plan.cluster, plan=plan, process_group=communicator)
+        return str(caught.value)
+
+    assert len(set(run_ranks(3, body))) == 1
+
+
+def test_rank_zeros_error_is_raised_everywhere() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.w).sum() if x.sum() > 0 else self.w.sum()
+
+    def body(communicator: Communicator) -> str:
+        with pytest.raises(TraceError) as caught:
+            HAP(Branches(), cluster(1, 1), example=(torch.ones(3),), process_group=communicator)
+        return str(caught.value)
+
+    messages = run_ranks(2, body)
+    assert messages[0] == messages[1]
+
+
+def test_a_plan_for_another_model_or_cluster() -> None:
+    c = case("mlp")
+    plan = random_plan(c, 1, 0)
+    with pytest.raises(PlanMismatchError, match=r"scale: float64\[10\], this one has float32\[10\]"):
+        HAP(MLP(), plan.cluster, plan=plan)
+    with pytest.raises(PlanMismatchError, match="does not have it"):
+        HAP(Attention().double(), plan.cluster, plan=plan)
+    with pytest.raises(PlanMismatchError, match="another cluster"):
+        HAP(copy.deepcopy(c.model), cluster(7), plan=plan)
+
+
+def test_a_model_on_two_devices() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(DeviceError, match="several devices"):
+        HAP(model, cluster(1), example=(torch.zeros(1, 2),))
+
+
+def test_neither_plan_nor_example() -> None:
+    with pytest.raises(ExampleError, match="example="):
+        HAP(MLP(), cluster(1))
+
+
+def test_it_cannot_be_copied_or_pickled() -> None:
+    hap = lone(case("mlp"))
+    with pytest.raises(TypeError, match="full_state_dict"):
+        copy.deepcopy(hap)
+    with pytest.raises(TypeError, match="full_state_dict"):
+        pickle.dumps(hap)
+
+
+def test_ranks_with_batches_of_their_own_are_refused() -> None:
+    """A loader that still deals out rows, as for DistributedDataParallel, must not train silently wrong."""
+    c = case("mlp")
+    plan = random_plan(c, 3, 1)
+
+    def body(hap: HAP) -> str:
+        batch = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in c.batch.items()}
+        if hap.rank == 2:
+            batch["x"] = batch["x"] + 1
+        with pytest.raises(BatchMismatchError) as caught:
+            hap(**batch)
+        return str(caught.value)
+
+    for message in on_ranks(c, plan, body):
+        assert "rank 2 was given another x than rank 0" in message
+        assert "same global batch" in message
