@@ -15,22 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from emulated.workloads import Classifier
 
 Built = tuple[nn.Module, dict[str, Tensor]]
 
 VOCABULARY = 2000
-
-
-class Classifier(nn.Module):
-    """Mean cross entropy of a network's logits."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.network(images), labels)
 
 
 class LossOf(nn.Module):
