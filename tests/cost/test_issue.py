@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -59,15 +60,30 @@ def test_the_step_stays_within_the_stage_model_and_the_timeline_adds_up(cluster:
     assert last <= found.end_seconds[0] * (1 + 1e-9)
 
 
+def test_large_tensors_take_longer_to_issue() -> None:
+    slow = replace(FREE, devices=tuple(replace(d, issue=1e-6, issue_bandwidth=1e8) for d in FREE.devices))
+    model = CostModel(THEORY, slow)
+    two = TwoStreams(model, data_parallel(THEORY))
+    run = two.run(model.shares(LENGTHS))
+    sizes = [THEORY.graph.tensors[c.tensor].nbytes for c in two.collectives if c is not None]
+    assert len(set(sizes)) > 1
+    assert [float(own[0]) for own in run.issued.values()] == pytest.approx([1e-6 + n / 1e8 for n in sizes])
+
+
 def test_issue_in_a_cluster_file() -> None:
     assert Cluster.from_text(BUSY.to_text()) == BUSY
+    copies = replace(FREE, devices=tuple(replace(d, issue_bandwidth=1e8) for d in FREE.devices))
+    assert Cluster.from_text(copies.to_text()) == copies
     assert "issue" not in FREE.to_text()
+    with pytest.raises(ClusterError, match="issue_bandwidth"):
+        replace(FREE.devices[0], issue_bandwidth=0.0)
     with pytest.raises(ClusterError, match="issue"):
         replace(FREE.devices[0], issue=-1.0)
 
 
 def test_devices_of_a_kind_take_the_median() -> None:
     devices = (FREE.devices[0], FREE.devices[1], FREE.devices[0], FREE.devices[0])
-    found = issuing(devices, (1e-4, 5e-4, 3e-4, 2e-4))
+    found = issuing(devices, ((1e-4, 1e-9), (5e-4, 0.0), (3e-4, 3e-9), (2e-4, 2e-9)))
     assert [d.issue for d in found] == [2e-4, 5e-4, 2e-4, 2e-4]
-    assert issuing(devices, (0.0, 0.0, 0.0, 0.0)) == devices
+    assert [d.issue_bandwidth for d in found] == [5e8, math.inf, 5e8, 5e8]
+    assert issuing(devices, ((0.0, 0.0),) * 4) == devices

@@ -10,7 +10,8 @@ A cluster file (YAML or JSON)::
 ``flops`` is a number or a number per dtype (``default`` for the others). Optional: ``name``, ``count`` (1),
 ``memory`` (unlimited), ``memory_bandwidth`` (infinite: every op is bound by its FLOPs), ``launch`` (5 us per
 op), ``optimizer`` (bytes of parameters that an optimizer's step updates in a second: ``memory_bandwidth`` / 20),
-``issue`` (0 s: what a collective takes of the device that issues it, where that is the processor that computes)
+``issue`` (0 s: what a collective takes of the device that issues it, where that is the processor that computes),
+``issue_bandwidth`` (infinite: bytes that it copies in a second for that)
 and ``latency`` (50 us per collective). ``network`` may be left out for a single device.
 ``hetspmd profile`` adds the part ``measured`` (:mod:`hetspmd.cost.measured`), whose curves stand in for
 ``network`` where collectives are priced, and whose op times for the devices' rates where ops are.
@@ -56,7 +57,8 @@ class Device:
     memory            bytes
     memory_bandwidth  bytes/s
     launch            seconds from one op to the next however small the op is
-    issue             seconds of the device that it takes to issue a collective and to take in its result
+    issue             seconds of the device that it takes to issue a collective and to take in its result,
+    issue_bandwidth   and bytes/s of the whole tensor at which it takes more for a large one
     optimizer         bytes of parameters that a step of the optimizer updates in a second; None: AdamW's, whose
                       step reads and writes :data:`PASSES` times as many bytes as the parameters have
 
@@ -70,6 +72,7 @@ class Device:
     launch: float = LAUNCH
     optimizer: float | None = None
     issue: float = 0.0
+    issue_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
         if not self.flops:
@@ -83,6 +86,7 @@ class Device:
         _positive(f"device {self.name!r}: launch", self.launch, finite=True)
         if self.optimizer is not None:
             _positive(f"device {self.name!r}: optimizer", self.optimizer)
+        _positive(f"device {self.name!r}: issue_bandwidth", self.issue_bandwidth)
         if not 0 <= self.issue < math.inf:
             raise ClusterError(
                 f"device {self.name!r}: issue is {self.issue}; it must be finite and not negative"
@@ -207,6 +211,8 @@ class Cluster:
                 entry["optimizer"] = device.optimizer
             if device.issue:
                 entry["issue"] = device.issue
+            if math.isfinite(device.issue_bandwidth):
+                entry["issue_bandwidth"] = device.issue_bandwidth
             entries.append(entry)
         document: dict[str, Any] = {"devices": entries}
         if self.network is not None:
@@ -287,7 +293,17 @@ def _read(root: Node) -> Cluster:
 
 def _read_device(node: Node, index: int) -> tuple[int, Device]:
     what = f"device {index}"
-    keys = ("name", "count", "flops", "memory", "memory_bandwidth", "launch", "optimizer", "issue")
+    keys = (
+        "name",
+        "count",
+        "flops",
+        "memory",
+        "memory_bandwidth",
+        "launch",
+        "optimizer",
+        "issue",
+        "issue_bandwidth",
+    )
     entry = node.entries(what, keys, ("flops",))
 
     def quantity(key: str, kind: Kind, default: float) -> float:
@@ -301,6 +317,7 @@ def _read_device(node: Node, index: int) -> tuple[int, Device]:
         quantity("launch", "seconds", LAUNCH),
         quantity("optimizer", "bytes/s", math.inf) if "optimizer" in entry else None,
         quantity("issue", "seconds", 0.0),
+        quantity("issue_bandwidth", "bytes/s", math.inf),
     )
     return (entry["count"].count("count") if "count" in entry else 1), device
 

@@ -6,7 +6,7 @@ that order settles all clocks:
 
     computation i             T_j <- T_j + seconds_ij
     start of a collective c   start_c = max(free, max_j T_j),  end_c = start_c + seconds_c,  free <- end_c,
-                              T_j <- T_j + min(issue_j, seconds_c)
+                              T_j <- T_j + min(issue_jc, seconds_c)
     wait for it               T_j <- max(T_j, end_c)
 
 Some backends carry several collectives at a time, in ``lanes`` (:class:`~hetspmd.cost.cluster.Cluster`). The links
@@ -15,7 +15,8 @@ are shared all the same, so that one can only wait out its latency behind anothe
     end_c = max(max(end_(c - lanes), max_j T_j) + latency_c, free) + seconds_c - latency_c
 
 Issuing a collective takes time of the device itself where the processor that computes also does that
-(:class:`~hetspmd.cost.cluster.Device`); the collective's own seconds have it too.
+(:class:`~hetspmd.cost.cluster.Device`), ``issue_jc = issue_j + E_c / issue_bandwidth_j`` for a tensor of E bytes; the
+collective's own seconds have it too.
 
 A collective begins when the last device has issued it and the stream is free, and ends for all at once. It
 is issued where :func:`hetspmd.synth.schedule.schedule` puts it and waited for where its result is first read
@@ -108,6 +109,7 @@ class TwoStreams:
         self._event(BOUNDARY, -1)
         self._graph(graph, order.backward, there)
         self._moves = self._priced()
+        self._nbytes = [0 if c is None else graph.tensors[c.tensor].nbytes for c in self.collectives]
         self._unique, inverse = np.unique(np.array(self._signatures, dtype=np.int64), return_inverse=True)
         self._inverse: Index = inverse.reshape(-1)
         at = sorted({0, *(a for a, _, _ in self.events)} - {len(self._signatures)})
@@ -205,8 +207,10 @@ class TwoStreams:
         dropped = tuple(m.moved and s == 0 for m, s in zip(self._moves, moves, strict=True))
         lanes = self.model.cluster.lanes
         latencies = [self.model.form_latency(m, shares) if lanes > 1 else 0.0 for m in self._moves]
-        issue = np.array([d.issue for d in self.model.cluster.devices])
-        issues, issued = bool(issue.any()), dict[int, Array]()
+        devices = self.model.cluster.devices
+        issue = np.array([d.issue for d in devices])
+        per_byte = np.array([1 / d.issue_bandwidth for d in devices])
+        issues, issued = bool(issue.any() or per_byte.any()), dict[int, Array]()
         clock: Array = np.zeros(self.model.world)
         forward = issuing = clock
         clocks: list[Array] = []
@@ -228,7 +232,9 @@ class TwoStreams:
                     late = max(begun + latency, free) - latency if lanes > 1 else starts[-1]
                     free = late + moves[collective]
                     if issues:
-                        own = issued[len(clocks) - 1] = np.minimum(issue, moves[collective])
+                        own = issued[len(clocks) - 1] = np.minimum(
+                            issue + per_byte * self._nbytes[collective], moves[collective]
+                        )
                         clock, issuing = clock + own, issuing + own
                 ends.append(free)
             elif what == BOUNDARY:

@@ -32,7 +32,7 @@ from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
 from hetspmd.synth.program import Kind
 
-__all__ = ["measure_group", "measure_issue", "measure_lanes"]
+__all__ = ["Issue", "measure_group", "measure_issue", "measure_lanes"]
 
 LEAST: Final = 3
 """Sizes that are measured whatever the budget."""
@@ -42,6 +42,8 @@ MOST_SECONDS: Final = 60.0
 TOGETHER: Final = (1, 2, 4, 8)
 """How many collectives are started together."""
 ROUNDS: Final = 40
+ISSUED: Final = ((1 << 14, 40), (1 << 21, 8))
+"""Bytes of a collective whose issue is timed, and how often of each kind."""
 COLD: Final = 1 << 23
 """Bytes that work between two collectives touches."""
 WORK: Final = 0.5
@@ -171,37 +173,55 @@ def measure_lanes(session: Session) -> int:
     return max(count for count, seconds in zip(TOGETHER, means, strict=True) if seconds < 1.5 * means[0])
 
 
-def measure_issue(session: Session) -> list[float]:
-    """By rank, the device's own seconds for issuing a short collective and taking in its result; 0 on GPUs, which
-    do not issue their collectives.
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """A device's own part of a collective of a tensor of E bytes: ``seconds + E per_byte`` seconds."""
+
+    seconds: float = 0.0
+    per_byte: float = 0.0
+
+
+def measure_issue(session: Session) -> list[Issue]:
+    """By rank, the device's own seconds for issuing a collective and taking in its result; none on GPUs, which do not
+    issue their collectives.
 
     CPU time of the thread that computes, in the median over all-reduces, gathers and scatters that begin after
     other work has emptied the caches; times the seconds that a second of CPU time takes the thread while it
-    computes (1 unless something limits it). Raises ProfileError on every rank if a rank fails.
+    computes (1 unless something limits it). The line through two sizes. Raises ProfileError on every rank if a rank
+    fails.
     """
     if session.device.type == "cuda" or session.world == 1:
-        return [0.0] * session.world
+        return [Issue()] * session.world
     with session.guard("issuing collectives"):
         runtime = Runtime(session.communicator, Randomness(0, session.rank, session.device))
-        extents = [LEVELS[0] // 4] * session.world
-        whole, own = torch.ones(sum(extents)), torch.ones(extents[0])
         cold = torch.ones(COLD // 4)
-        taken: list[float] = []
         begin, used = perf_counter(), thread_time()
         while perf_counter() - begin < WORK:
             cold.add_(1.0)
         pace = max((perf_counter() - begin) / max(thread_time() - used, 1e-9), 1.0)
-        for _ in range(ROUNDS):
-            for start in (
+        sizes, seconds = [], []
+        for nbytes, rounds in ISSUED:
+            extents = [nbytes // 4 // session.world] * session.world
+            whole, own = torch.ones(sum(extents)), torch.ones(extents[0])
+            kinds = (
                 partial(collectives.start_all_reduce, runtime, whole),
                 partial(collectives.start_all_gather, runtime, own, 0, extents),
                 partial(collectives.start_reduce_scatter, runtime, whole, 0, extents),
-            ):
+            )
+            taken: list[float] = []
+            for start_one in kinds * rounds:
                 cold.add_(1.0)
                 used = thread_time()
-                start().wait()
-                taken.append(thread_time() - used)
-        return [float(s) for s in session.communicator.exchange(pace * median(taken))]
+                start_one().wait()
+                taken.append(pace * (thread_time() - used))
+            sizes.append(4 * sum(extents))
+            seconds.append(median(taken))
+        per_byte = max((seconds[1] - seconds[0]) / (sizes[1] - sizes[0]), 0.0)
+        mine = Issue(max(seconds[0] - per_byte * sizes[0], 0.0), per_byte)
+        return [
+            Issue(*map(float, other))
+            for other in session.communicator.exchange((mine.seconds, mine.per_byte))
+        ]
 
 
 class _Bench:

@@ -8,6 +8,7 @@ and the linear program want them, whatever the noise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -70,13 +71,15 @@ def devices_of(reports: Sequence[Report], product: str = "matmul") -> tuple[Devi
     return tuple(merged[rank] for rank in range(len(raw)))
 
 
-def issuing(devices: Sequence[Device], seconds: Sequence[float]) -> tuple[Device, ...]:
-    """The devices with what issuing a collective takes each, by rank; the median for those of a kind."""
+def issuing(devices: Sequence[Device], own: Sequence[tuple[float, float]]) -> tuple[Device, ...]:
+    """The devices with what issuing a collective takes each, by rank (seconds, and seconds per byte); the medians
+    for those of a kind."""
     found = list(devices)
     for kind in kinds_of(devices):
-        each = _rounded(median(seconds[r] for r in kind)) if any(seconds[r] for r in kind) else 0.0
+        seconds, per_byte = (_rounded(median(own[r][part] for r in kind)) for part in range(2))
+        bandwidth = _rounded(1 / per_byte) if per_byte > 0 else math.inf
         for rank in kind:
-            found[rank] = replace(devices[rank], issue=each)
+            found[rank] = replace(devices[rank], issue=seconds, issue_bandwidth=bandwidth)
     return tuple(found)
 
 

@@ -125,7 +125,7 @@ def measure(session: Session, options: Options, tick: Callable[[str], None] = la
     if dropped:
         about["dropped"] = ", ".join(kind for kind in COLLECTIVES if kind in dropped)
     lanes = measure_lanes(session) if session.world > 1 else 1
-    devices = issuing(devices, measure_issue(session))
+    devices = issuing(devices, [(i.seconds, i.per_byte) for i in measure_issue(session)])
     cluster = Cluster(devices, network, tuple(f.curve for f in fits), lanes=lanes)
     return Profile(cluster, Measured(fits, rates, about, lanes=lanes))
 
