@@ -15,8 +15,8 @@ are shared all the same, so that one can only wait out its latency behind anothe
     end_c = max(max(end_(c - lanes), max_j T_j) + latency_c, free) + seconds_c - latency_c
 
 Issuing a collective takes time of the device itself where the processor that computes also does that
-(:class:`~hetspmd.cost.cluster.Device`), ``issue_jc = issue_j + E_c / issue_bandwidth_j`` for a tensor of E bytes; the
-collective's own seconds have it too.
+(:class:`~hetspmd.cost.cluster.Device`), ``issue_jc = issue_j + E_c / issue_bandwidth_j`` for a tensor of E bytes.
+The collective's own seconds have it too.
 
 A collective begins when the last device has issued it and the stream is free, and ends for all at once. It
 is issued where :func:`hetspmd.synth.schedule.schedule` puts it and waited for where its result is first read

@@ -182,8 +182,8 @@ class Issue:
 
 
 def measure_issue(session: Session) -> list[Issue]:
-    """By rank, the device's own seconds for issuing a collective and taking in its result; none on GPUs, which do not
-    issue their collectives.
+    """By rank, the device's own seconds for issuing a collective and taking in its result; none on GPUs, which do
+    not issue their collectives.
 
     CPU time of the thread that computes, in the median over all-reduces, gathers and scatters that begin after
     other work has emptied the caches; times the seconds that a second of CPU time takes the thread while it
