@@ -38,9 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="clusters and models (default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each plan")
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn, after one that is not")
-    parser.add_argument("--budget", type=float, default=150.0, help="seconds of a cluster's profile")
+    parser.add_argument("--budget", type=float, default=100.0, help="seconds of a cluster's profile")
     parser.add_argument(
-        "--ops-budget", type=float, default=60.0, help="seconds of the profile of a model's ops"
+        "--ops-budget", type=float, default=50.0, help="seconds of the profile of a model's ops"
     )
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
     parser.add_argument("--report", action="store_true", help="measure nothing")
