@@ -18,6 +18,7 @@ from torch import multiprocessing
 
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.measured import COLLECTIVES
+from hetspmd.errors import ProfileError
 from hetspmd.profile import measure as measuring
 from hetspmd.profile.measure import Options, Profile, measure
 from hetspmd.profile.session import Session
@@ -64,7 +65,13 @@ def test_simulated_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(comm: Any) -> Profile:
         return measure(Session(comm, CPU, "simulated", start=time.perf_counter()), Options(budget=0.01))
 
-    found = run_ranks(4, run)
+    for attempt in range(4):
+        try:
+            found = run_ranks(4, run)
+            break
+        except ProfileError as error:  # other work on the machine can hide that times grow with sizes
+            if attempt == 3 or "too busy" not in str(error):
+                raise
     made = found[0]
     assert all(f == made for f in found)
     dropped = str((made.measured.about or {}).get("dropped", ""))
