@@ -119,7 +119,8 @@ def test_the_product_is_large_enough() -> None:
     assert set(CHOSEN) == set(CLUSTERS)
     assert {m for of in CHOSEN.values() for m in of} == set(MODELS)
     assert len(MODELS) == 7
-    assert sum(len(of) for of in CHOSEN.values()) * 3 >= 30
+    # Of the six plans of a model at least five are different.
+    assert sum(len(of) for of in CHOSEN.values()) * 5 >= 30
     for spec in CLUSTERS.values():
         assert spec.cores < 2
 
