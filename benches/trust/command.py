@@ -31,8 +31,8 @@ from trust.statistics import summary, table
 TOLERANCES = (1e-4, 0.05)
 """Relative difference of the losses of a model's plans that rounding in float32 may make: of the first step, and of
 the second, which has the first's gradients in it. AdamW divides each gradient by its own size: gradients that are
-nothing but rounding move parameters as far as others do. Plans of ResNet-50 that agree to 1e-10 in float64 differ by
-1e-2 in the second step, and by more in each after it."""
+nothing but rounding move parameters as far as others do. Plans of ResNet-50 that agree to 1e-10 in float64 differ
+by 1e-2 in the second step, and by more in each after it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
