@@ -35,7 +35,7 @@ def stack_cluster(*speeds: float) -> Cluster:
 
 
 @cache
-def case_of(name: str):  # type: ignore[no-untyped-def]
+def case_of(name: str):
     """Model, example, loss and a cluster without limits."""
     if name == "stack":
         model, example = stack(dtype=torch.float64)

@@ -79,7 +79,7 @@ def test_data_parallel(name: str, count: int) -> None:
 @pytest.mark.parametrize("style", [known.zero_like, known.tensor_parallel, lambda _: Constraints()])
 @pytest.mark.parametrize("name", ["gpt2", "bert-moe", "dlrm"])
 def test_styles(name: str, style: object) -> None:
-    forced(name, 3, style(cut(name, 3)))  # type: ignore[operator]
+    forced(name, 3, style(cut(name, 3)))
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "unet", "lstm", "swin"])

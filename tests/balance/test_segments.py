@@ -58,7 +58,7 @@ def halves(theory: Theory, count: int = 2) -> Theory:
 
 
 def best_program(theory: Theory, model: CostModel, ratios: object, *, whole: bool = True) -> Program:
-    lengths = lengths_for(theory.axes, ratios)  # type: ignore[arg-type]
+    lengths = lengths_for(theory.axes, ratios)
     constraints = by_batch(theory) if whole else Constraints()
     return search(search_space(theory, constraints), model, lengths, Limits()).program
 

@@ -174,7 +174,7 @@ def test_lines_are_convex_and_meet_exact_points() -> None:
     assert found["a/8"].error < 1e-3
     assert [s for s, _ in found["a/8"].points] == [0.125, 0.25, 0.5, 1.0]
     falling = {"a": {1.0: (1e-3, 0, 0, 3)}, "a/8": {0.125: (4e-3, 0, 0, 3), 0.5: (2e-3, 0, 0, 3)}}
-    (line,) = (f for f in fit_points(cases, falling) if f.time.key == "a/8")  # type: ignore[arg-type]
+    (line,) = (f for f in fit_points(cases, falling) if f.time.key == "a/8")
     assert line.time.slope == 0
     assert line.error > 0.5
 

@@ -32,7 +32,7 @@ def on_ranks(c: Case, plan: Plan, body: Callable[[HAP], T], **options: Any) -> l
 
 def loss_of(output: Any) -> torch.Tensor:
     if isinstance(output, dict):
-        return output["loss"]  # type: ignore[no-any-return]
+        return output["loss"]
     return output[0] if isinstance(output, tuple) else output
 
 

@@ -198,7 +198,7 @@ class Problem:
         self.free = self.searcher.search(self.model, self.lengths, Limits())
         self.peaks = np.array(self.profile(self.free).peaks, dtype=float)
 
-    def profile(self, found: Found | Program):  # type: ignore[no-untyped-def]
+    def profile(self, found: Found | Program):
         program = found if isinstance(found, Program) else found.program
         return memory_profile(self.theory, program, self.lengths)
 

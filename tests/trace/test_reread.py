@@ -18,31 +18,31 @@ for folder in (Path(__file__).parent.parent, Path(__file__).parent.parent / "run
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
-from small_models import case  # noqa: E402
+from small_models import case  # noqa: E402  # after the path is set
 
-from hetspmd.balance.lengths import Lengths, lengths_for  # noqa: E402
-from hetspmd.cost.memory import memory_profile  # noqa: E402
-from hetspmd.cost.model import CostModel  # noqa: E402
-from hetspmd.cost.step import StepCost  # noqa: E402
-from hetspmd.forms import IDENTITY, all_gather, is_sharded  # noqa: E402
-from hetspmd.lower import lower  # noqa: E402
-from hetspmd.plan import Plan, SearchReport  # noqa: E402
-from hetspmd.rules.theory import Theory, derive  # noqa: E402
-from hetspmd.run import collectives  # noqa: E402
-from hetspmd.run.runtime import Runtime  # noqa: E402
-from hetspmd.run.simulate import run_ranks  # noqa: E402
-from hetspmd.synth import constraints as known  # noqa: E402
-from hetspmd.synth.checker import check  # noqa: E402
-from hetspmd.synth.constraints import Constraints  # noqa: E402
-from hetspmd.synth.pricing import Prices  # noqa: E402
-from hetspmd.synth.program import Program  # noqa: E402
-from hetspmd.synth.search import Limits, Searcher  # noqa: E402
-from hetspmd.synth.space import search_space  # noqa: E402
-from hetspmd.trace.graph import SECOND_READ, Graph, Ref, map_refs, refs  # noqa: E402
-from hetspmd.trace.reread import with_second_reads  # noqa: E402
-from hetspmd.trace.trace import trace  # noqa: E402
-from memory_cases import devices, gathered_again, kept_for_backward, second_readings, stack  # noqa: E402
-from workbench import CPU, randomness, simulated_error, single_device, traced  # noqa: E402
+from hetspmd.balance.lengths import Lengths, lengths_for  # noqa: E402  # after the path is set
+from hetspmd.cost.memory import memory_profile  # noqa: E402  # after the path is set
+from hetspmd.cost.model import CostModel  # noqa: E402  # after the path is set
+from hetspmd.cost.step import StepCost  # noqa: E402  # after the path is set
+from hetspmd.forms import IDENTITY, all_gather, is_sharded  # noqa: E402  # after the path is set
+from hetspmd.lower import lower  # noqa: E402  # after the path is set
+from hetspmd.plan import Plan, SearchReport  # noqa: E402  # after the path is set
+from hetspmd.rules.theory import Theory, derive  # noqa: E402  # after the path is set
+from hetspmd.run import collectives  # noqa: E402  # after the path is set
+from hetspmd.run.runtime import Runtime  # noqa: E402  # after the path is set
+from hetspmd.run.simulate import run_ranks  # noqa: E402  # after the path is set
+from hetspmd.synth import constraints as known  # noqa: E402  # after the path is set
+from hetspmd.synth.checker import check  # noqa: E402  # after the path is set
+from hetspmd.synth.constraints import Constraints  # noqa: E402  # after the path is set
+from hetspmd.synth.pricing import Prices  # noqa: E402  # after the path is set
+from hetspmd.synth.program import Program  # noqa: E402  # after the path is set
+from hetspmd.synth.search import Limits, Searcher  # noqa: E402  # after the path is set
+from hetspmd.synth.space import search_space  # noqa: E402  # after the path is set
+from hetspmd.trace.graph import SECOND_READ, Graph, Ref, map_refs, refs  # noqa: E402  # after the path is set
+from hetspmd.trace.reread import with_second_reads  # noqa: E402  # after the path is set
+from hetspmd.trace.trace import trace  # noqa: E402  # after the path is set
+from memory_cases import devices, gathered_again, kept_for_backward, second_readings, stack  # noqa: E402  # after the path is set
+from workbench import CPU, randomness, simulated_error, single_device, traced  # noqa: E402  # after the path is set
 
 SMALL = ("mlp", "conv", "attention")
 SHARES = (0.5, 0.3, 0.2)
