@@ -40,10 +40,11 @@ fn ordered(model: &Model) -> Model {
 }
 
 fn swept(mut model: Model, sweeps: usize) -> Model {
-    let mut sweeper = Sweeper::default();
+    let mut sweeper = Sweeper::new(&model);
     for _ in 0..sweeps {
-        sweeper.sweep(&mut model, NO_LIMIT, || true).expect("feasible");
+        sweeper.sweep(NO_LIMIT, || true).expect("feasible");
     }
+    sweeper.store(&mut model);
     model
 }
 
@@ -65,8 +66,8 @@ fn stages(c: &mut Criterion) {
     let mut group = c.benchmark_group("stages");
     let whole = ordered(&built(&transformer(Config::base(LAYERS))));
     group.bench_function("sweep, whole model", |b| {
-        let (mut model, mut sweeper) = (whole.clone(), Sweeper::default());
-        b.iter(|| sweeper.sweep(&mut model, NO_LIMIT, || true));
+        let mut sweeper = Sweeper::new(&whole);
+        b.iter(|| sweeper.sweep(NO_LIMIT, || true));
     });
     let ready = swept(whole.clone(), 8);
     let messages = Messages::of(&ready, 0);
@@ -85,8 +86,8 @@ fn stages(c: &mut Criterion) {
         b.iter_batched(both, run, BatchSize::LargeInput);
     });
     group.bench_function("sweep, reduced model", |b| {
-        let (mut model, mut sweeper) = (rest.clone(), Sweeper::default());
-        b.iter(|| sweeper.sweep(&mut model, NO_LIMIT, || true));
+        let mut sweeper = Sweeper::new(&rest);
+        b.iter(|| sweeper.sweep(NO_LIMIT, || true));
     });
     group.bench_function("one round of joins", |b| {
         let both = || (rest.clone(), Trail::new(whole.vars.len()));

@@ -47,15 +47,17 @@ pub fn beam(model: &Model, slack: i64, width: usize, monitor: &mut Monitor<'_>) 
     let mut layer = vec![(State { f: 0, parent: 0, value: 0 }, 0u32)];
     let mut keys = Interner::new(0);
     keys.intern(&[]);
+    let (mut known, mut kept) = (Interner::new(0), Interner::new(0));
     let mut history: Vec<Vec<(u32, u16)>> = Vec::with_capacity(steps.len());
     let mut dropped = i64::MAX;
-    let (mut costs, mut key) = (Vec::new(), Vec::new());
+    let (mut costs, mut key, mut cheapest) = (Vec::new(), Vec::new(), Vec::<(u16, State)>::new());
     let mut expanded = 0usize;
     for step in &steps {
         let mut next: Vec<(State, u32)> = Vec::new();
         // States from here on find no room.
         let mut cut = i64::MAX;
-        let mut known = Interner::new(step.width());
+        known.reset(step.width());
+        let representative = step.representative();
         for (parent, &(state, number)) in layer.iter().enumerate() {
             expanded += 1;
             if expanded.is_multiple_of(1024) {
@@ -63,6 +65,8 @@ pub fn beam(model: &Model, slack: i64, width: usize, monitor: &mut Monitor<'_>) 
             }
             let state_key = keys.key(number as usize);
             step.costs(state_key, &mut costs);
+            // Of the values that lead to one state the cheapest, in the order of the first of them.
+            cheapest.clear();
             for (x, &cost) in costs.iter().enumerate() {
                 if cost > slack - state.f {
                     continue;
@@ -72,7 +76,18 @@ pub fn beam(model: &Model, slack: i64, width: usize, monitor: &mut Monitor<'_>) 
                     continue;
                 }
                 let new = State { f: state.f + cost, parent: parent as u32, value: x as u16 };
-                step.append(state_key, x, &mut key);
+                let kind = representative.map_or(0, |representative| representative[x]);
+                match cheapest.iter_mut().find(|(other, _)| *other == kind) {
+                    None => cheapest.push((kind, new)),
+                    Some((_, known)) if new.f < known.f => *known = new,
+                    Some(_) => {}
+                }
+            }
+            step.carry(state_key, &mut key);
+            let carried = key.len();
+            for &(kind, new) in &cheapest {
+                key.truncate(carried);
+                key.extend(representative.map(|_| kind));
                 let number = known.intern(&key);
                 if number == next.len() {
                     next.push((new, number as u32));
@@ -85,11 +100,11 @@ pub fn beam(model: &Model, slack: i64, width: usize, monitor: &mut Monitor<'_>) 
                 cut = next[width].0.f;
                 dropped = dropped.min(cut);
                 next.truncate(width);
-                let mut kept = Interner::new(step.width());
+                kept.reset(step.width());
                 for (_, number) in &mut next {
                     *number = kept.intern(known.key(*number as usize)) as u32;
                 }
-                known = kept;
+                std::mem::swap(&mut known, &mut kept);
             }
         }
         if next.len() > width {
@@ -99,7 +114,7 @@ pub fn beam(model: &Model, slack: i64, width: usize, monitor: &mut Monitor<'_>) 
         }
         history.push(next.iter().map(|(state, _)| (state.parent, state.value)).collect());
         layer = next;
-        keys = known;
+        std::mem::swap(&mut keys, &mut known);
     }
     let Some((index, (last, _))) = layer.iter().enumerate().min_by_key(|(_, (state, _))| state.f) else {
         return Ok(Beam { best: None, bound: dropped });

@@ -21,7 +21,6 @@ pub fn arc_consistency(
             return Err(Wipeout { var, edge: None });
         }
     }
-    let mut unsupported = Vec::new();
     while let Some(var) = queue.pop() {
         waiting[var] = false;
         for position in 0..model.incident[var].len() {
@@ -29,10 +28,12 @@ pub fn arc_consistency(
             let (e, other) = (e as usize, 1 - side as usize);
             let edge = &mut model.edges[e];
             let end = edge.ends[other] as usize;
-            edge.marginal(other, &mut unsupported);
+            let [first, second] = &mut edge.f;
+            let (own, others) = if side == 0 { (&*first, second) } else { (&*second, first) };
             let mut lost = false;
-            for (message, &least) in edge.f[other].iter_mut().zip(&unsupported) {
-                if *message < HALF && least >= HALF {
+            for (message, costs) in others.iter_mut().zip(edge.w[other].chunks_exact(own.len())) {
+                let supported = || own.iter().zip(costs).any(|(&own, &cost)| own < HALF && cost < HALF);
+                if *message < HALF && !supported() {
                     *message = crate::model::DEAD;
                     lost = true;
                 }

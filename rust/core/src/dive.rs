@@ -22,17 +22,20 @@ struct Dive<'a> {
 }
 
 /// A feasible assignment (value index per variable), or `None` if there is none or `patience` dead
-/// ends were met (`Err`: `check` failed).
+/// ends were met (`Err`: `check` failed). `consistent`: the model is arc consistent.
 ///
 /// # Errors
 /// What `check` returns.
 pub fn dive<E>(
     model: &Model,
     patience: u64,
+    consistent: bool,
     mut check: impl FnMut() -> Result<(), E>,
 ) -> Result<Option<Vec<usize>>, E> {
     let mut dive = Dive::new(model);
-    dive.queue.extend((0..model.edges.len() as u32).flat_map(|e| [(e, 0), (e, 1)]));
+    if !consistent {
+        dive.queue.extend((0..model.edges.len() as u32).flat_map(|e| [(e, 0), (e, 1)]));
+    }
     if !dive.propagate() {
         return Ok(None);
     }
@@ -92,6 +95,9 @@ impl<'a> Dive<'a> {
 
     /// Living values of `var`, the cheapest last; equal scores: the lowest index last.
     fn candidates(&self, var: usize) -> Vec<u32> {
+        if self.left[var] == 1 {
+            return self.alive[var].iter().position(|&alive| alive).map(|x| x as u32).into_iter().collect();
+        }
         let mut score = self.model.vars[var].theta.clone();
         for &(e, side) in &self.model.incident[var] {
             let (edge, side) = (&self.model.edges[e as usize], side as usize);
@@ -190,7 +196,7 @@ mod tests {
     #[test]
     fn a_dive_is_feasible() {
         let ring = ring(7, 5);
-        let values = dive(&ring, PATIENCE, always).unwrap().unwrap();
+        let values = dive(&ring, PATIENCE, false, always).unwrap().unwrap();
         assert!(ring.evaluate(&values) < HALF);
         assert!(ring.evaluate(&values) >= minimum(&ring).unwrap().0);
     }
@@ -199,14 +205,14 @@ mod tests {
     fn a_triangle_has_no_two_colouring() {
         let differ: &[&[i64]] = &[&[-1, 0], &[0, -1]];
         let triangle = model(&[&[0, 0], &[0, 0], &[0, 0]], &[(0, 1, differ), (1, 2, differ), (0, 2, differ)]);
-        assert_eq!(dive(&triangle, PATIENCE, always), Ok(None));
+        assert_eq!(dive(&triangle, PATIENCE, false, always), Ok(None));
     }
 
     #[test]
     fn no_patience_gives_up_and_check_is_heard() {
         let differ: &[&[i64]] = &[&[-1, 0], &[0, -1]];
         let triangle = model(&[&[0, 0], &[0, 0], &[0, 0]], &[(0, 1, differ), (1, 2, differ), (0, 2, differ)]);
-        assert_eq!(dive(&triangle, 0, always), Ok(None));
-        assert_eq!(dive(&triangle, 10, || Err("stop")), Err("stop"));
+        assert_eq!(dive(&triangle, 0, false, always), Ok(None));
+        assert_eq!(dive(&triangle, 10, false, || Err("stop")), Err("stop"));
     }
 }

@@ -11,32 +11,63 @@ use crate::model::{HALF, Model};
 /// Messages beyond this are not continued: sums of a few must stay below [`HALF`].
 const LARGE: i64 = HALF >> 4;
 
-/// The messages of all edges of a model at some moment.
+/// Messages, unary costs and constant of a model at some moment: what sweeps change.
 #[derive(Clone, Debug)]
-pub struct Drift {
-    before: Vec<[Vec<i64>; 2]>,
+pub struct Moment {
+    f: Vec<i64>,
+    theta: Vec<i64>,
+    constant: i64,
 }
 
-impl Drift {
-    /// From those of `model`.
-    pub fn from(model: &Model) -> Self {
-        Self { before: model.edges.iter().map(|edge| edge.f.clone()).collect() }
+impl Moment {
+    /// That of `model` now.
+    pub fn of(model: &Model) -> Self {
+        let f = model.edges.iter().flat_map(|edge| &edge.f).flatten().copied().collect();
+        let theta = model.vars.iter().flat_map(|var| &var.theta).copied().collect();
+        Self { f, theta, constant: model.constant }
     }
 
-    /// `model`, of the same edges and classes, with messages moved on by `times` of what they have moved.
-    /// `None`: a message would become too large, or a variable has no living value.
-    pub fn onward(&self, model: &Model, times: i64) -> Option<Model> {
-        let mut moved = model.clone();
+    /// The lower bound.
+    pub fn bound(&self) -> i64 {
+        self.constant
+    }
+
+    /// Puts `model`, which has the edges and classes that it had then, back to how it was.
+    pub fn restore(&self, model: &mut Model) {
+        let mut rest = &self.f[..];
+        for f in model.edges.iter_mut().flat_map(|edge| &mut edge.f) {
+            let (own, others) = rest.split_at(f.len());
+            f.copy_from_slice(own);
+            rest = others;
+        }
+        let mut rest = &self.theta[..];
+        for var in &mut model.vars {
+            let (own, others) = rest.split_at(var.theta.len());
+            var.theta.copy_from_slice(own);
+            rest = others;
+        }
+        model.constant = self.constant;
+    }
+
+    /// Moves the messages of `model`, of the same edges and classes, on by `times` of what they have moved since.
+    /// False: a message would become too large, or a variable has no living value; the model is to be restored then.
+    pub fn onward(&self, model: &mut Model, times: i64) -> bool {
+        let mut rest = &self.f[..];
+        let mut now = [Vec::new(), Vec::new()];
         let mut least = Vec::new();
-        for (edge, before) in moved.edges.iter_mut().zip(&self.before) {
-            let now = edge.f.clone();
-            for (f, before) in edge.f.iter_mut().zip(before) {
+        for edge in &mut model.edges {
+            for (f, now) in edge.f.iter_mut().zip(&mut now) {
+                now.clear();
+                now.extend_from_slice(f);
+                let (before, others) = rest.split_at(f.len());
+                rest = others;
                 for (f, &before) in f.iter_mut().zip(before) {
                     if *f < HALF && before < HALF {
-                        let step = (*f - before).checked_mul(times).filter(|step| step.abs() < LARGE)?;
+                        let step = (*f - before).checked_mul(times).filter(|step| step.abs() < LARGE);
+                        let Some(step) = step else { return false };
                         *f += step;
                         if f.abs() >= LARGE {
-                            return None;
+                            return false;
                         }
                     }
                 }
@@ -48,7 +79,7 @@ impl Drift {
                 }
             }
             for (side, now) in now.iter().enumerate() {
-                let var = &mut moved.vars[edge.ends[side] as usize];
+                let var = &mut model.vars[edge.ends[side] as usize];
                 for (theta, &class) in var.theta.iter_mut().zip(&edge.class[side]) {
                     let class = class as usize;
                     if *theta < HALF && edge.f[side][class] < HALF {
@@ -57,14 +88,16 @@ impl Drift {
                 }
             }
         }
-        for var in &mut moved.vars {
-            let least = var.theta.iter().copied().filter(|&theta| theta < HALF).min()?;
-            moved.constant += least;
+        for var in &mut model.vars {
+            let Some(least) = var.theta.iter().copied().filter(|&theta| theta < HALF).min() else {
+                return false;
+            };
+            model.constant += least;
             for theta in var.theta.iter_mut().filter(|theta| **theta < HALF) {
                 *theta -= least;
             }
         }
-        Some(moved)
+        true
     }
 }
 
@@ -72,7 +105,7 @@ impl Drift {
 mod tests {
     use super::*;
     use crate::testing::{minimum, model, ring};
-    use crate::trws::Sweeper;
+    use crate::trws::sweep;
 
     fn least_terms(model: &Model) -> i64 {
         let edges = model.edges.iter().map(|edge| {
@@ -89,14 +122,16 @@ mod tests {
         for seed in 1..40 {
             let mut model = ring(5, seed << 16);
             let (least, values) = minimum(&model).unwrap();
-            let mut sweeper = Sweeper::default();
-            let drift = Drift::from(&model);
-            sweeper.sweep(&mut model, least, || true).unwrap();
+            let before = Moment::of(&model);
+            sweep(&mut model, least, || true).unwrap();
+            let (now, bound) = (Moment::of(&model), model.constant);
             for times in [1, 2, 16, 1000] {
-                let moved = drift.onward(&model, times).unwrap();
-                assert_eq!(moved.evaluate(&values), least);
-                assert!(moved.constant <= least);
-                assert!(least_terms(&moved) >= 0);
+                assert!(before.onward(&mut model, times));
+                assert_eq!(model.evaluate(&values), least);
+                assert!(model.constant <= least);
+                assert!(least_terms(&model) >= 0);
+                now.restore(&mut model);
+                assert_eq!((model.constant, model.evaluate(&values)), (bound, least));
             }
         }
     }
@@ -105,8 +140,12 @@ mod tests {
     fn messages_that_would_be_too_large_are_left() {
         let large: &[&[i64]] = &[&[0, HALF >> 5], &[HALF >> 5, 0]];
         let mut pair = model(&[&[0, HALF >> 6], &[HALF >> 6, 0]], &[(0, 1, large)]);
-        let drift = Drift::from(&pair);
-        Sweeper::default().sweep(&mut pair, HALF >> 2, || true).unwrap();
-        assert!(drift.onward(&pair, 1 << 20).is_none());
+        let before = Moment::of(&pair);
+        sweep(&mut pair, HALF >> 2, || true).unwrap();
+        let now = Moment::of(&pair);
+        assert!(!before.onward(&mut pair, 1 << 20));
+        now.restore(&mut pair);
+        assert_eq!(pair.edges[0].w[0][1], HALF >> 5);
+        assert!(least_terms(&pair) >= 0);
     }
 }

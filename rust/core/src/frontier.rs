@@ -46,6 +46,22 @@ impl Step {
         }
     }
 
+    /// [`Self::append`] for all values alike, but for the value itself where it stays open ([`Self::representative`]).
+    pub fn carry(&self, state: &[u16], key: &mut Vec<u16>) {
+        key.clear();
+        let kept = self.slots.iter().filter(|(source, _)| *source != usize::MAX);
+        key.extend(kept.map(|(source, representative)| representative[state[*source] as usize]));
+    }
+
+    /// What stands, behind all others, for each value of the new variable in the states after the step; `None`: it
+    /// is not open.
+    pub fn representative(&self) -> Option<&[u16]> {
+        self.slots
+            .last()
+            .filter(|(source, _)| *source == usize::MAX)
+            .map(|(_, representative)| &representative[..])
+    }
+
     /// Number of open variables after the step.
     pub fn width(&self) -> usize {
         self.slots.len()
@@ -136,7 +152,7 @@ mod tests {
     #[test]
     fn a_ring_keeps_two_variables_open_and_its_costs_add_up() {
         let mut ring = ring(5, 3);
-        crate::trws::Sweeper::default().sweep(&mut ring, 1000, || true).unwrap();
+        crate::trws::sweep(&mut ring, 1000, || true).unwrap();
         let steps = plan(&ring);
         assert_eq!(steps.iter().map(Step::width).collect::<Vec<_>>(), [1, 2, 2, 2, 0]);
         let values = [0, 1, 0, 1, 2];

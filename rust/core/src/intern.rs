@@ -17,6 +17,14 @@ impl Interner {
         Self { width, slots: vec![0; 16], ..Self::default() }
     }
 
+    /// Forgets all keys, of which the next ones have `width` values; the memory is kept.
+    pub fn reset(&mut self, width: usize) {
+        self.width = width;
+        self.keys.clear();
+        self.count = 0;
+        self.slots.fill(0);
+    }
+
     /// Number of distinct keys.
     pub fn len(&self) -> usize {
         self.count

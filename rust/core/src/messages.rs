@@ -92,7 +92,7 @@ fn rescaled(message: i64, from: u32, to: u32, down: bool) -> i64 {
 mod tests {
     use super::*;
     use crate::testing::{minimum, model, ring};
-    use crate::trws::Sweeper;
+    use crate::trws::sweep;
 
     fn cheapest_terms(model: &Model) -> i64 {
         let edges = model.edges.iter().map(|edge| {
@@ -106,9 +106,8 @@ mod tests {
     fn other_costs_start_with_a_bound_and_keep_every_total() {
         for limit in [i64::MAX >> 4, minimum(&ring(7, 1 << 20)).unwrap().0] {
             let mut swept = ring(7, 1 << 20);
-            let mut sweeper = Sweeper::default();
             for _ in 0..20 {
-                sweeper.sweep(&mut swept, limit, || true).unwrap();
+                sweep(&mut swept, limit, || true).unwrap();
             }
             let messages = Messages::of(&swept, 0);
             for shift in 0..3 {
@@ -147,7 +146,7 @@ mod tests {
         let differ: &[&[i64]] = &[&[-1, 0], &[0, -1]];
         let chain = || model(&[&[0, 3], &[0, 5], &[0, 4]], &[(0, 1, differ), (1, 2, differ)]);
         let mut swept = chain();
-        Sweeper::default().sweep(&mut swept, 100, || true).unwrap();
+        sweep(&mut swept, 100, || true).unwrap();
         let mut again = chain();
         Messages::of(&swept, 0).load(&mut again, 0);
         assert_eq!(again.constant, 5);

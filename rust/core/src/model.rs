@@ -136,6 +136,10 @@ impl Model {
 
     /// Marks classes of `var` that lost all their values as dead; reports the edges on which one did.
     pub fn refresh(&mut self, var: usize, mut changed: impl FnMut(usize)) {
+        // Every class has a value.
+        if self.vars[var].theta.iter().all(|&theta| theta < HALF) {
+            return;
+        }
         let mut seen: Vec<bool> = Vec::new();
         for &(e, side) in &self.incident[var] {
             let (edge, side) = (&mut self.edges[e as usize], side as usize);

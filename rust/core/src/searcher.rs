@@ -105,26 +105,27 @@ impl Searcher {
                 Some((cost, assignment.clone()))
             }
         };
-        let start = self.start(forbidden.as_deref());
-        let mut search = Search::new(&self.problem, &self.built, monitor, best, self.total);
-        let Ok(mut model) = start else {
-            let conflict = self.conflict(forbidden.as_deref());
+        let Self { problem, total, built, base, messages } = self;
+        let start = || priced(base, built, problem, forbidden.as_deref());
+        let mut search = Search::new(problem, built, monitor, best, *total);
+        let Ok(mut model) = start() else {
+            let conflict = conflict(built, problem, forbidden.as_deref());
             return Ok(search.infeasible(conflict));
         };
-        let shift = self.built.shift;
-        let fresh = model.clone();
-        let messages = self.messages.as_ref().filter(|messages| messages.fit(shift));
-        if let Some(messages) = messages {
-            messages.load(&mut model, shift);
+        let shift = built.shift;
+        let before = messages.as_ref().filter(|messages| messages.fit(shift));
+        if let Some(before) = before {
+            before.load(&mut model, shift);
         }
-        let warm = messages.is_some();
+        let warm = before.is_some();
         // What a part of the rows leaves is no start for all of them.
-        let keep = forbidden.is_none() || self.messages.is_none();
-        Ok(search.run(model, fresh, warm, |model| {
+        let keep = forbidden.is_none() || messages.is_none();
+        let swept = |model: &Model| {
             if keep {
-                self.messages = Some(Messages::of(model, shift));
+                *messages = Some(Messages::of(model, shift));
             }
-        }))
+        };
+        Ok(search.run(model, start, warm, swept))
     }
 
     /// Per instruction and row: not allowed.
@@ -140,58 +141,63 @@ impl Searcher {
         let taken = |count: usize| rest.by_ref().take(count).map(|allowed| !allowed).collect();
         Ok(self.problem.instructions.iter().map(|i| i.rows.len()).map(taken).collect())
     }
+}
 
-    /// The model to search, with costs and without forbidden rows, arc consistent.
-    fn start(&self, forbidden: Option<&[Vec<bool>]>) -> Result<Model, Wipeout> {
-        let mut model = self.base.clone()?;
-        for &(origin, label) in &model.fixed {
-            if forbidden.is_some_and(|rows| self.built.forbids(rows, origin as usize, label as usize)) {
-                return Err(Wipeout { var: origin as usize, edge: None });
-            }
-            let cost = self.built.costs(&self.problem, origin as usize).nth(label as usize);
-            model.constant += cost.unwrap_or(0);
+/// The model to search: `base` with the costs of `problem` and without forbidden rows, arc consistent.
+fn priced(
+    base: &Result<Model, Wipeout>,
+    built: &Built,
+    problem: &Problem,
+    forbidden: Option<&[Vec<bool>]>,
+) -> Result<Model, Wipeout> {
+    let mut model = base.clone()?;
+    for &(origin, label) in &model.fixed {
+        if forbidden.is_some_and(|rows| built.forbids(rows, origin as usize, label as usize)) {
+            return Err(Wipeout { var: origin as usize, edge: None });
         }
-        let mut costs: Vec<i64> = Vec::new();
-        let mut changed = Vec::new();
-        for (s, var) in model.vars.iter_mut().enumerate() {
-            let origin = var.origin as usize;
-            costs.clear();
-            costs.extend(self.built.costs(&self.problem, origin));
-            for (theta, &label) in var.theta.iter_mut().zip(&var.labels) {
-                if *theta >= HALF {
-                    continue;
-                }
-                *theta = costs[label as usize];
-                if forbidden.is_some_and(|rows| self.built.forbids(rows, origin, label as usize)) {
-                    *theta = crate::model::DEAD;
-                    changed.push(s);
-                }
-            }
-        }
-        if !changed.is_empty() {
-            changed.dedup();
-            for &s in &changed {
-                model.refresh(s, |_| {});
-            }
-            let all = 0..model.vars.len();
-            arc_consistency(&mut model, all, |_| {})?;
-        }
-        Ok(model)
+        let cost = built.costs(problem, origin as usize).nth(label as usize);
+        model.constant += cost.unwrap_or(0);
     }
-
-    /// Why there is no program, in words: from the model as built, whose edges have reasons.
-    fn conflict(&self, forbidden: Option<&[Vec<bool>]>) -> String {
-        let mut model = self.built.model.clone();
-        for var in 0..model.vars.len() {
-            for label in 0..model.vars[var].theta.len() {
-                if forbidden.is_some_and(|rows| self.built.forbids(rows, var, label)) {
-                    model.kill(var, label);
-                }
+    let mut costs: Vec<i64> = Vec::new();
+    let mut changed = Vec::new();
+    for (s, var) in model.vars.iter_mut().enumerate() {
+        let origin = var.origin as usize;
+        costs.clear();
+        costs.extend(built.costs(problem, origin));
+        for (theta, &label) in var.theta.iter_mut().zip(&var.labels) {
+            if *theta >= HALF {
+                continue;
             }
-            model.refresh(var, |_| {});
+            *theta = costs[label as usize];
+            if forbidden.is_some_and(|rows| built.forbids(rows, origin, label as usize)) {
+                *theta = crate::model::DEAD;
+                changed.push(s);
+            }
+        }
+    }
+    if !changed.is_empty() {
+        changed.dedup();
+        for &s in &changed {
+            model.refresh(s, |_| {});
         }
         let all = 0..model.vars.len();
-        let wipeout = arc_consistency(&mut model, all, |_| {}).err();
-        wipeout.map_or_else(String::new, |wipeout| self.built.conflict(&self.problem, wipeout))
+        arc_consistency(&mut model, all, |_| {})?;
     }
+    Ok(model)
+}
+
+/// Why there is no program, in words: from the model as built, whose edges have reasons.
+fn conflict(built: &Built, problem: &Problem, forbidden: Option<&[Vec<bool>]>) -> String {
+    let mut model = built.model.clone();
+    for var in 0..model.vars.len() {
+        for label in 0..model.vars[var].theta.len() {
+            if forbidden.is_some_and(|rows| built.forbids(rows, var, label)) {
+                model.kill(var, label);
+            }
+        }
+        model.refresh(var, |_| {});
+    }
+    let all = 0..model.vars.len();
+    let wipeout = arc_consistency(&mut model, all, |_| {}).err();
+    wipeout.map_or_else(String::new, |wipeout| built.conflict(problem, wipeout))
 }

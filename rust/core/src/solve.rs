@@ -24,7 +24,7 @@ use crate::control::{Limits, Monitor, Tick};
 use crate::dive::{PATIENCE, dive};
 use crate::dominance::reduce;
 use crate::eliminate::{Trail, eliminate};
-use crate::extrapolate::Drift;
+use crate::extrapolate::Moment;
 use crate::join::contract;
 use crate::model::{Model, Wipeout};
 use crate::order::small_frontier_order;
@@ -52,6 +52,9 @@ const RISE: f64 = 1e-3;
 const PATIENCE_OF_ALL: f64 = 0.1;
 /// Sweeps between looks at the gain.
 const WINDOW: u64 = 8;
+/// At most so many sweeps lie between two dives of a warm search: where its incumbent is the best program, or nearly,
+/// they find nothing.
+const DIVES: u64 = 32;
 /// The drift of a window of sweeps is continued by so many times itself: at least, at most.
 const STRIDE: [i64; 2] = [2, 16];
 /// Sweeps from messages moved on before they are compared with those as they were.
@@ -104,6 +107,8 @@ pub(crate) struct Search<'a, 't> {
     worst: i64,
     /// Values after the first reduction.
     left: usize,
+    /// It started with messages of an earlier one.
+    warm: bool,
     /// What was eliminated and joined so far.
     trail: Trail,
 }
@@ -117,7 +122,7 @@ impl<'a, 't> Search<'a, 't> {
         worst: i64,
     ) -> Self {
         let trail = Trail::new(built.model.vars.len());
-        Self { problem, monitor, best, worst, left: 0, built, trail }
+        Self { problem, monitor, best, worst, left: 0, warm: false, built, trail }
     }
 
     /// The result where arc consistency alone shows that there is no program.
@@ -125,23 +130,24 @@ impl<'a, 't> Search<'a, 't> {
         self.finish(StopReason::Infeasible, Some(conflict))
     }
 
-    /// Searches `model`: consistent, ordered and compacted, with costs; `fresh` is the same without messages.
+    /// Searches `model`: consistent, ordered and compacted, with costs; `fresh` makes the same without messages.
     /// `warm`: it has messages of an earlier search. `swept` is given the model when the sweeps over all of it have ended.
     pub(crate) fn run(
         &mut self,
         mut model: Model,
-        fresh: Model,
+        fresh: impl FnOnce() -> Result<Model, Wipeout>,
         warm: bool,
         swept: impl FnOnce(&Model),
     ) -> Solution {
-        let reason = match self.search(&mut model, fresh, warm, swept) {
+        self.warm = warm;
+        let reason = match self.search(&mut model, fresh, swept) {
             Ok(()) | Err(End::Proven) if self.best.is_some() => StopReason::Optimal,
             Ok(()) | Err(End::Proven) => StopReason::Infeasible,
             Err(End::Stop(reason)) => reason,
         };
         if self.best.is_none() && !matches!(reason, StopReason::Infeasible | StopReason::Interrupted) {
             // A limit struck before the first dive: one short dive regardless.
-            let found: Result<_, ()> = dive(&model, PATIENCE, || Ok(()));
+            let found: Result<_, ()> = dive(&model, PATIENCE, false, || Ok(()));
             if let Ok(Some(found)) = found {
                 self.offer(&model, &found);
             }
@@ -156,15 +162,15 @@ impl<'a, 't> Search<'a, 't> {
     fn search(
         &mut self,
         model: &mut Model,
-        mut fresh: Model,
-        warm: bool,
+        fresh: impl FnOnce() -> Result<Model, Wipeout>,
         swept: impl FnOnce(&Model),
     ) -> Result<(), End> {
-        self.sweep_all(model, warm, swept)?;
+        self.sweep_all(model, swept)?;
         self.prune(model)?;
         if (self.limit() - model.constant) as f64 > WIDE * self.limit() as f64 {
             // Far from closed: the reduced model is swept from the start, since messages that have come to rest
             // on the whole model hold back those that eliminations would free. What died stays dead.
+            let mut fresh = fresh()?;
             for (s, var) in model.vars.iter().enumerate() {
                 for (theta, &swept) in fresh.vars[s].theta.iter_mut().zip(&var.theta) {
                     if swept >= crate::model::HALF {
@@ -266,74 +272,93 @@ impl<'a, 't> Search<'a, 't> {
     /// Sweeps over the whole model, which are cheap beside the reductions: what the bound excludes need not be
     /// reduced. First without fixing, so that every class keeps its message for the next search (`swept`), until the
     /// bound rises little; then with it, until a window gains little or most values are dead.
-    fn sweep_all(&mut self, model: &mut Model, warm: bool, swept: impl FnOnce(&Model)) -> Result<(), End> {
-        let mut sweeper = Sweeper::default();
+    fn sweep_all(&mut self, model: &mut Model, swept: impl FnOnce(&Model)) -> Result<(), End> {
+        let mut sweeper = Sweeper::new(model);
         let values = model.living_values();
-        let window = if warm { WINDOW / 4 } else { WINDOW / 2 };
-        let mut mark = model.constant;
+        let window = if self.warm { WINDOW / 4 } else { WINDOW / 2 };
+        let mut mark = sweeper.bound();
         for sweep in 1u64.. {
             self.sweep_once(&mut sweeper, model, NO_LIMIT)?;
-            if model.constant > self.limit() {
+            if sweeper.bound() > self.limit() {
                 break;
             }
             if sweep.is_multiple_of(window) {
-                let gain = model.constant - mark;
-                mark = model.constant;
-                if gain as f64 <= RISE * model.constant as f64 {
+                let gain = sweeper.bound() - mark;
+                mark = sweeper.bound();
+                if gain as f64 <= RISE * sweeper.bound() as f64 {
                     break;
                 }
             }
         }
+        sweeper.store(model);
         swept(model);
         if model.constant > self.limit() {
             return Err(End::Proven);
         }
         self.dive(model)?;
-        mark = model.constant;
+        sweeper.load(model);
+        mark = sweeper.bound();
         for sweep in 1u64.. {
             self.sweep_once(&mut sweeper, model, self.limit())?;
-            if model.constant > self.limit() {
+            if sweeper.bound() > self.limit() {
                 return Err(End::Proven);
             }
             if sweep.is_multiple_of(window) {
-                let gain = (model.constant - mark) as f64;
-                mark = model.constant;
-                let little = gain <= PATIENCE_OF_ALL * (self.limit() - model.constant) as f64;
-                if little || model.living_values() * 4 < values {
+                let gain = (sweeper.bound() - mark) as f64;
+                mark = sweeper.bound();
+                let little = gain <= PATIENCE_OF_ALL * (self.limit() - sweeper.bound()) as f64;
+                if little || sweeper.living_values() * 4 < values {
                     break;
                 }
             }
         }
-        self.dive(model)
+        sweeper.store(model);
+        self.dive(model)?;
+        Ok(())
     }
 
+    /// One sweep; `model` is given its terms where that ends the search.
     fn sweep_once(&mut self, sweeper: &mut Sweeper, model: &mut Model, limit: i64) -> Result<(), End> {
-        self.monitor.check()?;
-        if !sweeper.sweep(model, limit, || self.monitor.check().is_ok())? {
-            self.monitor.check()?;
+        let done = self.monitor.check().map_err(End::from).and_then(|()| {
+            if !sweeper.sweep(limit, || self.monitor.check().is_ok())? {
+                self.monitor.check()?;
+            }
+            Ok(())
+        });
+        if done.is_err() {
+            sweeper.store(model);
+            return done;
         }
         self.monitor.sweeps += 1;
-        self.raise(model.constant);
+        self.raise(sweeper.bound());
         Ok(())
     }
 
     /// Sweeps until a window gains less than `patience` of the gap; between windows the messages' drift is continued
     /// as far as that raises the bound.
     fn sweep(&mut self, model: &mut Model, patience: f64) -> Result<(), End> {
-        let mut sweeper = Sweeper::default();
+        let mut sweeper = Sweeper::new(model);
         let mut values = model.living_values();
         let mut mark = model.constant;
-        let mut drift = Drift::from(model);
+        let mut before = Moment::of(model);
+        let mut due = 1;
+        let mut between = WINDOW;
+        let most = if self.warm { DIVES } else { WINDOW };
         let mut stride = STRIDE[0];
         for sweep in 1u64.. {
             self.sweep_once(&mut sweeper, model, self.limit())?;
-            if sweep.is_power_of_two() || sweep.is_multiple_of(WINDOW) {
-                self.dive(model)?;
+            if sweep == due {
+                sweeper.store(model);
+                let improved = self.dive(model)?;
+                sweeper.load(model);
+                between = if improved { WINDOW } else { (between * 2).min(most) };
+                due = if sweep < WINDOW { sweep * 2 } else { sweep + between };
             }
-            if model.constant > self.limit() {
+            if sweeper.bound() > self.limit() {
                 return Err(End::Proven);
             }
             if sweep.is_multiple_of(WINDOW) {
+                sweeper.store(model);
                 let gain = (model.constant - mark) as f64;
                 mark = model.constant;
                 if gain <= patience * (self.limit() - model.constant) as f64 {
@@ -342,30 +367,41 @@ impl<'a, 't> Search<'a, 't> {
                 if model.living_values() * 5 < values * 4 {
                     self.squeeze(model)?;
                     values = model.living_values();
-                } else if let Some(mut moved) = drift.onward(model, stride) {
-                    for _ in 0..TRIAL {
-                        self.sweep_once(&mut sweeper, &mut moved, self.limit())?;
+                    sweeper = Sweeper::new(model);
+                } else {
+                    let now = Moment::of(model);
+                    let mut higher = before.onward(model, stride);
+                    if higher {
+                        sweeper.load(model);
+                        for _ in 0..TRIAL {
+                            self.sweep_once(&mut sweeper, model, self.limit())?;
+                        }
+                        higher = sweeper.bound() > now.bound();
                     }
-                    if moved.constant > model.constant {
-                        *model = moved;
+                    if higher {
+                        sweeper.store(model);
                         stride = (stride * 2).min(STRIDE[1]);
                     } else {
+                        now.restore(model);
+                        sweeper.load(model);
                         stride = (stride / 2).max(STRIDE[0]);
                     }
                 }
-                drift = Drift::from(model);
+                before = Moment::of(model);
             }
         }
         Ok(())
     }
 
-    fn dive(&mut self, model: &mut Model) -> Result<(), End> {
+    /// Whether a dive from `model` found a better program.
+    fn dive(&mut self, model: &mut Model) -> Result<bool, End> {
         self.prune(model)?;
+        let before = self.limit();
         let monitor = &mut self.monitor;
-        if let Some(values) = dive(model, PATIENCE, || monitor.check())? {
+        if let Some(values) = dive(model, PATIENCE, true, || monitor.check())? {
             self.offer(model, &values);
         }
-        Ok(())
+        Ok(self.limit() < before)
     }
 
     /// Keeps a complete assignment if it is better than the incumbent.

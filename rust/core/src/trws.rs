@@ -12,6 +12,12 @@
 //!
 //! Every step moves cost without creating any and leaves all terms non-negative, so `constant` is a
 //! lower bound after every step and never falls; no rounding argument is needed.
+//!
+//! A sweep touches every class and every message twice and computes little with each, so its time is that of memory.
+//! [`Sweeper`] therefore has a copy of what sweeps read and change, in the order in which they visit it: one array of
+//! unary costs, one of classes, one of messages; and one table for all edges that have the same.
+
+use rustc_hash::FxHashMap;
 
 use crate::model::{DEAD, HALF, Model, Wipeout};
 
@@ -20,54 +26,156 @@ const WORK_BETWEEN_LOOKS: usize = 1 << 22;
 
 /// Direction of a half-sweep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Direction {
+enum Direction {
     /// Ascending variables; pushes to later ones.
     Forward,
     /// Descending variables; pushes to earlier ones.
     Backward,
 }
 
-/// Working memory of the sweeps.
-#[derive(Debug, Default)]
+/// An edge seen from one of its ends. Places are those of [`Sweeper`]'s arrays.
+#[derive(Debug)]
+struct Side {
+    /// The other end comes later.
+    up: bool,
+    /// Class of each own value.
+    class: usize,
+    /// Messages of the own classes, and their number; the same of the other end's.
+    own: usize,
+    classes: usize,
+    other: usize,
+    others: usize,
+    /// The costs `[other class][own class]`.
+    table: usize,
+}
+
+/// The terms of a model, to be swept.
+#[derive(Debug)]
 pub struct Sweeper {
+    /// Per variable, and one more: where its values and its sides begin.
+    vars: Vec<[usize; 2]>,
+    sides: Vec<Side>,
+    theta: Vec<i64>,
+    class: Vec<u16>,
+    f: Vec<i64>,
+    /// Per edge of the model: where its messages begin.
+    edges: Vec<[usize; 2]>,
+    tables: Vec<i64>,
+    constant: i64,
     delta: Vec<i64>,
-    least: Vec<i64>,
 }
 
 impl Sweeper {
+    /// The terms of `model`.
+    pub fn new(model: &Model) -> Self {
+        let count = model.vars.len();
+        let mut found = Self {
+            vars: Vec::with_capacity(count + 1),
+            sides: Vec::with_capacity(2 * model.edges.len()),
+            theta: Vec::new(),
+            class: Vec::new(),
+            f: Vec::new(),
+            edges: vec![[usize::MAX; 2]; model.edges.len()],
+            tables: Vec::new(),
+            constant: 0,
+            delta: Vec::new(),
+        };
+        let mut known: FxHashMap<&[i64], usize> = FxHashMap::default();
+        let (mut values, mut messages) = (0, 0);
+        for (s, var) in model.vars.iter().enumerate() {
+            found.vars.push([values, found.sides.len()]);
+            values += var.theta.len();
+            for &(e, side) in &model.incident[s] {
+                let (edge, side) = (&model.edges[e as usize], side as usize);
+                let places = &mut found.edges[e as usize];
+                if places[0] == usize::MAX {
+                    *places = [messages, messages + edge.f[0].len()];
+                    messages = places[1] + edge.f[1].len();
+                }
+                let table = &edge.w[1 - side][..];
+                let place = *known.entry(table).or_insert(found.tables.len());
+                if place == found.tables.len() {
+                    found.tables.extend_from_slice(table);
+                }
+                found.sides.push(Side {
+                    up: edge.ends[1 - side] as usize > s,
+                    class: found.class.len(),
+                    own: places[side],
+                    classes: edge.f[side].len(),
+                    other: places[1 - side],
+                    others: edge.f[1 - side].len(),
+                    table: place,
+                });
+                found.class.extend_from_slice(&edge.class[side]);
+            }
+        }
+        found.vars.push([values, found.sides.len()]);
+        found.edges.iter_mut().filter(|places| places[0] == usize::MAX).for_each(|places| *places = [0; 2]);
+        found.theta.reserve_exact(values);
+        found.f.resize(messages, 0);
+        found.load(model);
+        found
+    }
+
+    /// Takes the present costs and messages of `model`, of which this was made and whose edges, values and classes
+    /// are still the same.
+    pub fn load(&mut self, model: &Model) {
+        self.constant = model.constant;
+        self.theta.clear();
+        model.vars.iter().for_each(|var| self.theta.extend_from_slice(&var.theta));
+        for (edge, places) in model.edges.iter().zip(&self.edges) {
+            for (f, &place) in edge.f.iter().zip(places) {
+                self.f[place..place + f.len()].copy_from_slice(f);
+            }
+        }
+    }
+
+    /// Gives `model` the costs and messages that sweeps have changed.
+    pub fn store(&self, model: &mut Model) {
+        model.constant = self.constant;
+        for (var, place) in model.vars.iter_mut().zip(&self.vars) {
+            let count = var.theta.len();
+            var.theta.copy_from_slice(&self.theta[place[0]..place[0] + count]);
+        }
+        for (edge, places) in model.edges.iter_mut().zip(&self.edges) {
+            for (f, &place) in edge.f.iter_mut().zip(places) {
+                let count = f.len();
+                f.copy_from_slice(&self.f[place..place + count]);
+            }
+        }
+    }
+
+    /// The lower bound.
+    pub fn bound(&self) -> i64 {
+        self.constant
+    }
+
+    /// Number of living values.
+    pub fn living_values(&self) -> usize {
+        self.theta.iter().filter(|&&theta| theta < HALF).count()
+    }
+
     /// A forward and a backward half-sweep; false if `go_on`, asked now and then, said no (the bound is one even
     /// so).
     ///
     /// # Errors
     /// A variable without living values: no assignment costs at most `limit`.
-    pub fn sweep(
-        &mut self,
-        model: &mut Model,
-        limit: i64,
-        mut go_on: impl FnMut() -> bool,
-    ) -> Result<bool, Wipeout> {
-        Ok(self.half_sweep(model, limit, Direction::Forward, &mut go_on)?
-            && self.half_sweep(model, limit, Direction::Backward, &mut go_on)?)
+    pub fn sweep(&mut self, limit: i64, mut go_on: impl FnMut() -> bool) -> Result<bool, Wipeout> {
+        Ok(self.half_sweep(limit, Direction::Forward, &mut go_on)?
+            && self.half_sweep(limit, Direction::Backward, &mut go_on)?)
     }
 
-    /// One half-sweep.
-    ///
-    /// # Errors
-    /// As [`Self::sweep`].
-    pub fn half_sweep(
+    fn half_sweep(
         &mut self,
-        model: &mut Model,
         limit: i64,
         direction: Direction,
         go_on: &mut dyn FnMut() -> bool,
     ) -> Result<bool, Wipeout> {
-        let count = model.vars.len();
+        let count = self.vars.len() - 1;
         let mut work = 0;
         for step in 0..count {
             let var = if direction == Direction::Forward { step } else { count - 1 - step };
-            self.visit(model, var, limit, direction)?;
-            let entries = |&(e, _): &(u32, u8)| model.edges[e as usize].w[0].len();
-            work += model.incident[var].iter().map(entries).sum::<usize>();
+            work += self.visit(var, limit, direction)?;
             if work > WORK_BETWEEN_LOOKS {
                 work = 0;
                 if !go_on() {
@@ -78,21 +186,17 @@ impl Sweeper {
         Ok(true)
     }
 
-    fn visit(
-        &mut self,
-        model: &mut Model,
-        s: usize,
-        limit: i64,
-        direction: Direction,
-    ) -> Result<(), Wipeout> {
-        let Model { vars, edges, incident, constant, .. } = model;
-        let theta = &mut vars[s].theta[..];
-        let mut ahead = 0;
-        for &(e, side) in &incident[s] {
-            let (edge, side) = (&mut edges[e as usize], side as usize);
-            ahead += usize::from((edge.ends[1 - side] as usize > s) == (direction == Direction::Forward));
-            edge.marginal(side, &mut self.delta);
-            for (delta, message) in self.delta.iter_mut().zip(&mut edge.f[side]) {
+    /// Visits variable `s`; the entries of its tables.
+    fn visit(&mut self, s: usize, limit: i64, direction: Direction) -> Result<usize, Wipeout> {
+        let ([start, first], [end, last]) = (self.vars[s], self.vars[s + 1]);
+        let theta = &mut self.theta[start..end];
+        let sides = &self.sides[first..last];
+        let (mut ahead, mut work) = (0, 0);
+        for side in sides {
+            ahead += usize::from(side.up == (direction == Direction::Forward));
+            work += side.classes * side.others;
+            side.marginal(&self.f, &self.tables, &mut self.delta);
+            for (delta, message) in self.delta.iter_mut().zip(side.messages(&mut self.f)) {
                 if *message >= HALF || *delta >= HALF {
                     *message = DEAD;
                     *delta = DEAD;
@@ -102,7 +206,7 @@ impl Sweeper {
                     *message = -least;
                 }
             }
-            for (theta, &class) in theta.iter_mut().zip(&edge.class[side]) {
+            for (theta, &class) in theta.iter_mut().zip(&self.class[side.class..]) {
                 *theta = (*theta + self.delta[class as usize]).min(DEAD);
             }
         }
@@ -110,8 +214,8 @@ impl Sweeper {
         if least >= HALF {
             return Err(Wipeout { var: s, edge: None });
         }
-        *constant += least;
-        let room = limit - *constant;
+        self.constant += least;
+        let room = limit - self.constant;
         for theta in theta.iter_mut() {
             *theta -= least;
             if *theta > room {
@@ -121,20 +225,19 @@ impl Sweeper {
         if room < 0 {
             return Err(Wipeout { var: s, edge: None });
         }
-        let behind = incident[s].len() - ahead;
+        let behind = sides.len() - ahead;
         let mut share = ahead.max(behind) as i64;
-        for &(e, side) in &incident[s] {
-            let (edge, side) = (&mut edges[e as usize], side as usize);
-            if (edge.ends[1 - side] as usize > s) != (direction == Direction::Forward) {
+        for side in sides {
+            if side.up != (direction == Direction::Forward) {
                 continue;
             }
-            self.least.clear();
-            self.least.resize(edge.f[side].len(), DEAD);
-            for (&theta, &class) in theta.iter().zip(&edge.class[side]) {
-                let least = &mut self.least[class as usize];
+            self.delta.clear();
+            self.delta.resize(side.classes, DEAD);
+            for (&theta, &class) in theta.iter().zip(&self.class[side.class..]) {
+                let least = &mut self.delta[class as usize];
                 *least = (*least).min(theta);
             }
-            for (least, message) in self.least.iter_mut().zip(&mut edge.f[side]) {
+            for (least, message) in self.delta.iter_mut().zip(side.messages(&mut self.f)) {
                 if *least >= HALF {
                     *message = DEAD;
                     *least = 0;
@@ -143,15 +246,45 @@ impl Sweeper {
                     *message += *least;
                 }
             }
-            for (theta, &class) in theta.iter_mut().zip(&edge.class[side]) {
+            for (theta, &class) in theta.iter_mut().zip(&self.class[side.class..]) {
                 if *theta < HALF {
-                    *theta -= self.least[class as usize];
+                    *theta -= self.delta[class as usize];
                 }
             }
             share -= 1;
         }
-        Ok(())
+        Ok(work)
     }
+}
+
+impl Side {
+    fn messages<'a>(&self, f: &'a mut [i64]) -> &'a mut [i64] {
+        &mut f[self.own..self.own + self.classes]
+    }
+
+    /// `into[c] = min over classes b of the other end of f_other(b) + w(c, b)`, for each own class.
+    fn marginal(&self, f: &[i64], tables: &[i64], into: &mut Vec<i64>) {
+        into.clear();
+        into.resize(self.classes, 2 * DEAD);
+        let messages = &f[self.other..self.other + self.others];
+        let table = &tables[self.table..self.table + self.classes * self.others];
+        for (row, &message) in table.chunks_exact(self.classes).zip(messages) {
+            for (least, &cost) in into.iter_mut().zip(row) {
+                *least = (*least).min(message + cost);
+            }
+        }
+    }
+}
+
+/// Sweeps `model` once: [`Sweeper::sweep`].
+///
+/// # Errors
+/// A variable without living values: no assignment costs at most `limit`. The model's terms are undefined then.
+pub fn sweep(model: &mut Model, limit: i64, go_on: impl FnMut() -> bool) -> Result<bool, Wipeout> {
+    let mut sweeper = Sweeper::new(model);
+    let done = sweeper.sweep(limit, go_on)?;
+    sweeper.store(model);
+    Ok(done)
 }
 
 #[cfg(test)]
@@ -163,7 +296,7 @@ mod tests {
     fn a_chain_is_solved_by_one_sweep() {
         let differ: &[&[i64]] = &[&[-1, 0], &[0, -1]];
         let mut chain = model(&[&[0, 3], &[0, 5], &[0, 4]], &[(0, 1, differ), (1, 2, differ)]);
-        Sweeper::default().sweep(&mut chain, 100, || true).unwrap();
+        sweep(&mut chain, 100, || true).unwrap();
         assert_eq!(chain.constant, 5);
     }
 
@@ -171,10 +304,9 @@ mod tests {
     fn the_bound_never_falls_and_never_lies() {
         let mut model = ring(5, 1 << 20);
         let (least, values) = minimum(&model).unwrap();
-        let mut sweeper = Sweeper::default();
         for _ in 0..50 {
             let before = model.constant;
-            sweeper.sweep(&mut model, least, || true).unwrap();
+            sweep(&mut model, least, || true).unwrap();
             assert!(before <= model.constant && model.constant <= least);
             assert_eq!(model.evaluate(&values), least);
         }
@@ -184,6 +316,6 @@ mod tests {
     fn nothing_is_left_below_the_optimum() {
         let differ: &[&[i64]] = &[&[-1, 0], &[0, -1]];
         let mut pair = model(&[&[0, 3], &[0, 5]], &[(0, 1, differ)]);
-        assert!(Sweeper::default().sweep(&mut pair, 2, || true).is_err());
+        assert!(sweep(&mut pair, 2, || true).is_err());
     }
 }

@@ -11,7 +11,7 @@ use hetspmd_search::dominance::reduce;
 use hetspmd_search::model::{HALF, Model};
 use hetspmd_search::order::small_frontier_order;
 use hetspmd_search::problem::{Instruction, Row, Tensor};
-use hetspmd_search::trws::Sweeper;
+use hetspmd_search::trws::sweep;
 use hetspmd_search::validate::validate;
 use hetspmd_search::verify::verify;
 use hetspmd_search::{Assignment, Limits, Problem, StopReason};
@@ -126,17 +126,16 @@ proptest! {
     fn every_sweep_bounds_and_reparametrises(problem in problems(4)) {
         let (least, _, worst) = scaled(&problem);
         let mut model = build(&validate(&problem).unwrap()).unwrap().priced(&problem);
-        let mut sweeper = Sweeper::default();
-        for sweep in 0..6 {
+        for round in 0..6 {
             let before = model.constant;
-            if sweeper.sweep(&mut model, least.unwrap_or(worst), || true).is_err() {
+            if sweep(&mut model, least.unwrap_or(worst), || true).is_err() {
                 prop_assert_eq!(least, None);
                 break;
             }
             prop_assert!(before <= model.constant);
             prop_assert!(least.is_none_or(|least| model.constant <= least));
             prop_assert_eq!(minimum(&model), least);
-            if sweep == 2 {
+            if round == 2 {
                 for var in 0..model.vars.len() {
                     model.refresh(var, |_| {});
                 }

@@ -11,7 +11,7 @@ use hetspmd_search::eliminate::{Trail, eliminate};
 use hetspmd_search::join::contract;
 use hetspmd_search::model::{DEAD, Edge, HALF, Model, Var};
 use hetspmd_search::order::small_frontier_order;
-use hetspmd_search::trws::Sweeper;
+use hetspmd_search::trws::sweep;
 use proptest::prelude::*;
 
 const VALUES: usize = 3;
@@ -61,8 +61,7 @@ proptest! {
         let least = minimum(&model);
         let top = 1 << 40;
         let mut model = compact(&model, &small_frontier_order(&model));
-        let mut sweeper = Sweeper::default();
-        if (0..sweeps).any(|_| sweeper.sweep(&mut model, top, || true).is_err()) {
+        if (0..sweeps).any(|_| sweep(&mut model, top, || true).is_err()) {
             prop_assert_eq!(least, None);
             return Ok(());
         }
@@ -89,7 +88,7 @@ proptest! {
         if found.is_exact() {
             prop_assert_eq!(found.best.map(|(_, cost)| model.constant + cost), least);
         }
-        let dived = dive(&model, u64::MAX, || Ok::<(), ()>(())).unwrap();
+        let dived = dive(&model, u64::MAX, false, || Ok::<(), ()>(())).unwrap();
         prop_assert_eq!(dived.is_some(), least.is_some());
         if let Some(values) = dived {
             prop_assert!(Some(model.evaluate(&values)) >= least);
@@ -125,8 +124,7 @@ proptest! {
             if model.vars.is_empty() {
                 break;
             }
-            let mut sweeper = Sweeper::default();
-            let swept = (0..sweeps).try_for_each(|_| sweeper.sweep(&mut model, limit, || true).map(|_| ()));
+            let swept = (0..sweeps).try_for_each(|_| sweep(&mut model, limit, || true).map(|_| ()));
             for var in 0..model.vars.len() {
                 model.refresh(var, |_| {});
             }
