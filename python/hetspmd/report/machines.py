@@ -1,0 +1,60 @@
+"""What the accelerators of machines do of a plan across them, for people and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hetspmd.cost.machines import accelerator
+from hetspmd.cost.quantities import quantity_text
+from hetspmd.plan import Plan
+from hetspmd.report.tables import table
+from hetspmd.synth.nested import Across, Both, Inside, nest
+
+
+def inside_text(plan: Plan) -> str:
+    """Accelerators, their memory, and collectives inside."""
+    found = inside_document(plan)
+    if found is None:
+        return ""
+    rows = []
+    for rank, device in enumerate(plan.cluster.devices):
+        machine, held = device.machine, found["memory_bytes"][rank]
+        rows.append(
+            [
+                str(rank),
+                device.name,
+                str(found["accelerators"][rank]),
+                "" if machine is None else quantity_text(machine.inside.bandwidth, "bytes/s"),
+                quantity_text(held, "bytes") if held else "0 B",
+                quantity_text(accelerator(device).memory, "bytes"),
+            ]
+        )
+    header = ["device", "name", "accelerators", "inside", "peak memory of each", "of"]
+    seconds = quantity_text(found["seconds"], "seconds") if found["seconds"] else "0 s"
+    return (
+        "Across machines, data parallel inside in even shares\n"
+        f"{table(header, rows, right=(2, 3, 4, 5))}\n"
+        f"  {found['across']} collectives between machines in three steps, {found['inside']} inside; "
+        f"{found['alike']} of {found['computed']} ops run alike on all accelerators of a machine; "
+        f"both add {seconds}"
+    )
+
+
+def inside_document(plan: Plan) -> dict[str, Any] | None:
+    """Per device ``accelerators`` and ``memory_bytes`` of one of them; ``seconds`` that they add to the step;
+    numbers of collectives ``across`` and ``inside``, of ops that are ``computed``, and that all accelerators
+    compute ``alike``. None for a plan that is not across machines."""
+    if plan.inside is None:
+        return None
+    nested = nest(plan.theory, plan.program, plan.inside.program)
+    steps = (*nested.forward, *nested.backward)
+    computed = [s for s in steps if isinstance(s, Both) and not plan.theory.rules[s.instruction].alias]
+    return {
+        "accelerators": list(plan.cluster.accelerators),
+        "memory_bytes": list(plan.inside.memory_bytes),
+        "seconds": plan.inside.seconds,
+        "across": sum(isinstance(s, Across) for s in steps),
+        "inside": sum(isinstance(s, Inside) for s in steps),
+        "computed": len(computed),
+        "alike": sum(s.inner.factor is None and s.inner.name == "always" for s in computed),
+    }

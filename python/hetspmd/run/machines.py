@@ -1,0 +1,168 @@
+"""Collectives of plans across machines: among the accelerators of each, and between machines in three steps.
+
+A collective between machines (HAP 6) is the first accelerators' own. The others of a machine give them what
+they hold before it (gathered or summed at the first one) and get the result after it (whole, or a slice each).
+The first two steps are taken when it is started, and the last one when it is waited for, so that what is
+between machines overlaps other work. All ranks take all steps in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.machines import machine_of, ranks_of
+from hetspmd.run import collectives
+from hetspmd.run.collectives import PendingTensor, _summable, movable
+from hetspmd.run.communicator import Communicator
+from hetspmd.run.random import Draw, Randomness, Region, random_op
+from hetspmd.run.runtime import Runtime
+
+Part = tuple[int, Sequence[int]] | str | None
+"""How a machine's tensor lies on its accelerators: cut along a dim with these extents, "sum", or whole on each."""
+
+STARTS: dict[str, Callable[..., PendingTensor]] = {
+    "all_reduce": collectives.start_all_reduce, **collectives.SCATTERS, **collectives.GATHERS,
+    "all_to_all": collectives.start_all_to_all,
+}  # fmt: skip
+
+
+@dataclass
+class MachineRuntime(Runtime):
+    """The first input of an accelerator's graphs. ``communicator`` joins all accelerators of the active machines,
+    ``inside`` those of this one, ``across`` the first ones (on others: the others, which do not use it)."""
+
+    inside: Runtime | None = None
+    across: Runtime | None = None
+
+
+def join_machines(
+    everyone: Communicator, cluster: Cluster, active: Sequence[int], randomness: Randomness
+) -> MachineRuntime:
+    """The runtime of this rank; all ranks must call this. ``active``: machines."""
+    base = Runtime.join(everyone, ranks_of(cluster, active), randomness)
+    machines = machine_of(cluster)
+    inside = everyone.split([ranks_of(cluster, (j,)) for j in range(cluster.world)])
+    first = [machines.index(j) for j in active]
+    others = [rank for rank in range(everyone.world) if rank not in first]
+    across = everyone.split([part for part in (first, others) if part])
+    return MachineRuntime(
+        base.communicator, randomness, base.everyone, base.source, base.idle,
+        Runtime(inside, randomness), Runtime(across, randomness),
+    )  # fmt: skip
+
+
+def within(runtime: MachineRuntime) -> Runtime:
+    """The runtime of the collectives inside a machine."""
+    assert runtime.inside is not None
+    return runtime.inside
+
+
+class PendingAcross:
+    """A collective between machines on its way."""
+
+    def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
+        self._finish: Callable[[], torch.Tensor] | None = finish
+
+    def wait(self) -> torch.Tensor:
+        """Wait, have the result handed out inside, and give this accelerator's part."""
+        assert self._finish is not None, "a collective is waited for once"
+        finish, self._finish = self._finish, None
+        return finish()
+
+
+def start_across(
+    runtime: MachineRuntime, tensor: torch.Tensor, kind: str, args: Sequence[Any],
+    held: Part, shape: Sequence[int], handed: Part, result: Sequence[int],
+) -> PendingAcross:  # fmt: skip
+    """Start a collective of this kind, with the arguments of its start, between the machines.
+
+    ``shape`` and ``result`` are the shapes of the machine's tensor before and after; ``held`` and ``handed``
+    say how it lies on the accelerators.
+    """
+    assert runtime.inside is not None
+    assert runtime.across is not None
+    comm = runtime.inside.communicator
+    whole = tensor if comm.world == 1 else collect(comm, tensor, held, shape)
+    if comm.rank == 0:
+        pending = STARTS[kind](runtime.across, whole, *args)
+        return PendingAcross(lambda: hand_out(comm, pending.wait(), handed, result))
+    empty = tensor.new_empty(())
+    return PendingAcross(lambda: hand_out(comm, empty, handed, result))
+
+
+def collect(comm: Communicator, tensor: torch.Tensor, held: Part, shape: Sequence[int]) -> torch.Tensor:
+    """The machine's tensor of ``shape`` on its first accelerator; on the others a tensor of no use."""
+    if held is None or _numel(shape) == 0:
+        return tensor if held is None or comm.rank else tensor.new_zeros(list(shape))
+    if held == "sum":
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        comm.reduce(_summable(total), 0).wait()
+        return total
+    dim, extents = cast(tuple[int, Sequence[int]], held)
+    rest = _numel(shape) // shape[dim]
+    front = movable(tensor.movedim(dim, 0).contiguous())
+    row = _row(front, tensor, rest)
+    at_first = comm.rank == 0
+    received = tensor.new_empty([*((sum(extents),) if at_first else (0,)), *_others(shape, dim)])
+    splits = [front.numel() if r == 0 else 0 for r in range(comm.world)]
+    output_splits = [n * row if at_first else 0 for n in extents]
+    comm.all_to_all(movable(received), front, output_splits, splits).wait()
+    return received.movedim(0, dim).contiguous() if at_first else tensor
+
+
+def hand_out(comm: Communicator, whole: torch.Tensor, handed: Part, shape: Sequence[int]) -> torch.Tensor:
+    """From the first accelerator's tensor of ``shape`` everyone's part of it: all of it, or a slice."""
+    if comm.world == 1:
+        return whole
+    at_first = comm.rank == 0
+    if handed is None:
+        buffer = whole.contiguous() if at_first else whole.new_empty(list(shape))
+        if _numel(shape):
+            comm.broadcast(movable(buffer), 0).wait()
+        return buffer
+    dim, extents = cast(tuple[int, Sequence[int]], handed)
+    mine = [extents[comm.rank], *_others(shape, dim)]
+    if _numel(shape) == 0:
+        return whole.new_empty(mine).movedim(0, dim)
+    received = whole.new_empty(mine)
+    target = movable(received)
+    rest = _numel(shape) // shape[dim]
+    row = _row(target, whole, rest)
+    sent = movable(whole.movedim(dim, 0).contiguous() if at_first else whole.new_empty((0,)))
+    splits = [n * row if at_first else 0 for n in extents]
+    output_splits = [target.numel() if r == 0 else 0 for r in range(comm.world)]
+    comm.all_to_all(target, sent, output_splits, splits).wait()
+    return received.movedim(0, dim).contiguous()
+
+
+def _row(flat: torch.Tensor, tensor: torch.Tensor, rest: int) -> int:
+    """Elements, as they travel, of one slice along the dim that is cut."""
+    return rest if flat.dtype == tensor.dtype else rest * tensor.element_size()
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+def _others(shape: Sequence[int], dim: int) -> list[int]:
+    return [extent for d, extent in enumerate(shape) if d != dim]
+
+
+def draw_nested(
+    runtime: Runtime, instruction: int, shape: Sequence[int], regions: Sequence[Region], alike: bool, op: Any,
+    args: Sequence[Any], kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
+    """:func:`~hetspmd.run.random.random_op` as graphs of accelerators call it. ``regions``: the machine's slice and
+    this accelerator's slice of that, as far as there are any. ``alike``: others have the same slice."""
+    cut = [(dim, start, extent) for dim, start, extent in regions]
+    first = cut[0] if cut else None
+    draw = Draw(instruction, tuple(shape), first, tuple(cut[1:]), alike)
+    return random_op(runtime.randomness, draw, op, args, kwargs)

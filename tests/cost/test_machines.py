@@ -1,0 +1,166 @@
+"""Machines of several accelerators: cluster files, figures of virtual devices, what is added inside, memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hetspmd
+from hetspmd.balance.lengths import lengths_for
+from hetspmd.cost.cluster import Cluster, Device, Network
+from hetspmd.cost.machines import flat, machine_of, ranks_of, virtual_device
+from hetspmd.cost.model import CostModel
+from hetspmd.cost.nested import inside_bytes, inside_seconds
+from hetspmd.errors import ClusterError, MemoryLimitError
+from hetspmd.lower.nested import NestedLayout
+from hetspmd.rules.theory import derive
+from hetspmd.synth import constraints as known
+from hetspmd.synth.nested import Across, Both, Inside, nest
+from hetspmd.synth.search import Limits, search
+from hetspmd.synth.space import search_space
+from hetspmd.trace.trace import trace
+
+FILE = """\
+devices:
+  - {name: node, count: 2, accelerators: 4, flops: 10e12, memory: 16GiB, memory_bandwidth: 1TB/s,
+     inside: {bandwidth: 100GB/s, latency: 5us}}
+  - {name: lone, flops: 20e12}
+network: {bandwidth: 10GB/s, latency: 50us}
+"""
+
+
+def test_reads_machines() -> None:
+    cluster = Cluster.from_text(FILE)
+    each = Device("node", {"default": 10e12}, 16 * 2**30, 1e12)
+    node, lone = cluster.devices[0], cluster.devices[2]
+    assert node == virtual_device(each, 4, Network(100e9, 5e-6))
+    assert (node.rate("float32"), node.memory, node.memory_bandwidth) == (40e12, 64 * 2**30, 4e12)
+    assert node.update == pytest.approx(1 / (20 / 1e12 + 2 * 3 / 4 / 100e9))
+    assert lone.machine is None
+    assert (cluster.world, cluster.ranks, cluster.accelerators) == (3, 9, (4, 4, 1))
+    assert machine_of(cluster) == (0, 0, 0, 0, 1, 1, 1, 1, 2)
+    assert ranks_of(cluster, (0, 2)) == (0, 1, 2, 3, 8)
+    assert Cluster.load(cluster.to_dict()) == Cluster.from_text(cluster.to_text()) == cluster
+    assert flat(cluster) == Cluster((each,) * 8 + (lone,), Network(10e9, 50e-6))
+    assert flat(flat(cluster)) == flat(cluster)
+    assert "node (4)" in str(cluster)
+    alone = cluster.part((1,))
+    assert flat(alone).network == Network(100e9, 5e-6), "nothing crosses the network between machines"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{accelerators: 4, flops: 1e12}", "accelerators and lacks the key 'inside'; add inside"),
+        ("{inside: {bandwidth: 1GB/s}, flops: 1e12}", "inside joins several accelerators, and there is one"),
+        ("{accelerators: 0, flops: 1e12}", "whole number from 1"),
+        ("{accelerators: 2, inside: {latency: 1us}, flops: 1e12}", "inside lacks the key 'bandwidth'"),
+        ("{accelerators: 2, inside: {bandwidth: 1GB/s, lag: 1}, flops: 1e12}", "inside has the unknown key 'lag'"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(text: str, message: str) -> None:
+    with pytest.raises(ClusterError, match="<cluster>:1:") as caught:
+        Cluster.from_text(f"devices: [{text}]")
+    assert message in str(caught.value)
+
+
+def test_measured_figures_are_not_of_machines() -> None:
+    measured = "measured: {version: 1, about: {}, collectives: [], ops: []}"
+    with pytest.raises(ClusterError, match="list each accelerator by itself"):
+        Cluster.from_text(FILE + measured)
+    with pytest.raises(ClusterError, match="two or more"):
+        virtual_device(Device("d", {"default": 1.0}), 1, Network(1.0))
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.a(x), y, reduction="sum")
+
+
+def linear(rows: int = 12) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    return Linear(), (torch.randn(rows, 16), torch.randn(rows, 8))
+
+
+def test_data_parallel_in_closed_form() -> None:
+    """Two machines of four: gradients of 512 bytes and a loss are summed inside, between, and handed out."""
+    model, example = linear()
+    theory = derive(trace(model, example, {}))
+    each = Device("d", {"default": 1e12}, launch=1e-9)
+    inside = Network(1e9, 1e-6)
+    cluster = Cluster((virtual_device(each, 4, inside),) * 2, Network(1e8, 1e-5))
+    costs = CostModel(theory, cluster)
+    lengths = lengths_for(theory.axes, (0.5, 0.5))
+    outer = search(search_space(theory, known.data_parallel(theory)), costs, lengths, Limits()).program
+    nested = nest(theory, outer, outer)
+    layout = NestedLayout(theory, lengths, (4, 4))
+    steps = (*nested.forward, *nested.backward)
+    sums = [s for s in steps if isinstance(s, Across)]
+    assert not any(isinstance(s, Inside) for s in steps), (
+        "sums inside are the first step of those between machines"
+    )
+    assert sorted(theory.graph.tensors[s.tensor].nbytes for s in sums) == [4, 512]
+    alike = [s for s in steps if isinstance(s, Both) and s.inner.factor is None]
+    # Down and up: two latencies; a gradient's bytes count as computation, the loss's here.
+    want = 2 * 2e-6 + 2 * 4 / 1e9
+    assert all(theory.rules[s.instruction].flops == 0 for s in alike)
+    assert inside_seconds(costs, lengths, nested, layout) == pytest.approx(want, rel=1e-6)
+    parameters = 512 * (1 + 1) + 128 * 8
+    batch = 12 * (16 + 8) * 4
+    held = inside_bytes(layout, nested)
+    assert held[0] == held[1]
+    # Beside them at most what the gradient's collective holds and the divided activations.
+    assert parameters + batch <= held[0] <= parameters + batch + 3 * 512 + 3 * 12 * 8 * 4 / 8 + 600
+
+
+def test_memory_follows_the_shares() -> None:
+    """With a large batch, activations do: a machine with all of it holds the most, one with nothing the least."""
+    model, example = linear(1200)
+    theory = derive(trace(model, example, {}))
+    costs = CostModel(theory, Cluster((Device("d", {"default": 1e12}),) * 2, Network(1e8, 1e-5)))
+    lengths = lengths_for(theory.axes, (0.5, 0.5))
+    program = search(search_space(theory, known.data_parallel(theory)), costs, lengths, Limits()).program
+    nested = nest(theory, program, program)
+
+    def held(one: float, accelerators: tuple[int, int]) -> tuple[int, ...]:
+        return inside_bytes(
+            NestedLayout(theory, lengths_for(theory.axes, (one, 1 - one)), accelerators), nested
+        )
+
+    even = held(0.5, (4, 4))
+    assert held(1.0, (4, 4))[0] > even[0] == even[1] > held(1.0, (4, 4))[1]
+    assert held(0.5, (2, 4))[0] > even[0] > held(0.5, (8, 4))[0]
+
+
+def test_memory_of_each_accelerator_counts() -> None:
+    model, example = linear()
+    cluster = Cluster.load({
+        "devices": [{"name": "n", "count": 2, "accelerators": 2, "flops": 1e9, "memory": 1e6,
+                     "inside": {"bandwidth": "10GB/s", "latency": "1us"}}],
+        "network": {"bandwidth": "1GB/s", "latency": "1us"},
+    })  # fmt: skip
+    plan = hetspmd.compile(model, example, cluster, machines="virtual")
+    assert plan.inside is not None
+    most = max(plan.inside.memory_bytes)
+    assert 0 < most < 1e6
+    assert plan.cost.memory_bytes == tuple(2 * n for n in plan.inside.memory_bytes)
+
+    def with_memory(n: float) -> Cluster:
+        each = [d.machine for d in cluster.devices]
+        made = [virtual_device(replace(m.each, memory=n), 2, m.inside) for m in each if m is not None]
+        return replace(cluster, devices=tuple(made))
+
+    enough = hetspmd.compile(model, example, with_memory(most), machines="virtual")
+    assert enough.inside is not None
+    assert max(enough.inside.memory_bytes) <= most
+    with pytest.raises(MemoryLimitError, match="lacks"):
+        hetspmd.compile(model, example, with_memory(1500.0), machines="virtual")
+    assert math.isfinite(enough.cost.step_seconds)

@@ -1,0 +1,57 @@
+"""Plans across machines of several accelerators: random programs and lengths of the machines, data parallel
+inside."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from program_builder import cheap_random_program, random_program, uneven
+from small_models import Case
+from small_plans import NO_COST
+
+from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.step import StepCost
+from hetspmd.hierarchy import inside_of
+from hetspmd.pairs import Clock
+from hetspmd.plan import Plan
+from hetspmd.synth.search import Limits
+
+
+def machines(*accelerators: int, memory: str = "1GiB", inside: str = "1TB/s") -> Cluster:
+    """Machines with these numbers of accelerators, each faster than the one before, on a network that is slow
+    beside the one inside."""
+    entries: list[dict[str, Any]] = []
+    for i, count in enumerate(accelerators):
+        speed = 1e6 * (i + 1)
+        entry: dict[str, Any] = {
+            "name": f"n{i}",
+            "flops": speed,
+            "memory": memory,
+            "memory_bandwidth": "1TB/s",
+        }
+        if count > 1:
+            entry |= {"accelerators": count, "inside": {"bandwidth": inside, "latency": "1ns"}}
+        entries.append(entry | {"launch": 1e-9})
+    network = {"bandwidth": "100MB/s", "latency": "1us"}
+    return Cluster.load({"devices": entries, "network": network})
+
+
+def machine_plan(
+    case: Case, accelerators: tuple[int, ...], seed: int, active: tuple[int, ...] | None = None
+) -> Plan:
+    """Odd seeds: any program of the machines; even ones: one that communicates less."""
+    cluster = machines(*accelerators)
+    ranks = tuple(range(len(accelerators))) if active is None else active
+    world = len(ranks)
+    program = (random_program if seed % 2 else cheap_random_program)(case.theory, seed)
+    lengths = uneven(case.theory, world, seed)
+    pair: Any = SimpleNamespace(active=ranks, program=program, lengths=lengths)
+    inside = inside_of(case.theory, cluster, pair, Limits(), Clock())
+    everyone = len(accelerators)
+    cost = StepCost(0.0, 0.0, 0.0, 0.0, (0,) * everyone, 1, (0.0,) * everyone)
+    ratios = ((1.0 / world,) * world,)
+    return Plan(
+        case.theory.graph, program, ratios, lengths, cluster, cost, NO_COST, {}, (), ranks,
+        inside=inside,
+    )  # fmt: skip

@@ -1,0 +1,179 @@
+"""Random programs of machines with random programs of their accelerators inside equal the single device.
+
+Machines of 1, 2 and 3 accelerators; the lengths across are random and may be empty. Rows of the inner program
+are any that can be had at once with the outer one's: at random, mostly those that need no communication, or
+data parallel.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hetspmd.forms import ALL_REDUCE
+from hetspmd.lower.layout import Region
+from hetspmd.lower.nested import NestedLayout, Place, lower_place
+from hetspmd.rules.rule import Row
+from hetspmd.run.communicator import Communicator
+from hetspmd.run.machines import MachineRuntime
+from hetspmd.run.runtime import Runtime
+from hetspmd.run.simulate import run_ranks
+from hetspmd.synth.nested import Across, Inside, Key, Nested, inner_rows, nest
+from hetspmd.synth.program import Program
+from test_random_programs import TOLERANCE, Subject, subject
+from workbench import CPU, known, largest_error, randomness
+
+from program_builder import Builder, cheap_random_program, random_program, uneven  # isort: skip  # found by workbench
+
+MODES = ("random", "data parallel", "cheap")
+
+
+def inner_program(of: Subject, layout: NestedLayout, outer: Program, seed: int, mode: str) -> Program:
+    """A program whose rows go together with those of ``outer``."""
+    theory, rows = of.theory, inner_rows(outer)
+    batch = known.batch_axes(theory)
+    dice = random.Random(seed)
+    builder = Builder(theory, dice)
+
+    def pick(instruction: int, fitting: list[Row]) -> Row:
+        axes = dict(zip(theory.rows[instruction], theory.row_axes[instruction], strict=True))
+        free = [r for r in fitting if builder.ready(theory.graph.instructions[instruction], r)]
+        if mode == "data parallel":
+            along = [r for r in fitting if axes[r] in batch]
+            partial = [r for r in free if ALL_REDUCE in r.pre]
+            return (along or partial or fitting)[0]
+        divided = [r for r in free if r.name != "always"]
+        if mode == "cheap" and dice.random() < 0.9:
+            return dice.choice(divided or free or fitting)
+        return dice.choice(fitting)
+
+    for instruction in theory.graph.instructions:
+        fitting = list(theory.rows[instruction.id])
+        if instruction.is_source:
+            builder.compute(instruction, fitting[0])
+            continue
+        fitting = [
+            row
+            for row in fitting
+            if all(
+                layout.call(instruction.id, rows[instruction.id], row, at) is not None for at in layout.places
+            )
+        ]
+        builder.compute(instruction, pick(instruction.id, fitting))
+    return builder.finish()
+
+
+def error_of(of: Subject, nested: Nested, layout: NestedLayout) -> float:
+    """The largest relative error of any accelerator's loss, outputs, gradients and buffers."""
+    graph, want = of.theory.graph, of.want
+    parameters, buffers = dict(of.model.named_parameters()), dict(of.model.named_buffers())
+    machine = [at.machine for at in layout.places]
+    first = [rank for rank, at in enumerate(layout.places) if at.inside == 0]
+    others = [rank for rank in range(layout.world) if rank not in first]
+    machines = [[r for r, m in enumerate(machine) if m == v] for v in range(len(layout.accelerators))]
+
+    def body(communicator: Communicator) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        local = lower_place(of.theory, nested, layout, layout.places[communicator.rank], CPU)
+        drawn = randomness(communicator.rank)
+        inside = communicator.split(machines)
+        across = communicator.split([part for part in (first, others) if part])
+        runtime = MachineRuntime(
+            communicator, drawn, inside=Runtime(inside, drawn), across=Runtime(across, drawn)
+        )
+        with torch.no_grad():
+            shards = [
+                layout.slice(parameters[p.name].detach())
+                for layout, p in zip(local.parameters, graph.parameters, strict=True)
+            ]
+            whole = [buffers[b.name] for b in graph.buffers]
+            loss, outputs, updated, saved = local.forward(runtime, *shards, *whole, *of.inputs)
+            assert local.backward is not None
+            gradients = local.backward(runtime, torch.ones((), dtype=loss.dtype), saved)
+        got, expected = {"loss": loss}, {"loss": want.loss}
+        for index, (place, value) in enumerate(zip(local.outputs, outputs, strict=True)):
+            got[f"output {index}"], expected[f"output {index}"] = (
+                value,
+                place.slice(want.outputs[place.tensor]),
+            )
+        for index, value in zip(local.updated, updated, strict=True):
+            name = graph.buffers[index].name
+            got[name], expected[name] = value, want.buffers[name]
+        for index, value in zip(local.differentiable, gradients, strict=True):
+            name = graph.parameters[index].name
+            got[name], expected[name] = value, local.parameters[index].slice(want.gradients[name])
+        return got, expected
+
+    peak = {"peak": max(t.abs().max() for t in want.gradients.values())}
+    found = run_ranks(layout.world, body)
+    return max(largest_error({**got, **peak}, {**expected, **peak}, 1e-9)[0] for got, expected in found)
+
+
+def nested_case(of: Subject, seed: int) -> tuple[Nested, NestedLayout]:
+    dice = random.Random(seed)
+    accelerators = [dice.choice((1, 2, 3)) for _ in range(dice.choice((1, 2, 3)))]
+    if max(accelerators) == 1:
+        accelerators[0] = 2
+    outer = (random_program if seed % 2 else cheap_random_program)(of.theory, seed)
+    layout = NestedLayout(of.theory, uneven(of.theory, len(accelerators), seed), accelerators)
+    inner = inner_program(of, layout, outer, seed, MODES[seed % 3])
+    return nest(of.theory, outer, inner), layout
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        *(("mlp", 12), ("conv", 4), ("attention", 2), ("vocabulary", 6), ("experts", 4)),
+        *(pytest.param(name, 150, marks=pytest.mark.slow)
+          for name in ("mlp", "conv", "attention", "vocabulary", "experts")),
+    ],
+)  # fmt: skip
+def test_random_nested_programs(name: str, count: int) -> None:
+    of = subject(name)
+    seen: Counter[str] = Counter()
+    first = 0 if count < 100 else 1000
+    for seed in range(first, first + count):
+        nested, layout = nested_case(of, seed)
+        error = error_of(of, nested, layout)
+        assert error <= TOLERANCE, f"seed {seed}: {error}"
+        for step in (*nested.forward, *nested.backward):
+            if isinstance(step, Inside):
+                seen[f"inside {step.kind}"] += 1
+            elif isinstance(step, Across):
+                seen[f"across {step.kind}"] += 1
+                seen[f"from {min(step.collected, 2)}"] += 1
+                seen[f"to {min(step.handed_out, 2)}"] += 1
+    if name == "mlp":
+        kinds = (
+            "all_reduce",
+            "reduce_scatter",
+            "all_gather",
+            "all_to_all",
+            "grouped_broadcast",
+            "grouped_reduce",
+        )
+        wanted = {f"{where} {kind}" for where in ("inside", "across") for kind in kinds}
+        assert set(seen) >= wanted | {"from 0", "from 1", "from 2", "to 0", "to 2"}, sorted(
+            wanted - set(seen)
+        )
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_a_wrong_part_is_noticed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison sees accelerators that take the next one's part of what is whole inside."""
+    of = subject("mlp")
+    nested, layout = nested_case(of, seed)
+    assert error_of(of, nested, layout) <= TOLERANCE
+    right = NestedLayout.inner_region
+
+    def wrong(self: NestedLayout, key: Key, at: Place) -> Region | None:
+        region = right(self, key, at)
+        if region is None or at.inside != 1 or region.extent != right(self, key, Place(at.machine, 0)).extent:
+            return region
+        return replace(region, start=0)
+
+    monkeypatch.setattr(NestedLayout, "inner_region", wrong)
+    assert error_of(of, nested, layout) > TOLERANCE
