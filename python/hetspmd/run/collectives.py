@@ -1,14 +1,20 @@
 """Collectives over uneven shards, as pairs of start and wait, which lowered programs call.
 
 ``extents[r]`` is the number of elements that rank r holds along a dim, zeros allowed; shards are consecutive
-in rank order. Both of HAP 4.3's implementations are here:
+in rank order. The implementations, the first two HAP 4.3's:
 
 - padded: shards are padded to the largest, one equal-size collective runs, the padding is cut off;
-- grouped: one broadcast (or reduce) per rank that holds anything, with exact sizes.
+- grouped: one broadcast (or reduce) per rank that holds anything, with exact sizes;
+- ring: messages between neighbours, with exact sizes (:mod:`hetspmd.run.ring`);
+- exchange (of sums only): every rank is sent its slice by every other one, and sums.
 
-Every function is out of place, returns a :class:`Pending` at once, and all that decides whether something is
+Every function leaves its operand alone, but for one that the caller calls ``spare``: nobody reads that memory any
+more, and the result may lie there. It returns a :class:`Pending` at once, and all that decides whether something is
 sent is the same on every rank. Types that a backend cannot move (bool, complex, small integers) travel as
 bytes, or as real pairs where they are summed.
+
+What follows from one rank's data alone is not gathered: where one rank holds everything, the padded kinds are a
+broadcast and a reduce without padding, and an all-to-all from and to the same rank is nothing.
 
 Memory follows completion: a started collective holds its source, or a padded copy of it, only until the backend
 is done with it. Whenever a collective is started or waited for, those that have completed meanwhile let go of
@@ -19,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -34,7 +40,10 @@ _MOVABLE = (
 )  # fmt: skip
 
 
-class Pending:
+Result = TypeVar("Result")
+
+
+class Pending(Generic[Result]):
     """A collective on its way; :func:`wait` gives its result, once.
 
     ``finish`` makes the result of the primitives' outputs when all ``works`` are complete. ``early``: it makes
@@ -44,14 +53,14 @@ class Pending:
     __slots__ = ("_communicator", "_early", "_finish", "_result", "_works")
 
     def __init__(
-        self, works: Sequence[Work], finish: Callable[[], torch.Tensor],
+        self, works: Sequence[Work], finish: Callable[[], Result],
         communicator: Communicator | None = None, *, early: bool = False,
     ) -> None:  # fmt: skip
         self._works = list(works)
-        self._finish: Callable[[], torch.Tensor] | None = finish
+        self._finish: Callable[[], Result] | None = finish
         self._communicator = communicator
         self._early = early
-        self._result: torch.Tensor | None = None
+        self._result: Result | None = None
         if communicator is not None:
             communicator.in_flight.append(self)
 
@@ -64,7 +73,7 @@ class Pending:
             self._complete()
         return True
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Result:
         """Wait and give the result."""
         while self._works:
             self._works[0].wait()
@@ -81,6 +90,9 @@ class Pending:
             self._result, self._finish = self._finish(), None
 
 
+PendingTensor: TypeAlias = Pending[torch.Tensor]
+
+
 def _over(work: Work) -> bool:
     """Whether work is complete, and waited for then: its error is raised, a GPU's stream is told."""
     if not work.is_completed():
@@ -89,26 +101,31 @@ def _over(work: Work) -> bool:
     return True
 
 
-def wait(pending: Pending) -> torch.Tensor:
+def wait(pending: PendingTensor) -> torch.Tensor:
     """The result of a collective that was started."""
     return pending.wait()
 
 
-def start_all_reduce(runtime: Runtime, tensor: torch.Tensor) -> Pending:
+def start_all_reduce(runtime: Runtime, tensor: torch.Tensor, *, spare: bool = False) -> PendingTensor:
     """All-Reduce to Identity: the sum over the ranks."""
     comm = runtime.communicator
     if comm.world == 1 or tensor.numel() == 0:
         return Pending((), lambda: tensor)
     comm.settle()
-    total = tensor.clone(memory_format=torch.contiguous_format)
+    own = spare and _is_alone(tensor)
+    total = tensor if own else tensor.clone(memory_format=torch.contiguous_format)
     return Pending((comm.all_reduce(_summable(total)),), lambda: total, comm)
 
 
-def start_reduce_scatter(runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]) -> Pending:
+def start_reduce_scatter(
+    runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int], *, spare: bool = False
+) -> PendingTensor:
     """All-Reduce to All-Gather(dim), padded: this rank's slice of the sum."""
     comm = runtime.communicator
     if comm.world == 1 or tensor.numel() == 0:
-        return Pending((), lambda: _slice(tensor, dim, extents, comm.rank))
+        return Pending((), lambda: whole_slice(tensor, dim, extents, comm.rank))
+    if lone(extents) is not None:
+        return start_grouped_reduce(runtime, tensor, dim, extents)
     comm.settle()
     front = tensor.movedim(dim, 0)
     most, rest = max(extents), front.shape[1:]
@@ -116,43 +133,82 @@ def start_reduce_scatter(runtime: Runtime, tensor: torch.Tensor, dim: int, exten
         buffer = front.contiguous()
     else:
         buffer = tensor.new_zeros((comm.world * most, *rest))
-        for rank, (start, extent) in enumerate(_ranges(extents)):
+        for rank, (start, extent) in enumerate(ranges(extents)):
             buffer[rank * most : rank * most + extent] = front[start : start + extent]
     part = tensor.new_empty((most, *rest))
-    spare = buffer.data_ptr() != front.data_ptr()
+    spare = spare or buffer.data_ptr() != front.data_ptr()
     work = comm.reduce_scatter(_summable(part), _summable(buffer), spare=spare)
     extent = extents[comm.rank]
 
     def finish() -> torch.Tensor:
-        mine = _back(part[:extent], dim)
+        mine = back(part[:extent], dim)
         padded = mine.untyped_storage().nbytes() > mine.numel() * mine.itemsize
         return mine.clone() if padded else mine
 
     return Pending((work,), finish, comm, early=extent < most)
 
 
-def start_grouped_reduce(runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]) -> Pending:
+def start_grouped_reduce(
+    runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]
+) -> PendingTensor:
     """All-Reduce to All-Gather(dim), grouped: one reduce per rank that holds anything."""
+
+    def issue(comm: Communicator, parts: Sequence[torch.Tensor]) -> list[Work]:
+        return [comm.reduce(part, rank) for rank, part in enumerate(parts) if part.numel()]
+
+    return _reduced(runtime, tensor, dim, extents, issue)
+
+
+def start_ring_reduce(
+    runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]
+) -> PendingTensor:
+    """All-Reduce to All-Gather(dim), around a ring."""
+    return _reduced(runtime, tensor, dim, extents, lambda comm, parts: [comm.ring_reduce(parts)])
+
+
+def _reduced(
+    runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int],
+    issue: Callable[[Communicator, Sequence[torch.Tensor]], list[Work]],
+) -> PendingTensor:  # fmt: skip
+    """What ``issue`` makes of copies of the ranks' slices: sums, each on its rank."""
     comm = runtime.communicator
     if comm.world == 1 or tensor.numel() == 0:
-        return Pending((), lambda: _slice(tensor, dim, extents, comm.rank))
+        return Pending((), lambda: whole_slice(tensor, dim, extents, comm.rank))
     comm.settle()
-    works = []
-    result = tensor.narrow(dim, 0, 0).clone()
-    for rank, (start, extent) in enumerate(_ranges(extents)):
-        if extent:
-            part = tensor.narrow(dim, start, extent).clone(memory_format=torch.contiguous_format)
-            works.append(comm.reduce(_summable(part), rank))
-            if rank == comm.rank:
-                result = part
+    parts = [
+        tensor.narrow(dim, start, extent).clone(memory_format=torch.contiguous_format)
+        for start, extent in ranges(extents)
+    ]
+    works = issue(comm, [_summable(part) for part in parts])
+    result = parts[comm.rank]
     return Pending(works, lambda: result, comm)
 
 
-def start_all_gather(runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]) -> Pending:
+def start_exchange_reduce(
+    runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]
+) -> PendingTensor:
+    """All-Reduce to All-Gather(dim), by exchange: an all-to-all of slices, which their rank sums in rank order."""
+    comm = runtime.communicator
+    if comm.world == 1 or tensor.numel() == 0:
+        return Pending((), lambda: whole_slice(tensor, dim, extents, comm.rank))
+    comm.settle()
+    front = tensor.movedim(dim, 0).contiguous()
+    own, row = extents[comm.rank], front.shape[1:].numel() * _byte_factor(tensor.dtype)
+    parts = tensor.new_empty((comm.world, own, *front.shape[1:]))
+    splits = [extent * row for extent in extents]
+    work = comm.all_to_all(movable(parts), movable(front), [own * row] * comm.world, splits)
+    return Pending((work,), lambda: back(parts.sum(0, dtype=parts.dtype), dim), comm, early=True)
+
+
+def start_all_gather(
+    runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]
+) -> PendingTensor:
     """All-Gather(dim) to Identity, padded."""
     comm = runtime.communicator
     if comm.world == 1 or _whole(tensor, dim, extents) == 0:
         return Pending((), lambda: _filled(tensor, dim, extents))
+    if lone(extents) is not None:
+        return start_grouped_broadcast(runtime, tensor, dim, extents)
     comm.settle()
     front = tensor.movedim(dim, 0)
     most, rest = max(extents), front.shape[1:]
@@ -180,22 +236,53 @@ def start_all_gather(runtime: Runtime, tensor: torch.Tensor, dim: int, extents: 
 
 def start_grouped_broadcast(
     runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]
-) -> Pending:
+) -> PendingTensor:
     """All-Gather(dim) to Identity, grouped: one broadcast per rank that holds anything."""
+
+    def issue(comm: Communicator, parts: Sequence[torch.Tensor]) -> list[Work]:
+        return [comm.broadcast(part, rank) for rank, part in enumerate(parts) if part.numel()]
+
+    return _gathered(runtime, tensor, dim, extents, issue)
+
+
+def start_ring_gather(
+    runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]
+) -> PendingTensor:
+    """All-Gather(dim) to Identity, around a ring."""
+    return _gathered(runtime, tensor, dim, extents, lambda comm, parts: [comm.ring_gather(parts)])
+
+
+def _gathered(
+    runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int],
+    issue: Callable[[Communicator, Sequence[torch.Tensor]], list[Work]],
+) -> PendingTensor:  # fmt: skip
+    """What ``issue`` makes of the parts of the result, of which a rank has its own."""
     comm = runtime.communicator
     if comm.world == 1 or _whole(tensor, dim, extents) == 0:
         return Pending((), lambda: _filled(tensor, dim, extents))
     comm.settle()
     front = tensor.movedim(dim, 0)
     gathered = tensor.new_empty((sum(extents), *front.shape[1:]))
-    works = []
-    for rank, (start, extent) in enumerate(_ranges(extents)):
-        if extent:
-            part = gathered[start : start + extent]
-            if rank == comm.rank:
-                part.copy_(front)
-            works.append(comm.broadcast(movable(part), rank))
-    return Pending(works, lambda: _back(gathered, dim), comm)
+    parts = torch.split(gathered, list(extents))
+    parts[comm.rank].copy_(front)
+    works = issue(comm, [movable(part) for part in parts])
+    return Pending(works, lambda: back(gathered, dim), comm)
+
+
+SCATTERS: dict[str, Callable[..., PendingTensor]] = {
+    "reduce_scatter": start_reduce_scatter,
+    "grouped_reduce": start_grouped_reduce,
+    "ring_reduce": start_ring_reduce,
+    "exchange_reduce": start_exchange_reduce,
+}
+"""By kind: All-Reduce to All-Gather(dim)."""
+
+GATHERS: dict[str, Callable[..., PendingTensor]] = {
+    "all_gather": start_all_gather,
+    "grouped_broadcast": start_grouped_broadcast,
+    "ring_gather": start_ring_gather,
+}
+"""By kind: All-Gather(dim) to Identity."""
 
 
 def start_all_to_all(
@@ -205,7 +292,7 @@ def start_all_to_all(
     target: int,
     source_extents: Sequence[int],
     target_extents: Sequence[int],
-) -> Pending:
+) -> PendingTensor:
     """All-Gather(source) to All-Gather(target)."""
     comm = runtime.communicator
     me = comm.rank
@@ -214,10 +301,13 @@ def start_all_to_all(
         rest *= 1 if d in (source, target) else extent
     shape = list(tensor.shape)
     shape[source], shape[target] = sum(source_extents), target_extents[me]
-    if comm.world == 1 or rest * sum(source_extents) * sum(target_extents) == 0:
-        return Pending((), lambda: tensor if comm.world == 1 else tensor.new_empty(shape))
+    if rest * sum(source_extents) * sum(target_extents) == 0 and comm.world > 1:
+        return Pending((), lambda: tensor.new_empty(shape))
+    holder = lone(source_extents)
+    if holder is not None and holder == lone(target_extents):
+        return Pending((), lambda: tensor if holder == me else tensor.new_empty(shape))
     comm.settle()
-    parts = [tensor.narrow(target, start, extent).reshape(-1) for start, extent in _ranges(target_extents)]
+    parts = [tensor.narrow(target, start, extent).reshape(-1) for start, extent in ranges(target_extents)]
     buffer = torch.cat(parts)
     splits = [part.numel() for part in parts]
     output_splits = [extent * target_extents[me] * rest for extent in source_extents]
@@ -240,7 +330,7 @@ def start_all_to_all(
 def start_rebalance(
     runtime: Runtime, tensor: torch.Tensor, dim: int, source_extents: Sequence[int],
     target_extents: Sequence[int],
-) -> Pending:  # fmt: skip
+) -> PendingTensor:  # fmt: skip
     """All-Gather(dim) in other extents: slices stay in rank order, so that each rank sends to its neighbours what
     its new slice has no part of, and keeps what both have."""
     comm = runtime.communicator
@@ -250,12 +340,12 @@ def start_rebalance(
     comm.settle()
     front = tensor.movedim(dim, 0).contiguous()
     row = front.shape[1:].numel() * _byte_factor(tensor.dtype)
-    before, after = _ranges(source_extents), _ranges(target_extents)
+    before, after = ranges(source_extents), ranges(target_extents)
     splits = [_common(before[comm.rank], place) * row for place in after]
     output_splits = [_common(place, after[comm.rank]) * row for place in before]
     received = tensor.new_empty((target_extents[comm.rank], *front.shape[1:]))
     work = comm.all_to_all(movable(received), movable(front), output_splits, splits)
-    return Pending((work,), lambda: _back(received, dim), comm)
+    return Pending((work,), lambda: back(received, dim), comm)
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> int:
@@ -263,14 +353,26 @@ def _common(one: tuple[int, int], other: tuple[int, int]) -> int:
     return max(0, min(one[0] + one[1], other[0] + other[1]) - max(one[0], other[0]))
 
 
-def _ranges(extents: Sequence[int]) -> list[tuple[int, int]]:
+def ranges(extents: Sequence[int]) -> list[tuple[int, int]]:
     """(start, extent) of each rank."""
     return [(stop - extent, extent) for stop, extent in zip(accumulate(extents), extents, strict=True)]
 
 
-def _slice(tensor: torch.Tensor, dim: int, extents: Sequence[int], rank: int) -> torch.Tensor:
-    start, extent = _ranges(extents)[rank]
+def lone(extents: Sequence[int]) -> int | None:
+    """The only rank that holds anything, None if none or several do."""
+    holders = [rank for rank, extent in enumerate(extents) if extent]
+    return holders[0] if len(holders) == 1 else None
+
+
+def whole_slice(tensor: torch.Tensor, dim: int, extents: Sequence[int], rank: int) -> torch.Tensor:
+    start, extent = ranges(extents)[rank]
     return tensor.narrow(dim, start, extent)
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Whether the tensor lies in order in a storage of which it is all, so that a sum may be made there."""
+    dense = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return dense and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
 
 
 def _whole(tensor: torch.Tensor, dim: int, extents: Sequence[int]) -> int:
@@ -288,7 +390,7 @@ def _filled(tensor: torch.Tensor, dim: int, extents: Sequence[int]) -> torch.Ten
     return tensor.new_empty((*tensor.shape[:dim], sum(extents), *tensor.shape[dim + 1 :]))
 
 
-def _back(front: torch.Tensor, dim: int) -> torch.Tensor:
+def back(front: torch.Tensor, dim: int) -> torch.Tensor:
     """Dim 0 moved back to where it belongs, contiguous."""
     return front.movedim(0, dim).contiguous()
 

@@ -1,0 +1,158 @@
+"""Which collectives work in the memory of what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from program_builder import data_parallel, uneven
+from small_models import case
+from torch import fx
+
+from hetspmd.lower import lower
+from hetspmd.lower.emit import item, take_saved
+from hetspmd.lower.reuse import mark_spare
+from hetspmd.rules.kernels import dense
+from hetspmd.run import collectives
+from hetspmd.run.communicator import Communicator
+from hetspmd.run.random import Randomness
+from hetspmd.run.runtime import Runtime
+from hetspmd.run.simulate import run_ranks
+
+aten = torch.ops.aten
+Build = Callable[[fx.Graph, fx.Node, fx.Node], tuple[fx.Node, list[fx.Node]]]
+
+
+def product(g: fx.Graph, x: fx.Node) -> fx.Node:
+    return g.call_function(aten.mul.Tensor, (x, x))
+
+
+def alone(g: fx.Graph, runtime: fx.Node, x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    return product(g, x), []
+
+
+def of_a_view(g: fx.Graph, runtime: fx.Node, x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    return g.call_function(aten.reshape.default, (product(g, x), [4])), []
+
+
+def one_of_two(g: fx.Graph, runtime: fx.Node, x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    both = g.call_function(aten.sort.default, (x,))
+    return g.call_function(item, (both, 0)), [g.call_function(item, (both, 1))]
+
+
+def read_before(g: fx.Graph, runtime: fx.Node, x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    found = product(g, x)
+    return found, [product(g, found)]
+
+
+def given(g: fx.Graph, runtime: fx.Node, x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    return x, []
+
+
+def view_of_given(g: fx.Graph, runtime: fx.Node, x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    return g.call_function(aten.t.default, (x,)), []
+
+
+def unsafe_view_of_given(g: fx.Graph, runtime: fx.Node, x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    return g.call_function(aten._unsafe_view.default, (x, [4])), []
+
+
+def dense_of_given(g: fx.Graph, runtime: fx.Node, x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    return g.call_function(dense, (x,)), []
+
+
+def returned(g: fx.Graph, runtime: fx.Node, x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    found = product(g, x)
+    return found, [found]
+
+
+def view_returned(g: fx.Graph, runtime: fx.Node, x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    found = product(g, x)
+    return found, [g.call_function(aten.t.default, (found,))]
+
+
+def part_of_a_split(g: fx.Graph, runtime: fx.Node, x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    parts = g.call_function(aten.split.Tensor, (product(g, x), 1))
+    return g.call_function(item, (parts, 0)), [g.call_function(item, (parts, 1))]
+
+
+def saved(g: fx.Graph, runtime: fx.Node, x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    return g.call_function(take_saved, (x, 0)), []
+
+
+def delivered(g: fx.Graph, runtime: fx.Node, x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    pending = g.call_function(collectives.start_all_gather, (runtime, x, 0, (1, 1)))
+    return g.call_function(collectives.wait, (pending,)), []
+
+
+YES: list[Build] = [alone, of_a_view, one_of_two, read_before]
+NO: list[Build] = [
+    given, view_of_given, unsafe_view_of_given, dense_of_given, returned, view_returned, part_of_a_split, saved,
+    delivered,
+]  # fmt: skip
+
+
+def made(build: Build) -> tuple[fx.Graph, fx.Node]:
+    g = fx.Graph()
+    runtime, x = g.placeholder("runtime"), g.placeholder("x")
+    operand, results = build(g, runtime, x)
+    start = g.call_function(collectives.start_all_reduce, (runtime, operand))
+    g.output([g.call_function(collectives.wait, (start,)), *results])
+    mark_spare(g)
+    return g, start
+
+
+@pytest.mark.parametrize("build", YES)
+def test_what_nothing_reads_any_more_is_spare(build: Build) -> None:
+    assert made(build)[1].kwargs == {"spare": True}
+
+
+@pytest.mark.parametrize("build", NO)
+def test_what_something_may_read_is_not(build: Build) -> None:
+    assert made(build)[1].kwargs == {}
+
+
+def test_a_reader_behind_the_start_counts() -> None:
+    g = fx.Graph()
+    runtime, x = g.placeholder("runtime"), g.placeholder("x")
+    found = product(g, x)
+    start = g.call_function(collectives.start_all_reduce, (runtime, found))
+    later = product(g, found)
+    again = g.call_function(collectives.start_all_reduce, (runtime, found))
+    g.output([g.call_function(collectives.wait, (s,)) for s in (start, again)] + [later])
+    mark_spare(g)
+    assert (start.kwargs, again.kwargs) == ({}, {"spare": True}), "the last one is free to"
+
+
+def test_gradients_are_summed_where_they_were_computed() -> None:
+    c = case("mlp")
+    program = data_parallel(c.theory, c.theory.graph.inputs[0].tensor)
+    local = lower(c.theory, program, uneven(c.theory, 2), 0, torch.device("cpu"))
+    assert local.backward is not None
+    starts = [n for n in local.backward.graph.nodes if n.target is collectives.start_all_reduce]
+    assert starts
+    assert all(n.kwargs == {"spare": True} for n in starts)
+
+
+def test_a_spare_operand_becomes_the_sum_where_it_lies_in_order() -> None:
+    def body(comm: Communicator) -> None:
+        runtime = Runtime(comm, Randomness(0, comm.rank, torch.device("cpu")))
+
+        def summed(x: torch.Tensor, **options: Any) -> bool:
+            before = x.clone()
+            total = collectives.start_all_reduce(runtime, x, **options).wait()
+            assert torch.equal(total, 2 * before)
+            own = total.data_ptr() == x.data_ptr()
+            assert own or torch.equal(x, before)
+            return own
+
+        whole = torch.arange(24.0).view(4, 6)
+        assert summed(whole.clone(), spare=True)
+        assert not summed(whole.clone())
+        assert not summed(whole.clone().t(), spare=True)
+        assert not summed(whole.clone()[1:3], spare=True), "the rest would be held with it"
+        assert not summed(torch.ones(1).expand(5), spare=True)
+
+    run_ranks(2, body)
