@@ -18,12 +18,15 @@ __all__ = [
     "MemoryLimitError",
     "MissingRuleError",
     "MissingRuleWarning",
+    "NanError",
+    "OptionError",
     "OutputError",
     "PlanError",
     "PlanMismatchError",
     "ProfileError",
     "ProofError",
     "RandomOpError",
+    "RankFailedError",
     "RuleError",
     "SearchError",
     "TargetError",
@@ -70,6 +73,10 @@ class MissingRuleWarning(UserWarning):
 
 class ConstraintError(HetspmdError):
     """A file of constraints is missing or malformed."""
+
+
+class OptionError(HetspmdError):
+    """An argument of a function is not among the values that it takes."""
 
 
 class OutputError(HetspmdError):
@@ -131,8 +138,38 @@ class GradientError(HetspmdError):
     """A gradient was asked for that the plan does not compute."""
 
 
+class NanError(HetspmdError):
+    """An instruction made NaN of inputs without any, while ``torch.autograd.detect_anomaly`` looks for them.
+
+    The message names the instruction, the module and line of the model, and the ranges of the inputs.
+    """
+
+
 class RandomOpError(HetspmdError):
     """A random op cannot be drawn as the program or a verification asks."""
+
+
+class RankFailedError(HetspmdError):
+    """Another rank died, hangs or raised an error, so that a collective cannot be completed.
+
+    ``ranks`` are those that failed, as far as it could be found out; ``reason`` says how. This rank, ``rank``,
+    waited ``waited`` seconds; ``where`` names the collective of the program and the model's module, "" outside a
+    program; ``seen`` is what this rank saw itself.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], reason: str, rank: int, waited: float, seen: str = "", where: str = ""
+    ) -> None:
+        self.ranks, self.reason, self.rank = tuple(ranks), reason, rank
+        self.waited, self.seen, self.where = waited, seen, where
+        super().__init__(self.ranks, reason, rank, waited, seen, where)
+
+    def __str__(self) -> str:
+        place = f" in {self.where}" if self.where else ""
+        return (
+            f"{self.reason}; rank {self.rank} waited {self.waited:.1f} s{place} ({self.seen}). Restart all ranks "
+            "from the last checkpoint; if a rank may be busy for so long between two steps, raise HAP(timeout=...)"
+        )
 
 
 class WorldSizeError(HetspmdError):
