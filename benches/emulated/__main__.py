@@ -9,14 +9,10 @@ from pathlib import Path
 def run() -> int:
     """The bench, with its packages on the path."""
     sys.path[0] = str(Path(__file__).parents[1])
-    from emulated.cluster import EmulationError
     from emulated.compare import main
+    from emulated.entry import exit_status
 
-    try:
-        return main()
-    except EmulationError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return exit_status(main)
 
 
 if __name__ == "__main__":

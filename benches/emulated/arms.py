@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -39,6 +39,13 @@ COUNTED = 2
 
 TOLERANCE = 1e-3
 """Relative difference of losses that rounding in float32 may make over a few steps."""
+
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum: the optimizer of these arms unless another is named."""
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,7 @@ def train(
     resident = ResidentPeak()
     losses: list[Tensor] = []
     with LiveBytes() as counter:
-        step = _build(context, arm, find(workload)(**options), rows, plan)
+        step = build(context, arm, find(workload)(**options), rows, plan)
         for _ in range(COUNTED):
             gc.collect()
             counter.reset_peak()
@@ -157,9 +164,10 @@ def train(
     }
 
 
-def _build(
-    context: Context, arm: Arm, work: Workload, rows: list[int] | None, plan: str | None
-) -> Callable[[], Tensor]:
+def build(
+    context: Context, arm: Arm, work: Workload, rows: Sequence[int] | None, plan: str | None,
+    optimizer: Optimizer = momentum,
+) -> Callable[[], Tensor]:  # fmt: skip
     """A function that makes one step and returns this rank's part of the global loss, or all of it."""
     if arm == "hetspmd":
         from hetspmd.plan import Plan
@@ -168,17 +176,26 @@ def _build(
         assert plan is not None
         made = Plan.load(plan)
         hap = HAP(work.model, made.cluster, plan=made, sync_module_states=False)
-        return _stepper(hap, dict(work.batch), 1.0, 1.0)
+        return stepper(hap, dict(work.batch), 1.0, 1.0, optimizer)
     if arm == "alone":
-        return _stepper(work.model, dict(work.batch), 1.0, 1.0)
+        return stepper(work.model, dict(work.batch), 1.0, 1.0, optimizer)
     assert rows is not None
-    start, count = sum(rows[: context.rank]), rows[context.rank]
+    part, share = part_of(work, rows, context.rank)
+    parallel = _ddp(work.model) if arm == "ddp" else _fsdp(work, context.world)
+    return stepper(parallel, part, context.world * share, share, optimizer)
+
+
+def part_of(work: Workload, rows: Sequence[int], rank: int) -> tuple[dict[str, Tensor], float]:
+    """A rank's rows of the batch, and what they are of the weight of all.
+
+    Raises EmulationError where they weigh nothing.
+    """
+    start, count = sum(rows[:rank]), rows[rank]
     part = {name: value[start : start + count].clone() for name, value in work.batch.items()}
     share = float(work.weights[start : start + count].sum() / work.weights.sum())
     if not share > 0:
-        raise EmulationError(f"the rows of rank {context.rank} weigh nothing: its loss would be 0 / 0")
-    parallel = _ddp(work.model) if arm == "ddp" else _fsdp(work, context.world)
-    return _stepper(parallel, part, context.world * share, share)
+        raise EmulationError(f"the rows of rank {rank} weigh nothing: its loss would be 0 / 0")
+    return part, share
 
 
 def _ddp(model: nn.Module) -> nn.Module:
@@ -198,16 +215,17 @@ def _fsdp(work: Workload, world: int) -> nn.Module:
     return work.model
 
 
-def _stepper(
-    model: nn.Module, batch: Mapping[str, Tensor], scale: float, share: float
+def stepper(
+    model: nn.Module, batch: Mapping[str, Tensor], scale: float, share: float, optimizer: Optimizer = momentum
 ) -> Callable[[], Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    """A function that makes one step on ``batch``, with ``scale`` times the loss, and returns ``share`` of it."""
+    updates = optimizer(model.parameters())
 
     def step() -> Tensor:
-        optimizer.zero_grad()
+        updates.zero_grad()
         loss: Tensor = model(**batch)
         torch.autograd.backward(loss * scale if scale != 1.0 else loss)
-        optimizer.step()
+        updates.step()
         return loss.detach() * share
 
     return step

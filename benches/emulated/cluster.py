@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -151,11 +151,16 @@ def _probe(*, latency: bool) -> str | None:
     return None
 
 
+def rate_command(device: str, rate: float, verb: str = "add") -> list[str]:
+    """Arguments of ``tc`` that give one end of a link its rate in bytes/s (``verb="change"``: another one)."""
+    shape = ["rate", f"{round(rate * 8)}bit", "burst", str(BURST), "limit", str(QUEUE)]
+    return ["qdisc", verb, "dev", device, "root", "handle", "1:", "tbf", *shape]
+
+
 def link_commands(device: str, rank: Rank) -> list[list[str]]:
     """Arguments of ``tc`` that give one end of a link its rate and latency."""
-    bits, microseconds = round(rank.rate * 8), round(rank.latency * 1e6)
-    shape = ["rate", f"{bits}bit", "burst", str(BURST), "limit", str(QUEUE)]
-    found = [["qdisc", "add", "dev", device, "root", "handle", "1:", "tbf", *shape]]
+    microseconds = round(rank.latency * 1e6)
+    found = [rate_command(device, rank.rate)]
     if microseconds:
         delay = ["netem", "delay", f"{microseconds}us", "limit", str(QUEUE // 1500)]
         found.append(["qdisc", "add", "dev", device, "parent", "1:1", "handle", "10:", *delay])
@@ -241,6 +246,13 @@ class EmulatedCluster:
         self._groups.prefer(self.prefix, bool(self._held))
         self._groups.limit(self._group(rank), self.spec.ranks[rank].share if on else None)
         self.free_network_threads(rank)
+
+    def set_rate(self, rate: float) -> None:
+        """Give every link another rate in bytes/s; what is on its way is not lost."""
+        self.spec = ClusterSpec(tuple(replace(r, rate=rate) for r in self.spec.ranks))
+        for rank in range(self.world):
+            _run("tc", "-n", self._namespace(rank), *rate_command("eth0", rate, "change"))
+            _run("tc", "-n", f"{self.prefix}-switch", *rate_command(f"port{rank}", rate, "change"))
 
     def free_network_threads(self, rank: int) -> None:
         """Let all threads but the main one of the rank's process run beside its CPU share, if it is held to it.

@@ -9,6 +9,7 @@ set. The first leaves out what is not a tensor (gloo's buffers), the second adds
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self.peak = 0
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
+        self._lock = threading.RLock()  # a storage may die on another thread
 
     def __enter__(self) -> LiveBytes:
         original = torch.UntypedStorage.resize_
@@ -71,17 +73,19 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if storage.device.type == "meta":
             return
         key, size = storage._cdata, storage.nbytes()
-        known = self._references.get(key)
-        if known is None or known() is None:
-            self._forget(key)
-            self._references[key] = weakref.ref(storage, partial(self._dead, key))
-        self.current += size - self._sizes.get(key, 0)
-        self._sizes[key] = size
-        self.peak = max(self.peak, self.current)
+        with self._lock:
+            known = self._references.get(key)
+            if known is None or known() is None:
+                self._forget(key)
+                self._references[key] = weakref.ref(storage, partial(self._dead, key))
+            self.current += size - self._sizes.get(key, 0)
+            self._sizes[key] = size
+            self.peak = max(self.peak, self.current)
 
     def _dead(self, key: int, reference: Any) -> None:
-        if self._references.get(key) is reference:
-            self._forget(key)
+        with self._lock:
+            if self._references.get(key) is reference:
+                self._forget(key)
 
     def _forget(self, key: int) -> None:
         self.current -= self._sizes.pop(key, 0)

@@ -10,16 +10,12 @@ the bench says so and ends.
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 import hetspmd
 from emulated.cluster import EmulatedCluster, EmulationError, unavailable
+from emulated.command import measure_all, options_of, parsed, say
 from emulated.launch import Workers
 from hetspmd.plan import write_atomically
 from trust import results
@@ -37,32 +33,12 @@ by 1e-2 in the second step, and by more in each after it."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write. Exit status 0 also where no cluster can be emulated, with the reason."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="clusters and models (default: all)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each plan")
-    parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn, after one that is not")
-    parser.add_argument("--budget", type=float, default=100.0, help="seconds of a cluster's profile")
-    parser.add_argument(
-        "--ops-budget", type=float, default=50.0, help="seconds of the profile of a model's ops"
-    )
-    parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
-    parser.add_argument("--report", action="store_true", help="measure nothing")
-    parser.add_argument("--folder", type=Path, default=results.FOLDER, help="where results are kept")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="replace the results in this page")
-    options = parser.parse_args(arguments)
+    steps = (2, "timed steps of a turn, after one that is not")
+    parser = options_of(__doc__, folder=results.FOLDER, only="clusters and models", steps=steps, budget=100.0)
     names = [*CLUSTERS, *dict.fromkeys(m for of in MODELS.values() for m in of)]
-    if unknown := [n for n in options.only or () if n not in names]:
-        parser.error(f"nothing is called {unknown[0]!r}; there are {', '.join(names)}")
-    torch.set_num_threads(1)
-    if not options.report:
-        reason = unavailable()
-        if reason is not None:
-            print(f"skipped: {reason}")
-            return 0
-        if options.fresh and options.folder.exists():
-            shutil.rmtree(options.folder)
-        for name in CLUSTERS:
-            _measure(name, options)
+    options = parsed(parser, names, arguments)
+    if not measure_all(options, CLUSTERS, _measure):
+        return 0
     points = [p for p in results.load(options.folder) if _wanted(p.cluster, p.model, options.only)]
     if not points:
         print("nothing has been measured yet")
@@ -98,26 +74,26 @@ def _measure(name: str, options: argparse.Namespace) -> None:
     with EmulatedCluster(spec) as emulated, Workers(emulated) as workers:
         file = folder / "cluster.yaml"
         if not file.exists():
-            _say(f"{name}: {spec}: profile")
+            say(f"{name}: {spec}: profile")
             write_atomically(file, workers.run("trust.rank:profile", budget=options.budget)[0])
         for model in models:
             own = folder / f"{model}.yaml"
             if not own.exists():
-                _say(f"{name}, {model}: profile of its ops")
+                say(f"{name}, {model}: profile of its ops")
                 text = workers.run(
                     "trust.rank:profile_ops", file=str(file), model=model, cache=str(folder / "cache"),
                     budget=options.ops_budget,
                 )[0]  # fmt: skip
                 write_atomically(own, text)
-            _say(f"{name}, {model}: plans")
+            say(f"{name}, {model}: plans")
             cluster = hetspmd.Cluster.load(own)
             network, batch = build(model)
             files = {}
             for plan_name, plan in plans(network, batch, cluster):
                 files[plan_name] = folder / f"{model} - {plan_name}.json"
                 plan.save(files[plan_name])
-                _say(f"  {plan_name}: {plan.cost.step_seconds:.3f} s")
-            _say(f"{name}, {model}: steps")
+                say(f"  {plan_name}: {plan.cost.step_seconds:.3f} s")
+            say(f"{name}, {model}: steps")
             ranks = workers.run(
                 "trust.rank:train", model=model, plans={n: str(f) for n, f in files.items()},
                 rounds=options.rounds, steps=options.steps,
@@ -129,7 +105,7 @@ def _measure(name: str, options: argparse.Namespace) -> None:
             _check_losses(points)
             results.append(options.folder, points)
             for p in points:
-                _say(f"  {p.plan}: predicted {p.predicted:.3f} s, measured {p.measured:.3f} s")
+                say(f"  {p.plan}: predicted {p.predicted:.3f} s, measured {p.measured:.3f} s")
 
 
 def _check_losses(points: Sequence[results.Point]) -> None:
@@ -141,7 +117,3 @@ def _check_losses(points: Sequence[results.Point]) -> None:
                 raise EmulationError(
                     f"{first.model}, step {step}: the loss is {a} with {first.plan!r} and {b} with {other.plan!r}"
                 )
-
-
-def _say(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)

@@ -35,10 +35,10 @@ class LossOf(nn.Module):
         return loss
 
 
-def build(name: str) -> Built:
-    """A model by name, seeded. Raises KeyError for a name that there is not."""
+def build(name: str, **options: int) -> Built:
+    """A model by name, seeded; ``options`` of its function. Raises KeyError for a name that there is not."""
     torch.manual_seed(0)
-    model, batch = MODELS[name]()
+    model, batch = MODELS[name](**options)
     return model.train(), batch
 
 
@@ -54,20 +54,27 @@ def _tokens(batch: int, length: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def vgg19(batch: int = 16, size: int = 64) -> Built:
-    """torchvision's VGG19 with half its channels and 512 hidden units: 12 million parameters, 7 in the head."""
+def vgg19(batch: int = 16, size: int = 64, channels: int = 256, hidden: int = 512) -> Built:
+    """torchvision's VGG19 with half its channels and 512 hidden units: 12 million parameters, 7 in the head
+    (``channels=512, hidden=4096``: as it is)."""
     from torchvision.models.vgg import VGG, cfgs, make_layers
 
-    widths = [v if isinstance(v, str) else v // 2 for v in cfgs["E"]]
-    model = VGG(make_layers(widths, batch_norm=False), num_classes=10, dropout=0.0)
-    model.classifier[0] = nn.Linear(256 * 49, 512)
-    model.classifier[3] = nn.Linear(512, 512)
-    model.classifier[6] = nn.Linear(512, 10)
+    widths = [v if isinstance(v, str) else v * channels // 512 for v in cfgs["E"]]
+    features = make_layers(widths, batch_norm=False)
+    with torch.device("meta"):  # the head, of which every layer is replaced
+        model = VGG(features, num_classes=10, dropout=0.0)
+    model.classifier[0] = nn.Linear(channels * 49, hidden)
+    model.classifier[3] = nn.Linear(hidden, hidden)
+    model.classifier[6] = nn.Linear(hidden, 10)
     return Classifier(model), _images(batch, size, 10)
 
 
-def resnet50(batch: int = 16, size: int = 64) -> Built:
-    """torchvision's ResNet-50 whose inner convolutions have half their channels."""
+def resnet50(batch: int = 48, size: int = 64) -> Built:
+    """torchvision's ResNet-50 whose inner convolutions have half their channels.
+
+    The batch is large for its hundreds of collectives a step: a rank that has used up its quota of CPU time stands
+    still for milliseconds, and at each of them the others wait for it.
+    """
     from torchvision.models.resnet import Bottleneck, ResNet
 
     return Classifier(ResNet(Bottleneck, [3, 4, 6, 3], num_classes=10, width_per_group=32)), _images(
@@ -75,13 +82,14 @@ def resnet50(batch: int = 16, size: int = 64) -> Built:
     )
 
 
-def vit(batch: int = 24) -> Built:
+def vit(batch: int = 24, layers: int = 4, width: int = 256) -> Built:
     """ViTForImageClassification: 4 layers of 256, 65 tokens."""
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        num_hidden_layers=4, hidden_size=256, num_attention_heads=8, intermediate_size=1024, image_size=64,
-        patch_size=8, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        num_hidden_layers=layers, hidden_size=width, num_attention_heads=width // 32,
+        intermediate_size=4 * width, image_size=64, patch_size=8, num_labels=10, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     images = _images(batch, 64, 10)
     return LossOf(ViTForImageClassification(config)), {
@@ -90,13 +98,13 @@ def vit(batch: int = 24) -> Built:
     }
 
 
-def bert(batch: int = 24, tokens: int = 64) -> Built:
+def bert(batch: int = 24, tokens: int = 64, layers: int = 4, width: int = 256) -> Built:
     """BertForMaskedLM: 4 layers of 256, uneven padding, 15 % of the tokens labelled."""
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=4, num_attention_heads=8,
-        intermediate_size=1024, max_position_embeddings=tokens, hidden_dropout_prob=0.0,
+        vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 32,
+        intermediate_size=4 * width, max_position_embeddings=tokens, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     ids = torch.randint(4, VOCABULARY, (batch, tokens))
@@ -133,14 +141,16 @@ def llama(batch: int = 16, tokens: int = 64) -> Built:
     return LossOf(LlamaForCausalLM(config)), _tokens(batch, tokens)
 
 
-def bert_moe(batch: int = 32, tokens: int = 32) -> Built:
+def bert_moe(
+    batch: int = 32, tokens: int = 32, layers: int = 4, width: int = 192, heads: int = 6, experts: int = 6
+) -> Built:
     """The example's BERT with experts: 4 layers of 192, two of them with 6 experts."""
     examples = str(Path(__file__).parents[2] / "examples")
     if examples not in sys.path:
         sys.path.append(examples)
     from bert_moe import BertMoE
 
-    model = BertMoE(VOCABULARY, tokens, width=192, layers=4, heads=6, experts=6)
+    model = BertMoE(VOCABULARY, tokens, width=width, layers=layers, heads=heads, experts=experts)
     return model, _tokens(batch, tokens)
 
 

@@ -42,8 +42,12 @@ def profile(context: Context, *, budget: float) -> str:
     return measure(session, Options(budget, dtypes=("float32",))).to_text()
 
 
-def profile_ops(context: Context, *, file: str, model: str, cache: str, budget: float) -> str:
-    """The cluster file with the times of the model's ops, as ``hetspmd profile --model`` measures them."""
+def profile_ops(
+    context: Context, *, file: str, model: str, cache: str, budget: float,
+    options: Mapping[str, int] | None = None,
+) -> str:  # fmt: skip
+    """The cluster file with the times of the ops of a model (made with ``options``), as ``hetspmd profile --model``
+    measures them."""
     os.environ["HETSPMD_CACHE"] = cache
     communicator = ProcessGroupCommunicator()
     session = Session(communicator, torch.device("cpu"), "gloo", start=time.perf_counter())
@@ -52,7 +56,7 @@ def profile_ops(context: Context, *, file: str, model: str, cache: str, budget: 
     def cases() -> list[Case]:
         if session.rank:
             return []
-        network, batch = build(model)
+        network, batch = build(model, **(options or {}))
         return together([derive(trace(network, (), batch))], before.cluster)
 
     found = session.together("tracing the model", cases)[0]

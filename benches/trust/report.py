@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from emulated.pages import MARKS, replace_results
 from hetspmd.plan import write_atomically
 from hetspmd.profile.svg import Canvas
 from trust.results import Point
 from trust.statistics import summary, table
 
-MARKS = ("<!-- results -->\n", "<!-- end of results -->")
+__all__ = ["MARKS", "scatter", "write"]
+
 COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2")
 
 
@@ -20,13 +22,7 @@ def write(page: Path, points: Sequence[Point]) -> None:
 
     Raises ValueError for a page without the marks.
     """
-    text = page.read_text(encoding="utf-8")
-    if any(mark not in text for mark in MARKS):
-        raise ValueError(f"{page} lacks the marks {MARKS[0].strip()} and {MARKS[1]}")
-    head, rest = text.split(MARKS[0], 1)
-    tail = rest.split(MARKS[1], 1)[1]
-    lines = f"{summary(points).strip()}\n\n{table(points)}\n"
-    write_atomically(page, head + MARKS[0] + lines + MARKS[1] + tail)
+    replace_results(page, f"{summary(points).strip()}\n\n{table(points)}\n")
     write_atomically(page.with_suffix(".svg"), scatter(points))
 
 

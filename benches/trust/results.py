@@ -6,7 +6,6 @@ stored: they follow from the plan file, which holds the program, the lengths and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from emulated.pages import append_lines, read_lines
 from hetspmd.cost.step import StepCost, idle_seconds, on_cluster, step_cost
 from hetspmd.plan import Plan
 
@@ -84,15 +84,8 @@ def point(cluster: str, model: str, plan: str, file: Path, ranks: Sequence[dict[
 
 def load(folder: Path) -> list[Point]:
     """The points of a folder, in the order in which they were measured; none if there is no folder."""
-    path = folder / "points.jsonl"
-    if not path.exists():
-        return []
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # a run was killed while it wrote the line; the point is measured again
+    for entry in read_lines(folder / "points.jsonl"):
         numbers = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
         found.append(Point(**{**numbers, "file": str(folder / entry["file"])}))
     return found
@@ -100,19 +93,11 @@ def load(folder: Path) -> list[Point]:
 
 def append(folder: Path, points: Sequence[Point]) -> None:
     """Add points to the folder's."""
-    with (folder / "points.jsonl").open("a", encoding="utf-8") as file:
-        for p in points:
-            names = (
-                "cluster",
-                "model",
-                "plan",
-                "seconds",
-                "losses",
-                "peak_bytes",
-                "resident_bytes",
-                "main",
-                "other",
-            )
-            entry = {name: getattr(p, name) for name in names}
-            entry["file"] = str(Path(p.file).relative_to(folder))
-            file.write(json.dumps(entry) + "\n")
+    names = (
+        "cluster", "model", "plan", "seconds", "losses", "peak_bytes", "resident_bytes", "main", "other",
+    )  # fmt: skip
+    entries = [
+        {name: getattr(p, name) for name in names} | {"file": str(Path(p.file).relative_to(folder))}
+        for p in points
+    ]
+    append_lines(folder / "points.jsonl", entries)

@@ -125,22 +125,6 @@ def test_the_product_is_large_enough() -> None:
         assert spec.cores < 2
 
 
-def test_nothing_measured_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--report", "--folder", str(tmp_path)]) == 0
-    assert "nothing has been measured yet" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        command.main(["--only", "GPT-9"])
-    assert "nothing is called 'GPT-9'" in capsys.readouterr().err
-
-
-def test_without_root_the_bench_is_skipped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "unavailable", lambda: "emulating a cluster needs root")
-    assert command.main([]) == 0
-    assert capsys.readouterr().out == "skipped: emulating a cluster needs root\n"
-
-
 @pytest.mark.slow
 def test_plans_of_a_small_model_are_different_programs() -> None:
     torch.manual_seed(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cost_graphs import Builder, data_parallel, mlp, program, random_program
@@ -13,7 +15,9 @@ from hetspmd.cost.memory import OPTIMIZER_BYTES, Holdings, memory_bytes, memory_
 from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather, is_sharded, sharded_dim
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
+from hetspmd.synth.crossing import crossing
 from hetspmd.synth.program import Communicate, Compute, Program, Result
+from hetspmd.synth.schedule import schedule
 
 ROWS, IN, OUT = 8, 4, 6
 
@@ -72,7 +76,8 @@ def test_by_hand() -> None:
     )
     fixed = 128 + 192 + 96 + 192  # g is an input: held to the end
     # x g w | y | v | loss | its sum | gw | its sum | the end
-    whole = [fixed] * 5 + [fixed + 4, fixed + 8, fixed + 4 + 96, fixed + 4 + 96 + 96, fixed + 4 + 96]
+    # Sums lie where the summands did, which nothing reads afterwards.
+    whole = [fixed] * 5 + [fixed + 4, fixed + 4, fixed + 4 + 96, fixed + 4 + 96, fixed + 4 + 96]
     cut = [0, 0, 0, 192, 192, 192, 0, 0, 0, 0]
     whole.append(whole[-1] + 2 * 96)  # the weight is updated, with two temporaries
     cut.append(0)
@@ -100,7 +105,7 @@ def test_a_weight_in_shards_by_hand() -> None:
     # sum of the gradient is padded likewise, and held with a part of 80 bytes.
     gather, scatter = 160, 160 + 80
     assert profile.whole.tolist() == [
-        inputs, inputs, inputs, inputs + 96 + gather, inputs + 96, inputs, inputs + 4, inputs + 8, inputs + 100,
+        inputs, inputs, inputs, inputs + 96 + gather, inputs + 96, inputs, inputs + 4, inputs + 4, inputs + 100,
         inputs + 100 + scatter, inputs + 4, inputs + 4,
     ]  # fmt: skip
     fixed = (96 + 192) // 6
@@ -155,7 +160,12 @@ def replay(
     reads: list[tuple[int, int]] = []  # (buffer, step)
     trained = {p.tensor for p in graph.parameters if p.gradient is not None}
     always, updates = 0, []
+    order = schedule(theory, chosen)
+    behind = {id(step) for step in order.backward}
+    copied = crossing(graph, order, chosen.gradients).slices
+    cut: dict[tuple[int, int], int] = {}  # slice of a whole tensor -> where it is first cut
     carried: dict[tuple[int, int], tuple[int, Communicate]] = {}
+    sums: list[tuple[int, int, int, Communicate]] = []  # buffer of the summands, of the sum, step
     first_read: dict[tuple[int, int], int] = {}
     for at, step in enumerate(chosen.steps):
         if isinstance(step, Communicate):
@@ -166,6 +176,12 @@ def replay(
             inputs = list(zip(i.inputs, step.row.pre, strict=True))
             rule = theory.rules.get(step.instruction)
             base = inputs[0] if rule is not None and rule.alias else None
+        for key in inputs:
+            if key in copied and key not in value and id(step) in behind:
+                since = cut.get(key, first_read[key[0], IDENTITY] if (key[0], IDENTITY) in carried else -1)
+                value[key] = len(buffers)
+                buffers.append((*key, since if since >= 0 else buffers[value[key[0], IDENTITY]][2], False))
+            cut.setdefault(key, at)
         used = [value.get(key, value.get((key[0], IDENTITY), -1)) for key in inputs]
         reads += [(b, at) for b in used if b >= 0]
         for name in (name for key in inputs for name in [key if key in value else (key[0], IDENTITY)]):
@@ -180,6 +196,8 @@ def replay(
                 value[key] = used[0]
                 reads.append((used[0], at))
             else:
+                if isinstance(step, Communicate) and step.source == ALL_REDUCE:
+                    sums.append((used[0], len(buffers), at, step))
                 value[key] = len(buffers)
                 buffers.append((*key, 0 if source else at, source))
             if source and key[0] in trained:
@@ -191,6 +209,15 @@ def replay(
         first_read.setdefault(
             (r.tensor, r.form) if (r.tensor, r.form) in value else (r.tensor, IDENTITY), end
         )
+    spare: set[int] = set()
+    for summands, made_by, at, step in sums:
+        t, f, since, _ = buffers[summands]
+        own = f == ALL_REDUCE and graph.tensors[t].nbytes == graph.tensors[step.tensor].nbytes
+        same = (id(chosen.steps[since]) in behind) == (id(step) in behind)
+        if own and same and all(s <= at for r, s in reads if r == summands):
+            spare.add(at)
+            if step.kind == "all_reduce":
+                buffers[made_by] = (*buffers[made_by][:2], at + 1, False)
     totals = []
     for at in range(end + 1):
         alive = [
@@ -204,6 +231,11 @@ def replay(
             flight, ready, early = workspace(theory, step, lengths, rank)
             if start == at or start <= at < done:
                 own += flight
+            if start == at and start in spare and step.kind == "reduce_scatter":
+                axis = theory.axes.axis(step.tensor, sharded_dim(step.target))
+                assert axis is not None
+                if sharded_dim(step.target) == 0 and len(set(lengths.units[axis.id])) == 1:
+                    own -= graph.tensors[step.tensor].nbytes
             if at == max(start, (done if early else wait) - 1):
                 own += ready
         totals.append(always + sum(alive) + own)
@@ -222,14 +254,24 @@ def workspace(theory: Theory, step: Communicate, lengths: Lengths, rank: int) ->
         assert axis is not None
         return [size * u // axis.units for u in lengths.units[axis.id]]
 
+    sharded = step.source if is_sharded(step.source) else step.target
+    alone = [p > 0 for p in parts(sharded)]
+    if sum(alone) == 1:
+        if step.kind == "all_to_all" and alone == [p > 0 for p in parts(step.target)]:
+            return 0, 0, False
+        exact = {"reduce_scatter": "grouped_reduce", "all_gather": "grouped_broadcast"}
+        step = replace(step, kind=exact.get(step.kind, step.kind))
     if step.kind == "all_to_all":
         return parts(step.source)[rank], parts(step.target)[rank], False
     form = step.source if is_sharded(step.source) else step.target
     padded, moved = lengths.world * max(parts(form)), sharded_dim(form) != 0
     if step.kind == "reduce_scatter":
         return padded + max(parts(form)) - parts(form)[rank], 0, False
-    if step.kind == "grouped_reduce":
+    if step.kind in ("grouped_reduce", "ring_reduce"):
         return size - parts(form)[rank], 0, False
+    if step.kind == "exchange_reduce":
+        own = parts(form)[rank]
+        return size + (lengths.world - 1) * own, lengths.world * own, True
     if step.kind == "all_gather":
         return padded - size, size if moved or padded > size else 0, padded > size
     return 0, size if moved else 0, False
@@ -249,8 +291,19 @@ def test_random_programs_against_a_replay(seed: int) -> None:
     )
     chosen = data_parallel(theory) if seed == 0 else random_program(theory, seed)
     starts = [at for at, step in enumerate(chosen.steps) if isinstance(step, Communicate)]
-    later = {at: at + int(dice.integers(1, 40)) for at in starts if dice.random() < 0.7}
+    end = len(chosen.steps) - 1
+    later = {at: min(at + int(dice.integers(1, 40)), end) for at in starts if dice.random() < 0.7}
+    order = schedule(theory, chosen)
+    run = replace(chosen, steps=(*order.forward, *order.backward))
+    index = {id(step): at for at, step in enumerate(run.steps)}
+    place = {at: index[id(step)] for at, step in enumerate(chosen.steps) if id(step) in index}
     for completed in (None, {}, later):
+        executed = Holdings(theory, chosen, executed=True).at(lengths, completed)
+        there = None
+        if completed is not None:
+            there = {place[a]: place[b] for a, b in completed.items() if a in place and b in place}
+        for rank in range(world):
+            assert executed.held[:, rank].tolist() == replay(theory, run, lengths, rank, there)
         profile = Holdings(theory, chosen).at(lengths, completed)
         for rank in range(world):
             assert profile.held[:, rank].tolist() == replay(theory, chosen, lengths, rank, completed)
@@ -296,6 +349,7 @@ def test_largest_shares_at_the_bound_and_beyond() -> None:
 
 def test_a_dim_without_an_axis_is_refused() -> None:
     theory = tiny()
-    steps = (Compute(X, theory.rows[X][0]), Compute(LOSS, Row("odd", (IDENTITY,), (all_gather(0),))))
+    kept = divided(theory, IDENTITY).steps[:LOSS]
+    steps = (*kept, Compute(LOSS, Row("odd", (all_gather(0),), (all_gather(0),))))
     with pytest.raises(ValueError, match="no logical axis"):
         Holdings(theory, Program(steps, None, (), (), ()))

@@ -93,16 +93,31 @@ def test_more_cores_than_there_are() -> None:
     assert f"this machine has {cores}" in (reason or "")
 
 
+def received(cluster: EmulatedCluster) -> float:
+    """Bytes/s that rank 1 gets from rank 0."""
+    receiver = cluster.start(1, [sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE)
+    assert receiver.stdout is not None
+    assert receiver.stdout.readline() == b"listening\n"
+    sender = cluster.start(0, [sys.executable, "-c", SEND, cluster.address(1)])
+    found = float(output(receiver))
+    assert sender.wait(60) == 0
+    return found
+
+
+@emulation
+def test_a_rate_can_be_changed() -> None:
+    rate = 5e6
+    with EmulatedCluster(ClusterSpec((Rank(0.5, 10 * rate), Rank(0.25, 10 * rate)))) as cluster:
+        cluster.set_rate(rate)
+        assert cluster.spec == ClusterSpec((Rank(0.5, rate), Rank(0.25, rate)))
+        assert 0.6 * rate < received(cluster) < 1.05 * rate
+
+
 @emulation
 def test_rates_shares_and_isolation() -> None:
     rate, share = 12.5e6, 0.25
     with EmulatedCluster(ClusterSpec((Rank(share, rate), Rank(share, rate)))) as cluster:
-        receiver = cluster.start(1, [sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE)
-        assert receiver.stdout is not None
-        assert receiver.stdout.readline() == b"listening\n"
-        sender = cluster.start(0, [sys.executable, "-c", SEND, cluster.address(1)])
-        assert 0.6 * rate < float(output(receiver)) < 1.05 * rate
-        assert sender.wait(60) == 0
+        assert 0.6 * rate < received(cluster) < 1.05 * rate
         for rank in range(2):
             cluster.throttle(rank, True)
         busy = [cluster.start(r, [sys.executable, "-c", BUSY], stdout=subprocess.PIPE) for r in range(2)]

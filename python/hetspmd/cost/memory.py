@@ -1,18 +1,28 @@
-"""Bytes that a program holds on each device, by liveness over its order (design 6).
+"""Bytes that a program holds on each device, by liveness over an order of its steps (design 6).
 
-Parameters, buffers and inputs are held during the whole step, gradients from where they are produced to the end,
-any other tensor from its step to the last that reads it (a view holds what it looks at), and the optimizer's state
-always. Until it has completed, a collective holds buffers besides, as those of :mod:`hetspmd.run.collectives` do:
-at least while it is started, and as long as the simulation of the step (:mod:`hetspmd.cost.overlap`) says where it
-is asked. For a tensor of E bytes over n devices, with M the largest share, s a device's share of the source's axis,
-t that of the result's, more than the result:
+The order is the one that is executed (:mod:`hetspmd.synth.schedule`), or the program's own, in which the search
+thinks. In either, parameters, buffers and inputs are held during the whole step, gradients from where they are
+produced to the end, any other tensor from its step to the last that reads it (a view holds what it looks at), and
+the optimizer's state always. Of a whole tensor of which the backward reads no more than slices, copies of these
+are held from the forward on (:mod:`hetspmd.synth.crossing`). Until it has completed, a collective holds buffers
+besides, as those of :mod:`hetspmd.run.collectives` do: at least while it is started, and as long as the
+simulation of the step (:mod:`hetspmd.cost.overlap`) says where it is asked. For a tensor of E bytes over n
+devices, with M the largest share, s a device's share of the source's axis, t that of the result's, more than the
+result:
 
     all_reduce          0
     reduce_scatter      n M E + (M - t) E       what is summed, padded, and a padded result
-    grouped_reduce      (1 - t) E               what is summed
+    grouped_reduce      (1 - t) E               what is summed; so ring_reduce
+    exchange_reduce     E + (n - 1) t E         what is sent, and the n parts that are summed; then (n + 1) t E
     all_gather          (n M - 1) E             padded; while it is cut to size or moved from dim 0, n M E
-    grouped_broadcast   0                       while it is moved from dim 0, E
+    grouped_broadcast   0                       while it is moved from dim 0, E; so ring_gather
     all_to_all          s E                     what is sent; while the result is put together, (s + t) E
+
+Where one device holds the whole axis, reduce_scatter and all_gather are grouped, and an all_to_all from and to it
+is nothing.
+
+What is summed and read by nothing afterwards gives its memory to an all-reduce, and to a reduce-scatter of equal
+shards along dim 0 (:mod:`hetspmd.lower.reuse`): it and the sum, or the copy that is summed, are then one.
 
 On a lone device a collective is nothing. After the backward the optimizer updates one parameter after the other,
 with two temporaries of its size (AdamW's loop in torch; its fused version needs none, its ``foreach`` version,
@@ -32,9 +42,12 @@ import numpy as np
 
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.model import Array, Index
-from hetspmd.forms import IDENTITY, Form, is_sharded, sharded_dim
+from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, is_sharded, sharded_dim
 from hetspmd.rules.theory import Theory
+from hetspmd.synth.buckets import Bucket, members
+from hetspmd.synth.crossing import crossing
 from hetspmd.synth.program import Communicate, Program
+from hetspmd.synth.schedule import Key, Schedule, reads, schedule, writes
 
 __all__ = ["OPTIMIZER_BYTES", "Holdings", "MemoryProfile", "memory_bytes", "memory_profile"]
 
@@ -43,6 +56,11 @@ OPTIMIZER_BYTES = 8
 
 TEMPORARIES = 2
 """Tensors of a parameter's size that the optimizer needs while it updates it."""
+
+
+_RESHAPE = "aten._unsafe_view.default"
+"""What the trace makes of a reshape that cannot be a view, and of a product's result. Of an expanded tensor, which
+has more bytes than its storage, it is a copy."""
 
 
 @dataclass(frozen=True)
@@ -93,87 +111,136 @@ class MemoryProfile:
 def memory_bytes(
     theory: Theory, program: Program, lengths: Lengths, *, optimizer_bytes: int = OPTIMIZER_BYTES
 ) -> tuple[int, ...]:
-    """Peak bytes per device; ``optimizer_bytes`` per local element of each parameter that has a gradient."""
+    """Peak bytes per device, in the program's own order; ``optimizer_bytes`` per local element of each parameter
+    that has a gradient."""
     return memory_profile(theory, program, lengths, optimizer_bytes=optimizer_bytes).peaks
 
 
 def memory_profile(
     theory: Theory, program: Program, lengths: Lengths, *, optimizer_bytes: int = OPTIMIZER_BYTES
 ) -> MemoryProfile:
-    """The profile of a program at integer lengths. For several lengths keep its :class:`Holdings`."""
+    """The profile of a program in its own order at integer lengths. For several lengths keep its
+    :class:`Holdings`."""
     return Holdings(theory, program, optimizer_bytes=optimizer_bytes).at(lengths)
 
 
 class Holdings:
     """What a program holds from when to when, whatever the lengths.
 
-    Raises ValueError for a dim that no axis shards.
+    ``executed``: in the order in which its steps are executed, with buckets of at most ``bucket_bytes`` bytes and
+    without steps that no result needs; else in its own. ``scheduled``: its schedule with these buckets, if known.
+    Raises ValueError for a dim that no axis shards and PlanError for a program that reads what is not there.
     """
 
     def __init__(
-        self, theory: Theory, program: Program, *, optimizer_bytes: int = OPTIMIZER_BYTES, alone: bool = False
+        self, theory: Theory, program: Program, *, optimizer_bytes: int = OPTIMIZER_BYTES, alone: bool = False,
+        executed: bool = False, bucket_bytes: float = 0, scheduled: Schedule | None = None,
     ) -> None:  # fmt: skip
         self.theory = theory
         self._program, self._optimizer_bytes, self._alone = program, optimizer_bytes, alone
-        self._buffers: list[
-            tuple[int, Communicate, int]
-        ] = []  # start, collective, where its result is first read
+        self._executed, self._bucket_bytes, self._scheduled = executed, bucket_bytes, scheduled
+        # Collectives, by id, that work in the memory of what they are given.
+        self._spare: set[int] = set()
+        # Start, collective, whether it is in a bucket, where its result is first read.
+        self._buffers: list[tuple[int, Communicate, bool, int]] = []
         graph = theory.graph
-        steps = len(program.steps)
-        held: dict[tuple[int, Form], int] = {}  # (tensor, form) -> value
-        sizes: list[tuple[int, Form]] = []  # of the value's own storage
+        if scheduled is None:
+            scheduled = schedule(theory, program, bucket_bytes)
+        order = (*scheduled.forward, *scheduled.backward) if executed else program.steps
+        place: dict[int, int] = {}
+        for at, step in enumerate(order):
+            several = step.members if isinstance(step, Bucket) else (step,)
+            place.update((id(each), at) for each in several)
+        self._moment = [place.get(id(step)) for step in program.steps]
+        steps = len(order)
+        slices = crossing(graph, scheduled, program.gradients).slices
+        behind = {id(step) for step in scheduled.backward}
+        if not executed:
+            behind.update(
+                id(m) for step in scheduled.backward if isinstance(step, Bucket) for m in step.members
+            )
+        held: dict[Key, int] = {}  # value
+        sizes: list[Key] = []  # of the value's own storage
         storage: list[int] = []  # value -> the value whose storage it shares
         born: list[int] = []
         last: list[int] = []
+        side: list[bool] = []  # of the value's own storage: whether the backward makes it
+        sums: list[tuple[Communicate, int, int, int, bool]] = []  # what is summed into what, where
+        sliced: dict[Key, int] = {}  # where a slice is first cut from what is whole
+        started: dict[int, tuple[int, Communicate, bool]] = {}  # value -> where its collective starts
+        ready: dict[int, int] = {}  # value -> where its collective is waited for
 
-        def read(tensor: int, form: Form, at: int) -> int | None:
-            value = held.get((tensor, form), held.get((tensor, IDENTITY)))
-            if value is not None:
-                last[storage[value]] = max(last[storage[value]], at)
-                if value in started:
-                    self._buffers.append((*started.pop(value), at))
+        def read(key: Key, at: int, late: bool) -> int | None:
+            whole = held.get((key[0], IDENTITY))
+            value = held.get(key, whole)
+            if value is None:
+                return None
+            if value == whole and late and key in slices:
+                add(key, sliced.get(key, ready.get(value, born[value])), at)
+                value = held[key]
+            sliced.setdefault(key, at)
+            last[storage[value]] = max(last[storage[value]], at)
+            if value in started:
+                self._buffers.append((*started.pop(value), at))
+                ready[value] = at
             return value
 
-        def add(tensor: int, form: Form, at: int, until: int, base: int | None = None) -> None:
-            if (tensor, form) in held:
+        def add(key: Key, at: int, until: int, base: int | None = None) -> None:
+            if key in held:
                 return
-            held[tensor, form] = len(sizes)
+            held[key] = len(sizes)
             storage.append(len(sizes) if base is None else storage[base])
-            sizes.append((tensor, form))
+            side.append(behind_now)
+            sizes.append(key)
             born.append(at)
             last.append(until)
 
         trained = {p.tensor for p in graph.parameters if p.gradient is not None}
-        optimized: list[tuple[int, Form]] = []
+        optimized: list[Key] = []
         instructions: list[int] = []
         running = 0
-        started: dict[int, tuple[int, Communicate]] = {}  # value -> where its collective starts
-        for at, step in enumerate(program.steps):
-            if isinstance(step, Communicate):
-                source = read(step.tensor, step.source, at)
-                if (step.tensor, step.target) not in held:
-                    started[len(sizes)] = at, step
-                add(step.tensor, step.target, at, at, source if alone else None)
+        behind_now = False
+        for at, step in enumerate(order):
+            late = behind_now = id(step) in behind
+            if isinstance(step, (Communicate, Bucket)):
+                for move in members(step):
+                    source = read((move.tensor, move.source), at, late)
+                    target = move.tensor, move.target
+                    if target not in held:
+                        started[len(sizes)] = at, move, isinstance(step, Bucket)
+                        if source is not None and move is step and move.source == ALL_REDUCE:
+                            sums.append((move, source, len(sizes), at, late))
+                    add(target, at, at, source if alone else None)
             else:
                 running = step.instruction
                 instruction = graph.instructions[running]
-                bases = [read(t, f, at) for t, f in zip(instruction.inputs, step.row.pre, strict=True)]
+                bases = [read(key, at, late) for key in reads(graph, step)]
                 rule = theory.rules.get(running)
                 base = bases[0] if rule is not None and rule.alias and bases else None
-                for tensor, form in zip(instruction.outputs, step.row.post, strict=True):
-                    if tensor < 0:
-                        continue
+                if base is not None and instruction.op == _RESHAPE:
+                    shown = graph.tensors[sizes[storage[base]][0]].nbytes
+                    base = None if graph.tensors[instruction.outputs[0]].nbytes > shown else base
+                for key in writes(graph, step):
                     if instruction.is_source:
-                        add(tensor, form, 0, steps)
-                        if tensor in trained:
-                            optimized.append((tensor, form))
+                        add(key, 0, steps)
+                        if key[0] in trained:
+                            optimized.append(key)
                     else:
-                        add(tensor, form, at, at, base)
+                        add(key, at, at, base)
             instructions.append(running)
-        results = (*program.gradients, *program.outputs, *program.buffers)
-        for result in results if program.loss is None else (program.loss, *results):
-            read(result.tensor, result.form, steps)
-        self._buffers += [(at, step, steps) for at, step in started.values()]
+        for result in (program.loss, *program.outputs, *program.buffers):
+            if result is not None:
+                read((result.tensor, result.form), steps, False)
+        for result in program.gradients:
+            read((result.tensor, result.form), steps, True)
+        self._buffers += [(*move, steps) for move in started.values()]
+        for move, source, value, at, late in sums if not alone else ():
+            base = storage[source]
+            whole = sizes[base][1] == ALL_REDUCE and graph.tensors[sizes[base][0]].nbytes
+            if last[base] == at and side[base] == late and whole == graph.tensors[move.tensor].nbytes:
+                self._spare.add(id(move))
+                if move.kind == "all_reduce":
+                    born[value] = at + 1
 
         # The optimizer: what it keeps, and a moment for each parameter with its temporaries.
         updates = optimized if optimizer_bytes else []
@@ -201,6 +268,7 @@ class Holdings:
         """
         if lengths.world == 1 and not self._alone:
             return self._on_one.at(lengths)
+        completed = self._moments(completed)
         axes = self.theory.axes.axes
         ones = np.ones((1, lengths.world), dtype=np.int64)
         units = np.concatenate([np.array(lengths.units, dtype=np.int64).reshape(-1, lengths.world), ones])
@@ -221,7 +289,17 @@ class Holdings:
     @cached_property
     def _on_one(self) -> Holdings:
         """The same where nothing is communicated: what a collective delivers is what it was given."""
-        return Holdings(self.theory, self._program, optimizer_bytes=self._optimizer_bytes, alone=True)
+        return Holdings(
+            self.theory, self._program, optimizer_bytes=self._optimizer_bytes, alone=True,
+            executed=self._executed, bucket_bytes=self._bucket_bytes, scheduled=self._scheduled,
+        )  # fmt: skip
+
+    def _moments(self, completed: Mapping[int, int] | None) -> dict[int, int] | None:
+        """What is said of steps of the program, of their places in the order."""
+        if completed is None:
+            return None
+        places = ((self._moment[start], self._moment[until]) for start, until in completed.items())
+        return {start: until for start, until in places if start is not None and until is not None}
 
     def _buffers_at(
         self, units: Index, of: Index, completed: Mapping[int, int] | None
@@ -231,8 +309,8 @@ class Holdings:
         ``units[a, j]`` of ``of[a]`` units of axis a are device j's; the last axis is that of what is whole.
         """
         n, blank = units.shape[1], len(units) - 1
-        for start, step, wait in self._buffers:
-            size, kind = self.theory.graph.tensors[step.tensor].nbytes, step.kind
+        for start, step, shared, wait in self._buffers:
+            size, kind = self.theory.graph.tensors[step.tensor].nbytes, str(step.kind)
             if kind == "all_reduce":
                 continue
             sharded = step.source if is_sharded(step.source) else step.target
@@ -240,24 +318,36 @@ class Holdings:
             largest = size // int(of[axis]) * int(units[axis].max())
             moved = sharded_dim(sharded) != 0
             until = start + 1 if completed is None else min(completed.get(start, wait), wait)
+            if not shared and np.count_nonzero(units[axis]) == 1:
+                # One rank holds everything: nothing is padded, and moved to itself.
+                kind = {"reduce_scatter": "grouped_reduce", "all_gather": "grouped_broadcast"}.get(kind, kind)
+                target = _axis(self.theory, step.tensor, step.target)
+                if kind in ("all_to_all", "rebalance") and np.array_equal(units[axis] > 0, units[target] > 0):
+                    continue
             flight: list[tuple[int, int]] = []
             done: list[tuple[int, int]] = []
             if kind == "reduce_scatter":
                 flight = [(blank, (n + 1) * largest), (axis, -size)]
-            elif kind == "grouped_reduce":
+                if id(step) in self._spare and n * largest == size and not moved:
+                    yield start, start + 1, blank, -size
+            elif kind in ("grouped_reduce", "ring_reduce"):
                 flight = [(blank, size), (axis, -size)]
+            elif kind == "exchange_reduce":
+                flight = [(blank, size), (axis, (n - 1) * size)]
+                done = [(axis, n * size)]
             elif kind == "all_gather":
                 flight = [(blank, n * largest - size)]
-                done = [(blank, size)] if moved or n * largest > size else []
-            elif kind == "grouped_broadcast":
+                done = [(blank, size)] if moved or shared or n * largest > size else []
+            elif kind in ("grouped_broadcast", "ring_gather"):
                 done = [(blank, size)] if moved else []
             else:
                 flight = [(axis, size)]
                 done = [(_axis(self.theory, step.tensor, step.target), size)]
             for place, nbytes in flight:
                 yield start, max(until, start + 1), place, nbytes
-            # Padding is cut off on completion, the rest is put in order where it is waited for.
-            last = max(start, (until if kind == "all_gather" and n * largest > size else wait) - 1)
+            # Padding is cut off and parts are summed on completion, the rest is put in order when waited for.
+            early = kind == "exchange_reduce" or (kind == "all_gather" and n * largest > size)
+            last = max(start, (until if early else wait) - 1)
             for place, nbytes in done:
                 yield last, last + 1, place, nbytes
 

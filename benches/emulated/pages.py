@@ -1,0 +1,43 @@
+"""Results on disk: lines of JSON that an interrupted run continues, and the part of a page that is generated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hetspmd.plan import write_atomically
+
+MARKS = ("<!-- results -->\n", "<!-- end of results -->")
+
+
+def replace_results(page: Path, lines: str) -> None:
+    """Put ``lines`` between the marks of a page. Raises ValueError for a page without the marks."""
+    text = page.read_text(encoding="utf-8")
+    if any(mark not in text for mark in MARKS):
+        raise ValueError(f"{page} lacks the marks {MARKS[0].strip()} and {MARKS[1]}")
+    head, rest = text.split(MARKS[0], 1)
+    write_atomically(page, head + MARKS[0] + lines + MARKS[1] + rest.split(MARKS[1], 1)[1])
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The entries of a file of JSON lines; none if there is no file. A line that a killed run left half written is
+    passed over: what it held is measured again."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def append_lines(path: Path, entries: Iterable[dict[str, Any]]) -> None:
+    """Add entries; a line that a killed run left half written is ended first."""
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    with path.open("a", encoding="utf-8") as file:
+        if before and not before.endswith("\n"):
+            file.write("\n")
+        for entry in entries:
+            file.write(json.dumps(entry) + "\n")
