@@ -1,0 +1,227 @@
+"""Measure what is missing, then print and write the comparison.
+
+    python benches/versus [--only 2:1 BERT balanced ...] [--size large] [--fresh] [--write docs/cluster.md]
+
+For each cluster: emulate it once and start its ranks once; profile it and its models' ops over the first link, and
+the collectives over every further link. For each model and link: make the plans, run all arms in turns, check that
+their losses agree, write the point. As root, on Linux with iproute2 and the cpu controller of control groups;
+elsewhere the bench says so and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import hetspmd
+from emulated.arms import proportional_rows
+from emulated.cluster import EmulatedCluster, unavailable
+from emulated.command import measure_all, options_of, parsed, say
+from emulated.launch import Workers
+from hetspmd.compiler import plan_for
+from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.quantities import parse_quantity
+from hetspmd.plan import write_atomically
+from hetspmd.rules.theory import derive
+from hetspmd.synth import constraints as known
+from hetspmd.trace.trace import trace
+from versus import results
+from versus.models import MODELS, SIZES, workload
+from versus.points import (
+    ALONE,
+    ARMS,
+    BALANCED,
+    CLUSTERS,
+    COMPILED,
+    DDP,
+    DDP_EVEN,
+    FASTEST_LINK,
+    FORCED,
+    FSDP,
+    FSDP_EVEN,
+    LINKS,
+    balanced,
+    wanted,
+)
+from versus.report import write
+from versus.statistics import summary, table
+
+COPIES = 5
+"""Times its parameters that an arm holds, at most: them, gradients, two moments, and the reducer's buckets."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write. Exit status 0 also where no cluster can be emulated, with the reason."""
+    parser = options_of(
+        __doc__, folder=results.FOLDER, only="clusters, models and links",
+        steps=(3, "timed steps of a turn, at most"), budget=60.0,
+    )  # fmt: skip
+    parser.add_argument("--size", choices=tuple(SIZES), default="small", help="of the models")
+    parser.add_argument("--link-budget", type=float, default=40.0, help="seconds of a further link's profile")
+    options = parsed(parser, [*CLUSTERS, *MODELS, *LINKS], arguments)
+    if not measure_all(options, CLUSTERS, _measure):
+        return 0
+    order = [(c, m, link) for m in MODELS for c in CLUSTERS for link in LINKS]
+    points = [
+        p
+        for p in results.load(options.folder)
+        if p.size == options.size and wanted(p.cluster, p.model, p.link, options.only, MODELS)
+    ]
+    if not points:
+        print("nothing has been measured yet")
+        return 0
+    points.sort(key=lambda p: order.index((p.cluster, p.model, p.link)))
+    print(table(points))
+    print(summary(points, len(order)))
+    if options.write is not None:
+        write(options.write, points, len(order))
+    return 0
+
+
+def _measure(name: str, options: argparse.Namespace) -> None:
+    """The points of a cluster that are wanted and have not been measured."""
+    done = {p.key for p in results.load(options.folder)}
+    missing = [
+        (model, link)
+        for model in MODELS
+        for link in LINKS
+        if wanted(name, model, link, options.only, MODELS) and (name, model, options.size, link) not in done
+    ]
+    if not missing:
+        return
+    reason = unavailable(CLUSTERS[name])
+    if reason is not None:
+        print(f"skipped {name}: {reason}")
+        return
+    with EmulatedCluster(CLUSTERS[name]) as emulated, Workers(emulated) as workers:
+        say(f"{name}: {emulated.spec}")
+        bench = Bench(name, emulated, workers, options)
+        for model, link in missing:
+            bench.measure(model, link)
+
+
+class Bench:
+    """The points of one cluster, whose ranks are running."""
+
+    def __init__(
+        self, name: str, emulated: EmulatedCluster, workers: Workers, options: argparse.Namespace
+    ) -> None:
+        self.name, self.emulated, self.workers, self.options = name, emulated, workers, options
+        self.folder: Path = options.folder / name.replace(":", "-")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.start = parse_quantity(FASTEST_LINK, "bytes/s")
+
+    def measure(self, model: str, link: str) -> None:
+        """All arms of a point; raises EmulationError if their losses differ."""
+        size, options = self.options.size, self.options
+        ops = Cluster.load(str(self._ops(model)))
+        work = workload(model, size)
+        speeds = [d.rate("float32") for d in ops.devices]
+        rows = {True: proportional_rows(work.rows, [1.0] * len(speeds))}
+        rows[False] = proportional_rows(work.rows, speeds)
+        rate = parse_quantity(link, "bytes/s") if link != BALANCED else self._balanced(model, rows[False])
+        computing, communicating = self._apart(model, rows[False], rate)
+        cluster = joined(ops, Cluster.load(str(self._link(rate))))
+        say(f"{self.name}, {model}, {rate * 8 / 1e6:g} Mbit/s: plans")
+        theory = derive(trace(work.model, (), dict(work.batch)))
+        ratios = tuple(r / work.rows for r in rows[False])
+        plans = {
+            FORCED: plan_for(theory, cluster, known.data_parallel(theory), ratios),
+            COMPILED: hetspmd.compile(work.model, dict(work.batch), cluster),
+        }
+        arms: dict[str, dict[str, Any]] = {
+            ALONE: {"arm": "alone", "rows": None, "plan": None},
+            DDP_EVEN: {"arm": "ddp", "rows": rows[True], "plan": None},
+            DDP: {"arm": "ddp", "rows": rows[False], "plan": None},
+            FSDP_EVEN: {"arm": "fsdp", "rows": rows[True], "plan": None},
+            FSDP: {"arm": "fsdp", "rows": rows[False], "plan": None},
+        }
+        for arm, plan in plans.items():
+            file = self.folder / f"{model} {size} {link} - {arm}.json".replace("/", " per ")
+            plan.save(file)
+            arms[arm] = {"arm": "hetspmd", "rows": None, "plan": str(file)}
+            say(f"  {arm}: predicted {plan.cost.step_seconds:.3f} s")
+        parameters = sum(p.nbytes for p in work.model.parameters())
+        keep = parameters * COPIES * len(arms) * len(speeds) < available_memory() / 2
+        del work, theory
+        self.emulated.set_rate(rate)
+        found = self.workers.run(
+            "versus.rank:train", model=model, size=size, arms=arms, fastest=self.emulated.spec.fastest,
+            rounds=options.rounds, steps=options.steps, keep=keep,
+        )  # fmt: skip
+        measured = {
+            arm: results.measured(
+                [r[arm] for r in found],
+                summed=arms[arm]["arm"] in ("ddp", "fsdp"),
+                predicted=plans[arm].cost.step_seconds if arm in plans else None,
+            )
+            for arm in ARMS
+        }
+        point = results.Point(
+            self.name, model, size, link, rate, computing, communicating, measured
+        )  # fmt: skip
+        results.check_losses(point)
+        results.append(options.folder, point)
+        for arm in ARMS:
+            say(f"  {arm}: {point.seconds(arm):.3f} s")
+
+    def _balanced(self, model: str, rows: list[int]) -> float:
+        """The rate, in bytes/s, at which proportional DDP communicates as long as it computes."""
+        return balanced(lambda rate: self._apart(model, rows, rate), self.start)
+
+    def _apart(self, model: str, rows: list[int], rate: float) -> tuple[float, float]:
+        """Medians over repeats of the slowest rank's seconds, computing and communicating, over links of a rate."""
+        self.emulated.set_rate(rate)
+        found = self.workers.run(
+            "versus.rank:apart", model=model, size=self.options.size, rows=rows, repeats=3
+        )
+        computing, communicating = (
+            median(map(max, zip(*(rank[what] for rank in found), strict=True)))
+            for what in ("computing", "communicating")
+        )
+        say(
+            f"{self.name}, {model}, {rate * 8 / 1e6:g} Mbit/s: computes {computing:.3f} s, communicates "
+            f"{communicating:.3f} s"
+        )
+        return computing, communicating
+
+    def _link(self, rate: float) -> Path:
+        """The profile of the cluster over links of a rate."""
+        file = self.folder / f"{rate * 8 / 1e6:g} Mbit.yaml"
+        if not file.exists():
+            say(f"{self.name}, {rate * 8 / 1e6:g} Mbit/s: profile")
+            self.emulated.set_rate(rate)
+            budget = self.options.budget if rate == self.start else self.options.link_budget
+            write_atomically(file, self.workers.run("trust.rank:profile", budget=budget)[0])
+        return file
+
+    def _ops(self, model: str) -> Path:
+        """The profile over the first link with the times of a model's ops, which no link changes."""
+        file = self.folder / f"{model} {self.options.size}.yaml"
+        if not file.exists():
+            whole = self._link(self.start)
+            say(f"{self.name}, {model}: profile of its ops")
+            self.emulated.set_rate(self.start)
+            text = self.workers.run(
+                "trust.rank:profile_ops", file=str(whole), model=model, cache=str(self.folder / "cache"),
+                budget=self.options.ops_budget, options=dict(SIZES[self.options.size][model]),
+            )[0]  # fmt: skip
+            write_atomically(file, text)
+        return file
+
+
+def joined(ops: Cluster, link: Cluster) -> Cluster:
+    """The devices and ops of one profile, the collectives of another of the same cluster."""
+    return replace(ops, network=link.network, curves=link.curves, lanes=link.lanes)
+
+
+def available_memory() -> int:
+    """Bytes that processes can still have."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable")

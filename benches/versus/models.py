@@ -1,0 +1,59 @@
+"""The models of the bench in three sizes, as :class:`~emulated.workloads.Workload`.
+
+Classes and data are those of :mod:`trust.models`. ``tiny`` is for tests. ``small``: a step takes about a second
+where the network is fast. Its VGG19 has half of every width, so that it has as many parameters per multiplication
+as VGG19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from emulated.workloads import Workload
+from trust.models import build
+
+MODELS = ("VGG19", "ViT", "BERT", "BERT-MoE")
+SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
+    "tiny": {
+        "VGG19": {"batch": 8, "size": 32, "channels": 64, "hidden": 64},
+        "ViT": {"batch": 8, "layers": 1, "width": 64},
+        "BERT": {"batch": 12, "tokens": 16, "layers": 2, "width": 64},
+        "BERT-MoE": {"batch": 8, "tokens": 12, "layers": 2, "width": 24, "heads": 3},
+    },
+    "small": {
+        "VGG19": {"batch": 32, "size": 32, "channels": 256, "hidden": 2048},
+        "ViT": {"batch": 24},
+        "BERT": {"batch": 24},
+        "BERT-MoE": {"batch": 32},
+    },
+    "large": {
+        "VGG19": {"batch": 32, "size": 32, "channels": 512, "hidden": 4096},
+        "ViT": {"batch": 32, "layers": 6, "width": 384},
+        "BERT": {"batch": 32, "layers": 4, "width": 512},
+        "BERT-MoE": {"batch": 32, "layers": 4, "width": 288, "heads": 9, "experts": 8},
+    },
+}
+"""Options of the functions of :mod:`trust.models`."""
+
+
+def workload(model: str, size: str) -> Workload:
+    """A seeded model and batch. Raises KeyError for a name that there is not."""
+    network, batch = build(model, **SIZES[size][model])
+    return Workload(network, batch, _weights(batch["labels"]), _blocks(network))
+
+
+def _weights(labels: Tensor) -> Tensor:
+    """What each row adds to the loss's denominator: itself, or its labelled tokens. Shape (rows,)."""
+    return torch.ones(len(labels)) if labels.dim() == 1 else (labels != -100).sum(1).float()
+
+
+def _blocks(network: nn.Module) -> tuple[str, ...]:
+    """What FSDP gathers at a time: the layers of the longest list of modules; without one, every linear layer."""
+    lists = [(name, m) for name, m in network.named_modules() if isinstance(m, nn.ModuleList)]
+    if lists:
+        name, layers = max(lists, key=lambda pair: len(pair[1]))
+        return tuple(f"{name}.{i}" for i in range(len(layers)))
+    return tuple(name for name, m in network.named_modules() if isinstance(m, nn.Linear))

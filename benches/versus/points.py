@@ -1,0 +1,86 @@
+"""Which points are measured: every model on every cluster over every kind of link, all arms of a point in one run.
+
+The link ``balanced`` is the one over which proportional DDP communicates as long as it computes. Over a link of
+rate r the bench measures C, the seconds of a step without any communication (of the slowest rank, each on its share
+of the batch), and M, those of the all-reduces of all gradients in DDP's buckets, nothing else running. M goes with
+the inverse of the rate while messages are large, so
+
+    r' = r M / C
+
+rounded to a rate of :data:`GRID`, from 1 Gbit/s on until the rate stays, at most :data:`TRIES` times. The table
+gives M / C as it was measured over the link of the point.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from emulated.cluster import ClusterSpec
+from hetspmd.cost.quantities import parse_quantity
+
+FASTEST_LINK = "1Gbit/s"
+CLUSTERS: Mapping[str, ClusterSpec] = {
+    "4:2:1:1": ClusterSpec.of((4, 2, 1, 1), cores=1.2, rate=FASTEST_LINK),
+    "2:1": ClusterSpec.of((2, 1), cores=0.9, rate=FASTEST_LINK),
+    "8:1:1:1": ClusterSpec.of((8, 1, 1, 1), cores=0.9, rate=FASTEST_LINK),
+    "equal": ClusterSpec.of((1, 1, 1, 1), cores=1.2, rate=FASTEST_LINK),
+}
+"""The quotas leave time for the threads that carry messages, which have none."""
+
+BALANCED = "balanced"
+LINKS = (FASTEST_LINK, "200Mbit/s", BALANCED)
+
+GRID = (10, 12.5, 16, 20, 25, 31.5, 40, 50, 63, 80)
+"""Ten rates to a decade."""
+
+TRIES = 3
+SLOWEST, QUICKEST = parse_quantity("10Mbit/s", "bytes/s"), parse_quantity("4Gbit/s", "bytes/s")
+"""Bytes/s between which a balanced link is looked for; a token bucket holds no higher rate on a busy core."""
+
+ALONE, DDP_EVEN, DDP, FSDP_EVEN, FSDP = (
+    "the fastest alone", "DDP even", "DDP proportional", "FSDP2 even", "FSDP2 proportional",
+)  # fmt: skip
+FORCED, COMPILED = "hetspmd, data parallel", "hetspmd"
+INCUMBENTS = (ALONE, DDP_EVEN, DDP, FSDP_EVEN, FSDP)
+ARMS = (*INCUMBENTS, FORCED, COMPILED)
+
+TURN = 4.0
+"""Seconds that the timed steps of a turn should last."""
+
+SLOW = 8.0
+"""Seconds of a step above which an arm has one turn of one timed step."""
+
+
+def steps_of(seconds: float, most: int) -> int:
+    """How many steps of a turn are timed, of an arm whose step takes ``seconds``."""
+    return max(1, min(most, int(TURN / seconds))) if seconds <= SLOW else 1
+
+
+def on_grid(rate: float) -> float:
+    """The rate of the grid (bytes/s) with the least ratio to ``rate``, within the bounds."""
+    rate = min(max(rate, SLOWEST), QUICKEST)
+    decade = 10.0 ** math.floor(math.log10(rate * 8))
+    rates = [decade * step / 10 / 8 for step in (*GRID, 100)]
+    return min(rates, key=lambda r: (abs(math.log(r / rate)), r))
+
+
+def balanced(measure: Callable[[float], tuple[float, float]], start: float) -> float:
+    """The balanced rate in bytes/s. ``measure`` gives seconds (computing, communicating) over links of a rate."""
+    rate = on_grid(start)
+    for _ in range(TRIES):
+        computing, communicating = measure(rate)
+        after = on_grid(rate * communicating / computing)
+        if after == rate:
+            break
+        rate = after
+    return rate
+
+
+def wanted(cluster: str, model: str, link: str, only: Sequence[str] | None, models: Sequence[str]) -> bool:
+    """Whether the names leave a point: of each kind, one of those named, if any is."""
+    for name, kind in ((cluster, CLUSTERS), (model, models), (link, LINKS)):
+        named = [n for n in only or () if n in kind]
+        if named and name not in named:
+            return False
+    return True

@@ -1,0 +1,125 @@
+"""What runs on each rank: DDP's computation and communication apart, and all arms in turns.
+
+A step is forward, backward and AdamW's step. It lasts from the last rank's end of the step before to the last
+rank's end of it; nothing but the arm's own collectives makes ranks wait for each other. The arms take turns, so
+that what else the machine does meanwhile hits all alike. The first step of a turn is not timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from emulated.arms import build, part_of, stepper
+from emulated.worker import Context
+from versus.models import workload
+from versus.points import SLOW, steps_of
+
+BUCKET = 25 << 20
+"""Bytes of DDP's buckets."""
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of every arm."""
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def apart(
+    context: Context, *, model: str, size: str, rows: list[int], repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of a step on this rank's rows without communication, and of the all-reduces of its gradients."""
+    work = workload(model, size)
+    part, _ = part_of(work, rows, context.rank)
+    step = stepper(work.model, part, 1.0, 1.0, adamw)
+    step()
+    total = sum(p.nbytes for p in work.model.parameters())
+    buckets = [torch.ones(min(BUCKET, total - done) // 4) for done in range(0, total, BUCKET)]
+
+    def reduce() -> None:
+        pending = [dist.all_reduce(bucket, async_op=True) for bucket in buckets]
+        for one in pending:
+            assert one is not None
+            one.wait()
+
+    reduce()
+    context.throttle(True)
+    return {"computing": _times(step, repeats), "communicating": _times(reduce, repeats)}
+
+
+def _times(call: Callable[[], object], repeats: int) -> list[float]:
+    found = []
+    for _ in range(repeats):
+        dist.barrier()
+        start = time.monotonic()
+        call()
+        found.append(time.monotonic() - start)
+    return found
+
+
+def train(
+    context: Context, *, model: str, size: str, arms: Mapping[str, Mapping[str, Any]], fastest: int,
+    rounds: int, steps: int, keep: bool,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Per arm: ``stamps`` of each turn (one before its timed steps, one after each) and the ``losses`` of its first
+    two steps; both empty on a rank that has no part in it.
+
+    ``arms``: name to ``arm`` (:mod:`emulated.arms`), ``rows`` and ``plan``. ``keep``: there is memory for all arms
+    at once; otherwise an arm is made anew in each of its turns.
+    """
+    gc.collect()
+    built: dict[str, Callable[[], Tensor] | None] = {}
+    found: dict[str, dict[str, Any]] = {name: {"stamps": [], "losses": []} for name in arms}
+    slow: set[str] = set()
+    for turn in range(rounds):
+        for name, arm in arms.items():
+            if name in slow:
+                continue
+            losses = found[name]["losses"]
+            if name not in built:
+                context.throttle(False)
+                alone = arm["arm"] == "alone" and context.rank != fastest
+                built[name] = None if alone else _build(context, model, size, arm)
+                seconds = _first(built[name], losses)
+                context.throttle(True)
+            else:
+                seconds = 0.0
+            step = built[name]
+            if seconds <= SLOW:
+                seconds = _first(step, losses)
+            if turn == 0 and seconds > SLOW:
+                slow.add(name)
+            dist.barrier()
+            if step is not None:
+                stamps = [time.monotonic()]
+                for _ in range(steps_of(seconds, steps)):
+                    losses.append(step())
+                    stamps.append(time.monotonic())
+                found[name]["stamps"].append(stamps)
+            del step
+            if not keep or name in slow:
+                del built[name]
+                gc.collect()
+    for of in found.values():
+        of["losses"] = [float(loss) for loss in of["losses"][:2]]
+    return found
+
+
+def _build(context: Context, model: str, size: str, arm: Mapping[str, Any]) -> Callable[[], Tensor]:
+    return build(context, arm["arm"], workload(model, size), arm["rows"], arm["plan"], adamw)
+
+
+def _first(step: Callable[[], Tensor] | None, losses: list[Tensor]) -> float:
+    """The step that is not timed; its seconds on the slowest rank, the same on all ranks."""
+    dist.barrier()
+    start = time.monotonic()
+    if step is not None:
+        losses.append(step())
+    slowest = torch.tensor([time.monotonic() - start], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)

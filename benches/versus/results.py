@@ -1,0 +1,112 @@
+"""The measured points, a line of JSON each, written when the point has been measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from emulated.cluster import EmulationError
+from emulated.pages import append_lines, read_lines
+
+FOLDER = Path(__file__).parents[2] / "target" / "bench" / "versus"
+
+FIRST_LOSS, SECOND_LOSS = 1e-4, 0.05
+"""Relative difference of the losses of a point's arms that rounding in float32 may make: of the first step, and of
+the second (AdamW divides each gradient by its own size, so that rounding moves parameters as far as anything)."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One arm of a point: seconds of each timed step, global losses of the first two steps, and the prediction of
+    the cost model for hetspmd's plans (None for the others)."""
+
+    seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+    predicted: float | None = None
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return median(self.seconds)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A model on a cluster over a link, with all its arms.
+
+    rate           of the links, bytes/s
+    computing      seconds of a proportional step without communication
+    communicating  seconds of the all-reduces of its gradients
+    """
+
+    cluster: str
+    model: str
+    size: str
+    link: str
+    rate: float
+    computing: float
+    communicating: float
+    arms: Mapping[str, Measured]
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What no two points have in common."""
+        return self.cluster, self.model, self.size, self.link
+
+    @property
+    def bits(self) -> str:
+        """The rate as text."""
+        bits = self.rate * 8
+        return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
+
+    def seconds(self, arm: str) -> float:
+        """The median of an arm."""
+        return self.arms[arm].median
+
+
+def measured(ranks: Sequence[Mapping[str, Any]], *, summed: bool, predicted: float | None = None) -> Measured:
+    """One arm from what :func:`versus.rank.train` found on the ranks that have part in it. ``summed``: each rank's
+    loss is its part of the global one; otherwise every rank has all of it."""
+    part = [r for r in ranks if r["stamps"]]
+    seconds: list[float] = []
+    for stamps in zip(*(r["stamps"] for r in part), strict=True):
+        ends = [max(of) for of in zip(*stamps, strict=True)]
+        seconds += [b - a for a, b in pairwise(ends)]
+    losses = [tuple(r["losses"]) for r in part]
+    whole = tuple(map(sum, zip(*losses, strict=True))) if summed else losses[0]
+    return Measured(tuple(seconds), whole, predicted)
+
+
+def check_losses(point: Point) -> None:
+    """Raise EmulationError unless all arms of a point computed the same training steps."""
+    (name, first), *others = point.arms.items()
+    for other, arm in others:
+        if len(arm.losses) != len(first.losses):
+            raise EmulationError(f"{name} has {len(first.losses)} losses, {other} {len(arm.losses)}")
+        limits = (FIRST_LOSS, SECOND_LOSS)
+        for step, (a, b, limit) in enumerate(zip(first.losses, arm.losses, limits, strict=True)):
+            if not abs(a - b) <= limit * max(abs(a), 1e-12):
+                where = f"{point.model} on {point.cluster}, step {step}"
+                raise EmulationError(f"{where}: the loss is {a} with {name!r} and {b} with {other!r}")
+
+
+def load(folder: Path) -> list[Point]:
+    """The points of a folder, in the order in which they were measured; none if there is no folder."""
+    found = []
+    for entry in read_lines(folder / "points.jsonl"):
+        arms = {
+            name: Measured(tuple(a["seconds"]), tuple(a["losses"]), a["predicted"])
+            for name, a in entry.pop("arms").items()
+        }
+        found.append(Point(**entry, arms=arms))
+    return found
+
+
+def append(folder: Path, point: Point) -> None:
+    """Add a point to the folder's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    append_lines(folder / "points.jsonl", [asdict(point)])

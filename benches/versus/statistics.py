@@ -1,0 +1,144 @@
+"""What the points say: ratios of medians, and whether the ratios that must hold do.
+
+over the best incumbent     per point, the least of the incumbents' seconds over hetspmd's
+over proportional DDP       per point, its seconds over hetspmd's
+forced over proportional    per point, the forced data parallel plan's seconds over DDP's on the same rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean, median
+
+from versus.points import ARMS, COMPILED, DDP, FASTEST_LINK, FORCED, INCUMBENTS
+from versus.results import Point
+
+MOST_OVER_INCUMBENT = 1.03
+LEAST_OVER_DDP = 1.6
+LEAST_VGG = 5.0
+LEAST_BALANCED = 1.25
+FORCED_WITHIN = 0.05
+
+HEAD = (
+    "model", "cluster", "link", "comm / comp", *ARMS, "least to most", "predicted", "best / hetspmd",
+    "DDP / hetspmd", "forced / DDP",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Check:
+    """A ratio that must hold: what, the value found, and whether it holds; None where no point speaks of it."""
+
+    what: str
+    value: float | None
+    holds: bool | None
+
+    def __str__(self) -> str:
+        said = {True: "pass", False: "fail", None: "not measured"}[self.holds]
+        return f"{self.what}: {said}" + ("" if self.value is None else f" ({self.value:.2f})")
+
+
+def best_incumbent(point: Point) -> str:
+    """The arm with the least median, the first among equals."""
+    return min(INCUMBENTS, key=point.seconds)
+
+
+def over_best(point: Point) -> float:
+    """How many times faster than the best incumbent hetspmd is."""
+    return point.seconds(best_incumbent(point)) / point.seconds(COMPILED)
+
+
+def over_ddp(point: Point) -> float:
+    """How many times faster than proportional DDP hetspmd is."""
+    return point.seconds(DDP) / point.seconds(COMPILED)
+
+
+def forced_ratio(point: Point) -> float:
+    """Seconds of the forced data parallel plan over those of proportional DDP."""
+    return point.seconds(FORCED) / point.seconds(DDP)
+
+
+def checks(points: Sequence[Point]) -> list[Check]:
+    """The five ratios. Those of all points hold only for points that were measured; VGG19's is the least of the
+    clusters'."""
+    vgg = [over_ddp(p) for p in points if p.model == "VGG19" and p.link == FASTEST_LINK]
+    worst = max((1 / over_best(p) for p in points), default=None)
+    mean = geometric_mean([over_ddp(p) for p in points]) if points else None
+    forced = max((forced_ratio(p) - 1 for p in points), default=None)
+    balanced = [over_best(p) for p in points if p.link == "balanced"]
+    gain = geometric_mean(balanced) if balanced else None
+    least = min(vgg, default=None)
+    return [
+        Check(
+            f"hetspmd never takes more than {MOST_OVER_INCUMBENT:g} times the best incumbent's seconds", worst,
+            None if worst is None else worst <= MOST_OVER_INCUMBENT,
+        ),
+        Check(
+            f"at least {LEAST_OVER_DDP:g} times faster than proportional DDP in the geometric mean", mean,
+            None if mean is None else mean >= LEAST_OVER_DDP,
+        ),
+        Check(
+            f"at least {LEAST_VGG:g} times on VGG19 at 1 Gbit/s, on every cluster", least,
+            None if least is None else least >= LEAST_VGG,
+        ),
+        Check(
+            f"at least {LEAST_BALANCED:g} times faster than the best incumbent in the geometric mean of the "
+            "balanced links", gain,
+            None if gain is None else gain >= LEAST_BALANCED,
+        ),
+        Check(
+            f"forced data parallel takes at most {FORCED_WITHIN:.0%} longer than proportional DDP at every point",
+            forced,
+            None if forced is None else forced <= FORCED_WITHIN,
+        ),
+    ]  # fmt: skip
+
+
+def table(points: Sequence[Point]) -> str:
+    """A row per point, as Markdown: medians in seconds, the best incumbent's bold."""
+    rows = [f"| {' | '.join(HEAD)} |", "|---|---|---|" + "--:|" * (len(HEAD) - 3)]
+    for p in points:
+        best = best_incumbent(p)
+        seconds = [f"**{p.seconds(a):.3f}**" if a == best else f"{p.seconds(a):.3f}" for a in ARMS]
+        compiled = p.arms[COMPILED]
+        predicted = "" if compiled.predicted is None else f"{compiled.predicted:.3f}"
+        rows.append(
+            f"| {p.model} | {p.cluster} | {p.bits}{' (balanced)' if p.link == 'balanced' else ''} | "
+            f"{p.communicating / p.computing:.2f} | {' | '.join(seconds)} | "
+            f"{min(compiled.seconds):.3f} to {max(compiled.seconds):.3f} | {predicted} | "
+            f"{over_best(p):.2f} | {over_ddp(p):.2f} | {forced_ratio(p):.2f} |"
+        )
+    return "\n".join(rows)
+
+
+def spread(points: Sequence[Point]) -> str:
+    """The range of every arm's timed steps, as Markdown."""
+    rows = [f"| {' | '.join(('model', 'cluster', 'link', *ARMS))} |", "|---|---|---|" + "--:|" * len(ARMS)]
+    for p in points:
+        ranges = [f"{min(p.arms[a].seconds):.3f} to {max(p.arms[a].seconds):.3f}" for a in ARMS]
+        rows.append(f"| {p.model} | {p.cluster} | {p.bits} | {' | '.join(ranges)} |")
+    return "\n".join(rows)
+
+
+def summary(points: Sequence[Point], of: int) -> str:
+    """The figures and the checks, as Markdown; ``of``: how many points a whole run has."""
+    best = [over_best(p) for p in points]
+    ddp = [over_ddp(p) for p in points]
+    forced = [forced_ratio(p) - 1 for p in points]
+    vgg = [
+        f"{over_ddp(p):.2f} ({p.cluster})" for p in points if p.model == "VGG19" and p.link == FASTEST_LINK
+    ]
+    sizes = ", ".join(dict.fromkeys(p.size for p in points))
+    worst = max(forced, key=abs)
+    lines = [
+        f"- {len(points)} of {of} points measured; size: {sizes}",
+        f"- the best incumbent over hetspmd: geometric mean {geometric_mean(best):.2f}, "
+        f"least {min(best):.2f}, most {max(best):.2f}",
+        f"- proportional DDP over hetspmd: geometric mean {geometric_mean(ddp):.2f}, least {min(ddp):.2f}, most "
+        f"{max(ddp):.2f}",
+        f"- forced data parallel beside proportional DDP: median {median(forced):+.1%}, the farthest {worst:+.1%}",
+        f"- VGG19 at 1 Gbit/s, proportional DDP over hetspmd: {', '.join(vgg) or 'not measured'}",
+        *(f"- {check}" for check in checks(points)),
+    ]
+    return "\n".join(lines)

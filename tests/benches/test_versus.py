@@ -1,0 +1,214 @@
+"""What the comparison makes of its points, and how it finds them; without an emulated cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from emulated.arms import part_of, proportional_rows, stepper
+from emulated.cluster import EmulationError, rate_command
+from hetspmd.cost.cluster import Cluster, Device, Network
+from versus import command, points, report, results, statistics
+from versus.models import MODELS, SIZES, workload
+from versus.points import ARMS, CLUSTERS, COMPILED, DDP, FORCED, FSDP, LINKS
+from versus.rank import adamw
+
+SECONDS = dict(zip(ARMS, (3.0, 4.0, 2.0, 6.0, 5.0, 2.04, 1.0), strict=True))
+
+
+def made(model: str = "VGG19", cluster: str = "2:1", link: str = "1Gbit/s", **seconds: float) -> Any:
+    """A point; seconds of arms by the first word that names them."""
+    of = {**SECONDS, **{arm: seconds[key] for key, arm in NAMES.items() if key in seconds}}
+    arms = {
+        a: results.Measured((s - 0.1, s, s + 0.2), (2.0, 1.0), 0.9 if a == COMPILED else None)
+        for a, s in of.items()
+    }
+    return results.Point(cluster, model, "small", link, 1.25e8, 0.5, 0.25, arms)
+
+
+NAMES = {"compiled": COMPILED, "ddp": DDP, "forced": FORCED, "fsdp": FSDP}
+
+
+def test_ratios_of_a_point() -> None:
+    p = made()
+    assert statistics.best_incumbent(p) == DDP
+    assert statistics.over_best(p) == pytest.approx(2.0)
+    assert statistics.over_ddp(p) == pytest.approx(2.0)
+    assert statistics.forced_ratio(p) == pytest.approx(1.02)
+    assert statistics.best_incumbent(made(fsdp=1.5)) == FSDP
+    assert statistics.over_best(made(fsdp=1.5)) == pytest.approx(1.5)
+
+
+def test_every_check_passes_and_fails() -> None:
+    assert [c.holds for c in statistics.checks([])] == [None] * 5
+    assert [c.holds for c in statistics.checks([made(ddp=6.0, forced=6.0), made("BERT")])][:3] == [True] * 3
+    assert [c.holds for c in statistics.checks([made("BERT")])] == [True, True, None, None, True]
+    balanced = [made("BERT", link="balanced"), made("BERT", link="balanced", compiled=1.7)]
+    gain = statistics.checks([*balanced, made("BERT", compiled=2.0)])[3]
+    assert (gain.holds, gain.value) == (True, pytest.approx((2.0 * 2.0 / 1.7) ** 0.5))
+    assert not statistics.checks([made("BERT", link="balanced", compiled=1.7)])[3].holds
+    slower = made("BERT", compiled=2.07)
+    never, mean, vgg, _, forced = statistics.checks([made(ddp=4.9, forced=4.9), slower])
+    assert (never.holds, never.value) == (False, pytest.approx(2.07 / 2.0))
+    assert (mean.holds, mean.value) == (True, pytest.approx((4.9 * 2.0 / 2.07) ** 0.5))
+    assert (vgg.holds, vgg.value) == (False, pytest.approx(4.9))
+    assert forced.holds
+    assert statistics.checks([made("BERT", compiled=2.06)])[0].holds, "1.03 times is allowed"
+    assert not statistics.checks([made("BERT", compiled=1.3)])[1].holds, "2 / 1.3 < 1.6"
+    for seconds, holds in ((2.09, True), (2.11, False), (1.0, True)):
+        assert statistics.checks([made(forced=seconds)])[4].holds is holds
+    two = [made(ddp=6.0), made(ddp=5.5, cluster="equal"), made(ddp=2.0, link="200Mbit/s")]
+    assert statistics.checks(two)[2].value == pytest.approx(5.5), "the least of the clusters at 1 Gbit/s"
+    assert str(statistics.checks(two)[2]).endswith("pass (5.50)")
+    assert str(statistics.checks([])[2]).endswith("not measured")
+
+
+def test_the_page_and_the_chart(tmp_path: Path) -> None:
+    page = tmp_path / "cluster.md"
+    page.write_text("before\n<!-- results -->\nstale\n<!-- end of results -->\nafter\n", encoding="utf-8")
+    report.write(page, [made(ddp=6.0), made("BERT", link="balanced")], 48)
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "stale" not in text
+    assert "](cluster.svg)" in text
+    assert "- 2 of 48 points measured; size: small" in text
+    assert "proportional DDP over hetspmd: geometric mean 3.46, least 2.00, most 6.00" in text
+    assert "forced data parallel beside proportional DDP: median -32.0%, the farthest -66.0%" in text
+    assert "VGG19 at 1 Gbit/s, proportional DDP over hetspmd: 6.00 (2:1)" in text
+    assert "| BERT | 2:1 | 1 Gbit/s (balanced) | 0.50 | 3.000 | 4.000 | **2.000** | 6.000 | 5.000 |" in text
+    assert "| 1.000 | 0.900 to 1.200 | 0.900 | 2.00 | 2.00 | 1.02 |" in text
+    assert "longer than proportional DDP at every point: pass (0.02)" in text
+    assert "on every cluster: pass (6.00)" in text
+    chart = page.with_suffix(".svg").read_text(encoding="utf-8")
+    assert chart.count("<rect") == 1 + len(ARMS) * (2 + 1), (
+        "the back, a bar per arm and point, and the legend"
+    )
+    rows = report.bars([made(cluster=str(i)) for i in range(report.ROW + 1)])
+    assert rows.count("s / step") == 2
+    assert "height='630'" in rows, "a second row of points"
+    page.write_text("no marks", encoding="utf-8")
+    with pytest.raises(ValueError, match="lacks the marks"):
+        report.write(page, [made()], 48)
+
+
+def test_points_are_kept_and_half_a_line_is_not(tmp_path: Path) -> None:
+    assert results.load(tmp_path / "none") == []
+    folder = tmp_path / "new"
+    results.append(folder, made())
+    with (folder / "points.jsonl").open("a", encoding="utf-8") as out:
+        out.write('{"cluster": "2:1", "mod')
+    assert results.load(folder) == [made()]
+    results.append(folder, made("BERT"))
+    assert results.load(folder) == [made(), made("BERT")], "the half line does not spoil the next"
+
+
+def test_what_the_ranks_found() -> None:
+    ranks = [
+        {"stamps": [[0.0, 1.0, 2.0], [10.0, 11.0]], "losses": [1.5, 1.0]},
+        {"stamps": [[0.1, 1.5, 2.5], [9.0, 12.0]], "losses": [0.5, 0.25]},
+        {"stamps": [], "losses": []},
+    ]
+    summed = results.measured(ranks, summed=True)
+    assert summed.seconds == pytest.approx((1.4, 1.0, 2.0)), "from last end to last end"
+    assert summed.losses == (2.0, 1.25)
+    assert results.measured(ranks, summed=False, predicted=0.5).losses == (1.5, 1.0)
+
+
+def test_losses_must_agree() -> None:
+    p = made()
+    results.check_losses(p)
+
+    def with_losses(*losses: float) -> Any:
+        return replace(p, arms={**p.arms, FSDP: replace(p.arms[FSDP], losses=losses)})
+
+    results.check_losses(with_losses(2.0001, 1.04))
+    with pytest.raises(
+        EmulationError, match=r"step 0: the loss is 2\.0 .* and 2\.001 with 'FSDP2 proportional'"
+    ):
+        results.check_losses(with_losses(2.001, 1.0))
+    with pytest.raises(EmulationError, match="step 1"):
+        results.check_losses(with_losses(2.0, float("nan")))
+    with pytest.raises(EmulationError, match="2 losses"):
+        results.check_losses(with_losses(2.0))
+
+
+def test_the_balanced_link() -> None:
+    asked = []
+
+    def measure(rate: float) -> tuple[float, float]:
+        asked.append(rate)
+        return 0.5, 1.25e7 / rate  # as long as it computes at 25 MB/s
+
+    assert points.balanced(measure, 1.25e8) == pytest.approx(25e6)
+    assert asked == pytest.approx([1.25e8, 25e6])
+    assert points.balanced(lambda rate: (1.0, 100.0), 1.25e8) == points.QUICKEST, "no link is that fast"
+    assert points.balanced(lambda rate: (1.0, 1e-6), 1.25e8) == points.SLOWEST
+    assert points.on_grid(97e6 / 8) * 8 == pytest.approx(100e6)
+    assert points.on_grid(17.5e6 / 8) * 8 == pytest.approx(16e6)
+
+
+def test_slow_arms_are_timed_less() -> None:
+    assert [points.steps_of(s, 3) for s in (0.1, 1.0, 1.9, 3.0, 7.0, 20.0)] == [3, 3, 2, 1, 1, 1]
+
+
+def test_names_choose() -> None:
+    def of(*only: str) -> bool:
+        return points.wanted("2:1", "BERT", "balanced", only or None, MODELS)
+
+    assert of()
+    assert of("2:1")
+    assert of("BERT", "ViT", "balanced")
+    assert not of("2:1", "BERT", "1Gbit/s")
+    assert not of("equal", "BERT")
+
+
+def test_the_product() -> None:
+    assert len(CLUSTERS) * len(MODELS) * len(LINKS) == 48
+    assert all(spec.cores < 2 for spec in CLUSTERS.values())
+    assert all(set(of) == set(MODELS) for of in SIZES.values())
+    assert rate_command("eth0", 25e6, "change")[1] == "change"
+    assert "200000000bit" in rate_command("eth0", 25e6)
+
+
+def test_the_link_of_one_profile_and_the_devices_of_another() -> None:
+    def cluster(flops: float, bandwidth: float, lanes: int) -> Cluster:
+        devices = tuple(Device(name, {"default": flops}) for name in "ab")
+        return Cluster(devices, Network(bandwidth, 1e-3), lanes=lanes)
+
+    assert command.joined(cluster(1e9, 1e6, 1), cluster(2e9, 5e6, 2)) == cluster(1e9, 5e6, 2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_of_a_model_make_the_whole_loss(name: str) -> None:
+    """What DDP's weighting rests on: the loss of the batch is the weighted sum of its parts' losses."""
+    work = workload(name, "tiny")
+    assert all(isinstance(work.model.get_submodule(b), nn.Module) for b in work.blocks)
+    assert len(work.blocks) >= 1
+    rows = proportional_rows(work.rows, (2.0, 1.0))
+    with torch.no_grad():
+        whole = float(work.model(**work.batch))
+        parts = [part_of(work, rows, rank) for rank in range(2)]
+        summed = sum(float(work.model(**batch)) * share for batch, share in parts)
+    assert summed == pytest.approx(whole, rel=1e-5)
+    assert sum(share for _, share in parts) == pytest.approx(1.0)
+    again = workload(name, "tiny")
+    step = stepper(again.model, again.batch, 1.0, 1.0, adamw)
+    assert float(step()) == pytest.approx(whole, rel=1e-5), "seeded"
+    assert float(step()) < whole, "it learns"
+
+
+def test_what_is_reported_was_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for p in (made("BERT", link="balanced"), made("BERT", cluster="equal"), replace(made(), size="large")):
+        results.append(tmp_path, p)
+    assert command.main(["--report", "--folder", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 48 points" in out
+    assert "VGG19 | 2:1" not in out, "of another size"
+    command.main(["--report", "--folder", str(tmp_path), "--only", "equal"])
+    assert "1 of 48 points" in capsys.readouterr().out
