@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from hetspmd.rules.registry import rule
     from hetspmd.rules.rule import SUM, Call, Cut, Factor, Local, OpRule
     from hetspmd.run.module import HAP
+    from hetspmd.run.norms import clip_grad_norm_, get_total_norm
+    from hetspmd.run.scaler import GradScaler
     from hetspmd.run.verify import VerifyReport, verify
 
 __version__ = "0.1.0"
@@ -29,11 +31,14 @@ _HOMES = {
     "Cluster": "cost.cluster",
     "Cut": "rules",
     "Factor": "rules",
+    "GradScaler": "run.scaler",
     "Local": "rules",
     "OpRule": "rules",
     "Plan": "plan",
     "VerifyReport": "run.verify",
+    "clip_grad_norm_": "run.norms",
     "compile": "compiler",
+    "get_total_norm": "run.norms",
     "rule": "rules",
     "verify": "run.verify",
 }
@@ -47,12 +52,15 @@ __all__ = [
     "Cluster",
     "Cut",
     "Factor",
+    "GradScaler",
     "Local",
     "OpRule",
     "Plan",
     "VerifyReport",
+    "clip_grad_norm_",
     "compile",
     "errors",
+    "get_total_norm",
     "rule",
     "rules",
     "verify",

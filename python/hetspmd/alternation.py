@@ -3,8 +3,10 @@
 From each starting ratio B the search gives the best program Q at the lengths of B, the linear program the
 best B for Q, and so on until the pair repeats. Pairs are compared by the two-stream simulation. At the
 lengths of the best pair more candidates are searched, with less weight on communication that other work can
-hide. Data parallel programs are always among the candidates, so a plan is never worse than those in the
-same model.
+hide; and at those of the other starts' best pairs, where these are nearly as good. Programs that tie in the
+search may differ by a fifth in the simulation (an all-reduce costs what a reduce-scatter and an all-gather
+cost together, of which the latter can be hidden), and which of them comes out changes with the lengths. Data
+parallel programs are always among the candidates, so a plan is never worse than those in the same model.
 
 The same is done for subsets of the devices, the fastest one alone among them; the devices of a better
 subset's plan are its active ones, the others idle. A subset whose bound :meth:`CostModel.floor` is no
@@ -53,6 +55,10 @@ OVERLAPS = (0.5, 0.1)
 """Weights on communication that other work can hide, for further candidates."""
 
 
+NEAR = 0.1
+"""Where a start's best pair takes at most this part longer than the best of all, more candidates are searched."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The best pair, seconds of the baselines, the trace of the alternation that led to the pair, and the baselines
@@ -90,7 +96,7 @@ class Alternation:
         baselines = self._baselines(costs)
         best = self._best([*baselines.values(), *found])
         if best is not None:
-            best = self._best([best, *self._overlapping(costs, everyone, best)])
+            best = self._best([best, *self._overlapping(costs, everyone, best, found, iterations)])
         seconds = {name: pair.seconds for name, pair in baselines.items()}
         over = [name for name, pair in baselines.items() if not pair.fits]
         seconds["fastest_device_alone"] = float(min(costs.alone()))
@@ -120,7 +126,7 @@ class Alternation:
         pairs, iterations = self._rounds(costs, active, starts)
         best = self._best(pairs)
         if best is not None:
-            best = self._best([best, *self._overlapping(costs, active, best)])
+            best = self._best([best, *self._overlapping(costs, active, best, pairs, iterations)])
         return None if best is None else Outcome(self._certified(best), {}, tuple(iterations))
 
     def at(self, ratios: Matrix, lengths: Lengths, active: tuple[int, ...]) -> Pair:
@@ -155,7 +161,8 @@ class Alternation:
         if len(ranks) > 1:
             pairs, rounds = self._rounds(part, ranks, (("proportional", proportional(part)),))
             best = self._best(pairs)
-            return pairs + ([] if best is None else self._overlapping(part, ranks, best)), rounds
+            more = [] if best is None else self._overlapping(part, ranks, best, pairs, rounds)
+            return pairs + more, rounds
         alone = self.searcher.space.within(known.single_device(self.theory, self.fixed.forms))
         return self._rounds(part, ranks, (("alone", (1.0,)),), alone)
 
@@ -286,24 +293,48 @@ class Alternation:
                 room = replace(room, capacity=np.where(over, room.capacity * 0.97, room.capacity))
         return ratios, lengths
 
-    def _overlapping(self, costs: CostModel, active: tuple[int, ...], best: Pair) -> list[Pair]:
-        """Pairs with programs that are best at the lengths of ``best`` if part of the communication is hidden."""
-        pairs: list[Pair] = []
+    def _overlapping(
+        self, costs: CostModel, active: tuple[int, ...], best: Pair, pairs: Sequence[Pair],
+        rounds: Sequence[Iteration],
+    ) -> list[Pair]:  # fmt: skip
+        """Pairs with programs that are best if part of the communication is hidden: at the lengths of ``best``, and
+        of those of ``pairs``, two of each of the ``rounds``, that are nearly as good."""
+        found: list[Pair] = []
         if costs.world == 1:
-            return pairs
-        whole = best.found if best.searched else self._search(costs, best.lengths, best.found)
-        tried = [best.found.rows]
-        for weight in OVERLAPS:
-            found = self._search(costs, best.lengths, best.found, overlap=weight)
-            if found.rows in tried:
-                continue
-            tried.append(found.rows)
-            # Its own bound is of the weighted costs; the bound of all programs is the unweighted search's.
-            found = bounded(found, found.cost, whole)
-            judged = Judge(self, costs, found, active, best.lengths)
-            pairs.append(judged(best.ratios, best.lengths))
-            pairs.append(judged(*self._balanced(costs, judged, best.ratios, best.lengths)))
-        return pairs
+            return found
+        for place in (best, *self._near(best, pairs, rounds)):
+            tried = [place.found.rows]
+            for weight in OVERLAPS:
+                other = self._search(costs, place.lengths, place.found, overlap=weight)
+                if other.rows in tried:
+                    continue
+                tried.append(other.rows)
+                searched_at = None
+                if place.searched:
+                    # Its own bound is of the weighted costs; the bound of all programs is the unweighted search's.
+                    other = bounded(other, other.cost, place.found)
+                    searched_at = place.lengths
+                judged = Judge(self, costs, other, active, searched_at)
+                found.append(judged(place.ratios, place.lengths))
+                found.append(judged(*self._balanced(costs, judged, place.ratios, place.lengths)))
+        return found
+
+    def _near(self, best: Pair, pairs: Sequence[Pair], rounds: Sequence[Iteration]) -> list[Pair]:
+        """The best pair of each start, where it takes at most NEAR longer than ``best`` and has other lengths."""
+        most = best.seconds * (1 + NEAR)
+        starts: dict[str, Pair] = {}
+        with self.clock("balance"):
+            for i, pair in enumerate(pairs):
+                if pair.stages.floor > most or not pair.fits or pair.seconds > most:
+                    continue
+                start = rounds[i // 2].start
+                if start not in starts or _order(pair) < _order(starts[start]):
+                    starts[start] = pair
+        found: list[Pair] = []
+        for pair in starts.values():
+            if all(pair.lengths != other.lengths for other in (best, *found)):
+                found.append(pair)
+        return found
 
     def _baselines(self, costs: CostModel) -> dict[str, Pair]:
         """Known kinds of programs in the same cost model, as far as the user's constraints allow them.
@@ -337,7 +368,8 @@ class Alternation:
             except (InfeasibleError, SearchError):
                 continue
             before = result
-            found[name] = Judge(self, costs, result, everyone, lengths)(equal, lengths)
+            # Its bound is of programs of its kind.
+            found[name] = Judge(self, costs, result, everyone, None)(equal, lengths)
         return found
 
 

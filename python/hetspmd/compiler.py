@@ -7,6 +7,7 @@ The stages in the order of the data's way: trace, rules, then search and ratios 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -15,9 +16,11 @@ from hetspmd.alternation import Alternation, Clock, Outcome
 from hetspmd.balance.lengths import Lengths, Matrix, Ratios, by_segment, lengths_for
 from hetspmd.balance.segments import segmented, segments_like
 from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.machines import has_machines
 from hetspmd.errors import PlanError
 from hetspmd.forms import Form, is_sharded, sharded_dim
-from hetspmd.plan import Plan, SearchReport
+from hetspmd.hierarchy import Machines, Step, cheaper, check_machines, inside_of, step_across
+from hetspmd.plan import Inside, Plan, SearchReport
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.segmentation import Segments, check_segments, in_segments
 from hetspmd.synth.checker import check
@@ -33,8 +36,8 @@ from hetspmd.trace.trace import split_example, trace
 def compile(
     model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str, *, loss: Loss | None = None,
     strict: bool = False, constraints: Mapping[str, str | Form] | None = None, time_limit: float = 600.0,
-    loss_only: bool = False, segments: Segments = "auto", timings: MutableMapping[str, float] | None = None,
-    progress: Progress | None = None,
+    loss_only: bool = False, segments: Segments = "auto", machines: Machines = "auto",
+    timings: MutableMapping[str, float] | None = None, progress: Progress | None = None,
 ) -> Plan:  # fmt: skip
     """Synthesize the distributed program of one training step.
 
@@ -47,6 +50,8 @@ def compile(
     time_limit   seconds for one search
     loss_only    the other outputs are not needed (they come back as None)
     segments     parts of the model with sharding ratios of their own: a number, or "auto" for as many as gain
+    machines     how machines with several accelerators are planned: across "virtual" devices, "flat", or "auto" for
+                 the cheaper way; across virtual devices there is one segment
     timings      filled with wall seconds: trace, rules, synth, balance, total
 
     Raises a :class:`~hetspmd.errors.HetspmdError` for bad input.
@@ -54,7 +59,8 @@ def compile(
     args, kwargs = split_example(example)
     return compile_plan(
         model, args, kwargs, Cluster.load(cluster), loss=loss, constraints=constraints, strict=strict,
-        time_limit=time_limit, loss_only=loss_only, segments=segments, timings=timings, progress=progress,
+        time_limit=time_limit, loss_only=loss_only, segments=segments, machines=machines, timings=timings,
+        progress=progress,
     )  # fmt: skip
 
 
@@ -62,7 +68,7 @@ def compile_plan(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, *,
     loss: Loss | None = None, training: bool = True, constraints: Mapping[str, str | Form] | None = None,
     strict: bool = False, time_limit: float = 600.0, loss_only: bool = False, segments: Segments = "auto",
-    like: Plan | None = None, timings: MutableMapping[str, float] | None = None,
+    machines: Machines = "auto", like: Plan | None = None, timings: MutableMapping[str, float] | None = None,
     progress: Progress | None = None,
 ) -> Plan:  # fmt: skip
     """:func:`compile` for a split example, also of the forward alone (``training=False``).
@@ -72,6 +78,7 @@ def compile_plan(
     their segments.
     """
     check_segments(segments)
+    check_machines(machines)
     clock = Clock(timings if timings is not None else {})
     with clock("total"), collector_paused():
         with clock("trace"):
@@ -81,13 +88,16 @@ def compile_plan(
         with clock("rules"):
             theory = derive(graph, strict=strict)
         limits = Limits(seconds=time_limit)
-        if like is None:
-            fixed = resolve(theory, constraints)
+        if like is not None:
+            return _like(theory, like.cluster, like, limits, clock)
+        fixed = resolve(theory, constraints)
+
+        def side_by_side(devices: Cluster) -> Plan:
             with naming_conflicts(theory, fixed):
-                outcome = Alternation(theory, cluster, fixed, limits, clock, progress).run()
-            theory, outcome = in_segments(
+                outcome = Alternation(theory, devices, fixed, limits, clock, progress).run()
+            found, outcome = in_segments(
                 theory,
-                cluster,
+                devices,
                 outcome,
                 segments,
                 lambda cut: resolve(cut, constraints),
@@ -95,8 +105,17 @@ def compile_plan(
                 clock,
                 progress,
             )
-            return _plan(theory, cluster, outcome, constraints)
-        return _like(theory, cluster, like, limits, clock)
+            return _plan(found, devices, outcome, constraints)
+
+        def across() -> Plan:
+            with naming_conflicts(theory, fixed):
+                return _across(
+                    theory, cluster, step_across(theory, cluster, fixed, limits, clock, progress), constraints
+                )
+
+        if has_machines(cluster):
+            return cheaper(cluster, machines, side_by_side, across)
+        return side_by_side(cluster)
 
 
 def _like(theory: Theory, cluster: Cluster, like: Plan, limits: Limits, clock: Clock) -> Plan:
@@ -115,6 +134,9 @@ def _fixed_plan(
 ) -> Plan:  # fmt: skip
     """The best program at given lengths."""
     pair = Alternation(theory, cluster, fixed, limits, Clock()).at(ratios, lengths, active)
+    if has_machines(cluster):
+        inside = inside_of(theory, cluster, pair, limits, Clock())
+        return _across(theory, cluster, (Outcome(pair, {}, ()), inside))
     return _plan(theory, cluster, Outcome(pair, {}, ()))
 
 
@@ -150,6 +172,7 @@ def _plan(
     cluster: Cluster,
     outcome: Outcome,
     constraints: Mapping[str, str | Form] | None = None,
+    inside: Inside | None = None,
 ) -> Plan:
     pair = outcome.pair
     check(theory, pair.program)
@@ -159,6 +182,25 @@ def _plan(
     return Plan(
         theory.graph, pair.program, pair.ratios, pair.lengths, cluster, pair.cost, _report(pair.found),
         outcome.baselines, outcome.iterations, pair.active, asked, outcome.over_memory,
+        inside,
+    )  # fmt: skip
+
+
+def _across(
+    theory: Theory, cluster: Cluster, step: Step, constraints: Mapping[str, str | Form] | None = None
+) -> Plan:
+    """The plan of a step across virtual devices. Its baselines are those of single accelerators, if there are
+    any."""
+    outcome, inside = step
+    plan = _plan(theory, cluster, replace(outcome, baselines={}, over_memory=()), constraints, inside)
+    cost, more = plan.cost, inside.seconds
+    memory = tuple(k * n for k, n in zip(cluster.accelerators, inside.memory_bytes, strict=True))
+    return replace(
+        plan,
+        cost=replace(
+            cost, step_seconds=cost.step_seconds + more, stage_seconds=cost.stage_seconds + more,
+            communication_seconds=cost.communication_seconds + more, memory_bytes=memory,
+        ),
     )  # fmt: skip
 
 

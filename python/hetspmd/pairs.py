@@ -99,11 +99,13 @@ class Pair:
 
 
 class Judge:
-    """One program, to be judged at several ratios."""
+    """One program, to be judged at several ratios; ``searched_at``: where its cost and bound are those of all
+    programs, if anywhere."""
 
     def __init__(
-        self, of: Context, costs: CostModel, found: Found, active: tuple[int, ...], searched_at: Lengths
-    ) -> None:
+        self, of: Context, costs: CostModel, found: Found, active: tuple[int, ...],
+        searched_at: Lengths | None,
+    ) -> None:  # fmt: skip
         self.of, self.found, self.active, self.searched_at = of, found, active, searched_at
         self.cluster = of.cluster
         self.program = self._left(found.program)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hetspmd.balance.lengths import Lengths, Matrix
 from hetspmd.codec import decode, encode
 from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.machines import has_machines
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import StepCost
 from hetspmd.errors import PlanError
@@ -62,6 +63,20 @@ class Iteration:
 
 
 @dataclass(frozen=True)
+class Inside:
+    """What the accelerators of each machine do of its part (:mod:`hetspmd.synth.nested`).
+
+    program       of the same theory; divides evenly
+    seconds       of the collectives inside, those that the machines' figures count as computation left out
+    memory_bytes  peak of one accelerator of each device, 0 of an idle one
+    """
+
+    program: Program
+    seconds: float
+    memory_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """Graph, program, ratios and predicted cost.
 
@@ -85,6 +100,7 @@ class Plan:
     active      ranks in the cluster, ascending; () stands for all
     constraints what the user asked for: globs to forms
     over_memory baselines that need more memory than the devices have
+    inside      of a plan across machines, whose ``active`` and ``ratios`` are of machines; None of any other
 
     Raises PlanError if these do not fit each other.
     """
@@ -101,11 +117,14 @@ class Plan:
     active: tuple[int, ...] = ()
     constraints: Mapping[str, str] = field(default_factory=dict)
     over_memory: tuple[str, ...] = ()
+    inside: Inside | None = None
 
     def __post_init__(self) -> None:
         everyone = range(len(self.cluster.devices))
         if not self.active:
             object.__setattr__(self, "active", tuple(everyone))
+        if self.inside is None and has_machines(self.cluster):
+            raise PlanError("a plan for machines says nothing of their accelerators; compile it again")
         if list(self.active) != sorted(set(self.active)) or not set(self.active) <= set(everyone):
             raise PlanError(f"active devices {list(self.active)} of a cluster of {len(everyone)}")
         if len(self.ratios) != self.graph.segment_count:
@@ -170,7 +189,8 @@ class Plan:
         return CostModel(self.theory, self.cluster.part(self.active))
 
     def timeline(self) -> Timeline:
-        """When each device computes, communicates and waits in a step, with overlap, at the plan's lengths."""
+        """When each device computes, communicates and waits in a step, with overlap, at the plan's lengths. Of
+        a plan across machines, without what their accelerators add (``inside.seconds``)."""
         from hetspmd.cost.timeline import timeline
 
         return timeline(self.costs, self.program, self.lengths, self.cluster, self.active)

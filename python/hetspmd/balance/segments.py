@@ -14,6 +14,7 @@ in that of its first reader. :func:`segmented` is the theory of the graph with c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Final
 
 import networkx as nx
@@ -85,6 +86,7 @@ def segments_like(graph: Graph, known: Graph) -> tuple[int, ...]:
     return tuple(found)
 
 
+@cache
 def _key(source: str) -> str:
     """The module path up to its first number: what belongs to one layer."""
     names = source.split(".")
@@ -126,7 +128,7 @@ def _pieces(graph: Graph) -> list[int]:
 
 
 def _given(graph: Graph, instruction: int) -> bool:
-    return graph.instructions[instruction].is_source
+    return instruction in graph.sources
 
 
 def _place_sources(graph: Graph, found: list[int]) -> None:
@@ -152,12 +154,14 @@ def _weighted(theory: Theory, pieces: Sequence[int], seconds: Sequence[float]) -
             found.nodes[piece]["seconds"] += float(seconds[instruction.id])
     for t, readers in sorted(graph.consumers.items()):
         producer = graph.instructions[graph.producers[t]]
-        whole = producer.is_source and producer.op != PARAMETER
-        dims = (axes.axis(t, d) for d in range(len(graph.tensors[t].shape)))
-        if whole or not any(axis is not None and axis.units >= 2 for axis in dims):
-            continue
         here = pieces[producer.id]
-        for there in sorted({pieces[r] for r in readers} - {here}):
+        elsewhere = {pieces[r] for r in readers} - {here}
+        if not elsewhere or (producer.is_source and producer.op != PARAMETER):
+            continue
+        dims = (axes.axis(t, d) for d in range(len(graph.tensors[t].shape)))
+        if not any(axis is not None and axis.units >= 2 for axis in dims):
+            continue
+        for there in sorted(elsewhere):
             before = found.get_edge_data(here, there, {"bytes": 0})["bytes"]
             found.add_edge(here, there, bytes=before + graph.tensors[t].nbytes)
     return found

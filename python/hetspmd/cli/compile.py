@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hetspmd.cli.files import STDOUT, check_writable, read_constraints, write_json
-from hetspmd.cli.options import add_target, positive_seconds
+from hetspmd.cli.options import add_target, autocast, positive_seconds
 
 
 def add(commands: Any, debug: argparse.ArgumentParser) -> None:
@@ -57,10 +57,11 @@ def run(options: argparse.Namespace) -> int:
     constraints = read_constraints(options.constraints)
     model, example = load_target(options.target)
     timings: dict[str, float] = {}
-    plan = synthesize(
-        model, example, cluster, strict=options.strict, constraints=constraints,
-        time_limit=options.time_limit, segments=options.segments, timings=timings,
-    )  # fmt: skip
+    with autocast(model, options.autocast):
+        plan = synthesize(
+            model, example, cluster, strict=options.strict, constraints=constraints,
+            time_limit=options.time_limit, segments=options.segments, machines=options.machines, timings=timings,
+        )  # fmt: skip
     if options.plan is not None:
         plan.save(options.plan)
     if options.problem is not None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """TARGET, ``--cluster``, ``--constraints``, ``--segments`` and ``--json``."""
+    """TARGET, ``--cluster``, ``--constraints``, ``--segments``, ``--machines``, ``--autocast`` and ``--json``."""
     parser.add_argument(
         "target",
         metavar="TARGET",
@@ -26,8 +30,28 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         help="parts of the model with sharding ratios of their own: a number, or auto for as many as gain (auto)",
     )  # fmt: skip
     parser.add_argument(
+        "--machines", choices=("auto", "virtual", "flat"), default="auto",
+        help="plan entries of several accelerators as virtual devices, data parallel inside, or flat, each "
+        "accelerator by itself (auto: the cheaper)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--autocast", choices=("bfloat16", "float16"), metavar="DTYPE",
+        help="trace the model under torch.autocast in this dtype: bfloat16 or float16",
+    )  # fmt: skip
+    parser.add_argument(
         "--json", metavar="OUT", help="write the result as JSON (-: to standard output, instead of text)"
     )
+
+
+def autocast(model: nn.Module, dtype: str | None) -> AbstractContextManager[object]:
+    """The ``torch.autocast`` that ``--autocast`` asks for, on the device that the model is traced on."""
+    if dtype is None:
+        return nullcontext()
+    import torch
+
+    from hetspmd.trace.fake import model_device, trace_device
+
+    return torch.autocast(trace_device(model_device(model)).type, dtype=getattr(torch, dtype))
 
 
 def segments(text: str) -> int | Literal["auto"]:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from hetspmd.cli.files import STDOUT, check_writable, read_constraints, write_json
-from hetspmd.cli.options import add_target, positive_count
+from hetspmd.cli.options import add_target, autocast, positive_count
 from hetspmd.errors import DeviceError
 
 
@@ -44,15 +44,17 @@ def run(options: argparse.Namespace) -> int:
             f"{options.target} puts {empty} on the meta device, where it has no values; name a function that "
             "returns a model with weights, such as a small configuration"
         )
-    report = verify(
-        model,
-        example,
-        cluster,
-        dtype=options.dtype,
-        steps=options.steps,
-        constraints=constraints,
-        segments=options.segments,
-    )
+    with autocast(model, options.autocast):
+        report = verify(
+            model,
+            example,
+            cluster,
+            dtype=options.dtype,
+            steps=options.steps,
+            constraints=constraints,
+            segments=options.segments,
+            machines=options.machines,
+        )
     errors = {
         "loss_error": report.loss_error,
         "gradient_error": report.gradient_error,

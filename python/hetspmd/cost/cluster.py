@@ -9,12 +9,14 @@ A cluster file (YAML or JSON)::
 
 ``flops`` is a number or a number per dtype (``default`` for the others). Optional: ``name``, ``count`` (1),
 ``memory`` (unlimited), ``memory_bandwidth`` (infinite: every op is bound by its FLOPs), ``launch`` (5 us per
-op), ``optimizer`` (bytes of parameters that an optimizer's step updates in a second: ``memory_bandwidth`` / 20),
-``issue`` (0 s: what a collective takes of the device that issues it, where that is the processor that computes),
-``issue_bandwidth`` (infinite: bytes that it copies in a second for that)
-and ``latency`` (50 us per collective). ``network`` may be left out for a single device.
-``hetspmd profile`` adds the part ``measured`` (:mod:`hetspmd.cost.measured`), whose curves stand in for
-``network`` where collectives are priced, and whose op times for the devices' rates where ops are.
+op), ``optimizer`` (bytes of parameters that an optimizer's step updates in a second: ``memory_bandwidth`` /
+20), ``issue`` (0 s: what a collective takes of the device that issues it, where that is the processor that
+computes), ``issue_bandwidth`` (infinite: bytes that it copies in a second for that) and ``latency`` (50 us per
+collective). ``network`` may be left out for a single device. An entry with ``accelerators: 8`` and ``inside:
+{bandwidth: 150GB/s, latency: 5us}`` is a machine with that many accelerators, to each of which the entry's
+other figures belong (:mod:`hetspmd.cost.machines`); ``count`` repeats it. ``hetspmd profile`` adds the part
+``measured`` (:mod:`hetspmd.cost.measured`), whose curves stand in for ``network`` where collectives are priced,
+and whose op times for the devices' rates where ops are.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ _ALIASES: Final = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf1
 _NO_OPS: Final[Mapping[str, OpTime]] = {}
 _DTYPES: Final = (DEFAULT, *sorted(ITEM_SIZES), *_ALIASES)
 
-__all__ = ["LATENCY", "LAUNCH", "PASSES", "Cluster", "Device", "Network"]
+__all__ = ["LATENCY", "LAUNCH", "PASSES", "Cluster", "Device", "Machine", "Network"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class Device:
     issue_bandwidth   and bytes/s of the whole tensor at which it takes more for a large one
     optimizer         bytes of parameters that a step of the optimizer updates in a second; None: AdamW's, whose
                       step reads and writes :data:`PASSES` times as many bytes as the parameters have
+    machine           None for one accelerator; what a virtual device (HAP 3) consists of, whose figures above are
+                      then those of all its accelerators together (:func:`hetspmd.cost.machines.virtual_device`)
 
     Raises ClusterError for a quantity that is not positive.
     """
@@ -73,6 +77,7 @@ class Device:
     optimizer: float | None = None
     issue: float = 0.0
     issue_bandwidth: float = math.inf
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
         if not self.flops:
@@ -117,6 +122,15 @@ class Network:
 
 
 @dataclass(frozen=True)
+class Machine:
+    """``accelerators`` of one kind (``each``), joined by the network ``inside``."""
+
+    accelerators: int
+    each: Device
+    inside: Network
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Devices in rank order and their network (None only for a single device).
 
@@ -148,6 +162,16 @@ class Cluster:
     def world(self) -> int:
         """Number of devices."""
         return len(self.devices)
+
+    @property
+    def accelerators(self) -> tuple[int, ...]:
+        """The accelerators of each device, 1 for one that is no machine; their sum is the number of ranks."""
+        return tuple(1 if d.machine is None else d.machine.accelerators for d in self.devices)
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes that run on the cluster: one per accelerator."""
+        return sum(self.accelerators)
 
     def part(self, ranks: Sequence[int]) -> Cluster:
         """The devices of these ranks, in this order, on the same network."""
@@ -201,6 +225,8 @@ class Cluster:
                 entries[-1]["count"] += 1
                 continue
             previous = device
+            machine = device.machine
+            device = device if machine is None else machine.each
             entry: dict[str, Any] = {"name": device.name, "count": 1, "flops": _plain(device.flops)}
             if math.isfinite(device.memory):
                 entry["memory"] = device.memory
@@ -213,6 +239,9 @@ class Cluster:
                 entry["issue"] = device.issue
             if math.isfinite(device.issue_bandwidth):
                 entry["issue_bandwidth"] = device.issue_bandwidth
+            if machine is not None:
+                inside = {"bandwidth": machine.inside.bandwidth, "latency": machine.inside.latency}
+                entry |= {"accelerators": machine.accelerators, "inside": inside}
             entries.append(entry)
         document: dict[str, Any] = {"devices": entries}
         if self.network is not None:
@@ -235,7 +264,9 @@ class Cluster:
             rows.append(
                 (
                     str(rank) if last == rank else f"{rank}-{last}",
-                    device.name,
+                    device.name
+                    if device.machine is None
+                    else f"{device.name} ({device.machine.accelerators})",
                     ", ".join(
                         quantity_text(v, "FLOP/s") + ("" if k == DEFAULT else f" ({k})")
                         for k, v in sorted(device.flops.items())
@@ -279,6 +310,11 @@ def _read(root: Node) -> Cluster:
     for index, entry in enumerate(top["devices"].items("devices")):
         count, device = _read_device(entry, index)
         devices.extend([device] * count)
+    if "measured" in top and any(d.machine is not None for d in devices):
+        top["measured"].fail(
+            "measured figures belong to single accelerators, and an entry has several; list each accelerator by "
+            "itself, or remove the part measured"
+        )
     measured = read_measured(top["measured"], len(devices)) if "measured" in top else Measured()
     if "network" in top:
         network = _read_network(top["network"])
@@ -303,6 +339,8 @@ def _read_device(node: Node, index: int) -> tuple[int, Device]:
         "optimizer",
         "issue",
         "issue_bandwidth",
+        "accelerators",
+        "inside",
     )
     entry = node.entries(what, keys, ("flops",))
 
@@ -319,7 +357,20 @@ def _read_device(node: Node, index: int) -> tuple[int, Device]:
         quantity("issue", "seconds", 0.0),
         quantity("issue_bandwidth", "bytes/s", math.inf),
     )
-    return (entry["count"].count("count") if "count" in entry else 1), device
+    count = entry["count"].count("count") if "count" in entry else 1
+    accelerators = entry["accelerators"].count("accelerators") if "accelerators" in entry else 1
+    if "inside" in entry and accelerators == 1:
+        entry["inside"].fail("inside joins several accelerators, and there is one; write accelerators: 8")
+    if accelerators == 1:
+        return count, device
+    if "inside" not in entry:
+        node.fail(
+            f"{what} has {accelerators} accelerators and lacks the key 'inside'; "
+            "add inside: {bandwidth: 150GB/s, latency: 5us}"
+        )
+    from hetspmd.cost.machines import virtual_device  # it needs what is defined here
+
+    return count, virtual_device(device, accelerators, _read_network(entry["inside"], "inside"))
 
 
 def _read_flops(node: Node) -> dict[str, float]:
@@ -337,7 +388,7 @@ def _read_flops(node: Node) -> dict[str, float]:
     return rates
 
 
-def _read_network(node: Node) -> Network:
-    entry = node.entries("network", ("bandwidth", "latency"), ("bandwidth",))
+def _read_network(node: Node, name: str = "network") -> Network:
+    entry = node.entries(name, ("bandwidth", "latency"), ("bandwidth",))
     latency = entry["latency"].quantity("latency", "seconds") if "latency" in entry else LATENCY
     return Network(entry["bandwidth"].quantity("bandwidth", "bytes/s"), latency)

@@ -55,18 +55,22 @@ __all__ = [
 
 VERSION: Final = 1
 COLLECTIVES: Final[tuple[Kind, ...]] = (
-    "all_reduce", "reduce_scatter", "grouped_reduce", "all_gather", "grouped_broadcast", "all_to_all",
+    "all_reduce", "reduce_scatter", "grouped_reduce", "ring_reduce", "exchange_reduce", "all_gather",
+    "grouped_broadcast", "ring_gather", "all_to_all",
 )  # fmt: skip
 RATES: Final = ("matmul", "convolution", "memory", "launch", "optimizer")
 TERMS: Final = ("latency", "per_shard", "per_byte", "per_largest", "per_exchange")
 _PADDED: Final = ("latency", "per_byte", "per_largest")
-_GROUPED: Final = ("latency", "per_shard", "per_byte", "per_largest")
+_EXACT: Final = ("latency", "per_shard", "per_byte", "per_largest")
 TERMS_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "all_reduce": ("latency", "per_byte"),
     "reduce_scatter": _PADDED,
-    "grouped_reduce": _GROUPED,
+    "grouped_reduce": _EXACT,
+    "ring_reduce": _EXACT,
+    "exchange_reduce": _EXACT,
     "all_gather": _PADDED,
-    "grouped_broadcast": _GROUPED,
+    "grouped_broadcast": _EXACT,
+    "ring_gather": _EXACT,
     "all_to_all": ("latency", "per_byte", "per_exchange"),
 }
 """The terms that a collective's seconds may have; local copies are in ``per_byte``."""

@@ -18,6 +18,8 @@ Issuing a collective takes time of the device itself where the processor that co
 (:class:`~hetspmd.cost.cluster.Device`), ``issue_jc = issue_j + E_c / issue_bandwidth_j`` for a tensor of E bytes.
 The collective's own seconds have it too.
 
+Small collectives share a bucket, as they do where they run: they are one collective here, with one latency.
+
 A collective begins when the last device has issued it and the stream is free, and ends for all at once. It
 is issued where :func:`hetspmd.synth.schedule.schedule` puts it and waited for where its result is first read
 (a slice or a mask of it counts), by the end of its graph at the latest: all of forward's have ended before
@@ -44,9 +46,9 @@ import numpy as np
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
 from hetspmd.forms import ALL_REDUCE, IDENTITY
-from hetspmd.synth.program import Communicate, Program, Step
-from hetspmd.synth.schedule import Key, reads, schedule, writes
-from hetspmd.trace.graph import Graph
+from hetspmd.synth.buckets import Bucket, Scheduled, members
+from hetspmd.synth.program import Communicate, Compute, Program
+from hetspmd.synth.schedule import Key, Schedule, Values, schedule
 
 __all__ = ["BOUNDARY", "START", "WAIT", "WAIT_FIRST", "Run", "TwoStreams", "simulated_seconds", "waited"]
 
@@ -83,42 +85,51 @@ class TwoStreams:
 
     ``events`` holds ``(computations before, what, collective)``, ``instructions`` the scheduled computations,
     ``collectives`` the communications in the order in which they are issued. ``idle``: seconds in which idle
-    devices are sent the results of forward. Raises ValueError for a step that is no triple of the theory and
-    PlanError for a program that reads what is not there.
+    devices are sent the results of forward. ``order``: the program's schedule with the model's buckets, ``values``:
+    what its steps read and write, if known.
+    Raises ValueError for a step that is no triple of the theory and PlanError for a program that reads what is not
+    there.
     """
 
-    def __init__(self, model: CostModel, program: Program, *, idle: float = 0.0) -> None:
+    def __init__(
+        self, model: CostModel, program: Program, *, idle: float = 0.0, order: Schedule | None = None,
+        values: Values | None = None,
+    ) -> None:  # fmt: skip
         self.model = model
         self.idle = idle
         self.instructions: list[int] = []
-        self.collectives: list[Communicate | None] = []
+        self.collectives: list[Communicate | Bucket | None] = []
         self.events: list[tuple[int, int, int]] = []
         self._signatures: list[int] = []
         graph = model.theory.graph
         self._steps: list[int] = []  # of the program, by computation
-        self._started: list[int] = []  # the same by collective
+        self._started: list[tuple[int, ...]] = []  # the same by collective
         self._place = {id(step): index for index, step in enumerate(program.steps)}
-        order = schedule(model.theory, program)
+        values = Values.of(graph, program) if values is None else values
+        if order is None:
+            order = schedule(model.theory, program, model.bucket_bytes, values=values)
         there: set[Key] = set()
-        self._graph(graph, order.forward, there)
+        self._graph(values, order.forward, there)
         if idle > 0:
             self.collectives.append(None)
-            self._started.append(-1)
+            self._started.append(())
             self._event(START, len(self.collectives) - 1)
             self._event(WAIT, len(self.collectives) - 1)
         self._event(BOUNDARY, -1)
-        self._graph(graph, order.backward, there)
+        self._graph(values, order.backward, there)
         self._moves = self._priced()
-        self._nbytes = [0 if c is None else graph.tensors[c.tensor].nbytes for c in self.collectives]
+        self._nbytes = [
+            0 if c is None else sum(graph.tensors[m.tensor].nbytes for m in members(c))
+            for c in self.collectives
+        ]
         self._unique, inverse = np.unique(np.array(self._signatures, dtype=np.int64), return_inverse=True)
         self._inverse: Index = inverse.reshape(-1)
         at = sorted({0, *(a for a, _, _ in self.events)} - {len(self._signatures)})
         self._groups: Index = np.array(at, dtype=np.int64)
 
-    def _priced(self) -> list[MoveForm]:
+    def _priced(self) -> list[tuple[MoveForm, ...]]:
         return [
-            MoveForm(self.idle) if c is None else self.model.move_form(c.tensor, c.source, c.target, c.kind)
-            for c in self.collectives
+            (MoveForm(self.idle),) if c is None else self.model.transfer_forms(c) for c in self.collectives
         ]
 
     def on(self, model: CostModel, *, idle: float = 0.0) -> TwoStreams:
@@ -131,7 +142,7 @@ class TwoStreams:
     def _event(self, what: int, collective: int) -> None:
         self.events.append((len(self._signatures), what, collective))
 
-    def _graph(self, graph: Graph, steps: Sequence[Step], there: set[Key]) -> None:
+    def _graph(self, values: Values, steps: Sequence[Scheduled], there: set[Key]) -> None:
         """Append one local graph, as :class:`hetspmd.lower.emit.GraphWriter` writes it; ``there`` are the
         values of the graphs before it, to which it adds its own."""
         pending: dict[Key, int] = {}
@@ -153,26 +164,34 @@ class TwoStreams:
             self._event(WAIT, pending.pop(key))
             there.add(key)
 
+        model, sources = self.model, self.model.theory.graph.sources
         for step in steps:
-            made = writes(graph, step)
-            if isinstance(step, Communicate):
-                if made[0] in there or made[0] in pending:
-                    continue
-                read((step.tensor, step.source))
-                self.collectives.append(step)
-                self._started.append(self._place[id(step)])
-                pending[made[0]] = len(self.collectives) - 1
-                self._event(START, pending[made[0]])
+            if not isinstance(step, Compute):
+                new = {
+                    (m.tensor, m.target): m
+                    for m in members(step)
+                    if (m.tensor, m.target) not in there and (m.tensor, m.target) not in pending
+                }
+                if new:
+                    together = tuple(new.values())
+                    for member in together:
+                        read((member.tensor, member.source))
+                    self.collectives.append(together[0] if len(together) == 1 else Bucket(together))
+                    self._started.append(tuple(self._place[id(member)] for member in together))
+                    pending.update(dict.fromkeys(new, len(self.collectives) - 1))
+                    self._event(START, len(self.collectives) - 1)
                 continue
-            if not graph.instructions[step.instruction].is_source:
-                for key in reads(graph, step):
-                    read(key)
-            row = self.model.row_index(step.instruction, step.row)
-            self._signatures.append(self.model.signature(step.instruction, row))
+            place = self._place[id(step)]
+            if pending and step.instruction not in sources:
+                for key in values.reads[place]:
+                    if key not in there:
+                        read(key)
+            row = model.row_index(step.instruction, step.row)
+            self._signatures.append(model.signature(step.instruction, row))
             self.instructions.append(step.instruction)
-            self._steps.append(self._place[id(step)])
-            there.update(key for key in made if key not in pending)
-        for collective in pending.values():
+            self._steps.append(place)
+            there.update([key for key in values.writes[place] if key not in pending])
+        for collective in dict.fromkeys(pending.values()):
             self._event(WAIT, collective)
         there.update(pending)
 
@@ -192,7 +211,7 @@ class TwoStreams:
             for c in [c for c in flying if run.ends[c] <= earliest]:
                 flying.remove(c)
                 if at < len(self._steps):
-                    found[self._started[c]] = self._steps[at]
+                    found.update(dict.fromkeys(self._started[c], self._steps[at]))
             if what == START:
                 flying.append(collective)
             elif what == WAIT and collective in flying:
@@ -203,10 +222,10 @@ class TwoStreams:
         """All clocks at the given shares (of :meth:`CostModel.shares`)."""
         seconds = self.model.seconds(self._unique, shares)[self._inverse]
         sums = np.add.reduceat(seconds, self._groups, axis=0) if len(self._groups) else seconds
-        moves = [self.model.form_seconds(m, shares) for m in self._moves]
-        dropped = tuple(m.moved and s == 0 for m, s in zip(self._moves, moves, strict=True))
+        moves = [sum(self.model.form_seconds(m, shares) for m in forms) for forms in self._moves]
+        dropped = tuple(f[0].moved and s == 0 for f, s in zip(self._moves, moves, strict=True))
         lanes = self.model.cluster.lanes
-        latencies = [self.model.form_latency(m, shares) if lanes > 1 else 0.0 for m in self._moves]
+        latencies = [self.model.form_latency(f[0], shares) if lanes > 1 else 0.0 for f in self._moves]
         devices = self.model.cluster.devices
         issue = np.array([d.issue for d in devices])
         per_byte = np.array([1 / d.issue_bandwidth for d in devices])

@@ -23,7 +23,9 @@ from hetspmd.cost.memory import Holdings, MemoryProfile
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
 from hetspmd.cost.overlap import TwoStreams
 from hetspmd.forms import all_gather
+from hetspmd.synth.buckets import coalesces
 from hetspmd.synth.program import Compute, Program
+from hetspmd.synth.schedule import Schedule, Values, schedule
 from hetspmd.trace.graph import Graph
 
 __all__ = [
@@ -65,6 +67,7 @@ class Stages:
         moves: list[MoveForm] = []
         self.instructions: list[int] = []
         self.moved: list[int] = []
+        self._shared: list[float] = []
         for step in program.steps:
             if isinstance(step, Compute):
                 row = model.row_index(step.instruction, step.row)
@@ -74,6 +77,8 @@ class Stages:
             else:
                 self.moved.append(step.tensor)
                 moves.append(model.move_form(step.tensor, step.source, step.target, step.kind))
+                shares = coalesces(model.theory.graph, step.tensor, step.kind, model.bucket_bytes)
+                self._shared.append(moves[-1].latency if shares else 0.0)
         self.model = model
         self.signatures: Index = np.array(signatures, dtype=np.int64)
         self.stage: Index = np.array(stage, dtype=np.int64)
@@ -93,6 +98,11 @@ class Stages:
     def communication(self, shares: Array) -> Array:
         """Seconds of each collective."""
         return np.array([self.model.form_seconds(m, shares) for m in self.moves], dtype=float)
+
+    @cached_property
+    def saved(self) -> float:
+        """The most seconds of latency that buckets save, in which several of the collectives share one."""
+        return sum(self._shared)
 
     def seconds(self, shares: Array) -> float:
         """t(Q, B)."""
@@ -115,17 +125,32 @@ class StepModel:
     @cached_property
     def streams(self) -> TwoStreams:
         """The two-stream simulation."""
-        return TwoStreams(self.model, self.program, idle=self.idle)
+        return TwoStreams(self.model, self.program, idle=self.idle, order=self.order, values=self._values)
+
+    @cached_property
+    def order(self) -> Schedule:
+        """The schedule of its steps."""
+        return schedule(self.model.theory, self.program, self.model.bucket_bytes, values=self._values)
+
+    @cached_property
+    def _values(self) -> Values:
+        return Values.of(self.model.theory.graph, self.program)
 
     @cached_property
     def holdings(self) -> Holdings:
-        """What the program holds from when to when."""
-        return Holdings(self.model.theory, self.program)
+        """What the program holds from when to when, in its own order: that of the search."""
+        return Holdings(self.model.theory, self.program, scheduled=self.order)
+
+    @cached_property
+    def executed(self) -> Holdings:
+        """The same in the order in which it is executed."""
+        return Holdings(self.model.theory, self.program, executed=True, scheduled=self.order)
 
     def held(self, lengths: Lengths) -> MemoryProfile:
-        """What is held at integer lengths, buffers of collectives as long as the simulation says."""
+        """What is held at integer lengths in the executed order, buffers of collectives as long as the simulation
+        says."""
         run = self.streams.run(self.model.shares(lengths))
-        return self.holdings.at(lengths, self.streams.completed(run))
+        return self.executed.at(lengths, self.streams.completed(run))
 
     def computed(self, lengths: Lengths) -> StageSeconds:
         """Seconds of the stage model's parts at integer lengths."""
@@ -133,14 +158,15 @@ class StepModel:
         computation = self.stages.computation(shares)
         communication = float(self.stages.communication(shares).sum()) + self.idle
         return StageSeconds(
-            float(computation.max(axis=1).sum()), communication, tuple(map(float, computation.sum(axis=0)))
-        )
+            float(computation.max(axis=1).sum()), communication, tuple(map(float, computation.sum(axis=0))),
+            self.stages.saved,
+        )  # fmt: skip
 
     def cost(self, lengths: Lengths) -> StepCost:
         """The prediction at integer lengths."""
         parts = self.computed(lengths)
         run = self.streams.run(self.model.shares(lengths))
-        memory = self.holdings.at(lengths, self.streams.completed(run))
+        memory = self.executed.at(lengths, self.streams.completed(run))
         return StepCost(
             float(run.final.max()), parts.seconds, parts.compute, parts.communication, memory.peaks,
             self.stages.count, parts.per_device,
@@ -150,11 +176,12 @@ class StepModel:
 @dataclass(frozen=True)
 class StageSeconds:
     """Seconds of the stage model: of the slowest device in each stage, of collectives (and of what idle devices
-    are sent), and that each device computes."""
+    are sent), and that each device computes; ``saved``: at most so many of communication are saved by buckets."""
 
     compute: float
     communication: float
     per_device: tuple[float, ...]
+    saved: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -164,7 +191,7 @@ class StageSeconds:
     @property
     def floor(self) -> float:
         """Of a step in any order of the same work: a device computes and the stream carries one thing at a time."""
-        return max(*self.per_device, self.communication)
+        return max(*self.per_device, self.communication - self.saved)
 
 
 def step_cost(model: CostModel, program: Program, lengths: Lengths, *, idle: float = 0.0) -> StepCost:

@@ -21,7 +21,8 @@ from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.model import Array, CostModel
 from hetspmd.cost.overlap import START, WAIT, WAIT_FIRST, Run, TwoStreams, waited
 from hetspmd.cost.step import Stages, idle_seconds
-from hetspmd.synth.program import Communicate, Program, communication_text
+from hetspmd.synth.buckets import Bucket, transfer_text
+from hetspmd.synth.program import Communicate, Program
 from hetspmd.trace.graph import Graph
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Transfer:
     """
 
     name: str
-    step: Communicate | None
+    step: Communicate | Bucket | None
     issued: float
     ready: float
     last: int
@@ -263,7 +264,7 @@ def _transfers(
     names = [t.name for t in streams.model.theory.graph.tensors]
     transfers = tuple(
         Transfer(
-            IDLE_RESULTS if step is None else communication_text(step, names[step.tensor]),
+            IDLE_RESULTS if step is None else transfer_text(step, names),
             step, float(clock.min()), float(clock[k]), ranks[k], start, end, float(seconds),
         )
         for step, clock, k, start, end, seconds in zip(

@@ -12,6 +12,7 @@ Where op times were measured, a signature also has the key of its row and that o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -57,6 +58,11 @@ class Triples:
     offset: Index
     dtypes: tuple[str, ...]
     keys: tuple[str, ...]
+
+    @cached_property
+    def places(self) -> tuple[list[int], list[int]]:
+        """``signature`` and ``offset`` as lists, of which single entries are taken faster."""
+        return self.signature.tolist(), self.offset.tolist()
 
     def columns(self, axes: int) -> Array:
         """What the seconds of a signature depend on but for which axis it shards, shape (signatures, 9)."""
@@ -117,25 +123,33 @@ def _triples(theory: Theory, keys: list[tuple[str, ...]] | None) -> Triples:
     known: dict[_Key, int] = {}
     signature: list[int] = []
     offset = [0]
+    alike: dict[tuple[object, ...], tuple[int, list[tuple[float, float]]]] = {}
     for instruction in graph.instructions:
         rule = theory.rules.get(instruction.id)
-        dtype = dtypes.setdefault(_compute_dtype(theory, instruction), len(dtypes))
+        rows = theory.rows[instruction.id]
+        # Equal calls share their rows; a tensor that is read twice counts once.
+        inputs = instruction.inputs
+        twice = inputs if len(set(inputs)) < len(inputs) else None
+        same = id(theory.calls.get(instruction.id, instruction)), id(rows), twice
+        if same not in alike:
+            dtype = dtypes.setdefault(_compute_dtype(theory, instruction), len(dtypes))
+            counts = rule is not None and not rule.alias
+            traffic = [_traffic(theory, instruction, row, nbytes) for row in rows] if counts else []
+            alike[same] = dtype, traffic
+        dtype, traffic = alike[same]
         updates = instruction.op == PARAMETER and instruction.outputs[0] in trained
         of_rows = () if keys is None else tuple(names.setdefault(k, len(names)) for k in keys[instruction.id])
-        pairs = zip(theory.rows[instruction.id], theory.row_axes[instruction.id], strict=True)
-        for index, (row, axis) in enumerate(pairs):
+        for index, axis in enumerate(theory.row_axes[instruction.id]):
             place = blank if axis is None else axis
+            timed = (of_rows[index], of_rows[0]) if of_rows else (-1, -1)
             if updates:
                 size = nbytes[instruction.outputs[0]]
                 cut, whole = (0.0, size) if axis is None else (size, 0.0)
-                timed = (of_rows[index], of_rows[0]) if of_rows else (-1, -1)
                 key: _Key = (0.0, cut, whole, place, dtype, False, True, *timed)
             elif rule is None or rule.alias:
                 key = (0.0, 0.0, 0.0, place, dtype, True, False, -1, -1)
             else:
-                cut, whole = _traffic(theory, instruction, row, nbytes)
-                timed = (of_rows[index], of_rows[0]) if of_rows else (-1, -1)
-                key = (rule.flops, cut, whole, place, dtype, False, False, *timed)
+                key = (rule.flops, *traffic[index], place, dtype, False, False, *timed)
             signature.append(known.setdefault(key, len(known)))
         offset.append(len(signature))
     table = np.array([k[:3] for k in known], dtype=float).reshape(-1, 3)

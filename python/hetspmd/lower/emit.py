@@ -3,12 +3,16 @@
 A value is a key ``(tensor, form)``. It is there because a step produced it, or it is derived for free from
 Identity: a slice for All-Gather(d), for All-Reduce the tensor itself on rank 0 and zeros elsewhere. A
 collective is written as its start where its step stands, and as its wait where its result is first read.
+
+A node's ``meta`` says what it is the work of, for :mod:`hetspmd.run.record`: ``instruction`` (its id) or
+``transfer`` (what a start carries); other nodes are waits, slices and copies.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +25,10 @@ from hetspmd.lower.layout import Layout
 from hetspmd.rules.kernels import reader_of
 from hetspmd.rules.rule import localize
 from hetspmd.rules.theory import Theory
-from hetspmd.run import collectives
+from hetspmd.run import buckets, collectives
 from hetspmd.run.random import draw_in
-from hetspmd.synth.program import Communicate, Compute, Step
+from hetspmd.synth.buckets import Bucket, Scheduled
+from hetspmd.synth.program import Communicate, Compute
 from hetspmd.synth.schedule import Key, reads
 from hetspmd.trace.graph import Instruction, Ref
 from hetspmd.trace.values import to_torch, torch_dtype
@@ -104,9 +109,11 @@ class GraphWriter:
         """A call_function node."""
         return self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
 
-    def write(self, step: Step) -> None:
+    def write(self, step: Scheduled) -> None:
         """Append a step."""
-        if isinstance(step, Communicate):
+        if isinstance(step, Bucket):
+            self._coalesce(step)
+        elif isinstance(step, Communicate):
             self._communicate(step)
         else:
             self._compute(step)
@@ -122,9 +129,33 @@ class GraphWriter:
         start, args = _collective(self.layout, step)
         name = self.name(step.tensor)
         pending = self.call(f"{name}_{step.kind}", start, (self.runtime, source, *args))
+        pending.meta["transfer"] = step
         suffix = "whole" if step.target == IDENTITY else f"shard{sharded_dim(step.target)}"
         self.produced[target] = lambda: self.call(f"{name}_{suffix}", collectives.wait, (pending,))
         self._pending.append(target)
+
+    def _coalesce(self, bucket: Bucket) -> None:
+        members = {
+            (m.tensor, m.target): m for m in bucket.members if (m.tensor, m.target) not in self.produced
+        }
+        if len(members) < 2:
+            for member in members.values():
+                self._communicate(member)
+            return
+        sources = [self.need((m.tensor, m.source)) for m in members.values()]
+        if bucket.kind == "all_reduce":
+            start: Callable[..., Any] = buckets.start_all_reduces
+            args: tuple[Any, ...] = (self.runtime, sources)
+        else:
+            start = buckets.STARTS[bucket.kind]
+            args = (self.runtime, sources, [_collective(self.layout, m)[1] for m in members.values()])
+        pending = self.call(f"bucket_{bucket.kind}", start, args)
+        pending.meta["transfer"] = Bucket(tuple(members.values()))
+        for index, target in enumerate(members):
+            suffix = "whole" if target[1] == IDENTITY else f"shard{sharded_dim(target[1])}"
+            name = f"{self.name(target[0])}_{suffix}"
+            self.produced[target] = partial(self.call, name, buckets.take, (pending, index))
+            self._pending.append(target)
 
     def _compute(self, step: Compute) -> None:
         theory, row = self.theory, step.row
@@ -153,9 +184,10 @@ class GraphWriter:
                 node = self.call(name, function, local_args, local_kwargs)
         else:
             node = self.call(name, target, local_args, local_kwargs)
+        node.meta["instruction"] = instruction.id
         for index, key in self._outputs(step, instruction):
             if key not in self.produced:
-                self.produced[key] = node if single else self.call(self.name(key[0]), _item, (node, index))
+                self.produced[key] = node if single else self.call(self.name(key[0]), item, (node, index))
 
     def _draw(
         self, step: Compute, instruction: Instruction, name: str, function: Any,
@@ -207,13 +239,20 @@ class GraphWriter:
             self.need(key)
         self.graph.output(results)
         for node in reversed(self.graph.nodes):
-            if node.target is _item and not node.users:
+            if node.target is item and not node.users:
                 self.graph.erase_node(node)
 
 
-def _item(values: Any, index: int) -> Any:
+def item(values: Any, index: int) -> Any:
     """One output of an op that has several, or of its stand-in that has one."""
     return values if isinstance(values, torch.Tensor) else values[index]
+
+
+def take_saved(saved: list[torch.Tensor | None], index: int) -> torch.Tensor:
+    """A saved value, which the list no longer holds."""
+    value, saved[index] = saved[index], None
+    assert value is not None
+    return value
 
 
 def _fill(value: Any, inputs: list[fx.Node]) -> Any:
@@ -235,18 +274,10 @@ def _collective(layout: Layout, step: Communicate) -> tuple[Callable[..., Any], 
     tensor, source, target = step.tensor, step.source, step.target
     if step.kind == "all_reduce":
         return collectives.start_all_reduce, ()
-    if step.kind in ("reduce_scatter", "grouped_reduce"):
-        start = (
-            collectives.start_reduce_scatter
-            if step.kind == "reduce_scatter"
-            else collectives.start_grouped_reduce
-        )
-        return start, (sharded_dim(target), layout.extents(tensor, target))
-    if step.kind in ("all_gather", "grouped_broadcast"):
-        gather = (
-            collectives.start_all_gather if step.kind == "all_gather" else collectives.start_grouped_broadcast
-        )
-        return gather, (sharded_dim(source), layout.extents(tensor, source))
+    if step.kind in collectives.SCATTERS:
+        return collectives.SCATTERS[step.kind], (sharded_dim(target), layout.extents(tensor, target))
+    if step.kind in collectives.GATHERS:
+        return collectives.GATHERS[step.kind], (sharded_dim(source), layout.extents(tensor, source))
     if step.kind == "rebalance":
         both = layout.extents(tensor, source), layout.extents(tensor, target)
         return collectives.start_rebalance, (sharded_dim(target), *both)

@@ -1,28 +1,29 @@
 """Plan x rank -> :class:`~hetspmd.lower.program.LocalProgram`.
 
-Values that cross from forward to backward are saved. A slice or a mask is derived again in backward where
-that costs no memory, i.e. where the whole tensor is kept anyway (parameters, batch, constants, or because
-backward reads it whole); elsewhere the slice is saved as a compact copy, and the whole tensor is freed.
+Values that cross from forward to backward are saved in the forms that :mod:`hetspmd.synth.crossing` says.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from hetspmd.balance.lengths import Lengths
+from hetspmd.cost.coalesce import bucket_bytes
 from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, is_sharded, sharded_dim
 from hetspmd.lower.constants import constant_value
-from hetspmd.lower.emit import GraphWriter, identifier
+from hetspmd.lower.emit import GraphWriter, identifier, take_saved
 from hetspmd.lower.idle import lower_idle
 from hetspmd.lower.layout import Layout
 from hetspmd.lower.program import LocalProgram, LocalTensor
+from hetspmd.lower.reuse import mark_spare
 from hetspmd.rules.theory import Theory
-from hetspmd.synth.program import Compute, Program, Step
-from hetspmd.synth.schedule import Key, Schedule, reads, schedule, writes
+from hetspmd.synth.buckets import Scheduled
+from hetspmd.synth.crossing import crossing
+from hetspmd.synth.program import Compute, Program
+from hetspmd.synth.schedule import Key, Schedule, reads, schedule
 from hetspmd.trace.graph import BUFFER, CONSTANT, INPUT, PARAMETER, TANGENT
 
 if TYPE_CHECKING:
@@ -33,25 +34,25 @@ def lower_plan(plan: Plan, rank: int, device: torch.device) -> LocalProgram:
     """The local program of a device of the plan's cluster, be it idle."""
     if rank not in plan.active:
         return lower_idle(plan.theory, plan.program, plan.lengths, device)
-    return lower(plan.theory, plan.program, plan.lengths, plan.active.index(rank), device)
+    rank, size = plan.active.index(rank), bucket_bytes(plan.cluster.part(plan.active))
+    return lower(plan.theory, plan.program, plan.lengths, rank, device, bucket_bytes=size)
 
 
 def lower(
-    theory: Theory, program: Program, lengths: Lengths, rank: int, device: torch.device
+    theory: Theory,
+    program: Program,
+    lengths: Lengths,
+    rank: int,
+    device: torch.device,
+    *,
+    bucket_bytes: int = 0,
 ) -> LocalProgram:
     """The local program of ``rank``, among those that run the program, on ``device``.
 
+    Small collectives share buckets of at most ``bucket_bytes`` bytes, the same on every rank.
     Constants are computed here. Raises PlanError if the program reads what it has not produced.
     """
-    return _Lowering(theory, program, lengths, rank, device).run()
-
-
-@dataclass
-class _Crossing:
-    """What backward reads of forward: ``whole`` keys are saved as they are, ``slices`` as compact copies."""
-
-    whole: dict[Key, None] = field(default_factory=dict)
-    slices: dict[Key, None] = field(default_factory=dict)
+    return _Lowering(theory, program, lengths, rank, device).run(bucket_bytes)
 
 
 class _Lowering:
@@ -66,8 +67,8 @@ class _Lowering:
         self.constants: dict[str, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
 
-    def run(self) -> LocalProgram:
-        plan = schedule(self.theory, self.program)
+    def run(self, bucket_bytes: int) -> LocalProgram:
+        plan = schedule(self.theory, self.program, bucket_bytes)
         for step in plan.forward:
             if isinstance(step, Compute) and self.graph.instructions[step.instruction].is_source:
                 self.stored[self.graph.instructions[step.instruction].outputs[0]] = step.row.post[0]
@@ -114,6 +115,7 @@ class _Lowering:
     def _module(self, writer: GraphWriter, name: str) -> fx.GraphModule:
         wanted = {str(n.target) for n in writer.graph.nodes if n.op == "get_attr"}
         root = {k: v for k, v in self.constants.items() if k in wanted}
+        mark_spare(writer.graph)
         writer.graph.lint()
         return fx.GraphModule(root, writer.graph, name)
 
@@ -137,7 +139,8 @@ class _Lowering:
     def _backward(
         self, plan: Schedule, forward: GraphWriter, results: list[Key]
     ) -> tuple[GraphWriter, list[tuple[Key, bool]]]:
-        crossing = self._crossing(plan, forward, results)
+        crosses = crossing(self.graph, plan, self.program.gradients)
+        whole = crosses.whole | (crosses.masks if self.rank == 0 else {})
         writer = self._writer()
         tangent = writer.graph.placeholder("tangent")
         saved = writer.graph.placeholder("saved")
@@ -150,9 +153,9 @@ class _Lowering:
             suffix = f"_shard{sharded_dim(key[1])}" if is_sharded(key[1]) else ""
             return writer.call(f"{writer.name(key[0])}{suffix}", take_saved, (saved, len(taken) - 1))
 
-        for key in crossing.whole:
+        for key in whole:
             writer.produced[key] = lambda key=key: take(key, False)  # type: ignore[misc]  # key is bound
-        for key in crossing.slices:
+        for key in (k for k in crosses.slices if (k[0], IDENTITY) not in whole):
             writer.produced[key] = lambda key=key: take(key, True)  # type: ignore[misc]  # key is bound
         for step in plan.forward:
             self._source(writer, step, only=CONSTANT)
@@ -170,40 +173,7 @@ class _Lowering:
             if key[1] == ALL_REDUCE and not writer.has(key) and forward.has(key) and self.rank != 0:
                 writer.derived[key] = writer.derived.get(key) or writer.zeros(key[0])
 
-    def _crossing(self, plan: Schedule, forward: GraphWriter, results: list[Key]) -> _Crossing:
-        have: set[Key] = set()
-        if self.graph.tangent is not None:
-            have.add((self.graph.tangent, IDENTITY))
-        crossing = _Crossing()
-        derived: dict[Key, None] = {}
-        steps: list[Step | None] = [*plan.backward, None]
-        for step in steps:
-            for key in results if step is None else reads(self.graph, step):
-                if key in have or self._constant(key[0]):
-                    continue
-                if key in forward.produced:
-                    crossing.whole[key] = None
-                elif (key[0], IDENTITY) not in have:
-                    derived[key] = None
-            if step is not None:
-                have.update(writes(self.graph, step))
-        persistent = {p.tensor for p in self.graph.parameters} | {i.tensor for i in self.graph.inputs}
-        persistent |= {b.tensor for b in self.graph.buffers}
-        for key in derived:
-            whole = (key[0], IDENTITY)
-            if key[1] == ALL_REDUCE:
-                if self.rank == 0:
-                    crossing.whole[whole] = None
-            elif whole in crossing.whole or key[0] in persistent:
-                crossing.whole[whole] = None
-            else:
-                crossing.slices[key] = None
-        return crossing
-
-    def _constant(self, tensor: int) -> bool:
-        return self.graph.producer(tensor).op == CONSTANT
-
-    def _source(self, writer: GraphWriter, step: Step, only: str | None = None) -> bool:
+    def _source(self, writer: GraphWriter, step: Scheduled, only: str | None = None) -> bool:
         """Handle a source step; False for any other step."""
         if not isinstance(step, Compute):
             return False
@@ -239,10 +209,3 @@ class _Lowering:
             (constant,) = (c for c in self.graph.constants if c.tensor == tensor)
             self._values[tensor] = constant_value(self.graph, constant, self.device)
         return self._values[tensor]
-
-
-def take_saved(saved: list[torch.Tensor | None], index: int) -> torch.Tensor:
-    """A saved value, which the list no longer holds."""
-    value, saved[index] = saved[index], None
-    assert value is not None
-    return value

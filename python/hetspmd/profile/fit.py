@@ -159,7 +159,7 @@ def fit_network(fits: Sequence[Fit]) -> Network:
                 latencies, traffic = 2.0, 2 * (n - 1) / n * p.nbytes
             elif kind == "all_to_all":
                 traffic = p.exchange * p.nbytes
-            elif kind.startswith("grouped"):
+            elif kind.startswith(("grouped", "ring", "exchange")):
                 latencies, traffic = float(p.shards), float(p.nbytes)
             rows.append([latencies, traffic])
             seconds.append(p.seconds)

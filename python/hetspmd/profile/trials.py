@@ -22,7 +22,7 @@ import torch
 
 from hetspmd.cost.measured import COLLECTIVES
 from hetspmd.run import collectives
-from hetspmd.run.collectives import Pending
+from hetspmd.run.collectives import PendingTensor
 from hetspmd.run.runtime import Runtime
 from hetspmd.synth.program import Kind
 
@@ -78,8 +78,7 @@ class Trial:
             return (self.width,)
         if self.kind == "all_to_all":
             return self.extents[rank], self.width
-        whole = self.kind in ("reduce_scatter", "grouped_reduce")
-        return sum(self.extents) if whole else self.extents[rank], self.width
+        return sum(self.extents) if self.kind in collectives.SCATTERS else self.extents[rank], self.width
 
 
 def trials(nbytes: int, order: Sequence[int]) -> list[Trial]:
@@ -103,18 +102,13 @@ def trials(nbytes: int, order: Sequence[int]) -> list[Trial]:
     return found
 
 
-def start(runtime: Runtime, trial: Trial, operand: torch.Tensor) -> Pending:
+def start(runtime: Runtime, trial: Trial, operand: torch.Tensor) -> PendingTensor:
     """Start the collective of ``trial`` on this rank's ``operand``, as a lowered program does."""
     if trial.kind == "all_reduce":
         return collectives.start_all_reduce(runtime, operand)
     if trial.kind == "all_to_all":
         return collectives.start_all_to_all(runtime, operand, 0, 1, trial.extents, trial.targets)
-    run = {
-        "reduce_scatter": collectives.start_reduce_scatter,
-        "grouped_reduce": collectives.start_grouped_reduce,
-        "all_gather": collectives.start_all_gather,
-        "grouped_broadcast": collectives.start_grouped_broadcast,
-    }[trial.kind]
+    run = (collectives.SCATTERS | collectives.GATHERS)[trial.kind]
     return run(runtime, operand, 0, trial.extents)
 
 

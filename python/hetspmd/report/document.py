@@ -7,8 +7,10 @@ counted in elements}, ``search`` {``cost``, ``lower_bound``, ``gap``, ``seconds`
 an idle one, of several segments their mean, weighted with FLOPs; sending idle ones the results is part of
 ``communication_seconds`` and no step of ``program``), ``segments`` (for each: ``ratios``, and ``modules``, the
 first and the last that it runs in forward),
+``inside`` (of a plan across machines what :func:`~hetspmd.report.machines.inside_document` says, else null),
 ``program`` (per step: ``call`` and ``triple`` as text; of a collective ``kind``, ``bytes`` and ``seconds``
-too), ``sensitivity`` (of the quantities that the step depends on, the greatest elasticity first: ``quantity``,
+too), ``transfers`` (how many times something is sent for its collectives, of which small ones share buckets),
+``sensitivity`` (of the quantities that the step depends on, the greatest elasticity first: ``quantity``,
 ``ranks`` (none: the network's), ``elasticity`` of the stage model's seconds, ``gain``: the part of the predicted
 step that 10 % better would gain, null but for the first ones), ``lengths`` {``fractional_seconds``: of a step whose
 units could be cut, ``loss``: what whole units cost beyond those, as a part of them} and ``seconds`` {``trace``,
@@ -22,8 +24,9 @@ from typing import Any
 
 from hetspmd._core import version
 from hetspmd.plan import Plan
-from hetspmd.report.facts import collectives, segment_modules
+from hetspmd.report.facts import collectives, segment_modules, transfers
 from hetspmd.report.limits import limits, limits_document
+from hetspmd.report.machines import inside_document
 from hetspmd.report.notation import step_text
 
 STAGES = ("trace", "rules", "synth", "balance", "total")
@@ -60,6 +63,8 @@ def plan_json(plan: Plan, seconds: Mapping[str, float] | None = None) -> dict[st
             for row, modules in zip(plan.segment_shares, segment_modules(plan.graph), strict=True)
         ],
         "program": _program(plan),
+        "transfers": transfers(plan),
+        "inside": inside_document(plan),
         **limits_document(limits(plan)),
         "seconds": wall,
     }

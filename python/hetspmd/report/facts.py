@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from hetspmd.forms import IDENTITY, Form, is_sharded, sharded_dim
 from hetspmd.plan import Plan
 from hetspmd.rules.theory import Theory
+from hetspmd.synth.buckets import Bucket
 from hetspmd.synth.program import Communicate, Compute, Kind
+from hetspmd.synth.schedule import schedule
 from hetspmd.trace.graph import BUFFER, INPUT, PARAMETER, REBALANCE, Graph, Parameter
 
 
@@ -80,6 +82,15 @@ def tensor_roles(graph: Graph) -> tuple[str, ...]:
 def sent(plan: Plan) -> tuple[Collective, ...]:
     """The collectives but for copies at cuts whose lengths agree: those are none."""
     return tuple(c for c in collectives(plan) if c.seconds > 0 or c.step.kind != "rebalance")
+
+
+def transfers(plan: Plan) -> int:
+    """How many times something is sent for :func:`sent`: the collectives of a bucket run as one."""
+    if plan.inside is not None:
+        return len(sent(plan))  # in three steps each
+    order = schedule(plan.theory, plan.program, plan.costs.bucket_bytes)
+    buckets = (s for s in (*order.forward, *order.backward) if isinstance(s, Bucket))
+    return len(sent(plan)) - sum(len(bucket.members) - 1 for bucket in buckets)
 
 
 def segment_modules(graph: Graph) -> tuple[tuple[str, str], ...]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hetspmd.balance.problem import Room
 from hetspmd.balance.sensitivity import MORE, QUANTITIES, Quantity, Sensitivity, sensitivities
-from hetspmd.cost.memory import memory_profile
+from hetspmd.cost.memory import Holdings
 from hetspmd.cost.overlap import TwoStreams
 from hetspmd.cost.step import idle_seconds
 from hetspmd.plan import Plan
@@ -47,7 +47,8 @@ def limits(plan: Plan) -> Limits:
     memory = np.array([device.memory for device in model.cluster.devices])
     room = None
     if np.isfinite(memory).any():
-        room = Room.of(memory_profile(plan.theory, program, plan.lengths), memory)
+        held = Holdings(plan.theory, program, executed=True, bucket_bytes=model.bucket_bytes)
+        room = Room.of(held.at(plan.lengths), memory)
     found = sensitivities(
         model, program, plan.ratios, cluster=plan.cluster, active=plan.active, room=room, streams=streams
     )

@@ -6,8 +6,9 @@ from hetspmd.cost.quantities import quantity_text
 from hetspmd.cost.step import idle_seconds
 from hetspmd.forms import is_sharded, sharded_dim
 from hetspmd.plan import Plan
-from hetspmd.report.facts import by_kind, segment_modules, sent, storage
+from hetspmd.report.facts import by_kind, segment_modules, sent, storage, transfers
 from hetspmd.report.limits import limits, limits_text
+from hetspmd.report.machines import inside_text
 from hetspmd.report.notation import tensor_text
 from hetspmd.report.tables import shortened, table
 from hetspmd.synth.program import KIND_TEXT, communication_text
@@ -19,6 +20,8 @@ def plan_text(plan: Plan) -> str:
     """Cluster, ratios, parameters, collectives, cost beside the baselines, how good the search was, and what limits
     the step."""
     parts = [_cluster(plan), _devices(plan), _parameters(plan), _collectives(plan), _cost(plan)]
+    if plan.inside is not None:
+        parts.insert(2, inside_text(plan))
     return "\n\n".join([*parts, limits_text(plan, limits(plan))])
 
 
@@ -102,7 +105,13 @@ def _collectives(plan: Plan) -> str:
         [KIND_TEXT[kind], str(count), _bytes(nbytes), _seconds(seconds)]
         for kind, count, nbytes, seconds in by_kind(found)
     ]
-    text = f"Collectives: {len(found)}\n" + table(
+    times = transfers(plan)
+    shared = (
+        f", in {times} transfers: small ones share buckets of up to {_bytes(plan.costs.bucket_bytes)}"
+        if times < len(found)
+        else ""
+    )
+    text = f"Collectives: {len(found)}{shared}\n" + table(
         ["kind", "count", "bytes", "seconds"], rows, right=(1, 2, 3)
     )
     dearest = sorted(found, key=lambda c: (-c.seconds, c.position))[:_TOP]

@@ -13,10 +13,11 @@ from hetspmd.errors import OutputError
 from hetspmd.plan import write_atomically
 from hetspmd.report.facts import tensor_roles
 from hetspmd.report.tables import shortened, table
+from hetspmd.synth.program import Communicate
 
 _BAR = 32
 _TOP = 8
-_THREADS: dict[Stream, int] = {"compute": 0, "waiting": 0, "communication": 1}
+THREADS: dict[Stream, int] = {"compute": 0, "waiting": 0, "communication": 1}
 
 
 def timeline_text(timeline: Timeline) -> str:
@@ -30,17 +31,14 @@ def chrome_trace(timeline: Timeline) -> str:
     entries: list[dict[str, Any]] = []
     for rank, name in enumerate(timeline.devices):
         idle = "" if rank in timeline.active else " (idle)"
-        entries.append(_named("process_name", rank, 0, f"rank {rank}: {name}{idle}"))
-        entries.append(_named("process_sort_index", rank, 0, rank))
-        entries.append(_named("thread_name", rank, 0, "compute"))
-        entries.append(_named("thread_name", rank, 1, "communication"))
+        entries += process_entries(rank, name + idle)
     sources = {i.name: i.source for i in timeline.graph.instructions}
-    roles = _roles(timeline)
+    roles = collective_roles(timeline)
     for event in timeline.events:
         computes = event.stream == "compute"
         of = sources[event.name] if computes else roles[event.name]
         entry: dict[str, Any] = {
-            "ph": "X", "pid": event.device, "tid": _THREADS[event.stream], "cat": event.stream,
+            "ph": "X", "pid": event.device, "tid": THREADS[event.stream], "cat": event.stream,
             "name": f"wait for {event.name}" if event.stream == "waiting" else event.name,
             "ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6,
         }  # fmt: skip
@@ -50,10 +48,25 @@ def chrome_trace(timeline: Timeline) -> str:
 
 def write_chrome_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """Write :func:`chrome_trace` to a file, whole or not at all. Raises OutputError if it cannot be written."""
+    write_trace(chrome_trace(timeline), path)
+
+
+def write_trace(text: str, path: str | os.PathLike[str]) -> None:
+    """Write a trace to a file, whole or not at all. Raises OutputError if it cannot be written."""
     try:
-        write_atomically(Path(path), chrome_trace(timeline))
+        write_atomically(Path(path), text)
     except OSError as error:
         raise OutputError(f"{path} cannot be written: {error.strerror}; name another file") from error
+
+
+def process_entries(rank: int, name: str) -> list[dict[str, Any]]:
+    """A device as a process of two threads."""
+    return [
+        _named("process_name", rank, 0, f"rank {rank}: {name}"),
+        _named("process_sort_index", rank, 0, rank),
+        _named("thread_name", rank, 0, "compute"),
+        _named("thread_name", rank, 1, "communication"),
+    ]
 
 
 def _named(what: str, rank: int, thread: int, value: str | int) -> dict[str, Any]:
@@ -61,13 +74,15 @@ def _named(what: str, rank: int, thread: int, value: str | int) -> dict[str, Any
     return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": {key: value}}
 
 
-def _roles(timeline: Timeline) -> dict[str, str]:
+def collective_roles(timeline: Timeline) -> dict[str, str]:
     """Collective name to what its tensor is in the model's own terms."""
     roles = tensor_roles(timeline.graph)
-    return {t.name: "" if t.step is None else roles[t.step.tensor] for t in timeline.transfers}
+    return {
+        t.name: roles[t.step.tensor] if isinstance(t.step, Communicate) else "" for t in timeline.transfers
+    }
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
     return "0 s" if value == 0 else quantity_text(value, "seconds")
 
 
@@ -75,9 +90,9 @@ def _headline(timeline: Timeline) -> str:
     step, stages = timeline.step_seconds, timeline.stage_seconds
     saved = f", {100 * (1 - step / stages):.0f} % less than without overlap" if 0 < step < stages else ""
     return (
-        f"Two streams: {_seconds(step)} a step{saved} ({_seconds(stages)} in the stage model), forward until "
-        f"{_seconds(timeline.forward_seconds)}, communication stream busy for "
-        f"{_seconds(timeline.communication_seconds)}"
+        f"Two streams: {seconds_text(step)} a step{saved} ({seconds_text(stages)} in the stage model), forward "
+        f"until {seconds_text(timeline.forward_seconds)}, communication stream busy for "
+        f"{seconds_text(timeline.communication_seconds)}"
     )
 
 
@@ -95,9 +110,9 @@ def _devices(timeline: Timeline) -> str:
             [
                 str(rank),
                 name,
-                _seconds(compute),
-                _seconds(exposed),
-                _seconds(sum(others)),
+                seconds_text(compute),
+                seconds_text(exposed),
+                seconds_text(sum(others)),
                 f"rank {most}" if others[most] > 0 else "",
                 _bar(compute, exposed, sum(others), step),
                 f"{100 * compute / step:.0f} %" if step else "",
@@ -122,13 +137,13 @@ def _waits(timeline: Timeline) -> str:
     waits = sorted((t for t in timeline.transfers if t.waited > 0), key=lambda t: -t.waited)
     if not waits:
         return "No device waits for a collective"
-    roles = _roles(timeline)
+    roles = collective_roles(timeline)
     rows = [
         [
             shortened(t.name, 40),
             shortened(roles[t.name], 44),
-            _seconds(t.end - t.start),
-            _seconds(t.waited),
+            seconds_text(t.end - t.start),
+            seconds_text(t.waited),
             _cause(timeline, t),
         ]
         for t in waits[:_TOP]
@@ -141,8 +156,8 @@ def _waits(timeline: Timeline) -> str:
 def _cause(timeline: Timeline, transfer: Transfer) -> str:
     """Why a collective does not begin sooner: the stream is busy, or a device is the last to issue it."""
     if transfer.start > transfer.ready:
-        return f"the stream is free, {_seconds(transfer.start - transfer.ready)} late"
+        return f"the stream is free, {seconds_text(transfer.start - transfer.ready)} late"
     late = transfer.ready - transfer.issued
     if late <= 0 or len(timeline.active) == 1:
         return "issued, by all at once"
-    return f"rank {transfer.last} issues it, {_seconds(late)} after the first"
+    return f"rank {transfer.last} issues it, {seconds_text(late)} after the first"

@@ -44,6 +44,32 @@ class Theory:
         """Number of Hoare triples of computations."""
         return sum(map(len, self.rows))
 
+    @cached_property
+    def deferred(self) -> frozenset[int]:
+        """The tensors of which only gradients are made, by views: nothing waits for a collective of theirs before
+        the step's end."""
+        graph = self.graph
+        readers: dict[int, list[int]] = {}
+        for instruction in graph.instructions:
+            for tensor in instruction.inputs:
+                readers.setdefault(tensor, []).append(instruction.id)
+        kept = {b.updated for b in graph.buffers} | {o.tensor for o in graph.outputs} | {graph.loss}
+        gradients = {p.gradient for p in graph.parameters if p.gradient is not None}
+        found: set[int] = set()
+
+        def shows_only(reader: int) -> bool:
+            rule = self.rules.get(reader)
+            outputs = graph.instructions[reader].outputs
+            return rule is not None and rule.alias and all(t in found for t in outputs if t >= 0)
+
+        for instruction in reversed(graph.instructions):
+            for tensor in instruction.outputs:
+                read = readers.get(tensor, ())
+                given = tensor >= 0 and tensor not in kept and (read or tensor in gradients)
+                if given and all(map(shows_only, read)):
+                    found.add(tensor)
+        return frozenset(found)
+
 
 @dataclass(frozen=True)
 class _Kind:
@@ -93,6 +119,7 @@ def _theory(graph: Graph, kinds: Mapping[int, _Kind], missing: tuple[int, ...]) 
     rules = {id_: kind.rule for id_, kind in kinds.items()}
     axes = logical_axes(graph, rules)
     rows: list[tuple[Row, ...]] = []
+    known: dict[tuple[int, ...], tuple[Row, ...]] = {}  # by the rows' objects: equal instructions share them
     row_axes: list[tuple[int | None, ...]] = []
     for instruction in graph.instructions:
         if instruction.is_source:
@@ -101,7 +128,10 @@ def _theory(graph: Graph, kinds: Mapping[int, _Kind], missing: tuple[int, ...]) 
             pairs = _op_rows(instruction, kinds[instruction.id], axes)
         if instruction.op == REBALANCE:
             pairs = _copying(pairs, instruction, axes)
-        rows.append(tuple(row for row, _ in pairs))
+        key = tuple([id(row) for row, _ in pairs])
+        if key not in known:
+            known[key] = tuple([row for row, _ in pairs])
+        rows.append(known[key])
         row_axes.append(tuple(axis for _, axis in pairs))
     calls = {id_: kind.call for id_, kind in kinds.items()}
     return Theory(graph, axes, calls, rules, tuple(rows), tuple(row_axes), missing)

@@ -7,17 +7,21 @@ one raises GradientError instead of being lost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import fx
 from torch.autograd.function import once_differentiable
 
-from hetspmd.errors import GradientError
+from hetspmd.errors import GradientError, NanError, RankFailedError
 from hetspmd.forms import ALL_REDUCE, all_gather, is_sharded, sharded_dim
 from hetspmd.lower.program import LocalProgram, LocalTensor
-from hetspmd.run import collectives
+from hetspmd.run import anomaly, collectives
+from hetspmd.run.origin import Origin, annotate
 from hetspmd.run.runtime import Runtime
+from hetspmd.trace.autocast import without_autocast
 from hetspmd.trace.compat import graph_is_kept
 
 
@@ -25,18 +29,22 @@ class Runner:
     """Runs the forward and backward graphs of a local program.
 
     ``loss`` is the loss's tensor id. ``outputs`` lists the positions among the program's outputs that are
-    returned beside it: each tensor once. ``gather`` makes all of them whole on every rank.
+    returned beside it: each tensor once. ``gather`` makes all of them whole on every rank. ``origin`` names the
+    model's modules in errors.
     """
 
     def __init__(
-        self, program: LocalProgram, runtime: Runtime, loss: int | None, *, gather: bool = False
-    ) -> None:
+        self, program: LocalProgram, runtime: Runtime, loss: int | None, *, gather: bool = False,
+        origin: Origin | None = None,
+    ) -> None:  # fmt: skip
+        self.origin = origin
         self.program, self.runtime, self.loss, self.gather = program, runtime, loss, gather
         seen: dict[int, int] = {}
         for position, output in enumerate(program.outputs):
             if output.tensor != loss:
                 seen.setdefault(output.tensor, position)
         self.outputs = tuple(seen.values())
+        self._copies: dict[int, tuple[fx.GraphModule, fx.GraphModule]] = {}
 
     def run(
         self,
@@ -67,13 +75,18 @@ class Runner:
     ) -> tuple[tuple[torch.Tensor | None, ...], list[torch.Tensor]]:
         """``((loss, *outputs), saved)``; buffers are updated."""
         given = (*parameters, *buffers, *inputs)
-        loss, outputs, updates, saved = self.program.forward(self.runtime, *given)
+        graph = self._watched(self.program.forward)
+        with self._named(graph):
+            loss, outputs, updates, saved = graph(self.runtime, *given)
         if loss is not None:
-            loss = self.runtime.share(loss)
+            with self._shared("the loss of the step"):
+                loss = self.runtime.share(loss)
         foreign = {_storage(t) for t in given}
         results: list[torch.Tensor | None] = [loss]
         for position in self.outputs:
-            value = self._returned(outputs[position], self.program.outputs[position])
+            layout = self.program.outputs[position]
+            with self._shared(f"output {self._name(layout.tensor)} of the step"):
+                value = self._returned(outputs[position], layout)
             results.append(value.clone() if _storage(value) in foreign else value)
         if loss is not None and _storage(loss) in foreign:
             results[0] = loss.clone()
@@ -98,15 +111,62 @@ class Runner:
             value = collectives.start_all_gather(self.runtime, value, dim, layout.extents).wait()
         return self.runtime.share(value)
 
+    def _watched(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """A local graph, or, if torch is asked to find NaN, the copy of it that does."""
+        if self.origin is None or not anomaly.is_looked_for():
+            return graph
+        kept = self._copies.get(id(graph))
+        if kept is None or kept[0] is not graph:
+            rank = (self.runtime.everyone or self.runtime.communicator).rank
+            kept = self._copies[id(graph)] = graph, anomaly.watched(graph, self.origin, rank)
+        return kept[1]
+
+    def _name(self, tensor: int) -> str:
+        return f"tensor {tensor}" if self.origin is None else self.origin.graph.tensors[tensor].name
+
+    @contextmanager
+    def _shared(self, what: str) -> Iterator[None]:
+        """A rank that fails while ``what`` is handed to the callers is reported in it."""
+        try:
+            yield
+        except RankFailedError as error:
+            error.where = error.where or what
+            raise
+
+    @contextmanager
+    def _named(self, graph: fx.GraphModule) -> Iterator[None]:
+        """Without autocast; an error in ``graph`` names the module of the model, and the other ranks are told."""
+        try:
+            with without_autocast(self.program.device.type):
+                yield
+        except Exception as error:
+            place = None if self.origin is None else self.origin.of_error(error, graph)
+            if isinstance(error, RankFailedError):
+                error.where = error.where or str(place or f"the {type(graph).__name__.lower()} of the step")
+            else:
+                if not isinstance(error, NanError):  # which says it itself
+                    annotate(error, place)
+                (self.runtime.everyone or self.runtime.communicator).report(error)
+            raise
+
     def backward(self, tangent: torch.Tensor, saved: list[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The gradients of ``program.differentiable``; no two share memory. Empties ``saved``."""
+        """The gradients of ``program.differentiable``; no two overlap (those of a bucket lie side by side in one
+        storage). Empties ``saved``."""
         assert self.program.backward is not None
         taken = {_storage(tangent), *(_storage(t) for t in saved if t is not None)}
+        graph = self._watched(self.program.backward)
+        with self._named(graph):
+            found = graph(self.runtime, tangent, saved)
         gradients: list[torch.Tensor] = []
-        for gradient in self.program.backward(self.runtime, tangent, saved):
-            key = _storage(gradient)
-            gradients.append(gradient.clone() if key in taken else gradient)
-            taken.add(_storage(gradients[-1]))
+        parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for gradient in found:
+            key, (start, end) = _storage(gradient), _extent(gradient)
+            beside = parts.setdefault(key, [])
+            if key in taken or any(start < e and s < end for s, e in beside):
+                gradients.append(gradient.clone())
+            else:
+                gradients.append(gradient)
+                beside.append((start, end))
         return gradients
 
 
@@ -114,6 +174,15 @@ def _storage(tensor: torch.Tensor) -> tuple[int, int]:
     """Identifies memory; tensors of no elements have none of their own."""
     storage = tensor.untyped_storage()
     return (storage.data_ptr(), 1) if storage.nbytes() else (id(tensor), 0)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The elements of its storage, first and behind the last, between which all of the tensor's lie."""
+    start = int(tensor.storage_offset())
+    if not tensor.numel():
+        return start, start
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return start, start + 1 + sum((size - 1) * int(stride) for size, stride in steps)
 
 
 class _Step(torch.autograd.Function):

@@ -12,14 +12,25 @@ So that memory follows completion and not the wait for the result, a communicato
 
 from __future__ import annotations
 
+import itertools
+import pickle
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from functools import cached_property
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+from hetspmd.errors import RankFailedError, WorldSizeError
+from hetspmd.run.processes import this_process
+from hetspmd.run.ring import Carrier, Message, ring_gather, ring_reduce
+from hetspmd.run.watch import Watch
+from hetspmd.trace.compat import group_store, hosted_by_a_rank
+
+_GUARDED = itertools.count()
 
 
 class Work(Protocol):
@@ -65,6 +76,17 @@ class Communicator(ABC):
             self.in_flight.clear()
             raise
 
+    def guard(self, timeout: float) -> None:  # noqa: B027  # most communicators need none
+        """From now on give up a collective within ``timeout`` seconds, naming the rank that failed. All ranks call
+        this. A simulation needs none."""
+
+    def busy(self) -> AbstractContextManager[None]:
+        """A context in which this rank may keep the others waiting for longer."""
+        return nullcontext()
+
+    def report(self, error: BaseException) -> None:  # noqa: B027  # most communicators tell by themselves
+        """Tell the ranks that wait for this one that it has failed."""
+
     @abstractmethod
     def all_reduce(self, buffer: torch.Tensor) -> Work:
         """Sum ``buffer`` over the ranks, in place."""
@@ -94,6 +116,17 @@ class Communicator(ABC):
     ) -> Work:
         """Send the i-th of the parts of sizes ``splits`` to rank i; ``output`` holds what came, by rank."""
 
+    def ring_gather(self, parts: Sequence[torch.Tensor]) -> Work:
+        """Fill ``parts[r]`` with rank r's, for every r; they may be of different sizes, or empty.
+
+        This is a broadcast each, where a backend's broadcasts are pipelined, as NCCL's are.
+        """
+        return _Together([self.broadcast(part, root) for root, part in enumerate(parts) if part.numel()])
+
+    def ring_reduce(self, parts: Sequence[torch.Tensor]) -> Work:
+        """Sum each ``parts[r]`` over the ranks into rank r's; the others' content is undefined afterwards."""
+        return _Together([self.reduce(part, root) for root, part in enumerate(parts) if part.numel()])
+
     @abstractmethod
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's picklable ``value``, in rank order. Blocks."""
@@ -120,6 +153,23 @@ class DoneWork:
 
     def is_completed(self) -> bool:
         return True
+
+
+class _Together:
+    """Several primitives as one."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> object:
+        for work in self._works:
+            work.wait()
+        return None
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 class LoneCommunicator(Communicator):
@@ -165,12 +215,30 @@ class ProcessGroupCommunicator(Communicator):
         self.group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
+        self.watch: Watch | None = None
+
+    def guard(self, timeout: float) -> None:
+        # Counted by the ranks alike, so that notes of an earlier run on the same store are not read.
+        number, name = next(_GUARDED), getattr(self.group, "group_name", "default")
+        processes = self.exchange(this_process())
+        store = group_store()
+        ranks = dist.get_process_group_ranks(self.group)
+        prefix = f"hetspmd/{name}/{self.exchange(number)[0]}"
+        host = ranks.index(0) if 0 in ranks and hosted_by_a_rank(store) else None
+        self.watch = Watch(store, prefix, self.rank, processes, host, timeout)
+
+    def busy(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.watch is None else self.watch.busy()
+
+    def report(self, error: BaseException) -> None:
+        if self.watch is not None and not isinstance(error, RankFailedError):
+            self.watch.note("raised", f"{type(error).__name__}: {error}".strip().split("\n")[0])
 
     def all_reduce(self, buffer: torch.Tensor) -> Work:
-        return _issued(dist.all_reduce(buffer, group=self.group, async_op=True), buffer)
+        return self._issued(dist.all_reduce(buffer, group=self.group, async_op=True), buffer)
 
     def reduce(self, buffer: torch.Tensor, root: int) -> Work:
-        return _issued(dist.reduce(buffer, group=self.group, async_op=True, group_dst=root), buffer)
+        return self._issued(dist.reduce(buffer, group=self.group, async_op=True, group_dst=root), buffer)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, *, spare: bool = False) -> Work:
         if buffer.device.type == "cpu":
@@ -179,16 +247,16 @@ class ProcessGroupCommunicator(Communicator):
             total = buffer if spare else buffer.clone()
             part = total.chunk(self.world)[self.rank]
             return _CopiedWork(self.all_reduce(total), output, part)
-        return _issued(
+        return self._issued(
             dist.reduce_scatter_tensor(output, buffer, group=self.group, async_op=True), output, buffer
         )
 
     def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
         work = dist.all_gather_into_tensor(output, buffer, group=self.group, async_op=True)
-        return _issued(work, output, buffer)
+        return self._issued(work, output, buffer)
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> Work:
-        return _issued(dist.broadcast(buffer, group=self.group, async_op=True, group_src=root), buffer)
+        return self._issued(dist.broadcast(buffer, group=self.group, async_op=True, group_src=root), buffer)
 
     def all_to_all(
         self, output: torch.Tensor, buffer: torch.Tensor, output_splits: Sequence[int], splits: Sequence[int]
@@ -196,12 +264,43 @@ class ProcessGroupCommunicator(Communicator):
         work = dist.all_to_all_single(
             output, buffer, list(output_splits), list(splits), group=self.group, async_op=True
         )
-        return _issued(work, output, buffer)
+        return self._issued(work, output, buffer)
+
+    def ring_gather(self, parts: Sequence[torch.Tensor]) -> Work:
+        if not self._rings(parts[0]):
+            return super().ring_gather(parts)
+        return self._issued(self._carrier.carry(partial(ring_gather, self._ports, parts)), parts[0])
+
+    def ring_reduce(self, parts: Sequence[torch.Tensor]) -> Work:
+        if not self._rings(parts[0]):
+            return super().ring_reduce(parts)
+        return self._issued(self._carrier.carry(partial(ring_reduce, self._ports, parts)), parts[0])
+
+    def _rings(self, part: torch.Tensor) -> bool:
+        """Whether rings are messages of this program; other backends' broadcasts and reduces are rings."""
+        return part.device.type == "cpu" and dist.get_backend(self.group) == "gloo"
+
+    @cached_property
+    def _carrier(self) -> Carrier:
+        return Carrier()
+
+    @cached_property
+    def _ports(self) -> _Ports:
+        return _Ports(self.group, self.rank, self.world)
 
     def exchange(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        if self.watch is None or dist.get_backend(self.group) != "gloo":
+            found: list[Any] = [None] * self.world
+            dist.all_gather_object(found, value, group=self.group)
+            return found
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.empty(self.world, dtype=torch.int64)
+        self.all_gather(sizes, torch.tensor([own.numel()])).wait()
+        most = int(sizes.max())
+        everything = torch.empty(self.world * most, dtype=torch.uint8)
+        self.all_gather(everything, torch.cat((own, own.new_zeros(most - own.numel())))).wait()
+        texts = zip(everything.view(self.world, most), sizes.tolist(), strict=True)
+        return [pickle.loads(text[:size].numpy().tobytes()) for text, size in texts]
 
     def _part(self, ranks: Sequence[int]) -> Communicator:
         # torch names a group by its ranks and by how many groups this process has made: every rank makes one
@@ -211,20 +310,51 @@ class ProcessGroupCommunicator(Communicator):
             [every[r] for r in ranks], backend=dist.get_backend(self.group), use_local_synchronization=True
         )
         assert isinstance(made, dist.ProcessGroup)
-        return ProcessGroupCommunicator(made)
+        part = ProcessGroupCommunicator(made)
+        part.watch = self.watch
+        return part
+
+    def _issued(self, work: Any, *buffers: torch.Tensor) -> Work:
+        """c10d returns None for a collective that needs no waiting."""
+        return DoneWork() if work is None else _IssuedWork(work, buffers, self.watch)
+
+
+class _Ports:
+    """Point-to-point messages between the ranks of a group."""
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int) -> None:
+        self.group, self.rank, self.world = group, rank, world
+
+    def send(self, buffer: torch.Tensor, to: int) -> Message:
+        return _message(dist.isend(buffer, group=self.group, group_dst=to))
+
+    def receive(self, buffer: torch.Tensor, source: int) -> Message:
+        return _message(dist.irecv(buffer, group=self.group, group_src=source))
+
+
+def _message(work: Any) -> Message:
+    assert work is not None, "this rank is of the group"
+    found: Message = work
+    return found
 
 
 class _IssuedWork:
     """c10d's work, with the buffers that must outlive it: on a GPU another stream than the one that allocated
     them uses them, and the allocator does not know."""
 
-    __slots__ = ("_buffers", "_work")
+    __slots__ = ("_buffers", "_watch", "_work")
 
-    def __init__(self, work: Any, buffers: tuple[torch.Tensor, ...]) -> None:
-        self._work, self._buffers = work, buffers
+    def __init__(self, work: Any, buffers: tuple[torch.Tensor, ...], watch: Watch | None) -> None:
+        self._work, self._buffers, self._watch = work, buffers, watch
 
     def wait(self) -> object:
-        return self._work.wait()
+        if self._watch is None:
+            return self._work.wait()
+        if self._buffers[0].device.type == "cpu":
+            self._watch.wait(self._work)
+        else:
+            self._watch.finish(self._work)
+        return None
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
@@ -247,19 +377,12 @@ class _CopiedWork:
         return self._work.is_completed()
 
 
-def _issued(work: Any, *buffers: torch.Tensor) -> Work:
-    """c10d returns None for a collective that needs no waiting."""
-    return DoneWork() if work is None else _IssuedWork(work, buffers)
-
-
 def communicator_for(group: dist.ProcessGroup | None, devices: int) -> Communicator:
     """The communicator of a group that must have ``devices`` ranks.
 
     Without a group and without an initialised default group the world has one rank. Raises WorldSizeError
     if the sizes differ.
     """
-    from hetspmd.errors import WorldSizeError
-
     ready = dist.is_available() and dist.is_initialized()
     world = dist.get_world_size(group) if ready else 1
     if world != devices:

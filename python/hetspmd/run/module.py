@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -11,15 +12,30 @@ import torch.distributed as dist
 from torch import nn
 
 from hetspmd.cost.cluster import Cluster
-from hetspmd.errors import BatchMismatchError, ExampleError, HetspmdError, PlanMismatchError, TraceError
+from hetspmd.cost.machines import flat
+from hetspmd.errors import (
+    BatchMismatchError,
+    DeviceError,
+    ExampleError,
+    HetspmdError,
+    PlanError,
+    PlanMismatchError,
+    TraceError,
+)
+from hetspmd.forms import is_sharded
 from hetspmd.lower import LocalProgram, LocalTensor, lower_plan
+from hetspmd.lower.nested import lower_nested
 from hetspmd.run.agreement import agreed_plan, same_everywhere
 from hetspmd.run.autograd import Runner
 from hetspmd.run.communicator import Communicator, communicator_for
 from hetspmd.run.guard import Expected, check_same_batch, check_tensors, expected, match
+from hetspmd.run.machines import join_machines
+from hetspmd.run.origin import Origin
+from hetspmd.run.owners import remember
 from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
 from hetspmd.run.store import Slot, Store, check_model, slot
+from hetspmd.trace.autocast import autocast_state, without_autocast
 from hetspmd.trace.compat import spec_from_text, unflatten
 from hetspmd.trace.fake import model_device
 from hetspmd.trace.trace import split_example
@@ -28,10 +44,11 @@ if TYPE_CHECKING:
     import os
 
     from hetspmd.plan import Plan
+    from hetspmd.run.record import Recording
     from hetspmd.trace.step import Loss
 
-_Mode = tuple[tuple[bool, ...], tuple[bool, ...]]
-"""``training`` of every submodule, ``requires_grad`` of every parameter."""
+_Mode = tuple[tuple[bool, ...], tuple[bool, ...], str]
+"""``training`` of every submodule, ``requires_grad`` of every parameter, the dtype of autocast ("": off)."""
 
 
 @dataclass
@@ -76,10 +93,14 @@ class HAP(nn.Module):
     device               where to run; default: where the model is
     process_group        default: the default group; a Communicator is taken as well (simulation)
     sync_module_states   start from rank 0's parameters and buffers, as DistributedDataParallel does
+    timeout              seconds in which a rank gives up a collective for which another one does not come
+                         (it has died, hangs, or is busy for as long between two steps), with RankFailedError;
+                         compiling does not count
     options              further arguments of :func:`hetspmd.compile`
 
-    A batch of another shape, ``train()``/``eval()`` and frozen parameters get plans of their own, with the
-    same shards, compiled when they first appear; they are kept. Raises WorldSizeError before anything else
+    A batch of another shape, ``train()``/``eval()``, frozen parameters and ``torch.autocast`` get plans of their
+    own, with the same shards, compiled when they first appear; they are kept. Made under the autocast in which it
+    will be called, HAP compiles once. Raises WorldSizeError before anything else
     if the group's size is not the cluster's, PlanMismatchError if the ranks hold different plans, DeviceError
     for a model on several devices, BatchMismatchError if the ranks' first batches differ, and what
     :func:`hetspmd.compile` raises, on every rank alike.
@@ -90,7 +111,7 @@ class HAP(nn.Module):
         example: Any = None, loss: Loss | None = None, plan: Plan | str | os.PathLike[str] | None = None,
         gather_outputs: bool = False, strict: bool = False, device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | Communicator | None = None, sync_module_states: bool = True,
-        **options: Any,
+        timeout: float = 30.0, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         from hetspmd.plan import Plan
@@ -99,12 +120,21 @@ class HAP(nn.Module):
         if isinstance(process_group, Communicator):
             communicator = process_group
         else:
-            communicator = communicator_for(process_group, len(self.cluster.devices))
+            communicator = communicator_for(process_group, self.cluster.ranks)
+        if not timeout > 0.0:
+            raise ExampleError(f"timeout is a positive number of seconds, not {timeout}")
+        communicator.guard(float(timeout))
+        self._everyone = communicator
         place = model_device(model)
         if device is not None:
             self.device = torch.device(device)
         else:
             self.device = torch.device("cpu") if place.type == "meta" else place
+        if place.type == "meta" and self.device.type != "cpu" and autocast_state(self.device.type):
+            raise DeviceError(
+                "a model on the meta device is traced as on the CPU, which autocasts other ops than "
+                f"{self.device.type}; make it there, with model.to_empty(device={str(self.device)!r})"
+            )
         self.module = model
         self.gather_outputs = gather_outputs
         self._loss = loss
@@ -112,7 +142,7 @@ class HAP(nn.Module):
         if plan is not None:
             first = plan if isinstance(plan, Plan) else Plan.load(plan)
             same_everywhere(communicator, first)
-            if first.cluster != self.cluster:
+            if first.cluster not in (self.cluster, flat(self.cluster)):
                 raise PlanMismatchError("the plan was made for another cluster; compile one for this cluster")
         elif example is not None:
             args, kwargs = split_example(example)
@@ -121,15 +151,19 @@ class HAP(nn.Module):
             raise ExampleError("HAP needs example= (a batch to plan for) or plan=")
         check_model(model, first.graph)
         seed = communicator.exchange(int(torch.randint(2**62, ())))[0]
-        self._everyone = communicator
         randomness = Randomness(seed, communicator.rank, self.device)
-        self._runtime = Runtime.join(communicator, first.active, randomness)
-        program = lower_plan(first, communicator.rank, self.device)
+        if first.inside is None:
+            self._runtime = Runtime.join(communicator, first.active, randomness)
+        else:
+            self._runtime = join_machines(communicator, first.cluster, first.active, randomness)
+        program = self._lower(first)
         self._store = Store(model, first.graph, program.parameters)
         if sync_module_states:
             self._store.synchronize(communicator, self.device)
         self._store.shard(self.device)
         self._entries = [self._entry(first, program)]
+        self._recording: Recording | None = None
+        remember(self)
 
     @property
     def plan(self) -> Plan:
@@ -140,6 +174,21 @@ class HAP(nn.Module):
     def rank(self) -> int:
         """This rank in the cluster."""
         return self._everyone.rank
+
+    @property
+    def everyone(self) -> Communicator:
+        """All ranks of the cluster, idle ones too."""
+        return self._everyone
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's part of the parameter ``name`` is to be counted in a sum over all ranks: a shard, or
+        on the first active rank a whole parameter."""
+        layout = self._store.shards.get(name)
+        if self._runtime.idle:
+            return False
+        if layout is not None and is_sharded(layout.form):
+            return layout.extents[self._runtime.communicator.rank] > 0
+        return self.rank == self._runtime.source
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a global batch, the same on every rank."""
@@ -161,6 +210,16 @@ class HAP(nn.Module):
             else:
                 leaves.append(outputs[output.tensor])
         return unflatten(leaves, entry.output_spec)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accept loops written for ``DistributedDataParallel.no_sync``; changes nothing.
+
+        Accumulated gradients are right with it and without it. A program reduces gradients where its plan says,
+        most of them between other ops of the backward and some not at all, so that there is no last
+        reduction to put off: every backward adds whole gradients of its micro-batch to ``.grad``, in place.
+        """
+        yield
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The single-device model's state dict, whole tensors on the CPU; every rank must call this.
@@ -188,6 +247,37 @@ class HAP(nn.Module):
         named = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
         return self._store.gather(self._runtime, named)
 
+    @contextmanager
+    def record(self, path: str | os.PathLike[str] | None = None) -> Iterator[Recording]:
+        """Record what every rank does within the ``with`` block: each instruction, wait and collective.
+
+        Every rank must enter and leave it, and run whole steps within it, backward and optimizer included. At
+        its end rank 0 writes the steps to ``path`` as a Chrome trace, laid out as
+        ``hap.plan.timeline().save(...)`` lays out the simulated step, and ``print(recording)`` compares the
+        two. See :class:`hetspmd.run.measured.Measured`. Raises OutputError on every rank, before anything runs,
+        if the file cannot be written, and RuntimeError within another recording.
+        """
+        from hetspmd.run.record import Recording
+
+        if self.plan.inside is not None:
+            raise PlanError(
+                "the steps of a plan across machines cannot be recorded yet; record a plan of single accelerators, "
+                "compiled with machines='flat'"
+            )
+        if self._recording is not None:
+            raise RuntimeError("this module is being recorded already")
+
+        def entries() -> list[tuple[Plan, Runner]]:
+            return [(entry.plan, entry.runner) for entry in self._entries]
+
+        made = Recording(self._everyone, self._runtime, self.device, path, entries, self.parameters)
+        with made:
+            self._recording = made
+            try:
+                yield made
+            finally:
+                self._recording = None
+
     def use_randomness(self, randomness: Randomness) -> None:
         """Draw random numbers from ``randomness`` from now on (a restored run, a verification)."""
         self._runtime.randomness = randomness
@@ -199,15 +289,22 @@ class HAP(nn.Module):
     def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> Plan:
         from hetspmd.compiler import compile_plan
 
-        return compile_plan(
-            self.module, args, kwargs, self.cluster, loss=self._loss, training=training, **self._options
-        )
+        with self._everyone.busy():
+            return compile_plan(
+                self.module, args, kwargs, self.cluster, loss=self._loss, training=training, **self._options
+            )
+
+    def _lower(self, plan: Plan) -> LocalProgram:
+        with without_autocast(self.device.type), self._everyone.busy():  # constants are computed here
+            lowered = lower_plan if plan.inside is None else lower_nested
+            return lowered(plan, self.rank, self.device)
 
     def _entry(self, plan: Plan, program: LocalProgram) -> _Entry:
         graph = plan.graph
-        runner = Runner(program, self._runtime, graph.loss, gather=self.gather_outputs)
+        origin = Origin(graph, self.module)
+        runner = Runner(program, self._runtime, graph.loss, gather=self.gather_outputs, origin=origin)
         return _Entry(
-            plan, self._mode(), expected(graph), runner, spec_from_text(graph.output_spec),
+            plan, (*self._mode()[:2], graph.autocast), expected(graph), runner, spec_from_text(graph.output_spec),
             [slot(self.module, p.name) for p in graph.parameters],
             [slot(self.module, b.name) for b in graph.buffers],
             [i.path for i in graph.inputs],
@@ -217,6 +314,7 @@ class HAP(nn.Module):
         return (
             tuple(m.training for m in self.module.modules()),
             tuple(p.requires_grad for p in self.module.parameters()),
+            autocast_state(self.device.type),
         )
 
     def _select(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Entry, list[torch.Tensor]]:
@@ -249,7 +347,7 @@ class HAP(nn.Module):
                     like=self.plan, **known,
                 )  # fmt: skip
 
-            with self._store.whole_shapes(self.device):
+            with self._everyone.busy(), self._store.whole_shapes(self.device):
                 if not backward or self.module.training:
                     return compiled(backward)
                 try:
@@ -264,10 +362,17 @@ class HAP(nn.Module):
                 f"this batch or mode is not the plan's ({why or 'the mode of the model changed'}) and no "
                 f"plan could be made for it: {error}"
             ) from error
-        program = lower_plan(plan, self.rank, self.device)
+        if plan.graph.autocast != self._mode()[2]:
+            raise BatchMismatchError(
+                f"rank 0 runs under autocast {plan.graph.autocast or 'off'}, rank {self.rank} under "
+                f"{self._mode()[2] or 'off'}; every rank must call the model in the same torch.autocast"
+            )
+        program = self._lower(plan)
         self._check_shards(plan, program.parameters)
         entry = self._entry(plan, program)
         self._entries.append(entry)
+        if self._recording is not None:
+            self._recording.add(entry.plan, entry.runner)
         return entry
 
     def _check_shards(self, plan: Plan, parameters: tuple[LocalTensor, ...]) -> None:

@@ -32,7 +32,7 @@ def retyped(plan: Plan, dtype: torch.dtype) -> Plan:
 
 
 def retyped_graph(graph: Graph, dtype: torch.dtype) -> Graph:
-    """The graph with every floating-point tensor in ``dtype``."""
+    """The graph with every floating-point tensor in ``dtype``; it runs without autocast."""
     name = dtype_name(dtype)
 
     def other(found: str) -> str:
@@ -67,6 +67,7 @@ def retyped_graph(graph: Graph, dtype: torch.dtype) -> Graph:
         tensors=tuple(replace(t, dtype=other(t.dtype)) for t in graph.tensors),
         instructions=tuple(map(instruction, graph.instructions)),
         constants=tuple(map(constant, graph.constants)),
+        autocast="",
     )
 
 

@@ -33,12 +33,20 @@ class Draw:
     """How an instruction draws.
 
     ``instruction`` is its id; ``shape`` the whole shape of its first output; ``region`` the slice that this
-    rank holds (None: all of it, and the same on every rank).
+    rank holds (None: all of it, and the same on every rank), and ``within`` slices of that slice, one of the other.
+    ``shared``: other ranks hold the same slice, so that all ranks draw the whole tensor's noise.
     """
 
     instruction: int
     shape: tuple[int, ...]
     region: Region | None = None
+    within: tuple[Region, ...] = ()
+    shared: bool = False
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """All slices, from the outermost."""
+        return self.within if self.region is None else (self.region, *self.within)
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ class Randomness:
         if self.reference:
             self._reference.manual_seed(_mix(self.seed, self.step, draw.instruction))
             return self._reference
-        return self._shared if draw.region is None else self._own
+        return self._shared if draw.region is None or draw.shared else self._own
 
 
 def random_op(
@@ -105,26 +113,24 @@ def random_op(
     generator = randomness.generator(draw)
     noise_of = _NOISE.get(str(op))
     if noise_of is None:
-        if randomness.reference and draw.region is not None:
+        if (randomness.reference or draw.shared) and draw.region is not None:
             raise RandomOpError(
                 f"{op} is sharded and cannot be compared with a single device: its draws depend on its inputs"
             )
         return _with_default_state(generator, randomness.device, lambda: op(*args, **kwargs))
     shape = draw.shape
-    if draw.region is not None and not randomness.reference:
-        dim, _, extent = draw.region
+    whole = randomness.reference or draw.shared
+    for dim, _, extent in () if whole else draw.regions:
         shape = (*shape[:dim], extent, *shape[dim + 1 :])
     dtype = noise_of.dtype or _result_dtype(args, kwargs)
     noise = torch.empty(shape, dtype=dtype, device=randomness.device)
     flat = noise.view(-1)
     # Above a chunk, the numbers of a CUDA generator depend on how many processors the GPU has.
-    chunk = (
-        _CHUNK if noise.is_cuda and (draw.region is None or randomness.reference) else max(flat.numel(), 1)
-    )
+    chunk = _CHUNK if noise.is_cuda and (draw.region is None or whole) else max(flat.numel(), 1)
     for start in range(0, flat.numel(), chunk):
         noise_of.fill(flat[start : start + chunk], generator, *args, **kwargs)
-    if draw.region is not None and randomness.reference:
-        noise = noise.narrow(*draw.region)
+    for region in draw.regions if whole else ():
+        noise = noise.narrow(*region)
     return noise_of.finish(noise, *args, **kwargs)
 
 
@@ -217,6 +223,11 @@ _NOISE: dict[str, _Noise] = {
     "aten.uniform.default": _Noise(_fill_uniform, _uniform),
     "aten.normal_functional.default": _Noise(_fill_normal, _normal),
 }
+
+
+def divisible(op: str) -> bool:
+    """Whether a part of what the random op ``op`` draws can be had by drawing all of its noise."""
+    return op in _NOISE
 
 
 def draw_in(

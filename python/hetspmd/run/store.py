@@ -151,6 +151,8 @@ class Store:
             part = part.new_empty(layout.shape)
         elif layout is not None and is_sharded(layout.form):
             dim = sharded_dim(layout.form)
+            # Of the accelerators of one machine, which store the same, the first one's counts.
+            part = part.narrow(dim, 0, layout.extents[runtime.communicator.rank])
             part = collectives.start_all_gather(runtime, part, dim, layout.extents).wait()
         return runtime.share(part)
 

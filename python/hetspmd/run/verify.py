@@ -21,7 +21,7 @@ same draws (:mod:`hetspmd.run.random`); that graph is compared with eager PyTorc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from hetspmd.cost.cluster import Cluster
-from hetspmd.errors import BatchMismatchError, CheckError
+from hetspmd.errors import BatchMismatchError, CheckError, OptionError
 from hetspmd.rules.theory import derive
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.guard import expected, match
@@ -38,8 +38,10 @@ from hetspmd.run.precision import all_in, batch_in, model_in, retyped, retyped_g
 from hetspmd.run.random import Randomness
 from hetspmd.run.reference import run_reference
 from hetspmd.run.simulate import run_ranks
+from hetspmd.trace.autocast import without_autocast
 from hetspmd.trace.step import find_loss
 from hetspmd.trace.trace import split_example, trace
+from hetspmd.trace.values import dtype_name
 
 if TYPE_CHECKING:
     import os
@@ -57,7 +59,8 @@ _OPTIMIZERS: dict[str, Optimizer] = {
 NOISE = {"loss": 0.0, "gradients": 1e-12, "parameters": 1e-10}
 """See the module's text; by kind of tensor."""
 
-_TOLERANCES = {"float64": 1e-9, "float32": 1e-3}
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""Largest relative error by the dtype of the comparison."""
 
 
 @dataclass(frozen=True)
@@ -107,28 +110,39 @@ class _Run:
 
 def verify(
     model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str | os.PathLike[str], *,
-    plan: Plan | None = None, dtype: str = "float64", steps: int = 2,
+    plan: Plan | None = None, dtype: str | torch.dtype = "float64", steps: int = 2,
     optimizers: Sequence[str] = ("sgd", "adamw"), loss: Loss | None = None, tolerance: float | None = None,
     seed: int = 0, **options: Any,
 ) -> VerifyReport:  # fmt: skip
     """Run ``plan`` (default: compile one) on all simulated ranks and compare with one device.
 
-    The model is left as it was; its parameters must have values (not be on the meta device). ``options``
-    go to :func:`hetspmd.compile`.
+    ``dtype``: float64 or float32, by name or as torch's. ``optimizers``: of ``sgd`` and ``adamw``. The model is
+    left as it was; its parameters must have values (not be on the meta device). ``options`` go to
+    :func:`hetspmd.compile`. Raises OptionError for another dtype or optimizer, or no steps.
+    Under ``torch.autocast`` the plan is the mixed-precision step's; both sides compute all of it in ``dtype``.
     """
     from hetspmd.compiler import compile_plan
 
+    wide = _dtype(dtype)
+    _check(optimizers, steps)
     cluster = Cluster.load(cluster)
     args, kwargs = split_example(example)
     if plan is None:
         plan = compile_plan(model, args, kwargs, cluster, loss=loss, **options)
-    wide = torch.float64 if dtype == "float64" else torch.float32
+    with without_autocast("cpu"):
+        return _compared(plan, model, args, kwargs, wide, steps, optimizers, loss, tolerance, seed)
+
+
+def _compared(
+    plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], wide: torch.dtype, steps: int,
+    optimizers: Sequence[str], loss: Loss | None, tolerance: float | None, seed: int,
+) -> VerifyReport:  # fmt: skip
     plan = retyped(plan, wide)
     _ = plan.digest  # computed here, once, not by every rank's thread
     whole = model_in(model, wide)
     args, kwargs = batch_in((args, kwargs), wide)
     random = any(rule.random for rule in plan.theory.rules.values())
-    limit = _TOLERANCES[dtype] if tolerance is None else tolerance
+    limit = _TOLERANCES[wide] if tolerance is None else tolerance
     worst: dict[str, str] = {}
     errors = {"loss": 0.0, "gradients": 0.0, "parameters": 0.0}
     for name in optimizers:
@@ -148,11 +162,32 @@ def verify(
                 if not error <= errors[kind]:
                     errors[kind], worst[kind] = error, f"{where} ({name})"
     if random:
-        quiet = _quiet_error(whole, args, kwargs, loss, cluster, wide, options)
+        quiet = _quiet_error(whole, args, kwargs, loss, wide)
         if not quiet <= errors["loss"]:
             errors["loss"], worst["loss"] = quiet, "in evaluation mode"
     ok = all(error <= limit for error in errors.values())
     return VerifyReport(ok, errors["loss"], errors["gradients"], errors["parameters"], limit, random, worst)
+
+
+def _dtype(given: object) -> torch.dtype:
+    """The dtype that is meant. Raises OptionError."""
+    found = next((d for d in _TOLERANCES if given == d or given in (dtype_name(d), str(d))), None)
+    if found is None:
+        raise OptionError(f"dtype is {given!r}; allowed are {_listed(map(str, _TOLERANCES))}, or their names")
+    return found
+
+
+def _check(optimizers: Collection[str], steps: int) -> None:
+    """Raise OptionError for optimizers that there are not, or nothing to compare."""
+    names = tuple(_OPTIMIZERS)
+    if isinstance(optimizers, str) or not optimizers or any(name not in names for name in optimizers):
+        raise OptionError(f"optimizers is {optimizers!r}; name one or more of {_listed(names)} in a list")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise OptionError(f"steps is {steps!r}; take a whole number from 1")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(names)
 
 
 def largest_error(got: Tensors, want: Tensors, noise: float = 0.0) -> tuple[float, str]:
@@ -234,7 +269,7 @@ def _distributed_runs(
     steps: int, seed: int, loss: Loss | None,
 ) -> list[_Run]:  # fmt: skip
     """Every rank's view: its loss, and the whole tensors assembled from all shards."""
-    models = [model_in(whole, next(iter(whole.parameters())).dtype) for _ in range(plan.world)]
+    models = [model_in(whole, next(iter(whole.parameters())).dtype) for _ in range(plan.cluster.ranks)]
 
     def body(communicator: Communicator) -> _Run:
         hap = HAP(
@@ -255,7 +290,7 @@ def _distributed_runs(
         assert first is not None
         return _Run(first.loss, first.gradients, hap.full_tensors())
 
-    return run_ranks(plan.world, body)
+    return run_ranks(plan.cluster.ranks, body)
 
 
 def _reference_run(
@@ -287,8 +322,8 @@ def _reference_run(
 
 
 def _quiet_error(
-    whole: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss | None, cluster: Cluster,
-    dtype: torch.dtype, options: Mapping[str, Any],
+    whole: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss | None,
+    dtype: torch.dtype,
 ) -> float:  # fmt: skip
     """The error of the loss in evaluation mode against eager PyTorch (no random numbers are drawn there)."""
     model = model_in(whole, dtype).eval()

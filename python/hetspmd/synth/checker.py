@@ -4,8 +4,8 @@ It knows the background theory and nothing of search, cost or lowering. It walks
 reference tensor e the set of forms I with ``e | I`` proved so far, and demands of
 
 - a computation, that its triple is in the theory and its precondition is proved;
-- a communication, that it is one of HAP Fig. 9 (or the grouped spelling of one), or gives a copy at a cut its own
-  segment's lengths, and its source is proved;
+- a communication, that it is one of HAP Fig. 9 (in any implementation), or gives a copy at a cut
+  its own segment's lengths, and its source is proved;
 - the end, ``loss | Identity`` (which implies HAP's ``loss | All-Reduce``), every ``gradient | stored form
   of its parameter``, every ``updated buffer | Identity`` and every output in the form that is claimed.
 
@@ -75,8 +75,11 @@ class _Proof:
             "all_reduce": step.source == _SUMMANDS and step.target == _WHOLE,
             "reduce_scatter": step.source == _SUMMANDS and sharded_target,
             "grouped_reduce": step.source == _SUMMANDS and sharded_target,
+            "ring_reduce": step.source == _SUMMANDS and sharded_target,
+            "exchange_reduce": step.source == _SUMMANDS and sharded_target,
             "all_gather": sharded_source and step.target == _WHOLE,
             "grouped_broadcast": sharded_source and step.target == _WHOLE,
+            "ring_gather": sharded_source and step.target == _WHOLE,
             "all_to_all": sharded_source and sharded_target and step.source != step.target,
             "rebalance": step.source >= _COPIED and step.target == step.source - _COPIED + 2,
         }

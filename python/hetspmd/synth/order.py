@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hetspmd.forms import Form, available
-from hetspmd.rules.theory import Theory
-from hetspmd.synth.program import Communicate, Compute, Program, Result, Step
+from hetspmd.synth.program import Communicate, Program, Result, Step
 from hetspmd.synth.space import Move, Space
 
 
@@ -20,28 +19,24 @@ def assemble_program(space: Space, rows: Sequence[int], moves: Sequence[Move | N
 
     A parameter that is communicated for its second reading alone is communicated right before it; the program
     is as good as one that communicates the second reading. If there is no such program, the communication comes
-    before the forward's last reader: what the second reading takes is what was kept (:mod:`hetspmd.synth.memory`).
+    before the forward's last reader: what the second reading takes is what was kept (:mod:`hetspmd.synth.ledger`).
     """
     theory = space.theory
     graph = theory.graph
-    needed = _needed(space, rows)
-    after: dict[int, list[Communicate]] = {}
-    before: dict[int, list[Communicate]] = {}
+    chosen = _Chosen(space, rows)
+    after: dict[int, list[Step]] = {}
+    before: dict[int, list[Step]] = {}
+    made: dict[int, Form] = {}
     for t, move in enumerate(moves):
         if move is None:
             continue
         source, target, kind = move
-        if all(available(source, form) for form in needed[t]):
+        if all(available(source, form) for form in chosen.needed(t)):
             continue
+        made[t] = target
         step = Communicate(t, kind, source, target)
         producer = graph.producer(t)
-        readers = [
-            i for i in graph.consumers.get(t, ())
-            if any(
-                tensor == t and not available(source, form)
-                for tensor, form in zip(graph.instructions[i].inputs, theory.rows[i][rows[i]].pre, strict=True)
-            )
-        ]  # fmt: skip
+        readers = [i for i, form in chosen.reads(t) if not available(source, form)]
         if readers and readers[0] in graph.second_reads and _kept(space, readers[0], source, moves):
             readers = [max(i for i in graph.consumers[t] if i < readers[0])]
         late = readers and (producer.is_source or graph.instructions[readers[0]].phase != producer.phase)
@@ -50,11 +45,49 @@ def assemble_program(space: Space, rows: Sequence[int], moves: Sequence[Move | N
         else:
             after.setdefault(producer.id, []).append(step)
     steps: list[Step] = []
-    for instruction in graph.instructions:
-        steps += before.get(instruction.id, [])
-        steps.append(Compute(instruction.id, theory.rows[instruction.id][rows[instruction.id]]))
-        steps += after.get(instruction.id, [])
-    return _with_results(theory, steps, space, moves)
+    for i, row in enumerate(rows):
+        if i in before:
+            steps += before[i]
+        steps.append(space.compute(i, row))
+        if i in after:
+            steps += after[i]
+    return _with_results(steps, chosen, made)
+
+
+class _Chosen:
+    """What the chosen rows produce and read."""
+
+    def __init__(self, space: Space, rows: Sequence[int]) -> None:
+        self.theory, self.rows = space.theory, rows
+        self.allowed = {r.tensor: r.any_of for r in space.requirements}
+        self.tied: dict[int, list[int]] = {}
+        for parameter, gradient in space.ties:
+            self.tied.setdefault(gradient, []).append(parameter)
+
+    def stored(self, t: int) -> Form:
+        """The form in which a tensor is produced."""
+        producer = self.theory.graph.producer(t)
+        row = self.theory.rows[producer.id][self.rows[producer.id]]
+        return row.post[producer.outputs.index(t)]
+
+    def reads(self, t: int) -> Iterator[tuple[int, Form]]:
+        """The instructions that read a tensor, in order, and in which form."""
+        graph = self.theory.graph
+        for i in graph.consumers.get(t, ()):
+            row = self.theory.rows[i][self.rows[i]]
+            for tensor, form in zip(graph.instructions[i].inputs, row.pre, strict=True):
+                if tensor == t:
+                    yield i, form
+
+    def needed(self, t: int) -> Iterator[Form]:
+        """The forms in which a tensor is read, by the rows and at the end (where there is no choice)."""
+        for _, form in self.reads(t):
+            yield form
+        for parameter in self.tied.get(t, ()):
+            yield self.stored(parameter)
+        allowed = self.allowed.get(t)
+        if allowed is not None and not any(available(self.stored(t), form) for form in allowed):
+            yield allowed[0]
 
 
 def _kept(space: Space, second: int, stored: Form, moves: Sequence[Move | None]) -> bool:
@@ -65,53 +98,24 @@ def _kept(space: Space, second: int, stored: Form, moves: Sequence[Move | None])
     return moves[tensor] is not None or not direct
 
 
-def _needed(space: Space, rows: Sequence[int]) -> list[set[Form]]:
-    """The forms in which each tensor is read, by the chosen rows and at the end (where there is no choice)."""
-    theory = space.theory
-    graph = theory.graph
-    needed: list[set[Form]] = [set() for _ in graph.tensors]
-    produced: dict[int, Form] = {}
-    for i, instruction in enumerate(graph.instructions):
-        row = theory.rows[i][rows[i]]
-        for t, form in zip(instruction.inputs, row.pre, strict=True):
-            needed[t].add(form)
-        for t, form in zip(instruction.outputs, row.post, strict=True):
-            if t >= 0:
-                produced[t] = form
-    for parameter, gradient in space.ties:
-        needed[gradient].add(produced[parameter])
-    for requirement in space.requirements:
-        t = requirement.tensor
-        if not any(available(produced[t], form) for form in requirement.any_of):
-            needed[t].add(requirement.any_of[0])
-    return needed
-
-
-def _with_results(theory: Theory, steps: list[Step], space: Space, moves: Sequence[Move | None]) -> Program:
-    graph = theory.graph
-    have: dict[int, list[Form]] = {}
-    stored: dict[int, Form] = {}
-    for step in steps:
-        if isinstance(step, Compute):
-            for t, form in zip(graph.instructions[step.instruction].outputs, step.row.post, strict=True):
-                if t >= 0:
-                    have.setdefault(t, []).append(form)
-                    stored[t] = form
-        else:
-            have[step.tensor].append(step.target)
-    allowed = {r.tensor: r.any_of for r in space.requirements}
+def _with_results(steps: list[Step], chosen: _Chosen, made: Mapping[int, Form]) -> Program:
+    """The program, whose communications make the forms ``made``, with what it leaves behind."""
+    graph, allowed = chosen.theory.graph, chosen.allowed
 
     def result(t: int) -> Result:
         """The form at the end: one that is there, else one that follows from Identity."""
-        for form in have[t]:
+        have = (chosen.stored(t), made[t]) if t in made else (chosen.stored(t),)
+        for form in have:
             if form in allowed[t]:
                 return Result(t, form)
-        return Result(t, next(f for f in allowed[t] if any(available(h, f) for h in have[t])))
+        return Result(t, next(f for f in allowed[t] if any(available(h, f) for h in have)))
 
     return Program(
         tuple(steps),
         None if graph.loss is None else result(graph.loss),
         tuple(result(o.tensor) for o in graph.outputs if o.tensor is not None),
-        tuple(Result(p.gradient, stored[p.tensor]) for p in graph.parameters if p.gradient is not None),
+        tuple(
+            Result(p.gradient, chosen.stored(p.tensor)) for p in graph.parameters if p.gradient is not None
+        ),
         tuple(result(b.updated) for b in graph.buffers if b.updated is not None),
     )

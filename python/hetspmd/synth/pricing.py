@@ -11,6 +11,7 @@ model once for each distinct number of bytes, kind and axes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,8 @@ import numpy.typing as npt
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.model import Array, CostModel, Index
 from hetspmd.forms import Form, is_sharded
-from hetspmd.synth.space import Move, Space
+from hetspmd.synth.program import KIND_TEXT
+from hetspmd.synth.space import Space
 
 Costs = npt.NDArray[np.int64]
 
@@ -83,36 +85,53 @@ class Pricing:
         self.overlappable = self._overlappable()
 
     def _moves(self) -> None:
-        """Distinct collectives, which of them each move of a tensor is, and where pairs of forms begin."""
-        space, axes = self.space, self.space.theory.axes
-        known: dict[tuple[object, ...], int] = {}
-        examples: list[tuple[int, Move]] = []
-        which: list[int] = []
-        pair_of: list[int] = []
-        starts: list[int] = []
-        pairs = 0
+        """Distinct collectives, which of them each move of a tensor is, and where pairs of forms begin.
 
-        def axis(tensor: int, form: Form) -> int | None:
-            found = axes.sharded(tensor, form) if is_sharded(form) else None
-            return None if found is None else found.id
+        Alike moves have the same kind, bytes (with what is made of them in a bucket) and axes.
+        """
+        space, theory = self.space, self.space.theory
+        metas = theory.graph.tensors
+        kinds = {kind: n for n, kind in enumerate(KIND_TEXT)}
+        sizes: dict[tuple[int, str | None], int] = {}
+        size: list[int] = []
+        alike: dict[int, list[int]] = {}  # equal tensors share their moves
+        for n, t in enumerate(self.tensors):
+            meta = metas[t]
+            size.append(
+                sizes.setdefault((meta.nbytes, meta.dtype if t in theory.deferred else None), len(sizes))
+            )
+            alike.setdefault(id(space.moves[t]), []).append(n)
+        self.flat = tuple(chain.from_iterable(space.moves[t] for t in self.tensors))
+        starts = np.cumsum([0, *(len(space.moves[t]) for t in self.tensors)])
+        self.move_start: Index = np.cumsum([0, *(len(space.pairs[t]) for t in self.tensors)])
+        self.pair_of: Index = np.zeros(len(self.flat), dtype=np.int64)
+        code = np.zeros(len(self.flat), dtype=np.int64)
+        for places in alike.values():
+            first = self.tensors[places[0]]
+            moves = space.moves[first]
+            if not moves:
+                continue
+            pair = {both[:2]: k for k, both in enumerate(space.pairs[first])}
+            forms = sorted({form for move in moves for form in move[:2]})
+            axis = np.array([[self._axis(self.tensors[n], form) for form in forms] for n in places])
+            rows = np.array(places)[:, None]
+            at = starts[rows] + np.arange(len(moves))
+            self.pair_of[at] = self.move_start[rows] + np.array([pair[move[:2]] for move in moves])
+            found = np.array(size)[rows] * len(kinds) + np.array([kinds[move[2]] for move in moves])
+            for ends in ([move[0] for move in moves], [move[1] for move in moves]):
+                found = found * (len(theory.axes.axes) + 1) + axis[:, np.searchsorted(forms, ends)]
+            code[at] = found
+        _, firsts, which = np.unique(code, return_index=True, return_inverse=True)
+        self.which: Index = which.reshape(-1)
+        tensors = np.searchsorted(starts, firsts, side="right") - 1
+        self.examples = tuple(
+            (self.tensors[n], self.flat[k]) for n, k in zip(tensors.tolist(), firsts.tolist(), strict=True)
+        )
 
-        for t in self.tensors:
-            starts.append(pairs)
-            place = {pair[:2]: pairs + n for n, pair in enumerate(space.pairs[t])}
-            pairs += len(place)
-            nbytes = space.theory.graph.tensors[t].nbytes
-            for move in space.moves[t]:
-                key = (nbytes, move[2], axis(t, move[0]), axis(t, move[1]))
-                if key not in known:
-                    known[key] = len(examples)
-                    examples.append((t, move))
-                which.append(known[key])
-                pair_of.append(place[move[:2]])
-        self.examples = tuple(examples)
-        self.flat = tuple(move for t in self.tensors for move in space.moves[t])
-        self.which: Index = np.array(which, dtype=np.int64)
-        self.pair_of: Index = np.array(pair_of, dtype=np.int64)
-        self.move_start: Index = np.array([*starts, pairs], dtype=np.int64)
+    def _axis(self, tensor: int, form: Form) -> int:
+        """A number of the axis that a form shards: its id + 1, 0 where there is none."""
+        found = self.space.theory.axes.sharded(tensor, form) if is_sharded(form) else None
+        return 0 if found is None else found.id + 1
 
     def _overlappable(self) -> npt.NDArray[np.bool_]:
         """Per pair of forms: of a parameter, of its second reading or of a gradient, which other work can hide."""

@@ -9,16 +9,19 @@ from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather, before_cut, is
 from hetspmd.rules.rule import Row
 
 Kind = Literal[
-    "all_reduce", "reduce_scatter", "grouped_reduce", "all_gather", "grouped_broadcast", "all_to_all",
-    "rebalance",
+    "all_reduce", "reduce_scatter", "grouped_reduce", "ring_reduce", "exchange_reduce", "all_gather",
+    "grouped_broadcast", "ring_gather", "all_to_all", "rebalance",
 ]  # fmt: skip
 
 KIND_TEXT: dict[Kind, str] = {
     "all_reduce": "All-Reduce",
     "reduce_scatter": "Reduce-Scatter",
     "grouped_reduce": "Grouped-Reduce",
+    "ring_reduce": "Ring-Reduce",
+    "exchange_reduce": "Exchange-Reduce",
     "all_gather": "All-Gather",
     "grouped_broadcast": "Grouped-Broadcast",
+    "ring_gather": "Ring-Gather",
     "all_to_all": "All-To-All",
     "rebalance": "Rebalance",
 }
@@ -82,9 +85,12 @@ def communications(
         for f in forms:
             found.append((ALL_REDUCE, f, "reduce_scatter"))
             found.append((ALL_REDUCE, f, "grouped_reduce"))
+            found.append((ALL_REDUCE, f, "ring_reduce"))
+            found.append((ALL_REDUCE, f, "exchange_reduce"))
     for f in forms:
         found.append((f, IDENTITY, "all_gather"))
         found.append((f, IDENTITY, "grouped_broadcast"))
+        found.append((f, IDENTITY, "ring_gather"))
         found.extend((f, g, "all_to_all") for g in forms if g != f)
     found.extend((before_cut(d), all_gather(d), "rebalance") for d in copied)
     return tuple(found)

@@ -15,17 +15,20 @@ issue the same collectives in the same order.
 - Cheap work on what collectives deliver is *put off* until its result is needed, or the graph ends: done at
   once, it would have every device wait there. Put off are the computations of :func:`_is_put_off`.
 
-Nothing else moves: other computations keep the program's order.
+Nothing else moves: other computations keep the program's order. In the end small collectives are gathered into
+buckets (:mod:`hetspmd.synth.buckets`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 from hetspmd.errors import PlanError
 from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, form_text, is_sharded
 from hetspmd.rules.theory import Theory
+from hetspmd.synth.buckets import Scheduled, bucketed
 from hetspmd.synth.program import Communicate, Compute, Program, Result, Step
 from hetspmd.trace.graph import Graph
 
@@ -37,33 +40,57 @@ Key = tuple[int, Form]
 class Schedule:
     """The steps of the two local graphs, in the order in which they are emitted."""
 
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
+    forward: tuple[Scheduled, ...]
+    backward: tuple[Scheduled, ...]
 
 
-def reads(graph: Graph, step: Step) -> tuple[Key, ...]:
+def reads(graph: Graph, step: Scheduled) -> tuple[Key, ...]:
     """The values that a step reads."""
+    if isinstance(step, Compute):
+        return tuple(zip(graph.instructions[step.instruction].inputs, step.row.pre, strict=True))
     if isinstance(step, Communicate):
         return ((step.tensor, step.source),)
-    return tuple(zip(graph.instructions[step.instruction].inputs, step.row.pre, strict=True))
+    return tuple((m.tensor, m.source) for m in step.members)
 
 
-def writes(graph: Graph, step: Step) -> tuple[Key, ...]:
+def writes(graph: Graph, step: Scheduled) -> tuple[Key, ...]:
     """The values that a step produces."""
+    if isinstance(step, Compute):
+        outputs = graph.instructions[step.instruction].outputs
+        made = tuple(zip(outputs, step.row.post, strict=True))
+        return made if -1 not in outputs else tuple(key for key in made if key[0] >= 0)
     if isinstance(step, Communicate):
         return ((step.tensor, step.target),)
-    outputs = graph.instructions[step.instruction].outputs
-    return tuple((t, f) for t, f in zip(outputs, step.row.post, strict=True) if t >= 0)
+    return tuple((m.tensor, m.target) for m in step.members)
 
 
-def schedule(theory: Theory, program: Program) -> Schedule:
-    """Divide and order the steps. Raises PlanError if a step reads what is not there."""
+class Values(NamedTuple):
+    """What each step of a program reads and writes."""
+
+    reads: list[tuple[Key, ...]]
+    writes: list[tuple[Key, ...]]
+
+    @classmethod
+    def of(cls, graph: Graph, program: Program) -> Self:
+        """Those of a program of ``graph``."""
+        return cls([reads(graph, s) for s in program.steps], [writes(graph, s) for s in program.steps])
+
+
+def schedule(
+    theory: Theory, program: Program, bucket_bytes: float = 0, *, values: Values | None = None
+) -> Schedule:
+    """Divide and order the steps, with buckets of at most ``bucket_bytes`` bytes. ``values``: those of the program,
+    if known.
+
+    Raises PlanError if a step reads what is not there.
+    """
     graph = theory.graph
     have: dict[Key, int] = {}
     provider: list[list[int]] = []
-    for index, step in enumerate(program.steps):
-        provider.append([_provider(graph, have, key) for key in reads(graph, step)])
-        for key in writes(graph, step):
+    values = Values.of(graph, program) if values is None else values
+    for index, (before, after) in enumerate(zip(*values, strict=True)):
+        provider.append([have[key] if key in have else _provider(graph, have, key) for key in before])
+        for key in after:
             have.setdefault(key, index)
 
     def closure(results: Iterable[Result | None]) -> set[int]:
@@ -77,12 +104,15 @@ def schedule(theory: Theory, program: Program) -> Schedule:
         return found
 
     ahead = closure((program.loss, *program.outputs, *program.buffers))
-    ahead |= {i for i, s in enumerate(program.steps) if _is_source(graph, s) and not _is_tangent(graph, s)}
+    there = graph.sources if graph.tangent is None else graph.sources - {graph.producers[graph.tangent]}
+    ahead.update(i for i, s in enumerate(program.steps) if isinstance(s, Compute) and s.instruction in there)
     behind = closure(program.gradients) - ahead
-    return Schedule(
-        tuple(program.steps[i] for i in _Order(theory, program, sorted(ahead), provider).found),
-        tuple(program.steps[i] for i in _Order(theory, program, sorted(behind), provider).found),
-    )
+
+    def ordered(members: set[int]) -> tuple[Scheduled, ...]:
+        order = _Order(theory, program, sorted(members), provider).found
+        return bucketed(graph, [program.steps[i] for i in order], bucket_bytes)
+
+    return Schedule(ordered(ahead), ordered(behind))
 
 
 class _Order:
@@ -94,27 +124,38 @@ class _Order:
     ) -> None:
         self.theory, self.graph, self.program, self.provider = theory, theory.graph, program, provider
         self.members = set(members)
-        self.given = {i for i in members if _is_source(self.graph, program.steps[i])}
-        # The second reading of a parameter is a view of what is there.
-        self.given |= {
-            i for i in members
-            if _is_second_read(self.graph, program.steps[i])
-            and all(p in self.given or p not in self.members for p in provider[i])
-        }  # fmt: skip
+        self.given: set[int] = set()
         self.fetched: set[int] = set()
+        self.put_off: set[int] = set()
         self.followers: dict[int, list[int]] = {}
+        computed: list[int] = []
+        sent: set[int] = set()
+        late: set[int] = set()
+        sources, second_reads = self.graph.sources, self.graph.second_reads
         for index in members:
-            if isinstance(program.steps[index], Communicate):
+            step = program.steps[index]
+            if isinstance(step, Communicate):
+                late.add(index)
                 (source,) = provider[index]
+                sent.add(source)
                 if source in self.given or source not in self.members:
                     self.fetched.add(index)
                 elif isinstance(program.steps[source], Compute):
                     self.followers.setdefault(source, []).append(index)
-        self.put_off: set[int] = set()
-        sent = {p for i in members if isinstance(program.steps[i], Communicate) for p in provider[i]}
-        for index in members:
-            if index not in sent and self._is_put_off(index):
+            elif step.instruction in sources:
+                self.given.add(index)
+            elif step.instruction in second_reads and all(
+                p in self.given or p not in self.members for p in provider[index]
+            ):
+                # The second reading of a parameter is a view of what is there.
+                self.given.add(index)
+                computed.append(index)
+            else:
+                computed.append(index)
+        for index in computed:
+            if not (late.isdisjoint(provider[index]) or index in sent) and self._is_put_off(index):
                 self.put_off.add(index)
+                late.add(index)
         self.found = self._ordered([i for i in members if i in self.given], self._standing(members))
 
     def _standing(self, members: Sequence[int]) -> list[int]:
@@ -130,12 +171,16 @@ class _Order:
     def _ordered(self, given: list[int], standing: list[int]) -> list[int]:
         """All steps: before each of ``standing``, the next group of prefetched collectives if it needs one,
         and what was put off and is needed now."""
-        needs: list[list[int]] = []
+        needs: list[Sequence[int]] = []
         there: set[int] = set()
+        moved = self.fetched | self.put_off
         for index in standing:
-            needs.append(self._needs(index, there))
+            if moved.isdisjoint(self.provider[index]):
+                needs.append(())
+                continue
+            needs.append(self._needs(index, moved, there))
             there.update(needs[-1])
-        rest = sorted((self.fetched | self.put_off) - there)
+        rest = sorted(moved - there)
         groups = [[i for i in need if i in self.fetched] for need in (*needs, rest)]
         waiting = iter([group for group in groups if group])
         found = [*given, *next(waiting, ())]
@@ -146,14 +191,14 @@ class _Order:
             found.append(index)
         return found + [i for i in rest if i in self.put_off]
 
-    def _needs(self, index: int, there: set[int]) -> list[int]:
-        """The prefetched collectives and the put off steps that must come before a step, ascending, without
-        those that are ``there``."""
+    def _needs(self, index: int, moved: set[int], there: set[int]) -> list[int]:
+        """What of ``moved`` (the prefetched collectives and the put off steps) must come before a step, ascending,
+        without what is ``there``."""
         found: set[int] = set()
         stack = [index]
         while stack:
             for p in self.provider[stack.pop()]:
-                if p not in there and p not in found and (p in self.fetched or p in self.put_off):
+                if p in moved and p not in there and p not in found:
                     found.add(p)
                     stack.append(p)
         return sorted(found)
@@ -202,15 +247,7 @@ class _Order:
 
 
 def _is_source(graph: Graph, step: Step) -> bool:
-    return isinstance(step, Compute) and graph.instructions[step.instruction].is_source
-
-
-def _is_second_read(graph: Graph, step: Step) -> bool:
-    return isinstance(step, Compute) and step.instruction in graph.second_reads
-
-
-def _is_tangent(graph: Graph, step: Step) -> bool:
-    return isinstance(step, Compute) and graph.tangent in graph.instructions[step.instruction].outputs
+    return isinstance(step, Compute) and step.instruction in graph.sources
 
 
 def _provider(graph: Graph, have: dict[Key, int], key: Key) -> int:

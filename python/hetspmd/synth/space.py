@@ -15,10 +15,9 @@ from functools import cached_property
 
 from hetspmd.errors import InfeasibleError
 from hetspmd.forms import IDENTITY, Form, all_gather, form_text, is_before_cut, sharded_dim
-from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.constraints import Constraints, batch_axes
-from hetspmd.synth.program import Kind, communications
+from hetspmd.synth.program import Compute, Kind, communications
 from hetspmd.trace.graph import PARAMETER
 
 Move = tuple[Form, Form, Kind]
@@ -71,17 +70,25 @@ class Space:
         """
         graph = self.theory.graph
         number = {t: n for n, t in enumerate(sorted(graph.producers))}
+        names = _quoted([graph.tensors[t].name for t in number])
         tensors = []
-        for t in number:
-            text = ",".join(f'[{source},{target},"{kind}",0]' for source, target, kind in self.pairs[t])
-            keep = ",".join(f"[{form},0]" for form in self.forms[t])
-            tensors.append(f'{{"name":{json.dumps(graph.tensors[t].name)},"moves":[{text}],"keep":[{keep}]}}')
-        known: dict[tuple[tuple[Row, ...], tuple[int, ...], tuple[int, ...], bool], str] = {}
+        texts: dict[tuple[int, tuple[Form, ...]], str] = {}  # equal tensors share their moves
+        for t, name in zip(number, names, strict=True):
+            form = id(self.moves[t]), self.forms[t]
+            text = texts.get(form)
+            if text is None:
+                moves = ",".join(f'[{source},{target},"{kind}",0]' for source, target, kind in self.pairs[t])
+                keep = ",".join(f"[{form},0]" for form in self.forms[t])
+                text = texts[form] = f'"moves":[{moves}],"keep":[{keep}]}}'
+            tensors.append(f'{{"name":{name},{text}')
+        known: dict[tuple[object, ...], str] = {}
         instructions = []
-        for i, instruction in enumerate(graph.instructions):
+        names = _quoted([instruction.name for instruction in graph.instructions])
+        for i, (instruction, name) in enumerate(zip(graph.instructions, names, strict=True)):
             again = i in graph.second_reads
             places = tuple(n for n, t in enumerate(instruction.outputs) if t >= 0)
-            key = (self.theory.rows[i], self.rows[i], places, again)
+            # Equal instructions share the objects of their rows.
+            key = (tuple(map(id, self.theory.rows[i])), self.rows[i], places, again)
             rows = known.get(key)
             if rows is None:
                 rows = known[key] = ",".join(
@@ -91,7 +98,6 @@ class Space:
                 )
             inputs = [number[t] for t in instruction.inputs]
             outputs = [number[t] for t in instruction.outputs if t >= 0]
-            name = json.dumps(instruction.name)
             instructions.append(f'{{"name":{name},"inputs":{inputs},"outputs":{outputs},"rows":[{rows}]}}')
         requirements = [{"tensor": number[r.tensor], "any_of": r.any_of} for r in self.requirements]
         ties = [{"parameter": number[p], "gradient": number[g]} for p, g in self.ties]
@@ -102,25 +108,47 @@ class Space:
 
     @cached_property
     def pairs(self) -> tuple[tuple[Move, ...], ...]:
-        """Of the moves of each tensor the first for each pair of forms."""
+        """Of the moves of each tensor the first for each pair of forms; equal tensors share them."""
+        known: dict[int, tuple[Move, ...]] = {}
         found = []
         for moves in self.moves:
-            first: dict[tuple[Form, Form], Move] = {}
-            for move in moves:
-                first.setdefault(move[:2], move)
-            found.append(tuple(first.values()))
+            pairs = known.get(id(moves))
+            if pairs is None:
+                first: dict[tuple[Form, Form], Move] = {}
+                for move in moves:
+                    first.setdefault(move[:2], move)
+                pairs = known[id(moves)] = tuple(first.values())
+            found.append(pairs)
         return tuple(found)
 
     @cached_property
     def forms(self) -> tuple[tuple[Form, ...], ...]:
         """The forms in which each tensor may be held: as produced and as communicated."""
-        graph = self.theory.graph
-        found: list[set[Form]] = [{target for _, target, _ in moves} for moves in self.moves]
-        for i, instruction in enumerate(graph.instructions):
-            for n, t in enumerate(instruction.outputs):
-                if t >= 0:
-                    found[t].update(self.theory.rows[i][k].post[n] for k in self.rows[i])
-        return tuple(tuple(sorted(forms)) for forms in found)
+        produced = _produced(self.theory, self.rows)
+        known: dict[tuple[int, frozenset[Form]], tuple[Form, ...]] = {}
+        found = []
+        for moves, forms in zip(self.moves, produced, strict=True):
+            key = id(moves), forms
+            if key not in known:
+                known[key] = tuple(sorted(forms | {target for _, target, _ in moves}))
+            found.append(known[key])
+        return tuple(found)
+
+    def compute(self, instruction: int, row: int) -> Compute:
+        """The step of an instruction by one of its rows; always the same object."""
+        step = self._computes.get((instruction, row))
+        if step is None:
+            step = self._computes[instruction, row] = Compute(instruction, self.theory.rows[instruction][row])
+        return step
+
+    @cached_property
+    def _computes(self) -> dict[tuple[int, int], Compute]:
+        return {}
+
+
+def _quoted(names: list[str]) -> list[str]:
+    """Each as JSON text, which has no line breaks."""
+    return json.dumps(names, separators=("\n", ":"))[1:-1].split("\n") if names else []
 
 
 def search_space(theory: Theory, constraints: Constraints, *, rows_of_outputs: bool = True) -> Space:
@@ -142,9 +170,10 @@ def _rows(theory: Theory, constraints: Constraints) -> tuple[tuple[int, ...], ..
     graph = theory.graph
     batch = {i.tensor: constraints.forms[i.tensor] for i in graph.inputs if i.tensor in constraints.forms}
     rows: list[tuple[int, ...]] = []
+    allowed = constraints.row_filter
+    every = [tuple(range(count)) for count in range(max(map(len, theory.rows), default=0) + 1)]
     for i, instruction in enumerate(graph.instructions):
-        keep: Sequence[int] = range(len(theory.rows[i]))
-        allowed = constraints.row_filter
+        keep: Sequence[int] = every[len(theory.rows[i])]
         if allowed is not None:
             axes = theory.row_axes[i]
             keep = [k for k in keep if allowed(i, theory.rows[i][k], axes[k])]
@@ -192,35 +221,69 @@ def _moves(
     ties: Sequence[tuple[int, int]],
 ) -> tuple[tuple[Move, ...], ...]:  # fmt: skip
     graph = theory.graph
-    produced: list[set[Form]] = [set() for _ in graph.tensors]
-    wanted: list[set[Form]] = [set() for _ in graph.tensors]
-    for i, instruction in enumerate(graph.instructions):
-        for k in rows[i]:
-            row = theory.rows[i][k]
-            for t, form in zip(instruction.outputs, row.post, strict=True):
-                if t >= 0:
-                    produced[t].add(form)
-            for t, form in zip(instruction.inputs, row.pre, strict=True):
-                wanted[t].add(form)
+    produced = _produced(theory, rows)
+    wanted = _wanted(theory, rows)
     for requirement in requirements:
-        wanted[requirement.tensor].update(requirement.any_of)
+        wanted[requirement.tensor] |= frozenset(requirement.any_of)
     for parameter, gradient in ties:
-        wanted[gradient].update(produced[parameter])
+        wanted[gradient] |= produced[parameter]
     found: list[tuple[Move, ...]] = []
     known: dict[tuple[object, ...], tuple[Move, ...]] = {}
+    of, axes = theory.axes.of, theory.axes.axes
+    divided: dict[int, list[int]] = {}
+    for (tensor, dim), axis in of.items():
+        if axes[axis].units >= 2:
+            divided.setdefault(tensor, []).append(dim)
     for e in graph.tensors:
-        dims = tuple(
-            d for d in range(len(e.shape)) if (a := theory.axes.axis(e.id, d)) is not None and a.units >= 2
-        )
-        copied = tuple(sorted(sharded_dim(form) for form in produced[e.id] if is_before_cut(form)))
-        key = (dims, copied, e.dtype != "bool", frozenset(produced[e.id]), frozenset(wanted[e.id]))
+        key = (tuple(sorted(divided.get(e.id, ()))), e.dtype != "bool", produced[e.id], wanted[e.id])
         moves = known.get(key)
         if moves is None:
-            moves = known[key] = tuple(
-                (source, target, kind)
-                for source, target, kind in communications(dims, summable=e.dtype != "bool", copied=copied)
-                if source in produced[e.id]
-                and (target in wanted[e.id] or (target == IDENTITY and wanted[e.id]))
-            )
+            moves = known[key] = _moves_between(*key)
         found.append(moves)
     return tuple(found)
+
+
+def _moves_between(
+    dims: tuple[int, ...], summable: bool, produced: frozenset[Form], wanted: frozenset[Form]
+) -> tuple[Move, ...]:
+    """Communications of a tensor from a form in which it is produced to one that is wanted, or to Identity if any
+    is."""
+    copied = tuple(sorted(sharded_dim(form) for form in produced if is_before_cut(form)))
+    return tuple(
+        (source, target, kind)
+        for source, target, kind in communications(dims, summable=summable, copied=copied)
+        if source in produced and (target in wanted or (target == IDENTITY and wanted))
+    )
+
+
+def _produced(theory: Theory, rows: Sequence[tuple[int, ...]]) -> list[frozenset[Form]]:
+    """Per tensor the forms that ``rows`` produce."""
+    found: list[frozenset[Form]] = [frozenset()] * len(theory.graph.tensors)
+    known: dict[tuple[int, tuple[int, ...]], list[frozenset[Form]]] = {}
+    for instruction, all_, kept in zip(theory.graph.instructions, theory.rows, rows, strict=True):
+        forms = known.get((id(all_), kept))
+        if forms is None:
+            forms = known[id(all_), kept] = _by_place([all_[k].post for k in kept])
+        for t, own in zip(instruction.outputs, forms, strict=True):
+            if t >= 0:
+                found[t] = own
+    return found
+
+
+def _wanted(theory: Theory, rows: Sequence[tuple[int, ...]]) -> list[frozenset[Form]]:
+    """Per tensor the forms that ``rows`` read."""
+    found: list[frozenset[Form]] = [frozenset()] * len(theory.graph.tensors)
+    known: dict[tuple[int, tuple[int, ...]], list[frozenset[Form]]] = {}
+    for instruction, all_, kept in zip(theory.graph.instructions, theory.rows, rows, strict=True):
+        forms = known.get((id(all_), kept))
+        if forms is None:
+            forms = known[id(all_), kept] = _by_place([all_[k].pre for k in kept])
+        for t, own in zip(instruction.inputs, forms, strict=True):
+            if found[t] is not own:
+                found[t] |= own
+    return found
+
+
+def _by_place(tuples: Sequence[tuple[Form, ...]]) -> list[frozenset[Form]]:
+    """The different entries at each place of tuples of one length."""
+    return [frozenset(forms) for forms in zip(*tuples, strict=True)]

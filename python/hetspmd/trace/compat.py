@@ -7,12 +7,13 @@ The joint graph comes from ``aot_export_joint_with_descriptors`` (same signature
 from __future__ import annotations
 
 import operator
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -40,8 +41,9 @@ if VERSION > NEWEST:
         stacklevel=2,
     )
 
+import torch._functorch.config as functorch_config  # noqa: E402  # after the version check
 from torch._decomp import get_decompositions  # noqa: E402  # after the version check
-from torch._functorch._aot_autograd.descriptors import (  # noqa: E402
+from torch._functorch._aot_autograd.descriptors import (  # noqa: E402  # after the version check
     BufferAOTInput,
     GradAOTOutput,
     InputMutationAOTOutput,
@@ -50,12 +52,15 @@ from torch._functorch._aot_autograd.descriptors import (  # noqa: E402
     PlainAOTOutput,
     TangentAOTInput,
 )
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # noqa: E402
-from torch._ops import OpOverload  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.fx._lazy_graph_module import _use_lazy_graph_module  # noqa: E402
-from torch.utils import _pytree as pytree  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # noqa: E402  # after the version check
+from torch._ops import OpOverload  # noqa: E402  # after the version check
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402  # after the version check
+from torch.fx._lazy_graph_module import _use_lazy_graph_module  # noqa: E402  # after the version check
+from torch.utils import _pytree as pytree  # noqa: E402  # after the version check
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402  # after the version check
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 __all__ = [
     "FakeTensorMode",
@@ -144,6 +149,19 @@ def _plain_recurrence() -> AbstractContextManager[None]:
 
 
 @contextmanager
+def _backward_without_autocast() -> Iterator[None]:
+    """A trace under autocast: only the forward is cast, and nothing is kept in autocast's cache, whose entries
+    would outlive the trace."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with functorch_config.patch(backward_pass_autocast="off"):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+@contextmanager
 def _named_modules(root: nn.Module) -> Iterator[None]:
     """While it lasts, graph nodes carry the path of the module whose forward creates them."""
     paths = {id(m): name for name, m in root.named_modules()}
@@ -228,7 +246,12 @@ def _export(
     module: nn.Module, inputs: Sequence[torch.Tensor], decompositions: Decompositions, *, functionalize: bool
 ) -> tuple[GraphModule, list[InputRole], list[OutputRole]]:
     with ExitStack() as stack:
-        for context in (_told_that_it_is_traced(), _named_modules(module), _plain_recurrence()):
+        for context in (
+            _told_that_it_is_traced(),
+            _named_modules(module),
+            _plain_recurrence(),
+            _backward_without_autocast(),
+        ):
             stack.enter_context(context)
         joint = aot_export_joint_with_descriptors(
             stack,
@@ -332,6 +355,22 @@ def spec_to_text(spec: Any) -> str:
 def spec_from_text(text: str) -> Any:
     """Inverse of :func:`spec_to_text`."""
     return pytree.treespec_loads(text)
+
+
+def group_store() -> Store:
+    """A connection of its own to the store by which the default process group's ranks found each other."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store().clone()
+
+
+def hosted_by_a_rank(store: Store) -> bool:
+    """Whether the first rank of the default group hosts the store; not so where a launcher or a file does."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def graph_is_kept() -> bool:

@@ -182,7 +182,8 @@ class Graph:
     ``tensors[i].id == i`` and ``instructions[i].id == i``; constants' private tensors have ids too.
     ``loss`` is the tensor id of the scalar loss (None: forward only); ``tangent`` its incoming gradient.
     ``input_spec`` (of ``(args, kwargs)``) and ``output_spec`` are pytree specs in torch's text form.
-    ``segments[i]`` is the segment of instruction i (HAP 5.2); () where all are in one.
+    ``segments[i]`` is the segment of instruction i (HAP 5.2); () where all are in one. ``autocast`` is the dtype
+    of the ``torch.autocast`` under which the step was traced, "" without.
     """
 
     tensors: tuple[Tensor, ...]
@@ -199,6 +200,7 @@ class Graph:
     output_spec: str
     training: bool = True
     segments: tuple[int, ...] = ()
+    autocast: str = ""
 
     @property
     def segment_count(self) -> int:
@@ -234,6 +236,15 @@ class Graph:
                     lists.setdefault(t, []).append(instruction.id)
             cached = {t: tuple(ids) for t, ids in lists.items()}
             self.__dict__["_consumers"] = cached
+        return cached
+
+    @property
+    def sources(self) -> frozenset[int]:
+        """The ids of the instructions that are sources (cached)."""
+        cached = self.__dict__.get("_sources")
+        if cached is None:
+            cached = frozenset(i.id for i in self.instructions if i.is_source)
+            self.__dict__["_sources"] = cached
         return cached
 
     @property

@@ -6,6 +6,7 @@ import inspect
 import traceback
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from hetspmd.errors import DeviceError, ExampleError, HetspmdError, TraceError
 from hetspmd.trace import compat
 from hetspmd.trace.assemble import Naming, assemble
+from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.collector import collector_paused
 from hetspmd.trace.decompositions import table
 from hetspmd.trace.fake import fake_like, fake_parameters, model_device, trace_device
@@ -49,7 +51,8 @@ def trace(
     """The joint graph of one training step (or, with ``training=False``, of the forward alone).
 
     Only shapes and dtypes of parameters and batch are read, so both may be on the meta device. The model is
-    traced in its current mode of ``train()`` / ``eval()`` and left as it was.
+    traced in its current mode of ``train()`` / ``eval()`` and left as it was, and under the ``torch.autocast`` that
+    surrounds the call, which the graph remembers.
 
     Raises ExampleError if the batch does not fit the model, DeviceError if the model lies on several devices
     and TraceError if the step is not one static graph.
@@ -108,7 +111,8 @@ def trace(
         tuple(statics), step.slots, step.has_loss, input_spec, output_spec, training,
     )  # fmt: skip
     with collector_paused():
-        return with_second_reads(assemble(draft, inputs, outputs, naming))
+        graph = with_second_reads(assemble(draft, inputs, outputs, naming))
+    return replace(graph, autocast=autocast_state(place.type))
 
 
 def _path(name: str) -> str:
