@@ -38,8 +38,8 @@ RATIOS = (0.5, 0.0, 0.3, 0.2)
 CLUSTER = cluster(5, 1, 3, 2)
 MODELS = [*zoo.REQUIRED, "bert-moe"]
 
-GATHERS = {"all_gather", "grouped_broadcast"}
-REDUCES = {"all_reduce", "reduce_scatter", "grouped_reduce"}
+GATHERS = {"all_gather", "grouped_broadcast", "ring_gather"}
+REDUCES = {"all_reduce", "reduce_scatter", "grouped_reduce", "ring_reduce", "exchange_reduce"}
 
 
 def forced(entry: Traced, constraints: Constraints) -> Plan:

@@ -70,12 +70,12 @@ def test_plans_like_another_keep_its_active_devices() -> None:
 
 
 def test_a_device_that_lacks_memory_is_not_left_alone() -> None:
-    free = compiled("gpt2", on((1e9, 0.05), 4, 2, 1))
+    free = compiled("gpt2", on((1e9, 0.5), 4, 2, 1))
     assert free.active == (0,)
     needed = free.cost.memory_bytes[0]
     fast, *others = cluster(4, 2, 1).devices
     small = Device(fast.name, fast.flops, needed - 1, fast.memory_bandwidth, fast.launch)
-    plan = compiled("gpt2", Cluster((small, *others), Network(1e9, 0.05)))
+    plan = compiled("gpt2", Cluster((small, *others), Network(1e9, 0.5)))
     everyone = all(n <= d.memory for n, d in zip(plan.cost.memory_bytes, plan.cluster.devices, strict=True))
     assert everyone
     assert plan.active == (0, 1, 2)

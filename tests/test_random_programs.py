@@ -8,6 +8,7 @@ axis are random and may be empty. What the programs exercise is counted and asse
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,9 +25,11 @@ from hetspmd.cost.model import CostModel
 from hetspmd.forms import ALL_REDUCE, IDENTITY, Form
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory, derive
+from hetspmd.synth.buckets import Bucket
 from hetspmd.synth.checker import check
 from hetspmd.synth.constraints import Constraints
 from hetspmd.synth.program import Communicate, Compute, Kind, Program, Result
+from hetspmd.synth.schedule import schedule
 from hetspmd.synth.search import Limits, search
 from hetspmd.synth.space import Move, search_space
 from hetspmd.trace.graph import PARAMETER
@@ -37,6 +40,8 @@ from program_builder import cheap_random_program, random_program, uneven  # isor
 from small_models import case  # isort: skip
 
 PROGRAMS = 1000
+BUCKETS = (0, 200, 10_000)
+"""Sizes of buckets, in bytes."""
 TOLERANCE = 1e-9
 
 
@@ -80,6 +85,7 @@ class Subject:
 
 
 SUBJECTS = ("mlp", "conv", "attention", "vocabulary", "experts")
+SLOW = ("conv", "attention")
 
 
 @cache
@@ -180,12 +186,15 @@ def triples_used(theory: Theory, programs: Sequence[Program]) -> set[tuple[str, 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in SUBJECTS]
+)
 def test_random_programs(name: str, record_property: Callable[[str, object], None]) -> None:
     found = subject(name)
     theory = found.theory
     programs: list[Program] = []
     worlds = set()
+    shared: Counter[Kind] = Counter()
     for index in range(PROGRAMS // len(SUBJECTS)):
         seed = 10_000 * SUBJECTS.index(name) + index
         world = 1 + index % 5
@@ -193,7 +202,12 @@ def test_random_programs(name: str, record_property: Callable[[str, object], Non
         lengths = uneven(theory, world, seed)
         program = MAKERS[maker](theory, seed, lengths)
         check(theory, program)
-        error = simulated_error(theory, program, lengths, found.model, found.inputs, found.want)
+        size = BUCKETS[index // 3 % len(BUCKETS)]
+        error = simulated_error(
+            theory, program, lengths, found.model, found.inputs, found.want, bucket_bytes=size
+        )
+        order = schedule(theory, program, size)
+        shared.update(s.kind for s in (*order.forward, *order.backward) if isinstance(s, Bucket))
         assert error <= TOLERANCE, f"{maker} program {index} on {world} devices (seed {seed}): {error:.2e}"
         programs.append(program)
         worlds.add(world)
@@ -210,9 +224,10 @@ def test_random_programs(name: str, record_property: Callable[[str, object], Non
     record_property("ops", len({op for op, _ in used}))
     print(
         f"{name}: {len(programs)} programs ({len(set(programs))} distinct), {len(used)} of {len(available)} "
-        f"triples, {len({op for op, _ in used})} ops, {len(kinds)} kinds of collectives"
+        f"triples, {len({op for op, _ in used})} ops, {len(kinds)} kinds of collectives, buckets {dict(shared)}"
     )
     assert len(set(programs)) >= 0.95 * len(programs)
     assert used == available, "triples that no program used"
-    assert len(kinds) == 6
+    assert len(kinds) == 9
     assert worlds == {1, 2, 3, 4, 5}
+    assert {"all_reduce", "all_gather"} <= set(shared), "no buckets"

@@ -210,34 +210,26 @@ def test_other_batches_and_evaluation_keep_the_segments() -> None:
     plan = compiled(2)
     small = batch(16)
 
-    def train(rank: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-        hap = HAP(copy.deepcopy(reference), plan.cluster, plan=plan, process_group=rank)
-        optimizer = torch.optim.SGD(hap.parameters(), lr=0.1)
+    def losses_of(model: torch.nn.Module) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
         for example in (batch(), small, batch()):
             optimizer.zero_grad()
-            loss = hap(**example)
+            loss = model(**example)
             loss.backward()
             losses.append(loss.item())
             optimizer.step()
-        hap.eval()
+        model.eval()
         with torch.no_grad():
-            losses.append(hap(**small).item())
-        return losses, hap.full_state_dict()
+            return [*losses, model(**small).item()]
+
+    def train(rank: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+        hap = HAP(copy.deepcopy(reference), plan.cluster, plan=plan, process_group=rank)
+        return losses_of(hap), hap.full_state_dict()
 
     reference = Contrast().double()
     found = run_ranks(3, train)
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    losses = []
-    for example in (batch(), small, batch()):
-        optimizer.zero_grad()
-        loss = reference(**example)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-    reference.eval()
-    with torch.no_grad():
-        losses.append(reference(**small).item())
+    losses = losses_of(reference)
     for got, state in found:
         assert got == pytest.approx(losses, rel=1e-10)
         for key, value in reference.state_dict().items():
@@ -257,12 +249,12 @@ def test_parameters_in_shards_of_their_segments() -> None:
     assert layout["head.weight"][1] in ((1, 4, 0), (2, 3, 0))
 
     def body(rank: Any) -> float:
-        hap = HAP(Contrast().double(), plan.cluster, plan=plan, process_group=rank)
+        hap = HAP(copy.deepcopy(model), plan.cluster, plan=plan, process_group=rank)
         hap.eval()
         with torch.no_grad():
-            return float(hap(**batch(16)))
+            return float(hap(**example))
 
-    model = Contrast().double().eval()
+    model, example = Contrast().double().eval(), batch(16)
     with torch.no_grad():
-        want = float(model(**batch(16)))
+        want = float(model(**example))
     assert run_ranks(3, body) == pytest.approx([want] * 3, rel=1e-12)

@@ -191,7 +191,7 @@ def single_device(theory: Theory, model: nn.Module, inputs: Sequence[torch.Tenso
 
 def simulated_error(
     theory: Theory, program: Program, lengths: Lengths, model: nn.Module, inputs: Sequence[torch.Tensor],
-    want: ReferenceResult,
+    want: ReferenceResult, *, bucket_bytes: int = 0,
 ) -> float:  # fmt: skip
     """The largest relative error of loss, outputs, gradients and updated buffers over all ranks of one step.
 
@@ -201,7 +201,8 @@ def simulated_error(
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
 
     def body(communicator: Communicator) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        local = lower(theory, program, lengths, communicator.rank, CPU)
+        rank = communicator.rank
+        local = lower(theory, program, lengths, rank, CPU, bucket_bytes=bucket_bytes)
         runtime = Runtime(communicator, randomness(communicator.rank))
         with torch.no_grad():
             shards = [

@@ -37,8 +37,8 @@ def test_compile_json(command, targets, cluster, tmp_path: Path) -> None:
     assert command("compile", targets, "--cluster", cluster, "--json", out).status == 0
     document = json.loads(out.read_text())
     assert set(document) == {
-        "version", "graph", "search", "cost", "baselines", "ratios", "segments", "program", "sensitivity",
-        "lengths", "seconds",
+        "version", "graph", "search", "cost", "baselines", "ratios", "segments", "inside", "program", "transfers",
+        "sensitivity", "lengths", "seconds",
     }  # fmt: skip
     assert all(set(s) == {"quantity", "ranks", "elasticity", "gain"} for s in document["sensitivity"])
     assert sum(-abs(s["elasticity"]) for s in document["sensitivity"]) == pytest.approx(-1.0)
@@ -148,6 +148,18 @@ def test_a_module_as_target(
     assert command("compile", "some_package.model:positional", "--cluster", cluster).status == 0
 
 
+def test_autocast(command, targets, cluster, tmp_path: Path) -> None:
+    """The plan is that of the step as autocast casts it, and verify proves it."""
+    out = tmp_path / "plan.json"
+    given = [targets, "--cluster", cluster, "--autocast", "bfloat16"]
+    assert command("compile", *given, "--plan", out).status == 0
+    plan = Plan.load(out)
+    assert plan.graph.autocast == "bfloat16"
+    assert {t.dtype for t in plan.graph.tensors} >= {"float32", "bfloat16"}
+    assert command("verify", *given, "--steps", "1").status == 0
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_verify(command, targets, cluster, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     outcome = command("verify", targets, "--cluster", cluster, "--json", out, "--steps", "1")
@@ -176,7 +188,13 @@ def test_verify_that_fails(command, targets, cluster, monkeypatch: pytest.Monkey
     assert json.loads(outcome.out) == {
         "ok": False, "loss_error": 0.0, "gradient_error": None, "parameter_error": 1e-3,
     }  # fmt: skip
-    assert asked == {"dtype": "float32", "steps": 5, "constraints": None, "segments": "auto"}
+    assert asked == {
+        "dtype": "float32",
+        "steps": 5,
+        "constraints": None,
+        "segments": "auto",
+        "machines": "auto",
+    }
     outcome = command("verify", targets, "--cluster", cluster)
     assert (outcome.status, outcome.out) == (1, "NOT EQUAL\n")
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import targets as t
+import torch
 
 import hetspmd
-from hetspmd.report import plan_text, program_text
-from hetspmd.report.facts import collectives, storage, tensor_roles
+from hetspmd.compiler import plan_for
+from hetspmd.lower.local import lower_plan
+from hetspmd.report import plan_json, plan_text, program_text
+from hetspmd.report.facts import collectives, sent, storage, tensor_roles, transfers
 from hetspmd.report.tables import shortened, table
+from hetspmd.rules.theory import derive
+from hetspmd.synth import constraints as known
 from hetspmd.synth.program import Communicate
+from hetspmd.trace.trace import trace
 
 TWO = {
     "devices": [
@@ -35,7 +41,7 @@ def test_one_line_per_step_with_its_triple() -> None:
         if isinstance(step, Communicate):
             assert line.split("(")[0] in {
                 "All-Reduce", "Reduce-Scatter", "Grouped-Reduce", "All-Gather", "Grouped-Broadcast", "All-To-All",
-                "Rebalance",
+                "Rebalance", "Ring-Gather", "Ring-Reduce", "Exchange-Reduce",
             }  # fmt: skip
 
 
@@ -45,6 +51,24 @@ def test_collectives_add_up_to_the_predicted_communication() -> None:
     assert found, "the cluster is made so that dividing pays"
     assert abs(sum(c.seconds for c in found) - made.cost.communication_seconds) < 1e-12
     assert all(c.nbytes == made.graph.tensors[c.step.tensor].nbytes for c in found)
+
+
+def test_small_collectives_share_transfers() -> None:
+    """As many as the local graphs start, forward and backward."""
+    slow = hetspmd.Cluster.load({**TWO, "network": {"bandwidth": 1e8, "latency": 1e-5}})
+    model, example = t.build()
+    theory = derive(trace(model, (), example))
+    made = plan_for(theory, slow, known.data_parallel(theory), (0.75, 0.25))
+    program = lower_plan(made, 0, torch.device("cpu"))
+    assert program.backward is not None
+    nodes = (*program.forward.graph.nodes, *program.backward.graph.nodes)
+    started = sum("transfer" in node.meta for node in nodes)
+    assert transfers(made) == started < len(collectives(made))
+    told = f"Collectives: {len(collectives(made))}, in {started} transfers: small ones share buckets of up to"
+    assert told in plan_text(made)
+    assert plan_json(made)["transfers"] == started
+    few = plan(constraints={"up.weight": "shard(0)", "down.weight": "replicated"})
+    assert (transfers(few) == len(sent(few))) == (" transfers" not in plan_text(few))
 
 
 def test_roles_name_gradients_parameters_and_the_loss() -> None:

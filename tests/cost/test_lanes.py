@@ -13,6 +13,7 @@ from hetspmd.cost.measured import Curve
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.overlap import START, TwoStreams
 from hetspmd.errors import ClusterError
+from hetspmd.synth.buckets import members
 
 LATENCY = 3e-3
 PAIR = Cluster(
@@ -25,6 +26,7 @@ PAIR = Cluster(
 def streams(cluster: Cluster) -> tuple[TwoStreams, CostModel]:
     theory = mlp(batch=12, width=6, hidden=10, layers=3)
     model = CostModel(theory, cluster)
+    model.bucket_bytes = 0  # several collectives
     return TwoStreams(model, data_parallel(theory)), model
 
 
@@ -33,7 +35,8 @@ def test_the_recurrence(lanes: int) -> None:
     """A collective waits for its lane and its devices, then out its latency, then for the links."""
     two, model = streams(replace(PAIR, lanes=lanes))
     run = two.run(model.shares(lengths_for(model.theory.axes, (0.5, 0.5))))
-    nbytes = [model.theory.graph.tensors[c.tensor].nbytes for c in two.collectives if c is not None]
+    tensors = model.theory.graph.tensors
+    nbytes = [tensors[m.tensor].nbytes for c in two.collectives if c is not None for m in members(c)]
     ready = [
         float(clock.max())
         for (_, what, _), clock in zip(two.events, run.clocks, strict=True)

@@ -73,6 +73,7 @@ def test_curves_take_the_place_of_the_network() -> None:
         "all_reduce": (ALL_REDUCE, IDENTITY), "reduce_scatter": (ALL_REDUCE, S1),
         "grouped_reduce": (ALL_REDUCE, S0), "all_gather": (S0, IDENTITY),
         "grouped_broadcast": (S0, IDENTITY), "all_to_all": (S0, S1),
+        "ring_reduce": (ALL_REDUCE, S0), "exchange_reduce": (ALL_REDUCE, S1), "ring_gather": (S0, IDENTITY),
     }  # fmt: skip
     for of in found:
         source, target = shapes[of.kind]
@@ -94,6 +95,22 @@ def test_a_collective_without_a_curve_is_priced_by_the_network() -> None:
         )
     with pytest.raises(ValueError, match="never sharded"):
         CostModel(theory, measured(2, curves(2))).move_form(0, all_gather(5), IDENTITY, "all_gather")
+
+
+def test_a_ring_that_was_not_measured_costs_what_the_grouped_does() -> None:
+    theory = product()
+    slow = tuple(curve(kind, 2, 3.0, 0.0) for kind in ("grouped_broadcast", "grouped_reduce"))
+    ring = (curve("ring_gather", 2, 1.0, 0.0), curve("ring_reduce", 2, 2.0, 0.0))
+    lengths = Lengths(2, tuple((a.units // 2, a.units // 2) for a in theory.axes.axes))
+    for found, wanted in (((), None), (slow, (3.0, 3.0)), ((*slow, *ring), (1.0, 2.0))):
+        model = CostModel(theory, measured(2, found))
+        gather = [
+            model.move_seconds(C, S0, IDENTITY, k, lengths) for k in ("grouped_broadcast", "ring_gather")
+        ]
+        reduce = [
+            model.move_seconds(C, ALL_REDUCE, S0, k, lengths) for k in ("grouped_reduce", "ring_reduce")
+        ]
+        assert (gather[1], reduce[1]) == ((gather[0], reduce[0]) if wanted is None else wanted)
 
 
 def test_ratios_see_the_curves() -> None:

@@ -30,7 +30,7 @@ from hetspmd.forms import IDENTITY, all_gather
 from hetspmd.lower import lower
 from hetspmd.lower.emit import GraphWriter
 from hetspmd.rules.theory import Theory
-from hetspmd.run import collectives
+from hetspmd.run import buckets, collectives
 from hetspmd.synth import constraints as known
 from hetspmd.synth.program import Communicate, Compute, Program, Result, Step
 from hetspmd.synth.schedule import schedule
@@ -269,7 +269,7 @@ def test_idle_devices_get_the_results_between_forward_and_backward() -> None:
 
 
 def lowered_events(
-    theory: Theory, made: Program, lengths: Lengths, rank: int, patch: pytest.MonkeyPatch
+    theory: Theory, made: Program, lengths: Lengths, rank: int, patch: pytest.MonkeyPatch, bucket_bytes: int
 ) -> list[list[Any]]:
     """Per local graph, in order: instruction ids, ("start", n-th collective), ("wait", n-th collective)."""
     logs: dict[int, list[Any]] = {}
@@ -282,8 +282,10 @@ def lowered_events(
 
     def logged_call(self: GraphWriter, name: str, target: Any, *rest: Any, **kwargs: Any) -> fx.Node:
         node = call(self, name, target, *rest, **kwargs)
-        if target is collectives.wait:
-            logs.setdefault(id(self), []).append(("wait", started[rest[0][0]]))
+        if target in (collectives.wait, buckets.take):
+            log, event = logs.setdefault(id(self), []), ("wait", started[rest[0][0]])
+            if event not in log:  # a bucket is waited for once
+                log.append(event)
         elif getattr(target, "__name__", "").startswith("start_"):
             started[node] = len(started)
             logs.setdefault(id(self), []).append(("start", started[node]))
@@ -300,7 +302,7 @@ def lowered_events(
         m.setattr(GraphWriter, "_compute", logged_compute)
         m.setattr(GraphWriter, "call", logged_call)
         m.setattr(GraphWriter, "__init__", logged_init)
-        lower(theory, made, lengths, rank, workbench.CPU)
+        lower(theory, made, lengths, rank, workbench.CPU, bucket_bytes=bucket_bytes)
     return [logs.get(id(w), []) for w in made_writers]
 
 
@@ -347,7 +349,7 @@ def test_it_follows_the_lowered_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
             streams = TwoStreams(model, made)
             views = []
             for rank in range(2):
-                graphs = lowered_events(theory, made, lengths, rank, monkeypatch)
+                graphs = lowered_events(theory, made, lengths, rank, monkeypatch, model.bucket_bytes)
                 want = simulated_events(streams, rank)
                 assert [ended(g) for g in want[: len(graphs)]] == [ended(g) for g in graphs], (name, seed)
                 assert not any(want[len(graphs) :])
@@ -355,7 +357,7 @@ def test_it_follows_the_lowered_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
                 compared += sum(isinstance(e, tuple) for g in graphs for e in g)
             masked += views[0] != views[1]
             check(timeline(model, made, lengths), streams, lengths)
-    assert compared > 1000
+    assert compared > 900
     assert masked > 0, "no program in which rank 0 alone waits for a mask"
 
 
@@ -369,7 +371,9 @@ def test_a_real_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = TwoStreams(plan.costs, plan.program)
     check(found, streams, plan.lengths)
     for rank in range(2):
-        graphs = lowered_events(theory, plan.program, plan.lengths, rank, monkeypatch)
+        graphs = lowered_events(
+            theory, plan.program, plan.lengths, rank, monkeypatch, plan.costs.bucket_bytes
+        )
         want = simulated_events(streams, rank)
         assert [ended(g) for g in want] == [ended(g) for g in graphs]
     stages = Stages(plan.costs, scheduled(theory, plan.program)).seconds(plan.costs.shares(plan.lengths))

@@ -13,7 +13,7 @@ from hetspmd.balance.lengths import Lengths
 from hetspmd.errors import PlanError
 from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather, is_sharded
 from hetspmd.lower import LocalProgram, lower
-from hetspmd.lower.local import take_saved
+from hetspmd.lower.emit import take_saved
 from hetspmd.rules.rule import Row
 from hetspmd.run import collectives
 from hetspmd.run.communicator import Communicator

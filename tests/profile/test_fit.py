@@ -131,6 +131,9 @@ def test_the_network_of_the_models_own_formulas() -> None:
             "all_to_all": {"latency": latency, "per_exchange": 1 / bandwidth},
             "grouped_reduce": {"latency": 0.0, "per_shard": latency, "per_byte": 1 / bandwidth},
             "grouped_broadcast": {"latency": 0.0, "per_shard": latency, "per_byte": 1 / bandwidth},
+            "ring_reduce": {"latency": 0.0, "per_shard": latency, "per_byte": 1 / bandwidth},
+            "exchange_reduce": {"latency": 0.0, "per_shard": latency, "per_byte": 1 / bandwidth},
+            "ring_gather": {"latency": 0.0, "per_shard": latency, "per_byte": 1 / bandwidth},
         }.get(kind, {"latency": latency, "per_largest": (n - 1) / bandwidth})
         curve = Curve(kind, n, **true)
         found.append(Fit(curve, points=tuple(points(curve))))
@@ -207,5 +210,5 @@ def test_trials(n: int) -> None:
                 want = max(max(s * (1 - u), u * (1 - s)) for s, u in zip(shares, targets, strict=True))
                 assert t.exchange == pytest.approx(want)
         kinds = [(t.kind, t.skew) for t in found]
-        assert len(kinds) == len(set(kinds)) == 1 + 5 * (3 if n in (2, 3) else 4)
+        assert len(kinds) == len(set(kinds)) == 1 + 8 * (3 if n in (2, 3) else 4)
     assert set(TRUE) == {term for terms in TERMS_OF.values() for term in terms}

@@ -65,12 +65,12 @@ def test_simulated_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(comm: Any) -> Profile:
         return measure(Session(comm, CPU, "simulated", start=time.perf_counter()), Options(budget=0.01))
 
-    for attempt in range(4):
+    for attempt in range(8):
         try:
             found = run_ranks(4, run)
             break
         except ProfileError as error:  # other work on the machine can hide that times grow with sizes
-            if attempt == 3 or "too busy" not in str(error):
+            if attempt == 7 or "too busy" not in str(error):
                 raise
     made = found[0]
     assert all(f == made for f in found)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hetspmd.run import collectives
+from hetspmd.run import buckets, collectives
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
@@ -14,7 +14,7 @@ from hetspmd.run.runtime import Runtime
 EXTENTS = {
     2: [(3, 1), (0, 4), (2, 2), (0, 0)],
     3: [(3, 1, 2), (0, 4, 1), (2, 2, 2), (0, 0, 5), (0, 0, 0)],
-    4: [(1, 2, 3, 4), (0, 5, 0, 1), (4, 0, 6, 0)],
+    4: [(1, 2, 3, 4), (0, 5, 0, 1), (4, 0, 6, 0), (0, 0, 7, 0)],
 }
 GATHERED = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
@@ -60,7 +60,7 @@ def _cases(runtime: Runtime) -> Iterator[int]:
                 whole = _whole(shape, dtype, 1)
                 part = _part(whole, dim, extents, rank)
                 before = part.clone()
-                for start in (collectives.start_all_gather, collectives.start_grouped_broadcast):
+                for start in collectives.GATHERS.values():
                     got = collectives.wait(start(runtime, part, dim, extents))
                     yield _same(got, whole, f"{start.__name__} {shape} {extents} {dtype}")
                     yield _same(part, before, "out of place")
@@ -70,12 +70,19 @@ def _cases(runtime: Runtime) -> Iterator[int]:
                 mine = summands[rank].clone()
                 got = collectives.wait(collectives.start_all_reduce(runtime, mine))
                 yield _same(got, total, f"all_reduce {shape} {dtype}")
-                for start in (collectives.start_reduce_scatter, collectives.start_grouped_reduce):
+                for start in collectives.SCATTERS.values():
                     got = collectives.wait(start(runtime, mine, dim, extents))
                     yield _same(
                         got, _part(total, dim, extents, rank), f"{start.__name__} {shape} {extents} {dtype}"
                     )
                 yield _same(mine, summands[rank], "out of place")
+                spare = summands[rank].clone()
+                got = collectives.wait(
+                    collectives.start_reduce_scatter(runtime, spare, dim, extents, spare=True)
+                )
+                yield _same(got, _part(total, dim, extents, rank), f"in place {shape} {extents} {dtype}")
+                got = collectives.wait(collectives.start_all_reduce(runtime, mine, spare=True))
+                yield _same(got, total, f"all_reduce in place {shape} {dtype}")
         for source, target in ((0, 1), (1, 0), (0, 2), (2, 1)):
             for others in EXTENTS[world]:
                 sizes = [2, 2, 2]
@@ -103,6 +110,7 @@ def _cases(runtime: Runtime) -> Iterator[int]:
                     want = _part(whole, dim, others, rank)
                     yield _same(got, want, f"rebalance {shape} {extents} {others} {dtype}")
                     yield _same(part, before, "out of place")
+    yield from _buckets(runtime)
     # Several at once, waited for in another order; a non-contiguous operand; a scalar.
     whole = _whole((6, 4), torch.float32, 7)
     first = collectives.start_all_reduce(runtime, whole.t())
@@ -111,3 +119,40 @@ def _cases(runtime: Runtime) -> Iterator[int]:
     yield _same(third.wait(), whole.new_tensor(2.0 * world), "scalar")
     yield _same(second.wait(), whole.t()[:, :1].expand(4, world), "gather")
     yield _same(first.wait(), whole.t() * world, "non-contiguous")
+
+
+def _buckets(runtime: Runtime) -> Iterator[int]:
+    """Tensors of several shapes, cut along several dims at several extents, in one bucket each."""
+    comm = runtime.communicator
+    world, rank = comm.world, comm.rank
+    filled = [extents for extents in EXTENTS[world] if sum(extents)]
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        for first in range(len(filled)):
+            places = [(dim, filled[(first + k) % len(filled)]) for k, dim in enumerate((0, 1, 2, 0))]
+            shapes = [
+                (*rest[:dim], sum(extents), *rest[dim:])
+                for (dim, extents), rest in zip(places, ((2,), (2, 3), (1, 2), ()), strict=True)
+            ]
+            summands = [
+                [_whole(s, dtype, 20 + 9 * r + k) for k, s in enumerate(shapes)] for r in range(world)
+            ]
+            totals = [torch.stack(same).sum(0).to(dtype) for same in zip(*summands, strict=True)]
+            mine = [tensor.clone() for tensor in summands[rank]]
+            sent = [mine[0].t().contiguous().t(), *mine[1:]]
+            parts = [_part(t, dim, extents, rank) for t, (dim, extents) in zip(mine, places, strict=True)]
+            gathered = [
+                torch.cat([_part(summands[r][k], *place, r) for r in range(world)], place[0])
+                for k, place in enumerate(places)
+            ]
+            reduced = buckets.start_all_reduces(runtime, [*sent, mine[0].new_tensor(2.0)])
+            scattered = buckets.start_reduce_scatters(runtime, sent, places)
+            whole = buckets.start_all_gathers(runtime, parts, places)
+            for k in (2, 0, 3, 1):
+                dim, extents = places[k]
+                what = f"of a bucket: {shapes[k]} {places[k]} {dtype}"
+                yield _same(buckets.take(whole, k), gathered[k], f"all_gather {what}")
+                yield _same(buckets.take(reduced, k), totals[k], f"all_reduce {what}")
+                want = _part(totals[k], dim, extents, rank)
+                yield _same(buckets.take(scattered, k), want, f"reduce_scatter {what}")
+                yield _same(mine[k], summands[rank][k], "out of place")
+            yield _same(buckets.take(reduced, 4), mine[0].new_tensor(2.0 * world), "scalar of a bucket")

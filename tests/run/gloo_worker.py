@@ -11,30 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from collective_cases import check_collectives
-from small_models import MLP, Case, case
+from small_models import MLP, Branches, Case, case
 from small_plans import cluster, random_plan, segmented_plan
 from torch import nn
 
+import hetspmd
 from hetspmd.compiler import plan_for
 from hetspmd.errors import PlanMismatchError, TraceError, WorldSizeError
 from hetspmd.plan import Plan
+from hetspmd.rules.theory import derive
 from hetspmd.run.communicator import ProcessGroupCommunicator, Work, communicator_for
 from hetspmd.run.module import HAP
 from hetspmd.run.random import Randomness
 from hetspmd.synth.constraints import Constraints
+from hetspmd.trace.trace import trace
 
 SEEDS = (1, 2)
-
-
-class Branches(nn.Module):
-    """Cannot be traced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.w).sum() if x.sum() > 0 else self.w.sum()
 
 
 class Slow(ProcessGroupCommunicator):
@@ -68,6 +60,36 @@ def train(model: nn.Module, c: Case, plan: Plan, communicator: Any) -> dict[str,
     return {"losses": losses, "gradients": gradients, "final": hap.full_tensors()}
 
 
+def mixed_plans(world: int) -> list[tuple[Case, Plan]]:
+    """Float32 models whose steps were traced under autocast."""
+    found = []
+    for name in ("mlp", "conv", "attention"):
+        c = case(name, torch.float32, **({"dropout": 0.0} if name == "attention" else {}))
+        with torch.autocast("cpu", torch.bfloat16):
+            c = Case(c.model, c.batch, derive(trace(c.model, (), c.batch)))
+        found += [(c, random_plan(c, world, seed)) for seed in SEEDS]
+    return found
+
+
+def mixed(model: nn.Module, c: Case, plan: Plan) -> dict[str, Any]:
+    """Two micro-batches under autocast, scaled, then clipped: the loss, the norm and the gradients."""
+    hap = HAP(model, plan.cluster, plan=plan)
+    optimizer = torch.optim.SGD(hap.parameters(), lr=0.1)
+    scaler = hetspmd.GradScaler("cpu", init_scale=8.0)
+    for _ in range(2):
+        with hap.no_sync(), torch.autocast("cpu", torch.bfloat16):
+            output = hap(**c.batch)
+        loss = (
+            output["loss"] if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
+        )
+        scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = hetspmd.clip_grad_norm_(hap, 0.1)
+    scaler.step(optimizer)
+    scaler.update()
+    return {"loss": loss.detach(), "norm": norm, "gradients": hap.full_gradients()}
+
+
 def plans(world: int) -> list[tuple[Case, Plan]]:
     """The same in every process."""
     cases = [case(name, torch.float32) for name in ("mlp", "conv", "attention")]
@@ -82,6 +104,7 @@ def worker(rank: int, world: int, folder: str) -> None:
     results: dict[str, Any] = {"collectives": check_collectives(communicator_for(None, world))}
     slow = Slow()
     results["training"] = [train(copy.deepcopy(c.model), c, plan, slow) for c, plan in plans(world)]
+    results["mixed"] = [mixed(copy.deepcopy(c.model), c, plan) for c, plan in mixed_plans(world)]
     results["errors"] = [str(e) for e in errors(rank, world)]
     c = case("mlp", torch.float32)
     hap = HAP(copy.deepcopy(c.model), cluster(*range(1, world + 1)), example=c.batch)

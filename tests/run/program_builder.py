@@ -37,12 +37,11 @@ class Builder:
             return
         source = self.dice.choice(have)
         if is_sharded(form) and source != form:
-            options: list[Kind] = (
-                ["reduce_scatter", "grouped_reduce"] if source == ALL_REDUCE else ["all_to_all"]
-            )
+            scatter: list[Kind] = ["reduce_scatter", "grouped_reduce", "ring_reduce", "exchange_reduce"]
+            options: list[Kind] = scatter if source == ALL_REDUCE else ["all_to_all"]
             self.communicate(tensor, self.dice.choice(options), source, form)
             return
-        gather: list[Kind] = ["all_gather", "grouped_broadcast"]
+        gather: list[Kind] = ["all_gather", "grouped_broadcast", "ring_gather"]
         kind: Kind = "all_reduce" if source == ALL_REDUCE else self.dice.choice(gather)
         self.communicate(tensor, kind, source, IDENTITY)
 

@@ -20,14 +20,14 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
 
 def on_ranks(c: Case, plan: Plan, body: Callable[[HAP], T], **options: Any) -> list[T]:
-    models = [copy.deepcopy(c.model) for _ in range(plan.world)]
+    models = [copy.deepcopy(c.model) for _ in range(plan.cluster.ranks)]
     _ = plan.theory, plan.digest
 
     def rank(communicator: Communicator) -> T:
         model = models[communicator.rank]
         return body(HAP(model, plan.cluster, plan=plan, process_group=communicator, **options))
 
-    return run_ranks(plan.world, rank)
+    return run_ranks(plan.cluster.ranks, rank)
 
 
 def loss_of(output: Any) -> torch.Tensor:

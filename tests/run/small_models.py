@@ -29,6 +29,17 @@ class MLP(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
+class Branches(nn.Module):
+    """Cannot be traced: what it computes depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.w).sum() if x.sum() > 0 else self.w.sum()
+
+
 class ConvNet(nn.Module):
     """Batch norm in training, a convolution, pooling; the running statistics change."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_worker import idle_plans, plans, train, worker
+from gloo_worker import idle_plans, mixed_plans, plans, train, worker
 from torch import multiprocessing
 
 from hetspmd.run.simulate import run_ranks
@@ -47,6 +47,34 @@ def test_training_equals_the_simulation(results: list[dict[str, Any]]) -> None:
             torch.testing.assert_close(got["losses"], want["losses"], rtol=1e-6, atol=0.0)
             assert largest_error(got["gradients"], want["gradients"], 1e-6)[0] <= 1e-6
             assert largest_error(got["final"], want["final"], 1e-6)[0] <= 1e-6
+
+
+def test_mixed_precision_accumulated_and_clipped(results: list[dict[str, Any]]) -> None:
+    """As the single device does it, to bfloat16's rounding; the norm is the same number on every rank."""
+    for index, (c, _) in enumerate(mixed_plans(WORLD)):
+        model = copy.deepcopy(c.model)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                output = model(**c.batch)
+            loss = (
+                output["loss"]
+                if isinstance(output, dict)
+                else output[0]
+                if isinstance(output, tuple)
+                else output
+            )
+            loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        want = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        for result in results:
+            got = result["mixed"][index]
+            assert torch.equal(got["norm"], results[0]["mixed"][index]["norm"])
+            torch.testing.assert_close(got["loss"], loss.detach(), rtol=0.02, atol=0.0)
+            torch.testing.assert_close(got["norm"], norm, rtol=0.03, atol=0.0)
+            peak = max(float(g.abs().max()) for g in want.values())
+            assert set(got["gradients"]) == set(want)
+            for key, value in got["gradients"].items():
+                torch.testing.assert_close(value, want[key], rtol=0.0, atol=0.03 * peak)
 
 
 def test_errors_are_the_same_on_every_rank(results: list[dict[str, Any]]) -> None:

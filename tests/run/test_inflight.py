@@ -238,13 +238,16 @@ def settled(comm: Communicator) -> list[bool]:
         (collectives.start_reduce_scatter, (0, extents), 6),
         (collectives.start_reduce_scatter, (0, (2, 2, 2)), 6),
         (collectives.start_grouped_reduce, (0, extents), 6),
+        (collectives.start_ring_reduce, (0, extents), 6),
+        (collectives.start_exchange_reduce, (0, extents), 6),
         (collectives.start_all_gather, (0, extents), extents[comm.rank]),
         (collectives.start_all_gather, (0, (2, 2, 2)), 2),
         (collectives.start_grouped_broadcast, (0, extents), extents[comm.rank]),
+        (collectives.start_ring_gather, (0, extents), extents[comm.rank]),
         (collectives.start_all_to_all, (0, 1, extents, (1, 1, 1)), extents[comm.rank]),
     ]
     results: dict[Any, Callable[[int, Any], int]] = {start: lambda rank, args: 18 for start, _, _ in starts}
-    for scatter in (collectives.start_reduce_scatter, collectives.start_grouped_reduce):
+    for scatter in collectives.SCATTERS.values():
         results[scatter] = lambda rank, args: 3 * args[1][rank]
     results[collectives.start_all_to_all] = lambda rank, args: 6
     found: list[bool] = []
@@ -311,8 +314,8 @@ def test_zero_like_simulated(processes: list[dict[str, Any]], reduction: Kind) -
 
 
 def test_a_complete_collective_keeps_its_result_only(processes: list[dict[str, Any]]) -> None:
-    assert [found["settled"] for found in processes] == [[False] * 8] * WORLD
-    assert run_ranks(WORLD, settled) == [[False] * 8] * WORLD
+    assert [found["settled"] for found in processes] == [[False] * 11] * WORLD
+    assert run_ranks(WORLD, settled) == [[False] * 11] * WORLD
 
 
 def test_sums_over_gloo_are_torchs(processes: list[dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from small_models import Attention, case
 from small_plans import cluster, random_plan
 from torch import nn
 
+from hetspmd.compiler import plan_for
 from hetspmd.errors import (
     GradientError,
 )  # fmt: skip
 from hetspmd.forms import is_sharded
 from hetspmd.run.module import HAP
+from hetspmd.synth import constraints as known
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -141,6 +144,26 @@ def test_no_two_gradients_share_memory() -> None:
     assert len(pointers) == 2
     nn.utils.clip_grad_norm_(hap.parameters(), 1e-3)
     assert torch.equal(hap.module.a.grad, hap.module.b.grad)  # type: ignore[arg-type]
+
+
+def test_gradients_of_a_bucket_lie_side_by_side() -> None:
+    """In one storage, without copies and without an element in common."""
+    c = case("mlp")
+    plan = plan_for(c.theory, cluster(1, 1), known.data_parallel(c.theory), (0.5, 0.5))
+
+    def body(hap: HAP) -> list[tuple[int, int, int]]:
+        loss_of(hap(**c.batch)).backward()
+        found = []
+        for p in hap.parameters():
+            if p.grad is not None:
+                start = p.grad.data_ptr()
+                found.append((p.grad.untyped_storage().data_ptr(), start, start + p.grad.nbytes))
+        return sorted(found, key=lambda part: part[1])
+
+    for parts in on_ranks(c, plan, body):
+        assert len(parts) > 2
+        assert len({storage for storage, _, _ in parts}) == 1
+        assert all(end <= start for (_, _, end), (_, start, _) in pairwise(parts))
 
 
 def test_backward_twice_needs_retain_graph() -> None:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 from ranks import lone, on_ranks
-from small_models import MLP, Attention, case
+from small_models import MLP, Attention, Branches, case
 from small_plans import cluster, random_plan
 from torch import nn
 
+from hetspmd.compiler import plan_for
 from hetspmd.errors import (
     BatchMismatchError,
     DeviceError,
     ExampleError,
     PlanMismatchError,
+    RankFailedError,
     TraceError,
     WorldSizeError,
 )  # fmt: skip
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.module import HAP
 from hetspmd.run.simulate import run_ranks
+from hetspmd.synth import constraints as known
 
 
 def test_a_batch_that_cannot_be_planned_for() -> None:
@@ -58,14 +62,6 @@ def test_ranks_with_different_plans_are_told() -> None:
 
 
 def test_rank_zeros_error_is_raised_everywhere() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * self.w).sum() if x.sum() > 0 else self.w.sum()
-
     def body(communicator: Communicator) -> str:
         with pytest.raises(TraceError) as caught:
             HAP(Branches(), cluster(1, 1), example=(torch.ones(3),), process_group=communicator)
@@ -121,3 +117,34 @@ def test_ranks_with_batches_of_their_own_are_refused() -> None:
     for message in on_ranks(c, plan, body):
         assert "rank 2 was given another x than rank 0" in message
         assert "same global batch" in message
+
+
+def test_a_rank_that_fails_while_outputs_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program itself is through; the error names the output."""
+    c = case("mlp")
+    plan = plan_for(c.theory, cluster(1, 2), known.data_parallel(c.theory), (1 / 3, 2 / 3))
+    names = {plan.graph.tensors[o.tensor].name for o in plan.graph.outputs if o.tensor is not None}
+
+    def body(communicator: Communicator) -> str:
+        hap = HAP(
+            copy.deepcopy(c.model), plan.cluster, plan=plan, process_group=communicator, gather_outputs=True
+        )
+        hap(**c.batch)
+        runner = hap._entries[0].runner
+        forward = runner.program.forward
+
+        def lost(*_: object) -> None:
+            raise RankFailedError((1,), "rank 1 has died", communicator.rank, 1.0)
+
+        def then_lose(*args: object) -> object:
+            done = forward(*args)
+            monkeypatch.setattr(hap.everyone, "all_gather", lost)
+            return done
+
+        runner.program = replace(runner.program, forward=then_lose)
+        with pytest.raises(RankFailedError, match="in output") as caught:
+            hap(**c.batch)
+        return caught.value.where
+
+    for where in run_ranks(2, body):
+        assert any(where == f"output {name} of the step" for name in names)

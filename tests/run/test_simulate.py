@@ -99,10 +99,7 @@ def test_one_device_needs_no_group() -> None:
 
     runtime = Runtime(comm, Randomness(0, 0, torch.device("cpu")))
     x = torch.arange(6.0).view(2, 3)
-    for start in (
-        collectives.start_reduce_scatter, collectives.start_grouped_reduce, collectives.start_all_gather,
-        collectives.start_grouped_broadcast,
-    ):  # fmt: skip
+    for start in (*collectives.SCATTERS.values(), *collectives.GATHERS.values()):
         assert torch.equal(start(runtime, x, 1, (3,)).wait(), x)
     assert torch.equal(collectives.start_all_to_all(runtime, x, 0, 1, (2,), (3,)).wait(), x)
     assert torch.equal(collectives.start_all_reduce(runtime, x).wait(), x)

@@ -10,7 +10,7 @@ from small_models import case
 from small_plans import cluster, random_plan
 from torch import nn
 
-from hetspmd.errors import CheckError
+from hetspmd.errors import CheckError, OptionError
 from hetspmd.run import collectives
 from hetspmd.run.precision import all_in, retyped_graph
 from hetspmd.run.runtime import Runtime
@@ -60,24 +60,21 @@ def test_a_wrong_program_does_not_pass(monkeypatch: pytest.MonkeyPatch, broken: 
     """A collective whose results are off by a thousandth."""
     right = getattr(collectives, broken)
 
-    def wrong(runtime: Runtime, tensor: torch.Tensor, *where: Any) -> collectives.Pending:
-        result = right(runtime, tensor, *where).wait()
+    def wrong(runtime: Runtime, tensor: torch.Tensor, *where: Any, **how: Any) -> collectives.Pending:
+        result = right(runtime, tensor, *where, **how).wait()
         return collectives.Pending((), lambda: result * 1.001 if result.is_floating_point() else result)
 
     c = case("mlp", torch.float32)
     plans = [random_plan(c, 3, seed) for seed in range(12)]
     kind = broken.removeprefix("start_")
-    # A collective of what is not all zeros.
-    plan = next(
-        p for p in plans
-        if any(
-            isinstance(s, Communicate) and s.kind == kind and "zeros" not in p.graph.producer(s.tensor).op
-            for s in p.program.steps
-        )
-    )  # fmt: skip
     monkeypatch.setattr(collectives, broken, wrong)
-    report = verify(c.model, c.batch, plan.cluster, plan=plan)
-    assert not report.ok
+    for table in (collectives.SCATTERS, collectives.GATHERS):
+        if kind in table:
+            monkeypatch.setitem(table, kind, wrong)
+    # Of those that have such a collective, not all read what it gives, or give it anything but zeros.
+    used = [p for p in plans if any(isinstance(s, Communicate) and s.kind == kind for s in p.program.steps)]
+    reports = (verify(c.model, c.batch, p.cluster, plan=p) for p in used)
+    report = next(r for r in reports if not r.ok)
     assert max(report.loss_error, report.gradient_error, report.parameter_error) > 1e-5
     with pytest.raises(CheckError, match="NOT EQUAL"):
         report.require()
@@ -107,6 +104,43 @@ def test_llamas_casts_are_widened() -> None:
     assert abs(loss.item() - want.item()) < 1e-15
     report = verify(Norm(), (x,), cluster(2, 1), constraints={"w": "shard(0)"})
     assert report.ok, report.text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        (torch.float64, 1e-9),
+        ("float64", 1e-9),
+        ("torch.float64", 1e-9),
+        (torch.float32, 1e-3),
+        ("float32", 1e-3),
+    ],
+)
+def test_dtypes_by_name_and_as_torchs(dtype: str | torch.dtype, tolerance: float) -> None:
+    c = case("mlp", torch.float32)
+    report = verify(c.model, c.batch, cluster(2, 1), dtype=dtype, optimizers=("sgd",))
+    assert report.ok, report.text
+    assert report.tolerance == tolerance
+    assert (report.gradient_error < 1e-12) == (tolerance == 1e-9), "computed in that dtype"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": torch.float16}, r"dtype is torch\.float16; allowed are torch\.float64 and torch\.float32"),
+        ({"dtype": "double"}, "dtype is 'double'; allowed are"),
+        ({"dtype": None}, "dtype is None; allowed are"),
+        ({"dtype": ["float64"]}, "allowed are"),
+        ({"optimizers": ("adam",)}, r"optimizers is \('adam',\); name one or more of sgd and adamw"),
+        ({"optimizers": "sgd"}, "optimizers is 'sgd'; name one or more"),
+        ({"optimizers": ()}, "name one or more"),
+        ({"steps": 0}, "steps is 0; take a whole number from 1"),
+    ],
+)
+def test_options_that_there_are_not(options: dict[str, Any], message: str) -> None:
+    c = case("mlp", torch.float32)
+    with pytest.raises(OptionError, match=message):
+        verify(c.model, c.batch, cluster(2, 1), **options)
 
 
 def test_retyping_a_graph() -> None:

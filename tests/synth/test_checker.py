@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import get_args
 
 import pytest
 from small_models import Case, case
@@ -19,6 +20,7 @@ from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather, available, is_
 from hetspmd.plan import Plan
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
+from hetspmd.run import collectives
 from hetspmd.synth import constraints as known
 from hetspmd.synth.checker import check
 from hetspmd.synth.constraints import Constraints
@@ -122,14 +124,12 @@ def test_no_computation_can_be_dropped_or_repeated(model: str, style: str) -> No
 
 @pytest.mark.parametrize(("model", "style"), PROGRAMS)
 def test_forms_of_collectives_cannot_change(model: str, style: str) -> None:
-    """Another source, another target, another kind of another meaning. Right all the same: the grouped for
-    the padded implementation of the same triple, and a target of Identity for any kind that reaches it."""
+    """Another source, another target, another kind of another meaning. Right all the same: another
+    implementation of the same triple, and a target of Identity for any kind that reaches it."""
     found = plan(model, style)
     theory, program = found.theory, found.program
-    grouped = [{"reduce_scatter", "grouped_reduce"}, {"all_gather", "grouped_broadcast"}]
-    kinds: tuple[Kind, ...] = (
-        "all_reduce", "reduce_scatter", "grouped_reduce", "all_gather", "grouped_broadcast", "all_to_all",
-    )  # fmt: skip
+    alike = [set(collectives.SCATTERS), set(collectives.GATHERS)]
+    kinds = [kind for kind in get_args(Kind) if kind != "rebalance"]
 
     def mutants() -> Iterator[Mutant]:
         for i, step in enumerate(program.steps):
@@ -142,7 +142,7 @@ def test_forms_of_collectives_cannot_change(model: str, style: str) -> None:
                 if form != step.target:
                     yield Mutant(f"{step} to {form}", changed(program, i, replace(step, target=form)))
             for kind in kinds:
-                if kind != step.kind and not any({kind, step.kind} == pair for pair in grouped):
+                if kind != step.kind and not any({kind, step.kind} <= same for same in alike):
                     yield Mutant(f"{step} as {kind}", changed(program, i, replace(step, kind=kind)))
             for tensor in (-1, len(theory.graph.tensors), *near(step.tensor, theory)):
                 yield Mutant(f"{step} of {tensor}", changed(program, i, replace(step, tensor=tensor)))
@@ -159,14 +159,16 @@ def near(tensor: int, theory: Theory) -> list[int]:
 def test_the_grouped_spelling_of_a_collective_is_as_right(model: str, style: str) -> None:
     found = plan(model, style)
     other: dict[Kind, Kind] = {
-        "all_gather": "grouped_broadcast", "grouped_broadcast": "all_gather",
-        "reduce_scatter": "grouped_reduce", "grouped_reduce": "reduce_scatter",
+        "all_gather": "grouped_broadcast", "grouped_broadcast": "ring_gather", "ring_gather": "all_gather",
+        "reduce_scatter": "grouped_reduce", "grouped_reduce": "ring_reduce", "ring_reduce": "exchange_reduce",
+        "exchange_reduce": "reduce_scatter",
     }  # fmt: skip
-    steps = [
-        replace(s, kind=other.get(s.kind, s.kind)) if isinstance(s, Communicate) else s
-        for s in found.program.steps
-    ]
-    check(found.theory, with_steps(found.program, steps))
+    steps = list(found.program.steps)
+    for _ in range(3):
+        steps = [
+            replace(s, kind=other.get(s.kind, s.kind)) if isinstance(s, Communicate) else s for s in steps
+        ]
+        check(found.theory, with_steps(found.program, steps))
 
 
 @pytest.mark.parametrize(("model", "style"), PROGRAMS)

@@ -23,7 +23,8 @@ from hetspmd.rules.theory import Theory
 from hetspmd.synth import constraints as known
 from hetspmd.synth.checker import check
 from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.memory import Ledger, Place, capacities, search_that_fits
+from hetspmd.synth.ledger import Ledger, Place
+from hetspmd.synth.memory import capacities, search_that_fits
 from hetspmd.synth.pricing import Prices
 from hetspmd.synth.program import Communicate, Program
 from hetspmd.synth.search import Found, Limits, Searcher
@@ -333,6 +334,18 @@ def test_one_device_names_what_it_lacks() -> None:
     with pytest.raises(MemoryLimitError, match=r"rank 0 \(d0\) lacks") as caught:
         p.solve(0.5)
     assert set(caught.value.lacking) == {0}
+
+
+def test_the_error_names_the_whole_memory_where_some_is_left_free() -> None:
+    p = Problem("stack", 1.0)
+    whole = int(p.peaks[0])
+    with pytest.raises(MemoryLimitError) as caught:
+        search_that_fits(
+            p.searcher, p.limited(1.0), p.lengths, Limits(), p.free, reserve=np.array([0.5 * whole])
+        )
+    ((missing, capacity),) = caught.value.lacking.values()
+    assert capacity == whole
+    assert 0.4 * whole < missing <= 0.5 * whole
 
 
 def test_the_same_again() -> None:

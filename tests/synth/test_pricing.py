@@ -47,7 +47,8 @@ def test_rows_and_moves_one_by_one(name: str) -> None:
             space.pairs[t], priced.best[at].tolist(), priced.moves[at].tolist(), strict=True
         ):
             kinds = [move for move in space.moves[t] if move[:2] == pair[:2]]
-            seconds = model.move_costs(t, kinds, lengths)
+            shares = model.shares(lengths)
+            seconds = [model.form_seconds(model.shared_form(t, *kind), shares) for kind in kinds]
             assert cost == round(min(seconds) * 1e12)
             assert pricing.flat[best] == kinds[int(np.argmin(seconds))], "the first of the cheapest"
     assert not priced.keep.any()
