@@ -1,6 +1,7 @@
 # make demo   set up, then train a model on four unlike workers beside the single device
 # make test   set up, then pass all tests (make test-slow: the full product of models and clusters)
 # make bench-trust        predicted against measured steps on emulated clusters (as root), into docs/trust.md
+# make bench-cluster      hetspmd beside DDP, FSDP2 and one device (as root), into docs/cluster.md
 # make lint | bench | format | setup | clean
 
 SHELL := bash
@@ -19,7 +20,7 @@ JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((
 # One thread per process: the tests and the workers of the demo share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-rust test-python test-slow lint format bench bench-trust clean
+.PHONY: help setup demo test test-rust test-python test-slow lint format bench bench-trust bench-cluster clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -71,6 +72,9 @@ bench: setup
 
 bench-trust: setup
 	$(BIN)/python benches/trust --write docs/trust.md
+
+bench-cluster: setup
+	$(BIN)/python benches/versus --write docs/cluster.md
 
 clean:
 	rm -rf $(VENV) target build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -86,13 +86,21 @@ def compared(series: Series, names: Sequence[str], paper: Mapping[str, str]) -> 
     return lines
 
 
-def heterogeneous(models: Sequence[hap.Benchmark], scales: Sequence[int] = SCALES) -> tuple[Lines, Series]:
-    """HAP 7.2, Fig. 13."""
+def at_scales(
+    models: Sequence[hap.Benchmark], machines: Sequence[tuple[str, int]], scales: Sequence[int]
+) -> Series:
+    """Every arm, for every model and number of GPUs per machine."""
     series: Series = {}
     for b in models:
         for k in scales:
-            cluster = hap.cluster_of((hap.V100, hap.P100), k)
+            cluster = hap.cluster_of(machines, k)
             series[b.name, cluster.world] = arms(hap.at_scale(b, cluster.world), cluster)
+    return series
+
+
+def heterogeneous(models: Sequence[hap.Benchmark], scales: Sequence[int] = SCALES) -> tuple[Lines, Series]:
+    """HAP 7.2, Fig. 13."""
+    series = at_scales(models, (hap.V100, hap.P100), scales)
     paper = {
         "VGG19": "up to 2.41x, at 32 GPUs, over DP",
         "ViT": "similar to DP-CP",
@@ -104,11 +112,7 @@ def heterogeneous(models: Sequence[hap.Benchmark], scales: Sequence[int] = SCALE
 
 def homogeneous(models: Sequence[hap.Benchmark]) -> Lines:
     """HAP 7.3, Fig. 14: four machines of P100."""
-    series: Series = {}
-    for b in models:
-        for k in (2, 8):
-            cluster = hap.cluster_of((("p100", 4),), k)
-            series[b.name, cluster.world] = arms(hap.at_scale(b, cluster.world), cluster)
+    series = at_scales(models, (("p100", 4),), (2, 8))
     paper = {
         "VGG19": "up to 3.17x",
         "ViT": "up to 1.19x",
