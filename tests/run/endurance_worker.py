@@ -92,6 +92,8 @@ def main(rank: int, port: int, out: Path, delays: bool) -> None:
         losses.append(loss.item())
         del loss, _
         if step % 10 == 3:
+            dist.barrier()
+            communicator.settle()
             gc.collect()
             holdings.append(held())
     divided = sum(bool(s.extents) for s in model.parameter_shards().values())

@@ -54,8 +54,10 @@ def test_delays_change_nothing_and_nothing_grows(tmp_path: Path) -> None:
         for rank in run:
             assert rank["losses"] == losses, "bit for bit, on every rank"
             first, *later = rank["held"]
-            for now in later:
-                for kind in ("tensors", "bytes", "threads", "python threads", "files"):
-                    assert now[kind] <= first[kind], (kind, first, now)
+            for kind in ("threads", "python threads", "files"):
+                assert all(now[kind] <= first[kind] for now in later), (kind, rank["held"])
+            # What is in flight at the moment of a look may differ by a tensor or two; what leaks stays and adds up.
+            for kind in ("tensors", "bytes"):
+                assert min(now[kind] for now in later[-10:]) <= first[kind], (kind, rank["held"])
             # The allocator keeps what it once had: it may take a little more at first, but not in every step.
             assert later[-1]["resident"] - later[4]["resident"] <= 2 * 2**20, rank["held"]

@@ -61,6 +61,12 @@ def kill(victim: int, delay: float = 0.0) -> Trial:
     return {"kind": "kill", "victim": victim, "timeout": TIMEOUT, "delay": delay}
 
 
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    (result,) = run_trials(tmp_path, [kill(2)])
+    check_survivors(kill(2), result)
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_killed_or_raises(tmp_path: Path) -> None:
     """Killed: another one and the one that hosts the store. An error: in the user's code and inside a program."""
     trials = [
@@ -88,6 +94,7 @@ def test_a_rank_that_is_killed_or_raises(tmp_path: Path) -> None:
     assert "of module a" in note
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_and_one_that_is_busy(tmp_path: Path) -> None:
     trials = [
         {"kind": "stop", "victim": 2, "timeout": SHORT},

@@ -58,6 +58,7 @@ def check_file(path: Path, measured: Measured) -> None:
     assert carried <= names, "collectives are called as in the simulated trace"
 
 
+@pytest.mark.slow
 def test_processes(tmp_path: Path) -> None:
     """gloo: the ranks' clocks agree, so that no rank sees a sum complete before another has issued it."""
     multiprocessing.spawn(worker, (3, str(tmp_path)), nprocs=3)

@@ -72,6 +72,9 @@ class Ports:
             letter.put()
         return letter
 
+    def close(self) -> None:
+        raise AssertionError("nobody leaves")
+
 
 def everywhere(links: Links, parts: list[list[torch.Tensor]], reduce: bool) -> None:
     errors: list[BaseException] = []
@@ -119,7 +122,7 @@ def test_any_shards_in_any_chunks(extents: list[int], chunk: int, seed: int) -> 
 
 
 def test_a_carrier_runs_tasks_in_order_and_tells_their_errors() -> None:
-    carrier, order, gate = Carrier(), [], threading.Event()
+    carrier, order, gate = Carrier(Ports(Links(2), 0)), [], threading.Event()
 
     def first() -> None:
         gate.wait(20)
@@ -141,7 +144,7 @@ def test_a_carrier_runs_tasks_in_order_and_tells_their_errors() -> None:
 
 
 def test_a_carriers_thread_ends_with_it() -> None:
-    carrier = Carrier()
+    carrier = Carrier(Ports(Links(2), 0))
     carrier.carry(lambda: None).wait()
     thread = carrier._thread
     assert thread is not None
@@ -150,6 +153,42 @@ def test_a_carriers_thread_ends_with_it() -> None:
     gc.collect()
     thread.join(20)
     assert not thread.is_alive()
+
+
+class Closable(Ports):
+    def __init__(self) -> None:
+        super().__init__(Links(2), 0)
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_process_that_ends_ends_the_threads(stuck: bool) -> None:
+    """Messages on their way arrive; those that never will are ended, even if the carrier is gone."""
+    ports, began = Closable(), threading.Event()
+
+    def task() -> None:
+        began.set()
+        if stuck:
+            assert ports.closed.wait(20)
+
+    carrier = Carrier(ports)
+    carried, thread = carrier.carry(task), carrier._thread
+    assert thread is not None
+    assert began.wait(20)
+    if stuck:
+        del carrier
+        gc.collect()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "_CARRYING", only := {thread: ring._CARRYING.pop(thread)})
+        ring._leave()
+        thread.join(20)
+    assert not thread.is_alive()
+    assert not only
+    assert carried.wait()
+    assert ports.closed.is_set() == stuck
 
 
 def test_the_only_holder() -> None:

@@ -17,9 +17,10 @@ import pickle
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -282,7 +283,7 @@ class ProcessGroupCommunicator(Communicator):
 
     @cached_property
     def _carrier(self) -> Carrier:
-        return Carrier()
+        return Carrier(self._ports)
 
     @cached_property
     def _ports(self) -> _Ports:
@@ -319,6 +320,10 @@ class ProcessGroupCommunicator(Communicator):
         return DoneWork() if work is None else _IssuedWork(work, buffers, self.watch)
 
 
+_NEVER_SENT: Final = 1
+"""A tag of no message."""
+
+
 class _Ports:
     """Point-to-point messages between the ranks of a group."""
 
@@ -330,6 +335,12 @@ class _Ports:
 
     def receive(self, buffer: torch.Tensor, source: int) -> Message:
         return _message(dist.irecv(buffer, group=self.group, group_src=source))
+
+    def close(self) -> None:
+        before = (self.rank - 1) % self.world
+        with suppress(RuntimeError, ValueError):  # the link or the group is closed already
+            work = dist.irecv(torch.zeros(1), group=self.group, group_src=before, tag=_NEVER_SENT)
+            _message(work).wait(timedelta(milliseconds=1))  # gloo closes all links when a receive is late
 
 
 def _message(work: Any) -> Message:

@@ -19,6 +19,7 @@ other.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import weakref
@@ -31,6 +32,9 @@ import torch
 __all__ = ["CHUNK", "Carried", "Carrier", "Message", "Ports", "ring_gather", "ring_reduce"]
 
 CHUNK: Final = 1 << 19
+
+_PATIENCE, _LIMIT = 0.2, 2.0
+"""Seconds that a process which ends gives messages that are on their way, and those that it has ended."""
 
 
 class Message(Protocol):
@@ -51,6 +55,9 @@ class Ports(Protocol):
 
     def receive(self, buffer: torch.Tensor, source: int) -> Message:
         """Receive as many elements as the buffer has."""
+
+    def close(self) -> None:
+        """End every message that waits here, with an error; the links are of no use afterwards."""
 
 
 def ring_gather(ports: Ports, parts: Sequence[torch.Tensor]) -> None:
@@ -131,9 +138,10 @@ class Carried:
 
 
 class Carrier:
-    """A thread that runs tasks in their order, until this object is gone."""
+    """A thread that runs tasks in their order, until this object is gone; the tasks are of messages of ``ports``."""
 
-    def __init__(self) -> None:
+    def __init__(self, ports: Ports) -> None:
+        self._ports = ports
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._tasks.put, None)
@@ -143,10 +151,15 @@ class Carrier:
         if self._thread is None:
             arguments = (self._tasks,)
             self._thread = threading.Thread(target=_carry, args=arguments, daemon=True, name="hetspmd ring")
+            _CARRYING[self._thread] = (self._tasks, self._ports)
             self._thread.start()
         carried = Carried(task)
         self._tasks.put(carried)
         return carried
+
+
+_CARRYING: dict[threading.Thread, tuple[queue.SimpleQueue[Any], Ports]] = {}
+"""The threads that run, whether or not their carriers still exist."""
 
 
 def _carry(tasks: queue.SimpleQueue[Any]) -> None:
@@ -154,3 +167,16 @@ def _carry(tasks: queue.SimpleQueue[Any]) -> None:
         with torch.no_grad():
             carried.run()
         del carried
+    del _CARRYING[threading.current_thread()]
+
+
+@atexit.register
+def _leave() -> None:
+    """End the threads before the interpreter does: one that waits for a rank that has died would come back from the
+    wait to an interpreter that is gone, which ends the process by SIGABRT."""
+    for thread, (tasks, ports) in list(_CARRYING.items()):
+        tasks.put(None)
+        thread.join(_PATIENCE)
+        if thread.is_alive():
+            ports.close()
+            thread.join(_LIMIT)
