@@ -138,7 +138,7 @@ class Carried:
 
 
 class Carrier:
-    """A thread that runs tasks in their order, until this object is gone; the tasks are of messages of ``ports``."""
+    """A thread that runs tasks in their order, until this object is gone; they send messages of ``ports``."""
 
     def __init__(self, ports: Ports) -> None:
         self._ports = ports
