@@ -340,7 +340,8 @@ class _Ports:
         before = (self.rank - 1) % self.world
         with suppress(RuntimeError, ValueError):  # the link or the group is closed already
             work = dist.irecv(torch.zeros(1), group=self.group, group_src=before, tag=_NEVER_SENT)
-            _message(work).wait(timedelta(milliseconds=1))  # gloo closes all links when a receive is late
+            if work is not None:
+                work.wait(timedelta(milliseconds=1))  # gloo closes all links when a receive is late
 
 
 def _message(work: Any) -> Message:
