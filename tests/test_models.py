@@ -50,10 +50,14 @@ HEAVY = {
 """Further models with many instructions: only in the full run."""
 
 
+DEEPEST = "resnet50"
+
+
 def quick_pairs() -> set[tuple[str, str]]:
-    """Each model on three clusters and each cluster with two or three models, chosen by counting on."""
+    """Each model on three clusters (the deepest on one), each cluster with some models, chosen by counting on."""
     clusters = list(CLUSTERS)
-    return {(m, clusters[(3 * i + k * 4) % len(clusters)]) for i, m in enumerate(MODELS) for k in range(3)}
+    pairs = [(m, clusters[(3 * i + k * 4) % len(clusters)]) for i, m in enumerate(MODELS) for k in range(3)]
+    return {pair for k, pair in enumerate(pairs) if pair[0] != DEEPEST or k % 3 == 0}
 
 
 def matrix() -> list[object]:
@@ -67,7 +71,7 @@ def matrix() -> list[object]:
 
 def test_the_quick_run_covers_models_and_clusters() -> None:
     pairs = quick_pairs()
-    assert all(sum(m == model for m, _ in pairs) >= 3 for model in MODELS)
+    assert all(sum(m == model for m, _ in pairs) >= (1 if model == DEEPEST else 3) for model in MODELS)
     assert all(sum(c == name for _, c in pairs) >= 2 for name in CLUSTERS)
 
 

@@ -136,3 +136,26 @@ def test_predicted_as_counted(kind: str) -> None:
 @pytest.mark.parametrize("name", SIZES)
 def test_predicted_as_counted_of_each_model(name: str, kind: str, speeds: tuple[float, ...]) -> None:
     check(name, kind, speeds)
+
+
+def test_a_meta_model_takes_the_memory_of_its_shards() -> None:
+    """Whole parameters would be three times as much as the smallest rank's shards and more."""
+    plan = plan_of("GPT-2", "ZeRO", (4, 2, 1))
+    model, _ = built("GPT-2")
+    models = [copy.deepcopy(model) for _ in range(plan.world)]
+    for each in models:
+        made = {p: torch.nn.Parameter(p.to("meta")) for p in each.parameters()}  # tied ones stay tied
+        for module in each.modules():
+            module._parameters.update({k: made[p] for k, p in module._parameters.items() if p is not None})
+    _ = plan.theory, plan.digest
+
+    def body(communicator: Communicator) -> tuple[int, int]:
+        with LiveBytes() as counter:
+            hap = HAP(models[communicator.rank], plan.cluster, plan=plan, process_group=communicator)
+            return counter.peak, sum(p.nbytes for p in hap.parameters())
+
+    whole = sum(p.nbytes for p in model.parameters())
+    found = run_ranks(plan.world, body)
+    assert min(own for _, own in found) < 0.3 * whole
+    for peak, own in found:
+        assert own <= peak <= own + 2**17  # constants of the graphs

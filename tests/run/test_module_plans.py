@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,6 +189,78 @@ def test_a_meta_model_is_made_in_shards() -> None:
     loss = loss_of(c.model(**c.batch)).item()
     for value, _ in on_ranks(meta, plan, body):
         assert value == pytest.approx(loss, rel=1e-12)
+
+
+class Reading(Mapping[str, Any]):
+    """A checkpoint whose tensors exist from when they are asked for."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        self.state, self.alive, self.most = state, 0, 0
+        self.asked: Counter[str] = Counter()
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        made = self.state[key].clone()
+        self.asked[key] += 1
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(made.untyped_storage(), self._dead)
+        return made
+
+    def _dead(self) -> None:
+        self.alive -= 1
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_a_checkpoint_is_read_one_tensor_at_a_time(meta: bool) -> None:
+    c = case("mlp")
+    want = c.model.state_dict()
+    with torch.no_grad():
+        want = {k: v + 1.0 for k, v in want.items()}
+    other = Case(copy.deepcopy(c.model).to("meta" if meta else "cpu"), c.batch, c.theory)
+
+    def body(hap: HAP) -> tuple[Reading, dict[str, torch.Tensor]]:
+        state = Reading(want)
+        assert not any(hap.load_full_state_dict(state))
+        return state, hap.full_tensors()
+
+    for state, tensors in on_ranks(other, random_plan(c, 3, 2), body):
+        assert (state.most, state.alive) == (1, 0)
+        assert set(state.asked.values()) == {1}
+        assert set(state.asked) == set(want)
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, want[name])
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_when_it_is_read() -> None:
+    c = case("mlp")
+    hap = lone(c)
+    good = hap.full_state_dict()
+    with pytest.raises(RuntimeError, match=r"a\.weight has shape \[2, 2\], the model's is"):
+        hap.load_full_state_dict(Reading({**good, "a.weight": torch.zeros(2, 2)}))
+    with pytest.raises(RuntimeError, match=r"a\.bias is a float, not a tensor"):
+        hap.load_full_state_dict({**good, "a.bias": 1.0})
+    with pytest.raises(RuntimeError, match=r"Missing key.*a\.bias"):
+        hap.load_full_state_dict(Reading({k: v for k, v in good.items() if k != "a.bias"}))
+
+
+def test_of_a_file_that_is_mapped_shards_are_read(tmp_path: Path) -> None:
+    c = case("mlp")
+    path = tmp_path / "state.pt"
+    torch.save({k: v + 1.0 for k, v in c.model.state_dict().items()}, path)
+
+    def body(hap: HAP) -> dict[str, torch.Tensor]:
+        hap.load_full_state_dict(torch.load(path, mmap=True))
+        return hap.full_tensors()
+
+    for tensors in on_ranks(c, random_plan(c, 3, 2), body):
+        for name, value in c.model.state_dict().items():
+            assert torch.equal(tensors[name], value + 1.0)
 
 
 def test_ranks_start_from_rank_zero() -> None:

@@ -7,7 +7,7 @@ one raises GradientError instead of being lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from hetspmd.lower.program import LocalProgram, LocalTensor
 from hetspmd.run import anomaly, collectives
 from hetspmd.run.origin import Origin, annotate
 from hetspmd.run.runtime import Runtime
+from hetspmd.run.stretches import in_stretches
 from hetspmd.trace.autocast import without_autocast
 from hetspmd.trace.compat import graph_is_kept
 
@@ -30,12 +31,13 @@ class Runner:
 
     ``loss`` is the loss's tensor id. ``outputs`` lists the positions among the program's outputs that are
     returned beside it: each tensor once. ``gather`` makes all of them whole on every rank. ``origin`` names the
-    model's modules in errors.
+    model's modules in errors. ``compile``: what ``torch.compile`` is given for the ops between communications;
+    None to leave them as they are.
     """
 
     def __init__(
         self, program: LocalProgram, runtime: Runtime, loss: int | None, *, gather: bool = False,
-        origin: Origin | None = None,
+        origin: Origin | None = None, compile: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.origin = origin
         self.program, self.runtime, self.loss, self.gather = program, runtime, loss, gather
@@ -45,6 +47,12 @@ class Runner:
                 seen.setdefault(output.tensor, position)
         self.outputs = tuple(seen.values())
         self._copies: dict[int, tuple[fx.GraphModule, fx.GraphModule]] = {}
+        self._compiled: dict[fx.GraphModule, fx.GraphModule] = {}
+        if compile is not None and not runtime.idle:
+            busy = (runtime.everyone or runtime.communicator).busy
+            for graph in (program.forward, program.backward):
+                if graph is not None:
+                    self._compiled[graph] = in_stretches(graph, compile, busy)
 
     def run(
         self,
@@ -75,7 +83,7 @@ class Runner:
     ) -> tuple[tuple[torch.Tensor | None, ...], list[torch.Tensor]]:
         """``((loss, *outputs), saved)``; buffers are updated."""
         given = (*parameters, *buffers, *inputs)
-        graph = self._watched(self.program.forward)
+        graph = self._running(self.program.forward)
         with self._named(graph):
             loss, outputs, updates, saved = graph(self.runtime, *given)
         if loss is not None:
@@ -111,10 +119,11 @@ class Runner:
             value = collectives.start_all_gather(self.runtime, value, dim, layout.extents).wait()
         return self.runtime.share(value)
 
-    def _watched(self, graph: fx.GraphModule) -> fx.GraphModule:
-        """A local graph, or, if torch is asked to find NaN, the copy of it that does."""
+    def _running(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """What runs for a local graph: if torch is asked to find NaN, the copy of it that does; compiled, if it
+        is to be (a copy that is recorded is not); itself."""
         if self.origin is None or not anomaly.is_looked_for():
-            return graph
+            return self._compiled.get(graph, graph)
         kept = self._copies.get(id(graph))
         if kept is None or kept[0] is not graph:
             rank = (self.runtime.everyone or self.runtime.communicator).rank
@@ -154,7 +163,7 @@ class Runner:
         storage). Empties ``saved``."""
         assert self.program.backward is not None
         taken = {_storage(tangent), *(_storage(t) for t in saved if t is not None)}
-        graph = self._watched(self.program.backward)
+        graph = self._running(self.program.backward)
         with self._named(graph):
             found = graph(self.runtime, tangent, saved)
         gradients: list[torch.Tensor] = []

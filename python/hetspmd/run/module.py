@@ -35,6 +35,7 @@ from hetspmd.run.owners import remember
 from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
 from hetspmd.run.store import Slot, Store, check_model, slot
+from hetspmd.run.stretches import compile_options
 from hetspmd.trace.autocast import autocast_state, without_autocast
 from hetspmd.trace.compat import spec_from_text, unflatten
 from hetspmd.trace.fake import model_device
@@ -96,6 +97,8 @@ class HAP(nn.Module):
     timeout              seconds in which a rank gives up a collective for which another one does not come
                          (it has died, hangs, or is busy for as long between two steps), with RankFailedError;
                          compiling does not count
+    compile              run the ops between two communications through ``torch.compile``; a dict is given to it.
+                         Predictions and recordings are of the ops as they are
     options              further arguments of :func:`hetspmd.compile`
 
     A batch of another shape, ``train()``/``eval()``, frozen parameters and ``torch.autocast`` get plans of their
@@ -111,12 +114,13 @@ class HAP(nn.Module):
         example: Any = None, loss: Loss | None = None, plan: Plan | str | os.PathLike[str] | None = None,
         gather_outputs: bool = False, strict: bool = False, device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | Communicator | None = None, sync_module_states: bool = True,
-        timeout: float = 30.0, **options: Any,
+        timeout: float = 30.0, compile: bool | Mapping[str, Any] = False, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         from hetspmd.plan import Plan
 
         self.cluster = Cluster.load(cluster)
+        self._compile_options = compile_options(compile)
         if isinstance(process_group, Communicator):
             communicator = process_group
         else:
@@ -231,6 +235,8 @@ class HAP(nn.Module):
     def load_full_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a single-device state dict into this rank's shards; no communication.
 
+        A mapping that reads a tensor when it is asked for its key is asked for each parameter once; no more than
+        one whole parameter is held at a time. So are the shards alone read of ``torch.load(FILE, mmap=True)``.
         Returns torch's report of missing and unexpected keys; raises RuntimeError as
         ``Module.load_state_dict`` does.
         """
@@ -302,7 +308,10 @@ class HAP(nn.Module):
     def _entry(self, plan: Plan, program: LocalProgram) -> _Entry:
         graph = plan.graph
         origin = Origin(graph, self.module)
-        runner = Runner(program, self._runtime, graph.loss, gather=self.gather_outputs, origin=origin)
+        runner = Runner(
+            program, self._runtime, graph.loss, gather=self.gather_outputs, origin=origin,
+            compile=self._compile_options,
+        )  # fmt: skip
         return _Entry(
             plan, (*self._mode()[:2], graph.autocast), expected(graph), runner, spec_from_text(graph.output_spec),
             [slot(self.module, p.name) for p in graph.parameters],

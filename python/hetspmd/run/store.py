@@ -6,6 +6,7 @@ an optimizer sees shards whether it was made before or after the model was wrapp
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from hetspmd.forms import is_sharded, sharded_dim
 from hetspmd.lower.program import LocalTensor
 from hetspmd.run import collectives
 from hetspmd.run.communicator import Communicator
+from hetspmd.run.loading import local_state
 from hetspmd.run.runtime import Runtime
 from hetspmd.trace.compat import fake_mode
 from hetspmd.trace.fake import fake_like
@@ -161,18 +163,9 @@ class Store:
 
         Raises RuntimeError for wrong keys or shapes, as ``Module.load_state_dict`` does.
         """
-        local: dict[str, Any] = {}
-        wrong: list[str] = []
-        for key, value in state.items():
-            layout = self.shards.get(key)
-            if layout is not None and isinstance(value, torch.Tensor):
-                if tuple(value.shape) != layout.shape:
-                    wrong.append(f"{key} has shape {list(value.shape)}, the model's is {list(layout.shape)}")
-                    continue
-                value = layout.slice(value)
-            local[key] = value
-        if wrong:
-            raise RuntimeError("the state dict does not fit the model: " + "; ".join(wrong))
+        local = OrderedDict(local_state(state, self.shards))
+        if (versions := getattr(state, "_metadata", None)) is not None:
+            local._metadata = versions  # type: ignore[attr-defined]  # as torch's own state dicts have it
         return self.module.load_state_dict(local, strict=strict)
 
 

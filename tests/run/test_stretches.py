@@ -1,0 +1,122 @@
+"""HAP(..., compile=...): the same numbers, the same collectives in the same order, and fewer calls."""
+
+from __future__ import annotations
+
+import operator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from ranks import lone, loss_of, on_ranks
+from small_models import Case, case
+from small_plans import random_plan
+from torch import fx
+
+from hetspmd.errors import ExampleError
+from hetspmd.lower.emit import item, take_saved
+from hetspmd.run.module import HAP
+from hetspmd.run.random import Randomness
+from hetspmd.run.stretches import in_stretches
+from hetspmd.trace.compat import is_op
+
+aten = torch.ops.aten
+AOT = {"backend": "aot_eager"}
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Any:
+    yield
+    torch.compiler.reset()
+
+
+def stepped(c: Case, hap: HAP) -> tuple[float, list[float], dict[str, torch.Tensor]]:
+    """Losses of three steps and, of a HAP, what it has learnt."""
+    hap.use_randomness(Randomness(1, hap.rank, torch.device("cpu")))
+    optimizer = torch.optim.SGD(hap.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(hap(**c.batch))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    hap.eval()
+    with torch.no_grad():
+        last = loss_of(hap(**c.batch)).item()
+    return last, losses, hap.full_tensors()
+
+
+SUBJECTS = [
+    ("mlp", 2), *(pytest.param(n, s, marks=pytest.mark.slow) for n, s in (("conv", 2), ("attention", 4)))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "seed"), SUBJECTS)
+def test_ranks_compute_what_they_do_without(name: str, seed: int) -> None:
+    c = case(name)
+    plan = random_plan(c, 2, seed)
+    compiled = on_ranks(c, plan, lambda hap: stepped(c, hap), compile=AOT)
+    plain = on_ranks(c, plan, lambda hap: stepped(c, hap))
+    torch.testing.assert_close(compiled, plain, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "conv", "attention"])
+def test_the_default_compiler(name: str) -> None:
+    c = case(name)
+    compiled, plain = stepped(c, lone(c, compile=True)), stepped(c, lone(c))
+    torch.testing.assert_close(compiled, plain, rtol=1e-9, atol=1e-11)
+
+
+def others(module: fx.GraphModule) -> list[Any]:
+    """The calls that no stretch takes, in their order."""
+    calls = [n.target for n in module.graph.nodes if n.op == "call_function" and not is_op(n.target)]
+    return [t for t in calls if t not in (take_saved, item, operator.getitem)]
+
+
+def test_what_is_between_the_stretches_keeps_its_order() -> None:
+    c = case("attention")
+
+    def body(hap: HAP) -> tuple[int, int]:
+        (entry,) = hap._entries
+        calls = compiled = 0
+        for graph, made in entry.runner._compiled.items():
+            assert others(made) == others(graph)
+            calls += sum(n.op == "call_function" for n in graph.graph.nodes)
+            compiled += sum(n.op == "call_module" or is_op(n.target) for n in made.graph.nodes)
+        return calls, compiled
+
+    for calls, compiled in on_ranks(c, random_plan(c, 3, 2), body, compile=AOT):
+        assert 0 < compiled < calls / 3
+
+
+def test_others_are_told_once_of_each_stretch() -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def busy() -> Any:
+        told.append("begins")
+        yield
+        told.append("ends")
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    once = graph.call_function(aten.relu.default, (graph.call_function(aten.sin.default, (x,)),))
+    drawn = graph.call_function(aten.bernoulli.p, (once, 1.0))  # random numbers are no compiler's
+    alone = graph.call_function(aten.neg.default, (drawn,))
+    graph.output([alone, once])
+    made = in_stretches(fx.GraphModule({}, graph), AOT, busy)
+    assert [n.target for n in made.graph.nodes if n.op == "call_module"] == ["stretch_0"]
+    assert [n.target for n in made.graph.nodes if is_op(n.target)] == [aten.bernoulli.p, aten.neg.default]
+    for _ in range(2):
+        ones, same = made(torch.tensor([0.5, -0.5]))
+        torch.testing.assert_close(same, torch.tensor([0.5, -0.5]).sin().relu())
+        assert ones.tolist() == [-1.0, -1.0]
+    assert told == ["begins", "ends"]
+
+
+def test_a_compiler_that_does_not_exist_is_named() -> None:
+    c = case("mlp")
+    with pytest.raises(ExampleError, match="compile is True, False or a dict"):
+        lone(c, compile="inductor")
