@@ -9,16 +9,17 @@ the producer can make to one that a consumer or a requirement can use. Costs com
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hetspmd.errors import InfeasibleError
 from hetspmd.forms import IDENTITY, Form, all_gather, form_text, is_before_cut, sharded_dim
+from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.constraints import Constraints, batch_axes
 from hetspmd.synth.program import Compute, Kind, communications
-from hetspmd.trace.graph import PARAMETER
+from hetspmd.trace.graph import PARAMETER, Instruction
 
 Move = tuple[Form, Form, Kind]
 
@@ -259,11 +260,7 @@ def _moves_between(
 def _produced(theory: Theory, rows: Sequence[tuple[int, ...]]) -> list[frozenset[Form]]:
     """Per tensor the forms that ``rows`` produce."""
     found: list[frozenset[Form]] = [frozenset()] * len(theory.graph.tensors)
-    known: dict[tuple[int, tuple[int, ...]], list[frozenset[Form]]] = {}
-    for instruction, all_, kept in zip(theory.graph.instructions, theory.rows, rows, strict=True):
-        forms = known.get((id(all_), kept))
-        if forms is None:
-            forms = known[id(all_), kept] = _by_place([all_[k].post for k in kept])
+    for instruction, forms in _each(theory, rows, lambda row: row.post):
         for t, own in zip(instruction.outputs, forms, strict=True):
             if t >= 0:
                 found[t] = own
@@ -273,15 +270,23 @@ def _produced(theory: Theory, rows: Sequence[tuple[int, ...]]) -> list[frozenset
 def _wanted(theory: Theory, rows: Sequence[tuple[int, ...]]) -> list[frozenset[Form]]:
     """Per tensor the forms that ``rows`` read."""
     found: list[frozenset[Form]] = [frozenset()] * len(theory.graph.tensors)
-    known: dict[tuple[int, tuple[int, ...]], list[frozenset[Form]]] = {}
-    for instruction, all_, kept in zip(theory.graph.instructions, theory.rows, rows, strict=True):
-        forms = known.get((id(all_), kept))
-        if forms is None:
-            forms = known[id(all_), kept] = _by_place([all_[k].pre for k in kept])
+    for instruction, forms in _each(theory, rows, lambda row: row.pre):
         for t, own in zip(instruction.inputs, forms, strict=True):
             if found[t] is not own:
                 found[t] |= own
     return found
+
+
+def _each(
+    theory: Theory, rows: Sequence[tuple[int, ...]], side: Callable[[Row], tuple[Form, ...]]
+) -> Iterator[tuple[Instruction, list[frozenset[Form]]]]:
+    """Each instruction and the forms of one side of its rows, by place; found once for those of the same rows."""
+    known: dict[tuple[int, tuple[int, ...]], list[frozenset[Form]]] = {}
+    for instruction, all_, kept in zip(theory.graph.instructions, theory.rows, rows, strict=True):
+        forms = known.get((id(all_), kept))
+        if forms is None:
+            forms = known[id(all_), kept] = _by_place([side(all_[k]) for k in kept])
+        yield instruction, forms
 
 
 def _by_place(tuples: Sequence[tuple[Form, ...]]) -> list[frozenset[Form]]:
