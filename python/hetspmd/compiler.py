@@ -6,8 +6,9 @@ The stages in the order of the data's way: trace, rules, then search and ratios 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -17,7 +18,7 @@ from hetspmd.balance.lengths import Lengths, Matrix, Ratios, by_segment, lengths
 from hetspmd.balance.segments import segmented, segments_like
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.machines import has_machines
-from hetspmd.errors import PlanError
+from hetspmd.errors import OptionError, PlanError
 from hetspmd.forms import Form, is_sharded, sharded_dim
 from hetspmd.hierarchy import Machines, Step, cheaper, check_machines, inside_of, step_across
 from hetspmd.plan import Inside, Plan, SearchReport
@@ -25,7 +26,7 @@ from hetspmd.rules.theory import Theory, derive
 from hetspmd.segmentation import Segments, check_segments, in_segments
 from hetspmd.synth.checker import check
 from hetspmd.synth.conflict import naming_conflicts
-from hetspmd.synth.constraints import Constraints, resolve, spelling
+from hetspmd.synth.constraints import Constraints, nearest, resolve, spelling
 from hetspmd.synth.search import Found, Limits, Progress, Searcher
 from hetspmd.synth.space import search_space
 from hetspmd.trace.collector import collector_paused
@@ -62,6 +63,15 @@ def compile(
         time_limit=time_limit, loss_only=loss_only, segments=segments, machines=machines, timings=timings,
         progress=progress,
     )  # fmt: skip
+
+
+def check_options(given: Iterable[str], own: Iterable[str]) -> None:
+    """Raise OptionError, with the nearest name, unless all are arguments that go to :func:`compile` for a caller
+    who has the arguments ``own`` as well."""
+    known = sorted(set(signature(compile).parameters) - {"model", "example", "cluster"})
+    for name in given:
+        if name not in known:
+            raise OptionError(f"there is no argument {name!r}{nearest(name, {*known, *own})}")
 
 
 def compile_plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hetspmd.errors import (
     BatchMismatchError,
     DeviceError,
     ExampleError,
+    OptionError,
     PlanMismatchError,
     RankFailedError,
     TraceError,
@@ -46,6 +48,17 @@ def test_world_size_is_checked_before_anything_else() -> None:
     with pytest.raises(WorldSizeError, match="cluster has 3 devices, the process group 1"):
         HAP(model, cluster(1, 1, 1), example={"nonsense": 1})
     assert [p.data_ptr() for p in model.parameters()] == before
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("compiled", "compile"), ("constraint", "constraints"), ("exampel", "example")]
+)
+def test_an_argument_that_there_is_not_is_named_before_anything_else(given: str, meant: str) -> None:
+    arguments: dict[str, Any] = {given: True}
+    with pytest.raises(OptionError, match=f"there is no argument '{given}'; did you mean '{meant}'\\?"):
+        HAP(MLP(), "missing.yaml", **arguments)
+    with pytest.raises(OptionError, match=r"there is no argument 'zzz'$"):
+        HAP(MLP(), "missing.yaml", zzz=1)
 
 
 def test_ranks_with_different_plans_are_told() -> None:

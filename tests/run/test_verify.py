@@ -135,6 +135,8 @@ def test_dtypes_by_name_and_as_torchs(dtype: str | torch.dtype, tolerance: float
         ({"optimizers": "sgd"}, "optimizers is 'sgd'; name one or more"),
         ({"optimizers": ()}, "name one or more"),
         ({"steps": 0}, "steps is 0; take a whole number from 1"),
+        ({"stepz": 3}, r"there is no argument 'stepz'; did you mean 'steps'\?"),
+        ({"segment": 2}, r"there is no argument 'segment'; did you mean 'segments'\?"),
     ],
 )
 def test_options_that_there_are_not(options: dict[str, Any], message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -103,10 +104,10 @@ class HAP(nn.Module):
 
     A batch of another shape, ``train()``/``eval()``, frozen parameters and ``torch.autocast`` get plans of their
     own, with the same shards, compiled when they first appear; they are kept. Made under the autocast in which it
-    will be called, HAP compiles once. Raises WorldSizeError before anything else
-    if the group's size is not the cluster's, PlanMismatchError if the ranks hold different plans, DeviceError
-    for a model on several devices, BatchMismatchError if the ranks' first batches differ, and what
-    :func:`hetspmd.compile` raises, on every rank alike.
+    will be called, HAP compiles once. Raises OptionError for an argument that there is not and WorldSizeError
+    if the group's size is not the cluster's, both before anything else; PlanMismatchError if the ranks hold
+    different plans, DeviceError for a model on several devices, BatchMismatchError if the ranks' first batches
+    differ, and what :func:`hetspmd.compile` raises, on every rank alike.
     """
 
     def __init__(
@@ -117,8 +118,10 @@ class HAP(nn.Module):
         timeout: float = 30.0, compile: bool | Mapping[str, Any] = False, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
+        from hetspmd.compiler import check_options
         from hetspmd.plan import Plan
 
+        check_options(options, signature(HAP).parameters)
         self.cluster = Cluster.load(cluster)
         self._compile_options = compile_options(compile)
         if isinstance(process_group, Communicator):

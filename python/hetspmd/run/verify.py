@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,13 +119,14 @@ def verify(
 
     ``dtype``: float64 or float32, by name or as torch's. ``optimizers``: of ``sgd`` and ``adamw``. The model is
     left as it was; its parameters must have values (not be on the meta device). ``options`` go to
-    :func:`hetspmd.compile`. Raises OptionError for another dtype or optimizer, or no steps.
+    :func:`hetspmd.compile`. Raises OptionError for another dtype, optimizer or argument, or no steps.
     Under ``torch.autocast`` the plan is the mixed-precision step's; both sides compute all of it in ``dtype``.
     """
-    from hetspmd.compiler import compile_plan
+    from hetspmd.compiler import check_options, compile_plan
 
     wide = _dtype(dtype)
     _check(optimizers, steps)
+    check_options(options, signature(verify).parameters)
     cluster = Cluster.load(cluster)
     args, kwargs = split_example(example)
     if plan is None:
