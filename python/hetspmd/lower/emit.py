@@ -5,7 +5,8 @@ Identity: a slice for All-Gather(d), for All-Reduce the tensor itself on rank 0 
 collective is written as its start where its step stands, and as its wait where its result is first read.
 
 A node's ``meta`` says what it is the work of, for :mod:`hetspmd.run.record`: ``instruction`` (its id) or
-``transfer`` (what a start carries); other nodes are waits, slices and copies.
+``transfer`` (what a start carries); other nodes are waits, slices and copies. :data:`SHAPE` and :data:`DTYPE` are
+those of values here, for :mod:`hetspmd.lower.fuse`, which says in :data:`ALSO` what other instructions a call does.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from hetspmd.trace.values import to_torch, torch_dtype
 Lazy = Callable[[], fx.Node]
 
 aten = torch.ops.aten
+
+SHAPE, DTYPE, ALSO = "shape", "dtype", "also"
 
 
 class GraphWriter:
@@ -96,7 +99,9 @@ class GraphWriter:
         return self.call(f"{self.name(tensor)}_zero", aten.zeros.default, (list(meta.shape),), kwargs)
 
     def narrow(self, whole: fx.Node, key: Key) -> fx.Node:
-        """This rank's slice of a whole tensor."""
+        """This rank's slice of a whole tensor; a lone rank's is the whole."""
+        if self.world == 1:
+            return whole
         region = self.layout.region(*key, self.rank)
         assert region is not None
         stop = region.start + region.extent
@@ -108,6 +113,12 @@ class GraphWriter:
     ) -> fx.Node:
         """A call_function node."""
         return self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
+
+    def typed(self, node: fx.Node, key: Key) -> fx.Node:
+        """The node, with the shape and dtype of the value here."""
+        node.meta[SHAPE] = self.layout.shape(*key, self.rank)
+        node.meta[DTYPE] = self.theory.graph.tensors[key[0]].dtype
+        return node
 
     def write(self, step: Scheduled) -> None:
         """Append a step."""
@@ -123,7 +134,9 @@ class GraphWriter:
         if target in self.produced:
             return
         source = self.need((step.tensor, step.source))
-        if step.kind == "rebalance" and self.layout.agrees(step.tensor, step.source, step.target):
+        if self.world == 1 or (
+            step.kind == "rebalance" and self.layout.agrees(step.tensor, step.source, step.target)
+        ):
             self.produced[target] = source
             return
         start, args = _collective(self.layout, step)
@@ -138,7 +151,7 @@ class GraphWriter:
         members = {
             (m.tensor, m.target): m for m in bucket.members if (m.tensor, m.target) not in self.produced
         }
-        if len(members) < 2:
+        if len(members) < 2 or self.world == 1:
             for member in members.values():
                 self._communicate(member)
             return
@@ -187,7 +200,8 @@ class GraphWriter:
         node.meta["instruction"] = instruction.id
         for index, key in self._outputs(step, instruction):
             if key not in self.produced:
-                self.produced[key] = node if single else self.call(self.name(key[0]), item, (node, index))
+                value = node if single else self.call(self.name(key[0]), item, (node, index))
+                self.produced[key] = self.typed(value, key)
 
     def _draw(
         self, step: Compute, instruction: Instruction, name: str, function: Any,
@@ -224,6 +238,8 @@ class GraphWriter:
 
     def compact(self, key: Key) -> fx.Node:
         """A copy of a slice made as soon as the whole is there, so that the whole need not be kept."""
+        if self.world == 1:
+            return self.need(key)
         slice_ = self.derived.get(key)
         if slice_ is None:
             whole = self.need((key[0], IDENTITY))

@@ -15,6 +15,7 @@ from hetspmd.cost.coalesce import bucket_bytes
 from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, is_sharded, sharded_dim
 from hetspmd.lower.constants import constant_value
 from hetspmd.lower.emit import GraphWriter, identifier, take_saved
+from hetspmd.lower.fuse import fuse
 from hetspmd.lower.idle import lower_idle
 from hetspmd.lower.layout import Layout
 from hetspmd.lower.program import LocalProgram, LocalTensor
@@ -115,6 +116,7 @@ class _Lowering:
     def _module(self, writer: GraphWriter, name: str) -> fx.GraphModule:
         wanted = {str(n.target) for n in writer.graph.nodes if n.op == "get_attr"}
         root = {k: v for k, v in self.constants.items() if k in wanted}
+        fuse(writer.graph)
         mark_spare(writer.graph)
         writer.graph.lint()
         return fx.GraphModule(root, writer.graph, name)
@@ -151,7 +153,8 @@ class _Lowering:
         def take(key: Key, compact: bool) -> fx.Node:
             taken.append((key, compact))
             suffix = f"_shard{sharded_dim(key[1])}" if is_sharded(key[1]) else ""
-            return writer.call(f"{writer.name(key[0])}{suffix}", take_saved, (saved, len(taken) - 1))
+            node = writer.call(f"{writer.name(key[0])}{suffix}", take_saved, (saved, len(taken) - 1))
+            return writer.typed(node, key)
 
         for key in whole:
             writer.produced[key] = lambda key=key: take(key, False)  # type: ignore[misc]  # key is bound

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from torch import fx
 
-from hetspmd.lower.emit import item, take_saved
+from hetspmd.lower.aliases import allocates_each
+from hetspmd.lower.emit import take_saved
 from hetspmd.run import buckets, collectives
-from hetspmd.trace.compat import is_op
 
 __all__ = ["mark_spare"]
 
@@ -24,9 +24,6 @@ TAKE_SPARE: Final[frozenset[Callable[..., Any]]] = frozenset(
     {collectives.start_all_reduce, collectives.start_reduce_scatter}
 )
 """The starts that can use a spare operand."""
-
-_UNSAFE: Final = ("unsafe_", "_unsafe_view", "lift")
-"""Beginnings of ops that return views without saying so."""
 
 
 def mark_spare(graph: fx.Graph) -> None:
@@ -47,18 +44,9 @@ def mark_spare(graph: fx.Graph) -> None:
             kept.add(node)
         elif node.target in TAKE_SPARE:
             starts.append((place, node, node.args[1]))
-        elif not _allocates(node) and not (node.target is item and _allocates(node.args[0])):
+        elif not allocates_each(node):
             memory[node] = memory[node].union(*(memory[each] for each in read))
     for place, start, operand in starts:
         owners = memory[operand]
         if owners.isdisjoint(kept) and all(last[owner] == place for owner in owners):
             start.kwargs = {**start.kwargs, "spare": True}
-
-
-def _allocates(node: Any) -> bool:
-    """Whether what a node gives is in memory of its own."""
-    if not is_op(node.target):
-        return False
-    schema = node.target._schema
-    told = any(result.alias_info is not None for result in schema.returns)
-    return schema.name.startswith("aten::") and not told and not schema.name[6:].startswith(_UNSAFE)

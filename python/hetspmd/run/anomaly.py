@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from hetspmd.errors import NanError
+from hetspmd.lower.fuse import out_of_place
 from hetspmd.run.instrument import instrumented
 from hetspmd.run.origin import Origin
 
@@ -37,6 +38,7 @@ class _Look:
         self._nodes: list[fx.Node] = []
 
     def behind(self, made: fx.Graph, watcher: fx.Node, node: fx.Node, copied: Any) -> None:
+        copied(node).target = out_of_place(node.target)  # else the operand could not be looked at afterwards
         instruction = node.meta.get("instruction")
         if instruction is None:
             return

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import fx
 
+from hetspmd.lower.emit import ALSO
 from hetspmd.run import buckets, collectives
 from hetspmd.run.communicator import DoneWork, Work, _CopiedWork, _IssuedWork
 from hetspmd.run.instrument import instrumented
@@ -173,6 +174,9 @@ def stamped(module: fx.GraphModule, stamps: Stamps, graph: Graph) -> fx.GraphMod
         if call.what == "issue":
             made.call_method("issued", (reader, copied(node)))
         else:
+            made.call_method("stamp", (reader,))
+        for other in node.meta.get(ALSO, ()):  # done by the same call: no time of its own
+            stamps.calls.append(Call("instruction", graph.instructions[other].name))
             made.call_method("stamp", (reader,))
 
     return instrumented(module, stamps, f"Recorded{type(module).__name__}", behind, ends=("begin", "end"))

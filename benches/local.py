@@ -1,0 +1,163 @@
+"""What a program costs on one device, beside eager PyTorch: CPU seconds and peak memory of a training step.
+
+Each model is trained twice from the same weights, as it is and as the one rank of a ``HAP``; a step is forward,
+backward and AdamW's step. Steps of the two take turns; the ratio is the median over pairs of neighbours, so that
+what else the machine does falls on both. One thread, seconds of CPU time. The peak is counted on a step apart
+(:class:`emulated.memory.LiveBytes`), parameters and AdamW's moments included. With --compile both are compiled.
+
+python benches/local.py [--rounds N] [--compile] [--write docs/local.md] [NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import re
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hetspmd
+from emulated.memory import LiveBytes
+from hetspmd.run.simulate import run_ranks
+from trust.models import MODELS, build
+
+ROOT = Path(__file__).parents[1]
+MARKS = ("<!-- table -->\n", "<!-- end of table -->")
+CLUSTER = {
+    "devices": [{"flops": "100 GFLOP/s", "memory": "64GiB", "memory_bandwidth": "10GB/s"}],
+    "network": {"bandwidth": "10Gbit/s", "latency": "50us"},
+}
+STEPS = 2
+"""Steps before the first that is measured."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of each step of both, in pairs, and peak bytes of a step of both."""
+
+    name: str
+    eager: tuple[float, ...]
+    hap: tuple[float, ...]
+    eager_bytes: int
+    hap_bytes: int
+
+    @property
+    def ratios(self) -> list[float]:
+        return sorted(h / e for e, h in zip(self.eager, self.hap, strict=True))
+
+    def row(self) -> str:
+        """The line of the table."""
+        ratios = self.ratios
+        return (
+            f"| {self.name} | {statistics.median(self.eager):.3f} | {statistics.median(self.hap):.3f} "
+            f"| {statistics.median(ratios):.3f} | {ratios[len(ratios) // 4]:.3f} to "
+            f"{ratios[-1 - len(ratios) // 4]:.3f} | {self.eager_bytes / 1e6:.1f} | {self.hap_bytes / 1e6:.1f} "
+            f"| {self.hap_bytes / self.eager_bytes:.3f} |"
+        )
+
+
+HEAD = """| model | eager, s | hetspmd, s | ratio | middle half | eager, MB | hetspmd, MB | ratio |
+|---|---|---|---|---|---|---|---|"""
+
+
+def stepper(model: nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
+    """A training step of a model that returns the loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def wrapped(
+    model: nn.Module, batch: dict[str, torch.Tensor], communicator: Any, *, compile: bool = False
+) -> nn.Module:
+    """The model as the one rank of its program."""
+    return hetspmd.HAP(model, CLUSTER, example=batch, process_group=communicator, compile=compile)
+
+
+def peaks(name: str, **options: int) -> tuple[int, int]:
+    """Peak bytes of a step, eager and as one rank of a HAP."""
+
+    def peak(wrap: Callable[[nn.Module, dict[str, torch.Tensor]], nn.Module]) -> int:
+        with LiveBytes() as counter:
+            model, batch = build(name, **options)
+            step = stepper(wrap(model, batch), batch)
+            for _ in range(STEPS):
+                counter.reset_peak()
+                step()
+            return counter.peak
+
+    def body(communicator: Any) -> tuple[int, int]:
+        return peak(lambda model, _: model), peak(lambda model, batch: wrapped(model, batch, communicator))
+
+    (found,) = run_ranks(1, body)
+    return found
+
+
+def seconds(
+    name: str, rounds: int, *, compile: bool = False, **options: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """CPU seconds of each step, eager (or compiled) and as one rank of a HAP, in pairs."""
+
+    def body(communicator: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        model, batch = build(name, **options)
+        other, _ = build(name, **options)
+        own = torch.compile(model) if compile else model
+        arms = stepper(own, batch), stepper(wrapped(other, batch, communicator, compile=compile), batch)
+        times: tuple[list[float], list[float]] = ([], [])
+        for turn in range(-STEPS, rounds):
+            for arm in (0, 1) if turn % 2 else (1, 0):
+                gc.collect()
+                began = time.process_time()
+                arms[arm]()
+                if turn >= 0:
+                    times[arm].append(time.process_time() - began)
+        return tuple(times[0]), tuple(times[1])
+
+    (found,) = run_ranks(1, body)
+    return found
+
+
+def measure(name: str, rounds: int, *, compile: bool = False) -> Measured:
+    """Both quantities of one model; bytes are of what is not compiled."""
+    eager, hap = seconds(name, rounds, compile=compile)
+    return Measured(name, eager, hap, *peaks(name))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(MODELS), metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=15, help="pairs of steps (default: %(default)s)")
+    parser.add_argument("--compile", action="store_true", help="torch.compile beside HAP(compile=True)")
+    parser.add_argument("--write", type=Path, help="put the table between the marks of this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=UserWarning)
+    lines = [HEAD]
+    print(HEAD)
+    for name in options.names:
+        lines.append(measure(name, options.rounds, compile=options.compile).row())
+        print(lines[-1], flush=True)
+    if options.write is not None:
+        text = options.write.read_text(encoding="utf-8")
+        pattern = re.compile(f"(?<={re.escape(MARKS[0])}).*?(?={re.escape(MARKS[1])})", re.DOTALL)
+        options.write.write_text(pattern.sub("\n".join(lines) + "\n", text), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
