@@ -32,6 +32,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from emulated import ticker
 from emulated.cpu_groups import CpuGroups, kill, placement
 from hetspmd.cost.quantities import parse_quantity, quantity_text
 
@@ -209,6 +210,7 @@ class EmulatedCluster:
         clean()
         try:
             self._make()
+            self._tickers = ticker.start(sorted(frozenset().union(*self._cpus)))
         except BaseException:
             _remove(self.prefix)
             raise
@@ -217,6 +219,7 @@ class EmulatedCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        ticker.stop(self._tickers)
         _remove(self.prefix)
 
     def command(self, rank: int, command: Sequence[str]) -> list[str]:

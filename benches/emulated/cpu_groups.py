@@ -3,9 +3,9 @@
 A group with a share of c cores may run for ``c * period`` of every period. A period is :data:`PERIOD`, or longer
 where ``c * period`` would fall below the :data:`LEAST_QUOTA` that Linux accepts.
 
-The kernel hands a group's quota to CPUs in slices that may be all of it, so that a thread which wakes on another
-CPU would wait for the next period though the group has hardly run. Each rank is therefore kept on one CPU
-(:func:`placement`).
+The kernel looks seldom whether a quota is used up; :mod:`emulated.ticker` makes it look more often. It hands a
+group's quota to CPUs in slices that may be all of it, so that a thread which wakes on another CPU would wait for
+the next period though the group has hardly run. Each rank is therefore kept on one CPU (:func:`placement`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PERIOD = 5_000
+PERIOD = 2_000
 """Microseconds; Linux's default of 100 ms would stop a rank for most of a step."""
 
 LEAST_QUOTA = 1_000

@@ -21,6 +21,11 @@ from typing import Any
 from emulated.cluster import EmulatedCluster, EmulationError
 
 PORT = 29500
+KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000", "MALLOC_TOP_PAD_": "67108864"
+}  # fmt: skip
+"""Processes keep the memory that a step has freed, as the allocators of accelerators do (docs/profiling.md)."""
+
 LOOK = 0.2
 """Seconds between looks for threads that ranks have started."""
 
@@ -140,6 +145,7 @@ class Workers:
             "HETSPMD_DRIVER": str(os.getpid()),
             "HETSPMD_TIMEOUT": str(self.timeout),
             "OMP_NUM_THREADS": "1",
+            **KEEP_MEMORY,
             "RANK": str(rank),
             "WORLD_SIZE": str(self.cluster.world),
             "MASTER_ADDR": self.cluster.address(0),

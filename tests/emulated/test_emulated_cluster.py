@@ -26,8 +26,8 @@ def output(process: subprocess.Popen[bytes]) -> str:
 
 
 def test_quotas() -> None:
-    assert quota(0.5) == (2500, 5000)
-    assert quota(1.5) == (7500, 5000)
+    assert quota(0.5) == (1000, 2000)
+    assert quota(1.5) == (3000, 2000)
     budget, period = quota(0.15)
     assert budget >= LEAST_QUOTA
     assert budget / period == pytest.approx(0.15, rel=1e-3)
@@ -45,9 +45,9 @@ def test_groups_of_version_2(tmp_path: Path) -> None:
     groups.make("cluster/rank0")
     assert [(tmp_path / p / "cgroup.subtree_control").read_text() for p in (".", "cluster")] == ["+cpu"] * 2
     groups.limit("cluster/rank0", 0.5)
-    assert (tmp_path / "cluster/rank0/cpu.max").read_text() == "2500 5000"
+    assert (tmp_path / "cluster/rank0/cpu.max").read_text() == "1000 2000"
     groups.limit("cluster/rank0", None)
-    assert (tmp_path / "cluster/rank0/cpu.max").read_text() == "max 5000"
+    assert (tmp_path / "cluster/rank0/cpu.max").read_text() == "max 2000"
     groups.prefer("cluster", True)
     assert (tmp_path / "cluster/cpu.weight").read_text() == "10000"
     assert groups.names("clu") == ["cluster"]
@@ -128,6 +128,44 @@ def test_rates_shares_and_isolation() -> None:
         )
         prefix = cluster.prefix
     assert not left(prefix)
+
+
+def tickers(parent: int) -> list[int]:
+    """The processes that wake up for the clusters of a driver."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if len(arguments) > 3 and arguments[1].endswith(b"/ticker.py") and int(arguments[3]) == parent:
+            found.append(int(entry.name))
+    return found
+
+
+@emulation
+def test_the_kernel_is_made_to_look_at_quotas() -> None:
+    with EmulatedCluster(ClusterSpec((Rank(0.25, 1e7), Rank(0.5, 1e7)))):
+        expected = min(2, len(os.sched_getaffinity(0)))
+        woken: dict[int, int] = {}
+        for _ in range(200):
+            running = tickers(os.getpid())
+            woken = {p: switches(p) for p in running}
+            if len(woken) == expected and min(woken.values()) > 100:
+                break
+            time.sleep(0.1)
+        assert len(woken) == expected, "one per CPU"
+        assert min(woken.values()) > 100, "they wake up"
+        assert all(len(os.sched_getaffinity(p)) == 1 for p in woken)
+    assert not tickers(os.getpid())
+
+
+def switches(pid: int) -> int:
+    """How often a process has waited for something."""
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("voluntary_ctxt_switches:"):
+            return int(line.split()[1])
+    raise AssertionError("Linux says so")
 
 
 @emulation
