@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     order = [(c, m, link) for m in MODELS for c in CLUSTERS for link in LINKS]
     points = [
         p
-        for p in results.load(options.folder)
+        for p in results.load(options.folder, _kept(options))
         if p.size == options.size and wanted(p.cluster, p.model, p.link, options.only, MODELS)
     ]
     if not points:
@@ -82,9 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _kept(options: argparse.Namespace) -> Path | None:
+    """The points of the page, which need not be measured again for it."""
+    return results.KEPT if options.write is not None and not options.fresh else None
+
+
 def _measure(name: str, options: argparse.Namespace) -> None:
     """The points of a cluster that are wanted and have not been measured."""
-    done = {p.key for p in results.load(options.folder)}
+    done = {p.key for p in results.load(options.folder, _kept(options))}
     missing = [
         (model, link)
         for model in MODELS

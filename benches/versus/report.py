@@ -10,6 +10,7 @@ from pathlib import Path
 from emulated.pages import replace_results
 from hetspmd.plan import write_atomically
 from hetspmd.profile.svg import Canvas
+from versus import results
 from versus.points import ARMS
 from versus.results import Point
 from versus.statistics import spread, summary, table
@@ -23,7 +24,8 @@ HEIGHT = 300.0
 
 
 def write(page: Path, points: Sequence[Point], of: int) -> None:
-    """Replace what stands between the page's marks, and the chart ``page`` with the suffix ``.svg``.
+    """Replace what stands between the page's marks, the chart ``page`` with the suffix ``.svg``, and the points
+    with the suffix ``.jsonl``.
 
     Raises ValueError for a page without the marks.
     """
@@ -43,6 +45,7 @@ The least to the most of the timed steps:
 """
     replace_results(page, text)
     write_atomically(page.with_suffix(".svg"), bars(points))
+    write_atomically(page.with_suffix(".jsonl"), results.text(points))
 
 
 def bars(points: Sequence[Point]) -> str:

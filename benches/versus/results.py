@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,8 @@ from emulated.cluster import EmulationError
 from emulated.pages import append_lines, read_lines
 
 FOLDER = Path(__file__).parents[2] / "target" / "bench" / "versus"
+KEPT = Path(__file__).parents[2] / "docs" / "cluster.jsonl"
+"""The points of the page in the documentation."""
 
 FIRST_LOSS, SECOND_LOSS = 1e-4, 0.05
 """Relative difference of the losses of a point's arms that rounding in float32 may make: of the first step, and of
@@ -94,16 +97,24 @@ def check_losses(point: Point) -> None:
                 raise EmulationError(f"{where}: the loss is {a} with {name!r} and {b} with {other!r}")
 
 
-def load(folder: Path) -> list[Point]:
-    """The points of a folder, in the order in which they were measured; none if there is no folder."""
-    found = []
-    for entry in read_lines(folder / "points.jsonl"):
-        arms = {
-            name: Measured(tuple(a["seconds"]), tuple(a["losses"]), a["predicted"])
-            for name, a in entry.pop("arms").items()
-        }
-        found.append(Point(**entry, arms=arms))
-    return found
+def load(folder: Path, kept: Path | None = None) -> list[Point]:
+    """The points of a folder, in the order in which they were measured, behind those of the file ``kept`` that the
+    folder does not have; none where there is no file."""
+    found: dict[tuple[str, str, str, str], Point] = {}
+    for file in (folder / "points.jsonl", kept):
+        for entry in read_lines(file) if file is not None else ():
+            arms = {
+                name: Measured(tuple(a["seconds"]), tuple(a["losses"]), a["predicted"])
+                for name, a in entry.pop("arms").items()
+            }
+            point = Point(**entry, arms=arms)
+            found.setdefault(point.key, point)
+    return list(found.values())
+
+
+def text(points: Iterable[Point]) -> str:
+    """The points as lines of JSON, for :func:`load`."""
+    return "".join(json.dumps(asdict(point)) + "\n" for point in points)
 
 
 def append(folder: Path, point: Point) -> None:

@@ -89,6 +89,8 @@ def test_the_page_and_the_chart(tmp_path: Path) -> None:
     assert chart.count("<rect") == 1 + len(ARMS) * (2 + 1), (
         "the back, a bar per arm and point, and the legend"
     )
+    kept = results.load(tmp_path / "none", page.with_suffix(".jsonl"))
+    assert kept == [made(ddp=6.0), made("BERT", link="balanced")]
     rows = report.bars([made(cluster=str(i)) for i in range(report.ROW + 1)])
     assert rows.count("s / step") == 2
     assert "height='630'" in rows, "a second row of points"
@@ -106,6 +108,9 @@ def test_points_are_kept_and_half_a_line_is_not(tmp_path: Path) -> None:
     assert results.load(folder) == [made()]
     results.append(folder, made("BERT"))
     assert results.load(folder) == [made(), made("BERT")], "the half line does not spoil the next"
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text(results.text([made(ddp=6.0), made("ViT")]), encoding="utf-8")
+    assert results.load(folder, kept) == [made(), made("BERT"), made("ViT")], "what is new counts"
 
 
 def test_what_the_ranks_found() -> None:
@@ -212,3 +217,19 @@ def test_what_is_reported_was_chosen(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "VGG19 | 2:1" not in out, "of another size"
     command.main(["--report", "--folder", str(tmp_path), "--only", "equal"])
     assert "1 of 48 points" in capsys.readouterr().out
+
+
+def test_a_page_goes_on_where_it_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "cluster.md"
+    page.write_text("<!-- results -->\n<!-- end of results -->\n", encoding="utf-8")
+    monkeypatch.setattr(results, "KEPT", page.with_suffix(".jsonl"))
+    results.append(tmp_path / "one", made("BERT"))
+    results.append(tmp_path / "other", made("ViT"))
+    for folder, count in (("one", 1), ("other", 2), ("none", 2)):
+        assert command.main(["--report", "--folder", str(tmp_path / folder), "--write", str(page)]) == 0
+        assert f"{count} of 48 points" in page.read_text(encoding="utf-8")
+    capsys.readouterr()
+    command.main(["--report", "--folder", str(tmp_path / "other")])
+    assert "1 of 48 points" in capsys.readouterr().out, "what is printed alone was measured here"
