@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ CLUSTER = {
     "devices": [{"flops": "100 GFLOP/s", "memory": "64GiB", "memory_bandwidth": "10GB/s"}],
     "network": {"bandwidth": "10Gbit/s", "latency": "50us"},
 }
+Autocast = Callable[[], AbstractContextManager[object]]
+
 STEPS = 2
 """Steps before the first that is measured."""
 
@@ -69,17 +72,32 @@ HEAD = """| model | eager, s | hetspmd, s | ratio | middle half | eager, MB | he
 |---|---|---|---|---|---|---|---|"""
 
 
-def stepper(model: nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
+def stepper(
+    model: nn.Module, batch: dict[str, torch.Tensor], autocast: Autocast = nullcontext
+) -> Callable[[], None]:
     """A training step of a model that returns the loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step() -> None:
         optimizer.zero_grad()
-        loss = model(**batch)
+        with autocast():
+            loss = model(**batch)
         loss.backward()
         optimizer.step()
 
     return step
+
+
+def clock(device: torch.device) -> Callable[[], float]:
+    """Reads seconds of CPU time; for a GPU, of the wall clock when it has done what it was asked."""
+    if device.type == "cpu":
+        return time.process_time
+
+    def now() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return now
 
 
 def wrapped(
@@ -109,23 +127,33 @@ def peaks(name: str, **options: int) -> tuple[int, int]:
 
 
 def seconds(
-    name: str, rounds: int, *, compile: bool = False, **options: int
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """CPU seconds of each step, eager (or compiled) and as one rank of a HAP, in pairs."""
+    name: str, rounds: int, *, compile: bool = False, device: str = "cpu", dtype: torch.dtype | None = None,
+    **options: int,
+) -> tuple[tuple[float, ...], tuple[float, ...]]:  # fmt: skip
+    """Seconds of each step, eager (or compiled) and as one rank of a HAP, in pairs; under autocast to ``dtype`` if
+    one is given."""
+    place = torch.device(device)
+    now = clock(place)
+
+    def autocast() -> AbstractContextManager[object]:
+        return nullcontext() if dtype is None else torch.autocast(place.type, dtype)
 
     def body(communicator: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        model, batch = build(name, **options)
+        model, on_host = build(name, **options)
         other, _ = build(name, **options)
-        own = torch.compile(model) if compile else model
-        arms = stepper(own, batch), stepper(wrapped(other, batch, communicator, compile=compile), batch)
+        batch = {key: value.to(place) for key, value in on_host.items()}
+        own = torch.compile(model.to(place)) if compile else model.to(place)
+        with autocast():
+            hap = wrapped(other.to(place), batch, communicator, compile=compile)
+        arms = stepper(own, batch, autocast), stepper(hap, batch, autocast)
         times: tuple[list[float], list[float]] = ([], [])
         for turn in range(-STEPS, rounds):
             for arm in (0, 1) if turn % 2 else (1, 0):
                 gc.collect()
-                began = time.process_time()
+                began = now()
                 arms[arm]()
                 if turn >= 0:
-                    times[arm].append(time.process_time() - began)
+                    times[arm].append(now() - began)
         return tuple(times[0]), tuple(times[1])
 
     (found,) = run_ranks(1, body)

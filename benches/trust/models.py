@@ -118,13 +118,13 @@ def bert(batch: int = 24, tokens: int = 64, layers: int = 4, width: int = 256) -
     }
 
 
-def gpt2(batch: int = 16, tokens: int = 64) -> Built:
+def gpt2(batch: int = 16, tokens: int = 64, layers: int = 4, width: int = 256) -> Built:
     """GPT2LMHeadModel: 4 layers of 256."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=4, n_embd=256, n_head=8, vocab_size=VOCABULARY, n_positions=tokens, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
+        n_layer=layers, n_embd=width, n_head=width // 32, vocab_size=VOCABULARY, n_positions=tokens,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
     )  # fmt: skip
     return LossOf(GPT2LMHeadModel(config)), _tokens(batch, tokens)
 

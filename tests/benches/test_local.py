@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from test_counted_memory import SIZES
 
 import local
@@ -13,6 +14,13 @@ def test_peak_memory_is_that_of_eager_pytorch(name: str) -> None:
     eager, hap = local.peaks(name, **SIZES[name])
     assert eager > 1e6
     assert hap <= 1.05 * eager
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_steps_are_timed_in_pairs(dtype: torch.dtype | None) -> None:
+    eager, hap = local.seconds("BERT", 3, dtype=dtype, batch=2, tokens=8, layers=1, width=32)
+    assert len(eager) == len(hap) == 3
+    assert all(0 < s < 60 for s in (*eager, *hap))
 
 
 def test_a_row_of_the_table() -> None:

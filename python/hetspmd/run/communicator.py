@@ -33,6 +33,8 @@ from hetspmd.trace.compat import group_store, hosted_by_a_rank
 
 _GUARDED = itertools.count()
 
+CPU: Final = torch.device("cpu")
+
 
 class Work(Protocol):
     """A primitive that was issued. On a GPU ``wait`` makes the current stream wait, not the host."""
@@ -236,12 +238,18 @@ class ProcessGroupCommunicator(Communicator):
             self.watch.note("raised", f"{type(error).__name__}: {error}".strip().split("\n")[0])
 
     def all_reduce(self, buffer: torch.Tensor) -> Work:
+        if self._staged(buffer):
+            return self._from_host(self._staging.all_reduce(buffer))
         return self._issued(dist.all_reduce(buffer, group=self.group, async_op=True), buffer)
 
     def reduce(self, buffer: torch.Tensor, root: int) -> Work:
+        if self._staged(buffer):
+            return self._from_host(self._staging.reduce(buffer, root))
         return self._issued(dist.reduce(buffer, group=self.group, async_op=True, group_dst=root), buffer)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, *, spare: bool = False) -> Work:
+        if self._staged(buffer):
+            return self._from_host(self._staging.reduce_scatter(output, buffer, spare=spare))
         if buffer.device.type == "cpu":
             # gloo's own is an all-reduce of a copy too, with the same bits, but completes, and frees the copy, only
             # in wait.
@@ -253,26 +261,36 @@ class ProcessGroupCommunicator(Communicator):
         )
 
     def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
+        if self._staged(buffer):
+            return self._from_host(self._staging.all_gather(output, buffer))
         work = dist.all_gather_into_tensor(output, buffer, group=self.group, async_op=True)
         return self._issued(work, output, buffer)
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> Work:
+        if self._staged(buffer):
+            return self._from_host(self._staging.broadcast(buffer, root))
         return self._issued(dist.broadcast(buffer, group=self.group, async_op=True, group_src=root), buffer)
 
     def all_to_all(
         self, output: torch.Tensor, buffer: torch.Tensor, output_splits: Sequence[int], splits: Sequence[int]
     ) -> Work:
+        if self._staged(buffer):
+            return self._from_host(self._staging.all_to_all(output, buffer, output_splits, splits))
         work = dist.all_to_all_single(
             output, buffer, list(output_splits), list(splits), group=self.group, async_op=True
         )
         return self._issued(work, output, buffer)
 
     def ring_gather(self, parts: Sequence[torch.Tensor]) -> Work:
+        if self._staged(parts[0]):
+            return self._from_host(self._staging.ring_gather(parts))
         if not self._rings(parts[0]):
             return super().ring_gather(parts)
         return self._issued(self._carrier.carry(partial(ring_gather, self._ports, parts)), parts[0])
 
     def ring_reduce(self, parts: Sequence[torch.Tensor]) -> Work:
+        if self._staged(parts[0]):
+            return self._from_host(self._staging.ring_reduce(parts))
         if not self._rings(parts[0]):
             return super().ring_reduce(parts)
         return self._issued(self._carrier.carry(partial(ring_reduce, self._ports, parts)), parts[0])
@@ -280,6 +298,22 @@ class ProcessGroupCommunicator(Communicator):
     def _rings(self, part: torch.Tensor) -> bool:
         """Whether rings are messages of this program; other backends' broadcasts and reduces are rings."""
         return part.device.type == "cpu" and dist.get_backend(self.group) == "gloo"
+
+    def _staged(self, buffer: torch.Tensor) -> bool:
+        """Whether the backend carries the host's tensors and this is none."""
+        return buffer.device.type != "cpu" and dist.get_backend(self.group) == "gloo"
+
+    def _from_host(self, work: Work) -> Work:
+        """A staged primitive, watched as the host's are."""
+        return _IssuedWork(work, (), self.watch)
+
+    @cached_property
+    def _staging(self) -> Communicator:
+        from hetspmd.run.staging import StagedCommunicator, copies_for
+
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+        plain = ProcessGroupCommunicator(self.group)
+        return StagedCommunicator(plain, Carrier(self._ports), copies_for(device))
 
     @cached_property
     def _carrier(self) -> Carrier:
@@ -352,7 +386,7 @@ def _message(work: Any) -> Message:
 
 class _IssuedWork:
     """c10d's work, with the buffers that must outlive it: on a GPU another stream than the one that allocated
-    them uses them, and the allocator does not know."""
+    them uses them, and the allocator does not know. None for work that blocks the host and holds its own."""
 
     __slots__ = ("_buffers", "_watch", "_work")
 
@@ -362,7 +396,7 @@ class _IssuedWork:
     def wait(self) -> object:
         if self._watch is None:
             return self._work.wait()
-        if self._buffers[0].device.type == "cpu":
+        if not self._buffers or self._buffers[0].device.type == "cpu":
             self._watch.wait(self._work)
         else:
             self._watch.finish(self._work)

@@ -1,0 +1,56 @@
+"""With a GPU: what a step costs beside eager PyTorch, NCCL with one rank, several ranks on one GPU over gloo.
+
+Nothing of this has run on a GPU yet; the last test runs the same worker on CPUs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_worker import single, worker
+from torch import multiprocessing
+
+import local
+
+SIZES = {
+    "BERT": {"batch": 32, "tokens": 128, "layers": 12, "width": 768},
+    "GPT-2": {"batch": 8, "tokens": 512, "layers": 12, "width": 768},
+    "ViT": {"batch": 64, "layers": 12, "width": 768},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default::UserWarning")  # of torch.compile, about this machine's features
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("name", SIZES)
+def test_one_gpu_costs_what_torch_costs(name: str, compile: bool) -> None:
+    eager, hap = local.seconds(name, 40, compile=compile, device="cuda", dtype=torch.bfloat16, **SIZES[name])
+    assert statistics.median(h / e for e, h in zip(eager, hap, strict=True)) <= 1.03
+
+
+@pytest.mark.gpu
+def test_nccl_with_one_rank(tmp_path: Path) -> None:
+    multiprocessing.spawn(worker, (1, "nccl", "cuda:0", str(tmp_path)), nprocs=1)
+
+
+@pytest.mark.gpu
+def test_ranks_on_one_gpu_over_gloo(tmp_path: Path) -> None:
+    compare(tmp_path, "cuda:0")
+
+
+@pytest.mark.slow
+def test_the_worker_on_cpus(tmp_path: Path) -> None:
+    compare(tmp_path, "cpu")
+
+
+def compare(folder: Path, device: str) -> None:
+    multiprocessing.spawn(worker, (3, "gloo", device, str(folder)), nprocs=3)
+    want = single()
+    for rank in range(3):
+        found = torch.load(folder / f"{rank}.pt")
+        assert len(found) == len(want) == 6
+        for got, of in zip(found, want, strict=True):
+            assert got == pytest.approx(of, rel=1e-4)
