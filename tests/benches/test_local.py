@@ -9,7 +9,9 @@ from test_counted_memory import SIZES
 import local
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "ResNet-50" else n for n in SIZES]
+)
 def test_peak_memory_is_that_of_eager_pytorch(name: str) -> None:
     eager, hap = local.peaks(name, **SIZES[name])
     assert eager > 1e6

@@ -82,7 +82,10 @@ class CudaCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._out, self._in = (
+            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types there
+            for _ in range(2)
+        )
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.numel(), dtype=like.dtype, pin_memory=True)
