@@ -29,9 +29,9 @@ from trust.models import MODELS, Built
 from workbench import cluster
 
 CLOSE, SPARED = 0.05, 0.05
-"""Tolerances: nothing holds more than 5 % over what is predicted, nor less. Ranks are threads here, and when one sees
-that a sum is complete depends on the others (3.5 % more in some runs: GPT-2, data parallel); a gather of ZeRO may be
-let go of an instruction earlier than predicted (4.0 % less: the mixture of experts)."""
+"""Tolerances: nothing holds more than 5 % over what is predicted, nor less. Ranks are threads here, and when one
+sees that a sum is complete depends on the others (3.5 % more in some runs: GPT-2, data parallel); a gather of ZeRO
+may be let go of an instruction earlier than predicted (4.0 % less: the mixture of experts)."""
 SIZES: dict[str, dict[str, int]] = {
     "GPT-2": {"batch": 12, "tokens": 32}, "Llama": {"batch": 12, "tokens": 32}, "ViT": {"batch": 7},
     "BERT": {"batch": 12, "tokens": 32}, "ResNet-50": {"batch": 10, "size": 64},
