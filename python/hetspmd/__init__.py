@@ -3,6 +3,7 @@
 model = hetspmd.HAP(model, "cluster.yaml", example=batch)     # like DistributedDataParallel
 plan = hetspmd.compile(model, batch, "cluster.yaml")          # the program, its cost, its alternatives
 report = hetspmd.verify(model, batch, "cluster.yaml")         # all ranks in one process against one device
+tuned = hetspmd.tune(model, batch, "cluster.yaml")            # the fastest of several plans, as measured
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from hetspmd.run.module import HAP
     from hetspmd.run.norms import clip_grad_norm_, get_total_norm
     from hetspmd.run.scaler import GradScaler
+    from hetspmd.run.tune import Tuned, tune
     from hetspmd.run.verify import VerifyReport, verify
 
 __version__ = "0.1.0"
@@ -35,11 +37,13 @@ _HOMES = {
     "Local": "rules",
     "OpRule": "rules",
     "Plan": "plan",
+    "Tuned": "run.tune",
     "VerifyReport": "run.verify",
     "clip_grad_norm_": "run.norms",
     "compile": "compiler",
     "get_total_norm": "run.norms",
     "rule": "rules",
+    "tune": "run.tune",
     "verify": "run.verify",
 }
 """Where the public names live; they are imported when first used, so that ``hetspmd --help`` need not wait for
@@ -56,6 +60,7 @@ __all__ = [
     "Local",
     "OpRule",
     "Plan",
+    "Tuned",
     "VerifyReport",
     "clip_grad_norm_",
     "compile",
@@ -63,6 +68,7 @@ __all__ = [
     "get_total_norm",
     "rule",
     "rules",
+    "tune",
     "verify",
 ]
 

@@ -115,7 +115,7 @@ def compile_plan(
                 clock,
                 progress,
             )
-            return _plan(found, devices, outcome, constraints)
+            return plan_of(found, devices, outcome, constraints)
 
         def across() -> Plan:
             with naming_conflicts(theory, fixed):
@@ -147,7 +147,7 @@ def _fixed_plan(
     if has_machines(cluster):
         inside = inside_of(theory, cluster, pair, limits, Clock())
         return _across(theory, cluster, (Outcome(pair, {}, ()), inside))
-    return _plan(theory, cluster, Outcome(pair, {}, ()))
+    return plan_of(theory, cluster, Outcome(pair, {}, ()))
 
 
 def _pinned(theory: Theory, like: Plan) -> tuple[dict[int, Form], Lengths]:
@@ -177,7 +177,7 @@ def _pinned(theory: Theory, like: Plan) -> tuple[dict[int, Form], Lengths]:
     return forms, Lengths(lengths.world, tuple(pinned.get(i, u) for i, u in enumerate(lengths.units)))
 
 
-def _plan(
+def plan_of(
     theory: Theory,
     cluster: Cluster,
     outcome: Outcome,
@@ -202,7 +202,7 @@ def _across(
     """The plan of a step across virtual devices. Its baselines are those of single accelerators, if there are
     any."""
     outcome, inside = step
-    plan = _plan(theory, cluster, replace(outcome, baselines={}, over_memory=()), constraints, inside)
+    plan = plan_of(theory, cluster, replace(outcome, baselines={}, over_memory=()), constraints, inside)
     cost, more = plan.cost, inside.seconds
     memory = tuple(k * n for k, n in zip(cluster.accelerators, inside.memory_bytes, strict=True))
     return replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from hetspmd import errors
 from hetspmd.errors import HetspmdError, PlanMismatchError
@@ -15,15 +16,21 @@ def agreed_plan(communicator: Communicator, make: Callable[[], Plan]) -> Plan:
 
     A HetspmdError on rank 0 is raised on every rank, as the same class with the same message.
     """
+    (plan,) = agreed_plans(communicator, lambda: {"": make()}).values()
+    return plan
+
+
+def agreed_plans(communicator: Communicator, make: Callable[[], dict[str, Plan]]) -> dict[str, Plan]:
+    """The same of several plans, by name."""
     if communicator.world == 1:
         return make()
-    own: Plan | None = None
+    own: dict[str, Plan] | None = None
     failure: HetspmdError | None = None
-    message: tuple[str, str, str] | None = None
+    message: tuple[str, str, Any] | None = None
     if communicator.rank == 0:
         try:
             own = make()
-            message = ("plan", "", own.to_json())
+            message = ("plans", "", {key: plan.to_json() for key, plan in own.items()})
         except HetspmdError as error:
             failure = error
             message = ("error", type(error).__name__, str(error))
@@ -36,10 +43,10 @@ def agreed_plan(communicator: Communicator, make: Callable[[], Plan]) -> Plan:
         raise failure
     if own is not None:
         return own
-    kind, name, text = first
+    kind, name, content = first
     if kind == "error":
-        raise _error_class(name)(text)
-    return Plan.from_json(text)
+        raise _error_class(name)(content)
+    return {key: Plan.from_json(text) for key, text in content.items()}
 
 
 def _error_class(name: str) -> type[HetspmdError]:

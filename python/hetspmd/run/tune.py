@@ -1,0 +1,153 @@
+"""Choosing among plans by measured steps.
+
+A plan is chosen by predicted seconds, which are wrong by some per cent, and now and then by more: where two plans
+are close, or a cost model knows an op or a link badly, the real cluster has the last word.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from inspect import signature
+from statistics import median
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hetspmd.cost.cluster import Cluster
+from hetspmd.errors import ExampleError, OptionError
+from hetspmd.plan import Plan
+from hetspmd.run.agreement import agreed_plans
+from hetspmd.run.communicator import Communicator, communicator_for
+from hetspmd.run.module import HAP
+from hetspmd.trace.step import Loss, find_loss
+from hetspmd.trace.trace import split_example
+
+__all__ = ["Tuned", "tune"]
+
+WARM: Final = 2
+"""Steps that are not timed: the first makes gradients and the optimizer's state."""
+
+HOPELESS: Final = 1.5
+"""A plan whose second step takes as many times the best's seconds is not measured further."""
+
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What :func:`tune` found.
+
+    plan       the fastest as measured, the predicted fastest among equals
+    name       what it is called in ``seconds``
+    seconds    by name of a plan, the median seconds of its timed steps
+    predicted  by name, the seconds that its plan predicts
+    """
+
+    plan: Plan
+    name: str
+    seconds: Mapping[str, float]
+    predicted: Mapping[str, float]
+
+    def __str__(self) -> str:
+        width = max(len(name) for name in self.seconds)
+        lines = [f"  {'plan':<{width}}  measured  predicted, seconds a step"]
+        for name, seconds in self.seconds.items():
+            chosen = "  chosen" if name == self.name else ""
+            lines.append(f"  {name:<{width}}  {seconds:8.4f}  {self.predicted[name]:9.4f}{chosen}")
+        return "\n".join(lines)
+
+
+def tune(
+    model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str | os.PathLike[str], *,
+    loss: Loss | None = None, process_group: dist.ProcessGroup | Communicator | None = None,
+    device: torch.device | str | None = None, optimizer: Optimizer = torch.optim.AdamW, steps: int = 5,
+    timeout: float = 30.0, **options: Any,
+) -> Tuned:  # fmt: skip
+    """Train ``model`` for a few steps by each of several plans, on the ranks of the process group, and choose the
+    fastest. Every rank calls this, with the same example.
+
+    The plans are those of :func:`hetspmd.alternatives.alternatives`. Each works on a copy of the model, one after
+    the other; a model on the meta device takes the memory of its shards alone, which are zeros. The model and
+    torch's random numbers stay as they are. A step is forward, backward and the step of ``optimizer``; it lasts
+    until the last rank has ended it. ``steps`` of them are timed, after two that are not. ``loss``,
+    ``process_group``, ``device`` and ``timeout`` are those of :class:`hetspmd.HAP`, ``options`` those of
+    :func:`hetspmd.compile`.
+
+    Raises OptionError for other options, or no steps, and what HAP raises, on every rank alike.
+    """
+    from hetspmd.compiler import check_options
+
+    check_options(options, signature(tune).parameters)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise OptionError(f"steps is {steps!r}; take a whole number from 1")
+    devices = Cluster.load(cluster)
+    if isinstance(process_group, Communicator):
+        communicator = process_group
+    else:
+        communicator = communicator_for(process_group, devices.ranks)
+    args, kwargs = split_example(example)
+
+    def make() -> dict[str, Plan]:
+        from hetspmd.alternatives import alternatives
+
+        return alternatives(model, args, kwargs, devices, loss=loss, **options)
+
+    communicator.guard(float(timeout))
+    with communicator.busy():
+        plans = agreed_plans(communicator, make)
+    found: dict[str, float] = {}
+    with torch.random.fork_rng():
+        for name, plan in plans.items():
+            hap = HAP(
+                copy.deepcopy(model), devices, plan=plan, loss=loss, process_group=communicator, device=device,
+                sync_module_states=False, timeout=timeout,
+            )  # fmt: skip
+            if any(p.is_meta for p in model.parameters()):
+                _zero(hap)
+            best = min(found.values(), default=None)
+            found[name] = step_seconds(hap, args, kwargs, loss, optimizer, steps, best)
+            del hap
+            gc.collect()
+    fastest = min(found, key=lambda name: found[name])
+    return Tuned(plans[fastest], fastest, found, {name: p.cost.step_seconds for name, p in plans.items()})
+
+
+@torch.no_grad()
+def _zero(hap: HAP) -> None:
+    """Nothing is known of memory that nobody wrote: buffers may be indices."""
+    for tensor in (*hap.parameters(), *hap.buffers()):
+        tensor.zero_()
+
+
+def step_seconds(
+    hap: HAP, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss | None, optimizer: Optimizer, steps: int,
+    best: float | None,
+) -> float:  # fmt: skip
+    """The median over steps of the slowest rank's seconds, the same on every rank."""
+    updates = optimizer(list(hap.parameters()))
+    found: list[float] = []
+    for number in range(WARM + steps):
+        hap.everyone.exchange(None)
+        began = time.perf_counter()
+        updates.zero_grad()
+        output = hap(*args, **kwargs) if loss is None else loss(hap, *args, **kwargs)
+        value = find_loss(output)
+        if value is None:
+            raise ExampleError("the model's output holds no loss to train with; give loss=")
+        torch.autograd.backward(value)
+        updates.step()
+        if hap.device.type == "cuda":
+            torch.cuda.synchronize(hap.device)
+        slowest: float = max(hap.everyone.exchange(time.perf_counter() - began))
+        if number >= WARM:
+            found.append(slowest)
+        elif number and best is not None and slowest > HOPELESS * best:
+            return slowest
+    return median(found)

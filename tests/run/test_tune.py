@@ -1,0 +1,177 @@
+"""Choosing among plans by measured steps, and the plans that there are to choose from."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ranks import lone
+from small_models import MLP, case
+from small_plans import cluster
+from torch import nn
+
+import hetspmd
+from hetspmd.alternatives import COMPILED, FARTHEST, alternatives
+from hetspmd.errors import InfeasibleError, OptionError, TraceError
+from hetspmd.forms import is_sharded
+from hetspmd.plan import Plan
+from hetspmd.run import tune as module
+from hetspmd.run.communicator import Communicator
+from hetspmd.run.simulate import run_ranks
+from hetspmd.run.tune import WARM, Tuned, step_seconds, tune
+
+WORLD = 3
+
+
+def close(*speeds: float) -> hetspmd.Cluster:
+    """Devices over a network on which it is nearly the same how many of them work."""
+    devices = [
+        {"name": f"d{i}", "flops": s * 1e7, "memory": "1GiB", "memory_bandwidth": "10GB/s", "launch": 1e-9}
+        for i, s in enumerate(speeds)
+    ]
+    return hetspmd.Cluster.load({"devices": devices, "network": {"bandwidth": "1GB/s", "latency": "1us"}})
+
+
+def plans(name: str = "mlp", devices: hetspmd.Cluster | None = None, **options: Any) -> dict[str, Plan]:
+    c = case(name, torch.float32)
+    return alternatives(c.model, (), c.batch, devices or close(4, 2, 2), **options)
+
+
+def test_alternatives() -> None:
+    found = plans()
+    first, *others = found.values()
+    assert next(iter(found)) == COMPILED
+    c = case("mlp", torch.float32)
+    assert first.digest == hetspmd.compile(c.model, c.batch, close(4, 2, 2)).digest
+    assert len(found) >= 2
+    programs = [(p.program, p.lengths, p.active) for p in found.values()]
+    assert all(p not in programs[:i] for i, p in enumerate(programs))
+    seconds = [p.cost.step_seconds for p in others]
+    assert seconds == sorted(seconds)
+    assert all(s <= FARTHEST * first.cost.step_seconds for s in seconds)
+    assert min(seconds) >= first.cost.step_seconds * (1 - 1e-9), "the search found the best"
+    for name, plan in found.items():
+        if name.startswith("rank"):
+            assert plan.active == tuple(int(r) for r in name.split(" ", 1)[1].split(", "))
+
+
+def test_alternatives_keep_to_constraints() -> None:
+    found = plans(constraints={"a.weight": "shard(0)"})
+    assert "data parallel" not in found
+    for plan in found.values():
+        form, extents = plan.parameter_layout()["a.weight"]
+        assert len(plan.active) == 1 or (is_sharded(form) and sum(extents) == 10)
+    with pytest.raises(InfeasibleError):
+        plans(constraints={"a.weight": "shard(7)"})
+
+
+def test_alternatives_fit() -> None:
+    whole = plans("conv", close(2, 2, 2))
+    room = 1.05 * max(whole[COMPILED].cost.memory_bytes)
+    assert max(whole["data parallel"].cost.memory_bytes) > room
+    devices = tuple(replace(d, memory=room) for d in close(2, 2, 2).devices)
+    found = plans("conv", replace(close(2, 2, 2), devices=devices))
+    assert "data parallel" not in found
+    for plan in found.values():
+        assert max(plan.cost.memory_bytes) <= room
+
+
+def test_both_ways_across_machines() -> None:
+    machines = {
+        "devices": [
+            {"name": "m0", "flops": 4e7, "memory": "1GiB", "accelerators": 2,
+             "inside": {"bandwidth": "10GB/s", "latency": "1us"}},
+            {"name": "m1", "flops": 1e7, "memory": "1GiB"},
+        ],
+        "network": {"bandwidth": "1GB/s", "latency": "1us"},
+    }  # fmt: skip
+    found = plans(devices=hetspmd.Cluster.load(machines))
+    assert 1 <= len(found) <= 2
+    assert set(found) <= {COMPILED, "virtual", "flat"}
+
+
+def on_ranks(body: Any) -> list[Any]:
+    return run_ranks(WORLD, body)
+
+
+def test_the_fastest_as_measured_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = case("mlp", torch.float32)
+    names = list(plans())
+    slow = dict.fromkeys(names, 2.0) | {names[-1]: 1.0}
+    at = {p.digest: n for n, p in plans().items()}
+    monkeypatch.setattr(module, "step_seconds", lambda hap, *rest: slow[at[hap.plan.digest]])
+
+    def body(communicator: Communicator) -> Tuned:
+        return tune(c.model, c.batch, close(4, 2, 2), process_group=communicator)
+
+    for tuned in on_ranks(body):
+        assert tuned.name == names[-1]
+        assert at[tuned.plan.digest] == names[-1]
+        assert tuned.seconds == slow
+        assert str(tuned).count("chosen") == 1
+        assert f"{tuned.predicted[names[0]]:9.4f}" in str(tuned)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_ranks_agree_and_the_model_stays(meta: bool) -> None:
+    c = case("conv", torch.float32)
+    model = copy.deepcopy(c.model).to("meta") if meta else c.model
+    before = {k: v.clone() for k, v in c.model.state_dict().items()}
+    models = [model if not meta else copy.deepcopy(model) for _ in range(WORLD)]
+
+    def body(communicator: Communicator) -> Tuned:
+        return tune(models[communicator.rank], c.batch, cluster(3, 2, 1), process_group=communicator, steps=1)
+
+    first, *others = on_ranks(body)
+    assert all(o.name == first.name and o.seconds == first.seconds for o in others)
+    assert all(o.plan == first.plan for o in others)
+    assert first.seconds[first.name] == min(first.seconds.values()) > 0
+    assert all(torch.equal(before[k], v) for k, v in c.model.state_dict().items())
+    assert all(p.is_meta == meta for p in models[0].parameters())
+
+
+def test_random_numbers_stay() -> None:
+    c = case("attention", torch.float32)
+    state = torch.random.get_rng_state()
+    tuned = tune(c.model, c.batch, cluster(1), steps=1)
+    assert tuned.name == COMPILED
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+class Counting(torch.optim.SGD):
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        type(self).count += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(("best", "steps"), [(None, WARM + 3), (1e-12, 2), (1e12, WARM + 3)])
+def test_the_hopeless_are_not_measured_further(best: float | None, steps: int) -> None:
+    c = case("mlp")
+    Counting.count = 0
+    seconds = step_seconds(lone(c), (), c.batch, None, lambda p: Counting(p, lr=0.1), 3, best)
+    assert Counting.count == steps
+    assert 0 < seconds < 60
+
+
+def test_bad_arguments() -> None:
+    c = case("mlp", torch.float32)
+    with pytest.raises(OptionError, match="'step'; did you mean 'steps'"):
+        tune(c.model, c.batch, cluster(1), step=3)
+    with pytest.raises(OptionError, match="steps is 0; take a whole number from 1"):
+        tune(c.model, c.batch, cluster(1), steps=0)
+
+    class NoLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = MLP()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner.a(x)
+
+    with pytest.raises(TraceError, match="returns no scalar loss"):
+        tune(NoLoss(), {"x": c.batch["x"]}, cluster(1))
