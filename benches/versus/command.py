@@ -11,21 +11,21 @@ elsewhere the bench says so and ends.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import hetspmd
 from emulated.arms import proportional_rows
 from emulated.cluster import EmulatedCluster, unavailable
 from emulated.command import measure_all, options_of, parsed, say
 from emulated.launch import Workers
+from hetspmd.alternatives import alternatives
 from hetspmd.compiler import plan_for
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.quantities import parse_quantity
-from hetspmd.plan import write_atomically
+from hetspmd.plan import Plan, write_atomically
 from hetspmd.rules.theory import derive
 from hetspmd.synth import constraints as known
 from hetspmd.trace.trace import trace
@@ -134,9 +134,10 @@ class Bench:
         say(f"{self.name}, {model}, {rate * 8 / 1e6:g} Mbit/s: plans")
         theory = derive(trace(work.model, (), dict(work.batch)))
         ratios = tuple(r / work.rows for r in rows[False])
+        self.emulated.set_rate(rate)
         plans = {
             FORCED: plan_for(theory, cluster, known.data_parallel(theory), ratios),
-            COMPILED: hetspmd.compile(work.model, dict(work.batch), cluster),
+            COMPILED: self._tuned(model, link, alternatives(work.model, (), dict(work.batch), cluster)),
         }
         arms: dict[str, dict[str, Any]] = {
             ALONE: {"arm": "alone", "rows": None, "plan": None},
@@ -146,14 +147,13 @@ class Bench:
             FSDP: {"arm": "fsdp", "rows": rows[False], "plan": None},
         }
         for arm, plan in plans.items():
-            file = self.folder / f"{model} {size} {link} - {arm}.json".replace("/", " per ")
+            file = self._file(model, link, arm)
             plan.save(file)
             arms[arm] = {"arm": "hetspmd", "rows": None, "plan": str(file)}
             say(f"  {arm}: predicted {plan.cost.step_seconds:.3f} s")
         parameters = sum(p.nbytes for p in work.model.parameters())
         keep = parameters * COPIES * len(arms) * len(speeds) < available_memory() / 2
         del work, theory
-        self.emulated.set_rate(rate)
         found = self.workers.run(
             "versus.rank:train", model=model, size=size, arms=arms, fastest=self.emulated.spec.fastest,
             rounds=options.rounds, steps=options.steps, keep=keep,
@@ -173,6 +173,22 @@ class Bench:
         results.append(options.folder, point)
         for arm in ARMS:
             say(f"  {arm}: {point.seconds(arm):.3f} s")
+
+    def _tuned(self, model: str, link: str, plans: Mapping[str, Plan]) -> Plan:
+        """The plan that is fastest as the ranks measure it."""
+        files = {}
+        for name, plan in plans.items():
+            files[name] = str(self._file(model, link, f"tried {name}"))
+            plan.save(files[name])
+        seconds = self.workers.run(
+            "versus.rank:choose", model=model, size=self.options.size, plans=files, steps=3
+        )[0]
+        for name, measured in seconds.items():
+            say(f"  {name}: {measured:.3f} s, predicted {plans[name].cost.step_seconds:.3f} s")
+        return plans[min(seconds, key=lambda name: seconds[name])]
+
+    def _file(self, model: str, link: str, arm: str) -> Path:
+        return self.folder / f"{model} {self.options.size} {link} - {arm}.json".replace("/", " per ")
 
     def _balanced(self, model: str, rows: list[int]) -> float:
         """The rate, in bytes/s, at which proportional DDP communicates as long as it computes."""

@@ -110,6 +110,21 @@ def train(
     return found
 
 
+def choose(
+    context: Context, *, model: str, size: str, plans: Mapping[str, str], steps: int
+) -> dict[str, float]:  # fmt: skip
+    """Measured seconds of a step by each of several plan files, as :func:`hetspmd.tune` measures them."""
+    import hetspmd
+
+    work = workload(model, size)
+    loaded = {name: hetspmd.Plan.load(file) for name, file in plans.items()}
+    cluster = next(iter(loaded.values())).cluster
+    context.throttle(True)
+    found = hetspmd.tune(work.model, dict(work.batch), cluster, plans=loaded, optimizer=adamw, steps=steps)
+    context.throttle(False)
+    return dict(found.seconds)
+
+
 def _build(context: Context, model: str, size: str, arm: Mapping[str, Any]) -> Callable[[], Tensor]:
     return build(context, arm["arm"], workload(model, size), arm["rows"], arm["plan"], adamw)
 

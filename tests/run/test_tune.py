@@ -133,6 +133,14 @@ def test_ranks_agree_and_the_model_stays(meta: bool) -> None:
     assert all(p.is_meta == meta for p in models[0].parameters())
 
 
+def test_plans_of_ones_own() -> None:
+    c = case("mlp", torch.float32)
+    given = {"a": lone(c).plan}
+    tuned = tune(c.model, c.batch, cluster(1), plans=given, steps=1)
+    assert list(tuned.seconds) == ["a"]
+    assert tuned.plan is given["a"]
+
+
 def test_random_numbers_stay() -> None:
     c = case("attention", torch.float32)
     state = torch.random.get_rng_state()
@@ -164,6 +172,9 @@ def test_bad_arguments() -> None:
         tune(c.model, c.batch, cluster(1), step=3)
     with pytest.raises(OptionError, match="steps is 0; take a whole number from 1"):
         tune(c.model, c.batch, cluster(1), steps=0)
+
+    with pytest.raises(OptionError, match="plans is empty"):
+        tune(c.model, c.batch, cluster(1), plans={})
 
     class NoLoss(nn.Module):
         def __init__(self) -> None:

@@ -68,25 +68,27 @@ def tune(
     model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str | os.PathLike[str], *,
     loss: Loss | None = None, process_group: dist.ProcessGroup | Communicator | None = None,
     device: torch.device | str | None = None, optimizer: Optimizer = torch.optim.AdamW, steps: int = 5,
-    timeout: float = 30.0, **options: Any,
+    plans: Mapping[str, Plan] | None = None, timeout: float = 30.0, **options: Any,
 ) -> Tuned:  # fmt: skip
     """Train ``model`` for a few steps by each of several plans, on the ranks of the process group, and choose the
     fastest. Every rank calls this, with the same example.
 
-    The plans are those of :func:`hetspmd.alternatives.alternatives`. Each works on a copy of the model, one after
-    the other; a model on the meta device takes the memory of its shards alone, which are zeros. The model and
-    torch's random numbers stay as they are. A step is forward, backward and the step of ``optimizer``; it lasts
-    until the last rank has ended it. ``steps`` of them are timed, after two that are not. ``loss``,
-    ``process_group``, ``device`` and ``timeout`` are those of :class:`hetspmd.HAP`, ``options`` those of
-    :func:`hetspmd.compile`.
+    The plans are ``plans``, by name, or those of :func:`hetspmd.alternatives.alternatives`, to which ``options`` go
+    (arguments of :func:`hetspmd.compile`). Each works on a copy of the model, one after the other; a model on the
+    meta device takes the memory of its shards alone, which are zeros. The model and torch's random numbers stay as
+    they are. A step is forward, backward and the step of ``optimizer``; it lasts until the last rank has ended it.
+    ``steps`` of them are timed, after two that are not. ``loss``, ``process_group``, ``device`` and ``timeout`` are
+    those of :class:`hetspmd.HAP`.
 
-    Raises OptionError for other options, or no steps, and what HAP raises, on every rank alike.
+    Raises OptionError for other options, no steps, or no plans, and what HAP raises, on every rank alike.
     """
     from hetspmd.compiler import check_options
 
     check_options(options, signature(tune).parameters)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise OptionError(f"steps is {steps!r}; take a whole number from 1")
+    if plans is not None and not plans:
+        raise OptionError("plans is empty; give at least one, or none for those that hetspmd finds")
     devices = Cluster.load(cluster)
     if isinstance(process_group, Communicator):
         communicator = process_group
@@ -100,8 +102,9 @@ def tune(
         return alternatives(model, args, kwargs, devices, loss=loss, **options)
 
     communicator.guard(float(timeout))
-    with communicator.busy():
-        plans = agreed_plans(communicator, make)
+    if plans is None:
+        with communicator.busy():
+            plans = agreed_plans(communicator, make)
     found: dict[str, float] = {}
     with torch.random.fork_rng():
         for name, plan in plans.items():
