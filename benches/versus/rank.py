@@ -113,16 +113,23 @@ def train(
 def choose(
     context: Context, *, model: str, size: str, plans: Mapping[str, str], steps: int
 ) -> dict[str, float]:  # fmt: skip
-    """Measured seconds of a step by each of several plan files, as :func:`hetspmd.tune` measures them."""
-    import hetspmd
+    """Seconds of a step by each of several plan files, as :func:`hetspmd.tune` measures them; ranks are held to their
+    shares while steps run, not while graphs are made."""
+    from hetspmd.plan import Plan
+    from hetspmd.run.module import HAP
+    from hetspmd.run.tune import step_seconds
 
-    work = workload(model, size)
-    loaded = {name: hetspmd.Plan.load(file) for name, file in plans.items()}
-    cluster = next(iter(loaded.values())).cluster
-    context.throttle(True)
-    found = hetspmd.tune(work.model, dict(work.batch), cluster, plans=loaded, optimizer=adamw, steps=steps)
-    context.throttle(False)
-    return dict(found.seconds)
+    found: dict[str, float] = {}
+    for name, file in plans.items():
+        work, plan = workload(model, size), Plan.load(file)
+        hap = HAP(work.model, plan.cluster, plan=plan, sync_module_states=False)
+        context.throttle(True)
+        best = min(found.values(), default=None)
+        found[name] = step_seconds(hap, (), dict(work.batch), None, adamw, steps, best)
+        context.throttle(False)
+        del hap
+        gc.collect()
+    return found
 
 
 def _build(context: Context, model: str, size: str, arm: Mapping[str, Any]) -> Callable[[], Tensor]:
