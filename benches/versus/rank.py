@@ -113,8 +113,8 @@ def train(
 def choose(
     context: Context, *, model: str, size: str, plans: Mapping[str, str], steps: int
 ) -> dict[str, float]:  # fmt: skip
-    """Seconds of a step by each of several plan files, as :func:`hetspmd.tune` measures them; ranks are held to their
-    shares while steps run, not while graphs are made."""
+    """Seconds of a step by each of several plan files, as :func:`hetspmd.tune` measures them; ranks are held to
+    their shares while steps run, not while graphs are made."""
     from hetspmd.plan import Plan
     from hetspmd.run.module import HAP
     from hetspmd.run.tune import step_seconds
