@@ -13,6 +13,7 @@ import pytest
 from emulated_cases import BUSY, DRIVER, RECEIVE, SEND
 
 from emulated import cluster as module
+from emulated import command as benches
 from emulated.cluster import ClusterSpec, EmulatedCluster, EmulationError, Rank, clean, unavailable
 from emulated.cpu_groups import LEAST_QUOTA, CpuGroups, placement, quota
 from emulated.launch import Workers
@@ -130,15 +131,15 @@ def test_rates_shares_and_isolation() -> None:
     assert not left(prefix)
 
 
-def tickers(parent: int) -> list[int]:
-    """The processes that wake up for the clusters of a driver."""
+def helpers(module_name: str, parent: int) -> list[int]:
+    """The processes of a module that help the clusters of a driver."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             arguments = (entry / "cmdline").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if len(arguments) > 3 and arguments[1].endswith(b"/ticker.py") and int(arguments[3]) == parent:
+        if arguments[1:3] == [b"-m", module_name.encode()] and int(arguments[4]) == parent:
             found.append(int(entry.name))
     return found
 
@@ -149,7 +150,7 @@ def test_the_kernel_is_made_to_look_at_quotas() -> None:
         expected = min(2, len(os.sched_getaffinity(0)))
         woken: dict[int, int] = {}
         for _ in range(200):
-            running = tickers(os.getpid())
+            running = helpers("emulated.ticker", os.getpid())
             woken = {p: switches(p) for p in running}
             if len(woken) == expected and min(woken.values()) > 100:
                 break
@@ -157,7 +158,73 @@ def test_the_kernel_is_made_to_look_at_quotas() -> None:
         assert len(woken) == expected, "one per CPU"
         assert min(woken.values()) > 100, "they wake up"
         assert all(len(os.sched_getaffinity(p)) == 1 for p in woken)
-    assert not tickers(os.getpid())
+    assert not helpers("emulated.ticker", os.getpid())
+
+
+@emulation
+def test_what_ranks_leave_of_the_cpus_is_kept_busy() -> None:
+    with EmulatedCluster(ClusterSpec((Rank(0.25, 1e7), Rank(0.5, 1e7)))) as cluster:
+        pressing = helpers("emulated.ballast", os.getpid())
+        assert len(pressing) == min(2, len(os.sched_getaffinity(0)))
+        assert all(state(p) == "T" for p in pressing), "at rest while nobody is held to a share"
+        cluster.throttle(0, True)
+        before = [cpu_seconds(p) for p in pressing]
+        time.sleep(1.5)
+        after = [cpu_seconds(p) for p in pressing]
+        assert all(b - a > 0.05 for a, b in zip(before, after, strict=True))
+        assert all(os.sched_getscheduler(p) == os.SCHED_IDLE for p in pressing)
+        cluster.throttle(0, False)
+        assert all(state(p) == "T" for p in pressing)
+    assert not helpers("emulated.ballast", os.getpid())
+
+
+@emulation
+def test_shares_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that computes less in a second gives more of its seconds, up to a limit."""
+    spec = ClusterSpec((Rank(0.2, 1e7), Rank(0.4, 1e7)))
+    with EmulatedCluster(spec, pace=100.0) as cluster:
+        speed = [80.0]
+        monkeypatch.setattr(cluster._tickers, "speeds", lambda cpus=None: speed)
+        limits: dict[str, float | None] = {}
+        monkeypatch.setattr(CpuGroups, "limit", lambda _, group, share: limits.update({group[-1]: share}))
+        cluster.throttle(0, True)
+        cluster.throttle(1, True)
+        assert limits == {"0": pytest.approx(0.25), "1": pytest.approx(0.5)}
+        speed[0] = 80.1
+        cluster.keep_pace()
+        assert limits["0"] == pytest.approx(0.25), "not for so little"
+        speed[0] = 125.0
+        cluster.keep_pace()
+        assert limits == {"0": pytest.approx(0.16), "1": pytest.approx(0.32)}
+        speed[0] = 1.0
+        cluster.keep_pace()
+        assert limits == {"0": pytest.approx(0.4), "1": pytest.approx(0.8)}
+        cluster.throttle(0, False)
+        assert limits["0"] is None
+
+
+@emulation
+def test_the_pace_is_measured_and_kept_for_later(tmp_path: Path) -> None:
+    spec = ClusterSpec((Rank(0.25, 1e7),))
+    with benches.running(spec, tmp_path / "bench") as (cluster, _):
+        pace = cluster.pace
+        assert pace is not None
+        assert 10 < pace < 1e7
+        cluster.throttle(0, True)
+        assert cluster._given[0] == pytest.approx(0.25, rel=0.6)
+    with benches.running(spec, tmp_path / "bench") as (cluster, _):
+        assert cluster.pace == pace
+
+
+def state(pid: int) -> str:
+    """The letter for a process's state."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has had of the CPUs."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def switches(pid: int) -> int:
@@ -200,7 +267,7 @@ def left(prefix: str) -> list[str]:
 def running(pid: str) -> bool:
     """Whether a process runs; one that has ended and waits for its parent does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+        return state(int(pid)) != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from machine_plans import machine_plan
 from ranks import lone, loss_of, on_ranks
 from record_cases import STEPS, check_measured, data_parallel, recorded, train, worker
 from small_models import case
@@ -17,11 +18,14 @@ from small_plans import random_plan, segmented_plan
 from torch import multiprocessing
 
 from hetspmd.compiler import plan_for
+from hetspmd.cost.machines import machine_of
 from hetspmd.errors import OutputError
 from hetspmd.run.measured import Carried, Measured
 from hetspmd.run.module import HAP
 from hetspmd.run.stamps import offsets
 from hetspmd.synth.constraints import Constraints
+from hetspmd.synth.nested import Both, Inside, nest
+from hetspmd.synth.program import Communicate, communication_text
 
 WORLD = 4
 
@@ -94,7 +98,7 @@ def test_parts_add_up_to_the_step() -> None:
 def test_waits_are_split() -> None:
     streams = [(1.0, 2.0), (2.0, 3.0), (5.0, 6.0)]
     carried = tuple(Carried("x", 0, 0, {0: 0.0}, {0: 1.0}, {0: pair}) for pair in streams)
-    exposed = Measured(("a",), (), (), (), carried, 0.0).exposed(0)
+    exposed = Measured(("a",), (), (), (), carried, 0.0, (0,)).exposed(0)
     assert exposed(0.0, 1.0) == 0
     assert exposed(0.5, 1.5) == 0.5
     assert exposed(1.5, 5.5) == 2.0
@@ -152,6 +156,67 @@ def test_idle_devices_get_results() -> None:
     idle = {s.what for s in found[0].spans if s.device in (1, 2)}
     assert idle == {"local", "wait", "optimizer"}
     assert "idle" in found[0].text()
+
+
+@pytest.mark.parametrize(
+    ("name", "accelerators", "active"),
+    [
+        ("mlp", (2, 1, 3), None),
+        ("attention", (2, 2), None),
+        ("conv", (1, 3), None),
+        ("mlp", (2, 3, 1), (0, 1)),
+    ],
+)
+def test_machines(
+    name: str, accelerators: tuple[int, ...], active: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    """Every accelerator has its own line; collectives are those of a machine, or of all that take part."""
+    c = case(name)
+    plan = machine_plan(c, accelerators, 1, active)
+    path = tmp_path / "steps.json"
+    plain = on_ranks(c, plan, lambda hap: train(hap, c.batch))
+    found = on_ranks(c, plan, lambda hap: recorded(hap, c.batch, path))
+    for (numbers, measured), want in zip(found, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(numbers, want, strict=True)), "recording changes results"
+        assert measured == found[0][1]
+    measured = found[0][1]
+    machines = machine_of(plan.cluster)
+    assert measured.machines == machines
+    assert list(measured.devices) == [f"n{machine}" for machine in machines]
+    assert plan.inside is not None
+    nested = nest(plan.theory, plan.program, plan.inside.program)
+    instructions = plan.graph.instructions
+    computed = Counter(
+        instructions[step.instruction].name
+        for step in (*nested.forward, *nested.backward)
+        if isinstance(step, Both)
+    )
+    working = [rank for rank, machine in enumerate(machines) if machine in plan.active]
+    for rank in working:
+        got = Counter(s.name for s in measured.spans if s.device == rank and s.what == "instruction")
+        assert got == {n: STEPS * count for n, count in computed.items()}
+    within = [one for one in measured.carried if " inside(" in one.name]
+    between = [one for one in measured.carried if " inside(" not in one.name and one.plan >= 0]
+    assert between
+    assert bool(within) == any(isinstance(s, Inside) for s in (*nested.forward, *nested.backward))
+    for one in within:
+        (machine,) = {machines[rank] for rank in one.issued}
+        assert sorted(one.completed) == [r for r in working if machines[r] == machine]
+    firsts = {machines.index(machine) for machine in plan.active}
+    for one in between:
+        assert set(one.completed) <= set(working)
+        assert firsts <= set(one.completed) or not firsts & set(one.completed), "elided, or not"
+    names = [t.name for t in plan.graph.tensors]
+    assert {one.name for one in between} <= {
+        communication_text(s, names[s.tensor]) for s in plan.program.steps if isinstance(s, Communicate)
+    }
+    document = json.loads(path.read_text())
+    lines = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"]
+    assert len(lines) == len(machines)
+    assert sum("idle" in line for line in lines) == len(machines) - len(working)
+    text = measured.text()
+    assert text.count("predicted") > len(working)
+    assert "aten." in text
 
 
 @pytest.mark.parametrize("where", ["missing/steps.json", "."])

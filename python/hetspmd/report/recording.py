@@ -1,6 +1,7 @@
 """Recorded steps beside the simulated one: for trace viewers, and as text that says where the prediction is off.
 
-All seconds are means over the recorded steps, so that on each device
+All seconds are means over the recorded steps, so that on each device (each accelerator of a machine, beside what is
+predicted for the machine)
 
     step = computes + copies + issues + for transfers + for devices + optimizer + rest
 
@@ -32,9 +33,9 @@ def chrome_trace(measured: Measured) -> str:
     """The layout of :func:`hetspmd.report.timeline.chrome_trace`; ``args`` also tell the step's part (``what``) and
     when a collective was issued by this rank and completed, in microseconds."""
     entries: list[dict[str, Any]] = []
-    idle = set(range(len(measured.devices))) - {r for plan in measured.plans for r in plan.active}
-    for rank, name in enumerate(measured.devices):
-        entries += process_entries(rank, name + (" (idle)" if rank in idle else ""))
+    active = {device for plan in measured.plans for device in plan.active}
+    for rank, (name, device) in enumerate(zip(measured.devices, measured.machines, strict=True)):
+        entries += process_entries(rank, name + ("" if device in active else " (idle)"))
     sources = [{i.name: i.source for i in plan.graph.instructions} for plan in measured.plans]
     roles = [_roles(plan) for plan in measured.plans]
     for span in measured.spans:
@@ -142,20 +143,21 @@ class _Comparison:
         timeline = self.timeline
         rows = []
         for rank, name in enumerate(self.measured.devices):
-            if rank not in self.plan.active:
+            device = self.measured.machines[rank]
+            if device not in self.plan.active:
                 rows.append([str(rank), name, "idle", *[""] * 8])
                 continue
             mine = [self.parts[rank][part] for part in _PARTS]
             rest = max(0.0, self.whole[rank] - sum(mine))
             values = [self.whole[rank], *mine, rest]
             rows.append([str(rank), name, "measured", *map(seconds_text, values)])
-            events = [e for e in timeline.events if e.device == rank and e.stream == "compute"]
+            events = [e for e in timeline.events if e.device == device and e.stream == "compute"]
             steps = sum(e.end - e.start for e in events if e.name in self.sources)
             computes = sum(e.end - e.start for e in events) - steps
-            issues = max(0.0, timeline.compute_seconds[rank] - computes - steps)
+            issues = max(0.0, timeline.compute_seconds[device] - computes - steps)
             issues = 0.0 if issues < 1e-12 else issues
-            waits = [timeline.exposed_seconds[rank], sum(timeline.waits_for[rank])]
-            known = [timeline.end_seconds[rank], computes, 0.0, issues, *waits, steps]
+            waits = [timeline.exposed_seconds[device], sum(timeline.waits_for[device])]
+            known = [timeline.end_seconds[device], computes, 0.0, issues, *waits, steps]
             rows.append(["", "", "predicted", *map(seconds_text, known), ""])
         header = [
             "rank", "device", "", "step", "computes", "copies", "issues", "for transfers", "for devices",
@@ -168,9 +170,11 @@ class _Comparison:
     def ops(self) -> str:
         """The ops whose seconds differ the most from the prediction, summed over the devices."""
         predicted: dict[str, float] = defaultdict(float)
+        accelerators = Counter(self.measured.machines)
         for event in self.timeline.events:
             if event.stream == "compute" and event.name not in self.sources:
-                predicted[self.op_of[event.name]] += event.end - event.start
+                each = event.end - event.start
+                predicted[self.op_of[event.name]] += accelerators[event.device] * each
         ops = sorted({*predicted, *self.by_op}, key=lambda op: (-abs(self.by_op[op] - predicted[op]), op))
         rows = []
         for op in ops[:_TOP]:

@@ -63,10 +63,12 @@ def within(runtime: MachineRuntime) -> Runtime:
 
 
 class PendingAcross:
-    """A collective between machines on its way."""
+    """A collective between machines on its way; ``carried``: as the first accelerator of a machine takes part in
+    it."""
 
-    def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, finish: Callable[[], torch.Tensor], carried: PendingTensor | None = None) -> None:
         self._finish: Callable[[], torch.Tensor] | None = finish
+        self.carried = carried
 
     def wait(self) -> torch.Tensor:
         """Wait, have the result handed out inside, and give this accelerator's part."""
@@ -90,7 +92,7 @@ def start_across(
     whole = tensor if comm.world == 1 else collect(comm, tensor, held, shape)
     if comm.rank == 0:
         pending = STARTS[kind](runtime.across, whole, *args)
-        return PendingAcross(lambda: hand_out(comm, pending.wait(), handed, result))
+        return PendingAcross(lambda: hand_out(comm, pending.wait(), handed, result), pending)
     empty = tensor.new_empty(())
     return PendingAcross(lambda: hand_out(comm, empty, handed, result))
 

@@ -17,12 +17,14 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
+from hetspmd.cost.machines import machine_of
 from hetspmd.cost.timeline import IDLE_RESULTS, Event, Stream
 from hetspmd.run.stamps import Call, What, offsets
 
 if TYPE_CHECKING:
     import os
 
+    from hetspmd.cost.cluster import Cluster
     from hetspmd.plan import Plan
 
 
@@ -69,11 +71,12 @@ class Carried:
 class Measured:
     """The recorded steps; seconds from the first thing recorded, on rank 0's clock.
 
-    devices      names of the cluster's devices, in rank order
+    devices      names of the cluster's devices, in rank order; of a machine with several accelerators, once each
     plans        what ran; there is more than one where batches or modes differ
     spans        what each rank's thread did, by rank, then time
     runs         of local graphs, by rank, then time
     carried      the collectives in the order in which they were issued
+    machines     the device of the cluster that each rank is (an accelerator of)
     clock_error  seconds by which the ranks' clocks may be apart: 0 on one machine; otherwise a bound from
                  rounds before and after the steps, and half of what the clocks drifted between them
     """
@@ -84,6 +87,7 @@ class Measured:
     runs: tuple[LocalRun, ...] = field(repr=False)
     carried: tuple[Carried, ...] = field(repr=False)
     clock_error: float
+    machines: tuple[int, ...]
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
@@ -145,22 +149,23 @@ class Measured:
         write_trace(self.to_chrome_trace(), path)
 
 
-def assemble(
-    devices: Sequence[str], plans: Sequence[Plan], logs: Sequence[Mapping[str, Any]]
-) -> Measured:  # fmt: skip
+def assemble(cluster: Cluster, plans: Sequence[Plan], logs: Sequence[Mapping[str, Any]]) -> Measured:
     """What the ranks' ``logs`` (of :meth:`hetspmd.run.record.Recording`) say together."""
+    machines = machine_of(cluster)
+    devices = [cluster.devices[machine].name for machine in machines]
     shifts, error = _shifts(logs)
     first = min((t + shift for log, shift in zip(logs, shifts, strict=True) for t in _times(log)), default=0)
     spans: list[Span] = []
     runs: list[LocalRun] = []
-    seen: dict[tuple[int, int], _Seen] = {}
+    seen: dict[tuple[int, int, int], _Seen] = {}
     for rank, (log, shift) in enumerate(zip(logs, shifts, strict=True)):
-        one = _Rank(rank, log, shift - first, seen)
+        one = _Rank(rank, machines[rank], log, shift - first, seen)
         spans += sorted(one.spans, key=lambda s: s.start)
         runs += one.runs
     return Measured(
-        tuple(devices), tuple(plans), tuple(spans), tuple(runs), _carried(seen, len(devices)), error / 1e9
-    )
+        tuple(devices), tuple(plans), tuple(spans), tuple(runs), _carried(seen, len(devices)), error / 1e9,
+        machines,
+    )  # fmt: skip
 
 
 def _shifts(logs: Sequence[Mapping[str, Any]]) -> tuple[list[int], int]:
@@ -189,13 +194,18 @@ class _Seen:
     completed: dict[int, float] = field(default_factory=dict)
 
 
+EVERYWHERE = -1
+"""In place of the machine that a collective is inside of."""
+
+
 class _Rank:
-    """The log of one rank, its clock moved by ``shift`` nanoseconds."""
+    """The log of one rank of a machine, its clock moved by ``shift`` nanoseconds."""
 
     def __init__(
-        self, rank: int, log: Mapping[str, Any], shift: int, seen: dict[tuple[int, int], _Seen]
-    ) -> None:
-        self.rank, self.shift, self.seen = rank, shift, seen
+        self, rank: int, machine: int, log: Mapping[str, Any], shift: int,
+        seen: dict[tuple[int, int, int], _Seen],
+    ) -> None:  # fmt: skip
+        self.rank, self.machine, self.shift, self.seen = rank, machine, shift, seen
         self.spans: list[Span] = []
         self.runs: list[LocalRun] = []
         for run, (plan, graph, times, flights) in enumerate(log["passes"]):
@@ -204,7 +214,7 @@ class _Rank:
             self._span(-1, -1, "optimizer", "optimizer's step", begin, end)
         for count, (begin, end) in enumerate(log["shares"]):
             self._span(-1, -1, "wait", IDLE_RESULTS, begin, end)
-            known = seen.setdefault((-1, count), _Seen(IDLE_RESULTS, -1))
+            known = seen.setdefault((-1, count, EVERYWHERE), _Seen(IDLE_RESULTS, -1))
             known.issued[rank], known.completed[rank] = self._seconds(begin), self._seconds(end)
 
     def _seconds(self, nanoseconds: int) -> float:
@@ -229,8 +239,12 @@ class _Rank:
             name = f"issue {call.name}" if call.what == "issue" else call.name
             self._span(plan, run, call.what, name, begin, end)
             if call.what == "issue" and flights[call.transfer][0]:
-                known = self.seen.setdefault((run, call.transfer), _Seen(call.name, plan))
+                known = self.seen.setdefault(self._key(run, call), _Seen(call.name, plan))
                 known.issued[self.rank] = self._seconds(end)
+
+    def _key(self, run: int, call: Call) -> tuple[int, int, int]:
+        """Ranks tell of the same collective under the same key."""
+        return run, call.transfer, self.machine if call.inside else EVERYWHERE
 
     def _wait(
         self, run: int, plan: int, call: Call, flight: tuple[int, Sequence[int]], begin: int, end: int
@@ -241,7 +255,7 @@ class _Rank:
         if primitives:
             complete = min(max(done), end) if len(done) == primitives else end
             until = max(begin, complete)
-            known = self.seen[run, call.transfer]
+            known = self.seen[self._key(run, call)]
             known.completed.setdefault(self.rank, self._seconds(complete))
         if until > begin:
             self._span(plan, run, "wait", call.name, begin, until)
@@ -249,10 +263,10 @@ class _Rank:
             self._span(plan, run, "local", f"unpack {call.name}", until, end)
 
 
-def _carried(seen: Mapping[tuple[int, int], _Seen], world: int) -> tuple[Carried, ...]:
+def _carried(seen: Mapping[tuple[int, int, int], _Seen], world: int) -> tuple[Carried, ...]:
     free = [float("-inf")] * world
     found = []
-    for (run, _), one in sorted(seen.items(), key=lambda item: max(item[1].issued.values())):
+    for (run, *_), one in sorted(seen.items(), key=lambda item: max(item[1].issued.values())):
         ready = max(one.issued.values())
         streams = {}
         for rank, completed in sorted(one.completed.items()):

@@ -19,7 +19,6 @@ from hetspmd.errors import (
     DeviceError,
     ExampleError,
     HetspmdError,
-    PlanError,
     PlanMismatchError,
     TraceError,
 )
@@ -268,11 +267,6 @@ class HAP(nn.Module):
         """
         from hetspmd.run.record import Recording
 
-        if self.plan.inside is not None:
-            raise PlanError(
-                "the steps of a plan across machines cannot be recorded yet; record a plan of single accelerators, "
-                "compiled with machines='flat'"
-            )
         if self._recording is not None:
             raise RuntimeError("this module is being recorded already")
 

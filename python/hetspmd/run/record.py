@@ -101,8 +101,7 @@ class Recording:
             self._restore()
         if error is not None:
             return
-        devices = [d.name for d in self._plans[0].cluster.devices]
-        measured = assemble(devices, self._plans, logs)
+        measured = assemble(self._plans[0].cluster, self._plans, logs)
         self._passes.clear()
 
         def write() -> None:

@@ -6,7 +6,9 @@ between two. Freeing what a call was the last to read is within its time. The or
 nothing is paid when nothing is recorded.
 
 A collective completes in another thread. On the CPU the backend tells when (a callback), or, if it cannot, it is
-looked at behind each call; on a GPU it counts as complete when the wait for it has ended.
+looked at behind each call; on a GPU it counts as complete when the wait for it has ended. One between machines is
+that of their first accelerators: what goes on inside a machine before it is part of issuing it, what goes on after
+it of unpacking its result; for the other accelerators it is complete when they have their part.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from hetspmd.lower.emit import ALSO
 from hetspmd.run import buckets, collectives
 from hetspmd.run.communicator import DoneWork, Work, _CopiedWork, _IssuedWork
 from hetspmd.run.instrument import instrumented
+from hetspmd.run.machines import PendingAcross
 from hetspmd.synth.buckets import Bucket, transfer_text
-from hetspmd.synth.program import Communicate
+from hetspmd.synth.nested import Across, Inside
+from hetspmd.synth.program import KIND_TEXT, Communicate
 from hetspmd.trace.graph import Graph
 
 if TYPE_CHECKING:
@@ -77,11 +81,13 @@ def clock_of(device: torch.device) -> Clock:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a local graph: ``transfer`` counts the graph's collectives, for issues and waits."""
+    """A call of a local graph: ``transfer`` counts the graph's collectives, for issues and waits; ``inside``: of
+    the accelerators of one machine."""
 
     what: What
     name: str
     transfer: int = -1
+    inside: bool = False
 
 
 @dataclass(slots=True)
@@ -127,8 +133,10 @@ class Stamps:
     def issued(self, pending: Any) -> None:
         """Behind the start of a collective."""
         inner: Any = pending._pending if isinstance(pending, buckets.PendingBucket) else pending
-        works = [work for work in inner._works if not isinstance(work, DoneWork)]
-        flight = Flight(len(works))
+        if isinstance(inner, PendingAcross):
+            inner = inner.carried
+        works = [] if inner is None else [w for w in inner._works if not isinstance(w, DoneWork)]
+        flight = Flight(1 if inner is None else len(works))
         self._pass.flights.append(flight)
         if isinstance(self._clock, HostClock):
             for work in works:
@@ -187,17 +195,23 @@ def _call(node: fx.Node, order: dict[fx.Node, int], graph: Graph) -> Call:
         return Call("instruction", graph.instructions[instruction].name)
     if (step := node.meta.get("transfer")) is not None:
         order[node] = len(order)
-        return Call("issue", transfer_name(step, graph), order[node])
+        return Call("issue", transfer_name(step, graph), order[node], isinstance(step, Inside))
     if node.target in (collectives.wait, buckets.take):
         (pending, *_) = node.args
         assert isinstance(pending, fx.Node)
-        return Call("wait", transfer_name(pending.meta["transfer"], graph), order[pending])
+        step = pending.meta["transfer"]
+        return Call("wait", transfer_name(step, graph), order[pending], isinstance(step, Inside))
     return Call("local", node.name)
 
 
-def transfer_name(step: Communicate | Bucket, graph: Graph) -> str:
-    """As the simulated timeline calls a collective."""
-    return transfer_text(step, [t.name for t in graph.tensors])
+def transfer_name(step: Communicate | Bucket | Inside | Across, graph: Graph) -> str:
+    """As the simulated timeline calls a collective; it knows of none inside a machine."""
+    names = [t.name for t in graph.tensors]
+    if isinstance(step, Inside):
+        return f"{KIND_TEXT[step.kind]} inside({names[step.tensor]})"
+    if isinstance(step, Across):
+        step = Communicate(step.tensor, step.kind, step.source, step.target)
+    return transfer_text(step, names)
 
 
 def offsets(of_all: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
