@@ -106,7 +106,7 @@ class Problem:
         merged = kind_of.reshape(-1)[which.reshape(-1)]
         counts = np.zeros((stages.count, len(self.signatures)))
         np.add.at(counts, (stages.stage, merged), 1.0)
-        counts[:, t.free[self.signatures]] = 0.0
+        counts[:, model.free(self.signatures)] = 0.0
         unique, weight = np.unique(counts, axis=0, return_counts=True)
         self.counts: Array = unique
         self.weight: Array = weight.astype(float)

@@ -29,6 +29,7 @@ import copy
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.cluster import Cluster
@@ -114,8 +115,7 @@ class CostModel(Moves):
         """Seconds of rows given by signature at the given shares, shape (len(signatures), n)."""
         fast, cut, whole, start = self.terms(signatures)
         s = shares[self.triples.axis[signatures]]
-        idle = (s == 0) | self.triples.free[signatures, None]
-        return np.where(idle, 0.0, np.maximum(fast * s, cut * s + whole) + start)
+        return np.where(s == 0, 0.0, np.maximum(fast * s, cut * s + whole) + start)
 
     def supports(self, signatures: Index, shares: Array) -> tuple[Array, Array]:
         """Slopes and constants, each (len(signatures), n), of the lines that support the rows' seconds at the
@@ -123,13 +123,17 @@ class CostModel(Moves):
         fast, cut, whole, start = self.terms(signatures)
         axis = self.triples.axis[signatures]
         sharded = (axis < len(self.theory.axes.axes))[:, None]
-        busy = ~self.triples.free[signatures, None]
         s = shares[axis]
         bound = fast * s >= cut * s + whole
         slope = np.where(bound, fast, cut)
         constant = np.where(bound, 0.0, whole) + start
         constant = np.where(sharded, constant, constant + slope)
-        return np.where(sharded & busy, slope, 0.0), np.where(busy, constant, 0.0)
+        return np.where(sharded, slope, 0.0), constant
+
+    def free(self, signatures: Index) -> npt.NDArray[np.bool_]:
+        """Which rows given by signature take no device any time."""
+        taken = np.stack(self.terms(signatures)).any(axis=(0, 2))
+        return np.logical_not(taken)
 
     def row_linear(
         self, instruction: int, row: int, ratios: Sequence[float] | None = None

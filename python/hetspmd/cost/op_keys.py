@@ -8,6 +8,9 @@ order than the shape's; dims of one element, and dims that are expanded (stride 
 that stands twice is ``=i``, the position of the first. Numbers and other arguments follow in place; a summed
 output has a ``+``.
 
+All views have one key, ``view``: they touch no data, and cost the call. (On a GPU the host makes it while the GPU
+computes; there it is not measured, and free.)
+
 The optimizer's step on a stored parameter is ``optimizer(float32[24/24,40])``; which optimizer, the file says once.
 
 Triples without a factor (whole, or linear in a summand) make the same call, and have the same key.
@@ -19,7 +22,7 @@ inputs, parameters and constants are contiguous). Where an op does not run there
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -29,11 +32,22 @@ from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Argument, Ref, value_text
 from hetspmd.trace.values import to_torch, torch_dtype, torch_op
 
-__all__ = ["Order", "call_key", "dense_strides", "is_parameter_key", "memory_orders", "parameter_key"]
+__all__ = [
+    "VIEW_KEY",
+    "Order",
+    "call_key",
+    "dense_strides",
+    "is_parameter_key",
+    "memory_orders",
+    "parameter_key",
+]
 
 Order = tuple[int, ...] | None
 """Dims from the outermost in memory to the innermost, without those of one element and expanded ones; None for the
 shape's own order."""
+
+VIEW_KEY: Final = "view"
+"""Of all views: a call that touches no data, whatever its shapes."""
 
 _META = torch.device("meta")
 

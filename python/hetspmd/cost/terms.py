@@ -56,7 +56,7 @@ def _of_device(
     rates = np.array([device.rate(dtype) for dtype in t.dtypes])
     bandwidth = np.where(t.updates, device.update, device.memory_bandwidth)
     fast, cut, whole = t.flops / rates[t.dtype], t.cut / bandwidth, t.whole / bandwidth
-    start = np.full(len(fast), device.launch)
+    start = np.where(t.free, 0.0, device.launch)
     if not ops:
         return fast, cut, whole, start
     # One more place for what has no key.
@@ -79,4 +79,7 @@ def _of_device(
     cut = np.where(timed, np.where(by_flops, 0.0, line_slope), cut)
     whole = np.where(timed, 0.0, whole)
     start = np.where(timed, np.where(sharded, constant[key], np.minimum(device.launch, own)), start)
+    views = t.free & timed
+    fast, cut, whole = (np.where(views, 0.0, part) for part in (fast, cut, whole))
+    start = np.where(views, own, start)
     return fast, cut, whole, start

@@ -1,9 +1,9 @@
 """The cost-relevant side of all Hoare triples: one *signature* for all that cost the same on any device.
 
 FLOPs are the rule's; bytes are those of the tensors that a row cuts and of those that stay whole, each tensor read
-once, results written once. Views and sources cost nothing, but for a trained parameter, whose rows carry the
-optimizer's step on what the device stores, with the bytes of the parameter. Its second reading in the backward
-(:mod:`hetspmd.trace.reread`) is a view.
+once, results written once. Views (unless measured) and sources cost nothing, but for a trained parameter, whose
+rows carry the optimizer's step on what the device stores, with the bytes of the parameter. Its second reading in
+the backward (:mod:`hetspmd.trace.reread`) is a view, and never made.
 
 Where op times were measured, a signature also has the key of its row and that of the same call run whole
 (:mod:`hetspmd.cost.op_keys`).
@@ -18,11 +18,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from hetspmd.cost.op_keys import call_key, memory_orders, parameter_key
+from hetspmd.cost.op_keys import VIEW_KEY, call_key, memory_orders, parameter_key
 from hetspmd.forms import is_sharded, sharded_dim
 from hetspmd.rules.rule import Cut, Row, TensorType
 from hetspmd.rules.theory import Theory
-from hetspmd.trace.graph import PARAMETER, Instruction
+from hetspmd.trace.graph import PARAMETER, SECOND_READ, Instruction
 
 Array = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
@@ -40,8 +40,8 @@ class Triples:
     """The cost-relevant side of all rows, one entry per distinct signature.
 
     flops (FLOPs), cut and whole (bytes), axis (axis id; the number of axes where nothing is sharded), dtype
-    (row of the rates, named by ``dtypes``), free; ``updates``: the bytes are a parameter's that an optimizer
-    updates; ``key`` and ``whole_key``: places in ``keys``, -1 where op times do not matter.
+    (row of the rates, named by ``dtypes``), free (unless measured); ``updates``: the bytes are a parameter's that
+    an optimizer updates; ``key`` and ``whole_key``: places in ``keys``, -1 where op times do not matter.
     ``signature[offset[i] + r]`` is that of row r of instruction i.
     """
 
@@ -84,7 +84,7 @@ def triples_of(theory: Theory, *, keyed: bool) -> Triples:
 
 
 def row_keys(theory: Theory) -> list[tuple[str, ...]]:
-    """Per instruction the keys of its rows; none for views, and for sources that are no trained parameters."""
+    """Per instruction the keys of its rows; none for sources that are no trained parameters."""
     trained = {p.tensor for p in theory.graph.parameters if p.gradient is not None}
     orders = memory_orders(theory)
     known: dict[tuple[object, ...], tuple[str, ...]] = {}
@@ -98,8 +98,11 @@ def row_keys(theory: Theory) -> list[tuple[str, ...]]:
             dims = (sharded_dim(form) if is_sharded(form) else None for form in forms)
             found.append(tuple(parameter_key(type_, dim) for dim in dims))
             continue
-        if rule is None or call is None or rule.alias:
+        if rule is None or call is None or instruction.op == SECOND_READ:
             found.append(())
+            continue
+        if rule.alias:
+            found.append((VIEW_KEY,) * len(theory.rows[instruction.id]))
             continue
         of_inputs = tuple(orders[t] for t in instruction.inputs)
         same = tuple(instruction.inputs.index(t) for t in instruction.inputs)
@@ -147,7 +150,7 @@ def _triples(theory: Theory, keys: list[tuple[str, ...]] | None) -> Triples:
                 cut, whole = (0.0, size) if axis is None else (size, 0.0)
                 key: _Key = (0.0, cut, whole, place, dtype, False, True, *timed)
             elif rule is None or rule.alias:
-                key = (0.0, 0.0, 0.0, place, dtype, True, False, -1, -1)
+                key = (0.0, 0.0, 0.0, place, dtype, True, False, *timed)
             else:
                 key = (rule.flops, *traffic[index], place, dtype, False, False, *timed)
             signature.append(known.setdefault(key, len(known)))

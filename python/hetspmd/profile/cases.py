@@ -19,7 +19,7 @@ import numpy as np
 
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.op_keys import memory_orders, parameter_key
+from hetspmd.cost.op_keys import VIEW_KEY, memory_orders, parameter_key
 from hetspmd.cost.triples import row_keys
 from hetspmd.forms import is_sharded, sharded_dim
 from hetspmd.profile.local_op import Alone, alone
@@ -99,6 +99,11 @@ def cases_of(theory: Theory, cluster: Cluster) -> dict[str, Case]:
                     key, Case(key, parameter_key(type_, None), None, (type_, dim), units, weights[key])
                 )
             continue
+        if of_rows[0] == VIEW_KEY:
+            found[VIEW_KEY] = Case(
+                VIEW_KEY, VIEW_KEY, (alone(graph, instruction, orders), 0), None, 1, _views(model, keys)
+            )
+            continue
         own = alone(graph, instruction, orders)
         small = own.theory
         op = small.graph.instructions[-1].id
@@ -108,6 +113,12 @@ def cases_of(theory: Theory, cluster: Cluster) -> dict[str, Case]:
             units = 1 if axis is None else small.axes.axes[axis].units
             found.setdefault(key, Case(key, of_rows[0], (own, index), None, units, weights[key]))
     return found
+
+
+def _views(model: CostModel, keys: Sequence[tuple[str, ...]]) -> float:
+    """Seconds for the views of a step, if each costs what launching an op does."""
+    number = sum(VIEW_KEY in of_rows for of_rows in keys)
+    return number * max(device.launch for device in model.cluster.devices)
 
 
 def tasks_of(cases: Sequence[Case]) -> list[Task]:

@@ -5,7 +5,8 @@ time, as in training. A local call is lowered as the runtime lowers it and calle
 without gradients, on inputs that rotate through an arena of :data:`FOOTPRINT` bytes: in a step, too, an op's
 weights and what the backward reads of the forward come from memory, since everything else has passed through
 the caches in between. A sample is as many calls as last :data:`LONG`; samples are repeated as
-:mod:`hetspmd.profile.sampling` says. The optimizer's step is measured on as many parameters of a shape as
+:mod:`hetspmd.profile.sampling` says. Short calls on a CPU are timed one by one, with other work between them
+(:mod:`hetspmd.profile.single`). The optimizer's step is measured on as many parameters of a shape as
 fill the arena, so that its own overhead is spread as over a model's.
 
 A key's line ``constant + slope share`` is the non-negative least squares solution for the logarithms of its points
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 
 from hetspmd.cost.cluster import Cluster
+from hetspmd.cost.op_keys import VIEW_KEY
 from hetspmd.cost.op_times import OpFit, OpFits, OpTime
 from hetspmd.profile.cache import Points, cache_file, load_points, save_points
 from hetspmd.profile.cases import Case, Task, tasks_of
@@ -40,6 +42,7 @@ from hetspmd.profile.host import host_identity
 from hetspmd.profile.local_op import Alone, Arena, local_op
 from hetspmd.profile.sampling import interval, repeat
 from hetspmd.profile.session import Session
+from hetspmd.profile.single import LONG, SingleCalls
 from hetspmd.rules.rule import TensorType
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import ITEM_SIZES
@@ -49,8 +52,8 @@ __all__ = ["OpReport", "fit_points", "measure_ops"]
 
 FOOTPRINT: Final = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
 """Bytes through which inputs rotate: twice the last cache of most CPUs, several times a GPU's."""
-LONG: Final = 0.01
-"""Seconds of a sample of short calls."""
+SHORT: Final = 0.005
+"""Seconds of a call on a CPU below which calls are timed one by one."""
 MOST_CALLS: Final = 2000
 MOST_SETS: Final = 64
 ROOM: Final = 0.5
@@ -100,7 +103,7 @@ def measure_ops(
     file = cache_file(device, cluster.devices[session.rank], optimizer)
     stored = session.together("reading the cache of op times", lambda: load_points(file))
     known = [_merged([stored[r] for r in kind]) for kind in kinds]
-    tasks = tasks_of(cases)
+    tasks = [t for t in tasks_of(cases) if device.type == "cpu" or t.key != VIEW_KEY]
     have = known[kinds.index(mine)]
     todo = [t for t in tasks if t.share not in have.get(t.key, {})]
     own_tasks = todo[mine.index(session.rank) :: len(mine)]
@@ -172,6 +175,7 @@ def _measure(
     done = _Done()
     end = perf_counter() + budget
     arena = Arena(device, FOOTPRINT[device.type])
+    single = SingleCalls() if device.type == "cpu" else None
     theories: dict[int, tuple[Alone, Theory]] = {}
     for index, task in enumerate(tasks):
         now = perf_counter()
@@ -183,7 +187,7 @@ def _measure(
                 warnings.simplefilter("ignore")
                 call, parts = _call(device, arena, task, theories, optimizer, room)
                 deadline = now + (end - now) / (len(tasks) - index)
-                seconds = [t / parts for t in _samples(device, call, deadline, tolerance)]
+                seconds = [t / parts for t in _samples(device, call, single, deadline, tolerance)]
         except Exception as error:  # a kernel may raise anything on made-up inputs: the op keeps the roofline
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             done.failed.append(f"{task.case.key.split('(')[0]}: {reason}")
@@ -194,8 +198,9 @@ def _measure(
 
 
 def _samples(
-    device: torch.device, call: Callable[[], object], deadline: float, tolerance: float
-) -> list[float]:
+    device: torch.device, call: Callable[[], object], single: SingleCalls | None, deadline: float,
+    tolerance: float,
+) -> list[float]:  # fmt: skip
     def run(calls: int) -> float:
         synchronize(device)
         start = perf_counter()
@@ -206,6 +211,8 @@ def _samples(
 
     run(1)  # the first call may compile or choose kernels
     once = run(2)
+    if single is not None and once < SHORT:
+        return repeat(partial(single.seconds, call), deadline, tolerance)
     return repeat(partial(run, min(max(int(LONG / once), 1), MOST_CALLS)), deadline, tolerance)
 
 

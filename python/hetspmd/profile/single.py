@@ -1,0 +1,60 @@
+"""Seconds of single short calls on a CPU, as they are in a step: after other work.
+
+A call that is repeated at once finds its code and its temporary memory in the nearest caches, and may take half of
+the time that it takes between the other calls of a step. So between two calls :data:`COLD` bytes are touched, and
+only the calls are timed.
+
+A thread that may run for a part of the time only (a quota of CPU time) seldom stands still within so short a call.
+So CPU seconds of the thread are counted, times what a CPU second takes over all of the calls and the work between
+them. Where PyTorch computes with several threads, one thread's CPU time is not the call's, and the clock is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter, thread_time
+from typing import Final
+
+import torch
+
+__all__ = ["LONG", "SingleCalls"]
+
+LONG: Final = 0.01
+"""Seconds of a sample of short calls."""
+COLD: Final = 2**21
+"""Bytes touched between two calls: twice the second cache of most CPUs."""
+KEPT: Final = 0.98
+"""Of the past, at each sample, in what a CPU second takes."""
+EMPTY: Final = 10
+"""Samples of calls that do nothing, of which the least is what timing a call takes."""
+
+
+class SingleCalls:
+    """Times calls one by one."""
+
+    def __init__(self) -> None:
+        self._cold = torch.ones(COLD // 4)
+        self._alone = torch.get_num_threads() == 1
+        self._clock = thread_time if self._alone else perf_counter
+        self._passed, self._used = 0.0, 0.0
+        self._empty = 0.0
+        self._empty = min(self.seconds(_nothing) for _ in range(EMPTY))
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Seconds of one call: the mean over as many as take :data:`LONG` with the work between them."""
+        cold, clock = self._cold, self._clock
+        began, used, taken, calls = perf_counter(), thread_time(), 0.0, 0
+        while calls == 0 or perf_counter() - began < LONG:
+            cold.add_(1.0)
+            start = clock()
+            call()
+            taken += clock() - start
+            calls += 1
+        self._passed = KEPT * self._passed + perf_counter() - began
+        self._used = KEPT * self._used + thread_time() - used
+        pace = max(self._passed / max(self._used, 1e-9), 1.0) if self._alone else 1.0
+        return max(pace * taken / calls - self._empty, 1e-9)
+
+
+def _nothing() -> None:
+    """A call that takes no time but its timing."""
