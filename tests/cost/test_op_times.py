@@ -19,12 +19,13 @@ from hetspmd.cost.cluster import PASSES, Cluster, Device, Network
 from hetspmd.cost.cluster_file import read_object
 from hetspmd.cost.measured import Measured, read_measured
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.op_keys import dense_strides, memory_orders
+from hetspmd.cost.op_keys import VIEW_KEY, dense_strides, memory_orders
 from hetspmd.cost.op_times import OpFit, OpTime, OpTimes
 from hetspmd.cost.step import Stages, step_cost
 from hetspmd.cost.triples import row_keys
 from hetspmd.errors import ClusterError
 from hetspmd.rules.theory import Theory, derive
+from hetspmd.trace.graph import SECOND_READ
 from hetspmd.trace.trace import trace
 
 LAUNCH = 1e-6
@@ -128,6 +129,46 @@ def test_a_lone_device_runs_every_row_whole() -> None:
     model = CostModel(theory, with_ops(base, *lines))
     rows = np.array([model.signature(2, row) for row in range(len(theory.rows[2]))])
     assert model.seconds(rows, model.even_shares((1.0,))) == pytest.approx(5e-4)
+
+
+def test_views_cost_their_calls_where_they_were_measured() -> None:
+    import torch
+    from torch import nn
+
+    import hetspmd.rules.ops  # noqa: F401  # registers the rules
+
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(6, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.w.t()).view(30).sum()
+
+    theory = derive(trace(Viewed(), (), {"x": torch.ones(5, 4)}))
+    views = [i.id for i in theory.graph.instructions if VIEW_KEY in row_keys(theory)[i.id]]
+    ops = {theory.graph.instructions[v].op for v in views}
+    assert {"aten.t.default", "aten.view.default"} <= ops
+    assert SECOND_READ not in ops
+    base = cluster(1e9, 4e9, memory_bandwidth=1e8, launch=LAUNCH)
+    plain = CostModel(theory, base)
+    seconds = 3e-6
+    model = CostModel(theory, with_ops(base, OpTime(VIEW_KEY, seconds, 0.0)))
+    lengths = lengths_for(theory.axes, (0.25, 0.75))
+    for view in views:
+        for row in range(len(theory.rows[view])):
+            assert plain.row_seconds(view, row, lengths) == (0.0, 0.0)
+            assert model.row_seconds(view, row, lengths) == (seconds, 0.0), "device 1 was not measured"
+            slope, constant = model.row_linear(view, row)
+            assert (slope, constant) == ((0.0, 0.0), (seconds, 0.0))
+    both = CostModel(theory, with_ops(base, OpTime(VIEW_KEY, seconds, 0.0), ranks=(0, 1)))
+    empty = lengths_for(theory.axes, (0.0, 1.0))
+    rows = theory.row_axes[views[0]]
+    cut = next(r for r, axis in enumerate(rows) if axis is not None)
+    assert both.row_seconds(views[0], cut, empty) == (0.0, seconds), "nothing to view"
+    free = plain.free(np.arange(len(plain.triples.flops)))
+    assert free.sum() > both.free(np.arange(len(both.triples.flops))).sum()
+    assert both.alone() == pytest.approx(plain.alone() + len(views) * seconds)
 
 
 def test_the_optimizer_s_step_per_stored_form() -> None:

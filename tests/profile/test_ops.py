@@ -14,9 +14,10 @@ import torch
 import zoo
 from hetspmd.cost.cluster import Cluster, Device, Network
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.op_keys import memory_orders
+from hetspmd.cost.op_keys import VIEW_KEY, memory_orders
 from hetspmd.cost.triples import row_keys
 from hetspmd.profile import ops as measuring
+from hetspmd.profile import single
 from hetspmd.profile.cache import cache_file, cache_folder, load_points, save_points
 from hetspmd.profile.cases import SHARES, Case, cases_of, tasks_of, together
 from hetspmd.profile.local_op import Alone, Arena, alone, index_bound, local_op
@@ -53,6 +54,7 @@ ONE = Cluster((Device("cpu", {"default": 5e10}, memory_bandwidth=1e10),))
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETSPMD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(measuring, "LONG", 1e-5)
+    monkeypatch.setattr(single, "LONG", 1e-5)
     monkeypatch.setattr(measuring, "FOOTPRINT", {"cpu": 2**20})
 
 
@@ -152,8 +154,11 @@ def test_cases_are_the_keys_of_the_cost_model() -> None:
     keys = {k for of_rows in row_keys(theory) for k in of_rows}
     assert cases.keys() == keys
     assert all(c.whole in cases for c in cases.values())
-    whole = sum(c.weight for c in cases.values() if c.key == c.whole)
+    whole = sum(c.weight for c in cases.values() if c.key == c.whole != VIEW_KEY)
     assert whole == pytest.approx(CostModel(theory, ONE).alone()[0])
+    views = sum(VIEW_KEY in of_rows for of_rows in row_keys(theory))
+    assert views > 50
+    assert cases[VIEW_KEY].weight == pytest.approx(views * ONE.devices[0].launch)
     both = together([theory, theory_of("resnet50")], ONE)
     assert sum(c.weight for c in both if c.key == c.whole) == pytest.approx(2.0)
     assert {s for s in SHARES if not 0 < s < 1} == set()

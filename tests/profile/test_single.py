@@ -1,0 +1,70 @@
+"""Short calls timed one by one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hetspmd.profile import single
+from hetspmd.profile.single import SingleCalls
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_part_of_the_time_counts_as_over_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that has a quarter of the time takes four times its CPU time, whenever it stands still."""
+    torch.set_num_threads(1)
+    used, passed = [0.0], [0.0]
+    monkeypatch.setattr(single, "thread_time", lambda: used[0])
+    monkeypatch.setattr(single, "perf_counter", lambda: passed[0])
+
+    def work(cpu: float, wall: float) -> None:
+        used[0] += cpu
+        passed[0] += wall
+
+    monkeypatch.setattr(single, "_nothing", lambda: work(0.0, 4e-3))
+    calls = SingleCalls()
+    calls._passed = calls._used = 0.0
+    assert calls.seconds(lambda: work(1e-3, 1e-3 if passed[0] < 1 else 7e-3)) > 0
+    found = [calls.seconds(lambda: work(1e-3, 4e-3)) for _ in range(200)]
+    assert found[-1] == pytest.approx(4e-3, rel=0.05)
+
+
+def burn(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_only_the_calls_are_timed() -> None:
+    torch.set_num_threads(1)
+    calls = SingleCalls()
+    assert min(calls.seconds(lambda: None) for _ in range(5)) < 2e-5
+    assert min(calls.seconds(lambda: burn(1e-3)) for _ in range(5)) == pytest.approx(1e-3, rel=0.5)
+    assert min(calls.seconds(lambda: time.sleep(2e-3)) for _ in range(5)) < 1e-3, "a thread's own time"
+
+
+def test_with_several_threads_the_clock_counts() -> None:
+    torch.set_num_threads(2)
+    calls = SingleCalls()
+    assert calls.seconds(lambda: time.sleep(2e-3)) > 1.5e-3
+
+
+def test_code_and_memory_are_cold() -> None:
+    """What another call has left in the caches is gone: a sum over half a megabyte costs more than at once."""
+    torch.set_num_threads(1)
+    calls, data = SingleCalls(), torch.ones(2**17)
+    apart = min(calls.seconds(lambda: data.sum()) for _ in range(20))
+    start = time.thread_time()
+    for _ in range(500):
+        data.sum()
+    at_once = (time.thread_time() - start) / 500
+    assert apart > at_once
