@@ -2,9 +2,9 @@
 
     ${HETSPMD_CACHE:-${XDG_CACHE_HOME:-~/.cache}/hetspmd}/ops/DEVICE-HASH.json
 
-One file for each machine's device, number of threads, version of torch, optimizer and *speed*: devices of one
-name may be unlike (a CPU quota, a power limit), so that the file is also that of the float32 FLOP/s, rounded to
-steps of a tenth. ``HETSPMD_DEVICE_NAME`` puts another name in place of the device's own.
+One file for each version of this format, machine's device, number of threads, version of torch, optimizer and
+*speed*: devices of one name may be unlike (a CPU quota, a power limit), so that the file is also that of the float32
+FLOP/s, rounded to steps of a tenth. ``HETSPMD_DEVICE_NAME`` puts another name in place of the device's own.
 
 A file is read, merged and written beside and renamed, so that ranks that write at the same time leave a whole
 file. A file that cannot be read, or written, is a warning: what it holds is measured again.
@@ -30,7 +30,8 @@ from hetspmd.profile.host import processor_name
 
 __all__ = ["Points", "cache_file", "load_points", "save_points"]
 
-VERSION: Final = 1
+VERSION: Final = 2
+"""Of the file, and of what a point means: since 2 short calls on CPUs are timed one by one."""
 STEP: Final = 1.1
 
 Points = dict[str, dict[float, tuple[float, float, float, int]]]
@@ -50,8 +51,8 @@ def cache_file(device: torch.device, kind: Device, optimizer: str) -> Path:
     name = os.environ.get("HETSPMD_DEVICE_NAME") or processor_name(device)
     speed = round(math.log(kind.rate("float32"), STEP))
     identity = {
-        "device": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "speed": speed,
-        "optimizer": optimizer,
+        "version": VERSION, "device": name, "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "speed": speed, "optimizer": optimizer,
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "device"
