@@ -3,8 +3,8 @@
     ${HETSPMD_CACHE:-${XDG_CACHE_HOME:-~/.cache}/hetspmd}/ops/DEVICE-HASH.json
 
 One file for each version of this format, machine's device, number of threads, version of torch, optimizer and
-*speed*: devices of one name may be unlike (a CPU quota, a power limit), so that the file is also that of the float32
-FLOP/s, rounded to steps of a tenth. ``HETSPMD_DEVICE_NAME`` puts another name in place of the device's own.
+*speed*: devices of one name may be unlike (a CPU quota, a power limit), so that the file is also that of the
+float32 FLOP/s, rounded to steps of a tenth. ``HETSPMD_DEVICE_NAME`` puts another name in place of the device's own.
 
 A file is read, merged and written beside and renamed, so that ranks that write at the same time leave a whole
 file. A file that cannot be read, or written, is a warning: what it holds is measured again.
