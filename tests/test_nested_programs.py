@@ -16,7 +16,8 @@ import torch
 
 from hetspmd.forms import ALL_REDUCE
 from hetspmd.lower.layout import Region
-from hetspmd.lower.nested import NestedLayout, Place, lower_place
+from hetspmd.lower.nested import lower_place
+from hetspmd.lower.nested_layout import NestedLayout, Place
 from hetspmd.rules.rule import Row
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.machines import MachineRuntime

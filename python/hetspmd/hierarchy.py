@@ -21,7 +21,7 @@ from hetspmd.cost.machines import accelerator, flat
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.nested import inside_bytes, inside_seconds
 from hetspmd.errors import HetspmdError, InfeasibleError, MemoryLimitError, OptionError, SearchError
-from hetspmd.lower.nested import NestedLayout
+from hetspmd.lower.nested_layout import NestedLayout
 from hetspmd.pairs import Clock, Pair
 from hetspmd.plan import Inside, Plan
 from hetspmd.rules.rule import Row

@@ -17,7 +17,7 @@ from hetspmd.cost.machines import flat, machine_of, ranks_of, virtual_device
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.nested import inside_bytes, inside_seconds
 from hetspmd.errors import ClusterError, MemoryLimitError
-from hetspmd.lower.nested import NestedLayout
+from hetspmd.lower.nested_layout import NestedLayout
 from hetspmd.rules.theory import derive
 from hetspmd.synth import constraints as known
 from hetspmd.synth.nested import Across, Both, Inside, nest

@@ -32,7 +32,7 @@ from hetspmd.cost.machines import accelerator
 from hetspmd.cost.memory import OPTIMIZER_BYTES, TEMPORARIES
 from hetspmd.cost.model import CostModel
 from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, is_sharded
-from hetspmd.lower.nested import NestedLayout, Place
+from hetspmd.lower.nested_layout import NestedLayout, Place
 from hetspmd.synth.nested import Across, Both, Inside, Key, Nested, NestedStep, provider
 from hetspmd.trace.graph import ITEM_SIZES
 
