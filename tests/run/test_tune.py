@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import lone
+from ranks import lone, loss_of
 from small_models import MLP, case
 from small_plans import cluster
-from torch import nn
+from torch import multiprocessing, nn
+from tune_worker import worker
 
 import hetspmd
 from hetspmd.alternatives import COMPILED, FARTHEST, alternatives
@@ -186,3 +188,27 @@ def test_bad_arguments() -> None:
 
     with pytest.raises(TraceError, match="returns no scalar loss"):
         tune(NoLoss(), {"x": c.batch["x"]}, cluster(1))
+
+
+@pytest.mark.slow
+def test_processes(tmp_path: Path) -> None:
+    """Over gloo: every rank chooses the same plan by the same seconds, and trains with it as a lone device does."""
+    multiprocessing.spawn(worker, (2, str(tmp_path)), nprocs=2)
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    for result in found:
+        assert result["digest"] == found[0]["digest"]
+        assert result["seconds"] == found[0]["seconds"]
+        assert len(result["seconds"]) >= 2
+        assert min(result["seconds"].values()) == result["seconds"][result["name"]] > 0
+        assert result["kept"], "the model is left as it was"
+        assert result["undrawn"], "and so are torch's random numbers"
+        assert result["losses"][:2] == result["losses"][2:]
+    c = case("mlp", torch.float32)
+    hap = lone(c)
+    optimizer = torch.optim.SGD(hap.parameters(), lr=0.1)
+    for want in found[0]["losses"][:2]:
+        optimizer.zero_grad()
+        loss = loss_of(hap(**c.batch))
+        loss.backward()
+        optimizer.step()
+        assert loss.item() == pytest.approx(want, rel=1e-5)
