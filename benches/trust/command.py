@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hetspmd
-from emulated.cluster import EmulationError, unavailable
-from emulated.command import measure_all, options_of, parsed, running, say
+from emulated.cluster import EmulatedCluster, EmulationError, unavailable
+from emulated.command import measure_all, options_of, parsed, say
+from emulated.launch import Workers
 from hetspmd.plan import write_atomically
 from trust import results
 from trust.models import build
@@ -69,7 +70,8 @@ def _measure(name: str, options: argparse.Namespace) -> None:
         print(f"skipped {name}: {reason}")
         return
     folder: Path = options.folder / name.replace(":", "-")
-    with running(spec, folder) as (_, workers):
+    folder.mkdir(parents=True, exist_ok=True)
+    with EmulatedCluster(spec) as emulated, Workers(emulated) as workers:
         file = folder / "cluster.yaml"
         if not file.exists():
             say(f"{name}: {spec}: profile")
