@@ -32,9 +32,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from emulated import ticker
 from emulated.ballast import Ballast
 from emulated.cpu_groups import CpuGroups, kill, placement
+from emulated.ticker import Tickers
 from hetspmd.cost.quantities import parse_quantity, quantity_text
 
 PREFIX = "hetspmd-emulated"
@@ -45,6 +45,8 @@ QUEUE = 32 * 1024 * 1024
 """Bytes that wait at a link before packets are dropped; a drop would cost a retransmission timer."""
 
 MOST_RANKS = 200
+NOTICED = 0.01
+"""Corrections of a share by less than this part of it are not made."""
 _NAME = re.compile(rf"{PREFIX}-(\d+)-(\d+)-\d+")
 _SERIAL = itertools.count()
 
@@ -185,16 +187,22 @@ def clean() -> list[str]:
 class EmulatedCluster:
     """A context manager; within it the ranks' namespaces and CPU groups exist.
 
+    ``pace``: what :class:`emulated.ticker.Tickers` count in a second on the core that is meant by a share of 1;
+    without it, what this machine's do now. While ranks are held to their shares, these are corrected so that the
+    ranks keep the pace when the machine changes its speed.
+
     Raises EmulationError with the reason of :func:`unavailable`.
     """
 
-    def __init__(self, spec: ClusterSpec) -> None:
+    def __init__(self, spec: ClusterSpec, pace: float | None = None) -> None:
         self.spec = spec
+        self.pace = pace
         self.prefix = _prefix()
         self._held: set[int] = set()
+        self._given: dict[int, float] = {}
         self._pids: dict[int, int] = {}
         self._freed: set[int] = set()
-        self._tickers: list[subprocess.Popen[bytes]] = []
+        self._tickers: Tickers | None = None
         self._ballast: Ballast | None = None
 
     @property
@@ -214,8 +222,13 @@ class EmulatedCluster:
         try:
             self._make()
             cpus = sorted(frozenset().union(*self._cpus))
-            self._tickers = ticker.start(cpus)
+            self._tickers = Tickers(cpus)
             self._ballast = Ballast(cpus)
+            if self.pace is None:
+                self._ballast.press(True)
+                self.pace = self._tickers.measured()
+                self._ballast.press(False)
+            self._tickers.pace = self.pace
         except BaseException:
             self._end()
             raise
@@ -227,9 +240,9 @@ class EmulatedCluster:
         self._end()
 
     def _end(self) -> None:
-        ticker.stop(self._tickers)
-        if self._ballast is not None:
-            self._ballast.end()
+        for helper in (self._tickers, self._ballast):
+            if helper is not None:
+                helper.end()
         _remove(self.prefix)
 
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
@@ -260,8 +273,25 @@ class EmulatedCluster:
         self._groups.prefer(self.prefix, bool(self._held))
         assert self._ballast is not None
         self._ballast.press(bool(self._held))
-        self._groups.limit(self._group(rank), self.spec.ranks[rank].share if on else None)
+        self._given.pop(rank, None)
+        if on:
+            self.keep_pace()
+        else:
+            self._groups.limit(self._group(rank), None)
         self.free_network_threads(rank)
+
+    def keep_pace(self) -> None:
+        """Correct the CPU shares of the ranks that are held to them by the machine's speed now.
+
+        To be called several times a second.
+        """
+        assert self._tickers is not None
+        for rank in sorted(self._held):
+            share = self.spec.ranks[rank].share
+            corrected = share * self._tickers.correction(self._cpus[rank])
+            if abs(corrected - self._given.get(rank, 0.0)) > NOTICED * share:
+                self._groups.limit(self._group(rank), corrected)
+                self._given[rank] = corrected
 
     def set_rate(self, rate: float) -> None:
         """Give every link another rate in bytes/s; what is on its way is not lost."""

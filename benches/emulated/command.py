@@ -6,14 +6,17 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from emulated.cluster import unavailable
+from emulated.cluster import ClusterSpec, EmulatedCluster, unavailable
+from emulated.launch import Workers
+from hetspmd.plan import write_atomically
 
-__all__ = ["measure_all", "options_of", "parsed", "say"]
+__all__ = ["measure_all", "options_of", "parsed", "running", "say"]
 
 
 def options_of(
@@ -65,6 +68,20 @@ def measure_all(
     for name in clusters:
         measure(name, options)
     return True
+
+
+@contextmanager
+def running(spec: ClusterSpec, folder: Path) -> Iterator[tuple[EmulatedCluster, Workers]]:
+    """The cluster and its workers, at the pace at which what is in ``folder`` was measured.
+
+    What was measured before, such as the profile of the ranks' devices, is of no use at another pace.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "pace"
+    pace = float(file.read_text(encoding="ascii")) if file.exists() else None
+    with EmulatedCluster(spec, pace) as emulated, Workers(emulated) as workers:
+        write_atomically(file, f"{emulated.pace}\n")
+        yield emulated, workers
 
 
 def say(text: str) -> None:

@@ -27,7 +27,7 @@ KEEP_MEMORY = {
 """Processes keep the memory that a step has freed, as the allocators of accelerators do (docs/profiling.md)."""
 
 LOOK = 0.2
-"""Seconds between looks for threads that ranks have started."""
+"""Seconds between looks for threads that ranks have started, and at the machine's speed."""
 
 
 class Workers:
@@ -109,6 +109,7 @@ class Workers:
                 ready = selector.select(min(LOOK, max(0.0, deadline - time.monotonic())))
                 for rank in ranks:
                     self.cluster.free_network_threads(rank)
+                self.cluster.keep_pace()
                 if not ready and time.monotonic() >= deadline:
                     late = [r for r in ranks if r not in found]
                     raise self._failure(late[0], f"and others of {late} did not finish {task} in time")

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hetspmd
-from emulated.cluster import EmulatedCluster, EmulationError, unavailable
-from emulated.command import measure_all, options_of, parsed, say
-from emulated.launch import Workers
+from emulated.cluster import EmulationError, unavailable
+from emulated.command import measure_all, options_of, parsed, running, say
 from hetspmd.plan import write_atomically
 from trust import results
 from trust.models import build
@@ -70,8 +69,7 @@ def _measure(name: str, options: argparse.Namespace) -> None:
         print(f"skipped {name}: {reason}")
         return
     folder: Path = options.folder / name.replace(":", "-")
-    folder.mkdir(parents=True, exist_ok=True)
-    with EmulatedCluster(spec) as emulated, Workers(emulated) as workers:
+    with running(spec, folder) as (_, workers):
         file = folder / "cluster.yaml"
         if not file.exists():
             say(f"{name}: {spec}: profile")

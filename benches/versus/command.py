@@ -19,7 +19,7 @@ from typing import Any
 
 from emulated.arms import proportional_rows
 from emulated.cluster import EmulatedCluster, unavailable
-from emulated.command import measure_all, options_of, parsed, say
+from emulated.command import measure_all, options_of, parsed, running, say
 from emulated.launch import Workers
 from hetspmd.alternatives import alternatives
 from hetspmd.compiler import plan_for
@@ -102,9 +102,10 @@ def _measure(name: str, options: argparse.Namespace) -> None:
     if reason is not None:
         print(f"skipped {name}: {reason}")
         return
-    with EmulatedCluster(CLUSTERS[name]) as emulated, Workers(emulated) as workers:
+    folder = options.folder / name.replace(":", "-")
+    with running(CLUSTERS[name], folder) as (emulated, workers):
         say(f"{name}: {emulated.spec}")
-        bench = Bench(name, emulated, workers, options)
+        bench = Bench(name, folder, emulated, workers, options)
         for model, link in missing:
             bench.measure(model, link)
 
@@ -113,11 +114,15 @@ class Bench:
     """The points of one cluster, whose ranks are running."""
 
     def __init__(
-        self, name: str, emulated: EmulatedCluster, workers: Workers, options: argparse.Namespace
+        self,
+        name: str,
+        folder: Path,
+        emulated: EmulatedCluster,
+        workers: Workers,
+        options: argparse.Namespace,
     ) -> None:
-        self.name, self.emulated, self.workers, self.options = name, emulated, workers, options
-        self.folder: Path = options.folder / name.replace(":", "-")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.name, self.folder = name, folder
+        self.emulated, self.workers, self.options = emulated, workers, options
         self.start = parse_quantity(FASTEST_LINK, "bytes/s")
 
     def measure(self, model: str, link: str) -> None:
