@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 from emulated_cases import BUSY, DRIVER, RECEIVE, SEND
 
 from emulated import cluster as module
+from emulated import command as benches
+from emulated import ticker
 from emulated.cluster import ClusterSpec, EmulatedCluster, EmulationError, Rank, clean, unavailable
 from emulated.cpu_groups import LEAST_QUOTA, CpuGroups, placement, quota
 from emulated.launch import Workers
@@ -182,6 +185,59 @@ def test_what_ranks_leave_of_the_cpus_is_kept_busy() -> None:
         cluster.throttle(0, False)
         assert eventually(at_rest)
     assert not helpers("emulated.ballast", os.getpid())
+
+
+@emulation
+def test_shares_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that computes less in a second gives more of its seconds, up to a limit."""
+    spec = ClusterSpec((Rank(0.2, 1e7), Rank(0.4, 1e7)))
+    with EmulatedCluster(spec, pace=100.0) as cluster:
+        speed = [80.0]
+        monkeypatch.setattr(cluster._tickers, "speeds", lambda cpus=None: speed)
+        limits: dict[str, float | None] = {}
+        monkeypatch.setattr(CpuGroups, "limit", lambda _, group, share: limits.update({group[-1]: share}))
+        cluster.throttle(0, True)
+        cluster.throttle(1, True)
+        assert limits == {"0": pytest.approx(0.25), "1": pytest.approx(0.5)}
+        speed[0] = 80.1
+        cluster.keep_pace()
+        assert limits["0"] == pytest.approx(0.25), "not for so little"
+        speed[0] = 125.0
+        cluster.keep_pace()
+        assert limits == {"0": pytest.approx(0.16), "1": pytest.approx(0.32)}
+        speed[0] = 1.0
+        cluster.keep_pace()
+        assert limits == {"0": pytest.approx(0.4), "1": pytest.approx(0.8)}
+        cluster.throttle(0, False)
+        assert limits["0"] is None
+
+
+@emulation
+def test_the_pace_is_measured_and_kept_for_later(tmp_path: Path) -> None:
+    spec = ClusterSpec((Rank(0.25, 1e7),))
+    with benches.running(spec, tmp_path / "bench") as (cluster, _):
+        pace = cluster.pace
+        assert pace is not None
+        assert 10 < pace < 1e7
+        cluster.throttle(0, True)
+        assert cluster._given[0] == pytest.approx(0.25, rel=0.6)
+    with benches.running(spec, tmp_path / "bench") as (cluster, _):
+        assert cluster.pace == pace
+
+
+def test_one_pause_is_no_speed() -> None:
+    """A round in which the machine stood still does not count for more than a round."""
+    with mmap.mmap(-1, ticker._ROOM) as shared:
+        numbers = memoryview(shared).cast("d")
+        one = ticker._Ticker(None, shared)  # type: ignore[arg-type]  # it has no process
+        for count in range(1, 2 * ticker.MEMORY):
+            numbers[1 + (count - 1) % ticker.MEMORY] = 1.0 if count % 10 == 0 else 1e-4
+            numbers[0] = count
+            speed = one.speed
+            assert (speed is None) == (count < ticker.LEAST)
+            if speed is not None:
+                assert speed == pytest.approx(1e4)
+        numbers.release()
 
 
 def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
