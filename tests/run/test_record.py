@@ -24,7 +24,7 @@ from hetspmd.run.measured import Carried, Measured
 from hetspmd.run.module import HAP
 from hetspmd.run.stamps import offsets
 from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.nested import Both, Inside, nest
+from hetspmd.synth.nested import Across, Both, Inside, nest
 from hetspmd.synth.program import Communicate, communication_text
 
 WORLD = 4
@@ -208,7 +208,9 @@ def test_machines(
         assert firsts <= set(one.completed) or not firsts & set(one.completed), "elided, or not"
     names = [t.name for t in plan.graph.tensors]
     assert {one.name for one in between} <= {
-        communication_text(s, names[s.tensor]) for s in plan.program.steps if isinstance(s, Communicate)
+        communication_text(Communicate(s.tensor, s.kind, s.source, s.target), names[s.tensor])
+        for s in (*nested.forward, *nested.backward)
+        if isinstance(s, Across)
     }
     document = json.loads(path.read_text())
     lines = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"]
