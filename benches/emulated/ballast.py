@@ -1,7 +1,7 @@
 """Keeps the CPUs busy while ranks are held to their shares, so that a rank runs no faster when the others wait.
 
 Two CPUs of a machine are often two threads of one core, and share its arithmetic units and its clock: a product
-of matrices takes 1.2 to 1.4 times as long when the other thread computes as well. Devices of a cluster share
+of matrices takes 1.2 to 1.3 times as long when the other thread computes as well. Devices of a cluster share
 nothing of the kind. So that a rank's op takes the same time whatever the others do (alone, in turns, all at once),
 a process of the lowest priority (``SCHED_IDLE``) computes on every CPU whenever no rank wants it.
 """

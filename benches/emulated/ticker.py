@@ -6,9 +6,9 @@ and stands still for 23, and whoever waits for it at a collective does as well. 
 every :data:`INTERVAL` makes the kernel look as often: measured at 250 Hz, the median pause of a rank of 0.15 cores
 falls from 17 to 5.5 ms, which is what its quota is for. It costs 7 % of a core.
 
-A machine that is itself shared changes its speed by a third within minutes. Every :data:`EVERY`-th time the process
-times a few products of small matrices, by which :class:`emulated.cluster.EmulatedCluster` corrects the ranks'
-shares, so that a rank's speed is that of a device and not that of the hour.
+A machine that is itself shared changes its speed by a quarter within minutes. Every :data:`EVERY`-th time the
+process times a few products of small matrices, by which :class:`emulated.cluster.EmulatedCluster` corrects the
+ranks' shares, so that a rank's speed is that of a device and not that of the hour.
 """
 
 from __future__ import annotations
