@@ -32,7 +32,7 @@ def options_of(
     parser.add_argument("--rounds", type=int, default=3, help="turns of each one that is compared")
     parser.add_argument("--steps", type=int, default=steps[0], help=steps[1])
     parser.add_argument("--budget", type=float, default=budget, help="seconds of a cluster's profile")
-    parser.add_argument("--ops-budget", type=float, default=50.0, help="seconds of a model's ops")
+    parser.add_argument("--ops-budget", type=float, default=75.0, help="seconds of a model's ops")
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--folder", type=Path, default=folder, help="where results are kept")

@@ -252,7 +252,7 @@ def test_the_cache_survives_what_happens_to_files(tmp_path: Path, monkeypatch: p
         "{",
         "[]",
         '{"version": 1, "points": {}}',
-        '{"version": 2, "points": {"a": [[1, 0, 1, 1, 3]]}}',
+        '{"version": 3, "points": {"a": [[1, 0, 1, 1, 3]]}}',
     ):
         file.write_text(text)
         with pytest.warns(UserWarning, match="is damaged"):

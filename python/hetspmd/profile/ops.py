@@ -1,13 +1,16 @@
 """Seconds of a model's ops on each kind of device, at several shares, and the lines through them.
 
-The ranks of a kind share its tasks (:mod:`hetspmd.profile.cases`) in turns, and all kinds measure at the same
-time, as in training. A local call is lowered as the runtime lowers it and called as generated code calls it,
-without gradients, on inputs that rotate through an arena of :data:`FOOTPRINT` bytes: in a step, too, an op's
-weights and what the backward reads of the forward come from memory, since everything else has passed through
-the caches in between. A sample is as many calls as last :data:`LONG`; samples are repeated as
-:mod:`hetspmd.profile.sampling` says. Short calls on a CPU are timed one by one, with other work between them
-(:mod:`hetspmd.profile.single`). The optimizer's step is measured on as many parameters of a shape as
-fill the arena, so that its own overhead is spread as over a model's.
+The ranks of a kind share its tasks (:mod:`hetspmd.profile.cases`), and all kinds measure at the same time, as in
+training. A local call is lowered as the runtime lowers it and called as generated code calls it, without gradients,
+on inputs that rotate through an arena of :data:`FOOTPRINT` bytes: in a step, too, an op's weights and what the
+backward reads of the forward come from memory, since everything else has passed through the caches in between. A
+sample is as many calls as last :data:`LONG`. Calls on a CPU are timed one by one, with other work between them
+(:mod:`hetspmd.profile.single`), unless several threads compute long ones. The optimizer's step is measured on as
+many parameters of a shape as fill the arena, so that its own overhead is spread as over a model's.
+
+A machine may be slow for seconds on end, and what is measured then would look dear beside all the rest. So there
+are :data:`TURNS`, each of which samples every task (:mod:`hetspmd.profile.sampling`), and the median of the turns'
+medians counts.
 
 A key's line ``constant + slope share`` is the non-negative least squares solution for the logarithms of its points
 (:mod:`hetspmd.profile.fit`); it is convex in the share, whatever the noise.
@@ -24,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from statistics import median
 from time import perf_counter
 from typing import Any, Final
 
@@ -53,7 +57,8 @@ __all__ = ["OpReport", "fit_points", "measure_ops"]
 FOOTPRINT: Final = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
 """Bytes through which inputs rotate: twice the last cache of most CPUs, several times a GPU's."""
 SHORT: Final = 0.005
-"""Seconds of a call on a CPU below which calls are timed one by one."""
+"""Seconds of a call on a CPU below which calls are timed one by one even if several threads compute."""
+TURNS: Final = 3
 MOST_CALLS: Final = 2000
 MOST_SETS: Final = 64
 ROOM: Final = 0.5
@@ -173,28 +178,44 @@ def _measure(
     tick: Callable[[str], None],
 ) -> _Done:  # fmt: skip
     done = _Done()
-    end = perf_counter() + budget
+    begin = perf_counter()
     arena = Arena(device, FOOTPRINT[device.type])
     single = SingleCalls() if device.type == "cpu" else None
     theories: dict[int, tuple[Alone, Theory]] = {}
-    for index, task in enumerate(tasks):
-        now = perf_counter()
-        if now >= end:
-            break
-        tick(task.key)
-        try:
-            with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                call, parts = _call(device, arena, task, theories, optimizer, room)
-                deadline = now + (end - now) / (len(tasks) - index)
-                seconds = [t / parts for t in _samples(device, call, single, deadline, tolerance)]
-        except Exception as error:  # a kernel may raise anything on made-up inputs: the op keeps the roofline
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            done.failed.append(f"{task.case.key.split('(')[0]}: {reason}")
-            continue
-        middle, low, high = interval(seconds)
-        done.points.setdefault(task.key, {})[task.share] = (middle, low, high, len(seconds))
+    found: dict[str, dict[float, list[list[float]]]] = {}
+    left = list(tasks)
+    for turn in range(TURNS):
+        due = begin + budget * (turn + 1) / TURNS
+        todo, left = left, []
+        for index, task in enumerate(todo):
+            now = perf_counter()
+            if now >= begin + budget:
+                break
+            tick(task.key)
+            deadline = now + (due - now) / (len(todo) - index)
+            try:
+                with torch.no_grad(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    call, parts = _call(device, arena, task, theories, optimizer, room)
+                    seconds = [t / parts for t in _samples(device, call, single, deadline, tolerance)]
+            # A kernel may raise anything on made-up inputs: the op keeps the roofline.
+            except Exception as error:
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                done.failed.append(f"{task.case.key.split('(')[0]}: {reason}")
+                continue
+            left.append(task)
+            found.setdefault(task.key, {}).setdefault(task.share, []).append(seconds)
+    for key, of_key in found.items():
+        done.points[key] = {share: _point(turns) for share, turns in of_key.items()}
     return done
+
+
+def _point(turns: Sequence[Sequence[float]]) -> tuple[float, float, float, int]:
+    """Seconds, an interval around them, and of how many samples, of the samples of each turn."""
+    middle = median(median(seconds) for seconds in turns)
+    together = [t for seconds in turns for t in seconds]
+    _, low, high = interval(together)
+    return middle, min(low, middle), max(high, middle), len(together)
 
 
 def _samples(
@@ -210,10 +231,12 @@ def _samples(
         return (perf_counter() - start) / calls
 
     run(1)  # the first call may compile or choose kernels
+    if single is not None and single.alone:
+        return repeat(partial(single.seconds, call), deadline, tolerance, least=1)
     once = run(2)
     if single is not None and once < SHORT:
-        return repeat(partial(single.seconds, call), deadline, tolerance)
-    return repeat(partial(run, min(max(int(LONG / once), 1), MOST_CALLS)), deadline, tolerance)
+        return repeat(partial(single.seconds, call), deadline, tolerance, least=1)
+    return repeat(partial(run, min(max(int(LONG / once), 1), MOST_CALLS)), deadline, tolerance, least=1)
 
 
 def _call(

@@ -52,10 +52,10 @@ def tight(samples: Sequence[float], tolerance: float) -> bool:
     return (high - low) / 2 <= tolerance * middle
 
 
-def repeat(run: Callable[[], float], deadline: float, tolerance: float) -> list[float]:
+def repeat(run: Callable[[], float], deadline: float, tolerance: float, least: int = 3) -> list[float]:
     """Samples of ``run`` until they are tight, ``perf_counter()`` passes ``deadline`` or there are ``MOST``; at
-    least 3."""
-    samples = [run() for _ in range(3)]
+    least as many as ``least``."""
+    samples = [run() for _ in range(least)]
     while len(samples) < MOST and perf_counter() < deadline and not tight(samples, tolerance):
         samples.append(run())
     return samples

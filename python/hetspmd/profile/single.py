@@ -1,12 +1,13 @@
-"""Seconds of single short calls on a CPU, as they are in a step: after other work.
+"""Seconds of single calls on a CPU, as they are in a step: after other work.
 
 A call that is repeated at once finds its code and its temporary memory in the nearest caches, and may take half of
 the time that it takes between the other calls of a step. So between two calls :data:`COLD` bytes are touched, and
 only the calls are timed.
 
-A thread that may run for a part of the time only (a quota of CPU time) seldom stands still within so short a call.
-So CPU seconds of the thread are counted, times what a CPU second takes over all of the calls and the work between
-them. Where PyTorch computes with several threads, one thread's CPU time is not the call's, and the clock is read.
+A thread that may run for a part of the time only (a quota of CPU time) seldom stands still within a short call,
+and once or twice within a longer one. So CPU seconds of the thread are counted, times what a CPU second takes over
+all of the calls and the work between them. Where PyTorch computes with several threads, one thread's CPU time is
+not the call's, and the clock is read.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ EMPTY: Final = 10
 
 
 class SingleCalls:
-    """Times calls one by one."""
+    """Times calls one by one. ``alone``: whether PyTorch computes with one thread."""
 
     def __init__(self) -> None:
         self._cold = torch.ones(COLD // 4)
-        self._alone = torch.get_num_threads() == 1
-        self._clock = thread_time if self._alone else perf_counter
+        self.alone = torch.get_num_threads() == 1
+        self._clock = thread_time if self.alone else perf_counter
         self._passed, self._used = 0.0, 0.0
         self._empty = 0.0
         self._empty = min(self.seconds(_nothing) for _ in range(EMPTY))
@@ -52,7 +53,7 @@ class SingleCalls:
             calls += 1
         self._passed = KEPT * self._passed + perf_counter() - began
         self._used = KEPT * self._used + thread_time() - used
-        pace = max(self._passed / max(self._used, 1e-9), 1.0) if self._alone else 1.0
+        pace = max(self._passed / max(self._used, 1e-9), 1.0) if self.alone else 1.0
         return max(pace * taken / calls - self._empty, 1e-9)
 
 
