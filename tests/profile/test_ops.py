@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,41 @@ def test_a_failing_op_keeps_the_roofline(monkeypatch: pytest.MonkeyPatch) -> Non
     assert report.failed == ("aten.mm.default: out of range",)
     assert report.ops == (((0,), ()),)
     assert "failed, such as aten.mm.default: out of range" in str(report)
+
+
+def test_a_slow_spell_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tasks are sampled in turns, and one turn that is ten times as slow for half of them changes no time."""
+    cases = together([theory_of("bert")], ONE)[:12]
+    number, calls = len(tasks_of(cases)), count()
+
+    def samples(*rest: object) -> list[float]:
+        call = next(calls)
+        return [1e-2] * 5 if call < number // 2 else [1e-3]
+
+    monkeypatch.setattr(measuring, "_samples", samples)
+    report = measure_ops(session(), ONE, cases, 30.0, 0.5)
+    assert next(calls) == measuring.TURNS * number
+    assert {seconds for _, fits in report.ops for fit in fits for _, seconds in fit.points} == {1e-3}
+    stored = next(iter(cache_folder().glob("*.json"))).read_text()
+    assert {tuple(p[2:]) for of in json.loads(stored)["points"].values() for p in of} == {
+        (1e-3, 1e-2, 7), (1e-3, 1e-3, 3)
+    }  # fmt: skip
+
+
+def test_a_short_budget_reaches_each_op_before_any_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = together([theory_of("bert")], ONE)[:12]
+    number, calls, clock = len(tasks_of(cases)), count(), [0.0]
+
+    def samples(*rest: object) -> list[float]:
+        clock[0] += 1.0
+        next(calls)
+        return [1e-3]
+
+    monkeypatch.setattr(measuring, "_samples", samples)
+    monkeypatch.setattr(measuring, "perf_counter", lambda: clock[0])
+    report = measure_ops(session(), ONE, cases, number + 2.0, 0.5)
+    assert report.measured == report.tasks == number
+    assert next(calls) == number + 2
 
 
 def test_kinds_share_the_work_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
