@@ -186,7 +186,7 @@ class Bench:
             files[name] = str(self._file(model, link, f"tried {name}"))
             plan.save(files[name])
         seconds = self.workers.run(
-            "versus.rank:choose", model=model, size=self.options.size, plans=files, steps=3
+            "versus.rank:choose", model=model, size=self.options.size, plans=files, steps=4
         )[0]
         for name, measured in seconds.items():
             say(f"  {name}: {measured:.3f} s, predicted {plans[name].cost.step_seconds:.3f} s")

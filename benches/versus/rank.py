@@ -117,19 +117,20 @@ def choose(
     their shares while steps run, not while graphs are made."""
     from hetspmd.plan import Plan
     from hetspmd.run.module import HAP
-    from hetspmd.run.tune import step_seconds
+    from hetspmd.run.tune import compare, step_seconds
 
-    found: dict[str, float] = {}
-    for name, file in plans.items():
-        work, plan = workload(model, size), Plan.load(file)
+    def measure(plan: Plan, best: float | None) -> float:
+        work = workload(model, size)
         hap = HAP(work.model, plan.cluster, plan=plan, sync_module_states=False)
         context.throttle(True)
-        best = min(found.values(), default=None)
-        found[name] = step_seconds(hap, (), dict(work.batch), None, adamw, steps, best)
-        context.throttle(False)
-        del hap
-        gc.collect()
-    return found
+        try:
+            return step_seconds(hap, (), dict(work.batch), None, adamw, steps, best)
+        finally:
+            context.throttle(False)
+            del hap
+            gc.collect()
+
+    return compare({name: Plan.load(file) for name, file in plans.items()}, measure)
 
 
 def _build(context: Context, model: str, size: str, arm: Mapping[str, Any]) -> Callable[[], Tensor]:

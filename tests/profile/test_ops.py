@@ -219,7 +219,7 @@ def test_a_failing_op_keeps_the_roofline(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_slow_spell_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tasks are sampled in turns, and one turn that is ten times as slow for half of them changes no time."""
-    cases = together([theory_of("bert")], ONE)[:12]
+    cases = [c for c in together([theory_of("bert")], ONE) if c.op is not None][:12]
     number, calls = len(tasks_of(cases)), count()
 
     def samples(*rest: object) -> list[float]:

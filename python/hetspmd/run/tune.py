@@ -37,6 +37,10 @@ WARM: Final = 2
 HOPELESS: Final = 1.5
 """A plan whose second step takes as many times the best's seconds is not measured further."""
 
+CLOSE: Final = 1.1
+"""Plans that take at most as many times the best's seconds are measured again, in the opposite order: machines
+drift."""
+
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -77,8 +81,8 @@ def tune(
     (arguments of :func:`hetspmd.compile`). Each works on a copy of the model, one after the other; a model on the
     meta device takes the memory of its shards alone, which are zeros. The model and torch's random numbers stay as
     they are. A step is forward, backward and the step of ``optimizer``; it lasts until the last rank has ended it.
-    ``steps`` of them are timed, after two that are not. ``loss``, ``process_group``, ``device`` and ``timeout`` are
-    those of :class:`hetspmd.HAP`.
+    ``steps`` of them are timed, after two that are not, and as many again of plans that are close to the fastest.
+    ``loss``, ``process_group``, ``device`` and ``timeout`` are those of :class:`hetspmd.HAP`.
 
     Raises OptionError for other options, no steps, or no plans, and what HAP raises, on every rank alike.
     """
@@ -105,21 +109,37 @@ def tune(
     if plans is None:
         with communicator.busy():
             plans = agreed_plans(communicator, make)
-    found: dict[str, float] = {}
-    with torch.random.fork_rng():
-        for name, plan in plans.items():
-            hap = HAP(
-                copy.deepcopy(model), devices, plan=plan, loss=loss, process_group=communicator, device=device,
-                sync_module_states=False, timeout=timeout,
-            )  # fmt: skip
-            if any(p.is_meta for p in model.parameters()):
-                _zero(hap)
-            best = min(found.values(), default=None)
-            found[name] = step_seconds(hap, args, kwargs, loss, optimizer, steps, best)
+
+    def measure(plan: Plan, best: float | None) -> float:
+        hap = HAP(
+            copy.deepcopy(model), devices, plan=plan, loss=loss, process_group=communicator, device=device,
+            sync_module_states=False, timeout=timeout,
+        )  # fmt: skip
+        if any(p.is_meta for p in model.parameters()):
+            _zero(hap)
+        try:
+            return step_seconds(hap, args, kwargs, loss, optimizer, steps, best)
+        finally:
             del hap
             gc.collect()
+
+    with torch.random.fork_rng():
+        found = compare(plans, measure)
     fastest = min(found, key=lambda name: found[name])
     return Tuned(plans[fastest], fastest, found, {name: p.cost.step_seconds for name, p in plans.items()})
+
+
+def compare(plans: Mapping[str, Plan], measure: Callable[[Plan, float | None], float]) -> dict[str, float]:
+    """Seconds of each plan, by name, as ``measure`` finds them: it gets a plan and the least seconds so far. Those
+    that are :data:`CLOSE` to the best are measured a second time, and the mean counts."""
+    found: dict[str, float] = {}
+    for name, plan in plans.items():
+        found[name] = measure(plan, min(found.values(), default=None))
+    close = [name for name in plans if found[name] <= CLOSE * min(found.values())]
+    if len(close) > 1:
+        for name in reversed(close):
+            found[name] = (found[name] + measure(plans[name], None)) / 2
+    return found
 
 
 @torch.no_grad()
