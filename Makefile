@@ -71,7 +71,7 @@ bench: setup
 	@echo "The whole tables of docs/search.md: $(BIN)/python benches/search.py --write docs/search.md"
 
 bench-trust: setup
-	$(BIN)/python benches/trust --write docs/trust.md
+	$(BIN)/python benches/trust --rounds 4 --write docs/trust.md
 
 bench-cluster: setup
 	$(BIN)/python benches/versus --write docs/cluster.md
