@@ -24,6 +24,7 @@ from hetspmd.profile.cases import SHARES, Case, cases_of, tasks_of, together
 from hetspmd.profile.local_op import Alone, Arena, alone, index_bound, local_op
 from hetspmd.profile.measure import Options, Profile, with_ops
 from hetspmd.profile.ops import fit_points, measure_ops
+from hetspmd.profile.pages import Sample
 from hetspmd.profile.session import Session
 from hetspmd.rules.rule import Call, TensorType
 from hetspmd.rules.theory import Theory, derive
@@ -222,9 +223,9 @@ def test_a_slow_spell_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [c for c in together([theory_of("bert")], ONE) if c.op is not None][:12]
     number, calls = len(tasks_of(cases)), count()
 
-    def samples(*rest: object) -> list[float]:
+    def samples(*rest: object) -> list[Sample]:
         call = next(calls)
-        return [1e-2] * 5 if call < number // 2 else [1e-3]
+        return [Sample(1e-2)] * 5 if call < number // 2 else [Sample(1e-3)]
 
     monkeypatch.setattr(measuring, "_samples", samples)
     report = measure_ops(session(), ONE, cases, 30.0, 0.5)
@@ -240,10 +241,10 @@ def test_a_short_budget_reaches_each_op_before_any_twice(monkeypatch: pytest.Mon
     cases = together([theory_of("bert")], ONE)[:12]
     number, calls, clock = len(tasks_of(cases)), count(), [0.0]
 
-    def samples(*rest: object) -> list[float]:
+    def samples(*rest: object) -> list[Sample]:
         clock[0] += 1.0
         next(calls)
-        return [1e-3]
+        return [Sample(1e-3)]
 
     monkeypatch.setattr(measuring, "_samples", samples)
     monkeypatch.setattr(measuring, "perf_counter", lambda: clock[0])
@@ -256,7 +257,7 @@ def test_kinds_share_the_work_and_agree(monkeypatch: pytest.MonkeyPatch) -> None
     fast, slow = Device("f", {"default": 4e10}), Device("s", {"default": 1e10})
     cluster = Cluster((fast, slow, slow), Network(1e9))
     cases = together([theory_of("bert")], cluster)[:20]
-    monkeypatch.setattr(measuring, "_samples", lambda *rest: [1e-3, 1e-3, 1e-3])
+    monkeypatch.setattr(measuring, "_samples", lambda *rest: [Sample(1e-3)] * 3)
 
     def run(comm: Any) -> Profile:
         of_rank = Session(comm, CPU, "simulated", start=time.perf_counter())
@@ -288,7 +289,7 @@ def test_the_cache_survives_what_happens_to_files(tmp_path: Path, monkeypatch: p
         "{",
         "[]",
         '{"version": 1, "points": {}}',
-        '{"version": 3, "points": {"a": [[1, 0, 1, 1, 3]]}}',
+        '{"version": 4, "points": {"a": [[1, 0, 1, 1, 3]]}}',
     ):
         file.write_text(text)
         with pytest.warns(UserWarning, match="is damaged"):

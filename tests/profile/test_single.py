@@ -33,8 +33,8 @@ def test_a_part_of_the_time_counts_as_over_a_whole_step(monkeypatch: pytest.Monk
     monkeypatch.setattr(single, "_nothing", lambda: work(0.0, 4e-3))
     calls = SingleCalls()
     calls._passed = calls._used = 0.0
-    assert calls.seconds(lambda: work(1e-3, 1e-3 if passed[0] < 1 else 7e-3)) > 0
-    found = [calls.seconds(lambda: work(1e-3, 4e-3)) for _ in range(200)]
+    assert calls.sample(lambda: work(1e-3, 1e-3 if passed[0] < 1 else 7e-3)).seconds > 0
+    found = [calls.sample(lambda: work(1e-3, 4e-3)).seconds for _ in range(200)]
     assert found[-1] == pytest.approx(4e-3, rel=0.05)
 
 
@@ -47,8 +47,8 @@ def burn(seconds: float) -> None:
 def test_only_the_calls_are_timed() -> None:
     torch.set_num_threads(1)
     calls = SingleCalls()
-    assert min(calls.seconds(lambda: None) for _ in range(5)) < 1e-4
-    found = min(calls.seconds(lambda: burn(1e-3)) for _ in range(5))
+    assert min(calls.sample(lambda: None).seconds for _ in range(5)) < 1e-4
+    found = min(calls.sample(lambda: burn(1e-3)).seconds for _ in range(5))
     pace = calls._passed / calls._used  # above 1 on a machine that others use too
     assert 0.9e-3 < found < 1.5e-3 * max(pace, 1.0)
 
@@ -56,7 +56,7 @@ def test_only_the_calls_are_timed() -> None:
 def test_with_several_threads_the_clock_counts() -> None:
     torch.set_num_threads(2)
     calls = SingleCalls()
-    assert calls.seconds(lambda: time.sleep(2e-3)) > 1.5e-3
+    assert calls.sample(lambda: time.sleep(2e-3)).seconds > 1.5e-3
 
 
 def repeated(data: torch.Tensor) -> float:
@@ -71,6 +71,6 @@ def test_code_and_memory_are_cold() -> None:
     """What another call has left in the caches is gone: a sum over half a megabyte costs more than at once."""
     torch.set_num_threads(1)
     calls, data = SingleCalls(), torch.ones(2**17)
-    apart = min(calls.seconds(lambda: data.sum()) for _ in range(20))
+    apart = min(calls.sample(lambda: data.sum()).seconds for _ in range(20))
     at_once = min(repeated(data) for _ in range(20))
     assert apart > at_once

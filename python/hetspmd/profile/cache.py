@@ -30,8 +30,8 @@ from hetspmd.profile.host import processor_name
 
 __all__ = ["Points", "cache_file", "load_points", "save_points"]
 
-VERSION: Final = 3
-"""Of the file, and of what a point means: since 3 one is the median of turns."""
+VERSION: Final = 4
+"""Of the file, and of what a point means: since 4 of samples whose memory has settled."""
 STEP: Final = 1.1
 
 Points = dict[str, dict[float, tuple[float, float, float, int]]]

@@ -10,7 +10,7 @@ many parameters of a shape as fill the arena, so that its own overhead is spread
 
 A machine may be slow for seconds on end, and what is measured then would look dear beside all the rest. So there
 are :data:`TURNS`, each of which samples every task (:mod:`hetspmd.profile.sampling`), and the median of the turns'
-medians counts.
+medians counts, of the samples whose memory has settled (:mod:`hetspmd.profile.pages`).
 
 A key's line ``constant + slope share`` is the non-negative least squares solution for the logarithms of its points
 (:mod:`hetspmd.profile.fit`); it is convex in the share, whatever the noise.
@@ -44,6 +44,7 @@ from hetspmd.profile.fit import relative_least_squares
 from hetspmd.profile.grouping import kinds_of
 from hetspmd.profile.host import host_identity
 from hetspmd.profile.local_op import Alone, Arena, local_op
+from hetspmd.profile.pages import Sample, page_faults, settled, settling
 from hetspmd.profile.sampling import interval, repeat
 from hetspmd.profile.session import Session
 from hetspmd.profile.single import LONG, SingleCalls
@@ -182,7 +183,7 @@ def _measure(
     arena = Arena(device, FOOTPRINT[device.type])
     single = SingleCalls() if device.type == "cpu" else None
     theories: dict[int, tuple[Alone, Theory]] = {}
-    found: dict[str, dict[float, list[list[float]]]] = {}
+    found: dict[str, dict[float, list[list[Sample]]]] = {}
     left = list(tasks)
     for turn in range(TURNS):
         due = begin + budget * (turn + 1) / TURNS
@@ -197,23 +198,27 @@ def _measure(
                 with torch.no_grad(), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     call, parts = _call(device, arena, task, theories, optimizer, room)
-                    seconds = [t / parts for t in _samples(device, call, single, deadline, tolerance)]
+                    samples = _samples(device, call, single, deadline, tolerance)
             # A kernel may raise anything on made-up inputs: the op keeps the roofline.
             except Exception as error:
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 done.failed.append(f"{task.case.key.split('(')[0]}: {reason}")
                 continue
             left.append(task)
-            found.setdefault(task.key, {}).setdefault(task.share, []).append(seconds)
+            found.setdefault(task.key, {}).setdefault(task.share, []).append(
+                [Sample(t / parts, faults) for t, faults in samples]
+            )
     for key, of_key in found.items():
         done.points[key] = {share: _point(turns) for share, turns in of_key.items()}
     return done
 
 
-def _point(turns: Sequence[Sequence[float]]) -> tuple[float, float, float, int]:
+def _point(turns: Sequence[Sequence[Sample]]) -> tuple[float, float, float, int]:
     """Seconds, an interval around them, and of how many samples, of the samples of each turn."""
-    middle = median(median(seconds) for seconds in turns)
-    together = [t for seconds in turns for t in seconds]
+    fewest = min(faults for samples in turns for _, faults in samples)
+    kept = [seconds for samples in turns if (seconds := settled(samples, fewest))]
+    middle = median(map(median, kept))
+    together = [t for seconds in kept for t in seconds]
     _, low, high = interval(together)
     return middle, min(low, middle), max(high, middle), len(together)
 
@@ -221,22 +226,31 @@ def _point(turns: Sequence[Sequence[float]]) -> tuple[float, float, float, int]:
 def _samples(
     device: torch.device, call: Callable[[], object], single: SingleCalls | None, deadline: float,
     tolerance: float,
-) -> list[float]:  # fmt: skip
-    def run(calls: int) -> float:
+) -> list[Sample]:  # fmt: skip
+    def run(calls: int) -> Sample:
         synchronize(device)
-        start = perf_counter()
+        faults, start = page_faults(), perf_counter()
         for _ in range(calls):
             call()
         synchronize(device)
-        return (perf_counter() - start) / calls
+        return Sample((perf_counter() - start) / calls, (page_faults() - faults) / calls)
 
     run(1)  # the first call may compile or choose kernels
-    if single is not None and single.alone:
-        return repeat(partial(single.seconds, call), deadline, tolerance, least=1)
-    once = run(2)
+    once = 0.0 if single is not None and single.alone else run(2).seconds
     if single is not None and once < SHORT:
-        return repeat(partial(single.seconds, call), deadline, tolerance, least=1)
-    return repeat(partial(run, min(max(int(LONG / once), 1), MOST_CALLS)), deadline, tolerance, least=1)
+        take = partial(single.sample, call)
+    else:
+        take = partial(run, min(max(int(LONG / once), 1), MOST_CALLS))
+    samples: list[Sample] = []
+
+    def seconds() -> float:
+        samples.append(take())
+        return samples[-1].seconds
+
+    repeat(seconds, deadline, tolerance, least=1)
+    while device.type == "cpu" and settling(samples):
+        seconds()
+    return samples
 
 
 def _call(

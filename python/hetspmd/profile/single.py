@@ -18,6 +18,8 @@ from typing import Final
 
 import torch
 
+from hetspmd.profile.pages import Sample, page_faults
+
 __all__ = ["LONG", "SingleCalls"]
 
 LONG: Final = 0.01
@@ -39,11 +41,12 @@ class SingleCalls:
         self._clock = thread_time if self.alone else perf_counter
         self._passed, self._used = 0.0, 0.0
         self._empty = 0.0
-        self._empty = min(self.seconds(_nothing) for _ in range(EMPTY))
+        self._empty = min(self.sample(_nothing).seconds for _ in range(EMPTY))
 
-    def seconds(self, call: Callable[[], object]) -> float:
-        """Seconds of one call: the mean over as many as take :data:`LONG` with the work between them."""
+    def sample(self, call: Callable[[], object]) -> Sample:
+        """One call: the mean over as many as take :data:`LONG` with the work between them."""
         cold, clock = self._cold, self._clock
+        faults = page_faults()
         began, used, taken, calls = perf_counter(), thread_time(), 0.0, 0
         while calls == 0 or perf_counter() - began < LONG:
             cold.add_(1.0)
@@ -54,7 +57,8 @@ class SingleCalls:
         self._passed = KEPT * self._passed + perf_counter() - began
         self._used = KEPT * self._used + thread_time() - used
         pace = max(self._passed / max(self._used, 1e-9), 1.0) if self.alone else 1.0
-        return max(pace * taken / calls - self._empty, 1e-9)
+        seconds = max(pace * taken / calls - self._empty, 1e-9)
+        return Sample(seconds, (page_faults() - faults) / calls)
 
 
 def _nothing() -> None:
