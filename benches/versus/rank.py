@@ -85,13 +85,10 @@ def train(
                 context.throttle(False)
                 alone = arm["arm"] == "alone" and context.rank != fastest
                 built[name] = None if alone else _build(context, model, size, arm)
-                seconds = _first(built[name], losses)
+                _first(built[name], losses)
                 context.throttle(True)
-            else:
-                seconds = 0.0
             step = built[name]
-            if seconds <= SLOW:
-                seconds = _first(step, losses)
+            seconds = _first(step, losses)
             if turn == 0 and seconds > SLOW:
                 slow.add(name)
             dist.barrier()
