@@ -23,7 +23,7 @@ from hetspmd.run.communicator import Communicator
 from hetspmd.run.machines import MachineRuntime
 from hetspmd.run.runtime import Runtime
 from hetspmd.run.simulate import run_ranks
-from hetspmd.synth.nested import Across, Inside, Key, Nested, inner_rows, nest
+from hetspmd.synth.nested import Inside, Key, Nested, Together, between, inner_rows, nest
 from hetspmd.synth.program import Program
 from test_random_programs import TOLERANCE, Subject, subject
 from workbench import CPU, known, largest_error, randomness
@@ -113,6 +113,10 @@ def error_of(of: Subject, nested: Nested, layout: NestedLayout) -> float:
     return max(largest_error({**got, **peak}, {**expected, **peak}, 1e-9)[0] for got, expected in found)
 
 
+BUCKETS = (0, 600, 10**9)
+"""Bytes: no buckets, small ones, one of all that may run together."""
+
+
 def nested_case(of: Subject, seed: int) -> tuple[Nested, NestedLayout]:
     dice = random.Random(seed)
     accelerators = [dice.choice((1, 2, 3)) for _ in range(dice.choice((1, 2, 3)))]
@@ -121,7 +125,7 @@ def nested_case(of: Subject, seed: int) -> tuple[Nested, NestedLayout]:
     outer = (random_program if seed % 2 else cheap_random_program)(of.theory, seed)
     layout = NestedLayout(of.theory, uneven(of.theory, len(accelerators), seed), accelerators)
     inner = inner_program(of, layout, outer, seed, MODES[seed % 3])
-    return nest(of.theory, outer, inner), layout
+    return nest(of.theory, outer, inner, BUCKETS[seed // 3 % 3]), layout
 
 
 @pytest.mark.parametrize(
@@ -143,10 +147,14 @@ def test_random_nested_programs(name: str, count: int) -> None:
         for step in (*nested.forward, *nested.backward):
             if isinstance(step, Inside):
                 seen[f"inside {step.kind}"] += 1
-            elif isinstance(step, Across):
-                seen[f"across {step.kind}"] += 1
-                seen[f"from {min(step.collected, 2)}"] += 1
-                seen[f"to {min(step.handed_out, 2)}"] += 1
+            for move in between(step):
+                seen[f"across {move.kind}"] += 1
+                seen[f"from {min(move.collected, 2)}"] += 1
+                seen[f"to {min(move.handed_out, 2)}"] += 1
+            if isinstance(step, Together):
+                seen[f"bucket {step.kind}"] += 1
+                seen["a bucket from parts and sums"] += len({m.collected for m in step.members}) > 1
+                seen["a bucket to parts and wholes"] += len({m.handed_out for m in step.members}) > 1
     if name == "mlp":
         kinds = (
             "all_reduce",
@@ -157,8 +165,8 @@ def test_random_nested_programs(name: str, count: int) -> None:
             "grouped_reduce",
         )
         wanted = {f"{where} {kind}" for where in ("inside", "across") for kind in kinds}
-        assert set(seen) >= wanted | {"from 0", "from 1", "from 2", "to 0", "to 2"}, sorted(
-            wanted - set(seen)
+        assert set(seen) >= wanted | {"from 0", "from 1", "from 2", "to 0", "to 2", "bucket all_reduce"}, (
+            sorted(wanted - set(seen))
         )
 
 

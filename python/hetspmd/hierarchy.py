@@ -131,8 +131,8 @@ def inside_of(theory: Theory, cluster: Cluster, pair: Pair, limits: Limits, cloc
     search = Alternation(theory, within, constraints, limits, clock)
     inner = search.at(shares, lengths_for(theory.axes, shares), tuple(range(within.world))).program
     check(theory, inner)
-    nested = nest(theory, pair.program, inner)
     costs = CostModel(theory, cluster.part(pair.active))
+    nested = nest(theory, pair.program, inner, costs.bucket_bytes)
     seconds = inside_seconds(costs, pair.lengths, nested, layout)
     held = dict(zip(pair.active, inside_bytes(layout, nested), strict=True))
     return Inside(inner, seconds, tuple(held.get(j, 0) for j in range(cluster.world)))

@@ -20,7 +20,7 @@ from hetspmd.errors import ClusterError, MemoryLimitError
 from hetspmd.lower.nested_layout import NestedLayout
 from hetspmd.rules.theory import derive
 from hetspmd.synth import constraints as known
-from hetspmd.synth.nested import Across, Both, Inside, nest
+from hetspmd.synth.nested import Across, Both, Inside, between, nest
 from hetspmd.synth.search import Limits, search
 from hetspmd.synth.space import search_space
 from hetspmd.trace.trace import trace
@@ -119,6 +119,41 @@ def test_data_parallel_in_closed_form() -> None:
     assert held[0] == held[1]
     # Beside them at most what the gradient's collective holds and the divided activations.
     assert parameters + batch <= held[0] <= parameters + batch + 3 * 512 + 3 * 12 * 8 * 4 / 8 + 600
+
+
+class Layers(nn.Module):
+    """Four weights of one dtype, whose gradients may share a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.sum()
+
+
+def test_gradients_share_a_bucket_between_machines() -> None:
+    """Four gradients of 1024 bytes are one transfer, and have one latency down and one up."""
+    theory = derive(trace(Layers(), (torch.randn(12, 16),), {}))
+    inside = Network(1e9, 1e-6)
+    machine = virtual_device(Device("d", {"default": 1e12}, launch=1e-9), 4, inside)
+    costs = CostModel(theory, Cluster((machine,) * 2, Network(1e8, 1e-5)))
+    lengths = lengths_for(theory.axes, (0.5, 0.5))
+    outer = search(search_space(theory, known.data_parallel(theory)), costs, lengths, Limits()).program
+    layout = NestedLayout(theory, lengths, (4, 4))
+    found = {}
+    for size in (0, 3000, 10_000):
+        nested = nest(theory, outer, outer, size)
+        moves = [between(s) for s in nested.backward if between(s)]
+        assert sorted(m.tensor for of in moves for m in of) == sorted(g.tensor for g in outer.gradients), (
+            "every gradient crosses once"
+        )
+        found[size] = [len(of) for of in moves], inside_seconds(costs, lengths, nested, layout)
+    assert [counts for counts, _ in found.values()] == [[1, 1, 1, 1], [2, 2], [4]]
+    assert found[0][1] - found[3000][1] == pytest.approx(2 * 2e-6)
+    assert found[0][1] - found[10_000][1] == pytest.approx(3 * 2e-6)
 
 
 def test_memory_follows_the_shares() -> None:

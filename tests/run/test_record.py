@@ -20,12 +20,12 @@ from torch import multiprocessing
 from hetspmd.compiler import plan_for
 from hetspmd.cost.machines import machine_of
 from hetspmd.errors import OutputError
+from hetspmd.lower.nested import nested_of
 from hetspmd.run.measured import Carried, Measured
 from hetspmd.run.module import HAP
-from hetspmd.run.stamps import offsets
+from hetspmd.run.stamps import offsets, transfer_name
 from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.nested import Across, Both, Inside, nest
-from hetspmd.synth.program import Communicate, communication_text
+from hetspmd.synth.nested import Across, Both, Inside, Together
 
 WORLD = 4
 
@@ -184,7 +184,7 @@ def test_machines(
     assert measured.machines == machines
     assert list(measured.devices) == [f"n{machine}" for machine in machines]
     assert plan.inside is not None
-    nested = nest(plan.theory, plan.program, plan.inside.program)
+    nested = nested_of(plan)
     instructions = plan.graph.instructions
     computed = Counter(
         instructions[step.instruction].name
@@ -206,11 +206,10 @@ def test_machines(
     for one in between:
         assert set(one.completed) <= set(working)
         assert firsts <= set(one.completed) or not firsts & set(one.completed), "elided, or not"
-    names = [t.name for t in plan.graph.tensors]
     assert {one.name for one in between} <= {
-        communication_text(Communicate(s.tensor, s.kind, s.source, s.target), names[s.tensor])
+        transfer_name(s, plan.graph)
         for s in (*nested.forward, *nested.backward)
-        if isinstance(s, Across)
+        if isinstance(s, (Across, Together))
     }
     document = json.loads(path.read_text())
     lines = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"]

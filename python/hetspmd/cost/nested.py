@@ -9,8 +9,8 @@ step and as if nothing overlapped it. For a machine's part of E bytes, inside la
     all-to-all inside                   L + E / k / b
     to and from the first, whole        L + E / b                      a reduce, a broadcast
 
-of gradients only the latencies; and where the inner row divides nothing, the seconds in which one accelerator runs
-what the machine was supposed to run, less those.
+of gradients only the latencies; what is whole has one latency for all of a bucket. Where the inner row divides
+nothing, the seconds in which one accelerator runs what the machine was supposed to run, less those, are added too.
 
 Bytes are counted by liveness over the order of execution on the first accelerator of each machine, which has
 the largest part of what is divided: parameters, buffers and inputs always, gradients to the end, other values
@@ -33,7 +33,7 @@ from hetspmd.cost.memory import OPTIMIZER_BYTES, TEMPORARIES
 from hetspmd.cost.model import CostModel
 from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, is_sharded
 from hetspmd.lower.nested_layout import NestedLayout, Place
-from hetspmd.synth.nested import Across, Both, Inside, Key, Nested, NestedStep, provider
+from hetspmd.synth.nested import Across, Both, Inside, Key, Nested, NestedStep, Together, between, provider
 from hetspmd.trace.graph import ITEM_SIZES
 
 __all__ = ["inside_bytes", "inside_seconds"]
@@ -61,26 +61,33 @@ def inside_seconds(costs: CostModel, lengths: Lengths, nested: Nested, layout: N
     return found
 
 
-def _seconds(layout: NestedLayout, step: Inside | Across, machine: int, of: Machine) -> float:
+def _seconds(layout: NestedLayout, step: Inside | Across | Together, machine: int, of: Machine) -> float:
     latency, bandwidth, k = of.inside.latency, of.inside.bandwidth, of.accelerators
-    deferred = step.tensor in layout.theory.deferred
 
-    def moved(outer: Form) -> float:
-        if deferred:
+    def moved(tensor: int, outer: Form) -> float:
+        if tensor in layout.theory.deferred:
             return 0.0
-        return _bytes(layout, (step.tensor, outer, IDENTITY), machine) / bandwidth
+        return _bytes(layout, (tensor, outer, IDENTITY), machine) / bandwidth
 
     if isinstance(step, Inside):
-        whole = moved(step.outer)
+        whole = moved(step.tensor, step.outer)
         if step.kind == "all_reduce":
             return 2 * latency + 2 * (k - 1) / k * whole
         if step.kind == "all_to_all":
             return latency + whole / k
         return latency + (k - 1) / k * whole
-    found = 0.0
-    if step.collected != IDENTITY:
-        found += latency + moved(step.source) * (1 if step.collected == ALL_REDUCE else (k - 1) / k)
-    return found + latency + moved(step.target) * ((k - 1) / k if is_sharded(step.handed_out) else 1)
+    members = between(step)
+    cut = sum(is_sharded(m.collected) for m in members) + sum(is_sharded(m.handed_out) for m in members)
+    whole_parts = (
+        any(m.collected == ALL_REDUCE for m in members),
+        any(m.handed_out == IDENTITY for m in members),
+    )
+    found = (cut + sum(whole_parts)) * latency
+    for m in members:
+        if m.collected != IDENTITY:
+            found += moved(m.tensor, m.source) * (1 if m.collected == ALL_REDUCE else (k - 1) / k)
+        found += moved(m.tensor, m.target) * ((k - 1) / k if is_sharded(m.handed_out) else 1)
+    return found
 
 
 def _bytes(layout: NestedLayout, key: Key, machine: int) -> int:
@@ -178,16 +185,13 @@ class _Memory:
         if isinstance(step, Inside):
             self.read((step.tensor, step.outer, step.source), at)
             self.add((step.tensor, step.outer, step.target), at, at)
-        elif isinstance(step, Across):
-            source, target = (
-                (step.tensor, step.source, step.collected),
-                (step.tensor, step.target, step.handed_out),
-            )
-            self.read(source, at)
-            self.add(target, at, at)
-            self.flight[target] = (at, self._for_all(step))
-        else:
+        elif isinstance(step, Both):
             self._both(at, step)
+        for move in between(step):
+            target = (move.tensor, move.target, move.handed_out)
+            self.read((move.tensor, move.source, move.collected), at)
+            self.add(target, at, at)
+            self.flight[target] = (at, self._for_all(move))
 
     def _both(self, at: int, step: Both) -> None:
         instruction = self.graph.instructions[step.instruction]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from hetspmd.cost.coalesce import bucket_bytes
 from hetspmd.cost.machines import machine_of
 from hetspmd.forms import IDENTITY, all_gather, is_sharded
 from hetspmd.lower import emit
@@ -23,7 +24,14 @@ from hetspmd.synth.program import Program, Result
 if TYPE_CHECKING:
     from hetspmd.plan import Plan
 
-__all__ = ["lower_nested", "lower_place"]
+__all__ = ["lower_nested", "lower_place", "nested_of"]
+
+
+def nested_of(plan: Plan) -> Nested:
+    """What each accelerator does by a plan across machines."""
+    assert plan.inside is not None
+    size = bucket_bytes(plan.cluster.part(plan.active))
+    return nest(plan.theory, plan.program, plan.inside.program, size)
 
 
 def lower_nested(plan: Plan, rank: int, device: torch.device) -> LocalProgram:
@@ -42,8 +50,7 @@ def lower_nested(plan: Plan, rank: int, device: torch.device) -> LocalProgram:
     counts = [cluster.accelerators[j] for j in plan.active]
     layout = NestedLayout(theory, plan.lengths, counts)
     at = Place(plan.active.index(machine), rank - machine_of(cluster).index(machine))
-    nested = nest(theory, plan.program, plan.inside.program)
-    return lower_place(theory, nested, layout, at, device)
+    return lower_place(theory, nested_of(plan), layout, at, device)
 
 
 def lower_place(

@@ -6,6 +6,7 @@ those between machines go in three steps (:mod:`hetspmd.run.machines`).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from hetspmd.lower.constants import local_op
 from hetspmd.lower.nested_layout import NestedLayout, Place
 from hetspmd.rules.kernels import reader_of
 from hetspmd.rules.theory import Theory
-from hetspmd.run import collectives, machines
-from hetspmd.synth.nested import Across, Both, Inside, Key, NestedStep, provider
+from hetspmd.run import buckets, collectives, machines
+from hetspmd.synth.nested import Across, Both, Inside, Key, NestedStep, Together, provider
 from hetspmd.synth.program import Communicate
 from hetspmd.trace.values import to_torch, torch_dtype
 
@@ -108,8 +109,10 @@ class NestedWriter:
             self._compute(step)
         elif isinstance(step, Inside):
             self._inside(step)
-        else:
+        elif isinstance(step, Across):
             self._across(step)
+        else:
+            self._together(step)
 
     def _arrives(self, key: Key, pending: fx.Node) -> None:
         self.produced[key] = lambda: self.call(self.name(key), collectives.wait, (pending,))
@@ -134,6 +137,30 @@ class NestedWriter:
         self._arrives(target, pending)
 
     def _across(self, step: Across) -> None:
+        args, leg = self._leg(step)
+        source = (step.tensor, step.source, step.collected)
+        pending = self.call(
+            f"{self.name(source)}_{step.kind}_across", machines.start_across,
+            (self.runtime, self.need(source), step.kind, args, *leg),
+        )  # fmt: skip
+        pending.meta["transfer"] = step
+        self._arrives((step.tensor, step.target, step.handed_out), pending)
+
+    def _together(self, step: Together) -> None:
+        sources = [self.need((m.tensor, m.source, m.collected)) for m in step.members]
+        given = [self._leg(m) for m in step.members]
+        pending = self.call(
+            f"bucket_{step.kind}_across", machines.start_bucket_across,
+            (self.runtime, sources, step.kind, [args for args, _ in given], [leg for _, leg in given]),
+        )  # fmt: skip
+        pending.meta["transfer"] = step
+        for index, member in enumerate(step.members):
+            target = (member.tensor, member.target, member.handed_out)
+            self.produced[target] = partial(self.call, self.name(target), buckets.take, (pending, index))
+            self._pending.append(target)
+
+    def _leg(self, step: Across) -> tuple[tuple[Any, ...], machines.Leg]:
+        """The arguments of a collective's start, and what is collected and handed out for it."""
         source = (step.tensor, step.source, step.collected)
         target = (step.tensor, step.target, step.handed_out)
         machine, layout = self.at.machine, self.layout
@@ -148,13 +175,7 @@ class NestedWriter:
         def whole(key: Key) -> list[int]:
             return list(layout.shape((key[0], key[1], IDENTITY), self.at))
 
-        given = (step.kind, args, cut(source), whole(source), cut(target), whole(target))
-        pending = self.call(
-            f"{self.name(source)}_{step.kind}_across", machines.start_across,
-            (self.runtime, self.need(source), *given),
-        )  # fmt: skip
-        pending.meta["transfer"] = step
-        self._arrives(target, pending)
+        return args, (cut(source), whole(source), cut(target), whole(target))
 
     def _compute(self, step: Both) -> None:
         theory = self.theory

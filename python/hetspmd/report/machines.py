@@ -6,9 +6,10 @@ from typing import Any
 
 from hetspmd.cost.machines import accelerator
 from hetspmd.cost.quantities import quantity_text
+from hetspmd.lower.nested import nested_of
 from hetspmd.plan import Plan
 from hetspmd.report.tables import table
-from hetspmd.synth.nested import Across, Both, Inside, nest
+from hetspmd.synth.nested import Both, Inside, between
 
 
 def inside_text(plan: Plan) -> str:
@@ -34,26 +35,28 @@ def inside_text(plan: Plan) -> str:
     return (
         "Across machines, data parallel inside in even shares\n"
         f"{table(header, rows, right=(2, 3, 4, 5))}\n"
-        f"  {found['across']} collectives between machines in three steps, {found['inside']} inside; "
-        f"{found['alike']} of {found['computed']} ops run alike on all accelerators of a machine; "
-        f"both add {seconds}"
+        f"  {found['across']} collectives between machines in {found['transfers']} transfers of three steps, "
+        f"{found['inside']} inside; {found['alike']} of {found['computed']} ops run alike on all accelerators of a "
+        f"machine; both add {seconds}"
     )
 
 
 def inside_document(plan: Plan) -> dict[str, Any] | None:
     """Per device ``accelerators`` and ``memory_bytes`` of one of them; ``seconds`` that they add to the step;
-    numbers of collectives ``across`` and ``inside``, of ops that are ``computed``, and that all accelerators
-    compute ``alike``. None for a plan that is not across machines."""
+    numbers of collectives ``across``, of the ``transfers`` that carry them (small ones share buckets), of those
+    ``inside``, of ops that are ``computed``, and that all accelerators compute ``alike``. None for a plan that is
+    not across machines."""
     if plan.inside is None:
         return None
-    nested = nest(plan.theory, plan.program, plan.inside.program)
+    nested = nested_of(plan)
     steps = (*nested.forward, *nested.backward)
     computed = [s for s in steps if isinstance(s, Both) and not plan.theory.rules[s.instruction].alias]
     return {
         "accelerators": list(plan.cluster.accelerators),
         "memory_bytes": list(plan.inside.memory_bytes),
         "seconds": plan.inside.seconds,
-        "across": sum(isinstance(s, Across) for s in steps),
+        "across": sum(len(between(s)) for s in steps),
+        "transfers": sum(bool(between(s)) for s in steps),
         "inside": sum(isinstance(s, Inside) for s in steps),
         "computed": len(computed),
         "alike": sum(s.inner.factor is None and s.inner.name == "always" for s in computed),

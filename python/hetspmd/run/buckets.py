@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -22,18 +22,26 @@ Place = tuple[int, Sequence[int]]
 """The dim along which a tensor is cut, and the extent of each rank's shard along it."""
 
 
+class Awaited(Protocol):
+    """What carries a bucket."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait and give the results."""
+
+
 class PendingBucket:
     """A bucket on its way; :func:`take` gives each of its results, once."""
 
     __slots__ = ("_parts", "_pending")
 
-    def __init__(self, pending: Pending[list[torch.Tensor]]) -> None:
-        self._pending: Pending[list[torch.Tensor]] | None = pending
+    def __init__(self, pending: Awaited) -> None:
+        self._pending: Awaited | None = pending
         self._parts: list[torch.Tensor | None] = []
 
-    def holds(self, pending: Pending[Any]) -> bool:
-        """Whether this is the collective that carries the bucket."""
-        return self._pending is pending
+    @property
+    def pending(self) -> Awaited | None:
+        """The collective that carries the bucket, None once it was waited for."""
+        return self._pending
 
     def take(self, index: int) -> torch.Tensor:
         """Wait, and give one tensor's result."""

@@ -3,27 +3,34 @@
 A collective between machines (HAP 6) is the first accelerators' own. The others of a machine give them what
 they hold before it (gathered or summed at the first one) and get the result after it (whole, or a slice each).
 The first two steps are taken when it is started, and the last one when it is waited for, so that what is
-between machines overlaps other work. All ranks take all steps in the same order.
+between machines overlaps other work. All ranks take all steps in the same order. Of a bucket, what is summed and
+what is handed out whole travels packed side by side inside a machine as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.machines import machine_of, ranks_of
-from hetspmd.run import collectives
-from hetspmd.run.collectives import PendingTensor, _summable, movable
+from hetspmd.run import buckets, collectives
+from hetspmd.run.buckets import PendingBucket
+from hetspmd.run.collectives import Pending, PendingTensor, _summable, movable
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.random import Draw, Randomness, Region, random_op
 from hetspmd.run.runtime import Runtime
 
 Part = tuple[int, Sequence[int]] | str | None
 """How a machine's tensor lies on its accelerators: cut along a dim with these extents, "sum", or whole on each."""
+
+Leg: TypeAlias = tuple[Part, Sequence[int], Part, Sequence[int]]
+"""How a machine's tensor lies on its accelerators and its shape, before a collective between machines and after."""
+
+Result = TypeVar("Result")
 
 STARTS: dict[str, Callable[..., PendingTensor]] = {
     "all_reduce": collectives.start_all_reduce, **collectives.SCATTERS, **collectives.GATHERS,
@@ -62,15 +69,15 @@ def within(runtime: MachineRuntime) -> Runtime:
     return runtime.inside
 
 
-class PendingAcross:
+class PendingAcross(Generic[Result]):
     """A collective between machines on its way; ``carried``: as the first accelerator of a machine takes part in
     it."""
 
-    def __init__(self, finish: Callable[[], torch.Tensor], carried: PendingTensor | None = None) -> None:
-        self._finish: Callable[[], torch.Tensor] | None = finish
+    def __init__(self, finish: Callable[[], Result], carried: Pending[Any] | None = None) -> None:
+        self._finish: Callable[[], Result] | None = finish
         self.carried = carried
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Result:
         """Wait, have the result handed out inside, and give this accelerator's part."""
         assert self._finish is not None, "a collective is waited for once"
         finish, self._finish = self._finish, None
@@ -80,7 +87,7 @@ class PendingAcross:
 def start_across(
     runtime: MachineRuntime, tensor: torch.Tensor, kind: str, args: Sequence[Any],
     held: Part, shape: Sequence[int], handed: Part, result: Sequence[int],
-) -> PendingAcross:  # fmt: skip
+) -> PendingAcross[torch.Tensor]:  # fmt: skip
     """Start a collective of this kind, with the arguments of its start, between the machines.
 
     ``shape`` and ``result`` are the shapes of the machine's tensor before and after; ``held`` and ``handed``
@@ -95,6 +102,67 @@ def start_across(
         return PendingAcross(lambda: hand_out(comm, pending.wait(), handed, result), pending)
     empty = tensor.new_empty(())
     return PendingAcross(lambda: hand_out(comm, empty, handed, result))
+
+
+def start_bucket_across(
+    runtime: MachineRuntime, tensors: Sequence[torch.Tensor], kind: str, args: Sequence[Sequence[Any]],
+    legs: Sequence[Leg],
+) -> PendingBucket:  # fmt: skip
+    """Start several collectives of this kind and one dtype as one; ``args`` and ``legs`` of each, as of
+    :func:`start_across`."""
+    assert runtime.inside is not None
+    assert runtime.across is not None
+    comm, across = runtime.inside.communicator, runtime.across
+    whole = list(tensors) if comm.world == 1 else _collect_all(comm, tensors, legs)
+    if comm.rank:
+        empty = [tensor.new_empty(()) for tensor in tensors]
+        return PendingBucket(PendingAcross(lambda: _hand_out_all(comm, empty, legs)))
+    if kind == "all_reduce":
+        carried = buckets.start_all_reduces(across, whole)
+    else:
+        carried = buckets.STARTS[kind](across, whole, [(dim, extents) for dim, extents in args])
+    if comm.world == 1:
+        return carried
+    pending = cast(Pending[list[torch.Tensor]], carried.pending)
+    return PendingBucket(PendingAcross(lambda: _hand_out_all(comm, pending.wait(), legs), pending))
+
+
+def _collect_all(
+    comm: Communicator, tensors: Sequence[torch.Tensor], legs: Sequence[Leg]
+) -> list[torch.Tensor]:
+    """Of each :func:`collect`; what is summed is summed as one tensor."""
+    found = [
+        tensor if held == "sum" else collect(comm, tensor, held, shape)
+        for tensor, (held, shape, _, _) in zip(tensors, legs, strict=True)
+    ]
+    summed = [i for i, leg in enumerate(legs) if leg[0] == "sum"]
+    if summed:
+        packed = torch.cat([tensors[i].reshape(-1) for i in summed])
+        if packed.numel():
+            comm.reduce(_summable(packed), 0).wait()
+        for i, part in zip(summed, torch.split(packed, [tensors[i].numel() for i in summed]), strict=True):
+            found[i] = part.view(tensors[i].shape)
+    return found
+
+
+def _hand_out_all(
+    comm: Communicator, whole: Sequence[torch.Tensor], legs: Sequence[Leg]
+) -> list[torch.Tensor]:
+    """Of each :func:`hand_out`; what everyone gets all of is handed out as one tensor."""
+    found = [
+        tensor if handed is None else hand_out(comm, tensor, handed, shape)
+        for tensor, (_, _, handed, shape) in zip(whole, legs, strict=True)
+    ]
+    alike = [i for i, leg in enumerate(legs) if leg[2] is None]
+    sizes = [_numel(legs[i][3]) for i in alike]
+    if alike:
+        first = comm.rank == 0
+        packed = torch.cat([whole[i].reshape(-1) for i in alike]) if first else whole[0].new_empty(sum(sizes))
+        if packed.numel():
+            comm.broadcast(movable(packed), 0).wait()
+        for i, part in zip(alike, torch.split(packed, sizes), strict=True):
+            found[i] = part.view(list(legs[i][3]))
+    return found
 
 
 def collect(comm: Communicator, tensor: torch.Tensor, held: Part, shape: Sequence[int]) -> torch.Tensor:

@@ -22,9 +22,10 @@ from torch import fx, nn
 
 from hetspmd.lower.emit import identifier
 from hetspmd.report.facts import tensor_roles
-from hetspmd.run import buckets, collectives
+from hetspmd.run import buckets, collectives, machines
 from hetspmd.run.buckets import PendingBucket
 from hetspmd.run.collectives import Pending
+from hetspmd.run.machines import PendingAcross
 from hetspmd.trace.graph import Graph, Instruction, instruction_text
 
 _ASSIGNED = re.compile(r"\s*(\w+)(?:\s*:[^=]*)? = ")
@@ -36,6 +37,8 @@ _KINDS = {
     collectives.start_ring_reduce: "Ring-Reduce", collectives.start_ring_gather: "Ring-Gather",
     collectives.start_rebalance: "Rebalance", buckets.start_all_reduces: "All-Reduce",
     buckets.start_reduce_scatters: "Reduce-Scatter", buckets.start_all_gathers: "All-Gather",
+    machines.start_across: "collective between machines",
+    machines.start_bucket_across: "collective between machines",
 }  # fmt: skip
 
 
@@ -120,7 +123,11 @@ class Origin:
 
 
 def _is(value: object, pending: Pending[Any]) -> bool:
-    return value is pending or (isinstance(value, PendingBucket) and value.holds(pending))
+    if isinstance(value, PendingBucket):
+        value = value.pending
+    if isinstance(value, PendingAcross):
+        value = value.carried
+    return value is pending
 
 
 def source_line(model: nn.Module, path: str) -> str:

@@ -27,7 +27,7 @@ from hetspmd.run.communicator import DoneWork, Work, _CopiedWork, _IssuedWork
 from hetspmd.run.instrument import instrumented
 from hetspmd.run.machines import PendingAcross
 from hetspmd.synth.buckets import Bucket, transfer_text
-from hetspmd.synth.nested import Across, Inside
+from hetspmd.synth.nested import Across, Inside, Together, between
 from hetspmd.synth.program import KIND_TEXT, Communicate
 from hetspmd.trace.graph import Graph
 
@@ -132,7 +132,7 @@ class Stamps:
 
     def issued(self, pending: Any) -> None:
         """Behind the start of a collective."""
-        inner: Any = pending._pending if isinstance(pending, buckets.PendingBucket) else pending
+        inner: Any = pending.pending if isinstance(pending, buckets.PendingBucket) else pending
         if isinstance(inner, PendingAcross):
             inner = inner.carried
         works = [] if inner is None else [w for w in inner._works if not isinstance(w, DoneWork)]
@@ -204,13 +204,14 @@ def _call(node: fx.Node, order: dict[fx.Node, int], graph: Graph) -> Call:
     return Call("local", node.name)
 
 
-def transfer_name(step: Communicate | Bucket | Inside | Across, graph: Graph) -> str:
+def transfer_name(step: Communicate | Bucket | Inside | Across | Together, graph: Graph) -> str:
     """As the simulated timeline calls a collective; it knows of none inside a machine."""
     names = [t.name for t in graph.tensors]
     if isinstance(step, Inside):
         return f"{KIND_TEXT[step.kind]} inside({names[step.tensor]})"
-    if isinstance(step, Across):
-        step = Communicate(step.tensor, step.kind, step.source, step.target)
+    if isinstance(step, (Across, Together)):
+        moves = tuple(Communicate(s.tensor, s.kind, s.source, s.target) for s in between(step))
+        step = Bucket(moves) if isinstance(step, Together) else moves[0]
     return transfer_text(step, names)
 
 

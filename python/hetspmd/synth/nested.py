@@ -11,13 +11,14 @@ them:
 - :class:`Both`, a computation by an outer and an inner row;
 - :class:`Inside`, a collective among the accelerators of each machine;
 - :class:`Across`, one of the outer program, in three steps: each machine's first accelerator collects what its
-  machine holds, communicates with the other first ones, and hands the result out, whole or in slices.
+  machine holds, communicates with the other first ones, and hands the result out, whole or in slices;
+- :class:`Together`, several of these that share a bucket of the outer program's schedule.
 
 Collectives across are where the outer program's schedule has them. One inside runs as soon as its tensor is
 there if the same graph reads what it gives, else where that is read. What a form says beyond that is derived
 for free, as in one program: a slice or a mask of what is whole at that level. There is one exception: a tensor
 that is whole on machines and sliced inside along a dim is gathered inside before machines take slices of the
-same dim, for these are other slices. Collectives are not put into buckets.
+same dim, for these are other slices. Collectives inside are not put into buckets.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ from hetspmd.errors import PlanError
 from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather, form_text, is_sharded
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
+from hetspmd.synth.buckets import Bucket, Scheduled
 from hetspmd.synth.program import Communicate, Compute, Kind, Program
 from hetspmd.synth.schedule import schedule
 
-__all__ = ["Across", "Both", "Inside", "Key", "Nested", "NestedStep", "nest", "provider"]
+__all__ = [
+    "Across", "Both", "Inside", "Key", "Nested", "NestedStep", "Together", "between", "nest", "provider",
+]  # fmt: skip
 
 Key = tuple[int, Form, Form]
 """(tensor id, outer form, inner form): a value of an accelerator's local program."""
@@ -70,7 +74,26 @@ class Across:
     handed_out: Form
 
 
-NestedStep = Both | Inside | Across
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Collectives between machines of one kind and dtype that run as one (:mod:`hetspmd.synth.buckets`)."""
+
+    members: tuple[Across, ...]
+
+    @property
+    def kind(self) -> Kind:
+        """Of all of them."""
+        return self.members[0].kind
+
+
+NestedStep = Both | Inside | Across | Together
+
+
+def between(step: NestedStep) -> tuple[Across, ...]:
+    """The collectives between machines that a step is."""
+    if isinstance(step, Together):
+        return step.members
+    return (step,) if isinstance(step, Across) else ()
 
 
 @dataclass(frozen=True)
@@ -104,12 +127,13 @@ def inner_rows(program: Program) -> dict[int, Row]:
     return {step.instruction: step.row for step in program.steps if isinstance(step, Compute)}
 
 
-def nest(theory: Theory, outer: Program, inner: Program) -> Nested:
-    """The steps of ``outer`` over machines and of ``inner`` within them.
+def nest(theory: Theory, outer: Program, inner: Program, bucket_bytes: float = 0) -> Nested:
+    """The steps of ``outer`` over machines, with buckets of at most ``bucket_bytes`` bytes between them, and of
+    ``inner`` within them.
 
     Raises PlanError if one reads what the other does not leave.
     """
-    return _Nesting(theory, outer, inner).run()
+    return _Nesting(theory, outer, inner, bucket_bytes).run()
 
 
 @dataclass
@@ -137,11 +161,11 @@ class _Graph:
 
 
 class _Nesting:
-    def __init__(self, theory: Theory, outer: Program, inner: Program) -> None:
+    def __init__(self, theory: Theory, outer: Program, inner: Program, bucket_bytes: float) -> None:
         self.theory, self.graph, self.outer = theory, theory.graph, outer
         self.rows = inner_rows(inner)
         self.moves = {s.tensor: s for s in inner.steps if isinstance(s, Communicate)}
-        self.order = schedule(theory, outer)
+        self.order = schedule(theory, outer, bucket_bytes)
 
     def run(self) -> Nested:
         graph, outer = self.graph, self.outer
@@ -172,12 +196,14 @@ class _Nesting:
             gradients,
         )  # fmt: skip
 
-    def _write(self, into: _Graph, steps: Iterable[object], left: tuple[Key, ...]) -> None:
+    def _write(self, into: _Graph, steps: Iterable[Scheduled], left: tuple[Key, ...]) -> None:
         reads = _Reads(self, steps, left)
         for step in steps:
             if isinstance(step, Communicate):
                 self._across(into, step, reads)
-            elif isinstance(step, Compute) and not self.graph.instructions[step.instruction].is_source:
+            elif isinstance(step, Bucket):
+                self._together(into, step, reads)
+            elif not self.graph.instructions[step.instruction].is_source:
                 self._both(into, step, reads)
         for key in left:
             self._reach(into, key)
@@ -212,6 +238,15 @@ class _Nesting:
             into, source, Across(step.tensor, step.kind, step.source, step.target, source[2],
                                  handed if is_sharded(handed) else IDENTITY),
         )  # fmt: skip
+
+    def _together(self, into: _Graph, bucket: Bucket, reads: _Reads) -> None:
+        """Those of a bucket that have not run yet."""
+        before = len(into.steps)
+        for member in bucket.members:
+            self._across(into, member, reads)
+        members = tuple(s for s in into.steps[before:] if isinstance(s, Across))
+        if len(members) > 1:
+            into.steps[before:] = [Together(members)]
 
     def _append(self, into: _Graph, source: Key, step: Inside | Across) -> None:
         into.provider(source)
