@@ -58,10 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write. Exit status 0 also where no cluster can be emulated, with the reason."""
     parser = options_of(
         __doc__, folder=results.FOLDER, only="clusters, models and links",
-        steps=(3, "timed steps of a turn, at most"), budget=60.0,
+        steps=(2, "timed steps of a turn, at most"), budget=45.0,
     )  # fmt: skip
     parser.add_argument("--size", choices=tuple(SIZES), default="small", help="of the models")
-    parser.add_argument("--link-budget", type=float, default=40.0, help="seconds of a further link's profile")
+    parser.add_argument("--link-budget", type=float, default=20.0, help="seconds of a further link's profile")
     options = parsed(parser, [*CLUSTERS, *MODELS, *LINKS], arguments)
     if not measure_all(options, CLUSTERS, _measure):
         return 0

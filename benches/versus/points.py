@@ -51,6 +51,9 @@ TURN = 4.0
 SLOW = 8.0
 """Seconds of a step above which an arm has one turn of one timed step."""
 
+CARRYING = 30.0
+"""Seconds of a step above which it does little but communicate: one step before the timed one is enough."""
+
 
 def steps_of(seconds: float, most: int) -> int:
     """How many steps of a turn are timed, of an arm whose step takes ``seconds``."""

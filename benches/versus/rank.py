@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from emulated.arms import build, part_of, stepper
 from emulated.worker import Context
 from versus.models import workload
-from versus.points import SLOW, steps_of
+from versus.points import CARRYING, SLOW, steps_of
 
 BUCKET = 25 << 20
 """Bytes of DDP's buckets."""
@@ -85,10 +85,13 @@ def train(
                 context.throttle(False)
                 alone = arm["arm"] == "alone" and context.rank != fastest
                 built[name] = None if alone else _build(context, model, size, arm)
-                _first(built[name], losses)
+                seconds = _first(built[name], losses)
                 context.throttle(True)
+            else:
+                seconds = 0.0
             step = built[name]
-            seconds = _first(step, losses)
+            if seconds <= CARRYING:
+                seconds = _first(step, losses)
             if turn == 0 and seconds > SLOW:
                 slow.add(name)
             dist.barrier()
