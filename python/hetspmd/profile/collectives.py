@@ -1,12 +1,13 @@
 """Measuring the collectives between a group of ranks.
 
 A sample: the ranks meet in a one-element all-reduce, then each runs the collective as a lowered program does
-(start, wait) and takes its time; the sample is the largest of these. Sizes grow by eight, six samples of each case,
-as long as the next size is expected to fit into half of what is left of the budget. The first ``LEAST`` sizes are
-measured whatever the budget, and so are further ones until every collective takes ``GROWTH`` times as long as at
-the least size, for before that its bandwidth is hidden by its latency. What time is left repeats the cases whose
-medians are not tight, those with the fewest samples and the widest intervals first. Every rank sees all samples and
-the latest of all clocks, so that all decide alike.
+(start, wait) and takes its time; the sample is the largest of these. Every collective runs a few times before the
+first sample, as a new group makes its connections and threads with its first ones. Sizes grow by eight, six samples
+of each case, as long as the next size is expected to fit into half of what is left of the budget. The first
+``LEAST`` sizes are measured whatever the budget, and so are further ones until every collective takes ``GROWTH``
+times as long as at the least size, for before that its bandwidth is hidden by its latency. What time is left repeats
+the cases whose medians are not tight, those with the fewest samples and the widest intervals first. Every rank sees
+all samples and the latest of all clocks, so that all decide alike.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ def measure_group(
         levels.append(level)
         session.together("allocating", partial(bench.allocate, nbytes))
         with session.guard(what):
+            if index == 0:
+                bench.warm(level)
             bench.visit(level, [FIRST] * len(level), warm=True)
         cases += level
     while True:
@@ -243,6 +246,13 @@ class _Bench:
         """Make room for operands of ``nbytes`` bytes."""
         if self.own is not None:
             self._buffer = torch.ones(nbytes // 4, device=self.session.device)
+
+    def warm(self, cases: Sequence[_Case]) -> None:
+        """Run each case as often as it has samples at first; none counts."""
+        for case in cases:
+            self.tick(f"{case.trial.kind} before the first sample")
+            for _ in range(FIRST):
+                self._sample(case.trial)
 
     def visit(self, cases: Sequence[_Case], counts: Sequence[int], *, warm: bool) -> None:
         """Add ``counts[i]`` samples to ``cases[i]``, after one that does not count if ``warm``."""

@@ -3,18 +3,20 @@
 A collective's seconds are linear in the terms of :class:`hetspmd.cost.measured.Curve`. With x_i the factors of
 the terms at point i (1, k, E, M E, X E), p_i = x_i b and t_i its measured median, the terms are
 
-    argmin over b >= 0 of sum_i ln(p_i / t_i)^2,
+    argmin over b >= 0 of sum_i w_i ln(p_i / t_i)^2,
 
 in which a microsecond of a short message weighs what a second of a long one does, and half the time what twice the
-time does. It is found by Gauss and Newton's method: with q the last solution's p, ln(p / t) is nearly
-ln(q / t) + (p - q) / q, which makes each step a non-negative least squares problem with the weights 1 / q. The
-minimum over b >= 0 is the unconstrained one over the terms that are not 0 there (Karush-Kuhn-Tucker); as there are
-at most four terms, every set of them is tried, and the exact minimum found.
+time does. w_i is the inverse of the variance of ln t_i: ``NOISE`` squared, and the square of a quarter of the
+logarithm of its interval's upper end over its lower one (a 95 % interval spans four standard deviations), so that
+what was measured badly has little to say. The minimum is found by Gauss and Newton's method: with q the last
+solution's p, ln(p / t) is nearly ln(q / t) + (p - q) / q, which makes each step a non-negative least squares problem
+with the weights sqrt(w) / q. The minimum over b >= 0 is the unconstrained one over the terms that are not 0 there
+(Karush-Kuhn-Tucker); as there are at most four terms, every set of them is tried, and the exact minimum found.
 
 Backends change their algorithm with the size, and memory is slower than caches; so the sizes may fall into two
-parts, each with its own terms. The split, or none, is the one of least N ln(S / N) + p ln N (Schwarz's criterion),
-S the sum above over N points (a mean deviation of less than ``NOISE`` counts as that much) and p the
-number of terms, and one more for a split. A part of a single size has the terms per byte only.
+parts, each with its own terms. The split, or none, is the one of least N ln(S / W) + p ln N (Schwarz's criterion),
+S the sum above over N points whose w sum up to W (a mean deviation of less than ``NOISE`` counts as that much) and
+p the number of terms, and one more for a split. A part of a single size has the terms per byte only.
 """
 
 from __future__ import annotations
@@ -76,10 +78,11 @@ def fit_curves(kind: Kind, devices: int, points: Sequence[Point]) -> tuple[Fit, 
         above = 0.0 if split == 0 else round(math.sqrt(sizes[split - 1] * sizes[split]))
         parts = [p for p in points if p.nbytes <= above], [p for p in points if p.nbytes > above]
         fits = [fit_curve(kind, devices, q, at) for q, at in zip(parts, (0.0, above), strict=True) if q]
-        errors = [e for fit in fits for e in _errors(fit.curve, fit.points)]
-        deviation = max(sum(e * e for e in errors) / len(errors), NOISE**2)
+        errors = np.array([e for fit in fits for e in _errors(fit.curve, fit.points)])
+        weights = _weights([p for fit in fits for p in fit.points])
+        deviation = max(float(weights @ errors**2) / float(weights.sum()), NOISE**2)
         count = sum(len(_terms(kind, fit.points)) for fit in fits) + len(fits) - 1
-        value = len(errors) * math.log(deviation) + count * math.log(len(errors))
+        value = len(points) * math.log(deviation) + count * math.log(len(points))
         if value < least:
             best, least = tuple(fits), value
     return best
@@ -101,7 +104,7 @@ def fit_curve(kind: Kind, devices: int, points: Sequence[Point], above: float = 
     }
     terms = _terms(kind, points)
     found = relative_least_squares(
-        np.array([factors[term] for term in terms]).T, np.array([p.seconds for p in points])
+        np.array([factors[term] for term in terms]).T, np.array([p.seconds for p in points]), _weights(points)
     )
     numbers = {t: _rounded(v) for t, v in zip(terms, found.tolist(), strict=True)}
     curve = Curve(kind, devices, above=above, **numbers)
@@ -131,16 +134,26 @@ def _errors(curve: Curve, points: Sequence[Point]) -> list[float]:
     ]  # fmt: skip
 
 
-def relative_least_squares(matrix: Array, seconds: Array) -> Array:
-    """argmin over b >= 0 of the sum of ln(p / t)^2, with p = matrix b and t the seconds; the best of ``ROUNDS``."""
-    best = found = non_negative_least_squares(matrix / seconds[:, None], np.ones(len(seconds)))
+def _weights(points: Sequence[Point]) -> Array:
+    """The inverse variance of the logarithm of each point's seconds."""
+    return np.array([1 / (NOISE**2 + (math.log(p.high / p.low) / 4) ** 2) for p in points])
+
+
+def relative_least_squares(matrix: Array, seconds: Array, weights: Array | None = None) -> Array:
+    """argmin over b >= 0 of the sum of w ln(p / t)^2, with p = matrix b, t the seconds and w the weights (1 if not
+    given); the best of ``ROUNDS``."""
+    roots = np.ones(len(seconds)) if weights is None else np.sqrt(weights)
+    best = found = non_negative_least_squares(matrix * (roots / seconds)[:, None], roots)
     least = math.inf
     for _ in range(ROUNDS):
         predicted = np.clip(matrix @ found, 0.01 * seconds, 100 * seconds)
         errors = np.log(predicted / seconds)
-        if float(errors @ errors) < least * (1 - 1e-12):
-            best, least = found, float(errors @ errors)
-        found = non_negative_least_squares(matrix / predicted[:, None], np.clip(1 - errors, 0.1, 3.0))
+        value = float((roots * errors) @ (roots * errors))
+        if value < least * (1 - 1e-12):
+            best, least = found, value
+        found = non_negative_least_squares(
+            matrix * (roots / predicted)[:, None], roots * np.clip(1 - errors, 0.1, 3.0)
+        )
     return best
 
 
@@ -150,7 +163,7 @@ def fit_network(fits: Sequence[Fit]) -> Network:
     They stand for what no curve was measured of. The formulas are those of :mod:`hetspmd.cost.model`. Raises
     ProfileError if the times do not grow with the size.
     """
-    rows, seconds = [], []
+    rows, seconds, points = [], [], [p for fit in fits for p in fit.points]
     for fit in fits:
         n, kind = fit.curve.devices, fit.curve.kind
         for p in fit.points:
@@ -163,7 +176,7 @@ def fit_network(fits: Sequence[Fit]) -> Network:
                 latencies, traffic = float(p.shards), float(p.nbytes)
             rows.append([latencies, traffic])
             seconds.append(p.seconds)
-    latency, per_byte = relative_least_squares(np.array(rows), np.array(seconds)).tolist()
+    latency, per_byte = relative_least_squares(np.array(rows), np.array(seconds), _weights(points)).tolist()
     latencies, traffic = max(rows, key=lambda row: row[1])
     if per_byte * traffic < latency * latencies:
         raise ProfileError(

@@ -5,7 +5,7 @@ Skews, with the devices in order of speed, fastest first:
 - even: equal shards;
 - skewed: shares that fall geometrically to an eighth from the fastest device to the slowest;
 - half: equal shards on the faster half, empty ones on the slower;
-- lone: the fastest device holds everything.
+- lone: the fastest device holds everything. Not of padded gathers and scatters: they run as grouped ones then.
 
 Gathers and scatters cut dim 0 of a matrix. An all-to-all goes from rows to columns: evenly and skewed on both
 sides, and from half and lone to even ones. An all-reduce has no shards.
@@ -26,13 +26,14 @@ from hetspmd.run.collectives import PendingTensor
 from hetspmd.run.runtime import Runtime
 from hetspmd.synth.program import Kind
 
-__all__ = ["LEVELS", "Trial", "start", "trials"]
+__all__ = ["LEVELS", "PADDED", "Trial", "start", "trials"]
 
 LEVELS: Final = tuple(4096 * 8**i for i in range(6))
 """Bytes of the whole tensor: 4 KiB to 128 MiB."""
 ITEM: Final = 4
 UNITS: Final = 256
 FALL: Final = 8.0
+PADDED: Final = ("reduce_scatter", "all_gather")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,9 @@ def trials(nbytes: int, order: Sequence[int]) -> list[Trial]:
         else:
             width = max(nbytes // ITEM // UNITS, 1)
             found += [
-                Trial(kind, skew, _extents(UNITS, shares, order), (), width) for skew, shares in skews.items()
+                Trial(kind, skew, _extents(UNITS, shares, order), (), width)
+                for skew, shares in skews.items()
+                if skew != "lone" or kind not in PADDED
             ]
     return found
 
