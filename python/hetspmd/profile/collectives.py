@@ -5,9 +5,9 @@ A sample: the ranks meet in a one-element all-reduce, then each runs the collect
 first sample, as a new group makes its connections and threads with its first ones. Sizes grow by eight, six samples
 of each case, as long as the next size is expected to fit into half of what is left of the budget. The first
 ``LEAST`` sizes are measured whatever the budget, and so are further ones until every collective takes ``GROWTH``
-times as long as at the least size, for before that its bandwidth is hidden by its latency. What time is left repeats
-the cases whose medians are not tight, those with the fewest samples and the widest intervals first. Every rank sees
-all samples and the latest of all clocks, so that all decide alike.
+times as long as at the least size, for before that its bandwidth is hidden by its latency. What time is left
+repeats the cases whose medians are not tight, those with the fewest samples and the widest intervals first. Every
+rank sees all samples and the latest of all clocks, so that all decide alike.
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ in which a microsecond of a short message weighs what a second of a long one doe
 time does. w_i is the inverse of the variance of ln t_i: ``NOISE`` squared, and the square of a quarter of the
 logarithm of its interval's upper end over its lower one (a 95 % interval spans four standard deviations), so that
 what was measured badly has little to say. The minimum is found by Gauss and Newton's method: with q the last
-solution's p, ln(p / t) is nearly ln(q / t) + (p - q) / q, which makes each step a non-negative least squares problem
-with the weights sqrt(w) / q. The minimum over b >= 0 is the unconstrained one over the terms that are not 0 there
-(Karush-Kuhn-Tucker); as there are at most four terms, every set of them is tried, and the exact minimum found.
+solution's p, ln(p / t) is nearly ln(q / t) + (p - q) / q, which makes each step a non-negative least squares
+problem with the weights sqrt(w) / q. The minimum over b >= 0 is the unconstrained one over the terms that are not 0
+there (Karush-Kuhn-Tucker); as there are at most four terms, every set of them is tried, and the exact minimum is
+found.
 
 Backends change their algorithm with the size, and memory is slower than caches; so the sizes may fall into two
 parts, each with its own terms. The split, or none, is the one of least N ln(S / W) + p ln N (Schwarz's criterion),
