@@ -134,6 +134,11 @@ class Bench:
         rows = {True: proportional_rows(work.rows, [1.0] * len(speeds))}
         rows[False] = proportional_rows(work.rows, speeds)
         rate = parse_quantity(link, "bytes/s") if link != BALANCED else self._balanced(model, rows[False])
+        done = results.load(options.folder, _kept(options))
+        if (same := results.at_rate(done, (self.name, model, size), rate)) is not None:
+            say(f"{self.name}, {model}, {rate * 8 / 1e6:g} Mbit/s has been measured: {same.link}")
+            results.append(options.folder, replace(same, link=link))
+            return
         computing, communicating = self._apart(model, rows[False], rate)
         cluster = joined(ops, Cluster.load(str(self._link(rate))))
         say(f"{self.name}, {model}, {rate * 8 / 1e6:g} Mbit/s: plans")

@@ -54,10 +54,19 @@ SLOW = 8.0
 CARRYING = 30.0
 """Seconds of a step above which it does little but communicate: one step before the timed one is enough."""
 
+FAR = 2.0
+"""Times the seconds of the fastest arm's step above which an arm has one turn: it is no one's best."""
+
 
 def steps_of(seconds: float, most: int) -> int:
     """How many steps of a turn are timed, of an arm whose step takes ``seconds``."""
     return max(1, min(most, int(TURN / seconds))) if seconds <= SLOW else 1
+
+
+def again(seconds: Mapping[str, float]) -> frozenset[str]:
+    """The arms that have further turns, of those whose steps took so many ``seconds`` in the first."""
+    most = min(SLOW, FAR * min(seconds.values()))
+    return frozenset(name for name, taken in seconds.items() if taken <= most)
 
 
 def on_grid(rate: float) -> float:

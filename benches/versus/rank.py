@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from emulated.arms import build, part_of, stepper
 from emulated.worker import Context
 from versus.models import workload
-from versus.points import CARRYING, SLOW, steps_of
+from versus.points import CARRYING, again, steps_of
 
 BUCKET = 25 << 20
 """Bytes of DDP's buckets."""
@@ -75,10 +75,12 @@ def train(
     gc.collect()
     built: dict[str, Callable[[], Tensor] | None] = {}
     found: dict[str, dict[str, Any]] = {name: {"stamps": [], "losses": []} for name in arms}
-    slow: set[str] = set()
+    taken: dict[str, float] = {}
     for turn in range(rounds):
+        chosen = again(taken) if turn else frozenset(arms)
         for name, arm in arms.items():
-            if name in slow:
+            if name not in chosen:
+                built.pop(name, None)
                 continue
             losses = found[name]["losses"]
             if name not in built:
@@ -92,8 +94,7 @@ def train(
             step = built[name]
             if seconds <= CARRYING:
                 seconds = _first(step, losses)
-            if turn == 0 and seconds > SLOW:
-                slow.add(name)
+            taken.setdefault(name, seconds)
             dist.barrier()
             if step is not None:
                 stamps = [time.monotonic()]
@@ -102,7 +103,7 @@ def train(
                     stamps.append(time.monotonic())
                 found[name]["stamps"].append(stamps)
             del step
-            if not keep or name in slow:
+            if not keep:
                 del built[name]
                 gc.collect()
     for of in found.values():

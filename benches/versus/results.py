@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -69,6 +70,12 @@ class Point:
     def seconds(self, arm: str) -> float:
         """The median of an arm."""
         return self.arms[arm].median
+
+
+def at_rate(points: Iterable[Point], of: tuple[str, str, str], rate: float) -> Point | None:
+    """The point of a cluster, model and size over links of that rate, bytes/s, if there is one."""
+    found = (p for p in points if (p.cluster, p.model, p.size) == of)
+    return next((p for p in found if math.isclose(p.rate, rate, rel_tol=1e-6)), None)
 
 
 def measured(ranks: Sequence[Mapping[str, Any]], *, summed: bool, predicted: float | None = None) -> Measured:

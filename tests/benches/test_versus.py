@@ -160,6 +160,18 @@ def test_the_balanced_link() -> None:
 
 def test_slow_arms_are_timed_less() -> None:
     assert [points.steps_of(s, 3) for s in (0.1, 1.0, 1.9, 3.0, 7.0, 20.0)] == [3, 3, 2, 1, 1, 1]
+    assert points.again({"a": 1.0, "b": 1.9, "c": 2.1}) == {"a", "b"}
+    assert points.again({"a": 5.0, "b": 7.0, "c": 9.0}) == {"a", "b"}
+
+
+def test_a_rate_is_measured_once() -> None:
+    """Where the balanced link has the rate of another, that point counts for both."""
+    point = made("BERT")
+    done = [made("ViT"), replace(point, rate=2.5e7), point]
+    assert results.at_rate(done, ("2:1", "BERT", "small"), 1.25e8 * (1 + 1e-9)) is point
+    assert results.at_rate(done, ("2:1", "BERT", "small"), 5e7) is None
+    assert results.at_rate(done, ("equal", "BERT", "small"), 1.25e8) is None
+    assert results.at_rate(done, ("2:1", "BERT", "large"), 1.25e8) is None
 
 
 def test_names_choose() -> None:
