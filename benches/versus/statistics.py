@@ -3,6 +3,8 @@
 over the best incumbent     per point, the least of the incumbents' seconds over hetspmd's
 over proportional DDP       per point, its seconds over hetspmd's
 forced over proportional    per point, the forced data parallel plan's seconds over DDP's on the same rows
+over both                   per point, the least of the incumbents' and of the forced plan's seconds over hetspmd's:
+                            what is left where an incumbent overlaps its communication as well as hetspmd does
 """
 
 from __future__ import annotations
@@ -47,6 +49,11 @@ def best_incumbent(point: Point) -> str:
 def over_best(point: Point) -> float:
     """How many times faster than the best incumbent hetspmd is."""
     return point.seconds(best_incumbent(point)) / point.seconds(COMPILED)
+
+
+def over_both(point: Point) -> float:
+    """How many times faster than the best incumbent and the forced data parallel plan hetspmd is."""
+    return min(point.seconds(best_incumbent(point)), point.seconds(FORCED)) / point.seconds(COMPILED)
 
 
 def over_ddp(point: Point) -> float:
@@ -125,6 +132,7 @@ def summary(points: Sequence[Point], of: int) -> str:
     """The figures and the checks, as Markdown; ``of``: how many points a whole run has."""
     best = [over_best(p) for p in points]
     ddp = [over_ddp(p) for p in points]
+    both = [over_both(p) for p in points]
     forced = [forced_ratio(p) - 1 for p in points]
     vgg = [
         f"{over_ddp(p):.2f} ({p.cluster})" for p in points if p.model == "VGG19" and p.link == FASTEST_LINK
@@ -137,6 +145,8 @@ def summary(points: Sequence[Point], of: int) -> str:
         f"least {min(best):.2f}, most {max(best):.2f}",
         f"- proportional DDP over hetspmd: geometric mean {geometric_mean(ddp):.2f}, least {min(ddp):.2f}, most "
         f"{max(ddp):.2f}",
+        f"- the best incumbent or forced data parallel over hetspmd: geometric mean {geometric_mean(both):.2f}, "
+        f"least {min(both):.2f}, most {max(both):.2f}",
         f"- forced data parallel beside proportional DDP: median {median(forced):+.1%}, the farthest {worst:+.1%}",
         f"- VGG19 at 1 Gbit/s, proportional DDP over hetspmd: {', '.join(vgg) or 'not measured'}",
         *(f"- {check}" for check in checks(points)),

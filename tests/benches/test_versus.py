@@ -42,6 +42,11 @@ def test_ratios_of_a_point() -> None:
     assert statistics.forced_ratio(p) == pytest.approx(1.02)
     assert statistics.best_incumbent(made(fsdp=1.5)) == FSDP
     assert statistics.over_best(made(fsdp=1.5)) == pytest.approx(1.5)
+    assert statistics.over_both(p) == pytest.approx(2.0)
+    assert statistics.over_both(made(forced=1.4)) == pytest.approx(1.4)
+    assert "or forced data parallel over hetspmd: geometric mean 1.40" in statistics.summary(
+        [made(forced=1.4)], 48
+    )
 
 
 def test_every_check_passes_and_fails() -> None:
