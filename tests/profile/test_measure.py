@@ -134,7 +134,8 @@ def _free_ports(count: int) -> tuple[int, ...]:
 def test_gloo_ranks_finish_or_fail_together(command: Any, tmp_path: Path) -> None:
     began = time.monotonic()
     multiprocessing.spawn(worker, (2, _free_ports(3), str(tmp_path)), nprocs=2)
-    assert time.monotonic() - began < 100  # nobody waits for a timeout
+    # Nobody waits for a timeout; where the machine is busy, bandwidths take a minute.
+    assert time.monotonic() - began < 250
     texts = [(tmp_path / f"{rank}.yaml").read_text() for rank in range(2)]
     assert texts[0] == texts[1]
     made = Profile.load(str(tmp_path / "0.yaml"))
