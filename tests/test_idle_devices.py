@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 
 import hetspmd
@@ -46,6 +47,24 @@ def test_never_slower_than_the_fastest_device_alone(name: str) -> None:
             assert all(plan.shares[rank] == 0.0 for rank in plan.idle)
         seen.add(len(plan.active) == 1)
     assert seen == {True, False}, "dear networks leave one device, cheap ones several"
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.slow if s > 1 else ()) for s in range(8)])
+def test_never_slower_than_a_known_program(seed: int) -> None:
+    """On random clusters: no slower than data parallelism (proportional, even), tensor parallelism and ZeRO."""
+    dice = np.random.default_rng(seed)
+    devices = [
+        {"name": f"d{j}", "flops": float(10 ** dice.uniform(8, 11)), "launch": float(10 ** dice.uniform(-8, -5)),
+         "memory_bandwidth": float(10 ** dice.uniform(8, 11)), "memory": "16GiB"}
+        for j in range(dice.integers(2, 6))
+    ]  # fmt: skip
+    network = {"bandwidth": float(10 ** dice.uniform(5, 11)), "latency": float(10 ** dice.uniform(-7, -3))}
+    plan = compiled(
+        ("gpt2", "vit", "bert-moe", "dlrm")[seed % 4], Cluster.load({"devices": devices, "network": network})
+    )
+    known = {k: s for k, s in plan.baselines.items() if k not in ("fastest_device_alone", "all_devices")}
+    assert {"data_parallel_proportional", "data_parallel_even"} <= set(known)
+    assert plan.cost.step_seconds <= min(known.values()) * (1 + 1e-12)
 
 
 def test_a_subset_of_several_devices_is_found() -> None:
