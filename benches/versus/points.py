@@ -57,6 +57,10 @@ CARRYING = 30.0
 FAR = 2.0
 """Times the seconds of the fastest arm's step above which an arm has one turn: it is no one's best."""
 
+CLOSE, MORE = 1.1, 2
+"""Times the seconds of the fastest arm's step up to which arms are close, and the further turns of close ones: the
+median of six steps is known to about three per cent."""
+
 
 def steps_of(seconds: float, most: int) -> int:
     """How many steps of a turn are timed, of an arm whose step takes ``seconds``."""
@@ -67,6 +71,13 @@ def again(seconds: Mapping[str, float]) -> frozenset[str]:
     """The arms that have further turns, of those whose steps took so many ``seconds`` in the first."""
     most = min(SLOW, FAR * min(seconds.values()))
     return frozenset(name for name, taken in seconds.items() if taken <= most)
+
+
+def close(seconds: Mapping[str, float]) -> frozenset[str]:
+    """The arms that are close to the fastest, of steps that took so many ``seconds``; none if it is alone."""
+    most = CLOSE * min(seconds.values())
+    found = frozenset(name for name, taken in seconds.items() if taken <= most)
+    return found if len(found) > 1 else frozenset()
 
 
 def on_grid(rate: float) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Mapping
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from emulated.arms import build, part_of, stepper
 from emulated.worker import Context
 from versus.models import workload
-from versus.points import CARRYING, again, steps_of
+from versus.points import CARRYING, MORE, again, close, steps_of
 
 BUCKET = 25 << 20
 """Bytes of DDP's buckets."""
@@ -76,8 +77,12 @@ def train(
     built: dict[str, Callable[[], Tensor] | None] = {}
     found: dict[str, dict[str, Any]] = {name: {"stamps": [], "losses": []} for name in arms}
     taken: dict[str, float] = {}
-    for turn in range(rounds):
-        chosen = again(taken) if turn else frozenset(arms)
+    paces: dict[str, list[float]] = {name: [] for name in arms}
+    for turn in range(rounds + MORE):
+        if turn < rounds:
+            chosen = again(taken) if turn else frozenset(arms)
+        elif turn == rounds:
+            chosen = close({name: median(of) for name, of in paces.items()})
         for name, arm in arms.items():
             if name not in chosen:
                 built.pop(name, None)
@@ -96,12 +101,14 @@ def train(
                 seconds = _first(step, losses)
             taken.setdefault(name, seconds)
             dist.barrier()
+            started = time.monotonic()
             if step is not None:
-                stamps = [time.monotonic()]
+                stamps = [started]
                 for _ in range(steps_of(seconds, steps)):
                     losses.append(step())
                     stamps.append(time.monotonic())
                 found[name]["stamps"].append(stamps)
+            paces[name].append(_slowest(time.monotonic() - started) / steps_of(seconds, steps))
             del step
             if not keep:
                 del built[name]
@@ -144,6 +151,11 @@ def _first(step: Callable[[], Tensor] | None, losses: list[Tensor]) -> float:
     start = time.monotonic()
     if step is not None:
         losses.append(step())
-    slowest = torch.tensor([time.monotonic() - start], dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest)
+    return _slowest(time.monotonic() - start)
+
+
+def _slowest(seconds: float) -> float:
+    """The most seconds of any rank, on all ranks."""
+    found = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)

@@ -130,6 +130,11 @@ def test_what_the_ranks_found() -> None:
     assert results.measured(ranks, summed=False, predicted=0.5).losses == (1.5, 1.0)
 
 
+def test_arms_that_are_close_have_further_turns() -> None:
+    assert points.close({"a": 1.0, "b": 1.09, "c": 1.2}) == {"a", "b"}
+    assert points.close({"a": 1.0, "b": 1.2}) == frozenset(), "the fastest needs no more when it is alone"
+
+
 def test_losses_must_agree() -> None:
     p = made()
     results.check_losses(p)
