@@ -201,6 +201,7 @@ def test_random_programs(name: str, record_property: Callable[[str, object], Non
         maker = list(MAKERS)[index // 5 % len(MAKERS)]
         lengths = uneven(theory, world, seed)
         program = MAKERS[maker](theory, seed, lengths)
+        program = replace(program, ahead=1 + index // 7 % 4)
         check(theory, program)
         size = BUCKETS[index // 3 % len(BUCKETS)]
         error = simulated_error(

@@ -33,6 +33,7 @@ from hetspmd.cost.model import Array, CostModel
 from hetspmd.errors import InfeasibleError, MemoryLimitError, SearchError
 from hetspmd.pairs import Clock, Judge, Pair, bounded
 from hetspmd.plan import Iteration
+from hetspmd.prefetch import gathered_ahead
 from hetspmd.rules.theory import Theory
 from hetspmd.synth import constraints as known
 from hetspmd.synth.constraints import Constraints
@@ -317,7 +318,8 @@ class Alternation:
                 judged = Judge(self, costs, other, active, searched_at)
                 found.append(judged(place.ratios, place.lengths))
                 found.append(judged(*self._balanced(costs, judged, place.ratios, place.lengths)))
-        return found
+        best = self._best([best, *found]) or best
+        return found + gathered_ahead(self, costs, best, [*pairs, *found])
 
     def _near(self, best: Pair, pairs: Sequence[Pair], rounds: Sequence[Iteration]) -> list[Pair]:
         """The best pair of each start, where it takes at most NEAR longer than ``best`` and has other lengths."""

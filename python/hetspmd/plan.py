@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hetspmd.explain import Explanation
     from hetspmd.synth.search import Limits
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)

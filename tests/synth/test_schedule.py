@@ -212,6 +212,24 @@ def test_one_gather_is_on_its_way_while_the_one_before_is_used() -> None:
     assert found == "<w0> <w1> t0 y0 <w2> t1 y1 <w3> t2 y2 t3 y3"
 
 
+@pytest.mark.parametrize(
+    ("ahead", "expected"),
+    [
+        (2, "<w0> <w1> <w2> t0 y0 <w3> t1 y1 t2 y2 t3 y3"),
+        (3, "<w0> <w1> <w2> <w3> t0 y0 t1 y1 t2 y2 t3 y3"),
+        (9, "<w0> <w1> <w2> <w3> t0 y0 t1 y1 t2 y2 t3 y3"),
+    ],
+)
+def test_more_gathers_are_on_their_way_where_the_program_says_so(ahead: int, expected: str) -> None:
+    theory, made = layers(4)
+    assert names(theory, schedule(theory, dataclasses.replace(made, ahead=ahead)).forward) == expected
+
+
+def test_at_least_one_group_is_ahead() -> None:
+    with pytest.raises(ValueError, match="0 groups of collectives ahead; there is at least 1"):
+        dataclasses.replace(layers(2)[1], ahead=0)
+
+
 @pytest.mark.parametrize("bandwidth", [64.0, 1024.0])
 def test_prefetch_hides_all_but_the_first_gather_or_the_last_layer(bandwidth: float) -> None:
     """n layers of c seconds, a gather of g seconds each: g + (n - 1) max(g, c) + c."""
@@ -270,7 +288,7 @@ def programs() -> list[tuple[Theory, Program]]:
         theory = case(name).theory
         for seed in range(8):
             make = random_program if seed % 2 else cheap_random_program
-            found.append((theory, make(theory, seed)))
+            found.append((theory, dataclasses.replace(make(theory, seed), ahead=1 + seed // 2)))
         for sharded in (False, True):
             batch = theory.graph.inputs[0].tensor
             found.append((theory, data_parallel(theory, batch, sharded_parameters=sharded)))

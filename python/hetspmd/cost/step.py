@@ -11,6 +11,7 @@ and each output that is returned whole, by one broadcast of ``latency + bytes / 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -135,6 +136,15 @@ class StepModel:
     @cached_property
     def _values(self) -> Values:
         return Values.of(self.model.theory.graph, self.program)
+
+    def ahead(self, groups: int) -> StepModel:
+        """The same program with so many groups of collectives prefetched."""
+        other = copy.copy(self)
+        other.program = replace(self.program, ahead=groups)
+        other.__dict__.update(_values=self._values)
+        for what in ("streams", "order", "holdings", "executed"):
+            other.__dict__.pop(what, None)
+        return other
 
     @cached_property
     def holdings(self) -> Holdings:

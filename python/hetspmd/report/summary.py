@@ -111,7 +111,9 @@ def _collectives(plan: Plan) -> str:
         if times < len(found)
         else ""
     )
-    text = f"Collectives: {len(found)}{shared}\n" + table(
+    ahead = plan.program.ahead
+    early = f"; parameters are gathered {ahead} groups ahead" if ahead > 1 else ""
+    text = f"Collectives: {len(found)}{shared}{early}\n" + table(
         ["kind", "count", "bytes", "seconds"], rows, right=(1, 2, 3)
     )
     dearest = sorted(found, key=lambda c: (-c.seconds, c.position))[:_TOP]

@@ -61,13 +61,21 @@ class Program:
     """Steps in execution order, the stored form of each parameter and buffer (implied by their source
     steps), and the forms of what is left: the loss (Identity), the outputs (in the graph's order, for those
     that are tensors), the gradients (in the order of the graph's parameters that have one: in their
-    parameter's stored form) and the updated buffers (Identity)."""
+    parameter's stored form) and the updated buffers (Identity).
+
+    ``ahead``: how many groups of prefetched collectives are on their way ahead of the one that is used
+    (:mod:`hetspmd.synth.schedule`). Raises ValueError if it is less than 1."""
 
     steps: tuple[Step, ...]
     loss: Result | None
     outputs: tuple[Result, ...]
     gradients: tuple[Result, ...]
     buffers: tuple[Result, ...]
+    ahead: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ahead < 1:
+            raise ValueError(f"{self.ahead} groups of collectives ahead; there is at least 1")
 
 
 def communications(

@@ -9,9 +9,10 @@ issue the same collectives in the same order.
   reads another collective's result keeps its place: started at once, it would have every device wait at once.
 - A collective of a value that is there from the beginning (a parameter or its second reading, the batch, a value
   of the other graph) is *prefetched*. Such collectives form groups, in the order in which they are needed; those
-  that one step needs are a group. The first group starts with the graph, each other one right before the group
-  before it is waited for. So one group is on its way while the one before it is used, and no more memory is held
-  ahead than that.
+  that one step needs are a group. The program says how many groups are on their way ahead (``program.ahead``): so
+  many start with the graph, each other one right before the one that is as many before it is waited for. With one,
+  a group is on its way while the one before it is used, and no more memory is held ahead than that; more hide what
+  takes longer than the work between two groups (:mod:`hetspmd.prefetch`).
 - Cheap work on what collectives deliver is *put off* until its result is needed, or the graph ends: done at
   once, it would have every device wait there. Put off are the computations of :func:`_is_put_off`.
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import NamedTuple, Self
 
 from hetspmd.errors import PlanError
@@ -169,8 +171,8 @@ class _Order:
         return found
 
     def _ordered(self, given: list[int], standing: list[int]) -> list[int]:
-        """All steps: before each of ``standing``, the next group of prefetched collectives if it needs one,
-        and what was put off and is needed now."""
+        """All steps: before each of ``standing`` that needs a group of prefetched collectives the next group that
+        is not on its way, and what was put off and is needed now."""
         needs: list[Sequence[int]] = []
         there: set[int] = set()
         moved = self.fetched | self.put_off
@@ -183,7 +185,7 @@ class _Order:
         rest = sorted(moved - there)
         groups = [[i for i in need if i in self.fetched] for need in (*needs, rest)]
         waiting = iter([group for group in groups if group])
-        found = [*given, *next(waiting, ())]
+        found = [*given, *chain.from_iterable(islice(waiting, self.program.ahead))]
         for need, group, index in zip(needs, groups, standing, strict=False):
             if group:
                 found += next(waiting, ())
