@@ -103,8 +103,11 @@ def clock(device: torch.device) -> Callable[[], float]:
 def wrapped(
     model: nn.Module, batch: dict[str, torch.Tensor], communicator: Any, *, compile: bool = False
 ) -> nn.Module:
-    """The model as the one rank of its program."""
-    return hetspmd.HAP(model, CLUSTER, example=batch, process_group=communicator, compile=compile)
+    """The lowered graphs of the model as the one rank of its program, which run where it draws random numbers."""
+    hap = hetspmd.HAP(model, CLUSTER, example=batch, process_group=communicator, compile=compile)
+    for entry in hap._entries:
+        entry.model = False
+    return hap
 
 
 def peaks(name: str, **options: int) -> tuple[int, int]:

@@ -9,7 +9,8 @@
 - optimizer: a step on parameters of 8 x 4 MiB (on a GPU 8 x 32 MiB) in float32.
 
 Products, convolutions and sums are measured in each dtype that the device computes in; one that it refuses is
-left out. Each is repeated as :mod:`hetspmd.profile.sampling` says.
+left out. Each is repeated as :mod:`hetspmd.profile.sampling` says, in several rounds over all of them, so that what
+slows the device down for some seconds falls on a part of everyone's samples and not on all of one's.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ CHANNELS: Final = 128
 IMAGES: Final = ((1, 8), (1, 16), (1, 32), (1, 64), (4, 64), (16, 64), (64, 64), (256, 64))
 """(batch, height = width) of the convolution, each with four times the FLOPs of the one before."""
 CHAIN: Final = 300
+ROUNDS: Final = 3
 PARAMETERS: Final = 8
 
 
@@ -77,21 +79,25 @@ def measure_device(
     ]  # fmt: skip
     cases += [(what, dtype, make) for dtype in dtypes for what, make in makers.items()]
     start = perf_counter()
-    found: list[Rate] = []
-    for index, (what, dtype, make) in enumerate(cases):
+    made: list[tuple[str, str, float, Call]] = []
+    for what, dtype, make in cases:
         tick(f"{what} {dtype}")
         try:
-            amount, call = make(device, dtype, min(LONG, budget / 300))
-            now = perf_counter()
-            deadline = now + max(start + budget - now, 0.0) / (len(cases) - index)
-            samples = repeat(partial(_timed, device, call), deadline, tolerance)
+            made.append((what, dtype, *make(device, dtype, min(LONG, budget / 300))))
         except RuntimeError as error:  # torch's own for an op without a kernel in this dtype
             if dtype == "float32" or isinstance(error, torch.OutOfMemoryError):
                 raise
-            continue
-        middle, low, high = interval(samples)
-        found.append(Rate(rank, what, dtype, amount, middle, low, high, len(samples)))
-    return tuple(found)
+    samples: list[list[float]] = [[] for _ in made]
+    turns = [(which, *one) for _ in range(ROUNDS) for which, one in enumerate(made)]
+    for index, (which, what, dtype, _, call) in enumerate(turns):
+        tick(f"{what} {dtype}")
+        now = perf_counter()
+        deadline = now + max(start + budget - now, 0.0) / (len(turns) - index)
+        samples[which] += repeat(partial(_timed, device, call), deadline, tolerance)
+    return tuple(
+        Rate(rank, what, dtype, amount, *interval(of), len(of))
+        for (what, dtype, amount, _), of in zip(made, samples, strict=True)
+    )
 
 
 def synchronize(device: torch.device) -> None:

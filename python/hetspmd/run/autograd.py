@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -24,6 +24,11 @@ from hetspmd.run.runtime import Runtime
 from hetspmd.run.stretches import in_stretches
 from hetspmd.trace.autocast import without_autocast
 from hetspmd.trace.compat import graph_is_kept
+
+NOT_THE_LOSS: Final = (
+    "a gradient reached an output of HAP that is not the loss; compute what is differentiated inside the model, or "
+    "pass loss= to HAP"
+)
 
 
 class Runner:
@@ -86,15 +91,11 @@ class Runner:
         graph = self._running(self.program.forward)
         with self._named(graph):
             loss, outputs, updates, saved = graph(self.runtime, *given)
-        if loss is not None:
-            with self._shared("the loss of the step"):
-                loss = self.runtime.share(loss)
+        loss = self._shared_loss(loss)
         foreign = {_storage(t) for t in given}
         results: list[torch.Tensor | None] = [loss]
         for position in self.outputs:
-            layout = self.program.outputs[position]
-            with self._shared(f"output {self._name(layout.tensor)} of the step"):
-                value = self._returned(outputs[position], layout)
+            value = self._shared_output(outputs[position], self.program.outputs[position])
             results.append(value.clone() if _storage(value) in foreign else value)
         if loss is not None and _storage(loss) in foreign:
             results[0] = loss.clone()
@@ -105,6 +106,25 @@ class Runner:
             for index, value in zip(self.program.updated, values, strict=True):
                 buffers[index].copy_(value)
         return tuple(results), saved
+
+    def send(self, results: Mapping[int, torch.Tensor]) -> None:
+        """Send idle devices the loss and outputs, by tensor id, of a step that the only active one has run."""
+        with torch.no_grad():
+            if self.loss is not None:
+                self._shared_loss(results[self.loss].detach())
+            for position in self.outputs:
+                layout = self.program.outputs[position]
+                self._shared_output(results[layout.tensor].detach(), layout)
+
+    def _shared_loss(self, loss: torch.Tensor | None) -> torch.Tensor | None:
+        if loss is None:
+            return None
+        with self._shared("the loss of the step"):
+            return self.runtime.share(loss)
+
+    def _shared_output(self, value: torch.Tensor, layout: LocalTensor) -> torch.Tensor:
+        with self._shared(f"output {self._name(layout.tensor)} of the step"):
+            return self._returned(value, layout)
 
     def _returned(self, value: torch.Tensor, layout: LocalTensor) -> torch.Tensor:
         """An output as the caller gets it: this rank's rows (an idle rank has none), or whole."""
@@ -221,10 +241,7 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, tangent: torch.Tensor | None, *others: torch.Tensor | None) -> Any:
         runner: Runner = ctx.runner
         if any(g is not None for g in others):
-            raise GradientError(
-                "a gradient reached an output of HAP that is not the loss; compute what is differentiated "
-                "inside the model, or pass loss= to HAP"
-            )
+            raise GradientError(NOT_THE_LOSS)
         none: list[torch.Tensor | None] = [None] * (3 + len(runner.program.parameters))
         if tangent is None:
             return tuple(none)

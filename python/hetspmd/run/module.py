@@ -26,9 +26,11 @@ from hetspmd.forms import is_sharded
 from hetspmd.lower import LocalProgram, LocalTensor, lower_plan
 from hetspmd.lower.nested import lower_nested
 from hetspmd.run.agreement import agreed_plan, same_everywhere
+from hetspmd.run.anomaly import is_looked_for
 from hetspmd.run.autograd import Runner
 from hetspmd.run.communicator import Communicator, communicator_for
 from hetspmd.run.guard import Expected, check_same_batch, check_tensors, expected, match
+from hetspmd.run.lone import is_the_model, run_model
 from hetspmd.run.machines import join_machines
 from hetspmd.run.origin import Origin
 from hetspmd.run.owners import remember
@@ -54,7 +56,7 @@ _Mode = tuple[tuple[bool, ...], tuple[bool, ...], str]
 
 @dataclass
 class _Entry:
-    """A plan that this module can run, and for which batches and modes."""
+    """A plan that this module can run, and for which batches and modes. ``model``: the model itself does so."""
 
     plan: Plan
     mode: _Mode
@@ -64,6 +66,7 @@ class _Entry:
     parameters: list[Slot]
     buffers: list[Slot]
     inputs: list[str]
+    model: bool
     compared: bool = False
 
     @property
@@ -203,6 +206,9 @@ class HAP(nn.Module):
         if not entry.compared:
             check_same_batch(self._everyone, inputs, entry.inputs)
             entry.compared = True
+        if entry.model and self._recording is None and not is_looked_for():
+            of = entry.plan, entry.runner, entry.output_spec
+            return run_model(self.module, self._loss, args, kwargs, *of)
         parameters = [owner._parameters[leaf] for owner, leaf in entry.parameters]
         buffers = [owner._buffers[leaf] for owner, leaf in entry.buffers]
         loss, outputs = entry.runner.run(parameters, buffers, inputs)  # type: ignore[arg-type]  # none is None
@@ -314,6 +320,7 @@ class HAP(nn.Module):
             [slot(self.module, p.name) for p in graph.parameters],
             [slot(self.module, b.name) for b in graph.buffers],
             [i.path for i in graph.inputs],
+            model=not self._runtime.idle and self._compile_options is None and is_the_model(plan),
         )  # fmt: skip
 
     def _mode(self) -> _Mode:
