@@ -57,9 +57,9 @@ CARRYING = 30.0
 FAR = 2.0
 """Times the seconds of the fastest arm's step above which an arm has one turn: it is no one's best."""
 
-CLOSE, MORE = 1.1, 2
-"""Times the seconds of the fastest arm's step up to which arms are close, and the further turns of close ones: the
-median of six steps is known to about three per cent."""
+CLOSE, MORE = 1.08, 9
+"""Times the seconds of one up to which hetspmd and the best incumbent are close, either way, and the further turns
+that the two have then: turns differ by several per cent, the median of six steps is not known to three."""
 
 
 def steps_of(seconds: float, most: int) -> int:
@@ -74,10 +74,10 @@ def again(seconds: Mapping[str, float]) -> frozenset[str]:
 
 
 def close(seconds: Mapping[str, float]) -> frozenset[str]:
-    """The arms that are close to the fastest, of steps that took so many ``seconds``; none if it is alone."""
-    most = CLOSE * min(seconds.values())
-    found = frozenset(name for name, taken in seconds.items() if taken <= most)
-    return found if len(found) > 1 else frozenset()
+    """hetspmd and the best incumbent, of steps that took so many ``seconds``, if they are close; otherwise none."""
+    best = min(INCUMBENTS, key=lambda name: seconds[name])
+    ratio = seconds[COMPILED] / seconds[best]
+    return frozenset((best, COMPILED)) if 1 / CLOSE <= ratio <= CLOSE else frozenset()
 
 
 def on_grid(rate: float) -> float:

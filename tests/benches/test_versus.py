@@ -131,8 +131,11 @@ def test_what_the_ranks_found() -> None:
 
 
 def test_arms_that_are_close_have_further_turns() -> None:
-    assert points.close({"a": 1.0, "b": 1.09, "c": 1.2}) == {"a", "b"}
-    assert points.close({"a": 1.0, "b": 1.2}) == frozenset(), "the fastest needs no more when it is alone"
+    assert points.close({**SECONDS, DDP: 1.07}) == {DDP, COMPILED}
+    assert points.close({**SECONDS, FSDP: 0.94}) == {FSDP, COMPILED}
+    assert points.close(SECONDS) == frozenset()
+    assert points.close({**SECONDS, DDP: 0.9}) == frozenset(), "what is clear needs no more"
+    assert points.close({**SECONDS, FORCED: 1.0}) == frozenset(), "data parallel is hetspmd's own"
 
 
 def test_losses_must_agree() -> None:
