@@ -105,8 +105,7 @@ def wrapped(
 ) -> nn.Module:
     """The lowered graphs of the model as the one rank of its program, which run where it draws random numbers."""
     hap = hetspmd.HAP(model, CLUSTER, example=batch, process_group=communicator, compile=compile)
-    for entry in hap._entries:
-        entry.model = False
+    hap.run_lowered()
     return hap
 
 

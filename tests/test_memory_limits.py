@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -54,9 +55,17 @@ def unlimited(name: str) -> Plan:
     return compiled(name, case_of(name)[3])
 
 
-def limited(name: str, *parts: float) -> Cluster:
-    """Devices with parts of the memory that the unlimited plan needs of them."""
-    need = unlimited(name).cost.memory_bytes
+@cache
+def replicated(name: str) -> Plan:
+    """The best plan with whole parameters."""
+    model, example, loss, devices = case_of(name)
+    whole = {p.name: "replicated" for p in unlimited(name).graph.parameters}
+    return hetspmd.compile(model, example, devices, loss=loss, constraints=whole)
+
+
+def limited(name: str, *parts: float, of: Callable[[str], Plan] = unlimited) -> Cluster:
+    """Devices with parts of the memory that the unlimited plan needs of them, or another plan ``of`` the name."""
+    need = of(name).cost.memory_bytes
     return with_memory(case_of(name)[3], [p * n for p, n in zip(parts, need, strict=True)])
 
 
@@ -80,10 +89,12 @@ def check_right(plan: Plan, name: str) -> None:
     report.require()
 
 
-def check_limited(name: str, parts: tuple[float, ...], *, verify: bool = True) -> Plan | None:
+def check_limited(
+    name: str, parts: tuple[float, ...], *, verify: bool = True, of: Callable[[str], Plan] = unlimited
+) -> Plan | None:
     """The plan with so much memory, which fits and is right; None if nothing fits."""
     try:
-        plan = compiled(name, limited(name, *parts))
+        plan = compiled(name, limited(name, *parts, of=of))
     except MemoryLimitError:
         return None
     check_fits(plan)
@@ -101,8 +112,8 @@ def test_enough_memory_changes_nothing() -> None:
 
 
 def test_less_memory_costs_time_and_gathers_again() -> None:
-    free = unlimited("stack")
-    plan = check_limited("stack", (0.82,) * 4)
+    free = replicated("stack")
+    plan = check_limited("stack", (0.82,) * 4, of=replicated)
     assert plan is not None
     assert plan.search.stop_reason == "memory"
     assert plan.search.gap < 0.1
@@ -123,7 +134,7 @@ def test_a_fast_device_with_little_memory_gets_a_smaller_share() -> None:
 
 
 def test_the_same_plan_again() -> None:
-    devices = limited("stack", 0.8, 0.8, 0.9, 0.9)
+    devices = limited("stack", 0.8, 0.8, 0.9, 0.9, of=replicated)
     assert compiled("stack", devices).digest == compiled("stack", devices).digest
 
 

@@ -63,7 +63,7 @@ def test_random_numbers_are_those_of_the_plan() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("wanted", ["recording", "nan", "compile"])
+@pytest.mark.parametrize("wanted", ["recording", "nan", "compile", "asked"])
 def test_lowered_graphs_run_where_they_are_wanted(wanted: str) -> None:
     c = case("mlp")
     hap = lone_rank(c, compile={"backend": "eager"} if wanted == "compile" else False)
@@ -81,6 +81,8 @@ def test_lowered_graphs_run_where_they_are_wanted(wanted: str) -> None:
         with torch.autograd.detect_anomaly():
             lowered = step()
     else:
+        if wanted == "asked":
+            hap.run_lowered()
         lowered = step()
     assert ran == []
     torch.testing.assert_close(lowered, loss_of(c.model(**c.batch)).detach())

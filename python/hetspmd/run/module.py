@@ -172,6 +172,7 @@ class HAP(nn.Module):
         self._store.shard(self.device)
         self._entries = [self._entry(first, program)]
         self._recording: Recording | None = None
+        self._lowered = False
         remember(self)
 
     @property
@@ -206,7 +207,7 @@ class HAP(nn.Module):
         if not entry.compared:
             check_same_batch(self._everyone, inputs, entry.inputs)
             entry.compared = True
-        if entry.model and self._recording is None and not is_looked_for():
+        if entry.model and not (self._lowered or self._recording is not None or is_looked_for()):
             of = entry.plan, entry.runner, entry.output_spec
             return run_model(self.module, self._loss, args, kwargs, *of)
         parameters = [owner._parameters[leaf] for owner, leaf in entry.parameters]
@@ -290,6 +291,11 @@ class HAP(nn.Module):
     def use_randomness(self, randomness: Randomness) -> None:
         """Draw random numbers from ``randomness`` from now on (a restored run, a verification)."""
         self._runtime.randomness = randomness
+
+    def run_lowered(self) -> None:
+        """Run the lowered graphs from now on, also where the model itself would run (a verification, a measurement of
+        them)."""
+        self._lowered = True
 
     def parameter_shards(self) -> dict[str, LocalTensor]:
         """Name to layout of every parameter (tied names included)."""

@@ -278,6 +278,7 @@ def _distributed_runs(
             models[communicator.rank], plan.cluster, plan=plan, process_group=communicator, loss=loss,
             sync_module_states=False,
         )  # fmt: skip
+        hap.run_lowered()
         hap.use_randomness(Randomness(seed, communicator.rank, torch.device("cpu"), reference=True))
         optimizer = optimizer_of(_trainable(hap))
         first: _Run | None = None
