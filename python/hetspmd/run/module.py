@@ -293,8 +293,7 @@ class HAP(nn.Module):
         self._runtime.randomness = randomness
 
     def run_lowered(self) -> None:
-        """Run the lowered graphs from now on, also where the model itself would run (a verification, a measurement of
-        them)."""
+        """Run the lowered graphs from now on, also where the model itself would run: to verify or measure them."""
         self._lowered = True
 
     def parameter_shards(self) -> dict[str, LocalTensor]:
