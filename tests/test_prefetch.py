@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -36,6 +37,12 @@ def on(bandwidth: float, *speeds: float, memory: float = 1e9) -> Cluster:
 def compiled(name: str, devices: Cluster, **options: object) -> Plan:
     entry = traced(name)
     return hetspmd.compile(entry.model, entry.example, devices, loss=entry.loss, **options)  # type: ignore[arg-type]
+
+
+@cache
+def vit_on_two() -> Plan:
+    """Rows of the batch are 2 to 1."""
+    return compiled("vit", on(1e7, 2, 1))
 
 
 @pytest.fixture
@@ -79,13 +86,13 @@ def test_links_work_while_the_forward_runs(
 
 def test_what_is_only_stored_is_in_even_shares() -> None:
     """Rows of the batch are 2 to 1, parameters 1 to 1."""
-    plan = compiled("vit", on(1e7, 2, 1))
+    plan = vit_on_two()
     rows, others = plan.ratios[0]
     assert rows > 1.5 * others
     theory, free = plan.theory, storage_axes(plan.theory, plan.program)
-    shares = []
+    shares, layout = [], plan.parameter_layout()
     for p in plan.graph.parameters:
-        form, extents = plan.parameter_layout()[p.name]
+        form, extents = layout[p.name]
         axis = theory.axes.sharded(p.tensor, form) if is_sharded(form) else None
         if axis is not None and axis.id in free:
             shares.append([n * axis.units / sum(extents) for n in extents])
@@ -94,7 +101,7 @@ def test_what_is_only_stored_is_in_even_shares() -> None:
 
 
 def test_the_plan_is_the_same_every_time_and_in_a_file() -> None:
-    plan = compiled("vit", on(1e7, 2, 1))
+    plan = vit_on_two()
     assert compiled("vit", on(1e7, 2, 1)).to_json() == plan.to_json()
     again = Plan.from_json(plan.to_json())
     assert again.program == plan.program
@@ -108,12 +115,12 @@ def test_the_plan_is_the_same_every_time_and_in_a_file() -> None:
 def test_forms_that_are_asked_for_are_kept() -> None:
     asked = compiled("vit", on(1e7, 2, 1), constraints={"*": "replicated"})
     assert sharded(asked) == []
-    assert sharded(compiled("vit", on(1e7, 2, 1)))
+    assert sharded(vit_on_two())
 
 
 def test_memory_is_kept_to() -> None:
     """What the best plan holds where there is room does not fit; the one that comes out does."""
-    free = compiled("vit", on(1e7, 2, 1))
+    free = vit_on_two()
     limit = max(free.cost.memory_bytes) * 0.98
     tight = compiled("vit", on(1e7, 2, 1, memory=limit))
     assert max(tight.cost.memory_bytes) <= limit
