@@ -34,9 +34,9 @@ def on(bandwidth: float, *speeds: float, memory: float = 1e9) -> Cluster:
     return Cluster.load({"devices": devices, "network": {"bandwidth": bandwidth, "latency": 1e-6}})
 
 
-def compiled(name: str, devices: Cluster, **options: object) -> Plan:
+def compiled(name: str, devices: Cluster, constraints: dict[str, str | int] | None = None) -> Plan:
     entry = traced(name)
-    return hetspmd.compile(entry.model, entry.example, devices, loss=entry.loss, **options)  # type: ignore[arg-type]
+    return hetspmd.compile(entry.model, entry.example, devices, loss=entry.loss, constraints=constraints)
 
 
 @cache
