@@ -23,7 +23,7 @@ import time
 from array import array
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 
 from emulated.child import end_with, environment
 
@@ -32,10 +32,12 @@ INTERVAL = 0.0005
 EVERY = 40
 SIDE, PRODUCTS = 96, 4
 """The products that are timed, and as many before them, which bring the matrices into the nearest caches."""
-MEMORY = 256
-"""Timed rounds of which the median counts: 5 seconds. Not the mean: a round lasts a tenth of a millisecond, and one
-in which the machine stood still would weigh more than it does in what a rank computes meanwhile."""
+MEMORY = 128
+"""Timed rounds that count: 3 seconds, whose mean speed is what a rank's ops have. Not their median: where two CPUs
+are threads of one core, rounds are of two kinds, and the median jumps from one to the other. Not the mean seconds:
+a round in which the machine stood still would weigh more than it does in what a rank computes meanwhile."""
 LEAST = 20
+"""Rounds, half a second, from which a speed is known."""
 MEASURED, LATEST = 3.0, 30.0
 """Seconds that :meth:`Tickers.measured` takes, and within which it must have begun."""
 MOST = 2.0
@@ -53,12 +55,19 @@ class _Ticker:
 
     process: subprocess.Popen[bytes]
     shared: mmap.mmap
+    since: int = 0
+    """Rounds before this one do not count."""
 
     @property
     def speed(self) -> float | None:
         """Rounds in a second; None before there are enough."""
         rounds, *seconds = array("d", self.shared[:])
-        return 1 / median(seconds[: int(rounds)]) if rounds >= LEAST else None
+        last = range(max(self.since, int(rounds) - MEMORY), int(rounds))
+        return fmean(1 / seconds[i % MEMORY] for i in last) if len(last) >= LEAST else None
+
+    def forget(self) -> None:
+        """Count rounds from now on."""
+        self.since = int(array("d", self.shared[:8])[0])
 
 
 class Tickers:
@@ -78,6 +87,12 @@ class Tickers:
             process = subprocess.Popen(command, env=environment(), pass_fds=[file])
             self._tickers[cpu] = _Ticker(process, mmap.mmap(file, _ROOM))
             os.close(file)
+        self._corrections: dict[frozenset[int], float] = {}
+
+    def forget(self) -> None:
+        """Count what is measured from now on: what runs on the CPUs changes, and with it how fast they are."""
+        for ticker in self._tickers.values():
+            ticker.forget()
 
     def speeds(self, cpus: Collection[int] | None = None) -> list[float]:
         """Rounds in a second, lately, on those of ``cpus`` of which it is known."""
@@ -95,11 +110,12 @@ class Tickers:
         return fmean(self.speeds())
 
     def correction(self, cpus: Collection[int]) -> float:
-        """By what a share of these CPUs is to be multiplied so that it computes what it would at the pace."""
+        """By what a share of these CPUs is to be multiplied so that it computes what it would at the pace; the last
+        one that was known, until there is another."""
         known = self.speeds(cpus)
-        if self.pace is None or not known:
-            return 1.0
-        return min(max(self.pace / fmean(known), 1 / MOST), MOST)
+        if self.pace is not None and known:
+            self._corrections[frozenset(cpus)] = min(max(self.pace / fmean(known), 1 / MOST), MOST)
+        return self._corrections.get(frozenset(cpus), 1.0)
 
     def end(self) -> None:
         """End the processes."""

@@ -35,7 +35,9 @@ def write(page: Path, points: Sequence[Point], of: int) -> None:
 
 A line in a bar is from the least to the most.
 
-Medians, in seconds a step; the best incumbent's bold. "least to most" and "predicted" are hetspmd's.
+Medians, in seconds a step; the best incumbent's bold. "least to most" and "predicted" are hetspmd's. "Free links"
+is what the devices would take together if they shared the fastest one's step in the ratio of their speeds and links
+cost nothing.
 
 {table(points)}
 

@@ -5,6 +5,8 @@ over proportional DDP       per point, its seconds over hetspmd's
 forced over proportional    per point, the forced data parallel plan's seconds over DDP's on the same rows
 over both                   per point, the least of the incumbents' and of the forced plan's seconds over hetspmd's:
                             what is left where an incumbent overlaps its communication as well as hetspmd does
+over free links             per point, hetspmd's seconds over those that its devices would take together if links
+                            cost nothing: what a better program could gain, at most
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, median
 
-from versus.points import ARMS, COMPILED, DDP, FASTEST_LINK, FORCED, INCUMBENTS
+from versus.points import ALONE, ARMS, CLUSTERS, COMPILED, DDP, FASTEST_LINK, FORCED, INCUMBENTS
 from versus.results import Point
 
 MOST_OVER_INCUMBENT = 1.03
@@ -23,8 +25,8 @@ LEAST_BALANCED = 1.25
 FORCED_WITHIN = 0.05
 
 HEAD = (
-    "model", "cluster", "link", "comm / comp", *ARMS, "least to most", "predicted", "best / hetspmd",
-    "DDP / hetspmd", "forced / DDP",
+    "model", "cluster", "link", "comm / comp", *ARMS, "least to most", "predicted", "free links",
+    "best / hetspmd", "DDP / hetspmd", "forced / DDP",
 )  # fmt: skip
 
 
@@ -59,6 +61,13 @@ def over_both(point: Point) -> float:
 def over_ddp(point: Point) -> float:
     """How many times faster than proportional DDP hetspmd is."""
     return point.seconds(DDP) / point.seconds(COMPILED)
+
+
+def free_links(point: Point) -> float:
+    """Seconds that all devices would take together if they shared the fastest one's step in the ratio of their
+    speeds, and nothing were communicated or done twice. No program is faster."""
+    spec = CLUSTERS[point.cluster]
+    return point.seconds(ALONE) * spec.ranks[spec.fastest].share / spec.cores
 
 
 def forced_ratio(point: Point) -> float:
@@ -114,7 +123,7 @@ def table(points: Sequence[Point]) -> str:
             f"| {p.model} | {p.cluster} | {p.bits}{' (balanced)' if p.link == 'balanced' else ''} | "
             f"{p.communicating / p.computing:.2f} | {' | '.join(seconds)} | "
             f"{min(compiled.seconds):.3f} to {max(compiled.seconds):.3f} | {predicted} | "
-            f"{over_best(p):.2f} | {over_ddp(p):.2f} | {forced_ratio(p):.2f} |"
+            f"{free_links(p):.3f} | {over_best(p):.2f} | {over_ddp(p):.2f} | {forced_ratio(p):.2f} |"
         )
     return "\n".join(rows)
 
@@ -135,8 +144,11 @@ def summary(points: Sequence[Point], of: int) -> str:
     both = [over_both(p) for p in points]
     forced = [forced_ratio(p) - 1 for p in points]
     vgg = [
-        f"{over_ddp(p):.2f} ({p.cluster})" for p in points if p.model == "VGG19" and p.link == FASTEST_LINK
+        f"{over_ddp(p):.2f} ({p.cluster}; {p.seconds(DDP) / free_links(p):.2f} over free links)"
+        for p in points
+        if p.model == "VGG19" and p.link == FASTEST_LINK
     ]
+    free = [p.seconds(COMPILED) / free_links(p) for p in points]
     sizes = ", ".join(dict.fromkeys(p.size for p in points))
     worst = max(forced, key=abs)
     lines = [
@@ -147,6 +159,8 @@ def summary(points: Sequence[Point], of: int) -> str:
         f"{max(ddp):.2f}",
         f"- the best incumbent or forced data parallel over hetspmd: geometric mean {geometric_mean(both):.2f}, "
         f"least {min(both):.2f}, most {max(both):.2f}",
+        f"- hetspmd over free links: geometric mean {geometric_mean(free):.2f}, least {min(free):.2f}, most "
+        f"{max(free):.2f}",
         f"- forced data parallel beside proportional DDP: median {median(forced):+.1%}, the farthest {worst:+.1%}",
         f"- VGG19 at 1 Gbit/s, proportional DDP over hetspmd: {', '.join(vgg) or 'not measured'}",
         *(f"- {check}" for check in checks(points)),

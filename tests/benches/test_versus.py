@@ -44,9 +44,17 @@ def test_ratios_of_a_point() -> None:
     assert statistics.over_best(made(fsdp=1.5)) == pytest.approx(1.5)
     assert statistics.over_both(p) == pytest.approx(2.0)
     assert statistics.over_both(made(forced=1.4)) == pytest.approx(1.4)
-    assert "or forced data parallel over hetspmd: geometric mean 1.40" in statistics.summary(
-        [made(forced=1.4)], 48
-    )
+    said = statistics.summary([made(forced=1.4)], 48)
+    assert "or forced data parallel over hetspmd: geometric mean 1.40" in said
+
+
+def test_what_free_links_would_give() -> None:
+    """The fastest device alone takes 3 s; with the other it has two thirds of the speed, or a quarter."""
+    assert statistics.free_links(made()) == pytest.approx(2.0)
+    assert statistics.free_links(made(cluster="equal")) == pytest.approx(0.75)
+    said = statistics.summary([made(ddp=5.0, compiled=2.5)], 48)
+    assert "proportional DDP over hetspmd: 2.00 (2:1; 2.50 over free links)" in said
+    assert "hetspmd over free links: geometric mean 1.25" in said
 
 
 def test_every_check_passes_and_fails() -> None:
@@ -85,9 +93,9 @@ def test_the_page_and_the_chart(tmp_path: Path) -> None:
     assert "- 2 of 48 points measured; size: small" in text
     assert "proportional DDP over hetspmd: geometric mean 3.46, least 2.00, most 6.00" in text
     assert "forced data parallel beside proportional DDP: median -32.0%, the farthest -66.0%" in text
-    assert "VGG19 at 1 Gbit/s, proportional DDP over hetspmd: 6.00 (2:1)" in text
+    assert "VGG19 at 1 Gbit/s, proportional DDP over hetspmd: 6.00 (2:1; 3.00 over free links)" in text
     assert "| BERT | 2:1 | 1 Gbit/s (balanced) | 0.50 | 3.000 | 4.000 | **2.000** | 6.000 | 5.000 |" in text
-    assert "| 1.000 | 0.900 to 1.200 | 0.900 | 2.00 | 2.00 | 1.02 |" in text
+    assert "| 1.000 | 0.900 to 1.200 | 0.900 | 2.000 | 2.00 | 2.00 | 1.02 |" in text
     assert "longer than proportional DDP at every point: pass (0.02)" in text
     assert "on every cluster: pass (6.00)" in text
     chart = page.with_suffix(".svg").read_text(encoding="utf-8")

@@ -20,6 +20,7 @@ from emulated import ticker
 from emulated.cluster import ClusterSpec, EmulatedCluster, EmulationError, Rank, clean, unavailable
 from emulated.cpu_groups import LEAST_QUOTA, CpuGroups, placement, quota
 from emulated.launch import Workers
+from emulated.ticker import Tickers
 
 REASON = unavailable()
 emulation = pytest.mark.skipif(REASON is not None, reason=REASON or "")
@@ -202,6 +203,9 @@ def test_shares_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         speed[0] = 80.1
         cluster.keep_pace()
         assert limits["0"] == pytest.approx(0.25), "not for so little"
+        speed[0] = 81.5
+        cluster.keep_pace()
+        assert limits["0"] == pytest.approx(0.25), "nor for so little"
         speed[0] = 125.0
         cluster.keep_pace()
         assert limits == {"0": pytest.approx(0.16), "1": pytest.approx(0.32)}
@@ -226,7 +230,7 @@ def test_the_pace_is_measured_and_kept_for_later(tmp_path: Path) -> None:
 
 
 def test_one_pause_is_no_speed() -> None:
-    """A round in which the machine stood still does not count for more than a round."""
+    """A round in which the machine stood still counts for a round in which it did nothing, no more."""
     with mmap.mmap(-1, ticker._ROOM) as shared:
         numbers = memoryview(shared).cast("d")
         one = ticker._Ticker(None, shared)  # type: ignore[arg-type]  # it has no process
@@ -236,8 +240,49 @@ def test_one_pause_is_no_speed() -> None:
             speed = one.speed
             assert (speed is None) == (count < ticker.LEAST)
             if speed is not None:
-                assert speed == pytest.approx(1e4)
+                assert speed == pytest.approx(0.9e4, rel=0.06)
         numbers.release()
+
+
+def test_speeds_are_those_since_ranks_were_held() -> None:
+    """What other work took before says nothing; a correction that was known holds until the next is."""
+    with mmap.mmap(-1, ticker._ROOM) as shared:
+        numbers = memoryview(shared).cast("d")
+        tickers = Tickers(())
+        tickers._tickers[3] = ticker._Ticker(None, shared)  # type: ignore[arg-type]  # it has no process
+        tickers.pace = 1e4
+
+        def rounds(count: int, seconds: float) -> None:
+            for _ in range(count):
+                numbers[1 + int(numbers[0]) % ticker.MEMORY] = seconds
+                numbers[0] += 1
+
+        rounds(ticker.MEMORY + 7, 2e-4)
+        assert tickers.correction([3]) == pytest.approx(2.0)
+        tickers.forget()
+        rounds(ticker.LEAST - 1, 1e-4)
+        assert tickers.correction([3]) == pytest.approx(2.0)
+        rounds(1, 1e-4)
+        assert tickers.correction([3]) == pytest.approx(1.0)
+        rounds(ticker.LEAST, 5e-5)
+        assert tickers.correction([3]) == pytest.approx(1 / 1.5), "the mean of speeds"
+        numbers.release()
+
+
+def test_a_limit_is_not_lifted_while_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = CpuGroups(tmp_path, 1)
+    (tmp_path / "rank0").mkdir()
+    written: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        Path, "write_text", lambda path, text, encoding: written.append((path.name, text)) or len(text)
+    )
+    groups.limit("rank0", 0.5)
+    groups.limit("rank0", 0.1)
+    period, budget = "cpu.cfs_period_us", "cpu.cfs_quota_us"
+    assert written == [(period, "2000"), (budget, "1000"), (period, "10000"), (budget, "1000")]
+    written.clear()
+    groups.limit("rank0", None)
+    assert written == [(budget, "-1")]
 
 
 def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> bool:

@@ -20,14 +20,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from small_models import MLP, Case, case
-from small_plans import random_plan
+from small_plans import cluster, random_plan
 
+from hetspmd.compiler import plan_for
 from hetspmd.errors import RankFailedError
 from hetspmd.plan import Plan
 from hetspmd.run.module import HAP
+from hetspmd.synth.constraints import Constraints
 
 WORLD = 4
 STEPS_BEFORE = 3
+LONE = 1
+"""The active rank of the trials whose plan leaves the others idle."""
 
 
 def rank_main(rank: int, port: int, trial: dict[str, Any], c: Case, plan: Plan, out: Path) -> None:
@@ -55,7 +59,10 @@ def rank_main(rank: int, port: int, trial: dict[str, Any], c: Case, plan: Plan, 
                 found = {"error": ""}
                 return
             optimizer.zero_grad()
-            hap(**c.batch)["loss"].backward()
+            loss = hap(**c.batch)["loss"]
+            if step > STEPS_BEFORE and mine and kind == "backward":
+                hap.module.a.weight.register_hook(fail)
+            loss.backward()
             optimizer.step()
     except RankFailedError as error:
         found = {
@@ -68,6 +75,10 @@ def rank_main(rank: int, port: int, trial: dict[str, Any], c: Case, plan: Plan, 
         raise SystemExit(8) from error
     finally:
         out.write_text(json.dumps({**found, "time": time.time()}))
+
+
+def fail(_gradient: torch.Tensor) -> None:
+    raise ArithmeticError("of the backward")
 
 
 def run_trial(index: int, trial: dict[str, Any], folder: Path, c: Case, plan: Plan) -> dict[str, Any] | None:
@@ -117,17 +128,21 @@ def main(folder: Path, trials: list[dict[str, Any]]) -> None:
     """All trials; ``FOLDER/trials.json``."""
     planner = os.fork()  # autograd, which a trace starts, must not run before a fork
     if planner == 0:
-        random_plan(case("mlp", torch.float32), WORLD, 2).save(folder / "plan.json")
+        small = case("mlp", torch.float32)
+        random_plan(small, WORLD, 2).save(folder / "plan.json")
+        speeds = cluster(*range(1, WORLD + 1))
+        plan_for(small.theory, speeds, Constraints(), (1.0,), active=(LONE,)).save(folder / "lone.json")
         return
     assert os.waitpid(planner, 0)[1] == 0
-    plan = Plan.load(folder / "plan.json")
-    _ = plan.theory, plan.digest
+    plans = [Plan.load(folder / f"{name}.json") for name in ("plan", "lone")]
+    for plan in plans:
+        _ = plan.theory, plan.digest
     torch.manual_seed(0)
     labels = torch.tensor([0, 1, -100, 3, 4, -100, 2, 2, 1])
-    c = Case(MLP(), {"x": torch.randn(9, 6), "labels": labels}, plan.theory)
+    c = Case(MLP(), {"x": torch.randn(9, 6), "labels": labels}, plans[0].theory)
     results = []
     for index, trial in enumerate(trials):
-        found = run_trial(index, trial, folder, c, plan)
+        found = run_trial(index, trial, folder, c, plans[bool(trial.get("lone"))])
         if found is None:
             return
         results.append(found)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from collective_cases import check_collectives
 from small_models import MLP, Branches, Case, case
-from small_plans import cluster, random_plan, segmented_plan
+from small_plans import ahead_plan, cluster, random_plan, segmented_plan
 from torch import nn
 
 import hetspmd
@@ -94,7 +94,8 @@ def plans(world: int) -> list[tuple[Case, Plan]]:
     """The same in every process."""
     cases = [case(name, torch.float32) for name in ("mlp", "conv", "attention")]
     found = [(c, random_plan(c, world, seed)) for c in cases for seed in SEEDS]
-    return found + [(c, segmented_plan(c, world)) for c in cases]
+    found += [(c, segmented_plan(c, world)) for c in cases]
+    return found + [(c, ahead_plan(c, world, 3)) for c in cases]
 
 
 def worker(rank: int, world: int, folder: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from program_builder import cheap_random_program, random_program, uneven
@@ -46,6 +47,14 @@ def segmented_plan(case: Case, world: int) -> Plan:
     second = [float(r) for r in range(world)]
     ratios = tuple(tuple(x / sum(row) for x in row) for row in (first, second))
     return plan_for(cut, cluster(*range(1, world + 1)), known.data_parallel(cut), ratios)
+
+
+def ahead_plan(case: Case, world: int, groups: int) -> Plan:
+    """Every parameter in shards, uneven ones, gathered ``groups`` groups ahead."""
+    theory, total = case.theory, world * (world + 1) / 2
+    ratios = tuple((r + 1) / total for r in range(world))
+    plan = plan_for(theory, cluster(*range(1, world + 1)), known.zero_like(theory), ratios)
+    return replace(plan, program=replace(plan.program, ahead=groups))
 
 
 def random_plan(case: Case, world: int, seed: int) -> Plan:

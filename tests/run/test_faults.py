@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_worker import WORLD
+from fault_worker import LONE, WORLD
 
 Trial = dict[str, Any]
 Result = dict[str, Any]
@@ -92,6 +92,21 @@ def test_a_rank_that_is_killed_or_raises(tmp_path: Path) -> None:
     assert "aten." in note
     assert "small_models.py:" in note
     assert "of module a" in note
+
+
+@pytest.mark.slow
+def test_the_only_active_rank_dies_or_raises(tmp_path: Path) -> None:
+    """It runs the model itself, the others are idle and wait for the loss."""
+    kinds = ("kill", "raise", "inside", "backward")
+    trials = [{"kind": kind, "victim": LONE, "timeout": TIMEOUT, "lone": True} for kind in kinds]
+    results = run_trials(tmp_path, trials)
+    for trial, result in zip(trials, results, strict=True):
+        check_survivors(trial, result)
+    for result, text in zip(
+        results, ("has died", "the loader is broken", "RuntimeError", "of the backward"), strict=True
+    ):
+        told = [met["reason"] for rank, met in enumerate(result["ranks"]) if rank != LONE]
+        assert any(text in reason for reason in told), told
 
 
 @pytest.mark.slow
