@@ -52,6 +52,8 @@ from versus.statistics import summary, table
 
 COPIES = 5
 """Times its parameters that an arm holds, at most: them, gradients, two moments, and the reducer's buckets."""
+BESIDE = 512 << 20
+"""Bytes of activations and of the operands of a profile."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,8 +130,11 @@ class Bench:
     def measure(self, model: str, link: str) -> None:
         """All arms of a point; raises EmulationError if their losses differ."""
         size, options = self.options.size, self.options
-        ops = Cluster.load(str(self._ops(model)))
         work = workload(model, size)
+        parameters = sum(p.nbytes for p in work.model.parameters())
+        most = available_memory() / len(self.emulated.spec.ranks) / 2
+        self.workers.run("versus.rank:hold", nbytes=int(min(COPIES * parameters + BESIDE, most)))
+        ops = Cluster.load(str(self._ops(model)))
         speeds = [d.rate("float32") for d in ops.devices]
         rows = {True: proportional_rows(work.rows, [1.0] * len(speeds))}
         rows[False] = proportional_rows(work.rows, speeds)
@@ -161,7 +166,6 @@ class Bench:
             plan.save(file)
             arms[arm] = {"arm": "hetspmd", "rows": None, "plan": str(file)}
             say(f"  {arm}: predicted {plan.cost.step_seconds:.3f} s")
-        parameters = sum(p.nbytes for p in work.model.parameters())
         keep = parameters * COPIES * len(arms) * len(speeds) < available_memory() / 2
         del work, theory
         found = self.workers.run(
