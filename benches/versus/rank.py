@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from emulated.arms import build, part_of, stepper
+from emulated.memory import give_back
 from emulated.worker import Context
 from versus.models import workload
 from versus.points import CARRYING, MORE, again, close, steps_of
@@ -40,6 +41,9 @@ def hold(context: Context, *, nbytes: int) -> None:
     del context
     torch.empty(nbytes, dtype=torch.uint8).fill_(0)
 
+
+LITTLE = 0.35
+"""Part of the machine's memory below which an arm that is gone leaves nothing to the next."""
 
 WARM = 3
 """Steps after which a process holds all the memory that one takes; the pages of new memory take longer than VGG19's
@@ -129,6 +133,7 @@ def train(
             if not keep:
                 del built[name]
                 gc.collect()
+                give_back(LITTLE)
     for of in found.values():
         of["losses"] = [float(loss) for loss in of["losses"][:2]]
     return found
@@ -140,10 +145,11 @@ def choose(
     """Seconds of a step by each of several plan files, as :func:`hetspmd.tune` measures them; ranks are held to
     their shares while steps run, not while graphs are made."""
     from hetspmd.plan import Plan
+    from hetspmd.run.compare import compare
     from hetspmd.run.module import HAP
-    from hetspmd.run.tune import compare, step_seconds
+    from hetspmd.run.tune import step_seconds
 
-    def measure(plan: Plan, best: float | None) -> float:
+    def measure(plan: Plan, best: float | None) -> list[float]:
         work = workload(model, size)
         hap = HAP(work.model, plan.cluster, plan=plan, sync_module_states=False)
         context.throttle(True)

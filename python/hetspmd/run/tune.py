@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import signature
-from statistics import median
 from typing import Any, Final
 
 import torch
@@ -25,6 +24,7 @@ from hetspmd.errors import ExampleError, OptionError
 from hetspmd.plan import Plan
 from hetspmd.run.agreement import agreed_plans
 from hetspmd.run.communicator import Communicator, communicator_for
+from hetspmd.run.compare import compare
 from hetspmd.run.module import HAP
 from hetspmd.trace.step import Loss, find_loss
 from hetspmd.trace.trace import split_example
@@ -37,10 +37,6 @@ WARM: Final = 2
 HOPELESS: Final = 1.5
 """A plan whose second step takes as many times the best's seconds is not measured further."""
 
-CLOSE: Final = 1.1
-"""Plans that take at most as many times the best's seconds are measured again, in the opposite order: machines
-drift."""
-
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -50,7 +46,7 @@ class Tuned:
 
     plan       the fastest as measured, the predicted fastest among equals
     name       what it is called in ``seconds``
-    seconds    by name of a plan, the median seconds of its timed steps
+    seconds    by name of a plan, the mean over its turns of the median seconds of a step
     predicted  by name, the seconds that its plan predicts
     """
 
@@ -81,7 +77,9 @@ def tune(
     (arguments of :func:`hetspmd.compile`). Each works on a copy of the model, one after the other; a model on the
     meta device takes the memory of its shards alone, which are zeros. The model and torch's random numbers stay as
     they are. A step is forward, backward and the step of ``optimizer``; it lasts until the last rank has ended it.
-    ``steps`` of them are timed, after two that are not, and as many again of plans that are close to the fastest.
+    ``steps`` of them are timed, after two that are not; plans that are close to the fastest have further turns of
+    as many (:mod:`hetspmd.run.compare`), until one leads by twice the standard error of the difference, or they are
+    equal to 1 %, or each has had six.
     ``loss``, ``process_group``, ``device`` and ``timeout`` are those of :class:`hetspmd.HAP`.
 
     Raises OptionError for other options, no steps, or no plans, and what HAP raises, on every rank alike.
@@ -110,7 +108,7 @@ def tune(
         with communicator.busy():
             plans = agreed_plans(communicator, make)
 
-    def measure(plan: Plan, best: float | None) -> float:
+    def measure(plan: Plan, best: float | None) -> list[float]:
         hap = HAP(
             copy.deepcopy(model), devices, plan=plan, loss=loss, process_group=communicator, device=device,
             sync_module_states=False, timeout=timeout,
@@ -129,19 +127,6 @@ def tune(
     return Tuned(plans[fastest], fastest, found, {name: p.cost.step_seconds for name, p in plans.items()})
 
 
-def compare(plans: Mapping[str, Plan], measure: Callable[[Plan, float | None], float]) -> dict[str, float]:
-    """Seconds of each plan, by name, as ``measure`` finds them: it gets a plan and the least seconds so far. Those
-    that are :data:`CLOSE` to the best are measured a second time, and the mean counts."""
-    found: dict[str, float] = {}
-    for name, plan in plans.items():
-        found[name] = measure(plan, min(found.values(), default=None))
-    close = [name for name in plans if found[name] <= CLOSE * min(found.values())]
-    if len(close) > 1:
-        for name in reversed(close):
-            found[name] = (found[name] + measure(plans[name], None)) / 2
-    return found
-
-
 @torch.no_grad()
 def _zero(hap: HAP) -> None:
     """Nothing is known of memory that nobody wrote: buffers may be indices."""
@@ -152,8 +137,9 @@ def _zero(hap: HAP) -> None:
 def step_seconds(
     hap: HAP, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss | None, optimizer: Optimizer, steps: int,
     best: float | None,
-) -> float:  # fmt: skip
-    """The median over steps of the slowest rank's seconds, the same on every rank."""
+) -> list[float]:  # fmt: skip
+    """The slowest rank's seconds of each timed step, the same on every rank; of a plan that is :data:`HOPELESS`
+    beside ``best``, those of its second step."""
     updates = optimizer(list(hap.parameters()))
     found: list[float] = []
     for number in range(WARM + steps):
@@ -172,5 +158,5 @@ def step_seconds(
         if number >= WARM:
             found.append(slowest)
         elif number and best is not None and slowest > HOPELESS * best:
-            return slowest
-    return median(found)
+            return [slowest]
+    return found
