@@ -183,6 +183,14 @@ def test_unlike_devices_stay_unlike() -> None:
     assert len(distinct(devices_of([report(0, 1e12), report(1, 1e12, jitter=1.2)]))) == 2
     assert len(distinct(devices_of([report(0, 1e12), report(1, 1e12, jitter=1.2, interval=0.2)]))) == 1
     assert len(distinct(devices_of([report(0, 1e12), report(1, 1e12, memory=2.0**34)]))) == 2
+    slow = tuple(
+        dataclasses.replace(r, seconds=1.3 * r.seconds, low=1.3 * r.low, high=1.3 * r.high)
+        if r.what == "launch"
+        else r
+        for r in rates_of(1, 1e12)
+    )
+    hosts = devices_of([report(0, 1e12), dataclasses.replace(report(1, 1e12), rates=slow)])
+    assert len(distinct(hosts)) == 1, "launches, which are the host's"
     two = devices_of([report(0, 1e12, name="a"), report(1, 1e12, name="b")])
     assert [d.name for d in two] == ["a", "b"]
     fewer = dataclasses.replace(report(1, 1e12), rates=rates_of(1, 1e12)[:-1])

@@ -10,7 +10,8 @@
 
 Products, convolutions and sums are measured in each dtype that the device computes in; one that it refuses is
 left out. Each is repeated as :mod:`hetspmd.profile.sampling` says, in several rounds over all of them, so that what
-slows the device down for some seconds falls on a part of everyone's samples and not on all of one's.
+slows the device down for some seconds falls on a part of everyone's samples and not on all of one's. The interval
+of a rate holds the medians of all rounds: samples of one round are not independent where a device drifts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from statistics import median
 from time import perf_counter
 from typing import Final
 
@@ -87,17 +89,24 @@ def measure_device(
         except RuntimeError as error:  # torch's own for an op without a kernel in this dtype
             if dtype == "float32" or isinstance(error, torch.OutOfMemoryError):
                 raise
-    samples: list[list[float]] = [[] for _ in made]
+    samples: list[list[list[float]]] = [[] for _ in made]
     turns = [(which, *one) for _ in range(ROUNDS) for which, one in enumerate(made)]
     for index, (which, what, dtype, _, call) in enumerate(turns):
         tick(f"{what} {dtype}")
         now = perf_counter()
         deadline = now + max(start + budget - now, 0.0) / (len(turns) - index)
-        samples[which] += repeat(partial(_timed, device, call), deadline, tolerance)
+        samples[which].append(repeat(partial(_timed, device, call), deadline, tolerance))
     return tuple(
-        Rate(rank, what, dtype, amount, *interval(of), len(of))
+        Rate(rank, what, dtype, amount, *_interval(of), sum(map(len, of)))
         for (what, dtype, amount, _), of in zip(made, samples, strict=True)
     )
+
+
+def _interval(rounds: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """The median of all samples and an interval that holds every round's."""
+    middle, low, high = interval([seconds for samples in rounds for seconds in samples])
+    medians = [median(samples) for samples in rounds]
+    return middle, min(low, *medians), max(high, *medians)
 
 
 def synchronize(device: torch.device) -> None:

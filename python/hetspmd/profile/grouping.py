@@ -1,9 +1,9 @@
 """From what each rank measured to the cluster's devices.
 
 Ranks are one kind of device if they have the same name, dtypes, and memory within a tenth, and every rate is
-within a tenth of the first such rank's, or known so vaguely that the intervals of the two medians overlap. Each
-number of a kind is the median over its ranks, but the memory the least. So equal devices stay equal, as the search
-and the linear program want them, whatever the noise.
+within a tenth of the first such rank's (launches, which are the host's, within a third), or known so vaguely that
+the intervals of the two medians overlap. Each number of a kind is the median over its ranks, but the memory the
+least. So equal devices stay equal, as the search and the linear program want them, whatever the noise.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from hetspmd.cost.measured import Rate
 __all__ = ["ALIKE", "Report", "devices_of", "groups_of", "kinds_of"]
 
 ALIKE: Final = 0.1
+ALIKE_LAUNCH: Final = 1 / 3
+"""Of launches: those of equal devices were found 11 % apart, tight intervals and all."""
 MAX_GROUPS: Final = 4
 
 
@@ -111,11 +113,15 @@ def _alike(first: Report, other: Report) -> bool:
     theirs = {(r.what, r.dtype): r for r in other.rates}
     if first.name != other.name or ours.keys() != theirs.keys() or not _near(first.memory, other.memory):
         return False
-    return all(_near(a.per_second, theirs[k].per_second) or _overlap(a, theirs[k]) for k, a in ours.items())
+    return all(
+        _near(a.per_second, theirs[k].per_second, ALIKE_LAUNCH if a.what == "launch" else ALIKE)
+        or _overlap(a, theirs[k])
+        for k, a in ours.items()
+    )
 
 
-def _near(a: float, b: float) -> bool:
-    return max(a, b) <= (1 + ALIKE) * min(a, b)
+def _near(a: float, b: float, within: float = ALIKE) -> bool:
+    return max(a, b) <= (1 + within) * min(a, b)
 
 
 def _overlap(a: Rate, b: Rate) -> bool:
