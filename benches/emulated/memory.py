@@ -96,9 +96,7 @@ class ResidentPeak:
     """The largest resident set since :meth:`reset`, less that when the object was made, in bytes."""
 
     def __init__(self) -> None:
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:  # glibc: what was freed but not given back would hide what comes
-            trim(0)
+        _trim()  # what was freed but not given back would hide what comes
         self._base = _status("VmRSS")
         self.reset()
 
@@ -111,8 +109,35 @@ class ResidentPeak:
         return max(0, _status("VmHWM") - self._base)
 
 
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{key}:"):
+def available() -> int:
+    """Bytes that processes of this machine can still have."""
+    return _of_machine("MemAvailable")
+
+
+def give_back(below: float) -> None:
+    """Return what this process's heap holds unused to the system, if less than a part ``below`` of the machine's
+    memory is available. What is made and freed leaves holes that what comes next does not fit in."""
+    if available() < below * _of_machine("MemTotal"):
+        _trim()
+
+
+def _trim() -> None:
+    """Only glibc's heap can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _of_machine(what: str) -> int:
+    return _bytes("/proc/meminfo", what)
+
+
+def _status(what: str) -> int:
+    return _bytes("/proc/self/status", what)
+
+
+def _bytes(file: str, what: str) -> int:
+    for line in Path(file).read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{what}:"):
             return int(line.split()[1]) * 1024
-    raise KeyError(key)
+    raise KeyError(f"{file} has no {what}")

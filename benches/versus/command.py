@@ -11,6 +11,7 @@ elsewhere the bench says so and ends.
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from emulated.arms import proportional_rows
 from emulated.cluster import EmulatedCluster, unavailable
 from emulated.command import measure_all, options_of, parsed, running, say
 from emulated.launch import Workers
+from emulated.memory import available
 from hetspmd.alternatives import alternatives
 from hetspmd.compiler import plan_for
 from hetspmd.cost.cluster import Cluster
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write. Exit status 0 also where no cluster can be emulated, with the reason."""
     parser = options_of(
         __doc__, folder=results.FOLDER, only="clusters, models and links",
-        steps=(2, "timed steps of a turn, at most"), budget=45.0,
+        steps=(2, "timed steps of a turn, at most"), budget=120.0,
     )  # fmt: skip
     parser.add_argument("--size", choices=tuple(SIZES), default="small", help="of the models")
     parser.add_argument("--link-budget", type=float, default=20.0, help="seconds of a further link's profile")
@@ -132,7 +134,7 @@ class Bench:
         size, options = self.options.size, self.options
         work = workload(model, size)
         parameters = sum(p.nbytes for p in work.model.parameters())
-        most = available_memory() / len(self.emulated.spec.ranks) / 2
+        most = available() / len(self.emulated.spec.ranks) / 2
         self.workers.run("versus.rank:hold", nbytes=int(min(COPIES * parameters + BESIDE, most)))
         ops = Cluster.load(str(self._ops(model)))
         speeds = [d.rate("float32") for d in ops.devices]
@@ -166,8 +168,10 @@ class Bench:
             plan.save(file)
             arms[arm] = {"arm": "hetspmd", "rows": None, "plan": str(file)}
             say(f"  {arm}: predicted {plan.cost.step_seconds:.3f} s")
-        keep = parameters * COPIES * len(arms) * len(speeds) < available_memory() / 2
-        del work, theory
+        keep = parameters * COPIES * len(arms) * len(speeds) < available() / 2
+        predicted = {arm: plan.cost.step_seconds for arm, plan in plans.items()}
+        del work, theory, plans
+        gc.collect()  # the ranks need the memory
         found = self.workers.run(
             "versus.rank:train", model=model, size=size, arms=arms, fastest=self.emulated.spec.fastest,
             rounds=options.rounds, steps=options.steps, keep=keep,
@@ -176,7 +180,7 @@ class Bench:
             arm: results.measured(
                 [r[arm] for r in found],
                 summed=arms[arm]["arm"] in ("ddp", "fsdp"),
-                predicted=plans[arm].cost.step_seconds if arm in plans else None,
+                predicted=predicted.get(arm),
             )
             for arm in ARMS
         }
@@ -252,11 +256,3 @@ class Bench:
 def joined(ops: Cluster, link: Cluster) -> Cluster:
     """The devices and ops of one profile, the collectives of another of the same cluster."""
     return replace(ops, network=link.network, curves=link.curves, lanes=link.lanes)
-
-
-def available_memory() -> int:
-    """Bytes that processes can still have."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from emulated.child import environment
+from emulated.launch import KEEP_MEMORY
 from emulated.memory import LiveBytes, ResidentPeak
 
 
@@ -72,3 +76,31 @@ def test_the_resident_peak_sees_what_was_freed_again() -> None:
     assert 0.9 * size < resident.peak < 1.5 * size
     resident.reset()
     assert resident.peak < 0.5 * size
+
+
+HOLES = """
+from emulated.child import environment
+from emulated.launch import KEEP_MEMORY
+from emulated.memory import _status, give_back
+size = 64 << 20
+blocks = [bytearray(b"1" * size) for _ in range(3)]
+del blocks[:2]
+held = _status("VmRSS")
+give_back(0.0)
+print(held - _status("VmRSS"))
+give_back(2.0)
+print(held - _status("VmRSS"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's heap")
+def test_a_heap_gives_its_holes_back_where_little_is_available() -> None:
+    """Processes that keep what they have freed, as the workers of an emulated cluster do."""
+    done = subprocess.run(
+        [sys.executable, "-c", HOLES], capture_output=True, text=True, check=True,
+        env={**environment(), **KEEP_MEMORY},
+    )  # fmt: skip
+    kept, given = map(int, done.stdout.split())
+    assert kept < 16 << 20, "all of the machine's memory is enough"
+    assert given >= 2 * 60 << 20
