@@ -191,6 +191,18 @@ def test_unlike_devices_stay_unlike() -> None:
     )
     hosts = devices_of([report(0, 1e12), dataclasses.replace(report(1, 1e12), rates=slow)])
     assert len(distinct(hosts)) == 1, "launches, which are the host's"
+    for amount, kinds in ((1.0, 2), (0.25, 1)):
+        smaller = tuple(
+            dataclasses.replace(
+                r, amount=amount * r.amount, seconds=1.5 * amount * r.seconds, low=1.5 * amount * r.low,
+                high=1.5 * amount * r.high,
+            )
+            if r.what == "convolution"
+            else r
+            for r in rates_of(1, 1e12)
+        )  # fmt: skip
+        found = devices_of([report(0, 1e12), dataclasses.replace(report(1, 1e12), rates=smaller)])
+        assert len(distinct(found)) == kinds, "convolutions, of one size alone"
     two = devices_of([report(0, 1e12, name="a"), report(1, 1e12, name="b")])
     assert [d.name for d in two] == ["a", "b"]
     fewer = dataclasses.replace(report(1, 1e12), rates=rates_of(1, 1e12)[:-1])
