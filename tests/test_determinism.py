@@ -7,10 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-try:
-    from hetspmd.compiler import compile
-except ImportError:
-    from hetspmd.compile import compile
+from hetspmd.compiler import compile
 
 PROGRAM = """
 import sys, warnings
@@ -20,10 +17,7 @@ sys.path[:0] = [{tests!r}, {run!r}]
 from small_models import MLP, Attention, ConvNet
 import zoo
 from workbench import cluster
-try:
-    from hetspmd.compiler import compile
-except ImportError:
-    from hetspmd.compile import compile
+from hetspmd.compiler import compile
 labels = torch.zeros(9, dtype=torch.long)
 ids = torch.zeros(4, 5, dtype=torch.long)
 entries = [(MLP(), {{"x": torch.randn(9, 6), "labels": labels}}, None),

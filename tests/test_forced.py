@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 
 import zoo
+from hetspmd.compiler import plan_for
 from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather, is_sharded
 from hetspmd.plan import Plan
 from hetspmd.run.verify import verify
@@ -29,14 +30,11 @@ from workbench import (
     weight_contractions,
 )
 
-try:
-    from hetspmd.compiler import plan_for
-except ImportError:
-    from hetspmd.compile import plan_for
-
 RATIOS = (0.5, 0.0, 0.3, 0.2)
 CLUSTER = cluster(5, 1, 3, 2)
-MODELS = [*zoo.REQUIRED, "bert-moe"]
+MODELS = [
+    pytest.param(n, marks=pytest.mark.slow if n == "resnet50" else ()) for n in (*zoo.REQUIRED, "bert-moe")
+]
 
 GATHERS = {"all_gather", "grouped_broadcast", "ring_gather"}
 REDUCES = {"all_reduce", "reduce_scatter", "grouped_reduce", "ring_reduce", "exchange_reduce"}

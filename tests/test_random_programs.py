@@ -85,7 +85,7 @@ class Subject:
 
 
 SUBJECTS = ("mlp", "conv", "attention", "vocabulary", "experts")
-SLOW = ("conv", "attention", "experts")
+SLOW = ("conv", "attention", "experts", "vocabulary")
 
 
 @cache

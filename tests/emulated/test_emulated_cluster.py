@@ -216,6 +216,7 @@ def test_shares_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         assert limits["0"] is None
 
 
+@pytest.mark.slow
 @emulation
 def test_the_pace_is_measured_and_kept_for_later(tmp_path: Path) -> None:
     spec = ClusterSpec((Rank(0.25, 1e7),))

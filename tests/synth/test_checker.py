@@ -15,6 +15,7 @@ from typing import get_args
 import pytest
 from small_models import Case, case
 
+from hetspmd.compiler import plan_for
 from hetspmd.errors import ProofError
 from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather, available, is_sharded
 from hetspmd.plan import Plan
@@ -27,11 +28,6 @@ from hetspmd.synth.constraints import Constraints
 from hetspmd.synth.program import Communicate, Compute, Kind, Program, Result, Step
 from hetspmd.trace.graph import PARAMETER
 from workbench import cluster, simulated_error, single_device
-
-try:
-    from hetspmd.compiler import plan_for
-except ImportError:
-    from hetspmd.compile import plan_for
 
 MODELS = ("mlp", "conv", "attention")
 STYLES: dict[str, Callable[[Theory], Constraints]] = {

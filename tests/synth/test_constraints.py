@@ -12,6 +12,7 @@ import torch
 from small_models import MLP, case
 
 import hetspmd.rules.ops  # noqa: F401  # registers the rules
+from hetspmd.compiler import compile_plan, plan_for
 from hetspmd.errors import ConstraintError, InfeasibleError
 from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather, is_sharded
 from hetspmd.plan import Plan
@@ -32,11 +33,6 @@ from hetspmd.synth.constraints import (
 from hetspmd.synth.program import Communicate, Compute
 from hetspmd.synth.space import search_space
 from workbench import cluster
-
-try:
-    from hetspmd.compiler import compile_plan, plan_for
-except ImportError:
-    from hetspmd.compile import compile_plan, plan_for
 
 RATIOS = (0.5, 0.25, 0.25)
 CLUSTER = cluster(2, 1, 1)
