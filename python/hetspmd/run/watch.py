@@ -8,11 +8,13 @@ busy (compiling). Then it leaves a note itself, reads the others', and names, in
     the rank that hosts the store if that does not answer, the ranks that have left no note.
 
 Notes are keys of the process group's store. Store calls are made on a thread that is given up after a while, since
-the store may hang with the rank that hosts it. Nothing runs, and nothing is sent, while nobody waits for long.
+the store may hang with the rank that hosts it; the end of the process waits for it a little longer. Nothing runs,
+and nothing is sent, while nobody waits for long.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import re
 import sys
@@ -146,6 +148,8 @@ class Watch:
         finally:
             over.set()
             thread.join(self._limit)
+            if thread.is_alive():
+                _GIVEN_UP.append(thread)
 
     def _trouble(self, waited: float) -> str:
         """Why not to wait on, "" if there is no reason."""
@@ -231,6 +235,8 @@ class Watch:
         thread = threading.Thread(target=body, daemon=True, name="hetspmd store")
         thread.start()
         thread.join(self._limit)
+        if thread.is_alive():
+            _GIVEN_UP.append(thread)
         self._silent = not found
         return found[0] if found else None
 
@@ -239,6 +245,21 @@ def _brief(error: RuntimeError) -> str:
     """A backend's message without the place in its own source and its advice."""
     text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip().split("\n")[0])
     return text.partition(". This is typically")[0].rstrip(".")
+
+
+_GIVEN_UP: list[threading.Thread] = []
+"""Threads that still wait for a store's answer, or did when they were given up."""
+_LEAVE = 3.0
+"""Seconds that a process which ends gives them."""
+
+
+@atexit.register
+def _leave() -> None:
+    """Let late answers come before the interpreter ends: a thread that comes back from the store to one that is
+    gone ends the process by SIGABRT."""
+    end = time.monotonic() + _LEAVE
+    for thread in _GIVEN_UP:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 _WATCHES: list[weakref.ref[Watch]] = []
