@@ -14,7 +14,7 @@ import torch
 from synthetic import rates_of
 
 from hetspmd.cost.cluster import Cluster, Device
-from hetspmd.cost.measured import Measured
+from hetspmd.cost.measured import Measured, Rate
 from hetspmd.profile.grouping import Report, devices_of, groups_of
 from hetspmd.profile.host import host_identity, usable_memory
 from hetspmd.profile.measure import Profile
@@ -183,14 +183,6 @@ def test_unlike_devices_stay_unlike() -> None:
     assert len(distinct(devices_of([report(0, 1e12), report(1, 1e12, jitter=1.2)]))) == 2
     assert len(distinct(devices_of([report(0, 1e12), report(1, 1e12, jitter=1.2, interval=0.2)]))) == 1
     assert len(distinct(devices_of([report(0, 1e12), report(1, 1e12, memory=2.0**34)]))) == 2
-    slow = tuple(
-        dataclasses.replace(r, seconds=1.3 * r.seconds, low=1.3 * r.low, high=1.3 * r.high)
-        if r.what == "launch"
-        else r
-        for r in rates_of(1, 1e12)
-    )
-    hosts = devices_of([report(0, 1e12), dataclasses.replace(report(1, 1e12), rates=slow)])
-    assert len(distinct(hosts)) == 1, "launches, which are the host's"
     for amount, kinds in ((1.0, 2), (0.25, 1)):
         smaller = tuple(
             dataclasses.replace(
@@ -207,6 +199,31 @@ def test_unlike_devices_stay_unlike() -> None:
     assert [d.name for d in two] == ["a", "b"]
     fewer = dataclasses.replace(report(1, 1e12), rates=rates_of(1, 1e12)[:-1])
     assert len(distinct(devices_of([report(0, 1e12), fewer]))) == 2
+
+
+@pytest.mark.parametrize(
+    ("slower", "kinds"),
+    [
+        ({"memory": 1.13, "optimizer": 1.13}, 1),
+        ({"matmul": 1.13, "convolution": 1.13, "memory": 1.13, "optimizer": 1.13}, 2),
+        ({"matmul": 1 / 1.13, "convolution": 1.13, "memory": 1 / 1.13, "optimizer": 1.13}, 2),
+        ({"memory": 1.24}, 1),
+        ({"memory": 1.26}, 2),
+        ({"launch": 1.45}, 1),
+        ({"launch": 1.55}, 2),
+    ],
+)
+def test_noise_of_some_rates_makes_no_kinds(slower: dict[str, float], kinds: int) -> None:
+    """On average within a tenth, none farther than a quarter; launches, which are the host's, a half."""
+
+    def scaled(r: Rate) -> Rate:
+        by = slower.get(r.what, 1.0)
+        return dataclasses.replace(r, seconds=by * r.seconds, low=by * r.low, high=by * r.high)
+
+    optimizer = Rate(0, "optimizer", "float32", 1e8, 1e-3, 0.99e-3, 1.01e-3, 9)
+    rates = [r for r in (*rates_of(0, 1e12), optimizer) if r.dtype == "float32"]
+    first, other = (Report("gpu", "host", 2.0**33, of) for of in (tuple(rates), tuple(map(scaled, rates))))
+    assert len(distinct(devices_of([first, other]))) == kinds
 
 
 def test_groups_are_the_subsets_that_the_compiler_tries() -> None:

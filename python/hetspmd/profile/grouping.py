@@ -1,11 +1,11 @@
 """From what each rank measured to the cluster's devices.
 
-Ranks are one kind of device if they have the same name, dtypes, and memory within a tenth, and every rate is
-within a tenth of the first such rank's (launches, which are the host's, within a third), or known so vaguely that
-the intervals of the two medians overlap. Convolutions are compared at one size alone: sizes are four times apart,
-and on one device the smaller was found to do a third fewer FLOPs a second. Each number of a kind is the median
-over its ranks, but the memory the least. So equal devices stay equal, as the search and the linear program want
-them, whatever the noise.
+Ranks are one kind of device if they have the same name, dtypes, and memory within a tenth, and their rates are
+those of the first such rank: within a tenth on average, and none farther than a quarter (launches, which are the
+host's, a half). Rates that are known so vaguely that the intervals of the two medians overlap count as equal.
+Convolutions are compared at one size alone: sizes are four times apart, and on one device the smaller was found to
+do a third fewer FLOPs a second. Each number of a kind is the median over its ranks, but the memory the least. So
+equal devices stay equal, as the search and the linear program want them, whatever the noise.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from hetspmd.cost.measured import Rate
 __all__ = ["ALIKE", "Report", "devices_of", "groups_of", "kinds_of"]
 
 ALIKE: Final = 0.1
-ALIKE_LAUNCH: Final = 1 / 3
-"""Of launches: those of equal devices were found 11 % apart, tight intervals and all."""
+FARTHEST: Final = 0.25
+"""Of one rate. On a busy host medians of equal ranks were found 13 % apart, tight intervals and all."""
+FARTHEST_LAUNCH: Final = 0.5
+"""Likewise 40 %."""
 MAX_GROUPS: Final = 4
 
 
@@ -115,16 +117,25 @@ def _alike(first: Report, other: Report) -> bool:
     theirs = {(r.what, r.dtype): r for r in other.rates}
     if first.name != other.name or ours.keys() != theirs.keys() or not _near(first.memory, other.memory):
         return False
-    return all(
-        _near(a.per_second, theirs[k].per_second, ALIKE_LAUNCH if a.what == "launch" else ALIKE)
-        or _overlap(a, theirs[k])
-        or (a.what == "convolution" and a.amount != theirs[k].amount)
-        for k, a in ours.items()
-    )
+    gaps = {
+        k: 0.0 if _same(a, theirs[k]) else _gap(a.per_second, theirs[k].per_second) for k, a in ours.items()
+    }
+    most = {k: math.log1p(FARTHEST_LAUNCH if k[0] == "launch" else FARTHEST) for k in gaps}
+    others = [gap for k, gap in gaps.items() if k[0] != "launch"]
+    return all(gaps[k] <= most[k] for k in gaps) and sum(others) <= math.log1p(ALIKE) * len(others)
 
 
-def _near(a: float, b: float, within: float = ALIKE) -> bool:
-    return max(a, b) <= (1 + within) * min(a, b)
+def _near(a: float, b: float) -> bool:
+    return max(a, b) <= (1 + ALIKE) * min(a, b)
+
+
+def _gap(a: float, b: float) -> float:
+    return abs(math.log(a / b))
+
+
+def _same(a: Rate, b: Rate) -> bool:
+    """Whether the two tell no difference: too vague, or not to be compared."""
+    return _overlap(a, b) or (a.what == "convolution" and a.amount != b.amount)
 
 
 def _overlap(a: Rate, b: Rate) -> bool:
