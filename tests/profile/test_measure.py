@@ -15,7 +15,6 @@ import pytest
 import torch
 from profile_worker import worker
 from synthetic import rates_of
-from torch import multiprocessing
 
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.measured import COLLECTIVES, Point
@@ -32,6 +31,7 @@ from hetspmd.run.communicator import Communicator
 from hetspmd.run.runtime import Runtime
 from hetspmd.run.simulate import run_ranks
 from hetspmd.synth.program import Kind
+from processes import spawn
 
 TARGETS = Path(__file__).parents[1] / "cli" / "targets.py"
 CPU = torch.device("cpu")
@@ -133,7 +133,7 @@ def _free_ports(count: int) -> tuple[int, ...]:
 
 def test_gloo_ranks_finish_or_fail_together(command: Any, tmp_path: Path) -> None:
     began = time.monotonic()
-    multiprocessing.spawn(worker, (2, _free_ports(3), str(tmp_path)), nprocs=2)
+    spawn(worker, (2, _free_ports(3), str(tmp_path)), nprocs=2)
     # Nobody waits for a timeout; where the machine is busy, bandwidths take a minute.
     assert time.monotonic() - began < 250
     texts = [(tmp_path / f"{rank}.yaml").read_text() for rank in range(2)]

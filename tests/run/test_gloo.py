@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from gloo_worker import idle_plans, mixed_plans, plans, train, worker
-from torch import multiprocessing
 
 from hetspmd.run.simulate import run_ranks
 from hetspmd.run.verify import largest_error
+from processes import spawn
 
 WORLD = 4
 
@@ -24,7 +24,7 @@ WORLD = 4
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("gloo")
-    multiprocessing.spawn(worker, (WORLD, str(folder)), nprocs=WORLD)
+    spawn(worker, (WORLD, str(folder)), nprocs=WORLD)
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 

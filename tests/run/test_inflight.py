@@ -22,7 +22,7 @@ import torch.distributed as dist
 from program_builder import data_parallel
 from small_models import Case
 from small_plans import handmade_plan
-from torch import multiprocessing, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -39,6 +39,7 @@ from hetspmd.run.runtime import Runtime
 from hetspmd.run.simulate import SimulatedCommunicator, run_ranks
 from hetspmd.synth.program import Communicate, Kind, Program
 from hetspmd.trace.trace import trace
+from processes import spawn
 
 RATIOS = (4 / 7, 2 / 7, 1 / 7)
 WORLD = len(RATIOS)
@@ -290,7 +291,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("inflight")
     for reduction in REDUCTIONS:
         zero_like(reduction)[1].save(folder / reduction)
-    multiprocessing.spawn(worker, (WORLD, str(folder)), nprocs=WORLD)
+    spawn(worker, (WORLD, str(folder)), nprocs=WORLD)
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 from machines_worker import plans, train, worker
-from torch import multiprocessing
 
 from hetspmd.run.simulate import run_ranks
 from hetspmd.run.verify import largest_error
+from processes import spawn
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accelerators", [(1, 2), (2, 1, 2)])
 def test_training_equals_the_simulation(accelerators: tuple[int, ...], tmp_path: Path) -> None:
     world = sum(accelerators)
-    multiprocessing.spawn(worker, (accelerators, str(tmp_path)), nprocs=world)
+    spawn(worker, (accelerators, str(tmp_path)), nprocs=world)
     results: list[list[Any]] = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)]
     assert len({r[-1] for r in results}) == 1, "rank 0 compiles for all"
     for index, (c, plan) in enumerate(plans(accelerators)):

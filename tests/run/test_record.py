@@ -15,7 +15,6 @@ from ranks import lone, loss_of, on_ranks
 from record_cases import STEPS, check_measured, data_parallel, recorded, train, worker
 from small_models import case
 from small_plans import random_plan, segmented_plan
-from torch import multiprocessing
 
 from hetspmd.compiler import plan_for
 from hetspmd.cost.machines import machine_of
@@ -26,6 +25,7 @@ from hetspmd.run.module import HAP
 from hetspmd.run.stamps import offsets, transfer_name
 from hetspmd.synth.constraints import Constraints
 from hetspmd.synth.nested import Across, Both, Inside, Together
+from processes import spawn
 
 WORLD = 4
 
@@ -65,7 +65,7 @@ def check_file(path: Path, measured: Measured) -> None:
 @pytest.mark.slow
 def test_processes(tmp_path: Path) -> None:
     """gloo: the ranks' clocks agree, so that no rank sees a sum complete before another has issued it."""
-    multiprocessing.spawn(worker, (3, str(tmp_path)), nprocs=3)
+    spawn(worker, (3, str(tmp_path)), nprocs=3)
     _, plan = data_parallel(3)
     results: list[dict[str, Any]] = [torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(3)]
     for r in results:

@@ -12,12 +12,12 @@ import pytest
 import torch
 from collective_cases import check_collectives
 from staging_worker import worker
-from torch import multiprocessing
 
 from hetspmd.run.communicator import Communicator, LoneCommunicator, Work
 from hetspmd.run.ring import Carrier, Message
 from hetspmd.run.simulate import run_ranks
 from hetspmd.run.staging import HostCopies, Mark, Pairs, StagedCommunicator
+from processes import spawn
 
 
 class NoPorts:
@@ -142,7 +142,7 @@ def test_what_fails_is_raised_where_it_is_waited_for() -> None:
 
 @pytest.mark.slow
 def test_over_gloo(tmp_path: Path) -> None:
-    multiprocessing.spawn(worker, (3, str(tmp_path)), nprocs=3)
+    spawn(worker, (3, str(tmp_path)), nprocs=3)
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)]
     assert min(r["collectives"] for r in found) > 100
     for r in found:

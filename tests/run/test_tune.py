@@ -12,7 +12,7 @@ import torch
 from ranks import lone, loss_of
 from small_models import MLP, case
 from small_plans import cluster
-from torch import multiprocessing, nn
+from torch import nn
 from tune_worker import worker
 
 import hetspmd
@@ -24,6 +24,7 @@ from hetspmd.run import tune as module
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.simulate import run_ranks
 from hetspmd.run.tune import WARM, Tuned, step_seconds, tune
+from processes import spawn
 
 WORLD = 3
 
@@ -194,7 +195,7 @@ def test_bad_arguments() -> None:
 @pytest.mark.slow
 def test_processes(tmp_path: Path) -> None:
     """Over gloo: every rank chooses the same plan by the same seconds, and trains with it as a lone device does."""
-    multiprocessing.spawn(worker, (2, str(tmp_path)), nprocs=2)
+    spawn(worker, (2, str(tmp_path)), nprocs=2)
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
     for result in found:
         assert result["digest"] == found[0]["digest"]
