@@ -54,7 +54,7 @@ def check_survivors(trial: Trial, result: Result) -> None:
         assert any(text in met["where"] for text in named), met
         assert met["time"] - result["began"] <= trial["timeout"]
         assert result["ended"][str(rank)] <= TIMEOUT + 5.0, "the process ends, too"
-        assert result["status"][str(rank)] == 7
+        assert result["status"][str(rank)] == 7, result["stderr"]
 
 
 def kill(victim: int, delay: float = 0.0) -> Trial:

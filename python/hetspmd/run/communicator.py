@@ -384,6 +384,13 @@ def _message(work: Any) -> Message:
     return found
 
 
+_ON_THE_WAY: Final[set[Any]] = set()
+"""c10d's work that was not waited for with success, held until the interpreter is gone: a thread of gloo that lets
+go of the last reference to a tensor asks for the GIL, and if the process ends at that moment, it ends by SIGABRT.
+With a rank that fails the others' work fails, too, and they end at about the same time."""
+_MANY: Final = 256
+
+
 class _IssuedWork:
     """c10d's work, with the buffers that must outlive it: on a GPU another stream than the one that allocated
     them uses them, and the allocator does not know. None for work that blocks the host and holds its own."""
@@ -392,14 +399,18 @@ class _IssuedWork:
 
     def __init__(self, work: Any, buffers: tuple[torch.Tensor, ...], watch: Watch | None) -> None:
         self._work, self._buffers, self._watch = work, buffers, watch
+        if len(_ON_THE_WAY) >= _MANY:  # left behind by errors that the caller has caught
+            _ON_THE_WAY.difference_update([work for work in _ON_THE_WAY if work.is_completed()])
+        _ON_THE_WAY.add(work)
 
     def wait(self) -> object:
         if self._watch is None:
-            return self._work.wait()
-        if not self._buffers or self._buffers[0].device.type == "cpu":
+            self._work.wait()
+        elif not self._buffers or self._buffers[0].device.type == "cpu":
             self._watch.wait(self._work)
         else:
             self._watch.finish(self._work)
+        _ON_THE_WAY.discard(self._work)
         return None
 
     def is_completed(self) -> bool:
