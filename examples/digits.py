@@ -4,9 +4,13 @@
     torchrun --nproc-per-node 4 examples/digits.py
 
 A convolutional network with batch norm learns scikit-learn's digits (1,797 images of 8 x 8). Every worker
-runs this file. Worker 0 also trains a copy of the model alone and prints both losses: they agree to the
-digits shown, because the program computes what one device computes. At the end the weights are put together
+runs this file. Worker 0 also trains a copy of the model alone and prints both losses: they agree to more than
+nine digits, because the program computes what one device computes. At the end the weights are put together
 again, and the plain model is tested on images that it has not seen.
+
+The network is in float64, so that nothing hides behind rounding: in float32 it decides now and then on which side
+of a ReLU a number close to zero falls, and after 96 steps the third digit of the loss depends on it, as it does on
+one device that is given the rows of each batch in another order.
 """
 
 from __future__ import annotations
@@ -55,14 +59,14 @@ class Network(nn.Module):
 def network() -> Network:
     """The network with the weights that every worker starts from."""
     torch.manual_seed(0)
-    return Network()
+    return Network().double()
 
 
 def load_data() -> tuple[Example, Example]:
     """Images in [-1, 1] with labels: 1,440 to train on, 357 held out."""
     bunch = load_digits()
     order = torch.randperm(len(bunch.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(bunch.images, dtype=torch.float32)[order, None] / 8 - 1
+    images = torch.tensor(bunch.images, dtype=torch.float64)[order, None] / 8 - 1
     labels = torch.tensor(bunch.target)[order]
     train, test = slice(None, 1440), slice(1440, None)
     return (
@@ -131,7 +135,7 @@ def work(cluster: str, epochs: int) -> None:
             f"{accuracy(single, held_out):.1%} (one device)"
         )
     dist.destroy_process_group()
-    if worst > 1e-3:
+    if worst > 1e-9:
         raise SystemExit(
             f"the losses differ by {worst:.1e}: the program does not compute what one device does"
         )
