@@ -1,5 +1,5 @@
-"""The demo itself, as `make demo` runs it, and its neighbour, shortened: four gloo workers, the single device beside
-them, real data."""
+"""The demo, as `make demo` runs it, and its neighbour, shortened: four gloo workers, the single device beside them,
+real data."""
 
 from __future__ import annotations
 
