@@ -7,7 +7,8 @@ simulation in rank order), so they agree to rounding and not bit for bit.
 from __future__ import annotations
 
 import copy
-from pathlib import Path
+import fcntl
+import os
 from typing import Any
 
 import pytest
@@ -23,8 +24,17 @@ WORLD = 4
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("gloo")
-    spawn(worker, (WORLD, str(folder)), nprocs=WORLD)
+    """Of each rank; the workers of pytest-xdist share one launch."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder /= "gloo"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            spawn(worker, (WORLD, str(folder)), nprocs=WORLD)
+            (folder / "done").touch()
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 
