@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hetspmd.compiler import compile
 
 PROGRAM = """
@@ -46,6 +48,7 @@ def plans(hash_seed: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_plans_do_not_depend_on_the_hash_seed() -> None:
     first = plans("1")
     assert len(first) > 100_000

@@ -30,7 +30,9 @@ def compiled(name: str, devices: Cluster) -> hetspmd.Plan:
     return hetspmd.compile(entry.model, entry.example, devices, loss=entry.loss)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["vit", *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS if m != "vit")]
+)
 def test_never_slower_than_the_fastest_device_alone(name: str) -> None:
     seen = set()
     for network, speeds in itertools.product(NETWORKS, SPEEDS):

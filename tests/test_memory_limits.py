@@ -124,6 +124,7 @@ def test_less_memory_costs_time_and_gathers_again() -> None:
     assert all(is_sharded(layout[t]) for t in again)
 
 
+@pytest.mark.slow
 def test_a_fast_device_with_little_memory_gets_a_smaller_share() -> None:
     for name in ("stack", "gpt2"):
         free = unlimited(name)

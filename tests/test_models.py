@@ -46,8 +46,13 @@ HEAVY = {
     "lstm",
     "gru",
     "swin",
+    "segformer",
+    "squeezenet",
+    "gemma",
+    "gemma2",
+    "mistral",
 }
-"""Further models with many instructions: only in the full run."""
+"""Further models with many instructions, or much like others: only in the full run."""
 
 
 DEEPEST = "resnet50"
@@ -105,7 +110,7 @@ def test_further(model: str) -> None:
     report.require()
 
 
-@pytest.mark.parametrize("build", [zoo.bert, zoo.gpt2])
+@pytest.mark.parametrize("build", [pytest.param(zoo.bert, marks=pytest.mark.slow), zoo.gpt2])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_dropout(build: object, attention: str) -> None:
     """A sharded mask is drawn independently, a replicated one alike; in verification both are the single

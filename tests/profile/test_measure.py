@@ -131,6 +131,7 @@ def _free_ports(count: int) -> tuple[int, ...]:
     return ports
 
 
+@pytest.mark.slow
 def test_gloo_ranks_finish_or_fail_together(command: Any, tmp_path: Path) -> None:
     began = time.monotonic()
     spawn(worker, (2, _free_ports(3), str(tmp_path)), nprocs=2)

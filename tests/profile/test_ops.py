@@ -68,7 +68,7 @@ def theory_of(name: str) -> Theory:
     return derive(trace(model, args, kwargs, loss=loss))
 
 
-@pytest.mark.parametrize("name", ["bert", "resnet50"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("resnet50", marks=pytest.mark.slow)])
 def test_every_row_of_a_model_runs_alone(name: str) -> None:
     """Each local call at the whole, at a part and at one unit, on made-up inputs: nothing is refused."""
     theory = theory_of(name)

@@ -118,7 +118,7 @@ def test_the_fastest_as_measured_is_chosen(monkeypatch: pytest.MonkeyPatch) -> N
         assert f"{tuned.predicted[names[0]]:9.4f}" in str(tuned)
 
 
-@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("meta", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ranks_agree_and_the_model_stays(meta: bool) -> None:
     c = case("conv", torch.float32)
     model = copy.deepcopy(c.model).to("meta") if meta else c.model
