@@ -134,6 +134,7 @@ def test_a_fast_device_with_little_memory_gets_a_smaller_share() -> None:
         assert plan.cost.memory_bytes[0] <= 0.7 * free.cost.memory_bytes[0]
 
 
+@pytest.mark.slow
 def test_the_same_plan_again() -> None:
     devices = limited("stack", 0.8, 0.8, 0.9, 0.9, of=replicated)
     assert compiled("stack", devices).digest == compiled("stack", devices).digest

@@ -51,6 +51,8 @@ HEAVY = {
     "gemma",
     "gemma2",
     "mistral",
+    "qwen3",
+    "albert",
 }
 """Further models with many instructions, or much like others: only in the full run."""
 

@@ -41,7 +41,9 @@ def build(name: str) -> Any:
     return module.build()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "vgg19", pytest.param("bert_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["vgg19", *(pytest.param(m, marks=pytest.mark.slow) for m in ("gpt2", "bert_moe"))]
+)
 def test_plans_of_real_models_beat_data_parallelism(name: str) -> None:
     model, example = build(name)
     seconds: dict[str, float] = {}

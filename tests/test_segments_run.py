@@ -82,7 +82,7 @@ def test_styles(name: str, style: object) -> None:
     forced(name, 3, style(cut(name, 3)))
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "unet", "lstm", "swin"])
+@pytest.mark.parametrize("name", ["t5", "bart", "unet", "lstm", pytest.param("swin", marks=pytest.mark.slow)])
 def test_graphs_that_are_no_chains(name: str) -> None:
     forced(name, 3, known.data_parallel(cut(name, 3)))
 

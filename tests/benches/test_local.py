@@ -18,7 +18,7 @@ def test_peak_memory_is_that_of_eager_pytorch(name: str) -> None:
     assert hap <= 1.05 * eager
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_steps_are_timed_in_pairs(dtype: torch.dtype | None) -> None:
     eager, hap = local.seconds("BERT", 3, dtype=dtype, batch=2, tokens=8, layers=1, width=32)
     assert len(eager) == len(hap) == 3

@@ -17,7 +17,17 @@ from hetspmd.trace.step import find_loss
 from hetspmd.trace.trace import split_example
 from workbench import CPU, randomness, traced
 
-MODELS = ("bert", "gpt2-eager", "llama", "vit", "resnet50", "bert-moe", "t5", "dlrm", "unet")
+MODELS = (
+    "bert",
+    "gpt2-eager",
+    "llama",
+    "vit",
+    pytest.param("resnet50", marks=pytest.mark.slow),
+    "bert-moe",
+    "t5",
+    "dlrm",
+    "unet",
+)
 
 
 @pytest.mark.filterwarnings("ignore::hetspmd.errors.MissingRuleWarning")
