@@ -35,7 +35,7 @@ from hetspmd.cost.measured import Curve, Point, curve_for
 from hetspmd.profile.fit import fit_curves, fit_network
 from hetspmd.profile.trials import Trial, start, trials
 from hetspmd.run import collectives
-from hetspmd.run.communicator import ProcessGroupCommunicator
+from hetspmd.run.process_group import ProcessGroupCommunicator
 from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
 

@@ -34,7 +34,7 @@ from emulated.worker import Context
 from hetspmd.cost.cluster import Cluster, Device, Network
 from hetspmd.plan import write_atomically
 from hetspmd.run import collectives
-from hetspmd.run.communicator import ProcessGroupCommunicator
+from hetspmd.run.process_group import ProcessGroupCommunicator
 from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
 

@@ -24,8 +24,8 @@ from hetspmd.profile.cases import Case, together
 from hetspmd.profile.measure import Options, Profile, measure, with_ops
 from hetspmd.profile.session import Session
 from hetspmd.rules.theory import derive
-from hetspmd.run.communicator import ProcessGroupCommunicator
 from hetspmd.run.module import HAP
+from hetspmd.run.process_group import ProcessGroupCommunicator
 from hetspmd.trace.trace import trace
 from trust.models import build
 

@@ -20,8 +20,9 @@ from hetspmd.compiler import plan_for
 from hetspmd.errors import PlanMismatchError, TraceError, WorldSizeError
 from hetspmd.plan import Plan
 from hetspmd.rules.theory import derive
-from hetspmd.run.communicator import ProcessGroupCommunicator, Work, communicator_for
+from hetspmd.run.communicator import Work
 from hetspmd.run.module import HAP
+from hetspmd.run.process_group import ProcessGroupCommunicator, communicator_for
 from hetspmd.run.random import Randomness
 from hetspmd.synth.constraints import Constraints
 from hetspmd.trace.trace import trace

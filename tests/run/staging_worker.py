@@ -14,8 +14,9 @@ from small_models import case
 from small_plans import random_plan
 
 from hetspmd.errors import RankFailedError
-from hetspmd.run.communicator import Communicator, ProcessGroupCommunicator
+from hetspmd.run.communicator import Communicator
 from hetspmd.run.module import HAP
+from hetspmd.run.process_group import ProcessGroupCommunicator
 
 
 class Staged(ProcessGroupCommunicator):

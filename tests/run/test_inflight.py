@@ -32,8 +32,9 @@ from hetspmd.cost.memory import Holdings
 from hetspmd.plan import Plan
 from hetspmd.rules.theory import derive
 from hetspmd.run import collectives
-from hetspmd.run.communicator import Communicator, ProcessGroupCommunicator, Work
+from hetspmd.run.communicator import Communicator, Work
 from hetspmd.run.module import HAP
+from hetspmd.run.process_group import ProcessGroupCommunicator
 from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
 from hetspmd.run.simulate import SimulatedCommunicator, run_ranks

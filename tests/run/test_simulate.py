@@ -10,7 +10,8 @@ import torch
 from collective_cases import check_collectives
 
 from hetspmd.errors import CollectiveMismatchError, PlanMismatchError
-from hetspmd.run.communicator import Communicator, LoneCommunicator, communicator_for
+from hetspmd.run.communicator import Communicator, LoneCommunicator
+from hetspmd.run.process_group import communicator_for
 from hetspmd.run.simulate import run_ranks
 
 

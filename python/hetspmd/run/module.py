@@ -28,12 +28,13 @@ from hetspmd.lower.nested import lower_nested
 from hetspmd.run.agreement import agreed_plan, same_everywhere
 from hetspmd.run.anomaly import is_looked_for
 from hetspmd.run.autograd import Runner
-from hetspmd.run.communicator import Communicator, communicator_for
+from hetspmd.run.communicator import Communicator
 from hetspmd.run.guard import Expected, check_same_batch, check_tensors, expected, match
 from hetspmd.run.lone import is_the_model, run_model
 from hetspmd.run.machines import join_machines
 from hetspmd.run.origin import Origin
 from hetspmd.run.owners import remember
+from hetspmd.run.process_group import communicator_for
 from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
 from hetspmd.run.store import Slot, Store, check_model, slot

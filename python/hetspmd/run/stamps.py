@@ -23,9 +23,10 @@ from torch import fx
 
 from hetspmd.lower.emit import ALSO
 from hetspmd.run import buckets, collectives
-from hetspmd.run.communicator import DoneWork, Work, _CopiedWork, _IssuedWork
+from hetspmd.run.communicator import DoneWork, Work
 from hetspmd.run.instrument import instrumented
 from hetspmd.run.machines import PendingAcross
+from hetspmd.run.process_group import CopiedWork, IssuedWork
 from hetspmd.synth.buckets import Bucket, transfer_text
 from hetspmd.synth.nested import Across, Inside, Together, between
 from hetspmd.synth.program import KIND_TEXT, Communicate
@@ -164,7 +165,7 @@ class Stamps:
 
 def _future(work: Any) -> Any:
     """c10d's future of a primitive, None if the backend has none."""
-    while isinstance(work, (_IssuedWork, _CopiedWork)):
+    while isinstance(work, (IssuedWork, CopiedWork)):
         work = work._work
     try:
         return work.get_future()

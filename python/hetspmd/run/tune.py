@@ -23,9 +23,10 @@ from hetspmd.cost.cluster import Cluster
 from hetspmd.errors import ExampleError, OptionError
 from hetspmd.plan import Plan
 from hetspmd.run.agreement import agreed_plans
-from hetspmd.run.communicator import Communicator, communicator_for
+from hetspmd.run.communicator import Communicator
 from hetspmd.run.compare import compare
 from hetspmd.run.module import HAP
+from hetspmd.run.process_group import communicator_for
 from hetspmd.trace.step import Loss, find_loss
 from hetspmd.trace.trace import split_example
 
