@@ -16,19 +16,34 @@ from hetspmd.run.processes import this_process
 from hetspmd.run.watch import Watch
 
 me, store = this_process(), dist.HashStore()
+
+class LateStore:
+    def __init__(self, number):
+        self.late = timedelta(milliseconds=400 + 4 * number)
+
+    def set(self, key, value):
+        store.wait(["never"], self.late)
+
+    def check(self, keys):
+        store.wait(["never"], self.late)
+
 for number in range(150):
-    watch = Watch(store, str(number), 0, [me, me], None, timeout=6e-3)
-    answer = watch._ask(lambda late=400 + 4 * number: store.wait(["never"], timedelta(milliseconds=late)))
-    assert answer is None
+    watch = Watch(LateStore(number), str(number), 0, [me, me], None, timeout=6e-3)
+    {asks}
 """
+ASKS = {
+    "asking": "assert watch._ask(lambda: watch._store.check([])) is None",
+    "busy": "with watch.busy(): pass",
+}
 
 
 @pytest.mark.slow
-def test_late_answers_do_not_meet_an_interpreter_that_is_gone() -> None:
+@pytest.mark.parametrize("asks", ASKS.values(), ids=ASKS)
+def test_late_answers_do_not_meet_an_interpreter_that_is_gone(asks: str) -> None:
     """Without patience at the end, one of so many threads comes back in it: SIGABRT."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", LATE], capture_output=True, text=True, timeout=120, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-W", "error", "-c", LATE.replace("{asks}", asks)], capture_output=True, text=True,
+        timeout=120, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -43,7 +58,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from hetspmd.errors import RankFailedError
-from hetspmd.run.communicator import ProcessGroupCommunicator
+from hetspmd.run.process_group import ProcessGroupCommunicator
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
