@@ -38,7 +38,7 @@ from hetspmd.rules.theory import Theory
 from hetspmd.synth import constraints as known
 from hetspmd.synth.constraints import Constraints
 from hetspmd.synth.memory import capacities, search_that_fits
-from hetspmd.synth.search import Found, Limits, Progress, Searcher
+from hetspmd.synth.search import Found, Limits, Searcher
 from hetspmd.synth.space import Space, search_space
 
 __all__ = ["Alternation", "Clock", "Outcome", "Pair"]
@@ -75,11 +75,10 @@ class Alternation:
     """The search for the best pair for one theory, cluster and set of constraints."""
 
     def __init__(
-        self, theory: Theory, cluster: Cluster, fixed: Constraints, limits: Limits, clock: Clock,
-        progress: Progress | None = None,
-    ) -> None:  # fmt: skip
+        self, theory: Theory, cluster: Cluster, fixed: Constraints, limits: Limits, clock: Clock
+    ) -> None:
         self.theory, self.cluster, self.fixed = theory, cluster, fixed
-        self.limits, self.clock, self.progress = limits, clock, progress
+        self.limits, self.clock = limits, clock
         with clock("synth"):
             self.searcher = Searcher(search_space(theory, fixed))
         self.batch = known.batch_axes(theory)
@@ -173,13 +172,7 @@ class Alternation:
     ) -> Found:  # fmt: skip
         with self.clock("synth"):
             return self.searcher.search(
-                costs,
-                lengths,
-                self.limits,
-                within=within,
-                start=start,
-                overlap=overlap,
-                progress=self.progress,
+                costs, lengths, self.limits, within=within, start=start, overlap=overlap
             )
 
     def _rounds(
@@ -239,9 +232,8 @@ class Alternation:
             for _ in range(MARGINS):
                 with self.clock("synth"):
                     fitting = search_that_fits(
-                        self.searcher, costs, lengths, self.limits, found, within=within, progress=self.progress,
-                        reserve=reserve,
-                    )  # fmt: skip
+                        self.searcher, costs, lengths, self.limits, found, within=within, reserve=reserve
+                    )
                 step = Judge(self, costs, fitting, active, lengths).step
                 held = np.array(step.held(lengths).peaks, dtype=float)
                 if (held <= capacities(costs)).all():

@@ -6,7 +6,7 @@ The stages in the order of the data's way: trace, rules, then search and ratios 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -27,7 +27,7 @@ from hetspmd.segmentation import Segments, check_segments, in_segments
 from hetspmd.synth.checker import check
 from hetspmd.synth.conflict import naming_conflicts
 from hetspmd.synth.constraints import Constraints, nearest, resolve, spelling
-from hetspmd.synth.search import Found, Limits, Progress, Searcher
+from hetspmd.synth.search import Found, Limits, Searcher
 from hetspmd.synth.space import search_space
 from hetspmd.trace.collector import collector_paused
 from hetspmd.trace.step import Loss
@@ -38,7 +38,7 @@ def compile(
     model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str, *, loss: Loss | None = None,
     strict: bool = False, constraints: Mapping[str, str | Form] | None = None, time_limit: float = 600.0,
     loss_only: bool = False, segments: Segments = "auto", machines: Machines = "auto",
-    timings: MutableMapping[str, float] | None = None, progress: Progress | None = None,
+    timings: MutableMapping[str, float] | None = None, progress: Callable[[str], object] | None = None,
 ) -> Plan:  # fmt: skip
     """Synthesize the distributed program of one training step.
 
@@ -54,6 +54,7 @@ def compile(
     machines     how machines with several accelerators are planned: across "virtual" devices, "flat", or "auto" for
                  the cheaper way; across virtual devices there is one segment
     timings      filled with wall seconds: trace, rules, synth, balance, total
+    progress     called with the name of each of these stages as it begins
 
     Raises a :class:`~hetspmd.errors.HetspmdError` for bad input.
     """
@@ -79,7 +80,7 @@ def compile_plan(
     loss: Loss | None = None, training: bool = True, constraints: Mapping[str, str | Form] | None = None,
     strict: bool = False, time_limit: float = 600.0, loss_only: bool = False, segments: Segments = "auto",
     machines: Machines = "auto", like: Plan | None = None, timings: MutableMapping[str, float] | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[str], object] | None = None,
 ) -> Plan:  # fmt: skip
     """:func:`compile` for a split example, also of the forward alone (``training=False``).
 
@@ -89,7 +90,7 @@ def compile_plan(
     """
     check_segments(segments)
     check_machines(machines)
-    clock = Clock(timings if timings is not None else {})
+    clock = Clock(timings if timings is not None else {}, progress)
     with clock("total"), collector_paused():
         with clock("trace"):
             graph = trace(model, args, kwargs, loss=loss, training=training)
@@ -104,7 +105,7 @@ def compile_plan(
 
         def side_by_side(devices: Cluster) -> Plan:
             with naming_conflicts(theory, fixed):
-                outcome = Alternation(theory, devices, fixed, limits, clock, progress).run()
+                outcome = Alternation(theory, devices, fixed, limits, clock).run()
             found, outcome = in_segments(
                 theory,
                 devices,
@@ -113,14 +114,13 @@ def compile_plan(
                 lambda cut: resolve(cut, constraints),
                 limits,
                 clock,
-                progress,
             )
             return plan_of(found, devices, outcome, constraints)
 
         def across() -> Plan:
             with naming_conflicts(theory, fixed):
                 return _across(
-                    theory, cluster, step_across(theory, cluster, fixed, limits, clock, progress), constraints
+                    theory, cluster, step_across(theory, cluster, fixed, limits, clock), constraints
                 )
 
         if has_machines(cluster):

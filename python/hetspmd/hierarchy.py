@@ -31,7 +31,7 @@ from hetspmd.synth.checker import check
 from hetspmd.synth.constraints import Constraints
 from hetspmd.synth.nested import inner_rows, nest
 from hetspmd.synth.program import Program
-from hetspmd.synth.search import Limits, Progress
+from hetspmd.synth.search import Limits
 
 __all__ = ["Machines", "Step", "cheaper", "check_machines", "inside_of", "step_across"]
 
@@ -83,10 +83,7 @@ def cheaper(
     return replace(best, baselines={**side_by_side.baselines, **others}, over_memory=side_by_side.over_memory)
 
 
-def step_across(
-    theory: Theory, cluster: Cluster, fixed: Constraints, limits: Limits, clock: Clock,
-    progress: Progress | None = None,
-) -> Step:  # fmt: skip
+def step_across(theory: Theory, cluster: Cluster, fixed: Constraints, limits: Limits, clock: Clock) -> Step:
     """The best step across virtual devices.
 
     Raises what :meth:`Alternation.run` raises, and MemoryLimitError where the accelerators' memory does not
@@ -94,7 +91,7 @@ def step_across(
     """
     tight = cluster
     for _ in range(ATTEMPTS):
-        outcome = Alternation(theory, tight, fixed, limits, clock, progress).run()
+        outcome = Alternation(theory, tight, fixed, limits, clock).run()
         inside = inside_of(theory, cluster, outcome.pair, limits, clock)
         lacking = {
             rank: (needed - int(accelerator(device).memory), int(accelerator(device).memory))

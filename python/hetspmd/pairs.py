@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,12 +26,15 @@ __all__ = ["Clock", "Context", "Judge", "Pair", "bounded"]
 
 @dataclass
 class Clock:
-    """Wall seconds per stage."""
+    """Wall seconds per stage; ``progress`` is told each stage that begins."""
 
     seconds: MutableMapping[str, float] = field(default_factory=dict)
+    progress: Callable[[str], object] | None = None
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
+        if self.progress is not None:
+            self.progress(stage)
         start = time.perf_counter()
         try:
             yield

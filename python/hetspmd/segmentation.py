@@ -33,7 +33,7 @@ from hetspmd.errors import ConstraintError
 from hetspmd.pairs import Clock, Pair
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.search import Limits, Progress
+from hetspmd.synth.search import Limits
 
 __all__ = ["MOST", "WORTH", "Segments", "check_segments", "in_segments", "possible_gain"]
 
@@ -55,8 +55,7 @@ def check_segments(segments: object) -> None:
 
 def in_segments(
     theory: Theory, cluster: Cluster, one: Outcome, segments: Segments, fixed: Callable[[Theory], Constraints],
-    limits: Limits, clock: Clock, progress: Progress | None = None,
-    alternation: Callable[..., Alternation] = Alternation,
+    limits: Limits, clock: Clock, alternation: Callable[..., Alternation] = Alternation,
 ) -> tuple[Theory, Outcome]:  # fmt: skip
     """The best outcome beside ``one``, the best of one segment, and its theory. ``fixed``: the constraints in a
     theory. A number of segments is kept to even where fewer are better, as far as the model can be divided."""
@@ -85,7 +84,7 @@ def in_segments(
         with clock("rules"):
             cut = segmented(theory, places)
         starts = _starts(one.pair.ratios, apart, cut.axes.segments)
-        other = alternation(cut, cluster, fixed(cut), limits, clock, progress).on(active, starts)
+        other = alternation(cut, cluster, fixed(cut), limits, clock).on(active, starts)
         if other is None:
             continue
         if segments == "auto" and other.pair.seconds > best.pair.seconds * (1 - BETTER):

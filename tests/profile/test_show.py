@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -19,7 +18,6 @@ from hetspmd.profile.grouping import Report, devices_of, groups_of
 from hetspmd.profile.host import host_identity, usable_memory
 from hetspmd.profile.measure import Profile
 from hetspmd.profile.plot import profile_svg
-from hetspmd.profile.progress import Progress
 from hetspmd.profile.show import profile_text
 from hetspmd.profile.svg import LogAxis
 
@@ -241,23 +239,3 @@ def test_memory_is_shared_by_the_ranks_of_a_host() -> None:
     assert 2**20 < four < one
     assert four == pytest.approx(one / 4, rel=0.1)
     assert host_identity() == host_identity()
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_for_terminals() -> None:
-    for stream, shown, silent in (
-        (Terminal(), True, False), (Terminal(), False, True), (io.StringIO(), True, True)
-    ):  # fmt: skip
-        bar = Progress(60.0, shown, stream)
-        bar("matmul float32")
-        bar("too soon to show")
-        bar.close()
-        assert (stream.getvalue() == "") == silent
-        if not silent:
-            assert "0 s of 60 s  matmul float32" in stream.getvalue()
-            assert "too soon" not in stream.getvalue()
-            assert stream.getvalue().endswith("\r\x1b[K")

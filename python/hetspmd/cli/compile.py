@@ -8,6 +8,13 @@ from typing import Any
 
 from hetspmd.cli.files import STDOUT, check_writable, read_constraints, write_json
 from hetspmd.cli.options import add_target, autocast, positive_seconds
+from hetspmd.cli.progress import Elapsed
+
+STAGES = {
+    "trace": "tracing the model", "rules": "deriving rules", "synth": "searching programs",
+    "balance": "balancing ratios", "total": "",
+}  # fmt: skip
+"""What progress says of the compiler's stages."""
 
 
 def add(commands: Any, debug: argparse.ArgumentParser) -> None:
@@ -57,10 +64,11 @@ def run(options: argparse.Namespace) -> int:
     constraints = read_constraints(options.constraints)
     model, example = load_target(options.target)
     timings: dict[str, float] = {}
-    with autocast(model, options.autocast):
+    with autocast(model, options.autocast), Elapsed() as progress:
         plan = synthesize(
             model, example, cluster, strict=options.strict, constraints=constraints,
             time_limit=options.time_limit, segments=options.segments, machines=options.machines, timings=timings,
+            progress=lambda stage: progress(STAGES[stage]),
         )  # fmt: skip
     if options.plan is not None:
         plan.save(options.plan)

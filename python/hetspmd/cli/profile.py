@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetspmd.cli.files import STDOUT, check_writable, write_text
+from hetspmd.cli.progress import Progress
 from hetspmd.errors import OutputError
 
 if TYPE_CHECKING:
@@ -127,7 +128,6 @@ def _measure(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from hetspmd.profile.measure import Options, Profile, measure, with_ops
-    from hetspmd.profile.progress import Progress
     from hetspmd.profile.session import joined
     from hetspmd.profile.show import profile_text
 
@@ -160,8 +160,6 @@ def _measure(options: argparse.Namespace) -> int:
 
 def _devices(session: Session, wanted: Options, measure: Callable[..., Profile]) -> Profile:
     """Measure the devices and the collectives."""
-    from hetspmd.profile.progress import Progress
-
     first = session.rank == 0
     progress = Progress(wanted.budget, shown=first)
     if first:

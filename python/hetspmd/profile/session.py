@@ -23,7 +23,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from hetspmd.errors import ProfileError
 from hetspmd.profile.host import host_name
-from hetspmd.run.communicator import Communicator, LoneCommunicator, ProcessGroupCommunicator
+from hetspmd.run.communicator import Communicator, LoneCommunicator
+from hetspmd.run.process_group import ProcessGroupCommunicator
 
 __all__ = ["Session", "joined"]
 

@@ -35,7 +35,7 @@ from hetspmd.cost.memory import MemoryProfile, memory_profile
 from hetspmd.cost.model import Array, CostModel
 from hetspmd.errors import MemoryLimitError, SearchError
 from hetspmd.synth.ledger import Ledger, Place
-from hetspmd.synth.search import Found, Limits, Progress, Searcher
+from hetspmd.synth.search import Found, Limits, Searcher
 from hetspmd.synth.space import Space
 
 __all__ = ["capacities", "search_that_fits"]
@@ -74,7 +74,7 @@ class _Line:
 
 def search_that_fits(
     searcher: Searcher, model: CostModel, lengths: Lengths, limits: Limits, start: Found, *,
-    within: Space | None = None, progress: Progress | None = None, reserve: Array | None = None,
+    within: Space | None = None, reserve: Array | None = None,
 ) -> Found:  # fmt: skip
     """The best program found that fits every device at ``lengths``; ``start``, the best without regard to memory,
     if that fits. ``reserve``: bytes of each device that are left free.
@@ -83,7 +83,7 @@ def search_that_fits(
     meets the cost. Raises MemoryLimitError if no program found fits.
     """
     capacity = capacities(model) - (0.0 if reserve is None else reserve)
-    prices = _Lagrangian(searcher, model, lengths, limits, within, progress, capacity)
+    prices = _Lagrangian(searcher, model, lengths, limits, within, capacity)
     if prices.take(start):
         return start
     prices.run()
@@ -103,7 +103,6 @@ class _Lagrangian:
     lengths: Lengths
     limits: Limits
     within: Space | None
-    progress: Progress | None
     capacity: Array
     lines: list[_Line] = field(default_factory=list)
     best: Found | None = None
@@ -144,7 +143,6 @@ class _Lagrangian:
         found = self.searcher.search(
             self.model, self.lengths, self.limits, within=self.within, start=self.lines[-1].found,
             prices=self.ledger.prices(self.model, self.lengths, at, tilt, estimated=estimated),
-            progress=self.progress,
         )  # fmt: skip
         if tilt == 0.0:
             paid = float(sum(price * self.capacity[j] for (_, j), price in at.items()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,8 +17,6 @@ from hetspmd.synth.order import assemble_program
 from hetspmd.synth.pricing import Priced, Prices, Pricing
 from hetspmd.synth.program import Communicate, Program
 from hetspmd.synth.space import Move, Space
-
-Progress = Callable[[float, int, int | None], object]
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,6 @@ class Searcher:
     def search(
         self, model: CostModel, lengths: Lengths, limits: Limits, *, within: Space | None = None,
         start: Found | None = None, prices: Prices | None = None, overlap: float = 1.0,
-        progress: Progress | None = None,
     ) -> Found:  # fmt: skip
         """The best program of the space, or of ``within`` it, at ``lengths``.
 
@@ -96,7 +92,7 @@ class Searcher:
             if prices is not None:
                 raise ValueError("prices are of this searcher's rows, and within has others")
             return Searcher(within).search(
-                model, lengths, limits, start=start, prices=prices, overlap=overlap, progress=progress
+                model, lengths, limits, start=start, prices=prices, overlap=overlap
             )
         priced = self.pricing.at(model, lengths, prices, overlap)
         self._set(priced)
@@ -105,7 +101,7 @@ class Searcher:
         incumbent = None if start is None else self._incumbent(start, allowed)
         text = self.core.solve(
             time_limit=limits.seconds, max_expansions=limits.expansions, memory_limit=limits.memory,
-            incumbent=incumbent, allowed=None if allowed is None else allowed.tobytes(), progress=progress,
+            incumbent=incumbent, allowed=None if allowed is None else allowed.tobytes(),
         )  # fmt: skip
         solution = json.loads(text)
         if solution["stop_reason"] == "infeasible":
@@ -223,8 +219,7 @@ class Searcher:
 
 
 def search(
-    space: Space, model: CostModel, lengths: Lengths, limits: Limits, *, start: Found | None = None,
-    progress: Progress | None = None,
-) -> Found:  # fmt: skip
+    space: Space, model: CostModel, lengths: Lengths, limits: Limits, *, start: Found | None = None
+) -> Found:
     """:meth:`Searcher.search` once."""
-    return Searcher(space).search(model, lengths, limits, start=start, progress=progress)
+    return Searcher(space).search(model, lengths, limits, start=start)
