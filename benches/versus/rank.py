@@ -2,12 +2,14 @@
 
 A step is forward, backward and AdamW's step. It lasts from the last rank's end of the step before to the last
 rank's end of it; nothing but the arm's own collectives makes ranks wait for each other. The arms take turns, so
-that what else the machine does meanwhile hits all alike. The first step of a turn is not timed.
+that what else the machine does meanwhile hits all alike. The first step of a turn is not timed, nor are those in
+which a process takes memory that is new to it.
 """
 
 from __future__ import annotations
 
 import gc
+import resource
 import time
 from collections.abc import Callable, Iterable, Mapping
 from statistics import median
@@ -44,6 +46,13 @@ def hold(context: Context, *, nbytes: int) -> None:
 
 LITTLE = 0.35
 """Part of the machine's memory below which an arm that is gone leaves nothing to the next."""
+
+NEW_PAGES = 2048
+"""Pages of new memory, of any rank, above which steps say how fast the kernel finds pages: 8 MB, at 75 us a page on
+a third of a core."""
+
+STEADYING = 2
+"""How often steps are timed again because they took such memory."""
 
 WARM = 3
 """Steps after which a process holds all the memory that one takes; the pages of new memory take longer than VGG19's
@@ -120,15 +129,10 @@ def train(
             if seconds <= CARRYING:
                 seconds = _first(step, losses)
             taken.setdefault(name, seconds)
-            dist.barrier()
-            started = time.monotonic()
+            stamps, pace = timed(step, steps_of(seconds, steps), losses)
             if step is not None:
-                stamps = [started]
-                for _ in range(steps_of(seconds, steps)):
-                    losses.append(step())
-                    stamps.append(time.monotonic())
                 found[name]["stamps"].append(stamps)
-            paces[name].append(_slowest(time.monotonic() - started) / steps_of(seconds, steps))
+            paces[name].append(pace)
             del step
             if not keep:
                 del built[name]
@@ -137,6 +141,29 @@ def train(
     for of in found.values():
         of["losses"] = [float(loss) for loss in of["losses"][:2]]
     return found
+
+
+def timed(
+    step: Callable[[], Tensor] | None, count: int, losses: list[Tensor]
+) -> tuple[list[float], float]:  # fmt: skip
+    """Stamps of ``count`` steps, one more before them, and the slowest rank's seconds of a step, on all ranks.
+
+    Where a rank took memory that was new to its process, the steps are made again, at most :data:`STEADYING` times:
+    a month of steps takes such memory in the first few. ``step``: none on a rank that has no part in it.
+    """
+    left = STEADYING
+    while True:
+        dist.barrier()
+        before = _pages()
+        stamps = [time.monotonic()]
+        if step is not None:
+            for _ in range(count):
+                losses.append(step())
+                stamps.append(time.monotonic())
+        pace = _most(time.monotonic() - stamps[0]) / count
+        if not left or _most(_pages() - before) <= NEW_PAGES:
+            return stamps, pace
+        left -= 1
 
 
 def choose(
@@ -173,11 +200,16 @@ def _first(step: Callable[[], Tensor] | None, losses: list[Tensor]) -> float:
     start = time.monotonic()
     if step is not None:
         losses.append(step())
-    return _slowest(time.monotonic() - start)
+    return _most(time.monotonic() - start)
 
 
-def _slowest(seconds: float) -> float:
-    """The most seconds of any rank, on all ranks."""
-    found = torch.tensor([seconds], dtype=torch.float64)
+def _pages() -> int:
+    """How many pages of memory this process has taken so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _most(of: float) -> float:
+    """The most of any rank, on all ranks."""
+    found = torch.tensor([of], dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)

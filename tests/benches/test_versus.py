@@ -13,7 +13,7 @@ from torch import nn
 from emulated.arms import part_of, proportional_rows, stepper
 from emulated.cluster import EmulationError, rate_command
 from hetspmd.cost.cluster import Cluster, Device, Network
-from versus import command, points, report, results, statistics
+from versus import command, points, rank, report, results, statistics
 from versus.models import MODELS, SIZES, workload
 from versus.points import ARMS, CLUSTERS, COMPILED, DDP, FORCED, FSDP, LINKS
 from versus.rank import adamw
@@ -183,6 +183,27 @@ def test_slow_arms_are_timed_less() -> None:
     assert [points.steps_of(s, 3) for s in (0.1, 1.0, 1.9, 3.0, 7.0, 20.0)] == [3, 3, 2, 1, 1, 1]
     assert points.again({"a": 1.0, "b": 1.9, "c": 2.1}) == {"a", "b"}
     assert points.again({"a": 5.0, "b": 7.0, "c": 9.0}) == {"a", "b"}
+
+
+@pytest.mark.parametrize(("growing", "made"), [(0, 2), (1, 4), (9, 6)])
+def test_steps_that_take_new_memory_are_not_timed(
+    growing: int, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank, "_most", lambda of: of)  # one rank
+    monkeypatch.setattr(rank.dist, "barrier", lambda: None)
+    kept: list[torch.Tensor] = []
+
+    def step() -> torch.Tensor:
+        if len(losses) < 2 * growing:
+            kept.append(torch.empty(rank.NEW_PAGES * 4096 + (1 << 20), dtype=torch.uint8).fill_(1))
+        return torch.tensor(float(len(losses)))
+
+    losses: list[torch.Tensor] = []
+    stamps, pace = rank.timed(step, 2, losses)
+    assert len(losses) == made
+    assert len(stamps) == 3
+    assert pace >= (stamps[-1] - stamps[0]) / 2 > 0
+    assert rank.timed(None, 2, [])[0] != []
 
 
 def test_a_rate_is_measured_once() -> None:
