@@ -24,7 +24,7 @@ SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
         "BERT-MoE": {"batch": 8, "tokens": 12, "layers": 2, "width": 24, "heads": 3},
     },
     "small": {
-        "VGG19": {"batch": 32, "size": 32, "channels": 512, "hidden": 4096},
+        "VGG19": {"batch": 8, "size": 32, "channels": 512, "hidden": 4096},
         "ViT": {"batch": 64},
         "BERT": {"batch": 64},
         "BERT-MoE": {"batch": 96},
