@@ -13,20 +13,30 @@ from hetspmd.run.compare import CLOSE, LITTLE, TURNS, compare
 NAMES = ("first", "second", "third")
 
 
-def plans() -> dict[str, Plan]:
-    """Plans that only their names tell apart."""
-    return {name: object.__new__(Plan) for name in NAMES}
+def plans(devices: tuple[int, ...] = (4, 4, 4)) -> dict[str, Plan]:
+    """Plans of which nothing is known but their names and on how many devices they run."""
+    return {name: plan(n) for name, n in zip(NAMES, devices, strict=True)}
+
+
+def plan(devices: int) -> Plan:
+    made = object.__new__(Plan)
+    object.__setattr__(made, "active", tuple(range(devices)))
+    return made
 
 
 class Machine:
     """Measures ``steps`` of each plan; ``order`` is what it was asked, and whether without a best."""
 
-    def __init__(self, true: tuple[float, ...], vary: Callable[[int], float], steps: int = 5) -> None:
+    def __init__(
+        self, true: tuple[float, ...], vary: Callable[[int], float], steps: int = 5,
+        devices: tuple[int, ...] = (4, 4, 4),
+    ) -> None:  # fmt: skip
         self.true, self.vary, self.steps = dict(zip(NAMES, true, strict=True)), vary, steps
+        self.devices = devices
         self.order: list[tuple[str, bool]] = []
 
-    def compare(self) -> dict[str, float]:
-        given = plans()
+    def compare(self) -> tuple[str, dict[str, float]]:
+        given = plans(self.devices)
         names = {id(plan): name for name, plan in given.items()}
 
         def measure(plan: Plan, best: float | None) -> list[float]:
@@ -37,15 +47,10 @@ class Machine:
         return compare(given, measure)
 
 
-def fastest(found: dict[str, float]) -> str:
-    return min(found, key=lambda name: found[name])
-
-
 def test_plans_that_are_close_are_measured_in_alternating_order() -> None:
     """Where the machine slows down by 2 % a measurement, the last is not the slowest."""
     machine = Machine((1.0, 0.99, 3.0), lambda n: 1.02**n)
-    found = machine.compare()
-    assert fastest(found) == "second"
+    assert machine.compare()[0] == "second"
     names = [name for name, _ in machine.order]
     assert names[:7] == [*NAMES, "second", "first", "first", "second"]
     assert len(names) == 3 + 2 * (TURNS - 1), "a drift is no certainty"
@@ -61,7 +66,7 @@ def test_on_a_quiet_machine(true: tuple[float, ...], measured: int) -> None:
     """One turn where one plan is ahead, two to believe it, and no more where it does not matter."""
     dice = random.Random(0)
     machine = Machine(true, lambda n: dice.gauss(1.0, 0.002))
-    assert true[NAMES.index(fastest(machine.compare()))] <= (1 + LITTLE) * min(true)
+    assert true[NAMES.index(machine.compare()[0])] <= (1 + LITTLE) * min(true)
     assert len(machine.order) == measured
 
 
@@ -73,15 +78,37 @@ def test_on_a_noisy_machine() -> None:
         machine = Machine(
             (1.05, 1.0, 1.5), lambda n: dice.lognormvariate(0, 0.06) * (2.0 if dice.random() < 0.1 else 1.0)
         )
-        right += fastest(machine.compare()) == "second"
+        right += machine.compare()[0] == "second"
         assert len(machine.order) <= 3 * TURNS
     assert right >= 180
+
+
+@pytest.mark.parametrize(
+    ("true", "chosen"), [((1.0, 1.001, 1.001), "third"), ((1.0, 0.95, 1.0), "second"), ((1.0, 1.2, 1.04), "first")],
+    ids=["equal", "one ahead", "others near"],
+)  # fmt: skip
+def test_of_equals_the_one_of_the_fewest_devices(true: tuple[float, ...], chosen: str) -> None:
+    dice = random.Random(0)
+    machine = Machine(true, lambda n: dice.gauss(1.0, 0.002), devices=(4, 2, 1))
+    assert machine.compare()[0] == chosen
+
+
+@pytest.mark.parametrize(("true", "wanted"), [(1.1, "first"), (1.0, "third")], ids=["ahead", "equal"])
+def test_a_lone_device_where_steps_vary_too_much_to_tell(true: float, wanted: str) -> None:
+    """Steps that vary by 6 %: all devices are taken where they are a tenth ahead, one where they are not ahead."""
+    dice = random.Random(0)
+    found = [
+        Machine((1.0, 2.0, true), lambda n: dice.lognormvariate(0, 0.06), devices=(4, 4, 1)).compare()[0]
+        for _ in range(100)
+    ]
+    assert found.count(wanted) >= 90
 
 
 def test_single_steps() -> None:
     """Of one step a turn nothing is known of how they vary until there are several."""
     machine = Machine((1.0, CLOSE - 0.01, CLOSE + 0.01), lambda n: 1.0, steps=1)
-    assert machine.compare() == pytest.approx(machine.true)
+    chosen, found = machine.compare()
+    assert (chosen, found) == ("first", pytest.approx(machine.true))
     assert [name for name, _ in machine.order].count("third") == 1
     assert len(machine.order) == 1 + 2 * TURNS
 
@@ -94,5 +121,5 @@ def test_a_plan_of_its_own() -> None:
         seen.append(best)
         return [2.0, 1.0, 3.0]
 
-    assert compare({"only": object.__new__(Plan)}, measure) == {"only": 2.0}
+    assert compare({"only": plan(2)}, measure) == ("only", {"only": 2.0})
     assert seen == [None]

@@ -5,6 +5,9 @@ in alternating order, until it is known which is the fastest, or until it does n
 mean over its turns of a turn's median. Its standard error is the larger of that of the mean of so many turns and
 that of a median of n steps, sqrt(pi / 2) sigma / sqrt(n) for many that are normally distributed; their sigma is
 1.48 times the median distance of a step from the median of its turn, which a few that were held up do not change.
+
+Of plans that cannot be told apart, that of the fewest devices is chosen: links and the slowest of many devices have
+no part in how long one device takes, so that it is the least likely to take longer in a month than in these steps.
 """
 
 from __future__ import annotations
@@ -38,9 +41,10 @@ Turns = Sequence[Sequence[float]]
 
 def compare(
     plans: Mapping[str, Plan], measure: Callable[[Plan, float | None], Sequence[float]]
-) -> dict[str, float]:
-    """Seconds of a step of each plan, by name. ``measure`` gets a plan and the least seconds so far (None: measure
-    it whatever it takes), and returns the seconds of some steps, the same on every rank."""
+) -> tuple[str, dict[str, float]]:
+    """The name of the plan to choose, and the seconds of a step of each, by name. ``measure`` gets a plan and the
+    least seconds so far (None: measure it whatever it takes), and returns the seconds of some steps, the same on
+    every rank."""
     found: dict[str, list[Sequence[float]]] = {}
     for name, plan in plans.items():
         best = min((_seconds(turns) for turns in found.values()), default=None)
@@ -48,23 +52,23 @@ def compare(
     least = min(map(_seconds, found.values()))
     rivals = [name for name in plans if _seconds(found[name]) <= CLOSE * least]
     for turn in range(1, TURNS):
-        rivals = _undecided({name: found[name] for name in rivals})
-        if not rivals:
+        rivals, settled = _rivals({name: found[name] for name in rivals})
+        if settled:
             break
         for name in reversed(rivals) if turn % 2 else rivals:
             found[name].append(measure(plans[name], None))
-    return {name: _seconds(turns) for name, turns in found.items()}
+    rivals, _ = _rivals({name: found[name] for name in rivals})
+    chosen = min(rivals, key=lambda name: (len(plans[name].active), _seconds(found[name])))
+    return chosen, {name: _seconds(turns) for name, turns in found.items()}
 
 
-def _undecided(found: Mapping[str, Turns]) -> list[str]:
-    """The plans of which one may be the fastest by more than :data:`LITTLE`; none if there is only one."""
+def _rivals(found: Mapping[str, Turns]) -> tuple[list[str], bool]:
+    """The plans that may be the fastest, and whether none of them is by more than :data:`LITTLE`."""
     best = min(found, key=lambda name: _seconds(found[name]))
     least = _seconds(found[best])
     margins = {name: _margin(turns, found[best]) for name, turns in found.items() if name != best}
     left = {n: m for n, m in margins.items() if _seconds(found[n]) <= (1 + m) * least}
-    if all(m <= LITTLE for m in left.values()):
-        return []
-    return [name for name in found if name == best or name in left]
+    return [name for name in found if name == best or name in left], all(m <= LITTLE for m in left.values())
 
 
 def _seconds(turns: Turns) -> float:

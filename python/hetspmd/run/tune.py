@@ -45,7 +45,7 @@ Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 class Tuned:
     """What :func:`tune` found.
 
-    plan       the fastest as measured, the predicted fastest among equals
+    plan       the fastest as measured; of those that cannot be told apart, one of the fewest devices
     name       what it is called in ``seconds``
     seconds    by name of a plan, the mean over its turns of the median seconds of a step
     predicted  by name, the seconds that its plan predicts
@@ -80,7 +80,7 @@ def tune(
     they are. A step is forward, backward and the step of ``optimizer``; it lasts until the last rank has ended it.
     ``steps`` of them are timed, after two that are not; plans that are close to the fastest have further turns of
     as many (:mod:`hetspmd.run.compare`), until one leads by twice the standard error of the difference, or they are
-    equal to 1 %, or each has had six.
+    equal to 1 %, or each has had six. Of plans that cannot be told apart then, one of the fewest devices is chosen.
     ``loss``, ``process_group``, ``device`` and ``timeout`` are those of :class:`hetspmd.HAP`.
 
     Raises OptionError for other options, no steps, or no plans, and what HAP raises, on every rank alike.
@@ -123,9 +123,8 @@ def tune(
             gc.collect()
 
     with torch.random.fork_rng():
-        found = compare(plans, measure)
-    fastest = min(found, key=lambda name: found[name])
-    return Tuned(plans[fastest], fastest, found, {name: p.cost.step_seconds for name, p in plans.items()})
+        chosen, found = compare(plans, measure)
+    return Tuned(plans[chosen], chosen, found, {name: p.cost.step_seconds for name, p in plans.items()})
 
 
 @torch.no_grad()
