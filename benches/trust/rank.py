@@ -44,10 +44,10 @@ def profile(context: Context, *, budget: float) -> str:
 
 def profile_ops(
     context: Context, *, file: str, model: str, cache: str, budget: float,
-    options: Mapping[str, int] | None = None,
+    options: Mapping[str, int] | None = None, optimizer: str = "adamw",
 ) -> str:  # fmt: skip
-    """The cluster file with the times of the ops of a model (made with ``options``), as ``hetspmd profile --model``
-    measures them."""
+    """The cluster file with the times of the ops of a model (made with ``options``), as ``hetspmd profile --model
+    --optimizer`` measures them."""
     os.environ["HETSPMD_CACHE"] = cache
     communicator = ProcessGroupCommunicator()
     session = Session(communicator, torch.device("cpu"), "gloo", start=time.perf_counter())
@@ -61,7 +61,7 @@ def profile_ops(
 
     found = session.together("tracing the model", cases)[0]
     context.throttle(True)
-    return with_ops(session, before, found, Options(budget)).to_text()
+    return with_ops(session, before, found, Options(budget, optimizer=optimizer)).to_text()
 
 
 def train(

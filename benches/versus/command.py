@@ -32,7 +32,7 @@ from hetspmd.rules.theory import derive
 from hetspmd.synth import constraints as known
 from hetspmd.trace.trace import trace
 from versus import results
-from versus.models import MODELS, SIZES, workload
+from versus.models import MODELS, OPTIMIZERS, SIZES, workload
 from versus.points import (
     ALONE,
     ARMS,
@@ -193,17 +193,17 @@ class Bench:
             say(f"  {arm}: {point.seconds(arm):.3f} s")
 
     def _tuned(self, model: str, link: str, plans: Mapping[str, Plan]) -> Plan:
-        """The plan that is fastest as the ranks measure it."""
+        """The plan that :func:`hetspmd.tune` takes, as the ranks measure them."""
         files = {}
         for name, plan in plans.items():
             files[name] = str(self._file(model, link, f"tried {name}"))
             plan.save(files[name])
-        seconds = self.workers.run(
+        chosen, seconds = self.workers.run(
             "versus.rank:choose", model=model, size=self.options.size, plans=files, steps=4
         )[0]
         for name, measured in seconds.items():
             say(f"  {name}: {measured:.3f} s, predicted {plans[name].cost.step_seconds:.3f} s")
-        return plans[min(seconds, key=lambda name: seconds[name])]
+        return plans[chosen]
 
     def _file(self, model: str, link: str, arm: str) -> Path:
         return self.folder / f"{model} {self.options.size} {link} - {arm}.json".replace("/", " per ")
@@ -248,6 +248,7 @@ class Bench:
             text = self.workers.run(
                 "trust.rank:profile_ops", file=str(whole), model=model, cache=str(self.folder / "cache"),
                 budget=self.options.ops_budget, options=dict(SIZES[self.options.size][model]),
+                optimizer=OPTIMIZERS[model],
             )[0]  # fmt: skip
             write_atomically(file, text)
         return file

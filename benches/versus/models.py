@@ -1,8 +1,8 @@
 """The models of the bench in three sizes, as :class:`~emulated.workloads.Workload`.
 
 Classes and data are those of :mod:`trust.models`. ``tiny`` is for tests. VGG19 is all of it, 139 million
-parameters, on images of 32 x 32. In ``small`` the transformers' steps take two seconds on the fastest device, of
-which what does not shrink with the batch (AdamW, launches) is little also on the slow ones.
+parameters, on images of 32 x 32. In ``small`` a step takes about two seconds on the fastest device; of the
+transformers' what does not shrink with the batch (the optimizer, launches) is little also on the slow ones.
 """
 
 from __future__ import annotations
@@ -16,6 +16,15 @@ from emulated.workloads import Workload
 from trust.models import build
 
 MODELS = ("VGG19", "ViT", "BERT", "BERT-MoE")
+OPTIMIZERS: Mapping[str, str] = {
+    "VGG19": "momentum",
+    "ViT": "adamw",
+    "BERT": "adamw",
+    "BERT-MoE": "adamw",
+}
+"""By which optimizer each is trained, as ``hetspmd profile --optimizer`` calls it: VGG19 by SGD with momentum, as
+its authors did."""
+
 SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "tiny": {
         "VGG19": {"batch": 8, "size": 32, "channels": 64, "hidden": 64},

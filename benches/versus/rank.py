@@ -1,9 +1,9 @@
 """What runs on each rank: DDP's computation and communication apart, and all arms in turns.
 
-A step is forward, backward and AdamW's step. It lasts from the last rank's end of the step before to the last
-rank's end of it; nothing but the arm's own collectives makes ranks wait for each other. The arms take turns, so
-that what else the machine does meanwhile hits all alike. The first step of a turn is not timed, nor are those in
-which a process takes memory that is new to it.
+A step is forward, backward and the optimizer's step. It lasts from the last rank's end of the step before to the
+last rank's end of it; nothing but the arm's own collectives makes ranks wait for each other. The arms take turns,
+so that what else the machine does meanwhile hits all alike. The first step of a turn is not timed, nor are those
+in which a process takes memory that is new to it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from emulated.arms import build, part_of, stepper
+from emulated.arms import Optimizer, build, part_of, stepper
 from emulated.memory import give_back
 from emulated.worker import Context
-from versus.models import workload
+from versus.models import OPTIMIZERS, workload
 from versus.points import CARRYING, MORE, again, close, steps_of
 
 BUCKET = 25 << 20
 """Bytes of DDP's buckets."""
 
 
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(model: str) -> Optimizer:
     """The optimizer of every arm."""
+    return adamw if OPTIMIZERS[model] == "adamw" else momentum
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW; small steps, so that rounding does not grow."""
     return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
 
 
 def hold(context: Context, *, nbytes: int) -> None:
@@ -65,7 +75,7 @@ def apart(
     """Seconds of a step on this rank's rows without communication, and of the all-reduces of its gradients."""
     work = workload(model, size)
     part, _ = part_of(work, rows, context.rank)
-    step = stepper(work.model, part, 1.0, 1.0, adamw)
+    step = stepper(work.model, part, 1.0, 1.0, optimizer_of(model))
     for _ in range(WARM):
         step()
     total = sum(p.nbytes for p in work.model.parameters())
@@ -168,9 +178,9 @@ def timed(
 
 def choose(
     context: Context, *, model: str, size: str, plans: Mapping[str, str], steps: int
-) -> dict[str, float]:  # fmt: skip
-    """Seconds of a step by each of several plan files, as :func:`hetspmd.tune` measures them; ranks are held to
-    their shares while steps run, not while graphs are made."""
+) -> tuple[str, dict[str, float]]:  # fmt: skip
+    """Which of several plan files to take, and the seconds of a step by each, as :func:`hetspmd.tune` measures
+    them; ranks are held to their shares while steps run, not while graphs are made."""
     from hetspmd.plan import Plan
     from hetspmd.run.compare import compare
     from hetspmd.run.module import HAP
@@ -181,7 +191,7 @@ def choose(
         hap = HAP(work.model, plan.cluster, plan=plan, sync_module_states=False)
         context.throttle(True)
         try:
-            return step_seconds(hap, (), dict(work.batch), None, adamw, steps, best)
+            return step_seconds(hap, (), dict(work.batch), None, optimizer_of(model), steps, best)
         finally:
             context.throttle(False)
             del hap
@@ -191,7 +201,7 @@ def choose(
 
 
 def _build(context: Context, model: str, size: str, arm: Mapping[str, Any]) -> Callable[[], Tensor]:
-    return build(context, arm["arm"], workload(model, size), arm["rows"], arm["plan"], adamw)
+    return build(context, arm["arm"], workload(model, size), arm["rows"], arm["plan"], optimizer_of(model))
 
 
 def _first(step: Callable[[], Tensor] | None, losses: list[Tensor]) -> float:
