@@ -59,7 +59,9 @@ LITTLE = 0.35
 
 NEW_PAGES = 2048
 """Pages of new memory, of any rank, above which steps say how fast the kernel finds pages: 8 MB, at 75 us a page on
-a third of a core."""
+a third of a core ..."""
+NEW_PAGES_A_SECOND = 130
+"""... or as many for each second of the steps, a hundredth of them."""
 
 STEADYING = 2
 """How often steps are timed again because they took such memory."""
@@ -171,7 +173,8 @@ def timed(
                 losses.append(step())
                 stamps.append(time.monotonic())
         pace = _most(time.monotonic() - stamps[0]) / count
-        if not left or _most(_pages() - before) <= NEW_PAGES:
+        allowed = max(NEW_PAGES, NEW_PAGES_A_SECOND * pace * count)
+        if not left or _most(_pages() - before) <= allowed:
             return stamps, pace
         left -= 1
 
