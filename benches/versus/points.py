@@ -55,11 +55,16 @@ CARRYING = 30.0
 """Seconds of a step above which it does little but communicate: one step before the timed one is enough."""
 
 FAR = 2.0
-"""Times the seconds of the fastest arm's step above which an arm has one turn: it is no one's best."""
+"""Times the seconds of the fastest arm's step above which an arm has one turn: it is no one's best. Proportional
+DDP and hetspmd's data parallel are compared with each other and have all turns."""
 
 CLOSE, MORE = 1.08, 9
 """Times the seconds of one up to which hetspmd and the best incumbent are close, either way, and the further turns
 that the two have then: turns differ by several per cent, the median of six steps is not known to three."""
+
+CLOSER, MOST, LONGEST = 1.05, 24, 300.0
+"""Times the seconds up to which the two are closer than twelve turns can tell, the further turns that they have
+then, and the seconds that these may last."""
 
 
 def steps_of(seconds: float, most: int) -> int:
@@ -69,15 +74,18 @@ def steps_of(seconds: float, most: int) -> int:
 
 def again(seconds: Mapping[str, float]) -> frozenset[str]:
     """The arms that have further turns, of those whose steps took so many ``seconds`` in the first."""
-    most = min(SLOW, FAR * min(seconds.values()))
-    return frozenset(name for name, taken in seconds.items() if taken <= most)
+    most = FAR * min(seconds.values())
+    return frozenset(
+        name for name, taken in seconds.items() if taken <= SLOW and (taken <= most or name in (DDP, FORCED))
+    )
 
 
-def close(seconds: Mapping[str, float]) -> frozenset[str]:
-    """hetspmd and the best incumbent, of steps that took so many ``seconds``, if they are close; otherwise none."""
+def close(seconds: Mapping[str, float], within: float = CLOSE) -> frozenset[str]:
+    """hetspmd and the best incumbent, of steps that took so many ``seconds``, if neither takes more than ``within``
+    times as long as the other; otherwise none."""
     best = min(INCUMBENTS, key=lambda name: seconds[name])
     ratio = seconds[COMPILED] / seconds[best]
-    return frozenset((best, COMPILED)) if 1 / CLOSE <= ratio <= CLOSE else frozenset()
+    return frozenset((best, COMPILED)) if 1 / within <= ratio <= within else frozenset()
 
 
 def on_grid(rate: float) -> float:

@@ -23,7 +23,7 @@ from emulated.arms import Optimizer, build, part_of, stepper
 from emulated.memory import give_back
 from emulated.worker import Context
 from versus.models import OPTIMIZERS, workload
-from versus.points import CARRYING, MORE, again, close, steps_of
+from versus.points import CARRYING, CLOSER, LONGEST, MORE, MOST, again, close, steps_of
 
 BUCKET = 25 << 20
 """Bytes of DDP's buckets."""
@@ -119,11 +119,16 @@ def train(
     found: dict[str, dict[str, Any]] = {name: {"stamps": [], "losses": []} for name in arms}
     taken: dict[str, float] = {}
     paces: dict[str, list[float]] = {name: [] for name in arms}
-    for turn in range(rounds + MORE):
+    for turn in range(rounds + MORE + MOST):
         if turn < rounds:
             chosen = again(taken) if turn else frozenset(arms)
         elif turn == rounds:
             chosen = close({name: median(of) for name, of in paces.items()})
+        elif turn == rounds + MORE:
+            chosen = close({name: median(of) for name, of in paces.items()}, CLOSER)
+            since = time.monotonic()
+        elif turn > rounds + MORE and _most(time.monotonic() - since) > LONGEST:
+            break
         for name, arm in arms.items():
             if name not in chosen:
                 built.pop(name, None)

@@ -143,6 +143,8 @@ def test_arms_that_are_close_have_further_turns() -> None:
     assert points.close({**SECONDS, FSDP: 0.94}) == {FSDP, COMPILED}
     assert points.close(SECONDS) == frozenset()
     assert points.close({**SECONDS, DDP: 0.9}) == frozenset(), "what is clear needs no more"
+    assert points.close({**SECONDS, DDP: 1.07}, points.CLOSER) == frozenset()
+    assert points.close({**SECONDS, DDP: 1.04}, points.CLOSER) == {DDP, COMPILED}
     assert points.close({**SECONDS, FORCED: 1.0}) == frozenset(), "data parallel is hetspmd's own"
 
 
@@ -183,6 +185,8 @@ def test_slow_arms_are_timed_less() -> None:
     assert [points.steps_of(s, 3) for s in (0.1, 1.0, 1.9, 3.0, 7.0, 20.0)] == [3, 3, 2, 1, 1, 1]
     assert points.again({"a": 1.0, "b": 1.9, "c": 2.1}) == {"a", "b"}
     assert points.again({"a": 5.0, "b": 7.0, "c": 9.0}) == {"a", "b"}
+    assert points.again({COMPILED: 1.0, DDP: 4.0, FORCED: 5.0, FSDP: 4.0}) == {COMPILED, DDP, FORCED}
+    assert points.again({COMPILED: 1.0, DDP: 7.0, FORCED: 9.0}) == {COMPILED, DDP}
 
 
 @pytest.mark.parametrize(("growing", "made"), [(0, 2), (1, 4), (9, 6)])
