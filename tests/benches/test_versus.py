@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,21 +194,30 @@ def test_slow_arms_are_timed_less() -> None:
 def test_steps_that_take_new_memory_are_not_timed(
     growing: int, made: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank, "_most", lambda of: of)  # one rank
-    monkeypatch.setattr(rank.dist, "barrier", lambda: None)
-    kept: list[torch.Tensor] = []
+    taken = 0  # pages, of a process whose allocator holds nothing that could be given again
 
     def step() -> torch.Tensor:
-        if len(losses) < 2 * growing:
-            kept.append(torch.empty(rank.NEW_PAGES * 4096 + (1 << 20), dtype=torch.uint8).fill_(1))
+        nonlocal taken
+        taken += rank.NEW_PAGES + 1 if len(losses) < 2 * growing else 1
         return torch.tensor(float(len(losses)))
 
+    monkeypatch.setattr(rank, "_most", lambda of: of)  # one rank
+    monkeypatch.setattr(rank.dist, "barrier", lambda: None)
+    monkeypatch.setattr(rank, "_pages", lambda: taken)
     losses: list[torch.Tensor] = []
     stamps, pace = rank.timed(step, 2, losses)
     assert len(losses) == made
     assert len(stamps) == 3
     assert pace >= (stamps[-1] - stamps[0]) / 2 > 0
     assert rank.timed(None, 2, [])[0] != []
+
+
+def test_pages_are_counted() -> None:
+    before = rank._pages()
+    with mmap.mmap(-1, 1 << 24) as fresh:  # memory that no allocator has held before
+        fresh.madvise(mmap.MADV_NOHUGEPAGE)
+        fresh.write(b"x" * len(fresh))
+        assert rank._pages() - before >= len(fresh) // mmap.PAGESIZE
 
 
 def test_a_rate_is_measured_once() -> None:
