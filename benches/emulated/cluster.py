@@ -38,8 +38,17 @@ from emulated.ticker import Tickers
 from hetspmd.cost.quantities import parse_quantity, quantity_text
 
 PREFIX = "hetspmd-emulated"
-BURST = 128 * 1024
-"""Bytes that a link may send at once; more than the largest packet before segmentation."""
+BURST = 1e-3
+"""Seconds' worth of bytes that a link which has been idle sends at once. A collective of a megabyte that begins on
+an idle link must not be quicker than one that follows another: no wire gives such credit."""
+
+SMALLEST, LARGEST = 32 * 1024, 128 * 1024
+"""Bytes of such a burst, at least and at most."""
+
+PACKET = 16 * 1024
+"""Bytes of a packet before segmentation, at most. A token bucket divides what is larger than its burst into packets
+of 1500 bytes, which take 20 times the CPU time, and Linux charges it to whichever rank computes. Connections keep
+to what holds when they are made."""
 
 QUEUE = 32 * 1024 * 1024
 """Bytes that wait at a link before packets are dropped; a drop would cost a retransmission timer."""
@@ -158,8 +167,13 @@ def _probe(*, latency: bool) -> str | None:
 
 def rate_command(device: str, rate: float, verb: str = "add") -> list[str]:
     """Arguments of ``tc`` that give one end of a link its rate in bytes/s (``verb="change"``: another one)."""
-    shape = ["rate", f"{round(rate * 8)}bit", "burst", str(BURST), "limit", str(QUEUE)]
+    shape = ["rate", f"{round(rate * 8)}bit", "burst", str(burst(rate)), "limit", str(QUEUE)]
     return ["qdisc", verb, "dev", device, "root", "handle", "1:", "tbf", *shape]
+
+
+def burst(rate: float) -> int:
+    """Bytes that a link of ``rate`` bytes/s may send at once."""
+    return int(min(max(BURST * rate, SMALLEST), LARGEST))
 
 
 def link_commands(device: str, rank: Rank) -> list[list[str]]:
@@ -301,8 +315,8 @@ class EmulatedCluster:
         """Give every link another rate in bytes/s; what is on its way is not lost."""
         self.spec = ClusterSpec(tuple(replace(r, rate=rate) for r in self.spec.ranks))
         for rank in range(self.world):
-            _run("tc", "-n", self._namespace(rank), *rate_command("eth0", rate, "change"))
-            _run("tc", "-n", f"{self.prefix}-switch", *rate_command(f"port{rank}", rate, "change"))
+            for namespace, device in self._ends(rank):
+                _run("tc", "-n", namespace, *rate_command(device, rate, "change"))
 
     def free_network_threads(self, rank: int) -> None:
         """Let all threads but the main one of the rank's process run beside its CPU share, if it is held to it.
@@ -339,13 +353,17 @@ class EmulatedCluster:
             for device in ("lo", "eth0"):
                 _run("ip", "-n", own, "link", "set", device, "up")
             _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
-            for command in link_commands("eth0", of):
-                _run("tc", "-n", own, *command)
-            for command in link_commands(port, of):
-                _run("tc", "-n", switch, *command)
+            for namespace, device in self._ends(rank):
+                _run("ip", "-n", namespace, "link", "set", "dev", device, "gso_max_size", str(PACKET))
+                for command in link_commands(device, of):
+                    _run("tc", "-n", namespace, *command)
             _run("ip", "netns", "exec", own, "sh", "-c", _STACK)
             self._groups.make(self._group(rank))
         self._groups.make(self._network)
+
+    def _ends(self, rank: int) -> tuple[tuple[str, str], ...]:
+        """The ends of a rank's link, each as a namespace and a device in it."""
+        return (self._namespace(rank), "eth0"), (f"{self.prefix}-switch", f"port{rank}")
 
     def _namespace(self, rank: int) -> str:
         return f"{self.prefix}-rank{rank}"

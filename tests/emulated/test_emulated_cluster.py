@@ -71,6 +71,13 @@ def test_specs() -> None:
         ClusterSpec(())
 
 
+def test_bursts() -> None:
+    """An idle link gives little credit, and never less than two packets."""
+    assert module.burst(125e6) == 125_000
+    assert module.burst(1e9) == module.LARGEST
+    assert module.burst(1e6) == module.SMALLEST == 2 * module.PACKET
+
+
 def test_link_commands() -> None:
     (bucket,) = module.link_commands("eth0", Rank(1, 25e6))
     assert " ".join(bucket).startswith("qdisc add dev eth0 root handle 1: tbf rate 200000000bit burst ")
@@ -113,6 +120,13 @@ def received(cluster: EmulatedCluster) -> float:
 def test_a_rate_can_be_changed() -> None:
     rate = 5e6
     with EmulatedCluster(ClusterSpec((Rank(0.5, 10 * rate), Rank(0.25, 10 * rate)))) as cluster:
+        shown = subprocess.run(
+            cluster.command(0, ["ip", "-d", "link", "show", "eth0"]),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert f"gso_max_size {module.PACKET} " in shown.stdout
         cluster.set_rate(rate)
         assert cluster.spec == ClusterSpec((Rank(0.5, rate), Rank(0.25, rate)))
         assert 0.6 * rate < received(cluster) < 1.05 * rate

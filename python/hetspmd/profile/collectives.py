@@ -8,6 +8,12 @@ of each case, as long as the next size is expected to fit into half of what is l
 times as long as at the least size, for before that its bandwidth is hidden by its latency. What time is left
 repeats the cases whose medians are not tight, those with the fewest samples and the widest intervals first. Every
 rank sees all samples and the latest of all clocks, so that all decide alike.
+
+A program has collectives in a row, and some backends carry these more slowly: gloo's broadcasts from two ranks
+share a link in both directions when they begin on an idle one, but not those that follow, whose receivers' word
+that they are ready waits behind what they send themselves. So each case also runs ``ROW`` times in a row at the
+largest size, and where such a one takes k > 1 times a single one's seconds, the points that bandwidth decides
+are k times what was measured.
 """
 
 from __future__ import annotations
@@ -40,6 +46,8 @@ LEAST: Final = 3
 GROWTH: Final = 3.0
 MOST_SECONDS: Final = 60.0
 """Seconds that one size may take beyond the budget where bandwidths are still hidden."""
+ROW, ROWS, ROW_BYTES = 4, 2, 16 << 20
+"""Collectives in a row, how many rows of them (the quickest counts), and the most bytes of each."""
 TOGETHER: Final = (1, 2, 4, 8)
 """How many collectives are started together."""
 ROUNDS: Final = 40
@@ -59,6 +67,8 @@ Tick = Callable[[str], None]
 class _Case:
     trial: Trial
     samples: list[float] = field(default_factory=list)
+    in_a_row: float = 1.0
+    """Times a single one's seconds that each of several in a row takes."""
 
     @property
     def seconds(self) -> float:
@@ -72,9 +82,9 @@ class _Case:
         return (high - low) / 2 / middle
 
     def point(self) -> Point:
-        """The measured point."""
+        """The measured point, as of one in a row."""
         t = self.trial
-        middle, low, high = interval(self.samples)
+        middle, low, high = (self.in_a_row * seconds for seconds in interval(self.samples))
         return Point(
             t.skew, t.nbytes, t.shards, t.largest, t.exchange, middle, low, high, len(self.samples)
         )  # fmt: skip
@@ -116,6 +126,8 @@ def measure_group(
                 bench.warm(level)
             bench.visit(level, [FIRST] * len(level), warm=True)
         cases += level
+    with session.guard(what):
+        _in_rows(bench, levels)
     while True:
         wide = [c for c in cases if len(c.samples) < MOST and not tight(c.samples, tolerance)]
         chosen: list[_Case] = []
@@ -133,6 +145,17 @@ def measure_group(
         with session.guard(what):
             bench.visit(chosen, counts, warm=False)
     return [(c.trial.kind, c.point()) for c in cases]
+
+
+def _in_rows(bench: _Bench, levels: Sequence[Sequence[_Case]]) -> None:
+    """Tell what takes longer in a row; of sizes that take :data:`GROWTH` times as long as the least."""
+    *_, last = (level for level in levels if level[0].trial.nbytes <= ROW_BYTES)
+    singles = [min(case.samples) for case in last]
+    for index, (single, seconds) in enumerate(zip(singles, bench.rows(last), strict=True)):
+        of_sizes = [level[index] for level in levels]
+        for case in of_sizes:
+            if case.seconds >= GROWTH * of_sizes[0].seconds:
+                case.in_a_row = max(seconds / single, 1.0)
 
 
 def _ahead(levels: Sequence[Sequence[_Case]]) -> float:
@@ -269,7 +292,16 @@ class _Bench:
             case.samples += slowest[at : at + count]
             at += count
 
-    def _sample(self, trial: Trial) -> float:
+    def rows(self, cases: Sequence[_Case]) -> list[float]:
+        """Seconds of each case in the quickest of some rows of it."""
+        found = []
+        for case in cases:
+            self.tick(f"{case.trial.kind} {case.trial.nbytes} B {case.trial.skew} in a row")
+            found.append(min(self._exchange([self._sample(case.trial, ROW) for _ in range(ROWS)])) / ROW)
+        return found
+
+    def _sample(self, trial: Trial, times: int = 1) -> float:
+        """Seconds of a collective, or of several that are started one behind the other."""
         if self.own is None or self._runtime is None:
             return 0.0
         device = self.session.device
@@ -281,7 +313,8 @@ class _Bench:
         self.own.all_reduce(self._one).wait()
         synchronize(device)
         begin = perf_counter()
-        start(self._runtime, trial, operand).wait()
+        for pending in [start(self._runtime, trial, operand) for _ in range(times)]:
+            pending.wait()
         synchronize(device)
         return perf_counter() - begin
 

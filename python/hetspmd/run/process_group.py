@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import cached_property, partial
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hetspmd.errors import RankFailedError, WorldSizeError
 from hetspmd.run.communicator import Communicator, DoneWork, LoneCommunicator, Work
 from hetspmd.run.processes import this_process
-from hetspmd.run.ring import Carrier, Message, ring_gather, ring_reduce
+from hetspmd.run.ring import LANES, Carrier, Message, Ports, ring_gather, ring_reduce
 from hetspmd.run.staging import StagedCommunicator, copies_for
 from hetspmd.run.watch import Watch
 from hetspmd.trace.compat import group_store, hosted_by_a_rank
@@ -103,14 +103,19 @@ class ProcessGroupCommunicator(Communicator):
             return self._from_host(self._staging.ring_gather(parts))
         if not self._rings(parts[0]):
             return super().ring_gather(parts)
-        return self._issued(self._carrier.carry(partial(ring_gather, self._ports, parts)), parts[0])
+        return self._ring(ring_gather, parts)
 
     def ring_reduce(self, parts: Sequence[torch.Tensor]) -> Work:
         if self._staged(parts[0]):
             return self._from_host(self._staging.ring_reduce(parts))
         if not self._rings(parts[0]):
             return super().ring_reduce(parts)
-        return self._issued(self._carrier.carry(partial(ring_reduce, self._ports, parts)), parts[0])
+        return self._ring(ring_reduce, parts)
+
+    def _ring(self, run: Callable[[Ports, Sequence[torch.Tensor]], None], parts: Sequence[torch.Tensor]) -> Work:
+        """A ring in the next lane: all ranks issue their rings in the same order."""
+        carrier, ports = next(self._lanes)
+        return self._issued(carrier.carry(partial(run, ports, parts)), parts[0])
 
     def _rings(self, part: torch.Tensor) -> bool:
         """Whether rings are messages of this program; other backends' broadcasts and reduces are rings."""
@@ -128,15 +133,15 @@ class ProcessGroupCommunicator(Communicator):
     def _staging(self) -> Communicator:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
         plain = ProcessGroupCommunicator(self.group)
-        return StagedCommunicator(plain, Carrier(self._ports), copies_for(device))
+        return StagedCommunicator(plain, Carrier(self._ports(0)), copies_for(device))
 
     @cached_property
-    def _carrier(self) -> Carrier:
-        return Carrier(self._ports)
+    def _lanes(self) -> Iterator[tuple[Carrier, _Ports]]:
+        lanes = [self._ports(tag) for tag in range(LANES)]
+        return itertools.cycle([(Carrier(ports), ports) for ports in lanes])
 
-    @cached_property
-    def _ports(self) -> _Ports:
-        return _Ports(self.group, self.rank, self.world)
+    def _ports(self, tag: int) -> _Ports:
+        return _Ports(self.group, self.rank, self.world, tag)
 
     def exchange(self, value: Any) -> list[Any]:
         if self.watch is None or dist.get_backend(self.group) != "gloo":
@@ -169,21 +174,21 @@ class ProcessGroupCommunicator(Communicator):
         return DoneWork() if work is None else IssuedWork(work, buffers, self.watch)
 
 
-_NEVER_SENT: Final = 1
+_NEVER_SENT: Final = LANES
 """A tag of no message."""
 
 
 class _Ports:
-    """Point-to-point messages between the ranks of a group."""
+    """Point-to-point messages between the ranks of a group, apart from those of another tag."""
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int) -> None:
-        self.group, self.rank, self.world = group, rank, world
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int, tag: int) -> None:
+        self.group, self.rank, self.world, self.tag = group, rank, world, tag
 
     def send(self, buffer: torch.Tensor, to: int) -> Message:
-        return _message(dist.isend(buffer, group=self.group, group_dst=to))
+        return _message(dist.isend(buffer, group=self.group, group_dst=to, tag=self.tag))
 
     def receive(self, buffer: torch.Tensor, source: int) -> Message:
-        return _message(dist.irecv(buffer, group=self.group, group_src=source))
+        return _message(dist.irecv(buffer, group=self.group, group_src=source, tag=self.tag))
 
     def close(self) -> None:
         before = (self.rank - 1) % self.world

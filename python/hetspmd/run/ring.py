@@ -13,8 +13,9 @@ start, each where it belongs, and a reduction adds what has come to its own part
 the next, so that no receive waits for a send.
 
 Someone must pass the chunks on while the rank computes. gloo's messages tell only in ``wait`` that they are
-complete; therefore :class:`Carrier` is a thread, of which a communicator has one, and rings run one after the
-other.
+complete; therefore a :class:`Carrier` is a thread. A communicator has :data:`LANES` of them, which take turns, so
+that a link has the next ring's chunks to carry while a rank finds that a ring is over. Chunks stay in order on a
+link, so that a ring does not take longer for the one behind it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from typing import Any, Final, Protocol
 
 import torch
 
-__all__ = ["CHUNK", "Carried", "Carrier", "Message", "Ports", "ring_gather", "ring_reduce"]
+__all__ = ["CHUNK", "LANES", "Carried", "Carrier", "Message", "Ports", "ring_gather", "ring_reduce"]
 
 CHUNK: Final = 1 << 19
+
+LANES: Final = 2
+"""Rings that are on their way at a time; gloo carries as many of its collectives."""
 
 _PATIENCE, _LIMIT = 0.2, 2.0
 """Seconds that a process which ends gives messages that are on their way, and those that it has ended."""
