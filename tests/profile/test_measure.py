@@ -82,6 +82,49 @@ def test_what_a_group_does_once_does_not_count(monkeypatch: pytest.MonkeyPatch) 
     assert max(point.seconds for _, point in found if point.nbytes == LEVELS[0]) < 0.04
 
 
+class Slow:
+    """A collective that takes some seconds, thrice as many if it begins while another is on its way."""
+
+    def __init__(self, pending: PendingTensor, seconds: float, flying: list[None]) -> None:
+        self.pending, self.flying = pending, flying
+        self.seconds = 3 * seconds if flying else seconds
+        flying.append(None)
+
+    def wait(self) -> torch.Tensor:
+        time.sleep(self.seconds)
+        self.flying.pop()
+        return self.pending.wait()
+
+
+def test_what_takes_longer_in_a_row_counts_as_it_does_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four grouped broadcasts in a row take 1 + 3 + 3 + 3 times as long as one."""
+    real = collectives.start
+    flying: dict[int, list[None]] = {0: [], 1: []}
+
+    def start(runtime: Runtime, trial: Trial, operand: torch.Tensor) -> Slow:
+        slow = trial.kind == "grouped_broadcast"
+        own = flying[runtime.communicator.rank] if slow else []
+        return Slow(real(runtime, trial, operand), 2e-3 * trial.nbytes / LEVELS[1], own)
+
+    def body(communicator: Communicator) -> list[tuple[Kind, Point]]:
+        return measure_group(Session(communicator, CPU), [0, 1], [0, 1], 0.0, 0.05, lambda what: None)
+
+    monkeypatch.setattr(collectives, "start", start)
+    monkeypatch.setattr(collectives, "LEVELS", LEVELS[:3])
+    (found, other) = run_ranks(2, body)
+    assert found == other
+    seconds = {(kind, p.nbytes): p.seconds for kind, p in found if p.skew == "even"}
+
+    def ratio(kind: Kind, nbytes: int) -> float:
+        return seconds[kind, nbytes] / seconds["all_gather", nbytes]
+
+    assert ratio("grouped_broadcast", LEVELS[2]) == pytest.approx(2.5, rel=0.25)
+    assert ratio("grouped_broadcast", LEVELS[1]) == pytest.approx(2.5, rel=0.4)
+    assert ratio("grouped_broadcast", LEVELS[0]) < 2, "latency is that of one alone"
+    assert ratio("ring_gather", LEVELS[2]) == pytest.approx(1.0, rel=0.25)
+    assert all(p.low <= p.seconds <= p.high for _, p in found)
+
+
 def test_simulated_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speeds 1 : 4 : 1 : 4: collectives between all four, and between ranks 1 and 3."""
     speeds = (1e12, 4e12, 1e12, 4e12)
