@@ -22,6 +22,10 @@ from hetspmd.synth.schedule import schedule
 ROWS, IN, OUT = 8, 4, 6
 
 
+IN_PLACE = ("reduce_scatter", "grouped_reduce", "ring_reduce")
+"""Kinds that may work in the memory of what they are given."""
+
+
 def tiny() -> Theory:
     """``y = x w``, a view v of it, ``loss = sum(v)``, ``gw = x' g``; instructions 0 to 6 in this order: x g w y v
     loss gw."""
@@ -231,11 +235,16 @@ def replay(
             flight, ready, early = workspace(theory, step, lengths, rank)
             if start == at or start <= at < done:
                 own += flight
-            if start == at and start in spare and step.kind == "reduce_scatter":
-                axis = theory.axes.axis(step.tensor, sharded_dim(step.target))
+            if start in spare and step.kind in IN_PLACE and sharded_dim(step.target) == 0:
+                axis = theory.axes.axis(step.tensor, 0)
                 assert axis is not None
-                if sharded_dim(step.target) == 0 and len(set(lengths.units[axis.id])) == 1:
+                units = lengths.units[axis.id]
+                several = sum(u > 0 for u in units) > 1
+                padded = several and step.kind == "reduce_scatter"
+                if start == at and (len(set(units)) == 1 or not padded):
                     own -= graph.tensors[step.tensor].nbytes
+                if at == max(start, done - 1) and several and not padded:
+                    own += local(step.tensor, step.target)
             if at == max(start, (done if early else wait) - 1):
                 own += ready
         totals.append(always + sum(alive) + own)

@@ -156,3 +156,43 @@ def test_a_spare_operand_becomes_the_sum_where_it_lies_in_order() -> None:
         assert not summed(torch.ones(1).expand(5), spare=True)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("start", [collectives.start_ring_reduce, collectives.start_grouped_reduce])
+def test_slices_of_a_spare_operand_are_summed_where_they_lie(start: Callable[..., Any]) -> None:
+    def body(comm: Communicator) -> None:
+        runtime = Runtime(comm, Randomness(0, comm.rank, torch.device("cpu")))
+        seen: list[int] = []
+
+        def watched(send: Callable[..., Any]) -> Callable[..., Any]:
+            def sends(parts: Any, *rest: Any) -> Any:
+                of = [parts] if isinstance(parts, torch.Tensor) else parts
+                seen.extend(part.data_ptr() for part in of if part.numel())
+                return send(parts, *rest)
+
+            return sends
+
+        comm.ring_reduce = watched(comm.ring_reduce)  # type: ignore[method-assign]
+        comm.reduce = watched(comm.reduce)  # type: ignore[method-assign]
+
+        def summed(x: torch.Tensor, dim: int, extents: tuple[int, ...], spare: bool) -> tuple[bool, bool]:
+            """Whether its own memory was sent, and whether the result holds all of it."""
+            before, memory = x.clone(), x.untyped_storage()
+            seen.clear()
+            got = start(runtime, x, dim, extents, spare=spare).wait()
+            own = torch.split(before, list(extents), dim)[comm.rank]
+            assert torch.equal(got, 2 * own)
+            inside = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
+            in_place = bool(seen) and all(place in inside for place in seen)
+            assert in_place or torch.equal(x, before)
+            return in_place, got.untyped_storage().data_ptr() == memory.data_ptr()
+
+        whole = torch.arange(24.0).view(4, 6)
+        assert summed(whole.clone(), 0, (3, 1), True) == (True, False)
+        assert summed(whole.clone(), 0, (3, 1), False) == (False, False)
+        assert summed(whole.clone(), 1, (4, 2), True) == (False, False), "slices do not lie in order"
+        assert summed(whole.clone()[1:3], 0, (1, 1), True) == (False, False), "the rest is another's"
+        alone = summed(whole.clone(), 0, (4, 0), True)
+        assert alone == (True, comm.rank == 0), "what one rank holds all of is not copied"
+
+    run_ranks(2, body)

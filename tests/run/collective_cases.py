@@ -76,11 +76,17 @@ def _cases(runtime: Runtime) -> Iterator[int]:
                         got, _part(total, dim, extents, rank), f"{start.__name__} {shape} {extents} {dtype}"
                     )
                 yield _same(mine, summands[rank], "out of place")
-                spare = summands[rank].clone()
-                got = collectives.wait(
-                    collectives.start_reduce_scatter(runtime, spare, dim, extents, spare=True)
-                )
-                yield _same(got, _part(total, dim, extents, rank), f"in place {shape} {extents} {dtype}")
+                for start in (
+                    collectives.start_reduce_scatter,
+                    collectives.start_grouped_reduce,
+                    collectives.start_ring_reduce,
+                ):
+                    got = collectives.wait(start(runtime, summands[rank].clone(), dim, extents, spare=True))
+                    yield _same(
+                        got,
+                        _part(total, dim, extents, rank),
+                        f"{start.__name__} in place {shape} {extents} {dtype}",
+                    )
                 got = collectives.wait(collectives.start_all_reduce(runtime, mine, spare=True))
                 yield _same(got, total, f"all_reduce in place {shape} {dtype}")
         for source, target in ((0, 1), (1, 0), (0, 2), (2, 1)):

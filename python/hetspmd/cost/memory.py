@@ -332,6 +332,9 @@ class Holdings:
                     yield start, start + 1, blank, -size
             elif kind in ("grouped_reduce", "ring_reduce"):
                 flight = [(blank, size), (axis, -size)]
+                if id(step) in self._spare and not moved:
+                    yield start, start + 1, blank, -size
+                    done = [(axis, size)] if np.count_nonzero(units[axis]) > 1 else []
             elif kind == "exchange_reduce":
                 flight = [(blank, size), (axis, (n - 1) * size)]
                 done = [(axis, n * size)]
@@ -346,7 +349,7 @@ class Holdings:
             for place, nbytes in flight:
                 yield start, max(until, start + 1), place, nbytes
             # Padding is cut off and parts are summed on completion, the rest is put in order when waited for.
-            early = kind == "exchange_reduce" or (kind == "all_gather" and n * largest > size)
+            early = kind.endswith("_reduce") or (kind == "all_gather" and n * largest > size)
             last = max(start, (until if early else wait) - 1)
             for place, nbytes in done:
                 yield last, last + 1, place, nbytes

@@ -21,7 +21,12 @@ from hetspmd.run import buckets, collectives
 __all__ = ["mark_spare"]
 
 TAKE_SPARE: Final[frozenset[Callable[..., Any]]] = frozenset(
-    {collectives.start_all_reduce, collectives.start_reduce_scatter}
+    {
+        collectives.start_all_reduce,
+        collectives.start_reduce_scatter,
+        collectives.start_grouped_reduce,
+        collectives.start_ring_reduce,
+    }
 )
 """The starts that can use a spare operand."""
 

@@ -125,7 +125,7 @@ def start_reduce_scatter(
     if comm.world == 1 or tensor.numel() == 0:
         return Pending((), lambda: whole_slice(tensor, dim, extents, comm.rank))
     if lone(extents) is not None:
-        return start_grouped_reduce(runtime, tensor, dim, extents)
+        return start_grouped_reduce(runtime, tensor, dim, extents, spare=spare)
     comm.settle()
     front = tensor.movedim(dim, 0)
     most, rest = max(extents), front.shape[1:]
@@ -149,39 +149,41 @@ def start_reduce_scatter(
 
 
 def start_grouped_reduce(
-    runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]
+    runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int], *, spare: bool = False
 ) -> PendingTensor:
     """All-Reduce to All-Gather(dim), grouped: one reduce per rank that holds anything."""
 
     def issue(comm: Communicator, parts: Sequence[torch.Tensor]) -> list[Work]:
         return [comm.reduce(part, rank) for rank, part in enumerate(parts) if part.numel()]
 
-    return _reduced(runtime, tensor, dim, extents, issue)
+    return _reduced(runtime, tensor, dim, extents, issue, spare)
 
 
 def start_ring_reduce(
-    runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int]
+    runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int], *, spare: bool = False
 ) -> PendingTensor:
     """All-Reduce to All-Gather(dim), around a ring."""
-    return _reduced(runtime, tensor, dim, extents, lambda comm, parts: [comm.ring_reduce(parts)])
+    return _reduced(runtime, tensor, dim, extents, lambda comm, parts: [comm.ring_reduce(parts)], spare)
 
 
 def _reduced(
     runtime: Runtime, tensor: torch.Tensor, dim: int, extents: Sequence[int],
-    issue: Callable[[Communicator, Sequence[torch.Tensor]], list[Work]],
+    issue: Callable[[Communicator, Sequence[torch.Tensor]], list[Work]], spare: bool,
 ) -> PendingTensor:  # fmt: skip
-    """What ``issue`` makes of copies of the ranks' slices: sums, each on its rank."""
+    """What ``issue`` makes of the ranks' slices, or of copies of them: sums, each on its rank."""
     comm = runtime.communicator
     if comm.world == 1 or tensor.numel() == 0:
         return Pending((), lambda: whole_slice(tensor, dim, extents, comm.rank))
     comm.settle()
-    parts = [
-        tensor.narrow(dim, start, extent).clone(memory_format=torch.contiguous_format)
-        for start, extent in ranges(extents)
-    ]
+    parts = torch.split(tensor, list(extents), dim)
+    own = spare and dim == 0 and _is_alone(tensor)
+    if not own:
+        parts = tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
     works = issue(comm, [_summable(part) for part in parts])
     result = parts[comm.rank]
-    return Pending(works, lambda: result, comm)
+    # The other slices are not held on to by what is a view.
+    view = own and result.numel() < tensor.numel()
+    return Pending(works, lambda: result.clone() if view else result, comm, early=view)
 
 
 def start_exchange_reduce(

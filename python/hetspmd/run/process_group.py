@@ -112,7 +112,9 @@ class ProcessGroupCommunicator(Communicator):
             return super().ring_reduce(parts)
         return self._ring(ring_reduce, parts)
 
-    def _ring(self, run: Callable[[Ports, Sequence[torch.Tensor]], None], parts: Sequence[torch.Tensor]) -> Work:
+    def _ring(
+        self, run: Callable[[Ports, Sequence[torch.Tensor]], None], parts: Sequence[torch.Tensor]
+    ) -> Work:
         """A ring in the next lane: all ranks issue their rings in the same order."""
         carrier, ports = next(self._lanes)
         return self._issued(carrier.carry(partial(run, ports, parts)), parts[0])
