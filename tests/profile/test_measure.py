@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -61,6 +62,19 @@ def test_one_process_measures_its_device(
     assert command("compile", TARGETS, "--cluster", path).status == 0
 
 
+def between_two(monkeypatch: pytest.MonkeyPatch, start: Any) -> list[tuple[Kind, Point]]:
+    """What is measured between two simulated ranks, of three sizes, where collectives start so."""
+
+    def body(communicator: Communicator) -> list[tuple[Kind, Point]]:
+        return measure_group(Session(communicator, CPU), [0, 1], [0, 1], 0.0, 0.05, lambda what: None)
+
+    monkeypatch.setattr(collectives, "start", start)
+    monkeypatch.setattr(collectives, "LEVELS", LEVELS[:3])
+    (found, other) = run_ranks(2, body)
+    assert found == other
+    return found
+
+
 def test_what_a_group_does_once_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first six of each collective take 50 ms longer, as when connections and threads are made."""
     real, seen = collectives.start, Counter[tuple[int, str]]()
@@ -71,57 +85,55 @@ def test_what_a_group_does_once_does_not_count(monkeypatch: pytest.MonkeyPatch) 
             time.sleep(0.05)
         return real(runtime, trial, operand)
 
-    def body(communicator: Communicator) -> list[tuple[Kind, Point]]:
-        return measure_group(Session(communicator, CPU), [0, 1], [0, 1], 0.0, 0.05, lambda what: None)
-
-    monkeypatch.setattr(collectives, "start", start)
-    monkeypatch.setattr(collectives, "LEVELS", LEVELS[:3])
-    (found, other) = run_ranks(2, body)
-    assert found == other
+    found = between_two(monkeypatch, start)
     assert {kind for kind, _ in found} == set(COLLECTIVES)
     assert max(point.seconds for _, point in found if point.nbytes == LEVELS[0]) < 0.04
 
 
-class Slow:
-    """A collective that takes some seconds, thrice as many if it begins while another is on its way."""
+class Clock(threading.local):
+    """Seconds that each thread believes to have passed."""
 
-    def __init__(self, pending: PendingTensor, seconds: float, flying: list[None]) -> None:
-        self.pending, self.flying = pending, flying
+    now = 0.0
+
+    def read(self) -> float:
+        return self.now
+
+
+class Slow:
+    """A collective that takes some seconds of a clock, thrice as many if it begins while another is on its way."""
+
+    def __init__(self, pending: PendingTensor, seconds: float, flying: list[None], clock: Clock) -> None:
+        self.pending, self.flying, self.clock = pending, flying, clock
         self.seconds = 3 * seconds if flying else seconds
         flying.append(None)
 
     def wait(self) -> torch.Tensor:
-        time.sleep(self.seconds)
+        self.clock.now += self.seconds
         self.flying.pop()
         return self.pending.wait()
 
 
 def test_what_takes_longer_in_a_row_counts_as_it_does_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four grouped broadcasts in a row take 1 + 3 + 3 + 3 times as long as one."""
-    real = collectives.start
+    real, clock = collectives.start, Clock()
     flying: dict[int, list[None]] = {0: [], 1: []}
 
     def start(runtime: Runtime, trial: Trial, operand: torch.Tensor) -> Slow:
-        slow = trial.kind == "grouped_broadcast"
-        own = flying[runtime.communicator.rank] if slow else []
-        return Slow(real(runtime, trial, operand), 2e-3 * trial.nbytes / LEVELS[1], own)
+        own = flying[runtime.communicator.rank] if trial.kind == "grouped_broadcast" else []
+        return Slow(real(runtime, trial, operand), 1e-8 * trial.nbytes, own, clock)
 
-    def body(communicator: Communicator) -> list[tuple[Kind, Point]]:
-        return measure_group(Session(communicator, CPU), [0, 1], [0, 1], 0.0, 0.05, lambda what: None)
-
-    monkeypatch.setattr(collectives, "start", start)
-    monkeypatch.setattr(collectives, "LEVELS", LEVELS[:3])
-    (found, other) = run_ranks(2, body)
-    assert found == other
+    monkeypatch.setattr(collectives, "perf_counter", clock.read)
+    found = between_two(monkeypatch, start)
     seconds = {(kind, p.nbytes): p.seconds for kind, p in found if p.skew == "even"}
 
     def ratio(kind: Kind, nbytes: int) -> float:
         return seconds[kind, nbytes] / seconds["all_gather", nbytes]
 
-    assert ratio("grouped_broadcast", LEVELS[2]) == pytest.approx(2.5, rel=0.25)
-    assert ratio("grouped_broadcast", LEVELS[1]) == pytest.approx(2.5, rel=0.4)
-    assert ratio("grouped_broadcast", LEVELS[0]) < 2, "latency is that of one alone"
-    assert ratio("ring_gather", LEVELS[2]) == pytest.approx(1.0, rel=0.25)
+    latency, *sizes = LEVELS[:3]
+    assert ratio("grouped_broadcast", latency) == pytest.approx(1.0), "one alone"
+    for nbytes in sizes:
+        assert ratio("grouped_broadcast", nbytes) == pytest.approx(2.5)
+        assert ratio("ring_gather", nbytes) == pytest.approx(1.0)
     assert all(p.low <= p.seconds <= p.high for _, p in found)
 
 

@@ -125,6 +125,31 @@ def _cases(runtime: Runtime) -> Iterator[int]:
     yield _same(third.wait(), whole.new_tensor(2.0 * world), "scalar")
     yield _same(second.wait(), whole.t()[:, :1].expand(4, world), "gather")
     yield _same(first.wait(), whole.t() * world, "non-contiguous")
+    yield from _rings(runtime)
+
+
+def _rings(runtime: Runtime) -> Iterator[int]:
+    """Rings of several chunks and of one, with other collectives between them, all on their way at a time."""
+    world, rank = runtime.communicator.world, runtime.communicator.rank
+    started = []
+    for turn in range(9):
+        extents = EXTENTS[world][turn % len(EXTENTS[world])]
+        width = (100_000, 3)[turn % 2]
+        summands = [_whole((sum(extents), width), torch.float32, 10 * turn + r) for r in range(world)]
+        total = torch.stack(summands).sum(0)
+        own = _part(total, 0, extents, rank)
+        start = (collectives.start_ring_reduce, collectives.start_ring_gather, collectives.start_all_reduce)[
+            turn % 3
+        ]
+        if start is collectives.start_all_reduce:
+            started.append((start(runtime, summands[rank]), total))
+        elif start is collectives.start_ring_gather:
+            started.append((start(runtime, own, 0, extents), total))
+        else:
+            spare = {"spare": True} if turn == 3 else {}
+            started.append((start(runtime, summands[rank], 0, extents, **spare), own))
+    for turn, (pending, want) in enumerate(started):
+        yield _same(pending.wait(), want, f"one of several rings and others, number {turn}")
 
 
 def _buckets(runtime: Runtime) -> Iterator[int]:
