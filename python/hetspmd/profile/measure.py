@@ -35,8 +35,8 @@ __all__ = ["Options", "Profile", "measure", "with_ops"]
 
 DEVICE_PART: Final = 1 / 3
 TIMING: Final = (
-    "medians; a sample of a collective is the slowest rank's time after all have met, times what one in a row takes "
-    "longer; intervals of the median by order statistics"
+    "medians; a sample of a collective is the slowest rank's time after all have met, times what one in a row "
+    "takes longer; intervals of the median by order statistics"
 )
 
 
