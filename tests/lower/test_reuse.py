@@ -172,8 +172,8 @@ def test_slices_of_a_spare_operand_are_summed_where_they_lie(start: Callable[...
 
             return sends
 
-        comm.ring_reduce = watched(comm.ring_reduce)  # type: ignore[method-assign]
-        comm.reduce = watched(comm.reduce)  # type: ignore[method-assign]
+        comm.ring_reduce = watched(comm.ring_reduce)
+        comm.reduce = watched(comm.reduce)
 
         def summed(x: torch.Tensor, dim: int, extents: tuple[int, ...], spare: bool) -> tuple[bool, bool]:
             """Whether its own memory was sent, and whether the result holds all of it."""
