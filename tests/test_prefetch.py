@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import hetspmd
 import hetspmd.alternation as alternation
+import hetspmd.prefetch as prefetch
 from hetspmd.balance.lengths import by_segment, lengths_for
 from hetspmd.compiler import plan_for
 from hetspmd.cost.cluster import Cluster
 from hetspmd.errors import PlanError
-from hetspmd.forms import IDENTITY, is_sharded
+from hetspmd.forms import IDENTITY, all_gather, is_sharded
 from hetspmd.plan import Plan
 from hetspmd.prefetch import storage_axes, stored_evenly
 from hetspmd.report.summary import plan_text
@@ -165,3 +168,15 @@ def test_a_program_that_is_known_stays_as_it_is() -> None:
     forced = plan_for(theory, on(1e7, 2, 1), known.data_parallel(theory), (0.7, 0.3))
     assert {form for form, _ in forced.parameter_layout().values()} == {IDENTITY}
     assert forced.program.ahead == 1
+
+
+@pytest.mark.parametrize(("units", "dim"), [((64, 512), 0), ((63, 512), 1), ((1, 2), 1), ((1, 1), None)])
+def test_dim_0_is_divided_where_it_is_fine_enough(units: tuple[int, int], dim: int | None) -> None:
+    """Between two devices 64 units are, of which slices need not be copied; otherwise the dim with most."""
+    axes = [SimpleNamespace(id=d, units=count) for d, count in enumerate(units)]
+    theory: Any = SimpleNamespace(
+        graph=SimpleNamespace(tensors=[SimpleNamespace(shape=units)]),
+        axes=SimpleNamespace(axis=lambda tensor, d: axes[d]),
+    )
+    found = prefetch._divisible(theory, [0], frozenset((0, 1)), 2)
+    assert found == ({} if dim is None else {0: all_gather(dim)})

@@ -47,7 +47,7 @@ SMALLEST, LARGEST = 32 * 1024, 128 * 1024
 
 PACKET = 16 * 1024
 """Bytes of a packet before segmentation, at most. A token bucket divides what is larger than its burst into packets
-of 1500 bytes, which take 20 times the CPU time, and Linux charges it to whichever rank computes. Connections keep
+of 1500 bytes, which take 8 times the CPU time, and Linux charges it to whichever rank computes. Connections keep
 to what holds when they are made."""
 
 QUEUE = 32 * 1024 * 1024

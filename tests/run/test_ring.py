@@ -7,6 +7,7 @@ import random
 import threading
 from collections import defaultdict
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 
 from hetspmd.run import ring
 from hetspmd.run.collectives import lone, ranges
-from hetspmd.run.ring import Carrier, ring_gather, ring_reduce
+from hetspmd.run.process_group import ProcessGroupCommunicator
+from hetspmd.run.ring import LANES, Carrier, ring_gather, ring_reduce
 
 
 class Letter:
@@ -141,6 +143,31 @@ def test_a_carrier_runs_tasks_in_order_and_tells_their_errors() -> None:
     with pytest.raises(ValueError, match="lost"):
         two.wait(timedelta(seconds=20))
     assert (order, two.is_completed()) == ([1, 2], True)
+
+
+def test_as_many_rings_as_lanes_are_on_their_way() -> None:
+    """The next ring is begun while one is not over, with messages of another tag; one more waits for its lane."""
+    comm = object.__new__(ProcessGroupCommunicator)
+    comm.group, comm.rank, comm.world, comm.watch = None, 0, 2, None
+    gate, begun = threading.Event(), [threading.Event() for _ in range(LANES + 1)]
+    tags: list[int] = []
+
+    def ring(number: int) -> Any:
+        def run(ports: Any, parts: Any) -> None:
+            tags.append(ports.tag)
+            begun[number].set()
+            assert gate.wait(20)
+
+        return run
+
+    works = [comm._ring(ring(number), [torch.ones(1)] * 2) for number in range(LANES + 1)]
+    assert all(event.wait(20) for event in begun[:LANES])
+    assert not begun[LANES].wait(0.1)
+    gate.set()
+    for work in works:
+        work.wait()
+    assert begun[LANES].is_set()
+    assert len(set(tags[:LANES])) == LANES
 
 
 def test_a_carriers_thread_ends_with_it() -> None:
