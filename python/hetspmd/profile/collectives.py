@@ -12,8 +12,8 @@ rank sees all samples and the latest of all clocks, so that all decide alike.
 A program has collectives in a row, and some backends carry these more slowly: gloo's broadcasts from two ranks
 share a link in both directions when they begin on an idle one, but not those that follow (it seems that their
 receivers' word that they are ready waits behind what these send themselves). So each case also runs ``ROW`` times
-in a row at the largest size, and where such a one takes k > 1 times a single one's seconds, the points that bandwidth
-decides are k times what was measured.
+in a row at the largest size, and where such a one takes k > 1 times a single one's seconds, the points that
+bandwidth decides are k times what was measured.
 """
 
 from __future__ import annotations
