@@ -32,7 +32,7 @@ from hetspmd.rules.theory import derive
 from hetspmd.synth import constraints as known
 from hetspmd.trace.trace import trace
 from versus import results
-from versus.models import MODELS, OPTIMIZERS, SIZES, workload
+from versus.models import MODELS, OPTIMIZERS, SIZES, size_over, workload
 from versus.points import (
     ALONE,
     ARMS,
@@ -128,33 +128,38 @@ class Bench:
         self.name, self.folder = name, folder
         self.emulated, self.workers, self.options = emulated, workers, options
         self.start = parse_quantity(FASTEST_LINK, "bytes/s")
+        self.memory = available() / len(emulated.spec.ranks)
 
     def measure(self, model: str, link: str) -> None:
         """All arms of a point; raises EmulationError if their losses differ."""
-        size, options = self.options.size, self.options
+        options = self.options
+        size = size_over(link, options.size, model)
         work = workload(model, size)
         parameters = sum(p.nbytes for p in work.model.parameters())
         most = available() / len(self.emulated.spec.ranks) / 2
         self.workers.run("versus.rank:hold", nbytes=int(min(COPIES * parameters + BESIDE, most)))
-        ops = Cluster.load(str(self._ops(model)))
+        ops = Cluster.load(str(self._ops(model, size)))
         speeds = [d.rate("float32") for d in ops.devices]
         rows = {True: proportional_rows(work.rows, [1.0] * len(speeds))}
         rows[False] = proportional_rows(work.rows, speeds)
-        rate = parse_quantity(link, "bytes/s") if link != BALANCED else self._balanced(model, rows[False])
-        done = results.load(options.folder, _kept(options))
-        if (same := results.at_rate(done, (self.name, model, size), rate)) is not None:
+        rate = (
+            parse_quantity(link, "bytes/s") if link != BALANCED else self._balanced(model, size, rows[False])
+        )
+        points = results.load(options.folder, _kept(options))
+        done = [p for p in points if size_over(p.link, p.size, p.model) == size]
+        if (same := results.at_rate(done, (self.name, model, options.size), rate)) is not None:
             say(f"{self.name}, {model}, {rate * 8 / 1e6:g} Mbit/s has been measured: {same.link}")
             results.append(options.folder, replace(same, link=link))
             return
-        computing, communicating = self._apart(model, rows[False], rate)
-        cluster = joined(ops, Cluster.load(str(self._link(rate))))
+        computing, communicating = self._apart(model, size, rows[False], rate)
+        cluster = joined(ops, Cluster.load(str(self._link(rate))), self.memory)
         say(f"{self.name}, {model}, {rate * 8 / 1e6:g} Mbit/s: plans")
         theory = derive(trace(work.model, (), dict(work.batch)))
         ratios = tuple(r / work.rows for r in rows[False])
         self.emulated.set_rate(rate)
         plans = {
             FORCED: plan_for(theory, cluster, known.data_parallel(theory), ratios),
-            COMPILED: self._tuned(model, link, alternatives(work.model, (), dict(work.batch), cluster)),
+            COMPILED: self._tuned(model, size, link, alternatives(work.model, (), dict(work.batch), cluster)),
         }
         arms: dict[str, dict[str, Any]] = {
             ALONE: {"arm": "alone", "rows": None, "plan": None},
@@ -164,7 +169,7 @@ class Bench:
             FSDP: {"arm": "fsdp", "rows": rows[False], "plan": None},
         }
         for arm, plan in plans.items():
-            file = self._file(model, link, arm)
+            file = self._file(model, size, link, arm)
             plan.save(file)
             arms[arm] = {"arm": "hetspmd", "rows": None, "plan": str(file)}
             say(f"  {arm}: predicted {plan.cost.step_seconds:.3f} s")
@@ -185,39 +190,37 @@ class Bench:
             for arm in ARMS
         }
         point = results.Point(
-            self.name, model, size, link, rate, computing, communicating, measured
+            self.name, model, options.size, link, rate, computing, communicating, measured
         )  # fmt: skip
         results.check_losses(point)
         results.append(options.folder, point)
         for arm in ARMS:
             say(f"  {arm}: {point.seconds(arm):.3f} s")
 
-    def _tuned(self, model: str, link: str, plans: Mapping[str, Plan]) -> Plan:
+    def _tuned(self, model: str, size: str, link: str, plans: Mapping[str, Plan]) -> Plan:
         """The plan that :func:`hetspmd.tune` takes, as the ranks measure them."""
         files = {}
         for name, plan in plans.items():
-            files[name] = str(self._file(model, link, f"tried {name}"))
+            files[name] = str(self._file(model, size, link, f"tried {name}"))
             plan.save(files[name])
         chosen, seconds = self.workers.run(
-            "versus.rank:choose", model=model, size=self.options.size, plans=files, steps=4
+            "versus.rank:choose", model=model, size=size, plans=files, steps=4
         )[0]
         for name, measured in seconds.items():
             say(f"  {name}: {measured:.3f} s, predicted {plans[name].cost.step_seconds:.3f} s")
         return plans[chosen]
 
-    def _file(self, model: str, link: str, arm: str) -> Path:
-        return self.folder / f"{model} {self.options.size} {link} - {arm}.json".replace("/", " per ")
+    def _file(self, model: str, size: str, link: str, arm: str) -> Path:
+        return self.folder / f"{model} {size} {link} - {arm}.json".replace("/", " per ")
 
-    def _balanced(self, model: str, rows: list[int]) -> float:
+    def _balanced(self, model: str, size: str, rows: list[int]) -> float:
         """The rate, in bytes/s, at which proportional DDP communicates as long as it computes."""
-        return balanced(lambda rate: self._apart(model, rows, rate), self.start)
+        return balanced(lambda rate: self._apart(model, size, rows, rate), self.start)
 
-    def _apart(self, model: str, rows: list[int], rate: float) -> tuple[float, float]:
+    def _apart(self, model: str, size: str, rows: list[int], rate: float) -> tuple[float, float]:
         """Medians over repeats of the slowest rank's seconds, computing and communicating, over links of a rate."""
         self.emulated.set_rate(rate)
-        found = self.workers.run(
-            "versus.rank:apart", model=model, size=self.options.size, rows=rows, repeats=3
-        )
+        found = self.workers.run("versus.rank:apart", model=model, size=size, rows=rows, repeats=3)
         computing, communicating = (
             median(map(max, zip(*(rank[what] for rank in found), strict=True)))
             for what in ("computing", "communicating")
@@ -238,22 +241,27 @@ class Bench:
             write_atomically(file, self.workers.run("trust.rank:profile", budget=budget)[0])
         return file
 
-    def _ops(self, model: str) -> Path:
+    def _ops(self, model: str, size: str) -> Path:
         """The profile over the first link with the times of a model's ops, which no link changes."""
-        file = self.folder / f"{model} {self.options.size}.yaml"
+        file = self.folder / f"{model} {size}.yaml"
         if not file.exists():
             whole = self._link(self.start)
             say(f"{self.name}, {model}: profile of its ops")
             self.emulated.set_rate(self.start)
             text = self.workers.run(
                 "trust.rank:profile_ops", file=str(whole), model=model, cache=str(self.folder / "cache"),
-                budget=self.options.ops_budget, options=dict(SIZES[self.options.size][model]),
+                budget=self.options.ops_budget, options=dict(SIZES[size][model]),
                 optimizer=OPTIMIZERS[model],
             )[0]  # fmt: skip
             write_atomically(file, text)
         return file
 
 
-def joined(ops: Cluster, link: Cluster) -> Cluster:
-    """The devices and ops of one profile, the collectives of another of the same cluster."""
-    return replace(ops, network=link.network, curves=link.curves, lanes=link.lanes)
+def joined(ops: Cluster, link: Cluster, memory: float) -> Cluster:
+    """The devices and ops of one profile, the collectives of another of the same cluster.
+
+    ``memory``: bytes of each device. A profile sees what is left of the machine beside what its processes hold
+    (:func:`versus.rank.hold`), which would bind hetspmd's plans and no other arm.
+    """
+    devices = tuple(replace(device, memory=memory) for device in ops.devices)
+    return replace(ops, devices=devices, network=link.network, curves=link.curves, lanes=link.lanes)

@@ -56,7 +56,7 @@ CARRYING = 30.0
 
 FAR = 2.0
 """Times the seconds of the fastest arm's step above which an arm has one turn: it is no one's best. Proportional
-DDP and hetspmd's data parallel are compared with each other and have all turns."""
+DDP and hetspmd's data parallel are compared with each other and have all turns if either's step is not slow."""
 
 CLOSE, MORE = 1.08, 9
 """Times the seconds of one up to which hetspmd and the best incumbent are close, either way, and the further turns
@@ -75,9 +75,9 @@ def steps_of(seconds: float, most: int) -> int:
 def again(seconds: Mapping[str, float]) -> frozenset[str]:
     """The arms that have further turns, of those whose steps took so many ``seconds`` in the first."""
     most = FAR * min(seconds.values())
-    return frozenset(
-        name for name, taken in seconds.items() if taken <= SLOW and (taken <= most or name in (DDP, FORCED))
-    )
+    pair = frozenset(name for name in (DDP, FORCED) if name in seconds)
+    found = frozenset(name for name, taken in seconds.items() if taken <= min(most, SLOW))
+    return found | pair if any(seconds[name] <= SLOW for name in pair) else found
 
 
 def close(seconds: Mapping[str, float], within: float = CLOSE) -> frozenset[str]:

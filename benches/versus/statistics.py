@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, median
 
-from versus.points import ALONE, ARMS, CLUSTERS, COMPILED, DDP, FASTEST_LINK, FORCED, INCUMBENTS
+from versus.models import SIZES, size_over
+from versus.points import ALONE, ARMS, BALANCED, CLUSTERS, COMPILED, DDP, FASTEST_LINK, FORCED, INCUMBENTS
 from versus.results import Point
 
 MOST_OVER_INCUMBENT = 1.03
@@ -75,6 +76,12 @@ def forced_ratio(point: Point) -> float:
     return point.seconds(FORCED) / point.seconds(DDP)
 
 
+def is_balanced(point: Point) -> bool:
+    """Whether proportional DDP communicates about as long as it computes: at most twice as long, either way. Where
+    the rate that this needs cannot be emulated, the point over the nearest one counts as no balanced one."""
+    return 0.5 <= point.communicating / point.computing <= 2.0
+
+
 def checks(points: Sequence[Point]) -> list[Check]:
     """The five ratios. Those of all points hold only for points that were measured; VGG19's is the least of the
     clusters'."""
@@ -82,7 +89,7 @@ def checks(points: Sequence[Point]) -> list[Check]:
     worst = max((1 / over_best(p) for p in points), default=None)
     mean = geometric_mean([over_ddp(p) for p in points]) if points else None
     forced = max((forced_ratio(p) - 1 for p in points), default=None)
-    balanced = [over_best(p) for p in points if p.link == "balanced"]
+    balanced = [over_best(p) for p in points if p.link == BALANCED and is_balanced(p)]
     gain = geometric_mean(balanced) if balanced else None
     least = min(vgg, default=None)
     return [
@@ -120,12 +127,21 @@ def table(points: Sequence[Point]) -> str:
         compiled = p.arms[COMPILED]
         predicted = "" if compiled.predicted is None else f"{compiled.predicted:.3f}"
         rows.append(
-            f"| {p.model} | {p.cluster} | {p.bits}{' (balanced)' if p.link == 'balanced' else ''} | "
+            f"| {p.model} | {p.cluster} | {p.bits}{_balanced(p)} | "
             f"{p.communicating / p.computing:.2f} | {' | '.join(seconds)} | "
             f"{min(compiled.seconds):.3f} to {max(compiled.seconds):.3f} | {predicted} | "
             f"{free_links(p):.3f} | {over_best(p):.2f} | {over_ddp(p):.2f} | {forced_ratio(p):.2f} |"
         )
     return "\n".join(rows)
+
+
+def _balanced(point: Point) -> str:
+    """What to say of a balanced link, and of the batch over it if it is another."""
+    if point.link != BALANCED:
+        return ""
+    size = size_over(point.link, point.size, point.model)
+    batch = "" if size == point.size else f", {SIZES[size][point.model]['batch']} rows"
+    return f" (balanced{batch})"
 
 
 def spread(points: Sequence[Point]) -> str:

@@ -15,7 +15,7 @@ from emulated.arms import part_of, proportional_rows, stepper
 from emulated.cluster import EmulationError, rate_command
 from hetspmd.cost.cluster import Cluster, Device, Network
 from versus import command, points, rank, report, results, statistics
-from versus.models import MODELS, SIZES, workload
+from versus.models import MODELS, SIZES, size_over, workload
 from versus.points import ARMS, CLUSTERS, COMPILED, DDP, FORCED, FSDP, LINKS
 from versus.rank import adamw
 
@@ -66,6 +66,9 @@ def test_every_check_passes_and_fails() -> None:
     gain = statistics.checks([*balanced, made("BERT", compiled=2.0)])[3]
     assert (gain.holds, gain.value) == (True, pytest.approx((2.0 * 2.0 / 1.7) ** 0.5))
     assert not statistics.checks([made("BERT", link="balanced", compiled=1.7)])[3].holds
+    for communicating, holds in ((0.24, None), (0.25, True), (1.0, True), (1.01, None)):
+        point = replace(made("BERT", link="balanced"), communicating=communicating)
+        assert statistics.checks([point])[3].holds is holds, "half to twice the seconds that it computes"
     slower = made("BERT", compiled=2.07)
     never, mean, vgg, _, forced = statistics.checks([made(ddp=4.9, forced=4.9), slower])
     assert (never.holds, never.value) == (False, pytest.approx(2.07 / 2.0))
@@ -187,7 +190,8 @@ def test_slow_arms_are_timed_less() -> None:
     assert points.again({"a": 1.0, "b": 1.9, "c": 2.1}) == {"a", "b"}
     assert points.again({"a": 5.0, "b": 7.0, "c": 9.0}) == {"a", "b"}
     assert points.again({COMPILED: 1.0, DDP: 4.0, FORCED: 5.0, FSDP: 4.0}) == {COMPILED, DDP, FORCED}
-    assert points.again({COMPILED: 1.0, DDP: 7.0, FORCED: 9.0}) == {COMPILED, DDP}
+    assert points.again({COMPILED: 1.0, DDP: 7.0, FORCED: 9.0}) == {COMPILED, DDP, FORCED}
+    assert points.again({COMPILED: 1.0, DDP: 9.0, FORCED: 9.0}) == {COMPILED}
 
 
 @pytest.mark.parametrize(("growing", "made"), [(0, 2), (1, 4), (9, 6)])
@@ -230,6 +234,17 @@ def test_a_rate_is_measured_once() -> None:
     assert results.at_rate(done, ("2:1", "BERT", "large"), 1.25e8) is None
 
 
+def test_a_model_may_have_another_batch_over_a_balanced_link() -> None:
+    assert size_over("balanced", "small", "VGG19") == "large"
+    assert {size_over(link, "small", "VGG19") for link in LINKS} == {"small", "large"}
+    assert all(size_over(link, "small", "BERT") == "small" for link in LINKS)
+    assert all(size_over("balanced", size, "VGG19") == size for size in ("tiny", "large"))
+    rows = statistics.table([made(), made(link="balanced"), made("BERT", link="balanced")]).splitlines()
+    assert [row.split("|")[3].strip() for row in rows[2:]] == [
+        "1 Gbit/s", "1 Gbit/s (balanced, 32 rows)", "1 Gbit/s (balanced)",
+    ]  # fmt: skip
+
+
 def test_names_choose() -> None:
     def of(*only: str) -> bool:
         return points.wanted("2:1", "BERT", "balanced", only or None, MODELS)
@@ -250,11 +265,12 @@ def test_the_product() -> None:
 
 
 def test_the_link_of_one_profile_and_the_devices_of_another() -> None:
-    def cluster(flops: float, bandwidth: float, lanes: int) -> Cluster:
-        devices = tuple(Device(name, {"default": flops}) for name in "ab")
+    def cluster(flops: float, bandwidth: float, lanes: int, memory: float) -> Cluster:
+        devices = tuple(Device(name, {"default": flops}, memory=memory) for name in "ab")
         return Cluster(devices, Network(bandwidth, 1e-3), lanes=lanes)
 
-    assert command.joined(cluster(1e9, 1e6, 1), cluster(2e9, 5e6, 2)) == cluster(1e9, 5e6, 2)
+    found = command.joined(cluster(1e9, 1e6, 1, 5e9), cluster(2e9, 5e6, 2, 6e9), 8e9)
+    assert found == cluster(1e9, 5e6, 2, 8e9)
 
 
 @pytest.mark.parametrize("name", MODELS)
