@@ -11,6 +11,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,13 +34,20 @@ COUNTED = 2
 """Steps under the memory counter: one that makes gradients and the optimizer's state, one that is counted."""
 
 
-def profile(context: Context, *, budget: float) -> str:
-    """The cluster file that ``hetspmd profile`` writes, measured at the ranks' CPU shares."""
+def profile(context: Context, *, budget: float, memory: float | None = None) -> str:
+    """The cluster file that ``hetspmd profile`` writes, measured at the ranks' CPU shares.
+
+    ``memory``: bytes of each device, where they are not what the machine has left beside what its processes hold.
+    """
     communicator = ProcessGroupCommunicator()
     session = Session(communicator, torch.device("cpu"), "gloo", start=time.perf_counter())
     communicator.exchange(None)
     context.throttle(True)
-    return measure(session, Options(budget, dtypes=("float32",))).to_text()
+    found = measure(session, Options(budget, dtypes=("float32",)))
+    if memory is not None:
+        devices = tuple(replace(device, memory=memory) for device in found.cluster.devices)
+        found = replace(found, cluster=replace(found.cluster, devices=devices))
+    return found.to_text()
 
 
 def profile_ops(

@@ -128,7 +128,8 @@ class Bench:
         self.name, self.folder = name, folder
         self.emulated, self.workers, self.options = emulated, workers, options
         self.start = parse_quantity(FASTEST_LINK, "bytes/s")
-        self.memory = available() / len(emulated.spec.ranks)
+        # Processes hold a model's memory later, which would bind hetspmd's plans and no other arm.
+        self.memory = float(available() // len(emulated.spec.ranks))
 
     def measure(self, model: str, link: str) -> None:
         """All arms of a point; raises EmulationError if their losses differ."""
@@ -152,7 +153,7 @@ class Bench:
             results.append(options.folder, replace(same, link=link))
             return
         computing, communicating = self._apart(model, size, rows[False], rate)
-        cluster = joined(ops, Cluster.load(str(self._link(rate))), self.memory)
+        cluster = joined(ops, Cluster.load(str(self._link(rate))))
         say(f"{self.name}, {model}, {rate * 8 / 1e6:g} Mbit/s: plans")
         theory = derive(trace(work.model, (), dict(work.batch)))
         ratios = tuple(r / work.rows for r in rows[False])
@@ -238,7 +239,8 @@ class Bench:
             say(f"{self.name}, {rate * 8 / 1e6:g} Mbit/s: profile")
             self.emulated.set_rate(rate)
             budget = self.options.budget if rate == self.start else self.options.link_budget
-            write_atomically(file, self.workers.run("trust.rank:profile", budget=budget)[0])
+            found = self.workers.run("trust.rank:profile", budget=budget, memory=self.memory)
+            write_atomically(file, found[0])
         return file
 
     def _ops(self, model: str, size: str) -> Path:
@@ -257,11 +259,6 @@ class Bench:
         return file
 
 
-def joined(ops: Cluster, link: Cluster, memory: float) -> Cluster:
-    """The devices and ops of one profile, the collectives of another of the same cluster.
-
-    ``memory``: bytes of each device. A profile sees what is left of the machine beside what its processes hold
-    (:func:`versus.rank.hold`), which would bind hetspmd's plans and no other arm.
-    """
-    devices = tuple(replace(device, memory=memory) for device in ops.devices)
-    return replace(ops, devices=devices, network=link.network, curves=link.curves, lanes=link.lanes)
+def joined(ops: Cluster, link: Cluster) -> Cluster:
+    """The devices and ops of one profile, the collectives of another of the same cluster."""
+    return replace(ops, network=link.network, curves=link.curves, lanes=link.lanes)

@@ -64,7 +64,7 @@ that the two have then: turns differ by several per cent, the median of six step
 
 CLOSER, MOST, LONGEST = 1.05, 24, 300.0
 """Times the seconds up to which the two are closer than twelve turns can tell, the further turns that they have
-then, and the seconds that these may last."""
+then, and the seconds that all these turns may last."""
 
 
 def steps_of(seconds: float, most: int) -> int:

@@ -124,11 +124,11 @@ def train(
             chosen = again(taken) if turn else frozenset(arms)
         elif turn == rounds:
             chosen = close({name: median(of) for name, of in paces.items()})
+            since = time.monotonic()
+        elif not chosen or _most(time.monotonic() - since) > LONGEST:
+            break
         elif turn == rounds + MORE:
             chosen = close({name: median(of) for name, of in paces.items()}, CLOSER)
-            since = time.monotonic()
-        elif turn > rounds + MORE and _most(time.monotonic() - since) > LONGEST:
-            break
         for name, arm in arms.items():
             if name not in chosen:
                 built.pop(name, None)

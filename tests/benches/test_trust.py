@@ -6,13 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+import yaml
 
 import hetspmd
 from emulated.cluster import EmulationError
-from trust import command, report, results, statistics
+from hetspmd.cost.measured import Measured
+from hetspmd.profile.measure import Profile
+from trust import command, rank, report, results, statistics
 from trust.models import MODELS, build
 from trust.points import CLUSTERS, KINDS, plans
 from trust.points import MODELS as CHOSEN
@@ -145,3 +149,15 @@ def test_models_give_a_loss(name: str) -> None:
     assert loss.isfinite()
     again, _ = build(name)
     assert torch.equal(again(**batch), loss), "seeded"
+
+
+@pytest.mark.parametrize("memory", [None, 5e9])
+def test_devices_have_the_memory_that_is_given(monkeypatch: pytest.MonkeyPatch, memory: float | None) -> None:
+    """Otherwise what the machine has left beside what its processes hold."""
+    found = Profile(PAIR, Measured())
+    monkeypatch.setattr(rank, "ProcessGroupCommunicator", MagicMock())
+    monkeypatch.setattr(rank, "Session", MagicMock())
+    monkeypatch.setattr(rank, "measure", lambda *_: found)
+    text = rank.profile(MagicMock(), budget=1.0, memory=memory)
+    devices = hetspmd.Cluster.load(yaml.safe_load(text)).devices
+    assert [d.memory for d in devices] == [memory or PAIR.devices[0].memory] * 2

@@ -265,12 +265,11 @@ def test_the_product() -> None:
 
 
 def test_the_link_of_one_profile_and_the_devices_of_another() -> None:
-    def cluster(flops: float, bandwidth: float, lanes: int, memory: float) -> Cluster:
-        devices = tuple(Device(name, {"default": flops}, memory=memory) for name in "ab")
+    def cluster(flops: float, bandwidth: float, lanes: int) -> Cluster:
+        devices = tuple(Device(name, {"default": flops}) for name in "ab")
         return Cluster(devices, Network(bandwidth, 1e-3), lanes=lanes)
 
-    found = command.joined(cluster(1e9, 1e6, 1, 5e9), cluster(2e9, 5e6, 2, 6e9), 8e9)
-    assert found == cluster(1e9, 5e6, 2, 8e9)
+    assert command.joined(cluster(1e9, 1e6, 1), cluster(2e9, 5e6, 2)) == cluster(1e9, 5e6, 2)
 
 
 @pytest.mark.parametrize("name", MODELS)
