@@ -138,7 +138,7 @@ def train(
                 context.throttle(False)
                 alone = arm["arm"] == "alone" and context.rank != fastest
                 built[name] = None if alone else _build(context, model, size, arm)
-                seconds = _first(built[name], losses)
+                seconds = warm(built[name], losses)
                 context.throttle(True)
             else:
                 seconds = 0.0
@@ -160,6 +160,22 @@ def train(
     return found
 
 
+def warm(step: Callable[[], Tensor] | None, losses: list[Tensor]) -> float:
+    """Steps that are not timed: until one takes no memory that is new to any process, at most :data:`WARM`, and one
+    of those that carry for long. The seconds of the last, the same on all ranks."""
+    for _ in range(WARM):
+        before = _pages()
+        seconds = _first(step, losses)
+        if seconds > CARRYING or _most(_pages() - before) <= _allowed(seconds):
+            break
+    return seconds
+
+
+def _allowed(seconds: float) -> float:
+    """Pages that steps of so many seconds in all may take."""
+    return max(NEW_PAGES, NEW_PAGES_A_SECOND * seconds)
+
+
 def timed(
     step: Callable[[], Tensor] | None, count: int, losses: list[Tensor]
 ) -> tuple[list[float], float]:  # fmt: skip
@@ -178,8 +194,7 @@ def timed(
                 losses.append(step())
                 stamps.append(time.monotonic())
         pace = _most(time.monotonic() - stamps[0]) / count
-        allowed = max(NEW_PAGES, NEW_PAGES_A_SECOND * pace * count)
-        if not left or _most(_pages() - before) <= allowed:
+        if not left or _most(_pages() - before) <= _allowed(pace * count):
             return stamps, pace
         left -= 1
 

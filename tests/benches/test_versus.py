@@ -216,6 +216,27 @@ def test_steps_that_take_new_memory_are_not_timed(
     assert rank.timed(None, 2, [])[0] != []
 
 
+@pytest.mark.parametrize(
+    ("growing", "seconds", "made"), [(0, 1.0, 1), (1, 1.0, 2), (9, 1.0, 3), (9, 31.0, 1)]
+)
+def test_an_arm_is_warm_when_its_steps_take_no_new_memory(
+    growing: int, seconds: float, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, losses = 0, list[torch.Tensor]()
+
+    def first(step: Any, losses: list[torch.Tensor]) -> float:
+        nonlocal taken
+        taken += rank.NEW_PAGES + 1 if len(losses) < growing else 1
+        losses.append(step())
+        return seconds
+
+    monkeypatch.setattr(rank, "_most", lambda of: of)  # one rank
+    monkeypatch.setattr(rank, "_pages", lambda: taken)
+    monkeypatch.setattr(rank, "_first", first)
+    assert rank.warm(lambda: torch.ones(()), losses) == seconds
+    assert len(losses) == made
+
+
 def test_pages_are_counted() -> None:
     before = rank._pages()
     with mmap.mmap(-1, 1 << 24) as fresh:  # memory that no allocator has held before
