@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
+import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 from emulated.arms import part_of, proportional_rows, stepper
 from emulated.cluster import EmulationError, rate_command
 from hetspmd.cost.cluster import Cluster, Device, Network
-from versus import command, points, rank, report, results, statistics
+from versus import command, points, report, results, statistics
 from versus.models import MODELS, SIZES, size_over, workload
 from versus.points import ARMS, CLUSTERS, COMPILED, DDP, FORCED, FSDP, LINKS
 from versus.rank import adamw
@@ -194,55 +194,36 @@ def test_slow_arms_are_timed_less() -> None:
     assert points.again({COMPILED: 1.0, DDP: 9.0, FORCED: 9.0}) == {COMPILED}
 
 
-@pytest.mark.parametrize(("growing", "made"), [(0, 2), (1, 4), (9, 6)])
-def test_steps_that_take_new_memory_are_not_timed(
-    growing: int, made: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rate", [1.25e8, 2.5e7])
+def test_devices_have_the_memory_of_before_processes_held_any(
+    rate: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = 0  # pages, of a process whose allocator holds nothing that could be given again
+    asked: dict[str, Any] = {}
 
-    def step() -> torch.Tensor:
-        nonlocal taken
-        taken += rank.NEW_PAGES + 1 if len(losses) < 2 * growing else 1
-        return torch.tensor(float(len(losses)))
+    class Ranks:
+        spec = CLUSTERS["2:1"]
 
-    monkeypatch.setattr(rank, "_most", lambda of: of)  # one rank
-    monkeypatch.setattr(rank.dist, "barrier", lambda: None)
-    monkeypatch.setattr(rank, "_pages", lambda: taken)
-    losses: list[torch.Tensor] = []
-    stamps, pace = rank.timed(step, 2, losses)
-    assert len(losses) == made
-    assert len(stamps) == 3
-    assert pace >= (stamps[-1] - stamps[0]) / 2 > 0
-    assert rank.timed(None, 2, [])[0] != []
+        def set_rate(self, rate: float) -> None:
+            asked["rate"] = rate
 
+        def run(self, function: str, **of: Any) -> list[str]:
+            asked.update(of, function=function)
+            return ["devices: []"]
 
-@pytest.mark.parametrize(
-    ("growing", "seconds", "made"), [(0, 1.0, 1), (1, 1.0, 2), (9, 1.0, 3), (9, 31.0, 1)]
-)
-def test_an_arm_is_warm_when_its_steps_take_no_new_memory(
-    growing: int, seconds: float, made: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken, losses = 0, list[torch.Tensor]()
-
-    def first(step: Any, losses: list[torch.Tensor]) -> float:
-        nonlocal taken
-        taken += rank.NEW_PAGES + 1 if len(losses) < growing else 1
-        losses.append(step())
-        return seconds
-
-    monkeypatch.setattr(rank, "_most", lambda of: of)  # one rank
-    monkeypatch.setattr(rank, "_pages", lambda: taken)
-    monkeypatch.setattr(rank, "_first", first)
-    assert rank.warm(lambda: torch.ones(()), losses) == seconds
-    assert len(losses) == made
-
-
-def test_pages_are_counted() -> None:
-    before = rank._pages()
-    with mmap.mmap(-1, 1 << 24) as fresh:  # memory that no allocator has held before
-        fresh.madvise(mmap.MADV_NOHUGEPAGE)
-        fresh.write(b"x" * len(fresh))
-        assert rank._pages() - before >= len(fresh) // mmap.PAGESIZE
+    options = argparse.Namespace(budget=45.0, link_budget=20.0)
+    ranks: Any = Ranks()
+    monkeypatch.setattr(command, "available", lambda: 6 << 30)
+    bench = command.Bench("2:1", tmp_path, ranks, ranks, options)
+    monkeypatch.setattr(command, "available", lambda: 1 << 30)
+    file = bench._link(rate)
+    assert asked == {
+        "rate": rate, "function": "trust.rank:profile", "memory": float(3 << 30),
+        "budget": 45.0 if rate == bench.start else 20.0,
+    }  # fmt: skip
+    asked.clear()
+    assert bench._link(rate).read_text(encoding="utf-8") == "devices: []"
+    assert file.exists()
+    assert not asked, "profiled once"
 
 
 def test_a_rate_is_measured_once() -> None:
