@@ -23,7 +23,7 @@ from hetspmd.plan import Plan
 from hetspmd.run import tune as module
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.simulate import run_ranks
-from hetspmd.run.tune import WARM, Tuned, step_seconds, tune
+from hetspmd.run.tune import LATEST, WARM, Tuned, step_seconds, timed, tune
 from processes import spawn
 
 WORLD = 3
@@ -160,14 +160,33 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize(("best", "steps"), [(None, WARM + 3), (1e-12, 2), (1e12, WARM + 3)])
-def test_the_hopeless_are_not_measured_further(best: float | None, steps: int) -> None:
+@pytest.mark.parametrize(("best", "counted"), [(None, 3), (1e-12, 1), (1e12, 3)])
+def test_the_hopeless_are_not_measured_further(best: float | None, counted: int) -> None:
     c = case("mlp")
     Counting.count = 0
     seconds = step_seconds(lone(c), (), c.batch, None, lambda p: Counting(p, lr=0.1), 3, best)
-    assert Counting.count == steps
-    assert len(seconds) == max(steps - WARM, 1)
+    assert WARM <= Counting.count - counted < LATEST
+    assert len(seconds) == counted
     assert all(0 < s < 60 for s in seconds)
+
+
+@pytest.mark.parametrize(
+    ("steps", "best", "counted"),
+    [
+        ([9.0, 3.0, 3.0, 2.9, 3.1], None, [3.0, 2.9, 3.1]),
+        ([9.0, 8.0, 5.0, 3.0, 3.0, 2.9, 3.1], 3.0, [3.0, 2.9, 3.1]),  # not 8 beside 3
+        ([9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0], 3.0, [4.0, 3.0, 2.0]),
+        ([9.0, 8.0, 8.0], 5.0, [8.0]),
+        ([9.0, 8.0, 7.0, 7.5], 5.0, [7.5]),
+        ([9.0, 3.0, 3.5, 3.0, 3.0], 2.5, [3.5, 3.0, 3.0]),
+    ],
+)
+def test_steps_count_from_where_they_get_no_shorter(
+    steps: list[float], best: float | None, counted: list[float]
+) -> None:
+    left = iter(steps)
+    assert timed(lambda: next(left), 3, best) == counted
+    assert not list(left), "no step more"
 
 
 def test_bad_arguments() -> None:

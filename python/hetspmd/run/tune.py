@@ -33,10 +33,17 @@ from hetspmd.trace.trace import split_example
 __all__ = ["Tuned", "tune"]
 
 WARM: Final = 2
-"""Steps that are not timed: the first makes gradients and the optimizer's state."""
+"""Steps that never count: the first makes gradients and the optimizer's state."""
+
+SETTLED: Final = 0.95
+"""After them a step counts that takes at least this part of the one before: while memory is new to a process, the
+system takes longer to provide it than steps take to compute."""
+
+LATEST: Final = 6
+"""From this one on every step counts."""
 
 HOPELESS: Final = 1.5
-"""A plan whose second step takes as many times the best's seconds is not measured further."""
+"""A plan whose first step that counts takes as many times the best's seconds is not measured further."""
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -78,9 +85,10 @@ def tune(
     (arguments of :func:`hetspmd.compile`). Each works on a copy of the model, one after the other; a model on the
     meta device takes the memory of its shards alone, which are zeros. The model and torch's random numbers stay as
     they are. A step is forward, backward and the step of ``optimizer``; it lasts until the last rank has ended it.
-    ``steps`` of them are timed, after two that are not; plans that are close to the fastest have further turns of
-    as many (:mod:`hetspmd.run.compare`), until one leads by twice the standard error of the difference, or they are
-    equal to 1 %, or each has had six. Of plans that cannot be told apart then, one of the fewest devices is chosen.
+    ``steps`` of them are timed, after the first two to five, until they get no shorter; plans that are close to the
+    fastest have further turns of as many (:mod:`hetspmd.run.compare`), until one leads by twice the standard error
+    of the difference, or they are equal to 1 %, or each has had six. Of plans that cannot be told apart then, one
+    of the fewest devices is chosen.
     ``loss``, ``process_group``, ``device`` and ``timeout`` are those of :class:`hetspmd.HAP`.
 
     Raises OptionError for other options, no steps, or no plans, and what HAP raises, on every rank alike.
@@ -139,10 +147,10 @@ def step_seconds(
     best: float | None,
 ) -> list[float]:  # fmt: skip
     """The slowest rank's seconds of each timed step, the same on every rank; of a plan that is :data:`HOPELESS`
-    beside ``best``, those of its second step."""
+    beside ``best``, those of the first alone."""
     updates = optimizer(list(hap.parameters()))
-    found: list[float] = []
-    for number in range(WARM + steps):
+
+    def step() -> float:
         hap.everyone.exchange(None)
         began = time.perf_counter()
         updates.zero_grad()
@@ -155,8 +163,19 @@ def step_seconds(
         if hap.device.type == "cuda":
             torch.cuda.synchronize(hap.device)
         slowest: float = max(hap.everyone.exchange(time.perf_counter() - began))
-        if number >= WARM:
-            found.append(slowest)
-        elif number and best is not None and slowest > HOPELESS * best:
-            return [slowest]
-    return found
+        return slowest
+
+    return timed(step, steps, best)
+
+
+def timed(step: Callable[[], float], count: int, best: float | None) -> list[float]:
+    """The seconds of ``count`` steps from the first that counts on, or of that alone (see :func:`step_seconds`).
+    ``step`` makes one and gives its seconds."""
+    found = [step() for _ in range(WARM)]
+    while True:
+        found.append(step())
+        if found[-1] >= SETTLED * found[-2] or len(found) == LATEST:
+            break
+    if best is not None and found[-1] > HOPELESS * best:
+        return found[-1:]
+    return [found[-1], *(step() for _ in range(count - 1))]
