@@ -10,7 +10,7 @@ from cost_graphs import cluster, data_parallel, mlp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetspmd.balance.lengths import Lengths, apportion, lengths_for
+from hetspmd.balance.lengths import LITTLE, Lengths, aligned, apportion, lengths_for
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import step_cost
 from hetspmd.forms import all_gather
@@ -107,6 +107,43 @@ def test_follows_the_devices(units: int, ratios: list[float], order: list[int]) 
 )
 def test_examples(units: int, ratios: tuple[float, ...], counts: tuple[int, ...]) -> None:
     assert apportion(units, ratios) == counts
+
+
+@given(st.integers(0, 5000), MANY, st.sampled_from([1, 2, 8, 49]))
+def test_whole_grains_where_they_cost_little(units: int, ratios: list[float], grain: int) -> None:
+    plain, counts = apportion(units, ratios), aligned(units, ratios, grain)
+    assert sum(counts) == units
+    assert [n > 0 for n in counts] == [n > 0 for n in plain], "the same devices"
+    assert completion(counts, ratios) <= completion(plain, ratios) * (1 + LITTLE) * (1 + 1e-9)
+    if counts != plain:
+        last = max(j for j, n in enumerate(counts) if n)
+        assert all(n % grain == 0 for j, n in enumerate(counts) if j != last)
+        assert counts[last] % grain == units % grain
+
+
+@pytest.mark.parametrize(
+    ("units", "ratios", "grain", "counts"),
+    [
+        (512, (428, 28, 28, 28), 8, (440, 24, 24, 24)),
+        (512, (428, 28, 28, 28), 16, (428, 28, 28, 28)),  # 464 units would take 8 % longer than 428
+        (4096, (3427, 223, 223, 223), 8, (3424, 224, 224, 224)),
+        (30522, (5, 3, 2), 8, (15264, 9160, 6098)),  # what is left over is the last one's
+        (30522, (5, 3, 0), 8, (19080, 11442, 0)),
+        (1000, (1, 1, 1, 1), 8, (250, 250, 250, 250)),  # equal slices stay equal
+        (12, (4, 2, 1, 1), 8, (7, 3, 1, 1)),
+    ],
+)
+def test_grains(units: int, ratios: tuple[float, ...], grain: int, counts: tuple[int, ...]) -> None:
+    assert aligned(units, ratios, grain) == counts
+
+
+def test_grains_of_a_graph() -> None:
+    """Slices of parameters are multiples of 8 elements, slices of the batch are not; heads are whole."""
+    theory = mlp(batch=37, width=1000, hidden=800)
+    lengths = lengths_for(theory.axes, (0.61, 0.39))
+    x = theory.graph.inputs[0].tensor
+    assert lengths.extents(theory.axes, x, all_gather(0), 37) == (23, 14)
+    assert lengths.extents(theory.axes, x, all_gather(1), 1000) == (608, 392)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
+from torch import nn
 
 from hetspmd.rules import OpRule, registry, rule, unregister
 from hetspmd.rules.rule import Call
 from hetspmd.rules.theory import derive
 from hetspmd.trace.graph import INPUT, Argument, Graph, Input, Instruction, Ref, Tensor
+from hetspmd.trace.trace import trace
 
 
 def graph_of(*calls: tuple[str, tuple[Argument, ...]]) -> Graph:
@@ -79,3 +82,33 @@ def test_axes_follow_each_instruction_of_a_kind() -> None:
     assert second is not None
     assert first.members == ((0, 0), (1, 0), (3, 0))
     assert second.members == ((2, 0), (4, 0))
+
+
+class Heads(nn.Module):
+    """``a`` makes heads, which are whole; ``b`` reads them side by side."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(20, 6 * width), nn.Linear(6 * width, 30)
+        self.width = width
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.a(x).view(len(x), 6, self.width).softmax(-1)
+        loss: torch.Tensor = self.b(heads.flatten(1)).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize(("width", "grain"), [(1, 8), (2, 4), (6, 4), (8, 1), (16, 1)])
+def test_slices_of_parameters_have_grains(width: int, grain: int) -> None:
+    """Multiples of 8 elements of a parameter, in units of whatever size; rows of a batch have none."""
+    theory = derive(trace(Heads(width), (torch.ones(16, 20),), {}))
+    parameters = {p.name: p.tensor for p in theory.graph.parameters}
+
+    def grains(tensor: int) -> list[int]:
+        found = [theory.axes.axis(tensor, dim) for dim in range(len(theory.graph.tensors[tensor].shape))]
+        return [axis.grain for axis in found if axis is not None]
+
+    assert grains(parameters["a.weight"]) == [grain, 8]
+    assert grains(parameters["a.bias"]) == [grain]
+    assert grains(parameters["b.weight"]) == [8, grain]
+    assert grains(theory.graph.inputs[0].tensor) == [1, 8]

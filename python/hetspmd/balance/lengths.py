@@ -6,12 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeAlias, cast
+from typing import Final, TypeAlias, cast
 
 import numpy as np
 
 from hetspmd.forms import Form, sharded_dim
 from hetspmd.rules.axes import Axes
+
+LITTLE: Final = 1 / 16
+"""Part by which a stage may last longer so that slices are whole grains."""
 
 Ratios: TypeAlias = tuple[float, ...]
 """B of one segment: the share of each device."""
@@ -90,13 +93,32 @@ def apportion(units: int, ratios: Sequence[float]) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def aligned(units: int, ratios: Sequence[float], grain: int) -> tuple[int, ...]:
+    """:func:`apportion`, but in multiples of ``grain`` units, the last device's slice aside, where a stage lasts at
+    most :data:`LITTLE` longer then and the same devices have units. Equal slices stay equal."""
+    counts = apportion(units, ratios)
+    if grain == 1 or len({n for n in counts if n}) <= 1:
+        return counts
+    grains = [n * grain for n in apportion(-(-units // grain), ratios)]
+    last = max(j for j, n in enumerate(grains) if n)
+    grains[last] -= sum(grains) - units
+    same = all((n > 0) == (m > 0) for n, m in zip(counts, grains, strict=True))
+    if same and _time(grains, ratios) <= (1 + LITTLE) * _time(counts, ratios):
+        return tuple(grains)
+    return counts
+
+
+def _time(counts: Sequence[int], ratios: Sequence[float]) -> float:
+    return max(n / share for n, share in zip(counts, ratios, strict=True) if n)
+
+
 def lengths_for(axes: Axes, ratios: Sequence[float] | Sequence[Sequence[float]]) -> Lengths:
     """Lengths of all axes at the sharding ratios B, of all segments or by segment. Raises ValueError for ratios of
     another number of segments."""
     matrix = by_segment(ratios, axes.segments)
 
     @cache
-    def sizes(units: int, segment: int) -> tuple[int, ...]:
-        return apportion(units, matrix[segment])
+    def sizes(units: int, segment: int, grain: int) -> tuple[int, ...]:
+        return aligned(units, matrix[segment], grain)
 
-    return Lengths(len(matrix[0]), tuple(sizes(axis.units, axis.segment) for axis in axes.axes))
+    return Lengths(len(matrix[0]), tuple(sizes(axis.units, axis.segment, axis.grain) for axis in axes.axes))
