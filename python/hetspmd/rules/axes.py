@@ -28,7 +28,7 @@ from hetspmd.trace.graph import REBALANCE, Graph
 
 ALIGNED: Final = 8
 """Elements: 16 bytes of bfloat16 and float16, which tensor cores want, and a vector register of float32 on a CPU,
-where the gradient of a 4096 x 20972 weight from 32 rows takes 2.6 times as long as that of one of 20976 columns."""
+where the gradient of a weight can take twice as long at odd places (``benches/alignment.py``)."""
 
 Member = tuple[int, int]
 """(tensor id, dim)."""
