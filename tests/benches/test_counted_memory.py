@@ -30,9 +30,9 @@ from workbench import cluster
 
 CLOSE, SPARED = 0.05, 0.05
 """Tolerances: nothing holds more than 5 % over what is predicted, nor less. Ranks are threads here, and when one
-sees that a sum is complete depends on the others (3.5 % more in some runs: GPT-2, data parallel; 5.7 % in one of many:
-ViT, data parallel), so that a step that holds more is counted again; a gather of ZeRO may be let go of an instruction
-earlier than predicted (4.0 % less: the mixture of experts)."""
+sees that a sum is complete depends on the others (3.5 % more in some runs: GPT-2, data parallel; 5.7 % in one of
+many: ViT, data parallel), so that a step that holds more is counted again; a gather of ZeRO may be let go of an
+instruction earlier than predicted (4.0 % less: the mixture of experts)."""
 AGAIN = 2
 """Times that a step is counted again."""
 SIZES: dict[str, dict[str, int]] = {
