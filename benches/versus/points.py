@@ -55,8 +55,11 @@ CARRYING = 30.0
 """Seconds of a step above which it does little but communicate: one step before the timed one is enough."""
 
 FAR = 2.0
-"""Times the seconds of the fastest arm's step above which an arm has one turn: it is no one's best. Proportional
-DDP and hetspmd's data parallel are compared with each other and have all turns if either's step is not slow."""
+"""Times the seconds of the fastest arm's step above which an arm has one turn: it is no one's best."""
+
+PAIRED = 12.0
+"""Seconds of a step of proportional DDP or of hetspmd's data parallel up to which the two have all turns: they are
+compared with each other to five per cent, about what one step of each differs from the next."""
 
 CLOSE, MORE = 1.08, 9
 """Times the seconds of one up to which hetspmd and the best incumbent are close, either way, and the further turns
@@ -77,7 +80,7 @@ def again(seconds: Mapping[str, float]) -> frozenset[str]:
     most = FAR * min(seconds.values())
     pair = frozenset(name for name in (DDP, FORCED) if name in seconds)
     found = frozenset(name for name, taken in seconds.items() if taken <= min(most, SLOW))
-    return found | pair if any(seconds[name] <= SLOW for name in pair) else found
+    return found | pair if any(seconds[name] <= PAIRED for name in pair) else found
 
 
 def close(seconds: Mapping[str, float], within: float = CLOSE) -> frozenset[str]:

@@ -190,8 +190,8 @@ def test_slow_arms_are_timed_less() -> None:
     assert points.again({"a": 1.0, "b": 1.9, "c": 2.1}) == {"a", "b"}
     assert points.again({"a": 5.0, "b": 7.0, "c": 9.0}) == {"a", "b"}
     assert points.again({COMPILED: 1.0, DDP: 4.0, FORCED: 5.0, FSDP: 4.0}) == {COMPILED, DDP, FORCED}
-    assert points.again({COMPILED: 1.0, DDP: 7.0, FORCED: 9.0}) == {COMPILED, DDP, FORCED}
-    assert points.again({COMPILED: 1.0, DDP: 9.0, FORCED: 9.0}) == {COMPILED}
+    assert points.again({COMPILED: 1.0, DDP: 11.0, FORCED: 13.0}) == {COMPILED, DDP, FORCED}
+    assert points.again({COMPILED: 1.0, DDP: 13.0, FORCED: 13.0}) == {COMPILED}
 
 
 @pytest.mark.parametrize("rate", [1.25e8, 2.5e7])
