@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from emulated.cluster import EmulationError, rate_command
 from hetspmd.cost.cluster import Cluster, Device, Network
 from versus import command, points, report, results, statistics
 from versus.models import MODELS, SIZES, size_over, workload
-from versus.points import ARMS, CLUSTERS, COMPILED, DDP, FORCED, FSDP, LINKS
+from versus.points import ARMS, CLUSTERS, COMPILED, DDP, DDP_EVEN, FORCED, FSDP, LINKS
 from versus.rank import adamw
 
 SECONDS = dict(zip(ARMS, (3.0, 4.0, 2.0, 6.0, 5.0, 2.04, 1.0), strict=True))
@@ -318,3 +319,23 @@ def test_a_page_goes_on_where_it_ends(
     capsys.readouterr()
     command.main(["--report", "--folder", str(tmp_path / "other")])
     assert "1 of 48 points" in capsys.readouterr().out, "what is printed alone was measured here"
+
+
+def test_readme_says_what_the_points_say(tmp_path: Path) -> None:
+    readme = " ".join((results.KEPT.parents[1] / "README.md").read_text(encoding="utf-8").split())
+    kept = results.load(tmp_path, results.KEPT)
+    assert len(kept) == len(CLUSTERS) * len(MODELS) * len(LINKS)
+
+    def means(chosen: list[results.Point]) -> list[str]:
+        even = [p.seconds(DDP_EVEN) / p.seconds(COMPILED) for p in chosen]
+        columns = even, [statistics.over_ddp(p) for p in chosen], [statistics.over_best(p) for p in chosen]
+        return [f"{geometric_mean(column):.2f}" for column in columns]
+
+    for cluster in CLUSTERS:
+        speeds = "1 : 1 : 1 : 1" if cluster == "equal" else cluster.replace(":", " : ")
+        row = " | ".join((f"| {speeds}", *means([p for p in kept if p.cluster == cluster])))
+        assert f"{row} |" in readme
+    _, ddp, best = means([p for p in kept if p.model != "VGG19"])
+    assert f"DDP takes {ddp} times as long as hetspmd, and the best of the others {best} times" in readme
+    worst = 1 / min(statistics.over_best(p) for p in kept)
+    assert f"At no point does hetspmd take more than {worst:.2f} times the best of the others" in readme
