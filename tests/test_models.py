@@ -1,7 +1,8 @@
 """Every model on every cluster: what the compiler decides equals the single device (HAP 2.2).
 
-In float64 the loss, every gradient and every parameter after two SGD and two AdamW steps agree to 1e-9. The
-quick run covers each required model on at least three clusters and each cluster with at least three models;
+In float64 the loss, every gradient and every parameter after two SGD and two AdamW steps agree to 1e-9; the
+parameters of a model that amplifies rounding (MNASNet, EfficientNet) to what one rounding changes on one device.
+The quick run covers each required model on at least three clusters and each cluster with at least three models;
 the full product is marked slow.
 """
 
@@ -103,11 +104,9 @@ def test_required(model: str, cluster_name: str) -> None:
 )
 def test_further(model: str) -> None:
     entry = traced(model)
-    # A permuted batch alone changes a parameter of MNASNet by 5e-10 in two steps on one device.
-    tolerance = 1e-8 if model == "mnasnet" else TOLERANCE
     report = verify(
         entry.model, entry.example, CLUSTERS["four-4-2-1-1"], loss=entry.loss, optimizers=("adamw",),
-        tolerance=tolerance, time_limit=3.0,
+        tolerance=TOLERANCE, time_limit=3.0,
     )  # fmt: skip
     report.require()
 

@@ -12,9 +12,10 @@ from torch import nn
 
 from hetspmd.errors import CheckError, OptionError
 from hetspmd.run import collectives
+from hetspmd.run.module import HAP
 from hetspmd.run.precision import all_in, retyped_graph
 from hetspmd.run.runtime import Runtime
-from hetspmd.run.verify import largest_error, verify
+from hetspmd.run.verify import VerifyReport, largest_error, verify
 from hetspmd.synth.program import Communicate
 
 
@@ -78,6 +79,60 @@ def test_a_wrong_program_does_not_pass(monkeypatch: pytest.MonkeyPatch, broken: 
     assert max(report.loss_error, report.gradient_error, report.parameter_error) > 1e-5
     with pytest.raises(CheckError, match="NOT EQUAL"):
         report.require()
+
+
+class Chaotic(nn.Module):
+    """SGD with momentum moves each weight as the standard map does, where errors grow with every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.w = nn.Parameter(torch.rand(64) * 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * torch.cos(self.w)).sum() / x.sum() * 500 * len(self.w)
+
+
+def test_a_model_that_amplifies_rounding() -> None:
+    """Its parameters may be as far from one device's as those of one device a rounding away; no further."""
+    torch.manual_seed(4)
+    model, batch, devices = Chaotic(), (torch.rand(96, 64) + 1,), cluster(4, 2, 1)
+
+    def at(tolerance: float) -> VerifyReport:
+        return verify(
+            model, batch, devices, steps=14, optimizers=("sgd",), constraints={"args[0]": "shard(0)"},
+            tolerance=tolerance,
+        )  # fmt: skip
+
+    far = at(1.0)
+    assert far.ok
+    assert far.rounding is None
+    assert far.gradient_error < 1e-13 < 1e-11 < far.parameter_error < 1e-2, far.text
+    within = at(far.parameter_error / 2)
+    assert within.ok, within.text
+    assert within.rounding is not None
+    assert within.rounding > far.parameter_error / 4
+    assert "changes the single device's own parameters" in within.text
+    too_much = at(far.parameter_error / 1000)
+    assert not too_much.ok, "a hundred tolerances at most"
+    assert too_much.rounding == within.rounding
+
+
+def test_parameters_are_wrong_and_rounding_does_not_explain_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = HAP.full_tensors
+
+    def wrong(hap: HAP) -> dict[str, torch.Tensor]:
+        tensors = whole(hap)
+        first = min(tensors)
+        return {**tensors, first: tensors[first] * (1 + 1e-8)}
+
+    monkeypatch.setattr(HAP, "full_tensors", wrong)
+    c = case("mlp", torch.float32)
+    report = verify(c.model, c.batch, cluster(2, 1))
+    assert not report.ok, report.text
+    assert report.parameter_error == pytest.approx(1e-8, rel=1e-3)
+    assert report.rounding is not None
+    assert report.rounding < 1e-12
 
 
 def test_llamas_casts_are_widened() -> None:

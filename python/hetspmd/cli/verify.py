@@ -62,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
     }
     # JSON has no infinity, which stands for a tensor that is missing or not a number.
     document = {"ok": report.ok, **{k: v if math.isfinite(v) else None for k, v in errors.items()}}
+    if report.rounding is not None:
+        document["rounding"] = report.rounding if math.isfinite(report.rounding) else None
     if options.json is not None:
         write_json(options.json, document)
     if options.json != STDOUT:
