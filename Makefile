@@ -1,7 +1,7 @@
 # make demo   set up, then train a model on four unlike workers beside the single device
 # make test   set up, then pass all tests (make test-slow: the full product of models and clusters)
 # make bench-trust        predicted against measured steps on emulated clusters (as root), into docs/trust.md
-# make bench-cluster      hetspmd beside DDP, FSDP2 and one device (as root), into docs/cluster.md
+# make bench-cluster      hetspmd beside DDP, FSDP2 and one device (as root), into docs/cluster.md, README
 # make lint | bench | format | setup | clean
 
 SHELL := bash
@@ -74,7 +74,7 @@ bench-trust: setup
 	$(BIN)/python benches/trust --rounds 4 --write docs/trust.md
 
 bench-cluster: setup
-	$(BIN)/python benches/versus --write docs/cluster.md
+	$(BIN)/python benches/versus --write docs/cluster.md --readme README.md
 
 clean:
 	rm -rf $(VENV) target build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

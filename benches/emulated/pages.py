@@ -10,15 +10,17 @@ from typing import Any
 from hetspmd.plan import write_atomically
 
 MARKS = ("<!-- results -->\n", "<!-- end of results -->")
+FASTER = ("<!-- faster -->\n", "<!-- end of faster -->")
+"""Of the page of a bench; of README's part on it."""
 
 
-def replace_results(page: Path, lines: str) -> None:
+def replace_results(page: Path, lines: str, marks: tuple[str, str] = MARKS) -> None:
     """Put ``lines`` between the marks of a page. Raises ValueError for a page without the marks."""
     text = page.read_text(encoding="utf-8")
-    if any(mark not in text for mark in MARKS):
-        raise ValueError(f"{page} lacks the marks {MARKS[0].strip()} and {MARKS[1]}")
-    head, rest = text.split(MARKS[0], 1)
-    write_atomically(page, head + MARKS[0] + lines + MARKS[1] + rest.split(MARKS[1], 1)[1])
+    if any(mark not in text for mark in marks):
+        raise ValueError(f"{page} lacks the marks {marks[0].strip()} and {marks[1]}")
+    head, rest = text.split(marks[0], 1)
+    write_atomically(page, head + marks[0] + lines + marks[1] + rest.split(marks[1], 1)[1])
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Measure what is missing, then print and write the comparison.
 
     python benches/versus [--only 2:1 BERT balanced ...] [--size large] [--fresh] [--write docs/cluster.md]
+                           [--readme README.md]
 
 For each cluster: emulate it once and start its ranks once; profile it and its models' ops over the first link, and
 the collectives over every further link. For each model and link: make the plans, run all arms in turns, check that
@@ -23,6 +24,7 @@ from emulated.cluster import EmulatedCluster, unavailable
 from emulated.command import measure_all, options_of, parsed, running, say
 from emulated.launch import Workers
 from emulated.memory import available
+from emulated.pages import FASTER, replace_results
 from hetspmd.alternatives import alternatives
 from hetspmd.compiler import plan_for
 from hetspmd.cost.cluster import Cluster
@@ -50,7 +52,7 @@ from versus.points import (
     wanted,
 )
 from versus.report import write
-from versus.statistics import summary, table
+from versus.statistics import overview, summary, table
 
 COPIES = 5
 """Times its parameters that an arm holds, at most: them, gradients, two moments, and the reducer's buckets."""
@@ -65,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         steps=(2, "timed steps of a turn, at most"), budget=120.0,
     )  # fmt: skip
     parser.add_argument("--size", choices=tuple(SIZES), default="small", help="of the models")
+    parser.add_argument(
+        "--readme", type=Path, metavar="FILE", help="a page with a table of the means to replace"
+    )
     parser.add_argument("--link-budget", type=float, default=20.0, help="seconds of a further link's profile")
     options = parsed(parser, [*CLUSTERS, *MODELS, *LINKS], arguments)
     if not measure_all(options, CLUSTERS, _measure):
@@ -83,12 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(summary(points, len(order)))
     if options.write is not None:
         write(options.write, points, len(order))
+    if options.readme is not None:
+        replace_results(options.readme, overview(points, len(order)), FASTER)
     return 0
 
 
 def _kept(options: argparse.Namespace) -> Path | None:
-    """The points of the page, which need not be measured again for it."""
-    return results.KEPT if options.write is not None and not options.fresh else None
+    """The points of the pages, which need not be measured again for it."""
+    of_pages = options.write is not None or options.readme is not None
+    return results.KEPT if of_pages and not options.fresh else None
 
 
 def _measure(name: str, options: argparse.Namespace) -> None:

@@ -14,9 +14,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, median
+from textwrap import wrap
 
 from versus.models import SIZES, size_over
-from versus.points import ALONE, ARMS, BALANCED, CLUSTERS, COMPILED, DDP, FASTEST_LINK, FORCED, INCUMBENTS
+from versus.points import (
+    ALONE,
+    ARMS,
+    BALANCED,
+    CLUSTERS,
+    COMPILED,
+    DDP,
+    DDP_EVEN,
+    FASTEST_LINK,
+    FORCED,
+    INCUMBENTS,
+)
 from versus.results import Point
 
 MOST_OVER_INCUMBENT = 1.03
@@ -151,6 +163,36 @@ def spread(points: Sequence[Point]) -> str:
         ranges = [f"{min(p.arms[a].seconds):.3f} to {max(p.arms[a].seconds):.3f}" for a in ARMS]
         rows.append(f"| {p.model} | {p.cluster} | {p.bits} | {' | '.join(ranges)} |")
     return "\n".join(rows)
+
+
+def overview(points: Sequence[Point], of: int) -> str:
+    """What README says of the points, as Markdown; ``of``: how many points a whole run has."""
+
+    def means(chosen: Sequence[Point]) -> tuple[str, str, str]:
+        even = geometric_mean([p.seconds(DDP_EVEN) / p.seconds(COMPILED) for p in chosen])
+        ddp, best = (geometric_mean(map(ratio, chosen)) for ratio in (over_ddp, over_best))
+        return f"{even:.2f}", f"{ddp:.2f}", f"{best:.2f}"
+
+    rows = [
+        "| speeds | seconds of DDP, even, over hetspmd's | DDP, proportional | the best of the others |",
+        "|---|--:|--:|--:|",
+    ]
+    for cluster in CLUSTERS:
+        speeds = ":".join("1" for _ in CLUSTERS[cluster].ranks) if cluster == "equal" else cluster
+        if there := [p for p in points if p.cluster == cluster]:
+            rows.append(f"| {' | '.join((speeds.replace(':', ' : '), *means(there)))} |")
+    worst = 1 / min(map(over_best, points))
+    text = f"At no point does hetspmd take more than {worst:.2f} times the best of the others."
+    if others := [p for p in points if p.model != "VGG19"]:
+        _, ddp, best = means(others)
+        text = (
+            "VGG19, whose gradients hardly fit through such links, accounts for much of it: without it, "
+            f"proportional DDP takes {ddp} times as long as hetspmd, "
+            f"and the best of the others {best} times. {text}"
+        )
+    if len(points) < of:
+        text = f"{text} (Of {len(points)} of {of} points.)"
+    return "\n".join((*rows, "", *wrap(text, 120))) + "\n"
 
 
 def summary(points: Sequence[Point], of: int) -> str:

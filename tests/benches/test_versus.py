@@ -313,9 +313,16 @@ def test_a_page_goes_on_where_it_ends(
     monkeypatch.setattr(results, "KEPT", page.with_suffix(".jsonl"))
     results.append(tmp_path / "one", made("BERT"))
     results.append(tmp_path / "other", made("ViT"))
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- faster -->\nold\n<!-- end of faster -->\nafter\n", encoding="utf-8")
     for folder, count in (("one", 1), ("other", 2), ("none", 2)):
-        assert command.main(["--report", "--folder", str(tmp_path / folder), "--write", str(page)]) == 0
+        pages = ["--write", str(page), "--readme", str(readme)]
+        assert command.main(["--report", "--folder", str(tmp_path / folder), *pages]) == 0
         assert f"{count} of 48 points" in page.read_text(encoding="utf-8")
+        text = readme.read_text(encoding="utf-8")
+        assert f"(Of {count} of 48 points.)" in " ".join(text.split())
+        assert text.startswith("before\n<!-- faster -->\n| speeds |")
+        assert text.endswith("\n<!-- end of faster -->\nafter\n")
     capsys.readouterr()
     command.main(["--report", "--folder", str(tmp_path / "other")])
     assert "1 of 48 points" in capsys.readouterr().out, "what is printed alone was measured here"
