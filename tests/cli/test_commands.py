@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from hetspmd.forms import all_gather
 from hetspmd.plan import Plan
 from hetspmd.report.facts import stored_forms
 from hetspmd.rules import registry
+from hetspmd.run.verify import VerifyReport
 
 SEARCH = {"cost", "lower_bound", "gap", "seconds", "expansions", "stop_reason"}
 COST = {"step_seconds", "compute_seconds", "communication_seconds", "memory_bytes"}
@@ -174,11 +174,12 @@ def test_verify(command, targets, cluster, tmp_path: Path) -> None:
 def test_verify_that_fails(command, targets, cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
-    def failing(model: object, example: object, cluster: object, **options: object) -> SimpleNamespace:
+    def failing(model: object, example: object, cluster: object, **options: object) -> VerifyReport:
         asked.update(options)
-        return SimpleNamespace(
-            ok=False, loss_error=0.0, gradient_error=math.inf, parameter_error=1e-3, text="NOT EQUAL"
-        )
+        return VerifyReport(
+            ok=False, loss_error=0.0, gradient_error=math.inf, parameter_error=1e-3, tolerance=1e-9,
+            random=False, worst={}, rounding=2e-15,
+        )  # fmt: skip
 
     monkeypatch.setattr("hetspmd.run.verify.verify", failing)
     outcome = command(
@@ -186,7 +187,7 @@ def test_verify_that_fails(command, targets, cluster, monkeypatch: pytest.Monkey
     )
     assert outcome.status == 1
     assert json.loads(outcome.out) == {
-        "ok": False, "loss_error": 0.0, "gradient_error": None, "parameter_error": 1e-3,
+        "ok": False, "loss_error": 0.0, "gradient_error": None, "parameter_error": 1e-3, "rounding": 2e-15,
     }  # fmt: skip
     assert asked == {
         "dtype": "float32",
@@ -196,7 +197,8 @@ def test_verify_that_fails(command, targets, cluster, monkeypatch: pytest.Monkey
         "machines": "auto",
     }
     outcome = command("verify", targets, "--cluster", cluster)
-    assert (outcome.status, outcome.out) == (1, "NOT EQUAL\n")
+    assert outcome.status == 1
+    assert outcome.out.startswith("NOT EQUAL to the single device within 1e-09\n")
 
 
 def test_rules_list(command) -> None:
