@@ -210,7 +210,7 @@ def test_a_process_that_ends_ends_the_threads(stuck: bool) -> None:
         gc.collect()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring, "_CARRYING", only := {thread: ring._CARRYING.pop(thread)})
-        ring._leave()
+        ring.end_carriers()
         thread.join(20)
     assert not thread.is_alive()
     assert not only

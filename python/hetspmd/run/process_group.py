@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
@@ -16,10 +18,10 @@ import torch.distributed as dist
 from hetspmd.errors import RankFailedError, WorldSizeError
 from hetspmd.run.communicator import Communicator, DoneWork, LoneCommunicator, Work
 from hetspmd.run.processes import this_process
-from hetspmd.run.ring import LANES, Carrier, Message, Ports, ring_gather, ring_reduce
+from hetspmd.run.ring import LANES, Carrier, Message, Ports, end_carriers, ring_gather, ring_reduce
 from hetspmd.run.staging import StagedCommunicator, copies_for
 from hetspmd.run.watch import Watch
-from hetspmd.trace.compat import group_store, hosted_by_a_rank
+from hetspmd.trace.compat import forget_default_group, group_store, hosted_by_a_rank
 
 __all__ = ["CopiedWork", "IssuedWork", "ProcessGroupCommunicator", "communicator_for"]
 
@@ -36,6 +38,13 @@ class ProcessGroupCommunicator(Communicator):
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.watch: Watch | None = None
+        _COMMUNICATORS.add(self)
+
+    def release(self) -> None:
+        """Let go of the group, for good."""
+        for name in ("_lanes", "_staging"):
+            self.__dict__.pop(name, None)
+        self.group = None
 
     def guard(self, timeout: float) -> None:
         # Counted by the ranks alike, so that notes of an earlier run on the same store are not read.
@@ -256,6 +265,18 @@ class CopiedWork:
         return self._work.is_completed()
 
 
+_COMMUNICATORS: Final[weakref.WeakSet[ProcessGroupCommunicator]] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    """Let go of all groups before the interpreter ends: if the program has destroyed them, this ends their threads,
+    which would ask for the GIL of an interpreter that is gone to drop a tensor (SIGABRT)."""
+    end_carriers()
+    for communicator in list(_COMMUNICATORS):
+        communicator.release()
+
+
 def communicator_for(group: dist.ProcessGroup | None, devices: int) -> Communicator:
     """The communicator of a group that must have ``devices`` ranks.
 
@@ -271,6 +292,8 @@ def communicator_for(group: dist.ProcessGroup | None, devices: int) -> Communica
             else f"call torch.distributed.init_process_group in each of {devices} processes first"
         )
         raise WorldSizeError(f"the cluster has {devices} devices, the process group {world}: {hint}")
+    if ready:
+        forget_default_group()
     if ready and world > 1:
         return ProcessGroupCommunicator(group)
     return LoneCommunicator()

@@ -30,7 +30,17 @@ from typing import Any, Final, Protocol
 
 import torch
 
-__all__ = ["CHUNK", "LANES", "Carried", "Carrier", "Message", "Ports", "ring_gather", "ring_reduce"]
+__all__ = [
+    "CHUNK",
+    "LANES",
+    "Carried",
+    "Carrier",
+    "Message",
+    "Ports",
+    "end_carriers",
+    "ring_gather",
+    "ring_reduce",
+]
 
 CHUNK: Final = 1 << 19
 
@@ -175,7 +185,7 @@ def _carry(tasks: queue.SimpleQueue[Any]) -> None:
 
 
 @atexit.register
-def _leave() -> None:
+def end_carriers() -> None:
     """End the threads before the interpreter does: one that waits for a rank that has died would come back from the
     wait to an interpreter that is gone, which ends the process by SIGABRT."""
     for thread, (tasks, ports) in list(_CARRYING.items()):

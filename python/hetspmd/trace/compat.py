@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
@@ -362,6 +364,23 @@ def group_store() -> Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store().clone()
+
+
+def forget_default_group() -> None:
+    """Let go of the default process group where torch's own modules hold it.
+
+    ``torch.distributed.nn``, if it is first imported after ``init_process_group``, has the group as a default of
+    its functions. After ``destroy_process_group`` the group's threads would then run on, until one of them asks for
+    the GIL of an interpreter that is gone, which ends the process by SIGABRT. The default is None where the module
+    was imported before; both mean the default group.
+    """
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(module).values() if module is not None else ():
+        if isinstance(function, FunctionType) and function.__defaults__ is not None:
+            function.__defaults__ = tuple(
+                None if isinstance(default, torch.distributed.ProcessGroup) else default
+                for default in function.__defaults__
+            )
 
 
 def hosted_by_a_rank(store: Store) -> bool:
