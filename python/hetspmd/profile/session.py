@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from hetspmd.errors import ProfileError
 from hetspmd.profile.host import host_name
 from hetspmd.run.communicator import Communicator, LoneCommunicator
-from hetspmd.run.process_group import ProcessGroupCommunicator
+from hetspmd.run.process_group import communicator_for
 
 __all__ = ["Session", "joined"]
 
@@ -124,7 +124,7 @@ def joined(wanted: str) -> Iterator[Session]:
         device_id=device if device.type == "cuda" else None,
     )  # fmt: skip
     try:
-        communicator = ProcessGroupCommunicator() if world > 1 else LoneCommunicator()
+        communicator = communicator_for(None, world)
         session = Session(communicator, device, backend, store)
         with session.guard("the first collective"):
             communicator.exchange(None)
