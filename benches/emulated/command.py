@@ -14,6 +14,7 @@ import torch
 
 from emulated.cluster import ClusterSpec, EmulatedCluster, unavailable
 from emulated.launch import Workers
+from emulated.pages import lacking
 from hetspmd.plan import write_atomically
 
 __all__ = ["measure_all", "options_of", "parsed", "running", "say"]
@@ -43,10 +44,13 @@ def options_of(
 def parsed(
     parser: argparse.ArgumentParser, names: Sequence[str], arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """The options; ends the process with a message if one of ``--only`` is none of ``names``."""
+    """The options; ends the process with a message if one of ``--only`` is none of ``names``, or if the page
+    to write lacks its marks."""
     options = parser.parse_args(arguments)
     if unknown := [n for n in options.only or () if n not in names]:
         parser.error(f"nothing is called {unknown[0]!r}; there are {', '.join(names)}")
+    if options.write is not None and (problem := lacking(options.write)):
+        parser.error(problem)
     if options.rounds < 1 or options.steps < 1:
         parser.error("--rounds and --steps are at least 1")
     return options

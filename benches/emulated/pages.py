@@ -14,11 +14,20 @@ FASTER = ("<!-- faster -->\n", "<!-- end of faster -->")
 """Of the page of a bench; of README's part on it."""
 
 
+def lacking(page: Path, marks: tuple[str, str] = MARKS) -> str:
+    """Why :func:`replace_results` could not write this page; "" if it can."""
+    if not page.is_file():
+        return f"there is no page {page}"
+    text = page.read_text(encoding="utf-8")
+    missing = [mark.strip() for mark in marks if mark not in text]
+    return f"{page} lacks the marks {' and '.join(missing)}" if missing else ""
+
+
 def replace_results(page: Path, lines: str, marks: tuple[str, str] = MARKS) -> None:
     """Put ``lines`` between the marks of a page. Raises ValueError for a page without the marks."""
+    if problem := lacking(page, marks):
+        raise ValueError(problem)
     text = page.read_text(encoding="utf-8")
-    if any(mark not in text for mark in marks):
-        raise ValueError(f"{page} lacks the marks {marks[0].strip()} and {marks[1]}")
     head, rest = text.split(marks[0], 1)
     write_atomically(page, head + marks[0] + lines + marks[1] + rest.split(marks[1], 1)[1])
 

@@ -24,7 +24,7 @@ from emulated.cluster import EmulatedCluster, unavailable
 from emulated.command import measure_all, options_of, parsed, running, say
 from emulated.launch import Workers
 from emulated.memory import available
-from emulated.pages import FASTER, replace_results
+from emulated.pages import FASTER, lacking, replace_results
 from hetspmd.alternatives import alternatives
 from hetspmd.compiler import plan_for
 from hetspmd.cost.cluster import Cluster
@@ -72,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--link-budget", type=float, default=20.0, help="seconds of a further link's profile")
     options = parsed(parser, [*CLUSTERS, *MODELS, *LINKS], arguments)
+    if options.readme is not None and (problem := lacking(options.readme, FASTER)):
+        parser.error(problem)
     if not measure_all(options, CLUSTERS, _measure):
         return 0
     order = [(c, m, link) for m in MODELS for c in CLUSTERS for link in LINKS]

@@ -328,6 +328,20 @@ def test_a_page_goes_on_where_it_ends(
     assert "1 of 48 points" in capsys.readouterr().out, "what is printed alone was measured here"
 
 
+@pytest.mark.parametrize("option", ["--write", "--readme"])
+def test_a_page_without_marks_is_refused_at_once(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    for text, message in ((None, "there is no page"), ("text\n", "lacks the marks")):
+        if text is not None:
+            page.write_text(text, encoding="utf-8")
+        with pytest.raises(SystemExit) as ended:
+            command.main([option, str(page)])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+
+
 def test_readme_says_what_the_points_say(tmp_path: Path) -> None:
     readme = " ".join((results.KEPT.parents[1] / "README.md").read_text(encoding="utf-8").split())
     kept = results.load(tmp_path, results.KEPT)

@@ -63,8 +63,11 @@ _OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4),
 }
-NOISE = {"loss": 0.0, "gradients": 1e-12, "parameters": 1e-10}
-"""See the module's text; by kind of tensor."""
+NOISE = {
+    torch.float64: {"loss": 0.0, "gradients": 1e-12, "parameters": 1e-10},
+    torch.float32: {"loss": 0.0, "gradients": 1e-5, "parameters": 1e-5},
+}
+"""See the module's text; by the dtype of the comparison and the kind of tensor."""
 
 DRAWS, ROUNDINGS, MOST = 3, 4.0, 100.0
 """See the module's text."""
@@ -159,6 +162,7 @@ def _compared(
     whole = model_in(model, wide)
     args, kwargs = batch_in((args, kwargs), wide)
     random = any(rule.random for rule in plan.theory.rules.values())
+    noise = NOISE[wide]
     limit = _TOLERANCES[wide] if tolerance is None else tolerance
     worst: dict[str, str] = {}
     errors = {"loss": 0.0, "gradients": 0.0, "parameters": 0.0}
@@ -180,13 +184,13 @@ def _compared(
                 ("parameters", run.final, single.final),
             )
             for kind, got, want in pairs:
-                error, where = largest_error(got, want, NOISE[kind])
+                error, where = largest_error(got, want, noise[kind])
                 apart = max(apart, error) if kind == "parameters" else apart
                 if not error <= errors[kind]:
                     errors[kind], worst[kind] = error, f"{where} ({name})"
         if apart > limit:
             moved = [single_device(_rounded(whole, draw), name).final for draw in range(DRAWS)]
-            own = max(largest_error(final, single.final, NOISE["parameters"])[0] for final in moved)
+            own = max(largest_error(final, single.final, noise["parameters"])[0] for final in moved)
             rounding = max(own, rounding or 0.0)
             allowed = allowed and apart <= min(ROUNDINGS * own, MOST * limit)
     if random:
