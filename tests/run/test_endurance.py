@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,5 +60,8 @@ def test_delays_change_nothing_and_nothing_grows(tmp_path: Path) -> None:
             # What is in flight at the moment of a look may differ by a tensor or two; what leaks stays and adds up.
             for kind in ("tensors", "bytes"):
                 assert min(now[kind] for now in later[-10:]) <= first[kind], (kind, rank["held"])
-            # The allocator keeps what it once had: it may take a little more at first, but not in every step.
-            assert later[-1]["resident"] - later[4]["resident"] <= 2 * 2**20, rank["held"]
+            # The allocator keeps what it once had. It takes a megabyte more now and then, in few of the looks; what
+            # leaks, be it 13 KiB a step, makes it take some between almost any two.
+            resident = [now["resident"] for now in later[4:]]
+            assert sum(b > a for a, b in pairwise(resident)) <= len(resident) // 3, rank["held"]
+            assert resident[-1] - resident[0] <= 8 * 2**20, rank["held"]
