@@ -259,6 +259,12 @@ class GraphWriter:
                 self.graph.erase_node(node)
 
 
+def instructions(node: fx.Node) -> tuple[int, ...]:
+    """Ids of all instructions that a call does."""
+    own = node.meta.get("instruction")
+    return (*(() if own is None else (own,)), *node.meta.get(ALSO, ()))
+
+
 def item(values: Any, index: int) -> Any:
     """One output of an op that has several, or of its stand-in that has one."""
     return values if isinstance(values, torch.Tensor) else values[index]

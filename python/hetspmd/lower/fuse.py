@@ -5,6 +5,7 @@ reads too, leaves them as they are.
 
 - What only renames what a call gives (``alias``) goes.
 - The two gradients of a convolution, taken of the same tensors one after the other, are one call.
+- The pieces of a batch norm are one call (:mod:`hetspmd.lower.batch_norm`).
 - One number per row, times a tensor that is zero but for one place per row, is written to that place (the gradient
   of a cross entropy's mean).
 - An elementwise op writes to its operand if that is a fresh tensor which nothing reads afterwards, as eager modules
@@ -20,7 +21,8 @@ import torch
 from torch import fx
 
 from hetspmd.lower.aliases import allocates, allocates_each
-from hetspmd.lower.emit import ALSO, DTYPE, SHAPE, item
+from hetspmd.lower.batch_norm import join_batch_norms
+from hetspmd.lower.emit import ALSO, DTYPE, SHAPE, instructions, item
 from hetspmd.trace.compat import is_op
 
 aten = torch.ops.aten
@@ -43,6 +45,7 @@ def fuse(graph: fx.Graph) -> None:
         _both_gradients(graph, node)
     for node in _calls(graph, aten.mul.Tensor):
         _scattered(graph, node)
+    join_batch_norms(graph, _erase)
     _in_place(graph)
 
 
@@ -74,8 +77,7 @@ def _erase(node: fx.Node) -> None:
 
 def _does_also(node: fx.Node, other: fx.Node) -> None:
     """Say that a call does the instructions of another as well, which goes."""
-    own = other.meta.get("instruction")
-    node.meta[ALSO] = (*node.meta.get(ALSO, ()), *(() if own is None else (own,)), *other.meta.get(ALSO, ()))
+    node.meta[ALSO] = (*node.meta.get(ALSO, ()), *instructions(other))
 
 
 def _renamed(node: fx.Node) -> None:

@@ -131,8 +131,8 @@ class _Lowering:
         ):
             for tensor in tensors:
                 names[tensor] = f"{prefix}_{identifier(self.graph.tensors[tensor].name)}"
-                node = writer.graph.placeholder(names[tensor])
-                writer.produced[(tensor, self.stored.get(tensor, IDENTITY))] = node
+                key = (tensor, self.stored.get(tensor, IDENTITY))
+                writer.produced[key] = writer.typed(writer.graph.placeholder(names[tensor]), key)
         for step in plan.forward:
             if not self._source(writer, step):
                 writer.write(step)
