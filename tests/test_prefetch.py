@@ -50,8 +50,13 @@ def vit_on_two() -> Plan:
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Switches off what is tested here."""
-    return lambda: monkeypatch.setattr(alternation, "gathered_ahead", lambda *_: [])
+    """Switches off what is tested here, and what does as much by itself."""
+
+    def off() -> None:
+        monkeypatch.setattr(alternation, "gathered_ahead", lambda *_: [])
+        monkeypatch.setattr(alternation, "stored_one_by_one", lambda *_: None)
+
+    return off
 
 
 def sharded(plan: Plan) -> list[tuple[int, ...]]:
@@ -178,5 +183,5 @@ def test_dim_0_is_divided_where_it_is_fine_enough(units: tuple[int, int], dim: i
         graph=SimpleNamespace(tensors=[SimpleNamespace(shape=units)]),
         axes=SimpleNamespace(axis=lambda tensor, d: axes[d]),
     )
-    found = prefetch._divisible(theory, [0], frozenset((0, 1)), 2)
+    found = prefetch.divisible(theory, [0], frozenset((0, 1)), 2)
     assert found == ({} if dim is None else {0: all_gather(dim)})

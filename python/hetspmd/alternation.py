@@ -35,6 +35,7 @@ from hetspmd.pairs import Clock, Judge, Pair, bounded
 from hetspmd.plan import Iteration
 from hetspmd.prefetch import gathered_ahead
 from hetspmd.rules.theory import Theory
+from hetspmd.storage import stored_one_by_one
 from hetspmd.synth import constraints as known
 from hetspmd.synth.constraints import Constraints
 from hetspmd.synth.memory import capacities, search_that_fits
@@ -100,7 +101,7 @@ class Alternation:
         seconds = {name: pair.seconds for name, pair in baselines.items()}
         over = [name for name, pair in baselines.items() if not pair.fits]
         seconds["fastest_device_alone"] = float(min(costs.alone()))
-        all_devices = None if best is None else best.seconds
+        teamed = [] if best is None else [(costs, best, iterations)]
         for ranks in teams(costs):
             part = CostModel(self.theory, self.cluster.part(ranks))
             limited = len(ranks) == 1 and np.isfinite(capacities(part)).any()
@@ -109,15 +110,19 @@ class Alternation:
             pairs, rounds = self._team(part, ranks)
             if limited and not any(pair.fits for pair in pairs):
                 over.append("fastest_device_alone")
-            better = self._best(pairs if best is None else [best, *pairs])
-            if better is not None and better is not best:
-                best, iterations = better, rounds
+            better = self._best(pairs)
+            if better is not None:
+                teamed.append((part, better, rounds))
+                best = self._best([better] if best is None else [best, better])
         if best is None:
             assert self.nearest is not None
             raise self.nearest
+        settled = [(self._settled(costs, pair, best), rounds) for costs, pair, rounds in teamed]
+        best = self._best([pair for pair, _ in settled]) or best
+        iterations = next(rounds for pair, rounds in settled if pair is best)
+        if len(best.active) < self.cluster.world and len(teamed[0][1].active) == self.cluster.world:
+            seconds["all_devices"] = settled[0][0].seconds
         best = self._certified(best)
-        if len(best.active) < self.cluster.world and all_devices is not None:
-            seconds["all_devices"] = all_devices
         return Outcome(best, seconds, tuple(iterations), tuple(over))
 
     def on(self, active: tuple[int, ...], starts: Sequence[tuple[str, Matrix]]) -> Outcome | None:
@@ -126,7 +131,8 @@ class Alternation:
         pairs, iterations = self._rounds(costs, active, starts)
         best = self._best(pairs)
         if best is not None:
-            best = self._best([best, *self._overlapping(costs, active, best, pairs, iterations)])
+            best = self._best([best, *self._overlapping(costs, active, best, pairs, iterations)]) or best
+            best = self._settled(costs, best, best)
         return None if best is None else Outcome(self._certified(best), {}, tuple(iterations))
 
     def at(self, ratios: Matrix, lengths: Lengths, active: tuple[int, ...]) -> Pair:
@@ -134,6 +140,12 @@ class Alternation:
         costs = CostModel(self.theory, self.cluster.part(active))
         found = self._search(costs, lengths, None)
         return Judge(self, costs, found, active, lengths)(ratios, lengths)
+
+    def _settled(self, costs: CostModel, pair: Pair, best: Pair) -> Pair:
+        """The pair with its parameters' storage settled, where it could then be as good as ``best``."""
+        if pair.stages.floor >= best.seconds or pair.seconds > best.seconds * (1 + NEAR):
+            return pair
+        return stored_one_by_one(self, costs, pair) or pair
 
     def _best(self, pairs: Sequence[Pair]) -> Pair | None:
         """The fastest of the pairs that fit; among equals one that was searched as it is, and the first."""

@@ -35,7 +35,10 @@ from hetspmd.synth.program import Communicate, Compute, Program
 from hetspmd.synth.search import Found, Searcher
 from hetspmd.synth.space import Space
 
-__all__ = ["AHEAD", "PARTS", "gathered_ahead", "storage_axes", "stored_evenly"]
+__all__ = [
+    "AHEAD", "PARTS", "WORTH", "Searching", "divisible", "gathered_ahead", "last_first", "like",
+    "storage_axes", "stored_evenly",
+]  # fmt: skip
 
 AHEAD: Final = (2, 3, 4, 6, 8, 12, 16)
 """Distances that are tried, beside one."""
@@ -135,7 +138,7 @@ def _derived(of: Searching, costs: CostModel, pair: Pair) -> Iterable[Pair]:
     sharded = [a for t, form in stored.items() if is_sharded(form) and (a := theory.axes.sharded(t, form))]
     evened = any(lengths.units[axis.id] != pair.lengths.units[axis.id] for axis in sharded)
     whole = [t for t, form in stored.items() if form == IDENTITY and t not in of.fixed.forms]
-    divided = _divisible(theory, whole, free, pair.lengths.world) if _idle(costs, pair) >= WORTH else {}
+    divided = divisible(theory, whole, free, pair.lengths.world) if _idle(costs, pair) >= WORTH else {}
     seen = set() if evened else {frozenset[int]()}
     for part in (*PARTS, 0.0):
         last = _last(theory, divided, part)
@@ -143,7 +146,7 @@ def _derived(of: Searching, costs: CostModel, pair: Pair) -> Iterable[Pair]:
             continue
         seen.add(last)
         forms = {**of.fixed.forms, **stored, **{t: divided[t] for t in last}}
-        within = of.searcher.space.within(Constraints(forms, _like(theory, rows)))
+        within = of.searcher.space.within(Constraints(forms, like(theory, rows)))
         try:
             found = of._search(costs, lengths, None, within)
         except (InfeasibleError, SearchError):
@@ -160,7 +163,7 @@ def _idle(costs: CostModel, pair: Pair) -> float:
     return (forward - busy) / pair.seconds
 
 
-def _divisible(theory: Theory, whole: Iterable[int], free: frozenset[int], world: int) -> dict[int, Form]:
+def divisible(theory: Theory, whole: Iterable[int], free: frozenset[int], world: int) -> dict[int, Form]:
     """Of the parameters those that can be divided along free axes, and the form: along dim 0 where its units make
     shards that are nearly even, as slices of it need not be copied; otherwise along the dim with most units."""
     found: dict[int, Form] = {}
@@ -177,22 +180,27 @@ def _last(theory: Theory, divided: dict[int, Form], part: float) -> frozenset[in
     """Of the parameters those that the forward reads last, with at most ``part`` of their bytes, but not the
     smallest."""
     graph = theory.graph
-    nbytes = {t: graph.tensors[t].nbytes for t in divided}
-    total, small = sum(nbytes.values()), 0
-    left = sorted(nbytes, key=lambda t: (nbytes[t], t))
-    while left and small + nbytes[left[0]] <= SMALL * total:
-        small += nbytes[left.pop(0)]
-    left.sort(key=lambda t: (-min(graph.consumers.get(t, (0,))), t))
     found: set[int] = set()
-    room = part * total
-    for tensor in left:
-        if nbytes[tensor] <= room:
-            room -= nbytes[tensor]
+    room = part * sum(graph.tensors[t].nbytes for t in divided)
+    for tensor in last_first(theory, divided):
+        if (nbytes := graph.tensors[tensor].nbytes) <= room:
+            room -= nbytes
             found.add(tensor)
     return frozenset(found)
 
 
-def _like(theory: Theory, rows: Sequence[int]) -> RowFilter:
+def last_first(theory: Theory, parameters: Iterable[int], smallest: float = SMALL) -> list[int]:
+    """The parameters, but for the smallest, with that part of all bytes; what the forward reads last is first."""
+    graph = theory.graph
+    nbytes = {t: graph.tensors[t].nbytes for t in parameters}
+    total, small = sum(nbytes.values()), 0
+    left = sorted(nbytes, key=lambda t: (nbytes[t], t))
+    while left and small + nbytes[left[0]] <= smallest * total:
+        small += nbytes[left.pop(0)]
+    return sorted(left, key=lambda t: (-min(graph.consumers.get(t, (0,))), t))
+
+
+def like(theory: Theory, rows: Sequence[int]) -> RowFilter:
     """The triples of a program, any of what is given to it and of second readings."""
     graph = theory.graph
     own = [theory.rows[i][k] for i, k in enumerate(rows)]

@@ -1,0 +1,83 @@
+"""Which parameters are stored in shards is settled one by one, in the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import hetspmd.alternation as alternation
+import hetspmd.storage as storage
+from hetspmd.cost.cluster import Cluster
+from hetspmd.forms import all_gather
+from hetspmd.synth.checker import check
+from test_prefetch import compiled, error_of, on, sharded
+from workbench import traced
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Switches off what is tested here."""
+    return lambda: monkeypatch.setattr(alternation, "stored_one_by_one", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "gain"),
+    [
+        ("vit", on(1e7, 2, 1), 0.015),
+        ("gpt2", on(1e7, 2, 1), 0.015),
+        pytest.param("bert", on(1e7, 2, 1), 0.005, marks=pytest.mark.slow),
+        pytest.param("vit", on(1e7, 1, 1, 1), 0.0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_gets_shorter_and_stays_right(
+    name: str, devices: Cluster, gain: float, without: Callable[[], None]
+) -> None:
+    plan = compiled(name, devices)
+    check(plan.theory, plan.program)
+    assert sharded(plan)
+    assert error_of(traced(name), plan) < 1e-9
+    assert compiled(name, devices).to_json() == plan.to_json()
+    without()
+    before = compiled(name, devices)
+    assert plan.cost.step_seconds <= before.cost.step_seconds * (1 - gain)
+
+
+def test_forms_that_are_asked_for_are_kept() -> None:
+    devices = on(1e7, 2, 1)
+    free = compiled("vit", devices)
+    stored = {name: form for name, (form, _) in free.parameter_layout().items()}
+    name = next(n for n, extents in free.parameter_layout().items() if extents[1])
+    assert stored[name] != 0
+    asked = compiled("vit", devices, constraints={name: "replicated"})
+    assert asked.parameter_layout()[name][1] == ()
+    assert sharded(asked), "others are in shards"
+
+
+def test_nothing_is_tried_where_nothing_is_left_to_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(storage, "_Settling", never)
+    compiled("vit", on(1e12, 2, 1))
+
+
+@pytest.mark.parametrize("most", [3, 4, 100])
+def test_neighbours_share_a_group(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve parameters of 10 and 30 bytes by turns, and one of which nobody would notice."""
+    monkeypatch.setattr(storage, "GROUPS", most)
+    nbytes = [*([10, 30] * 6), 0.1]
+    graph = SimpleNamespace(
+        tensors=[SimpleNamespace(nbytes=n) for n in nbytes], consumers={t: [t] for t in range(13)}
+    )
+    theory: Any = SimpleNamespace(graph=graph)
+    groups = storage.grouped(theory, dict.fromkeys(range(13), all_gather(0)))
+    assert sorted(t for group in groups for t in group) == list(range(12))
+    assert all(group == list(range(group[0], group[-1] + 1)) for group in groups)
+    sizes = [sum(nbytes[t] for t in group) for group in groups]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(groups) == min(most, 12)
+    if most == 100:
+        assert [group[0] for group in groups] == [1, 3, 5, 7, 9, 11, 0, 2, 4, 6, 8, 10]
