@@ -31,7 +31,7 @@ from hetspmd.prefetch import (
     like,
     storage_axes,
     stored_evenly,
-)  # fmt: skip
+)
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.constraints import Constraints, RowFilter
 
