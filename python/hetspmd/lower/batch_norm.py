@@ -122,15 +122,12 @@ def _only(node: fx.Node, users: Iterable[fx.Node]) -> None:
 
 def _per_channel(node: Any, channels: int, pieces: list[fx.Node]) -> fx.Node:
     """What is reshaped to stand beside the data, one number per channel."""
-    while (
-        isinstance(node, fx.Node)
-        and node.target is aten.reshape.default
-        and node.meta.get(SHAPE) != (channels,)
-    ):
+    while isinstance(node, fx.Node):
+        if node.meta.get(SHAPE) == (channels,):
+            return node
         pieces.append(node)
-        node = node.args[0]
-    _require(isinstance(node, fx.Node) and node.meta.get(SHAPE) == (channels,))
-    return node  # type: ignore[no-any-return]  # it is a node
+        (node, _) = _args(node, aten.reshape.default)
+    raise _Differs
 
 
 def _data(node: fx.Node) -> tuple[int, int, list[int]]:
