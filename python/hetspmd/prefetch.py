@@ -32,7 +32,7 @@ from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.constraints import Constraints, RowFilter
 from hetspmd.synth.program import Communicate, Compute, Program
-from hetspmd.synth.search import Found, Searcher
+from hetspmd.synth.search import Found, Searcher, stored_forms
 from hetspmd.synth.space import Space
 
 __all__ = [
@@ -129,11 +129,7 @@ def _derived(of: Searching, costs: CostModel, pair: Pair) -> Iterable[Pair]:
     while the forward runs."""
     theory, rows = of.theory, pair.found.rows
     free = storage_axes(theory, pair.program)
-    stored = {
-        p.tensor: theory.rows[i][rows[i]].post[0]
-        for p in theory.graph.parameters
-        for i in (theory.graph.producers[p.tensor],)
-    }
+    stored = stored_forms(theory, rows)
     lengths = stored_evenly(theory, pair.lengths, pair.ratios, free)
     sharded = [a for t, form in stored.items() if is_sharded(form) and (a := theory.axes.sharded(t, form))]
     evened = any(lengths.units[axis.id] != pair.lengths.units[axis.id] for axis in sharded)

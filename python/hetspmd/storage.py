@@ -34,6 +34,7 @@ from hetspmd.prefetch import (
 )
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.constraints import Constraints, RowFilter
+from hetspmd.synth.search import stored_forms
 
 __all__ = ["stored_one_by_one"]
 
@@ -64,11 +65,7 @@ class _Settling:
         free = storage_axes(theory, pair.program)
         self.lengths: Lengths = stored_evenly(theory, pair.lengths, pair.ratios, free)
         self.filter: RowFilter = like(theory, rows)
-        self.forms: dict[int, Form] = {
-            p.tensor: theory.rows[i][rows[i]].post[0]
-            for p in theory.graph.parameters
-            for i in (theory.graph.producers[p.tensor],)
-        }
+        self.forms = stored_forms(theory, rows)
         open_ = [t for t in self.forms if t not in of.fixed.forms]
         self.sharded = divisible(theory, open_, free, pair.lengths.world)
         self.groups = grouped(theory, self.sharded)

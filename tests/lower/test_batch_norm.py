@@ -143,8 +143,8 @@ def test_pieces_of_the_forward(change: str, joined: bool) -> None:
     assert (aten.rsqrt.default in targets) != joined
 
 
-def test_a_weight_that_comes_after_what_is_read_of_the_normed() -> None:
-    """It is normed by torch's call, and weighted apart."""
+def test_what_is_read_before_the_weight_is_weighted_apart() -> None:
+    """It is normed by torch's call all the same."""
     w = Written(x=X, weight=ONE, bias=ONE)
     targets = w.fused(*forward(w, "normed read"))
     assert FORWARD in targets

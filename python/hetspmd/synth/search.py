@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,8 @@ from hetspmd import _core
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import InfeasibleError, SearchError
+from hetspmd.forms import Form
+from hetspmd.rules.theory import Theory
 from hetspmd.synth.order import assemble_program
 from hetspmd.synth.pricing import Priced, Prices, Pricing
 from hetspmd.synth.program import Communicate, Program
@@ -184,7 +187,7 @@ class Searcher:
         """The core's text of an earlier find; None if the space lacks one of its values."""
         space = self.space
         again = space.theory.graph.second_reads
-        forms = self._stored(start)
+        forms = stored_forms(space.theory, start.rows)
         rows: list[int] = []
         for i, row in enumerate(start.rows):
             if row not in space.rows[i]:
@@ -209,13 +212,14 @@ class Searcher:
                 return None
         return json.dumps({"rows": rows, "moves": moves})
 
-    def _stored(self, start: Found) -> dict[int, int]:
-        theory = self.space.theory
-        return {
-            p.tensor: theory.rows[i][start.rows[i]].post[0]
-            for p in theory.graph.parameters
-            for i in (theory.graph.producers[p.tensor],)
-        }
+
+def stored_forms(theory: Theory, rows: Sequence[int]) -> dict[int, Form]:
+    """The form in which each parameter is stored, by tensor, of a program with one row per instruction."""
+    return {
+        p.tensor: theory.rows[i][rows[i]].post[0]
+        for p in theory.graph.parameters
+        for i in (theory.graph.producers[p.tensor],)
+    }
 
 
 def search(
