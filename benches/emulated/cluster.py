@@ -38,17 +38,18 @@ from emulated.ticker import Tickers
 from hetspmd.cost.quantities import parse_quantity, quantity_text
 
 PREFIX = "hetspmd-emulated"
-BURST = 1e-3
+BURST = 2e-3
 """Seconds' worth of bytes that a link which has been idle sends at once. A collective of a megabyte that begins on
 an idle link must not be quicker than one that follows another: no wire gives such credit."""
 
 SMALLEST, LARGEST = 32 * 1024, 128 * 1024
 """Bytes of such a burst, at least and at most."""
 
-PACKET = 16 * 1024
-"""Bytes of a packet before segmentation, at most. A token bucket divides what is larger than its burst into packets
-of 1500 bytes, which take 8 times the CPU time, and Linux charges it to whichever rank computes. Connections keep
-to what holds when they are made."""
+FILLED, PACKET = 0.94, 60_000
+"""The part of a burst that a packet before segmentation fills, at most, and its bytes, at most. Each packet takes
+a timer, interrupts and the waking of threads, about 20 us, which Linux charges to whichever rank computes, as no
+network card would; so packets are as large as the link's time allows. A token bucket divides what is larger than its
+burst into packets of 1500 bytes, which is far worse; a burst counts the headers, too."""
 
 QUEUE = 32 * 1024 * 1024
 """Bytes that wait at a link before packets are dropped; a drop would cost a retransmission timer."""
@@ -57,6 +58,10 @@ MOST_RANKS = 200
 NOTICED = 0.03
 """Corrections of a share by less than this part of it are not made: each gives the rank its quota once more, which
 at five a second is a tenth of its time."""
+DRAINED = 30.0
+"""Seconds within which a link must have sent what waits, before it gets another rate."""
+
+_EMPTY = re.compile(r"tbf.*?backlog 0b ", re.DOTALL)
 _NAME = re.compile(rf"{PREFIX}-(\d+)-(\d+)-\d+")
 _SERIAL = itertools.count()
 
@@ -112,6 +117,11 @@ class ClusterSpec:
     def fastest(self) -> int:
         """The rank with the largest share, the lowest among equals."""
         return max(range(len(self.ranks)), key=lambda r: (self.ranks[r].share, -r))
+
+    @property
+    def slowest(self) -> float:
+        """Bytes/s of the slowest link: a packet must fit the burst of every link on its way."""
+        return min(r.rate for r in self.ranks)
 
     def __str__(self) -> str:
         links = sorted({(r.rate, r.latency) for r in self.ranks})
@@ -171,9 +181,19 @@ def rate_command(device: str, rate: float, verb: str = "add") -> list[str]:
     return ["qdisc", verb, "dev", device, "root", "handle", "1:", "tbf", *shape]
 
 
+def packet_command(device: str, rate: float) -> list[str]:
+    """Arguments of ``ip`` that give packets at one end of a link their size (:func:`packet`)."""
+    return ["link", "set", "dev", device, "gso_max_size", str(packet(rate))]
+
+
 def burst(rate: float) -> int:
     """Bytes that a link of ``rate`` bytes/s may send at once."""
     return int(min(max(BURST * rate, SMALLEST), LARGEST))
+
+
+def packet(rate: float) -> int:
+    """Bytes of a packet before segmentation where no link is slower than ``rate`` bytes/s, at most."""
+    return min(int(FILLED * burst(rate)), PACKET)
 
 
 def link_commands(device: str, rank: Rank) -> list[list[str]]:
@@ -312,11 +332,29 @@ class EmulatedCluster:
                 self._given[rank] = corrected
 
     def set_rate(self, rate: float) -> None:
-        """Give every link another rate in bytes/s; what is on its way is not lost."""
+        """Give every link another rate in bytes/s, once what is on its way has come: a packet that is larger than
+        a bucket has become would never leave it.
+
+        Raises EmulationError if the links do not get idle.
+        """
         self.spec = ClusterSpec(tuple(replace(r, rate=rate) for r in self.spec.ranks))
+        ends = [end for rank in range(self.world) for end in self._ends(rank)]
+        for namespace, device in ends:
+            _run("ip", "-n", namespace, *packet_command(device, rate))
         for rank in range(self.world):
-            for namespace, device in self._ends(rank):
-                _run("tc", "-n", namespace, *rate_command(device, rate, "change"))
+            # Connections ask for the size of their packets where they look up their route.
+            _run("ip", "-n", self._namespace(rank), "route", "flush", "cache")
+        for namespace, device in ends:
+            self._drain(namespace, device)
+            _run("tc", "-n", namespace, *rate_command(device, rate, "change"))
+
+    def _drain(self, namespace: str, device: str) -> None:
+        """Return once nothing waits at an end of a link."""
+        give_up = time.monotonic() + DRAINED
+        while not _EMPTY.search(_run("tc", "-n", namespace, "-s", "qdisc", "show", "dev", device)):
+            if time.monotonic() > give_up:
+                raise EmulationError(f"{device} of {namespace} still has bytes to send after {DRAINED:g} s")
+            time.sleep(0.01)
 
     def free_network_threads(self, rank: int) -> None:
         """Let all threads but the main one of the rank's process run beside its CPU share, if it is held to it.
@@ -354,7 +392,7 @@ class EmulatedCluster:
                 _run("ip", "-n", own, "link", "set", device, "up")
             _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
             for namespace, device in self._ends(rank):
-                _run("ip", "-n", namespace, "link", "set", "dev", device, "gso_max_size", str(PACKET))
+                _run("ip", "-n", namespace, *packet_command(device, self.spec.slowest))
                 for command in link_commands(device, of):
                     _run("tc", "-n", namespace, *command)
             _run("ip", "netns", "exec", own, "sh", "-c", _STACK)

@@ -24,6 +24,22 @@ for _ in range(40):
     peer.sendall(bytes(1 << 16))
 """
 
+SEND_LATER = """
+import socket, sys
+peer = socket.create_connection((sys.argv[1], 5000))
+def packets():
+    return int(open("/sys/class/net/eth0/statistics/tx_packets").read())
+for turn in ("sent", None):
+    sys.stdin.readline()
+    before = packets()
+    for _ in range(40):
+        peer.sendall(bytes(1 << 16))
+    if turn is None:
+        peer.shutdown(socket.SHUT_WR)
+        peer.recv(1)
+    print(turn or packets() - before, flush=True)
+"""
+
 BUSY = """
 import time
 start, used = time.monotonic(), time.process_time()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from emulated_cases import BUSY, DRIVER, RECEIVE, SEND
+from emulated_cases import BUSY, DRIVER, RECEIVE, SEND, SEND_LATER
 
 from emulated import cluster as module
 from emulated import command as benches
@@ -72,10 +72,13 @@ def test_specs() -> None:
 
 
 def test_bursts() -> None:
-    """An idle link gives little credit, and never less than two packets."""
-    assert module.burst(125e6) == 125_000
+    """An idle link gives little credit, and never less than a packet with its headers."""
+    assert module.burst(25e6) == 50_000
     assert module.burst(1e9) == module.LARGEST
-    assert module.burst(1e6) == module.SMALLEST == 2 * module.PACKET
+    assert module.burst(1e6) == module.SMALLEST
+    for rate in (1e6, 25e6, 31e6, 125e6, 1e9):
+        segments = -(-module.packet(rate) // 1448)
+        assert module.packet(rate) + 66 * segments <= module.burst(rate)
 
 
 def test_link_commands() -> None:
@@ -126,10 +129,33 @@ def test_a_rate_can_be_changed() -> None:
             text=True,
             check=True,
         )
-        assert f"gso_max_size {module.PACKET} " in shown.stdout
+        assert f"gso_max_size {module.packet(10 * rate)} " in shown.stdout
         cluster.set_rate(rate)
         assert cluster.spec == ClusterSpec((Rank(0.5, rate), Rank(0.25, rate)))
         assert 0.6 * rate < received(cluster) < 1.05 * rate
+
+
+@emulation
+def test_connections_follow_a_change_of_the_rate() -> None:
+    """Packets that are larger than the new rate's burst would be divided into 1500 bytes each."""
+    spec = ClusterSpec((Rank(0.5, 125e6), Rank(0.25, 125e6)))
+    with EmulatedCluster(spec) as cluster:
+        receiver = cluster.start(1, [sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE)
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == b"listening\n"
+        command = [sys.executable, "-c", SEND_LATER, cluster.address(1)]
+        with receiver, cluster.start(0, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as sender:
+            assert sender.stdin is not None
+            assert sender.stdout is not None
+            said = []
+            for rate in (12.5e6, 12.5e6):
+                sender.stdin.write(b"\n")
+                sender.stdin.flush()
+                said.append(sender.stdout.readline().strip())
+                cluster.set_rate(rate)
+            float(receiver.stdout.readline())
+        assert said[0] == b"sent"
+        assert 40 * 65536 / module.packet(12.5e6) <= int(said[1]) < 40 * 65536 / 6000
 
 
 @emulation
