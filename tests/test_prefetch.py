@@ -175,9 +175,12 @@ def test_a_program_that_is_known_stays_as_it_is() -> None:
     assert forced.program.ahead == 1
 
 
-@pytest.mark.parametrize(("units", "dim"), [((64, 512), 0), ((63, 512), 1), ((1, 2), 1), ((1, 1), None)])
+@pytest.mark.parametrize(
+    ("units", "dim"), [((2, 512), 0), ((63, 512), 0), ((5, 512), 1), ((5, 7), 1), ((1, 2), 1), ((1, 1), None)]
+)
 def test_dim_0_is_divided_where_it_is_fine_enough(units: tuple[int, int], dim: int | None) -> None:
-    """Between two devices 64 units are, of which slices need not be copied; otherwise the dim with most."""
+    """Between two devices 2 and 63 units are, of which slices need not be copied; otherwise the dim of which the
+    largest shard is smallest."""
     axes = [SimpleNamespace(id=d, units=count) for d, count in enumerate(units)]
     theory: Any = SimpleNamespace(
         graph=SimpleNamespace(tensors=[SimpleNamespace(shape=units)]),

@@ -56,8 +56,8 @@ WORTH: Final = 0.03
 """The part of the step that must be left to gain: between the step and what the devices compute or the links carry,
 and in which the links are idle while the forward runs."""
 
-FINE: Final = 32
-"""Units per device from which shares are as even as any need be."""
+EVEN: Final = 1 / 32
+"""The part by which the largest shard may be larger than the mean to be as small as any need be."""
 
 NEAR: Final = 0.25
 """Pairs whose gathers may gain are at most this part slower than the best."""
@@ -160,15 +160,16 @@ def _idle(costs: CostModel, pair: Pair) -> float:
 
 
 def divisible(theory: Theory, whole: Iterable[int], free: frozenset[int], world: int) -> dict[int, Form]:
-    """Of the parameters those that can be divided along free axes, and the form: along dim 0 where its units make
-    shards that are nearly even, as slices of it need not be copied; otherwise along the dim with most units."""
+    """Of the parameters those that can be divided along free axes, and the form: along the first dim of which the
+    largest shard is about as small as any (slices along dim 0 need not be copied), otherwise along the one with
+    the smallest."""
     found: dict[int, Form] = {}
     for tensor in whole:
         dims = range(len(theory.graph.tensors[tensor].shape))
         units = {d: a.units for d in dims if (a := theory.axes.axis(tensor, d)) is not None and a.id in free}
-        dim = max(units, key=lambda d: (min(units[d], FINE * world), -d), default=None)
-        if dim is not None and units[dim] >= world:
-            found[tensor] = all_gather(dim)
+        over = {d: max(-(-n // world) * world / n - 1, EVEN) for d, n in units.items() if n >= world}
+        if over:
+            found[tensor] = all_gather(min(over, key=lambda d: (over[d], d)))
     return found
 
 

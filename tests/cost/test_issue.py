@@ -7,17 +7,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cost_graphs import data_parallel, mlp
+from cost_graphs import Builder, data_parallel, mlp
 
 from hetspmd.balance.lengths import lengths_for
 from hetspmd.cost.cluster import Cluster, Device, Network
-from hetspmd.cost.model import CostModel
-from hetspmd.cost.overlap import START, TwoStreams
+from hetspmd.cost.model import CostModel, MoveForm
+from hetspmd.cost.overlap import START, WAIT, TwoStreams
 from hetspmd.cost.step import step_cost
 from hetspmd.cost.timeline import timeline
 from hetspmd.errors import ClusterError
+from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather
 from hetspmd.profile.grouping import issuing
+from hetspmd.rules.theory import Theory
 from hetspmd.synth.buckets import members
+from hetspmd.synth.program import Communicate, Compute, Kind, Program, Result
 
 FREE = Cluster(
     (Device("a", {"default": 1e9}), Device("b", {"default": 5e8})), Network(bandwidth=1e8, latency=1e-4)
@@ -72,6 +75,92 @@ def test_large_tensors_take_longer_to_issue() -> None:
     sizes = [sum(THEORY.graph.tensors[m.tensor].nbytes for m in members(c)) for c in two.collectives if c]
     assert len(set(sizes)) > 1
     assert [float(own[0]) for own in run.issued.values()] == pytest.approx([1e-6 + n / 1e8 for n in sizes])
+
+
+COPIES = replace(
+    FREE,
+    devices=tuple(replace(d, issue_bandwidth=b) for d, b in zip(FREE.devices, (4e7, 1e7), strict=True)),
+)
+
+
+def product() -> Theory:
+    """The sum of c[40, 30] = a[40, 20] w[20, 30] in float32; c has 4,800 bytes."""
+    b = Builder()
+    sizes = {"m": 40, "k": 20, "n": 30}
+    c = b.mm("c", "mk,kn->mn", b.input("a", (40, 20)), b.parameter("w", (20, 30)), sizes)
+    return b.theory(b.op("loss", "mn->", (c,), sizes, flops=1200), {})
+
+
+SCATTERED = ("reduce_scatter", "grouped_reduce", "ring_reduce", "exchange_reduce")
+GATHERED = ("all_gather", "grouped_broadcast", "ring_gather")
+
+
+@pytest.mark.parametrize("kind", [*SCATTERED, *GATHERED])
+def test_slices_along_other_dims_than_the_first_are_copied(kind: Kind) -> None:
+    theory = product()
+    model, free = CostModel(theory, COPIES), CostModel(theory, FREE)
+    nbytes = theory.graph.tensors[2].nbytes
+    shares = model.shares(lengths_for(theory.axes, (0.5, 0.5)))
+
+    def form(of: CostModel, dim: int) -> MoveForm:
+        ends = (ALL_REDUCE, all_gather(dim)) if kind in SCATTERED else (all_gather(dim), IDENTITY)
+        return of.move_form(2, *ends, kind)
+
+    for of, dim in ((model, 0), (free, 0), (free, 1)):
+        assert form(of, dim).pack == form(of, dim).unpack == 0
+    assert model.form_seconds(form(model, 0), shares) == free.form_seconds(form(free, 0), shares)
+    copied = nbytes / 1e7  # by the slower device
+    one = form(model, 1)
+    assert (one.pack, one.unpack) == pytest.approx((copied, 0.0) if kind in SCATTERED else (0.0, copied))
+    sent = free.form_seconds(form(free, 1), shares)
+    assert model.form_seconds(one, shares) == pytest.approx(sent + copied)
+
+
+def test_each_device_copies_before_a_scatter_and_after_a_gather() -> None:
+    """A product, in slices along dim 1 of the sums, gathered for the loss; on devices that copy 40 and 10 MB/s."""
+    theory = product()
+    graph = theory.graph
+    (last,) = (i for i in graph.instructions if 2 in i.inputs)
+    made = next(i for i in graph.instructions if 2 in i.outputs)
+    summed = next(r for r in theory.rows[made.id] if r.post == (ALL_REDUCE,))
+    given = [
+        Compute(i.id, next(r for r in theory.rows[i.id] if r.post == (IDENTITY,)))
+        for i in graph.instructions
+        if i.is_source
+    ]
+    whole = next(r for r in theory.rows[last.id] if r.name == "always")
+    steps = (
+        *given,
+        Compute(made.id, summed),
+        Communicate(2, "ring_reduce", ALL_REDUCE, all_gather(1)),
+        Communicate(2, "ring_gather", all_gather(1), IDENTITY),
+        Compute(last.id, whole),
+    )
+    program = Program(steps, Result(last.outputs[0], IDENTITY), (), (), ())
+    model = CostModel(theory, COPIES)
+    lengths = lengths_for(theory.axes, (0.5, 0.5))
+    two = TwoStreams(model, program)
+    run = two.run(model.shares(lengths))
+    own = np.array([graph.tensors[2].nbytes / b for b in (4e7, 1e7)])
+    place = {what: e for e, (_, what, c) in enumerate(two.events) if c == 0}
+    computed = run.seconds[: two.events[place[START]][0]].sum(axis=0)
+    assert run.clocks[place[START]] == pytest.approx(computed + own)
+    assert run.starts[0] == pytest.approx(max(computed + own))
+    (gather,) = (e for e, (_, what, c) in enumerate(two.events) if c == 1 and what == WAIT)
+    assert run.issued[gather] == pytest.approx(own)
+    assert run.issuing == pytest.approx(2 * own + run.issued[place_of(two, 1)])
+    found = timeline(model, program, lengths)
+    assert found.compute_seconds == pytest.approx(tuple(run.seconds.sum(axis=0) + run.issuing))
+    assert found.step_seconds <= found.stage_seconds * (1 + 1e-9)
+    final = run.seconds[two.events[gather][0] :].sum(axis=0)
+    assert run.final == pytest.approx(np.maximum(run.clocks[gather], run.ends[1]) + own + final)
+    (event,) = (e for e in found.events if e.device == 1 and e.name == graph.instructions[last.id].name)
+    assert event.end == pytest.approx(run.final[1]), "behind the copy"
+
+
+def place_of(two: TwoStreams, collective: int) -> int:
+    """The event at which a collective starts."""
+    return next(e for e, (_, what, c) in enumerate(two.events) if what == START and c == collective)
 
 
 def test_issue_in_a_cluster_file() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +162,10 @@ def check(found: Timeline, streams: TwoStreams, lengths: Lengths) -> None:
     """What holds of every timeline."""
     n = len(found.devices)
     events = found.events
+    issuing = streams.run(streams.model.shares(lengths)).issuing
+    spent = dict(zip(found.active, issuing, strict=True))
     for name, want in (
-        ("compute", found.compute_seconds),
+        ("compute", tuple(s - spent.get(r, 0.0) for r, s in enumerate(found.compute_seconds))),
         ("waiting", found.waiting_seconds),
         ("communication", tuple(found.communication_seconds * (r in found.active) for r in range(n))),
     ):
@@ -189,13 +193,16 @@ def check(found: Timeline, streams: TwoStreams, lengths: Lengths) -> None:
     st.integers(0, 10**6),
     st.lists(st.floats(0.01, 1), min_size=3, max_size=3),
     st.floats(1e6, 1e11),
+    st.sampled_from([math.inf, 1e6, 1e8]),
     st.booleans(),
 )
 def test_never_longer_than_the_stage_model(
-    seed: int, weights: list[float], bandwidth: float, parallel: bool
+    seed: int, weights: list[float], bandwidth: float, copied: float, parallel: bool
 ) -> None:
     theory = mlp(batch=12, width=6, hidden=10, layers=2)
-    model = CostModel(theory, cluster(1e8, 2e8, 5e7, bandwidth=bandwidth))
+    of = cluster(1e8, 2e8, 5e7, bandwidth=bandwidth)
+    copying = (replace(d, issue_bandwidth=copied * k) for k, d in enumerate(of.devices, 1))
+    model = CostModel(theory, replace(of, devices=tuple(copying)))
     made = data_parallel(theory) if parallel else random_program(theory, seed)
     lengths = lengths_for(theory.axes, weights)
     found = timeline(model, made, lengths)

@@ -60,7 +60,7 @@ class Device:
     memory_bandwidth  bytes/s
     launch            seconds from one op to the next however small the op is
     issue             seconds of the device that it takes to issue a collective and to take in its result,
-    issue_bandwidth   and bytes/s of the whole tensor at which it takes more for a large one
+    issue_bandwidth   and bytes/s that it copies for one
     optimizer         bytes of parameters that a step of the optimizer updates in a second; None: AdamW's, whose
                       step reads and writes :data:`PASSES` times as many bytes as the parameters have
     machine           None for one accelerator; what a virtual device (HAP 3) consists of, whose figures above are
@@ -106,6 +106,11 @@ class Device:
     def update(self) -> float:
         """Bytes/s of parameters that a step of the optimizer updates."""
         return self.memory_bandwidth / PASSES if self.optimizer is None else self.optimizer
+
+    @property
+    def copying(self) -> float:
+        """Seconds for a byte of a tensor whose slices are put in another order to be sent."""
+        return 1 / self.issue_bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +177,11 @@ class Cluster:
     def ranks(self) -> int:
         """Number of processes that run on the cluster: one per accelerator."""
         return sum(self.accelerators)
+
+    @property
+    def copying(self) -> float:
+        """:attr:`Device.copying` of the slowest device."""
+        return max(device.copying for device in self.devices)
 
     def part(self, ranks: Sequence[int]) -> Cluster:
         """The devices of these ranks, in this order, on the same network."""

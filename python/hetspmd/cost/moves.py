@@ -16,6 +16,10 @@ IJHPCA 2005; padding and grouping as in HAP 2.5.1. One device communicates in 0 
 measured between n devices has its own curve in place of these formulas (:mod:`hetspmd.cost.measured`).
 
 Collectives that share a bucket (:mod:`hetspmd.synth.buckets`) have one latency, the first one's.
+
+Slices along dim 0 lie in memory as they are sent. Of others the devices make copies, before a tensor is scattered
+and after it was gathered, each in the seconds that the slowest device needs for E bytes
+(:attr:`~hetspmd.cost.cluster.Device.copying`).
 """
 
 from __future__ import annotations
@@ -37,7 +41,12 @@ from hetspmd.rules.theory import Theory
 from hetspmd.synth.buckets import Bucket, coalesces
 from hetspmd.synth.program import Communicate, Kind
 
-__all__ = ["MoveForm", "Moves", "exchanged"]
+__all__ = ["GATHERS", "SCATTERS", "MoveForm", "Moves", "exchanged"]
+
+SCATTERS: Final[frozenset[Kind]] = frozenset(
+    ("reduce_scatter", "grouped_reduce", "ring_reduce", "exchange_reduce")
+)
+GATHERS: Final[frozenset[Kind]] = frozenset(("all_gather", "grouped_broadcast", "ring_gather"))
 
 _GROUPED: Final[Mapping[Kind, Kind]] = {
     "ring_gather": "grouped_broadcast", "ring_reduce": "grouped_reduce", "exchange_reduce": "grouped_reduce",
@@ -53,7 +62,9 @@ class MoveForm:
     ``max_j max(s_j (1 - t_j), t_j (1 - s_j))``. ``axis`` is the axis of the shards (for all_to_all of the
     source, with ``target_axis`` the target's); None for all_reduce. ``moved``: a rebalance, whose X and whose
     seconds where the shares agree are those of :mod:`hetspmd.cost.rebalance`. ``latency`` is the part of
-    ``constant`` in which links are idle; so they are during ``per_shard * k``.
+    ``constant`` in which links are idle; so they are during ``per_shard * k``. ``pack`` and ``unpack`` are the
+    parts of it in which the device that copies slowest puts slices in order, before it issues the collective and
+    after it has waited for it.
     """
 
     constant: float
@@ -64,6 +75,8 @@ class MoveForm:
     target_axis: int | None = None
     moved: bool = False
     latency: float = 0.0
+    pack: float = 0.0
+    unpack: float = 0.0
 
 
 class Moves:
@@ -83,7 +96,7 @@ class Moves:
                 self._measured.setdefault(curve.kind, []).append(curve)
         self._nbytes = [t.nbytes for t in theory.graph.tensors]
         self._shares: _Shares | None = None
-        self._table: tuple[object, tuple[Array, Index, Index], list[tuple[int, MoveForm]]] | None = None
+        self._table: _Table | None = None
 
     def shares(self, lengths: Lengths) -> Array:
         """Fraction of each axis on each device, shape (axes + 1, n); the last row is 1: nothing is sharded.
@@ -144,6 +157,20 @@ class Moves:
             return MoveForm(0.0, moved=kind == "rebalance")
         if kind == "rebalance":
             return replace(self.move_form(tensor, source, target, "all_to_all"), moved=True)
+        sent = self._sent_form(tensor, source, target, kind, travels)
+        if kind in SCATTERS and sharded_dim(target):
+            copied = self._nbytes[tensor] * self.cluster.copying
+            return replace(sent, constant=sent.constant + copied, pack=copied)
+        if kind in GATHERS and sharded_dim(source):
+            copied = self._nbytes[tensor] * self.cluster.copying
+            return replace(sent, constant=sent.constant + copied, unpack=copied)
+        return sent
+
+    def _sent_form(
+        self, tensor: int, source: Form, target: Form, kind: Kind, travels: int | None
+    ) -> MoveForm:
+        """:meth:`move_form` of slices that lie in memory as they are sent."""
+        assert self.cluster.network is not None
         if kind in _GROUPED and kind not in self._measured:
             kind = _GROUPED[kind]
         if kind in self._measured:
@@ -203,10 +230,7 @@ class Moves:
     def moves_costs(self, moves: tuple[tuple[int, tuple[Form, Form, Kind]], ...], lengths: Lengths) -> Array:
         """Seconds of many collectives, each with its tensor, as parts of a sum (:meth:`shared_form`). Their forms
         are kept for the next lengths."""
-        if self._table is None or self._table[0] is not moves:
-            forms = [self.shared_form(t, *move) for t, move in moves]
-            self._table = (moves, _move_table(forms), [(n, f) for n, f in enumerate(forms) if f.moved])
-        terms, axis, target = self._table[1]
+        terms, axis, target = self._of(moves).terms
         at = self._at(lengths)
         # Beyond the last axis: no axis, which has no share and exchanges nothing.
         filled, largest = np.array([*at.filled[:-1], 0.0]), np.array([*at.largest[:-1], 0.0])
@@ -216,9 +240,21 @@ class Moves:
         found: Array = (
             terms[:, 0] + terms[:, 1] * filled[axis] + terms[:, 2] * largest[axis] + terms[:, 3] * exchange
         )
-        for n, form in self._table[2]:
+        for n, form in self._of(moves).moved:
             found[n] = self.form_seconds(form, at.shares)
         return found
+
+    def moves_copies(self, moves: tuple[tuple[int, tuple[Form, Form, Kind]], ...]) -> Array:
+        """The parts of :meth:`moves_costs` in which devices copy slices."""
+        return self._of(moves).copies
+
+    def _of(self, moves: tuple[tuple[int, tuple[Form, Form, Kind]], ...]) -> _Table:
+        if self._table is None or self._table.moves is not moves:
+            forms = [self.shared_form(t, *move) for t, move in moves]
+            copies = np.array([f.pack + f.unpack for f in forms])
+            moved = [(n, f) for n, f in enumerate(forms) if f.moved]
+            self._table = _Table(moves, _move_table(forms), copies, moved)
+        return self._table
 
     def form_seconds(self, form: MoveForm, shares: Array) -> float:
         """Seconds of a linear form at given shares."""
@@ -244,6 +280,17 @@ class Moves:
             name = self.theory.graph.tensors[tensor].name
             raise ValueError(f"dim {sharded_dim(form)} of {name} has no logical axis and is never sharded")
         return axis.id
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Many collectives: their terms, with the axes of shards and of targets, what devices copy for them, and which
+    are rebalances."""
+
+    moves: object
+    terms: tuple[Array, Index, Index]
+    copies: Array
+    moved: list[tuple[int, MoveForm]]
 
 
 @dataclass(frozen=True)

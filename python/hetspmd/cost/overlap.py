@@ -5,9 +5,10 @@ local graphs of :mod:`hetspmd.lower` hold the same steps in the same order on ev
 that order settles all clocks:
 
     computation i             T_j <- T_j + seconds_ij
-    start of a collective c   start_c = max(free, max_j T_j),  end_c = start_c + seconds_c,  free <- end_c,
+    start of a collective c   T_j <- T_j + pack_jc,
+                              start_c = max(free, max_j T_j),  end_c = start_c + seconds_c,  free <- end_c,
                               T_j <- T_j + min(issue_jc, seconds_c)
-    wait for it               T_j <- max(T_j, end_c)
+    wait for it               T_j <- max(T_j, end_c) + unpack_jc
 
 Some backends carry several collectives at a time, in ``lanes`` (:class:`~hetspmd.cost.cluster.Cluster`). The links
 are shared all the same, so that one can only wait out its latency behind another:
@@ -15,8 +16,9 @@ are shared all the same, so that one can only wait out its latency behind anothe
     end_c = max(max(end_(c - lanes), max_j T_j) + latency_c, free) + seconds_c - latency_c
 
 Issuing a collective takes time of the device itself where the processor that computes also does that
-(:class:`~hetspmd.cost.cluster.Device`), ``issue_jc = issue_j + E_c / issue_bandwidth_j`` for a tensor of E bytes.
-The collective's own seconds have it too.
+(:class:`~hetspmd.cost.cluster.Device`), ``issue_jc = issue_j + C_c / issue_bandwidth_j``, C the bytes that are
+copied: of a gather the device's own slice, of a scatter none, of others the tensor. The collective's own seconds
+have it too. Slices that do not lie in memory as they are sent are copied besides (:mod:`hetspmd.cost.moves`).
 
 Small collectives share a bucket, as they do where they run: they are one collective here, with one latency.
 
@@ -45,6 +47,7 @@ import numpy as np
 
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
+from hetspmd.cost.moves import GATHERS, SCATTERS
 from hetspmd.forms import ALL_REDUCE, IDENTITY
 from hetspmd.synth.buckets import Bucket, Scheduled, members
 from hetspmd.synth.program import Communicate, Compute, Program
@@ -65,9 +68,9 @@ BOUNDARY: Final = 3
 @dataclass(frozen=True)
 class Run:
     """One pass over the events: ``seconds[i, j]`` of computation i on active device j; ``clocks[e]``, the
-    devices' clocks right before event e; the collectives' starts and ends; the clocks at the end of forward
-    and of the step; which collectives are none at these shares; each device's seconds of issuing, in all and
-    right behind event e (``issued[e]``)."""
+    devices' clocks right before event e (packed, where it starts a collective); the collectives' starts and ends;
+    the clocks at the end of forward and of the step; which collectives are none at these shares; each device's
+    seconds of issuing and copying, in all and right behind event e (``issued[e]``)."""
 
     seconds: Array
     clocks: list[Array]
@@ -118,14 +121,19 @@ class TwoStreams:
         self._event(BOUNDARY, -1)
         self._graph(values, order.backward, there)
         self._moves = self._priced()
-        self._nbytes = [
-            0 if c is None else sum(graph.tensors[m.tensor].nbytes for m in members(c))
-            for c in self.collectives
-        ]
+        self._nbytes = [0.0 if c is None else self._copied(c) for c in self.collectives]
         self._unique, inverse = np.unique(np.array(self._signatures, dtype=np.int64), return_inverse=True)
         self._inverse: Index = inverse.reshape(-1)
         at = sorted({0, *(a for a, _, _ in self.events)} - {len(self._signatures)})
         self._groups: Index = np.array(at, dtype=np.int64)
+
+    def _copied(self, collective: Communicate | Bucket) -> float:
+        """Bytes that a device copies to issue a collective, but for what :attr:`MoveForm.pack` is of. A bucket is
+        packed; of a gather a device sends about its part of the tensor."""
+        nbytes = float(sum(self.model.theory.graph.tensors[m.tensor].nbytes for m in members(collective)))
+        if collective.kind in GATHERS:
+            return nbytes / self.model.world
+        return 0.0 if collective.kind in SCATTERS and isinstance(collective, Communicate) else nbytes
 
     def _priced(self) -> list[tuple[MoveForm, ...]]:
         return [
@@ -222,14 +230,24 @@ class TwoStreams:
         """All clocks at the given shares (of :meth:`CostModel.shares`)."""
         seconds = self.model.seconds(self._unique, shares)[self._inverse]
         sums = np.add.reduceat(seconds, self._groups, axis=0) if len(self._groups) else seconds
-        moves = [sum(self.model.form_seconds(m, shares) for m in forms) for forms in self._moves]
+        packs = [sum(m.pack for m in forms) for forms in self._moves]
+        unpacks = [sum(m.unpack for m in forms) for forms in self._moves]
+        moves = [
+            max(sum(self.model.form_seconds(m, shares) for m in forms) - pack - unpack, 0.0)
+            for forms, pack, unpack in zip(self._moves, packs, unpacks, strict=True)
+        ]
         dropped = tuple(f[0].moved and s == 0 for f, s in zip(self._moves, moves, strict=True))
         lanes = self.model.cluster.lanes
         latencies = [self.model.form_latency(f[0], shares) if lanes > 1 else 0.0 for f in self._moves]
         devices = self.model.cluster.devices
         issue = np.array([d.issue for d in devices])
         per_byte = np.array([1 / d.issue_bandwidth for d in devices])
+        copying = np.array([d.copying for d in devices])
+        copying = copying / copying.max() if copying.any() else copying  # the slowest device's is 1
         issues, issued = bool(issue.any() or per_byte.any()), dict[int, Array]()
+        first: Array = np.eye(self.model.world)[0]
+        everyone: Array = np.ones(self.model.world)
+        unpacked: dict[int, Array] = {}
         clock: Array = np.zeros(self.model.world)
         forward = issuing = clock
         clocks: list[Array] = []
@@ -240,6 +258,9 @@ class TwoStreams:
             if at != done:
                 clock = clock + sums[group]
                 group, done = group + 1, at
+            if what == START and packs[collective]:
+                own = packs[collective] * copying
+                clock, issuing = clock + own, issuing + own
             clocks.append(clock)
             if what == START:
                 ready = float(clock.max())
@@ -260,6 +281,12 @@ class TwoStreams:
                 forward = clock
             elif not dropped[collective]:
                 clock = waited(what, clock, ends[collective])
+                if unpacks[collective]:  # once on each device, however often it is waited for
+                    left = unpacked.get(collective, everyone)
+                    mine = left * first if what == WAIT_FIRST else left
+                    unpacked[collective] = left - mine
+                    own = issued[len(clocks) - 1] = unpacks[collective] * copying * mine
+                    clock, issuing = clock + own, issuing + own
         if done != len(self._signatures):
             clock = clock + sums[group]
         return Run(seconds, clocks, starts, ends, forward, clock, dropped, issuing, issued)

@@ -150,9 +150,10 @@ class Timeline:
             if at != done:
                 found[done:at] = clock + (before[done:at] - before[done])
                 done = at
-            clock = arrived + run.issued[event] if event in run.issued else arrived
+            clock = arrived
             if what in (WAIT, WAIT_FIRST) and not run.dropped[collective]:
                 clock = waited(what, clock, run.ends[collective])
+            clock = clock + run.issued[event] if event in run.issued else clock
         found[done:] = clock + (before[done:count] - before[done])
         return found
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.model import Array, CostModel, Index
-from hetspmd.forms import Form, is_sharded
+from hetspmd.forms import Form, is_sharded, sharded_dim
 from hetspmd.synth.program import KIND_TEXT
 from hetspmd.synth.space import Space
 
@@ -87,7 +87,7 @@ class Pricing:
     def _moves(self) -> None:
         """Distinct collectives, which of them each move of a tensor is, and where pairs of forms begin.
 
-        Alike moves have the same kind, bytes (with what is made of them in a bucket) and axes.
+        Alike moves have the same kind, bytes (with what is made of them in a bucket), axes and order in memory.
         """
         space, theory = self.space, self.space.theory
         metas = theory.graph.tensors
@@ -119,7 +119,7 @@ class Pricing:
             self.pair_of[at] = self.move_start[rows] + np.array([pair[move[:2]] for move in moves])
             found = np.array(size)[rows] * len(kinds) + np.array([kinds[move[2]] for move in moves])
             for ends in ([move[0] for move in moves], [move[1] for move in moves]):
-                found = found * (len(theory.axes.axes) + 1) + axis[:, np.searchsorted(forms, ends)]
+                found = found * (2 * len(theory.axes.axes) + 1) + axis[:, np.searchsorted(forms, ends)]
             code[at] = found
         _, firsts, which = np.unique(code, return_index=True, return_inverse=True)
         self.which: Index = which.reshape(-1)
@@ -129,9 +129,10 @@ class Pricing:
         )
 
     def _axis(self, tensor: int, form: Form) -> int:
-        """A number of the axis that a form shards: its id + 1, 0 where there is none."""
+        """A number of the axis that a form shards and of whether its slices lie in memory as they are sent, 0 where
+        there is none."""
         found = self.space.theory.axes.sharded(tensor, form) if is_sharded(form) else None
-        return 0 if found is None else found.id + 1
+        return 0 if found is None else 2 * found.id + 1 + (sharded_dim(form) > 0)
 
     def _overlappable(self) -> npt.NDArray[np.bool_]:
         """Per pair of forms: of a parameter, of its second reading or of a gradient, which other work can hide."""
@@ -148,7 +149,8 @@ class Pricing:
     def at(
         self, model: CostModel, lengths: Lengths, prices: Prices | None = None, overlap: float = 1.0
     ) -> Priced:
-        """The costs at ``lengths``. ``overlap`` scales those of communication that other work can hide."""
+        """The costs at ``lengths``. ``overlap`` scales those of communication that other work can hide, but for
+        what the devices copy themselves."""
         rows = np.concatenate(model.row_costs(lengths))[self.row] if len(self.row) else np.zeros(0)
         single = model.moves_costs(self.examples, lengths)[self.which] if self.examples else np.zeros(0)
         count = int(self.move_start[-1])
@@ -158,7 +160,10 @@ class Pricing:
         best = np.full(count, len(single), dtype=np.int64)
         cheapest = np.flatnonzero(single == moves[self.pair_of])
         np.minimum.at(best, self.pair_of[cheapest], cheapest)
-        weighted = np.where(self.overlappable, moves * overlap, moves)
+        weighted = moves
+        if overlap != 1:
+            copies = model.moves_copies(self.examples)[self.which][best] if self.examples else moves
+            weighted = np.where(self.overlappable, (moves - copies) * overlap + copies, moves)
         keep, kept = np.zeros(int(self.keep_start[-1])), np.zeros(len(rows))
         if prices is not None:
             keep = prices.keep
