@@ -50,7 +50,8 @@ SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
 
 OVER_BALANCED: Mapping[tuple[str, str], str] = {("small", "VGG19"): "large"}
 """By size and model, the size over a balanced link where it is another: on four equal devices the gradients of
-VGG19 take 3.6 times as long as its computing on 8 images over the fastest link that can be emulated, 4 Gbit/s."""
+VGG19 took 3.6 times as long as its computing on 8 images over the fastest link that could be emulated when this was
+chosen, 4 Gbit/s."""
 
 
 def size_over(link: str, size: str, model: str) -> str:
