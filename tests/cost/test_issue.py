@@ -10,6 +10,7 @@ import pytest
 from cost_graphs import Builder, data_parallel, mlp
 
 from hetspmd.balance.lengths import lengths_for
+from hetspmd.cost import moves
 from hetspmd.cost.cluster import Cluster, Device, Network
 from hetspmd.cost.model import CostModel, MoveForm
 from hetspmd.cost.overlap import START, WAIT, TwoStreams
@@ -19,6 +20,7 @@ from hetspmd.errors import ClusterError
 from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather
 from hetspmd.profile.grouping import issuing
 from hetspmd.rules.theory import Theory
+from hetspmd.run import collectives
 from hetspmd.synth.buckets import members
 from hetspmd.synth.program import Communicate, Compute, Kind, Program, Result
 
@@ -93,6 +95,11 @@ def product() -> Theory:
 
 SCATTERED = ("reduce_scatter", "grouped_reduce", "ring_reduce", "exchange_reduce")
 GATHERED = ("all_gather", "grouped_broadcast", "ring_gather")
+
+
+def test_the_kinds_are_those_that_run() -> None:
+    assert set(SCATTERED) == moves.SCATTERS == collectives.SCATTERS.keys()
+    assert set(GATHERED) == moves.GATHERS == collectives.GATHERS.keys()
 
 
 @pytest.mark.parametrize("kind", [*SCATTERED, *GATHERED])
