@@ -17,7 +17,7 @@ from hetspmd.plan import Plan
 from hetspmd.run.verify import verify
 from hetspmd.synth import constraints as known
 from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.program import Communicate, Compute, Program
+from hetspmd.synth.program import GATHERS, SCATTERS, Communicate, Compute, Program
 from workbench import (
     Traced,
     cluster,
@@ -36,8 +36,7 @@ MODELS = [
     pytest.param(n, marks=pytest.mark.slow if n == "resnet50" else ()) for n in (*zoo.REQUIRED, "bert-moe")
 ]
 
-GATHERS = {"all_gather", "grouped_broadcast", "ring_gather"}
-REDUCES = {"all_reduce", "reduce_scatter", "grouped_reduce", "ring_reduce", "exchange_reduce"}
+REDUCES = {"all_reduce", *SCATTERS}
 
 
 def forced(entry: Traced, constraints: Constraints) -> Plan:

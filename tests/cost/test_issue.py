@@ -10,7 +10,6 @@ import pytest
 from cost_graphs import Builder, data_parallel, mlp
 
 from hetspmd.balance.lengths import lengths_for
-from hetspmd.cost import moves
 from hetspmd.cost.cluster import Cluster, Device, Network
 from hetspmd.cost.model import CostModel, MoveForm
 from hetspmd.cost.overlap import START, WAIT, TwoStreams
@@ -22,7 +21,7 @@ from hetspmd.profile.grouping import issuing
 from hetspmd.rules.theory import Theory
 from hetspmd.run import collectives
 from hetspmd.synth.buckets import members
-from hetspmd.synth.program import Communicate, Compute, Kind, Program, Result
+from hetspmd.synth.program import GATHERS, SCATTERS, Communicate, Compute, Kind, Program, Result
 
 FREE = Cluster(
     (Device("a", {"default": 1e9}), Device("b", {"default": 5e8})), Network(bandwidth=1e8, latency=1e-4)
@@ -98,8 +97,8 @@ GATHERED = ("all_gather", "grouped_broadcast", "ring_gather")
 
 
 def test_the_kinds_are_those_that_run() -> None:
-    assert set(SCATTERED) == moves.SCATTERS == collectives.SCATTERS.keys()
-    assert set(GATHERED) == moves.GATHERS == collectives.GATHERS.keys()
+    assert set(SCATTERED) == SCATTERS == collectives.SCATTERS.keys()
+    assert set(GATHERED) == GATHERS == collectives.GATHERS.keys()
 
 
 @pytest.mark.parametrize("kind", [*SCATTERED, *GATHERED])

@@ -39,14 +39,9 @@ from hetspmd.cost.triples import Array, Index
 from hetspmd.forms import Form, is_sharded, sharded_dim
 from hetspmd.rules.theory import Theory
 from hetspmd.synth.buckets import Bucket, coalesces
-from hetspmd.synth.program import Communicate, Kind
+from hetspmd.synth.program import GATHERS, SCATTERS, Communicate, Kind
 
-__all__ = ["GATHERS", "SCATTERS", "MoveForm", "Moves", "exchanged"]
-
-SCATTERS: Final[frozenset[Kind]] = frozenset(
-    ("reduce_scatter", "grouped_reduce", "ring_reduce", "exchange_reduce")
-)
-GATHERS: Final[frozenset[Kind]] = frozenset(("all_gather", "grouped_broadcast", "ring_gather"))
+__all__ = ["MoveForm", "Moves", "exchanged"]
 
 _GROUPED: Final[Mapping[Kind, Kind]] = {
     "ring_gather": "grouped_broadcast", "ring_reduce": "grouped_reduce", "exchange_reduce": "grouped_reduce",

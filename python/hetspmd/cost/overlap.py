@@ -47,10 +47,9 @@ import numpy as np
 
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
-from hetspmd.cost.moves import GATHERS, SCATTERS
 from hetspmd.forms import ALL_REDUCE, IDENTITY
 from hetspmd.synth.buckets import Bucket, Scheduled, members
-from hetspmd.synth.program import Communicate, Compute, Program
+from hetspmd.synth.program import GATHERS, SCATTERS, Communicate, Compute, Program
 from hetspmd.synth.schedule import Key, Schedule, Values, schedule
 
 __all__ = ["BOUNDARY", "START", "WAIT", "WAIT_FIRST", "Run", "TwoStreams", "simulated_seconds", "waited"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather, before_cut, is_sharded, sharded_dim
 from hetspmd.rules.rule import Row
@@ -25,6 +25,14 @@ KIND_TEXT: dict[Kind, str] = {
     "all_to_all": "All-To-All",
     "rebalance": "Rebalance",
 }
+
+SCATTERS: Final[frozenset[Kind]] = frozenset(
+    ("reduce_scatter", "grouped_reduce", "ring_reduce", "exchange_reduce")
+)
+"""The implementations of All-Reduce to All-Gather(dim)."""
+
+GATHERS: Final[frozenset[Kind]] = frozenset(("all_gather", "grouped_broadcast", "ring_gather"))
+"""The implementations of All-Gather(dim) to Identity."""
 
 
 @dataclass(frozen=True, slots=True)
