@@ -27,10 +27,11 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from emulated.cluster import ClusterSpec, EmulatedCluster, unavailable
+from emulated.cluster import EmulatedCluster, unavailable
 from emulated.entry import exit_status
 from emulated.launch import Workers
 from emulated.pages import replace_results
+from emulated.spec import ClusterSpec
 from hetspmd.cost.measured import Curve, Point, curve_for
 from hetspmd.profile.fit import fit_curves, fit_network
 from hetspmd.profile.trials import Trial, start, trials

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from emulated.cluster import EmulationError
 from emulated.launch import Workers
 from emulated.memory import LiveBytes, ResidentPeak
+from emulated.spec import EmulationError
 from emulated.worker import Context, find
 from emulated.workloads import Workload
 

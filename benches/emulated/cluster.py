@@ -2,10 +2,10 @@
 
 Every rank has an interface ``eth0`` in a namespace of its own, a veth pair to a bridge, and the bridge lies in a
 namespace too, so that nothing of it is seen from outside. A link's rate is a token bucket (``tbf``) at both ends of
-the pair, one for what the rank sends and one for what it receives; its latency is ``netem`` behind each of them, so
-that a packet from rank a to rank b takes ``latency_a + latency_b``. A rank's speed is a CPU quota
-(:mod:`emulated.cpu_groups`), which is put on and taken off by :meth:`EmulatedCluster.throttle`: imports and set-up
-need not take minutes.
+the pair, one for what the rank sends and one for what it receives (:mod:`emulated.links`); its latency is
+``netem`` behind each of them, so that a packet from rank a to rank b takes ``latency_a + latency_b``. A rank's
+speed is a CPU quota (:mod:`emulated.cpu_groups`), which is put on and taken off by
+:meth:`EmulatedCluster.throttle`: imports and set-up need not take minutes.
 
 The quota holds for the rank's main thread, which computes. Its other threads, those of gloo, carry messages as a
 network card and a host's processor do beside an accelerator, and are not held to it: under one quota a thread that
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -34,104 +34,19 @@ from typing import IO, Any
 
 from emulated.ballast import Ballast
 from emulated.cpu_groups import CpuGroups, kill, placement
+from emulated.links import idle, link_commands, packet_command, rate_command
+from emulated.spec import ClusterSpec, EmulationError
 from emulated.ticker import Tickers
-from hetspmd.cost.quantities import parse_quantity, quantity_text
 
 PREFIX = "hetspmd-emulated"
-BURST = 2e-3
-"""Seconds' worth of bytes that a link which has been idle sends at once. A collective of a megabyte that begins on
-an idle link must not be quicker than one that follows another: no wire gives such credit."""
-
-SMALLEST, LARGEST = 32 * 1024, 128 * 1024
-"""Bytes of such a burst, at least and at most."""
-
-FILLED, PACKET = 0.94, 60_000
-"""The part of a burst that a packet before segmentation fills, at most, and its bytes, at most. Each packet takes
-a timer, interrupts and the waking of threads, about 20 us, which Linux charges to whichever rank computes, as no
-network card would; so packets are as large as the link's time allows. A token bucket divides what is larger than
-its burst into packets of 1500 bytes, which is far worse; a burst counts the headers, too."""
-
-QUEUE = 32 * 1024 * 1024
-"""Bytes that wait at a link before packets are dropped; a drop would cost a retransmission timer."""
-
-MOST_RANKS = 200
-NOTICED = 0.03
-"""Corrections of a share by less than this part of it are not made: each gives the rank its quota once more, which
-at five a second is a tenth of its time."""
 DRAINED = 30.0
 """Seconds within which a link must have sent what waits, before it gets another rate."""
 
-_EMPTY = re.compile(r"tbf.*?backlog 0b ", re.DOTALL)
+NOTICED = 0.03
+"""Corrections of a share by less than this part of it are not made: each gives the rank its quota once more, which
+at five a second is a tenth of its time."""
 _NAME = re.compile(rf"{PREFIX}-(\d+)-(\d+)-\d+")
 _SERIAL = itertools.count()
-
-
-class EmulationError(RuntimeError):
-    """The emulated cluster cannot be made, or one of its workers failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """One device: ``share`` of CPU cores; ``rate`` of its link in bytes/s in each direction; ``latency`` of its
-    link in seconds."""
-
-    share: float
-    rate: float
-    latency: float = 0.0
-
-
-@dataclass(frozen=True)
-class ClusterSpec:
-    """The devices in rank order. Raises EmulationError for quantities that cannot be emulated."""
-
-    ranks: tuple[Rank, ...]
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.ranks) <= MOST_RANKS:
-            raise EmulationError(f"{len(self.ranks)} ranks; an emulated cluster has 1 to {MOST_RANKS}")
-        for index, rank in enumerate(self.ranks):
-            if not 0.02 <= rank.share <= 64:
-                raise EmulationError(f"rank {index} has {rank.share:g} cores; give it 0.02 or more")
-            if not rank.rate >= 1e4 or not rank.latency >= 0:
-                raise EmulationError(
-                    f"rank {index} has a link of {rank.rate:g} bytes/s and {rank.latency:g} s; "
-                    "give it at least 10 kB/s and no negative latency"
-                )
-
-    @classmethod
-    def of(
-        cls, speeds: Sequence[float], *, cores: float, rate: str | float, latency: str | float = 0.0
-    ) -> ClusterSpec:
-        """``cores`` divided in proportion to ``speeds``, equal links (``"200Mbit/s"``, ``"1ms"``)."""
-        total = sum(speeds)
-        wait = parse_quantity(latency, "seconds") if latency else 0.0
-        per_second = parse_quantity(rate, "bytes/s")
-        return cls(tuple(Rank(cores * s / total, per_second, wait) for s in speeds))
-
-    @property
-    def cores(self) -> float:
-        """The sum of the shares."""
-        return sum(r.share for r in self.ranks)
-
-    @property
-    def fastest(self) -> int:
-        """The rank with the largest share, the lowest among equals."""
-        return max(range(len(self.ranks)), key=lambda r: (self.ranks[r].share, -r))
-
-    @property
-    def slowest(self) -> float:
-        """Bytes/s of the slowest link: a packet must fit the burst of every link on its way."""
-        return min(r.rate for r in self.ranks)
-
-    def __str__(self) -> str:
-        links = sorted({(r.rate, r.latency) for r in self.ranks})
-        shares = " : ".join(f"{r.share:.3g}" for r in self.ranks)
-        network = ", ".join(f"{rate * 8 / 1e6:g} Mbit/s" + _text_of(latency) for rate, latency in links)
-        return f"{shares} cores, links of {network}"
-
-
-def _text_of(latency: float) -> str:
-    return f" and {quantity_text(latency, 'seconds')}" if latency else ""
 
 
 def unavailable(spec: ClusterSpec | None = None) -> str | None:
@@ -161,7 +76,7 @@ def _probe(*, latency: bool) -> str | None:
     try:
         _run("ip", "netns", "add", name)
         _run("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
-        for command in link_commands("eth0", Rank(0.5, 1e7, 1e-3 if latency else 0.0)):
+        for command in link_commands("eth0", 1e7, 1e-3 if latency else 0.0):
             _run("tc", "-n", name, *command)
         groups = CpuGroups.find()
         assert groups is not None
@@ -173,37 +88,6 @@ def _probe(*, latency: bool) -> str | None:
     finally:
         _remove(prefix)
     return None
-
-
-def rate_command(device: str, rate: float, verb: str = "add") -> list[str]:
-    """Arguments of ``tc`` that give one end of a link its rate in bytes/s (``verb="change"``: another one)."""
-    shape = ["rate", f"{round(rate * 8)}bit", "burst", str(burst(rate)), "limit", str(QUEUE)]
-    return ["qdisc", verb, "dev", device, "root", "handle", "1:", "tbf", *shape]
-
-
-def packet_command(device: str, rate: float) -> list[str]:
-    """Arguments of ``ip`` that give packets at one end of a link their size (:func:`packet`)."""
-    return ["link", "set", "dev", device, "gso_max_size", str(packet(rate))]
-
-
-def burst(rate: float) -> int:
-    """Bytes that a link of ``rate`` bytes/s may send at once."""
-    return int(min(max(BURST * rate, SMALLEST), LARGEST))
-
-
-def packet(rate: float) -> int:
-    """Bytes of a packet before segmentation where no link is slower than ``rate`` bytes/s, at most."""
-    return min(int(FILLED * burst(rate)), PACKET)
-
-
-def link_commands(device: str, rank: Rank) -> list[list[str]]:
-    """Arguments of ``tc`` that give one end of a link its rate and latency."""
-    microseconds = round(rank.latency * 1e6)
-    found = [rate_command(device, rank.rate)]
-    if microseconds:
-        delay = ["netem", "delay", f"{microseconds}us", "limit", str(QUEUE // 1500)]
-        found.append(["qdisc", "add", "dev", device, "parent", "1:1", "handle", "10:", *delay])
-    return found
 
 
 def clean() -> list[str]:
@@ -351,7 +235,7 @@ class EmulatedCluster:
     def _drain(self, namespace: str, device: str) -> None:
         """Return once nothing waits at an end of a link."""
         give_up = time.monotonic() + DRAINED
-        while not _EMPTY.search(_run("tc", "-n", namespace, "-s", "qdisc", "show", "dev", device)):
+        while not idle(_run("tc", "-n", namespace, "-s", "qdisc", "show", "dev", device)):
             if time.monotonic() > give_up:
                 raise EmulationError(f"{device} of {namespace} still has bytes to send after {DRAINED:g} s")
             time.sleep(0.01)
@@ -393,7 +277,7 @@ class EmulatedCluster:
             _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
             for namespace, device in self._ends(rank):
                 _run("ip", "-n", namespace, *packet_command(device, self.spec.slowest))
-                for command in link_commands(device, of):
+                for command in link_commands(device, of.rate, of.latency):
                     _run("tc", "-n", namespace, *command)
             _run("ip", "netns", "exec", own, "sh", "-c", _STACK)
             self._groups.make(self._group(rank))

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
-from emulated.cluster import ClusterSpec, EmulatedCluster, unavailable
+from emulated.cluster import EmulatedCluster, unavailable
 from emulated.launch import Workers
 from emulated.pages import lacking
+from emulated.spec import ClusterSpec
 from hetspmd.plan import write_atomically
 
 __all__ = ["measure_all", "options_of", "parsed", "running", "say"]

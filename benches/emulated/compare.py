@@ -26,8 +26,9 @@ import torch
 import hetspmd
 from emulated.arms import Arm, Measured, check_losses, measure, proportional_rows
 from emulated.calibrate import calibrate
-from emulated.cluster import ClusterSpec, EmulatedCluster, clean, unavailable
+from emulated.cluster import EmulatedCluster, clean, unavailable
 from emulated.launch import Workers
+from emulated.spec import ClusterSpec
 from emulated.worker import find
 from hetspmd.compiler import plan_for
 from hetspmd.cost.model import CostModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from emulated.cluster import EmulationError
+from emulated.spec import EmulationError
 
 
 def exit_status(main: Callable[[], int]) -> int:

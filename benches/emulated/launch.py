@@ -18,7 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from emulated.cluster import EmulatedCluster, EmulationError
+from emulated.cluster import EmulatedCluster
+from emulated.spec import EmulationError
 
 PORT = 29500
 KEEP_MEMORY = {

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hetspmd
-from emulated.cluster import EmulationError, unavailable
+from emulated.cluster import unavailable
 from emulated.command import measure_all, options_of, parsed, running, say
+from emulated.spec import EmulationError
 from hetspmd.plan import write_atomically
 from trust import results
 from trust.models import build

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 import hetspmd
-from emulated.cluster import ClusterSpec
+from emulated.spec import ClusterSpec
 from hetspmd.compiler import plan_for
 from hetspmd.plan import Plan
 from hetspmd.rules.theory import Theory, derive

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from emulated.cluster import ClusterSpec
+from emulated.spec import ClusterSpec
 from hetspmd.cost.quantities import parse_quantity
 
 FASTEST_LINK = "1Gbit/s"
@@ -51,7 +51,7 @@ TURN = 4.0
 SLOW = 8.0
 """Seconds of a step above which an arm has one turn of one timed step."""
 
-CARRYING = 30.0
+CARRYING = 15.0
 """Seconds of a step above which it does little but communicate: one step before the timed one is enough."""
 
 FAR = 2.0
@@ -65,7 +65,7 @@ CLOSE, MORE = 1.08, 9
 """Times the seconds of one up to which hetspmd and the best incumbent are close, either way, and the further turns
 that the two have then: turns differ by several per cent, the median of six steps is not known to three."""
 
-CLOSER, MOST, LONGEST = 1.05, 24, 300.0
+CLOSER, MOST, LONGEST = 1.05, 24, 150.0
 """Times the seconds up to which the two are closer than twelve turns can tell, the further turns that they have
 then, and the seconds that all these turns may last."""
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from emulated.cluster import EmulationError
 from emulated.pages import append_lines, read_lines
+from emulated.spec import EmulationError
 
 FOLDER = Path(__file__).parents[2] / "target" / "bench" / "versus"
 KEPT = Path(__file__).parents[2] / "docs" / "cluster.jsonl"

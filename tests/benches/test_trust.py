@@ -13,7 +13,7 @@ import torch
 import yaml
 
 import hetspmd
-from emulated.cluster import EmulationError
+from emulated.spec import EmulationError
 from hetspmd.cost.measured import Measured
 from hetspmd.profile.measure import Profile
 from trust import command, rank, report, results, statistics

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from emulated.arms import part_of, proportional_rows, stepper
-from emulated.cluster import EmulationError, rate_command
+from emulated.links import rate_command
+from emulated.spec import EmulationError
 from hetspmd.cost.cluster import Cluster, Device, Network
 from versus import command, points, report, results, statistics
 from versus.models import MODELS, SIZES, size_over, workload

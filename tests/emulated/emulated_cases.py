@@ -50,7 +50,8 @@ print(time.process_time() - used)
 
 DRIVER = """
 import subprocess, sys, time
-from emulated.cluster import ClusterSpec, EmulatedCluster
+from emulated.cluster import EmulatedCluster
+from emulated.spec import ClusterSpec
 with EmulatedCluster(ClusterSpec.of((1, 1), cores=0.5, rate="100Mbit/s")) as cluster:
     process = cluster.start(0, [sys.executable, "-c", "import time; time.sleep(600)"])
     print(cluster.prefix, process.pid, flush=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from emulated.arms import Measured, check_losses, proportional_rows
 from emulated.calibrate import KINDS, Calibration, Sample, coefficients, fitted
-from emulated.cluster import EmulationError
+from emulated.spec import EmulationError
 from emulated.workloads import bert, mlp, vgg
 from hetspmd.cost.cluster import Cluster, Device
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from emulated.calibrate import calibrate
-from emulated.cluster import ClusterSpec, EmulatedCluster, unavailable
+from emulated.cluster import EmulatedCluster, unavailable
 from emulated.compare import compare, table
 from emulated.launch import Workers
+from emulated.spec import ClusterSpec
 from emulated.workloads import mlp
 from hetspmd.cost.cluster import Cluster
 

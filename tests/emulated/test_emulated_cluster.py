@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from emulated_cases import BUSY, DRIVER, RECEIVE, SEND, SEND_LATER
 
-from emulated import cluster as module
 from emulated import command as benches
-from emulated import ticker
-from emulated.cluster import ClusterSpec, EmulatedCluster, EmulationError, Rank, clean, unavailable
+from emulated import links, ticker
+from emulated.cluster import EmulatedCluster, clean, unavailable
 from emulated.cpu_groups import LEAST_QUOTA, CpuGroups, placement, quota
 from emulated.launch import Workers
+from emulated.spec import ClusterSpec, EmulationError, Rank
 from emulated.ticker import Tickers
 
 REASON = unavailable()
@@ -73,18 +73,18 @@ def test_specs() -> None:
 
 def test_bursts() -> None:
     """An idle link gives little credit, and never less than a packet with its headers."""
-    assert module.burst(25e6) == 50_000
-    assert module.burst(1e9) == module.LARGEST
-    assert module.burst(1e6) == module.SMALLEST
+    assert links.burst(25e6) == 50_000
+    assert links.burst(1e9) == links.LARGEST
+    assert links.burst(1e6) == links.SMALLEST
     for rate in (1e6, 25e6, 31e6, 125e6, 1e9):
-        segments = -(-module.packet(rate) // 1448)
-        assert module.packet(rate) + 66 * segments <= module.burst(rate)
+        segments = -(-links.packet(rate) // 1448)
+        assert links.packet(rate) + 66 * segments <= links.burst(rate)
 
 
 def test_link_commands() -> None:
-    (bucket,) = module.link_commands("eth0", Rank(1, 25e6))
+    (bucket,) = links.link_commands("eth0", 25e6)
     assert " ".join(bucket).startswith("qdisc add dev eth0 root handle 1: tbf rate 200000000bit burst ")
-    _, delay = module.link_commands("eth0", Rank(1, 25e6, 2e-3))
+    _, delay = links.link_commands("eth0", 25e6, 2e-3)
     assert " ".join(delay).startswith("qdisc add dev eth0 parent 1:1 handle 10: netem delay 2000us limit ")
 
 
@@ -129,7 +129,7 @@ def test_a_rate_can_be_changed() -> None:
             text=True,
             check=True,
         )
-        assert f"gso_max_size {module.packet(10 * rate)} " in shown.stdout
+        assert f"gso_max_size {links.packet(10 * rate)} " in shown.stdout
         cluster.set_rate(rate)
         assert cluster.spec == ClusterSpec((Rank(0.5, rate), Rank(0.25, rate)))
         assert 0.6 * rate < received(cluster) < 1.05 * rate
@@ -155,7 +155,7 @@ def test_connections_follow_a_change_of_the_rate() -> None:
                 cluster.set_rate(rate)
             float(receiver.stdout.readline())
         assert said[0] == b"sent"
-        assert 40 * 65536 / module.packet(12.5e6) <= int(said[1]) < 40 * 65536 / 6000
+        assert 40 * 65536 / links.packet(12.5e6) <= int(said[1]) < 40 * 65536 / 6000
 
 
 @emulation
