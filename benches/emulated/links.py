@@ -16,9 +16,9 @@ SMALLEST, LARGEST = 32 * 1024, 128 * 1024
 
 FILLED, PACKET = 0.94, 60_000
 """The part of a burst that a packet before segmentation fills, at most, and its bytes, at most. Each packet takes
-a timer, interrupts and the waking of threads, about 20 us, which Linux charges to whichever rank computes, as no
-network card would; so packets are as large as the link's time allows. A token bucket divides what is larger than
-its burst into packets of 1500 bytes, which is far worse; a burst counts the headers, too."""
+a timer, interrupts and the waking of threads, which Linux charges to whichever rank computes, as no network card
+would (docs/cluster.md has figures); so packets are as large as the link's time allows. A token bucket divides what
+is larger than its burst into packets of 1500 bytes, which is far worse; a burst counts the headers, too."""
 
 QUEUE = 32 * 1024 * 1024
 """Bytes that wait at a link before packets are dropped; a drop would cost a retransmission timer."""
