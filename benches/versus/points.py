@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import stdev
 
 from emulated.spec import ClusterSpec
 from hetspmd.cost.quantities import parse_quantity
@@ -65,9 +66,12 @@ CLOSE, MORE = 1.08, 9
 """Times the seconds of one up to which hetspmd and the best incumbent are close, either way, and the further turns
 that the two have then: turns differ by several per cent, the median of six steps is not known to three."""
 
-CLOSER, MOST, LONGEST = 1.05, 24, 150.0
-"""Times the seconds up to which the two are closer than twelve turns can tell, the further turns that they have
+CLOSER, MOST, LONGEST = 1.05, 24, 300.0
+"""Times the seconds up to which the two may be closer than twelve turns can tell, the further turns that they have
 then, and the seconds that all these turns may last."""
+
+KNOWN = 0.0075
+"""The standard error of their ratio at which they have no further turns: a quarter of the three per cent."""
 
 
 def steps_of(seconds: float, most: int) -> int:
@@ -89,6 +93,12 @@ def close(seconds: Mapping[str, float], within: float = CLOSE) -> frozenset[str]
     best = min(INCUMBENTS, key=lambda name: seconds[name])
     ratio = seconds[COMPILED] / seconds[best]
     return frozenset((best, COMPILED)) if 1 / within <= ratio <= within else frozenset()
+
+
+def known(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether the ratio of two arms is known, of which these are the seconds in the same turns (two at least)."""
+    logs = [math.log(a / b) for a, b in zip(one, other, strict=True)]
+    return stdev(logs) / math.sqrt(len(logs)) <= KNOWN
 
 
 def on_grid(rate: float) -> float:

@@ -23,7 +23,7 @@ from emulated.arms import Optimizer, build, part_of, stepper
 from emulated.memory import give_back
 from emulated.worker import Context
 from versus.models import OPTIMIZERS, workload
-from versus.points import CARRYING, CLOSER, LONGEST, MORE, MOST, SLOW, again, close, steps_of
+from versus.points import CARRYING, CLOSER, LONGEST, MORE, MOST, SLOW, again, close, known, steps_of
 
 BUCKET = 25 << 20
 """Bytes of DDP's buckets."""
@@ -128,8 +128,11 @@ def train(
             since = time.monotonic()
         elif not chosen or _most(time.monotonic() - since) > LONGEST:
             break
-        elif turn == rounds + MORE:
-            chosen = close({name: median(of) for name, of in paces.items()}, CLOSER)
+        elif turn >= rounds + MORE:
+            if turn == rounds + MORE:
+                chosen = close({name: median(of) for name, of in paces.items()}, CLOSER)
+            if not chosen or known(*(paces[name] for name in chosen)):
+                break
         for name, arm in arms.items():
             if name not in chosen:
                 built.pop(name, None)

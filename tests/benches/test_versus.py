@@ -154,6 +154,16 @@ def test_arms_that_are_close_have_further_turns() -> None:
     assert points.close({**SECONDS, FORCED: 1.0}) == frozenset(), "data parallel is hetspmd's own"
 
 
+def test_turns_until_a_ratio_is_known() -> None:
+    """Drift that hits both says nothing against it; twelve ratios of which each is 4 % off, either way, do."""
+    drifting = [1.0 + turn / 10 for turn in range(12)]
+    assert points.known(drifting, [1.02 * seconds for seconds in drifting])
+    for away, enough in ((0.02, True), (0.04, False)):
+        noisy = [seconds * (1 + away * (-1) ** turn) for turn, seconds in enumerate(drifting)]
+        assert points.known(drifting, noisy) == enough
+    assert points.known(drifting * 3, [s * (1 + 0.04 * (-1) ** t) for t, s in enumerate(drifting * 3)])
+
+
 def test_losses_must_agree() -> None:
     p = made()
     results.check_losses(p)

@@ -56,9 +56,11 @@ def test_an_arm_is_warm_when_its_steps_take_no_new_memory(
     assert len(losses) == made
 
 
+@pytest.mark.parametrize("steady", [True, False])
 @pytest.mark.parametrize("longest", [0.0, 2.5, 1e9])
-def test_further_turns_end(longest: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """hetspmd and the best incumbent take equally long: they have turns until these have lasted for so long."""
+def test_further_turns_end(longest: float, steady: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hetspmd and the best incumbent take equally long: they have turns until these have lasted for so long, or
+    until their ratio is known."""
     now = 0.0
     built: list[str] = []
 
@@ -70,7 +72,7 @@ def test_further_turns_end(longest: float, monkeypatch: pytest.MonkeyPatch) -> N
         nonlocal now
         now += 1.0
         losses.append(step())
-        return [now - 1.0, now], 1.0
+        return [now - 1.0, now], 1.0 if steady else 1.0 + 0.04 * (now % 3)
 
     class Unthrottled:
         rank = 0
@@ -90,7 +92,7 @@ def test_further_turns_end(longest: float, monkeypatch: pytest.MonkeyPatch) -> N
     found = rank.train(
         Unthrottled(), model="BERT", size="tiny", arms=arms, fastest=0, rounds=3, steps=2, keep=True
     )
-    further = min(int(longest // 2) + 1, points.MORE + points.MOST)
+    further = min(int(longest // 2) + 1, points.MORE + (0 if steady else points.MOST))
     assert [len(found[name]["stamps"]) for name in arms] == [3 + further, 3, 3 + further]
     assert built == list(arms), "made once"
     assert found[DDP]["losses"] == [1.0, 1.0]
