@@ -62,9 +62,10 @@ PAIRED = 12.0
 """Seconds of a step of proportional DDP or of hetspmd's data parallel up to which the two have all turns: they are
 compared with each other to five per cent, about what one step of each differs from the next."""
 
-CLOSE, MORE = 1.08, 9
+CLOSE, MORE = 1.15, 9
 """Times the seconds of one up to which hetspmd and the best incumbent are close, either way, and the further turns
-that the two have then: turns differ by several per cent, the median of six steps is not known to three."""
+that the two have then: turns differ by several per cent, and medians of three turns of the same computation by
+nine now and then."""
 
 CLOSER, MOST, LONGEST = 1.05, 24, 300.0
 """Times the seconds up to which the two may be closer than twelve turns can tell, the further turns that they have
