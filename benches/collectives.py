@@ -35,7 +35,7 @@ from emulated.pages import replace_results
 from emulated.spec import ClusterSpec
 from hetspmd.cost.measured import COLLECTIVES, Curve, Point, curve_for
 from hetspmd.profile.fit import fit_curves, fit_network
-from hetspmd.profile.trials import PADDED, Trial, start, trials
+from hetspmd.profile.trials import Trial, start, trials
 from hetspmd.run.process_group import ProcessGroupCommunicator
 from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
@@ -143,12 +143,13 @@ def table(sizes: list[int], seconds: list[list[float]], world: int) -> list[str]
     rows: list[tuple[str, dict[str, Trial], dict[str, float]]] = []
     times = iter(seconds)
     points: dict[Kind, list[Point]] = {}
+    profiled = {trial for size in sizes for trial in trials(size, range(world))}
     for group, by_kind in cases(sizes, world):
         medians = {name: median(next(times)) for name in by_kind}
         rows.append((group, by_kind, medians))
         for kind in GROUPS[group]:
             t, taken = by_kind[kind], medians[kind]
-            if t.skew == "lone" and kind in PADDED:  # which runs as a grouped one; no profile measures it
+            if t not in profiled:  # padded kinds of one holder, which run as grouped ones
                 continue
             point = Point(t.skew, t.nbytes, t.shards, t.largest, 0.0, taken, taken, taken, 1)
             points.setdefault(kind, []).append(point)

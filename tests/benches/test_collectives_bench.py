@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import collectives as bench
+from hetspmd.profile.fit import fit_curves
 from hetspmd.synth.program import GATHERS, SCATTERS
 
 WORLD = 4
@@ -32,14 +34,18 @@ def seconds(kind: str, nbytes: int, shards: int, largest: float) -> float:
     return nbytes / BANDWIDTH * (0.5 if kind.startswith("ring") else 4.0)
 
 
-def test_the_table() -> None:
-    """Rows in the cases' order, ratios to the padded kind; curves see that rings are fast, formulas cannot."""
-    found = [
+def rounds() -> list[list[float]]:
+    """The seconds of three rounds of every case."""
+    return [
         [seconds(kind, t.nbytes, t.shards, t.largest)] * 3
         for _, by_kind in bench.cases(SIZES, WORLD)
         for kind, t in by_kind.items()
     ]
-    _, _, *lines = bench.table(SIZES, found, WORLD)
+
+
+def test_the_table() -> None:
+    """Rows in the cases' order, ratios to the padded kind; curves see that rings are fast, formulas cannot."""
+    _, _, *lines = bench.table(SIZES, rounds(), WORLD)
     rows = [line.strip("| ").split(" | ") for line in lines]
     assert len(rows) == len(SIZES) * 8
     for group, nbytes, skew, padded, grouped, ring, exchange, _, curves in rows:
@@ -49,6 +55,19 @@ def test_the_table() -> None:
     chosen = {(nbytes, skew): formulas for _, nbytes, skew, *_, formulas, _ in rows}
     assert chosen["65536", "even"] == "padded", "one latency, and nothing to pad"
     assert chosen["1048576", "skewed"] == "grouped"
+
+
+def test_curves_are_of_what_profiles_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted: dict[str, set[str]] = {}
+
+    def fit(kind: Any, world: int, points: Any) -> Any:
+        fitted[kind] = {point.skew for point in points}
+        return fit_curves(kind, world, points)
+
+    monkeypatch.setattr(bench, "fit_curves", fit)
+    bench.table(SIZES, rounds(), WORLD)
+    assert {kind for kind, skews in fitted.items() if "lone" not in skews} == {"all_gather", "reduce_scatter"}
+    assert fitted.keys() == SCATTERS | GATHERS
 
 
 def test_it_measures(
