@@ -1,46 +1,30 @@
-"""The two-stream simulation: by hand, against the stage model, and against the lowered graphs it stands for."""
+"""The two-stream simulation: by hand, against the stage model, and the files it writes."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cost_graphs import Builder, cluster, data_parallel, mlp, random_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx
-
-import workbench  # isort: split
+from timeline_checks import CLOSE, check, scheduled
 
 from hetspmd.balance.lengths import Lengths, lengths_for
 from hetspmd.cli.main import main
-from hetspmd.compiler import plan_for
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.overlap import BOUNDARY, START, WAIT, TwoStreams, simulated_seconds
+from hetspmd.cost.overlap import TwoStreams, simulated_seconds
 from hetspmd.cost.step import Stages, idle_seconds
 from hetspmd.cost.timeline import IDLE_RESULTS, Timeline, timeline
 from hetspmd.errors import OutputError
 from hetspmd.forms import IDENTITY, all_gather
-from hetspmd.lower import lower
-from hetspmd.lower.emit import GraphWriter
 from hetspmd.rules.theory import Theory
-from hetspmd.run import buckets, collectives
-from hetspmd.synth import constraints as known
 from hetspmd.synth.program import Communicate, Compute, Program, Result, Step
-from hetspmd.synth.schedule import schedule
-
-import program_builder  # isort: skip  # workbench puts its folder on the path
-import small_models  # isort: skip
-
-CLOSE = {"rel": 1e-9, "abs": 1e-15}
 
 
 def row(theory: Theory, instruction: int, name: str) -> Compute:
@@ -152,42 +136,6 @@ def test_without_overlap_it_is_the_stage_model() -> None:
     assert found.step_seconds == pytest.approx(found.stage_seconds, **CLOSE)
 
 
-def scheduled(theory: Theory, made: Program) -> Program:
-    """The steps that are run, in the order in which they are."""
-    order = schedule(theory, made)
-    return Program((*order.forward, *order.backward), made.loss, made.outputs, made.gradients, made.buffers)
-
-
-def check(found: Timeline, streams: TwoStreams, lengths: Lengths) -> None:
-    """What holds of every timeline."""
-    n = len(found.devices)
-    events = found.events
-    issuing = streams.run(streams.model.shares(lengths)).issuing
-    spent = dict(zip(found.active, issuing, strict=True))
-    for name, want in (
-        ("compute", tuple(s - spent.get(r, 0.0) for r, s in enumerate(found.compute_seconds))),
-        ("waiting", found.waiting_seconds),
-        ("communication", tuple(found.communication_seconds * (r in found.active) for r in range(n))),
-    ):
-        for rank in found.active:
-            total = sum(e.end - e.start for e in events if e.device == rank and e.stream == name)
-            assert total == pytest.approx(want[rank], **CLOSE), (name, rank)
-    for rank in found.active:
-        ends = found.compute_seconds[rank] + found.exposed_seconds[rank] + sum(found.waits_for[rank])
-        assert found.end_seconds[rank] == pytest.approx(ends, **CLOSE)
-        assert found.waits_for[rank][rank] == pytest.approx(0, **CLOSE)
-        busy = sorted((e.start, e.end) for e in events if e.device == rank and e.stream != "communication")
-        assert all(a[1] <= b[0] + 1e-9 * found.step_seconds for a, b in itertools.pairwise(busy))
-    waited = sum(t.waited for t in found.transfers)
-    assert sum(found.waiting_seconds) == pytest.approx(waited, **CLOSE)
-    assert all(t.issued <= t.ready <= t.start <= t.end for t in found.transfers)
-    assert all(a.end <= b.start for a, b in itertools.pairwise(found.transfers))
-    assert found.step_seconds == max(found.end_seconds) == streams.seconds(streams.model.shares(lengths))
-    assert found.step_seconds >= max(found.compute_seconds) * (1 - 1e-12)
-    assert found.step_seconds >= found.communication_seconds * (1 - 1e-12)
-    assert 0 <= found.forward_seconds <= found.step_seconds
-
-
 @settings(max_examples=60)
 @given(
     st.integers(0, 10**6),
@@ -270,126 +218,6 @@ def test_idle_devices_get_the_results_between_forward_and_backward() -> None:
     check(found, TwoStreams(model, made, idle=idle), lengths)
     with pytest.raises(ValueError, match="2 active devices and a cost model of 3"):
         timeline(CostModel(theory, whole), made, lengths_for(theory.axes, (0.4, 0.3, 0.3)), whole, active)
-
-
-# the lowered graphs --------------------------------------------------------------------------------------------
-
-
-def lowered_events(
-    theory: Theory, made: Program, lengths: Lengths, rank: int, patch: pytest.MonkeyPatch, bucket_bytes: int
-) -> list[list[Any]]:
-    """Per local graph, in order: instruction ids, ("start", n-th collective), ("wait", n-th collective)."""
-    logs: dict[int, list[Any]] = {}
-    started: dict[fx.Node, int] = {}
-    write, call = GraphWriter._compute, GraphWriter.call
-
-    def logged_compute(self: GraphWriter, step: Compute) -> None:
-        write(self, step)
-        logs.setdefault(id(self), []).append(step.instruction)
-
-    def logged_call(self: GraphWriter, name: str, target: Any, *rest: Any, **kwargs: Any) -> fx.Node:
-        node = call(self, name, target, *rest, **kwargs)
-        if target in (collectives.wait, buckets.take):
-            log, event = logs.setdefault(id(self), []), ("wait", started[rest[0][0]])
-            if event not in log:  # a bucket is waited for once
-                log.append(event)
-        elif getattr(target, "__name__", "").startswith("start_"):
-            started[node] = len(started)
-            logs.setdefault(id(self), []).append(("start", started[node]))
-        return node
-
-    made_writers: list[GraphWriter] = []
-    begin = GraphWriter.__init__
-
-    def logged_init(self: GraphWriter, *args: Any) -> None:
-        begin(self, *args)
-        made_writers.append(self)
-
-    with patch.context() as m:
-        m.setattr(GraphWriter, "_compute", logged_compute)
-        m.setattr(GraphWriter, "call", logged_call)
-        m.setattr(GraphWriter, "__init__", logged_init)
-        lower(theory, made, lengths, rank, workbench.CPU, bucket_bytes=bucket_bytes)
-    return [logs.get(id(w), []) for w in made_writers]
-
-
-def simulated_events(streams: TwoStreams, rank: int) -> list[list[Any]]:
-    """The same from the simulation, as ``rank`` sees it; sources are not written."""
-    graph = streams.model.theory.graph
-    found: list[list[Any]] = [[]]
-    done, waited = 0, set()
-    for at, what, collective in [*streams.events, (len(streams.instructions), BOUNDARY, -1)]:
-        computed = streams.instructions[done:at]
-        found[-1] += [i for i in computed if not graph.instructions[i].is_source]
-        done = at
-        if what == START:
-            found[-1].append(("start", collective))
-        elif what == BOUNDARY:
-            found.append([])
-        elif (what == WAIT or rank == 0) and collective not in waited:
-            waited.add(collective)
-            found[-1].append(("wait", collective))
-    return found[:-1]
-
-
-def ended(events: list[Any]) -> list[Any]:
-    """Waits at the end of a graph in any one order: nothing is computed between them."""
-    kept = list(events)
-    tail = []
-    while kept and isinstance(kept[-1], tuple) and kept[-1][0] == "wait":
-        tail.append(kept.pop())
-    return kept + sorted(tail)
-
-
-def test_it_follows_the_lowered_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starts, waits and computations of both local graphs, of random programs: slices and masks of gathered
-    values, collectives of collectives, what backward reads of forward."""
-    compared = masked = 0
-    for name in ("mlp", "conv", "attention"):
-        theory = small_models.case(name).theory
-        for seed in range(6):
-            make: Callable[[Theory, int], Program] = (
-                program_builder.random_program if seed % 2 else program_builder.cheap_random_program
-            )
-            made, lengths = make(theory, seed), program_builder.uneven(theory, 2, seed)
-            model = CostModel(theory, cluster(1e8, 2e8))
-            streams = TwoStreams(model, made)
-            views = []
-            for rank in range(2):
-                graphs = lowered_events(theory, made, lengths, rank, monkeypatch, model.bucket_bytes)
-                want = simulated_events(streams, rank)
-                assert [ended(g) for g in want[: len(graphs)]] == [ended(g) for g in graphs], (name, seed)
-                assert not any(want[len(graphs) :])
-                views.append(want)
-                compared += sum(isinstance(e, tuple) for g in graphs for e in g)
-            masked += views[0] != views[1]
-            check(timeline(model, made, lengths), streams, lengths)
-    assert compared > 900
-    assert masked > 0, "no program in which rank 0 alone waits for a mask"
-
-
-@pytest.mark.parametrize("name", ["gpt2", "vgg19"])
-def test_a_real_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    theory = workbench.traced(name).theory
-    ratios = (0.5, 0.25, 0.25)
-    devices = workbench.cluster(4, 2, 2)
-    plan = plan_for(theory, devices, known.data_parallel(theory), ratios)
-    found = plan.timeline()
-    streams = TwoStreams(plan.costs, plan.program)
-    check(found, streams, plan.lengths)
-    for rank in range(2):
-        graphs = lowered_events(
-            theory, plan.program, plan.lengths, rank, monkeypatch, plan.costs.bucket_bytes
-        )
-        want = simulated_events(streams, rank)
-        assert [ended(g) for g in want] == [ended(g) for g in graphs]
-    stages = Stages(plan.costs, scheduled(theory, plan.program)).seconds(plan.costs.shares(plan.lengths))
-    assert found.step_seconds < stages
-    assert found.stage_seconds == pytest.approx(plan.cost.stage_seconds, **CLOSE)
-    assert found.step_seconds == pytest.approx(plan.cost.step_seconds, **CLOSE)
-    assert 0 < found.forward_seconds < found.step_seconds
-    backward = [what for _, what, _ in streams.events[[e[1] for e in streams.events].index(BOUNDARY) + 1 :]]
-    assert WAIT not in backward[: backward.count(START)], "nothing in backward needs a whole gradient"
 
 
 # files -----------------------------------------------------------------------------------------------------------

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from collective_cases import check_collectives
 from staging_worker import worker
 
+from hetspmd.run import process_group
 from hetspmd.run.communicator import Communicator, LoneCommunicator, Work
+from hetspmd.run.process_group import ProcessGroupCommunicator
 from hetspmd.run.ring import Carrier, Message
 from hetspmd.run.simulate import run_ranks
 from hetspmd.run.staging import HostCopies, Mark, Pairs, StagedCommunicator
@@ -138,6 +141,40 @@ def test_what_fails_is_raised_where_it_is_waited_for() -> None:
     with pytest.raises(RuntimeError, match="no cable"):
         work.wait()
     assert work.is_completed()
+
+
+def test_copies_are_of_the_device_that_holds_the_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of the current device: its streams know nothing of what another one computes."""
+    copied: list[torch.device] = []
+    threads: set[int] = set()
+
+    class Logged(HostCopies):
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def outward(self, pairs: Pairs) -> Mark:
+            copied.extend({self.device} | {source.device for _, source in pairs})
+            return super().outward([])
+
+        def inward(self, pairs: Pairs, after: Mark) -> Mark:
+            threads.add(threading.get_ident())
+            return super().outward([])
+
+    monkeypatch.setattr(process_group, "copies_for", Logged)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    comm = ProcessGroupCommunicator()
+    try:
+        monkeypatch.setattr(comm, "_staged", lambda buffer: True)
+        for device in ("meta", "cpu", "meta"):
+            comm.all_reduce(torch.ones(3, device=device)).wait()
+        comm.all_to_all(torch.empty(3, device="meta"), torch.ones(3, device="meta"), [3], [3]).wait()
+    finally:
+        comm.release()
+        dist.destroy_process_group()
+    assert [device.type for device in copied] == ["meta", "cpu", "meta", "meta"]
+    assert len(threads) == 1, "one thread sends all, or ranks could send in other orders"
 
 
 @pytest.mark.slow

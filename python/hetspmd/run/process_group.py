@@ -27,8 +27,6 @@ __all__ = ["CopiedWork", "IssuedWork", "ProcessGroupCommunicator", "communicator
 
 _GUARDED = itertools.count()
 
-CPU: Final = torch.device("cpu")
-
 
 class ProcessGroupCommunicator(Communicator):
     """The ranks of a ``torch.distributed`` process group (None: the default group)."""
@@ -38,11 +36,13 @@ class ProcessGroupCommunicator(Communicator):
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.watch: Watch | None = None
+        self._staging_of: dict[torch.device, Communicator] = {}
         _COMMUNICATORS.add(self)
 
     def release(self) -> None:
         """Let go of the group, for good."""
-        for name in ("_lanes", "_staging"):
+        self._staging_of.clear()
+        for name in ("_lanes", "_staging_of_host"):
             self.__dict__.pop(name, None)
         self.group = None
 
@@ -65,17 +65,17 @@ class ProcessGroupCommunicator(Communicator):
 
     def all_reduce(self, buffer: torch.Tensor) -> Work:
         if self._staged(buffer):
-            return self._from_host(self._staging.all_reduce(buffer))
+            return self._from_host(self._staging(buffer).all_reduce(buffer))
         return self._issued(dist.all_reduce(buffer, group=self.group, async_op=True), buffer)
 
     def reduce(self, buffer: torch.Tensor, root: int) -> Work:
         if self._staged(buffer):
-            return self._from_host(self._staging.reduce(buffer, root))
+            return self._from_host(self._staging(buffer).reduce(buffer, root))
         return self._issued(dist.reduce(buffer, group=self.group, async_op=True, group_dst=root), buffer)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, *, spare: bool = False) -> Work:
         if self._staged(buffer):
-            return self._from_host(self._staging.reduce_scatter(output, buffer, spare=spare))
+            return self._from_host(self._staging(buffer).reduce_scatter(output, buffer, spare=spare))
         if buffer.device.type == "cpu":
             # gloo's own is an all-reduce of a copy too, with the same bits, but completes, and frees the copy, only
             # in wait.
@@ -88,20 +88,20 @@ class ProcessGroupCommunicator(Communicator):
 
     def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
         if self._staged(buffer):
-            return self._from_host(self._staging.all_gather(output, buffer))
+            return self._from_host(self._staging(buffer).all_gather(output, buffer))
         work = dist.all_gather_into_tensor(output, buffer, group=self.group, async_op=True)
         return self._issued(work, output, buffer)
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> Work:
         if self._staged(buffer):
-            return self._from_host(self._staging.broadcast(buffer, root))
+            return self._from_host(self._staging(buffer).broadcast(buffer, root))
         return self._issued(dist.broadcast(buffer, group=self.group, async_op=True, group_src=root), buffer)
 
     def all_to_all(
         self, output: torch.Tensor, buffer: torch.Tensor, output_splits: Sequence[int], splits: Sequence[int]
     ) -> Work:
         if self._staged(buffer):
-            return self._from_host(self._staging.all_to_all(output, buffer, output_splits, splits))
+            return self._from_host(self._staging(buffer).all_to_all(output, buffer, output_splits, splits))
         work = dist.all_to_all_single(
             output, buffer, list(output_splits), list(splits), group=self.group, async_op=True
         )
@@ -109,14 +109,14 @@ class ProcessGroupCommunicator(Communicator):
 
     def ring_gather(self, parts: Sequence[torch.Tensor]) -> Work:
         if self._staged(parts[0]):
-            return self._from_host(self._staging.ring_gather(parts))
+            return self._from_host(self._staging(parts[0]).ring_gather(parts))
         if not self._rings(parts[0]):
             return super().ring_gather(parts)
         return self._ring(ring_gather, parts)
 
     def ring_reduce(self, parts: Sequence[torch.Tensor]) -> Work:
         if self._staged(parts[0]):
-            return self._from_host(self._staging.ring_reduce(parts))
+            return self._from_host(self._staging(parts[0]).ring_reduce(parts))
         if not self._rings(parts[0]):
             return super().ring_reduce(parts)
         return self._ring(ring_reduce, parts)
@@ -140,11 +140,18 @@ class ProcessGroupCommunicator(Communicator):
         """A staged primitive, watched as the host's are."""
         return IssuedWork(work, (), self.watch)
 
+    def _staging(self, buffer: torch.Tensor) -> Communicator:
+        """For tensors of a device. One thread sends those of all devices, in the order in which they are issued."""
+        found = self._staging_of.get(buffer.device)
+        if found is None:
+            plain, carrier = self._staging_of_host
+            found = StagedCommunicator(plain, carrier, copies_for(buffer.device))
+            self._staging_of[buffer.device] = found
+        return found
+
     @cached_property
-    def _staging(self) -> Communicator:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
-        plain = ProcessGroupCommunicator(self.group)
-        return StagedCommunicator(plain, Carrier(self._ports(0)), copies_for(device))
+    def _staging_of_host(self) -> tuple[Communicator, Carrier]:
+        return ProcessGroupCommunicator(self.group), Carrier(self._ports(0))
 
     @cached_property
     def _lanes(self) -> Iterator[tuple[Carrier, _Ports]]:
