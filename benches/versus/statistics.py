@@ -156,6 +156,12 @@ def _balanced(point: Point) -> str:
     return f" (balanced{batch})"
 
 
+def _range(points: Sequence[Point], arm: str) -> str:
+    """The least and the most of an arm's medians, in seconds."""
+    medians = [p.seconds(arm) for p in points]
+    return f"{min(medians):.2f} to {max(medians):.2f}"
+
+
 def spread(points: Sequence[Point]) -> str:
     """The range of every arm's timed steps, as Markdown."""
     rows = [f"| {' | '.join(('model', 'cluster', 'link', *ARMS))} |", "|---|---|---|" + "--:|" * len(ARMS)]
@@ -210,7 +216,8 @@ def summary(points: Sequence[Point], of: int) -> str:
     sizes = ", ".join(dict.fromkeys(p.size for p in points))
     worst = max(forced, key=abs)
     lines = [
-        f"- {len(points)} of {of} points measured; size: {sizes}",
+        f"- {len(points)} of {of} points measured; size: {sizes}; a step of the fastest device alone takes "
+        f"{_range(points, ALONE)} s, of hetspmd {_range(points, COMPILED)} s",
         f"- the best incumbent over hetspmd: geometric mean {geometric_mean(best):.2f}, "
         f"least {min(best):.2f}, most {max(best):.2f}",
         f"- proportional DDP over hetspmd: geometric mean {geometric_mean(ddp):.2f}, least {min(ddp):.2f}, most "

@@ -60,6 +60,11 @@ def test_what_free_links_would_give() -> None:
     assert "hetspmd over free links: geometric mean 1.25" in said
 
 
+def test_how_long_steps_take() -> None:
+    said = statistics.summary([made(), made("BERT", compiled=2.0)], 48)
+    assert "of the fastest device alone takes 3.00 to 3.00 s, of hetspmd 1.00 to 2.00 s" in said
+
+
 def test_every_check_passes_and_fails() -> None:
     assert [c.holds for c in statistics.checks([])] == [None] * 5
     assert [c.holds for c in statistics.checks([made(ddp=6.0, forced=6.0), made("BERT")])][:3] == [True] * 3
