@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import targets as t
 import torch
 
@@ -51,6 +53,14 @@ def test_collectives_add_up_to_the_predicted_communication() -> None:
     assert found, "the cluster is made so that dividing pays"
     assert abs(sum(c.seconds for c in found) - made.cost.communication_seconds) < 1e-12
     assert all(c.nbytes == made.graph.tensors[c.step.tensor].nbytes for c in found)
+
+
+def test_rounding_is_no_overlap() -> None:
+    made = plan()
+    alone = replace(made.cost, stage_seconds=made.cost.step_seconds * (1 - 1e-12), stages=1)
+    assert "communication in 1 stage, of which 0 s overlap" in plan_text(replace(made, cost=alone))
+    hidden = replace(made.cost, stage_seconds=made.cost.step_seconds + 1e-3, stages=2)
+    assert "communication in 2 stages, of which 1 ms overlap" in plan_text(replace(made, cost=hidden))
 
 
 def test_small_collectives_share_transfers() -> None:

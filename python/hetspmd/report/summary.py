@@ -14,6 +14,8 @@ from hetspmd.report.tables import shortened, table
 from hetspmd.synth.program import KIND_TEXT, communication_text
 
 _TOP = 12
+_ROUNDING = 1e-9
+"""Of the seconds of all stages: what the two simulations may differ by where nothing overlaps."""
 
 
 def plan_text(plan: Plan) -> str:
@@ -29,13 +31,17 @@ def _seconds(value: float) -> str:
     return "0 s" if value == 0 else quantity_text(value, "seconds")
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def _bytes(value: float) -> str:
     return "0 B" if value == 0 else quantity_text(value, "bytes")
 
 
 def _cluster(plan: Plan) -> str:
     body = "\n".join("  " + line for line in str(plan.cluster).splitlines())
-    return f"Cluster of {plan.world} device{'s' if plan.world > 1 else ''}\n{body}"
+    return f"Cluster of {_counted(plan.world, 'device')}\n{body}"
 
 
 def _devices(plan: Plan) -> str:
@@ -145,13 +151,16 @@ def _cost(plan: Plan) -> str:
         ]
         for name, seconds in sorted(plan.baselines.items())
     ]
+    overlap = cost.stage_seconds - cost.step_seconds
+    if abs(overlap) <= _ROUNDING * cost.stage_seconds:
+        overlap = 0.0
     lines = [
         f"Predicted step: {_seconds(cost.step_seconds)}; {_seconds(cost.compute_seconds)} computation + "
-        f"{_seconds(cost.communication_seconds)} communication in {cost.stages} stages, of which "
-        f"{_seconds(cost.stage_seconds - cost.step_seconds)} overlap",
+        f"{_seconds(cost.communication_seconds)} communication in {_counted(cost.stages, 'stage')}, "
+        f"of which {_seconds(overlap)} overlap",
         table(["in the same cost model", "seconds", "slower"], rows, right=(1, 2)),
         f"Search: cost {_seconds(search.cost)}, lower bound {_seconds(search.lower_bound)}, gap "
-        f"{100 * search.gap:.2g} %, stopped: {search.stop_reason}, {search.expansions} expansions, "
-        f"{len(plan.iterations)} rounds with the ratios",
+        f"{100 * search.gap:.2g} %, stopped: {search.stop_reason}, "
+        f"{_counted(search.expansions, 'expansion')}, {_counted(len(plan.iterations), 'round')} with the ratios",
     ]
     return "\n".join(lines)
