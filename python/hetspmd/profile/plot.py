@@ -14,6 +14,7 @@ from hetspmd.cost.quantities import quantity_text
 from hetspmd.profile.measure import Profile
 from hetspmd.profile.show import RateRow, rate_rows
 from hetspmd.profile.svg import Canvas, LogAxis
+from hetspmd.report.tables import counted
 from hetspmd.synth.program import KIND_TEXT
 
 __all__ = ["profile_svg"]
@@ -42,7 +43,7 @@ def profile_svg(profile: Profile) -> str:
     width = COLUMNS * (WIDTH + LEFT) + 24
     canvas = Canvas(width, TOP + panels + (len(bars) * ROW + 40 if bars else 0))
     world = profile.cluster.world
-    canvas.text(16, 26, f"Measured cluster of {world} device{'s' if world > 1 else ''}", size=16, bold=True)
+    canvas.text(16, 26, f"Measured cluster of {counted(world, 'device')}", size=16, bold=True)
     points = [p for panel in found for p in panel.points]
     if points:
         _legend(canvas, list(dict.fromkeys(p.skew for p in points)))

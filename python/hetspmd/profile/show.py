@@ -11,7 +11,7 @@ from hetspmd.cost.measured import Fit, Point, Rate
 from hetspmd.cost.op_times import OpFit
 from hetspmd.cost.quantities import Kind, quantity_text
 from hetspmd.profile.measure import Profile
-from hetspmd.report.tables import table
+from hetspmd.report.tables import counted, table
 from hetspmd.synth.program import KIND_TEXT
 
 __all__ = ["RateRow", "profile_text", "rate_rows"]
@@ -31,9 +31,7 @@ LONGEST = 12
 def profile_text(profile: Profile) -> str:
     """Everything that a profile decides, as tables."""
     cluster, measured = profile.cluster, profile.measured
-    parts = [
-        f"Cluster of {cluster.world} device{'s' if cluster.world > 1 else ''}\n" + _indented(str(cluster))
-    ]
+    parts = [f"Cluster of {counted(cluster.world, 'device')}\n" + _indented(str(cluster))]
     if measured.rates:
         rows = [[r.ranks, r.device, r.what, r.dtype, r.text, r.spread, r.samples] for r in rate_rows(profile)]
         header = ["ranks", "device", "measured", "dtype", "median", "interval", "samples"]

@@ -10,7 +10,7 @@ from hetspmd.report.facts import by_kind, segment_modules, sent, storage, transf
 from hetspmd.report.limits import limits, limits_text
 from hetspmd.report.machines import inside_text
 from hetspmd.report.notation import tensor_text
-from hetspmd.report.tables import shortened, table
+from hetspmd.report.tables import counted, shortened, table
 from hetspmd.synth.program import KIND_TEXT, communication_text
 
 _TOP = 12
@@ -31,17 +31,13 @@ def _seconds(value: float) -> str:
     return "0 s" if value == 0 else quantity_text(value, "seconds")
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
 def _bytes(value: float) -> str:
     return "0 B" if value == 0 else quantity_text(value, "bytes")
 
 
 def _cluster(plan: Plan) -> str:
     body = "\n".join("  " + line for line in str(plan.cluster).splitlines())
-    return f"Cluster of {_counted(plan.world, 'device')}\n{body}"
+    return f"Cluster of {counted(plan.world, 'device')}\n{body}"
 
 
 def _devices(plan: Plan) -> str:
@@ -156,11 +152,11 @@ def _cost(plan: Plan) -> str:
         overlap = 0.0
     lines = [
         f"Predicted step: {_seconds(cost.step_seconds)}; {_seconds(cost.compute_seconds)} computation + "
-        f"{_seconds(cost.communication_seconds)} communication in {_counted(cost.stages, 'stage')}, "
+        f"{_seconds(cost.communication_seconds)} communication in {counted(cost.stages, 'stage')}, "
         f"of which {_seconds(overlap)} overlap",
         table(["in the same cost model", "seconds", "slower"], rows, right=(1, 2)),
         f"Search: cost {_seconds(search.cost)}, lower bound {_seconds(search.lower_bound)}, gap "
         f"{100 * search.gap:.2g} %, stopped: {search.stop_reason}, "
-        f"{_counted(search.expansions, 'expansion')}, {_counted(len(plan.iterations), 'round')} with the ratios",
+        f"{counted(search.expansions, 'expansion')}, {counted(len(plan.iterations), 'round')} with the ratios",
     ]
     return "\n".join(lines)

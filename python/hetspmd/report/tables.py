@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def counted(count: int, what: str) -> str:
+    """``1 device``, ``2 devices``."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
     """Columns as wide as their widest cell, two spaces apart; the columns in ``right`` are right-aligned."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
