@@ -81,7 +81,7 @@ def test_ranks_are_as_exact_as_one_device(name: str, seed: int) -> None:
             loss = loss_of(hap(**c.batch))
         loss.backward()
         dtypes = {p.grad.dtype for p in hap.parameters() if p.grad is not None}
-        return {"loss": loss.detach(), **hap.full_gradients()}, dtypes, len(hap._entries)
+        return {"loss": loss.detach(), **hap.full_gradients()}, dtypes, len(hap._plans.entries)
 
     for got, dtypes, entries in on_ranks(c, plan, body):
         assert dtypes == {torch.float32}
@@ -155,7 +155,7 @@ def test_each_state_has_a_plan_of_its_own() -> None:
                 output = hap(**c.batch)
             output["loss"].backward()
             shapes = tuple(p.shape for p in hap.parameters())
-            seen.append((str(output["logits"].dtype), len(hap._entries), shapes))
+            seen.append((str(output["logits"].dtype), len(hap._plans.entries), shapes))
         return seen
 
     for seen in on_ranks(c, plan, body):
@@ -190,7 +190,7 @@ def test_a_plan_file_remembers(tmp_path: Path) -> None:
     with bf16():
         output = hap(**c.batch)
     assert output["logits"].dtype == torch.bfloat16
-    assert len(hap._entries) == 1
+    assert len(hap._plans.entries) == 1
 
 
 def test_ranks_in_different_states_are_told() -> None:

@@ -180,7 +180,7 @@ def test_evaluation_and_other_batches_keep_the_active_devices() -> None:
         hap.eval()
         with torch.no_grad():
             losses.append(hap(**c.batch).item())
-        return losses, {e.plan.active for e in hap._entries}
+        return losses, {e.plan.active for e in hap._plans.entries}
 
     for losses, active in on_ranks(c, plan, body):
         assert losses == pytest.approx(want, rel=1e-10)

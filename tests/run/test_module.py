@@ -248,4 +248,4 @@ def test_no_grad_runs_forward_only() -> None:
     with torch.no_grad():
         loss = loss_of(hap(**c.batch))
     assert not loss.requires_grad
-    assert len(hap._entries) == 1
+    assert len(hap._plans.entries) == 1

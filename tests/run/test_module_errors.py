@@ -143,7 +143,7 @@ def test_a_rank_that_fails_while_outputs_are_handed_out(monkeypatch: pytest.Monk
             copy.deepcopy(c.model), plan.cluster, plan=plan, process_group=communicator, gather_outputs=True
         )
         hap(**c.batch)
-        runner = hap._entries[0].runner
+        runner = hap._plans.entries[0].runner
         forward = runner.program.forward
 
         def lost(*_: object) -> None:

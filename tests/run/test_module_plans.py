@@ -75,7 +75,7 @@ def test_another_batch_gets_its_own_plan_with_the_same_shards() -> None:
         loss.backward()
         again = loss_of(hap(**other)).item()
         hap(**c.batch)
-        return loss.item(), again, len(hap._entries), shapes == [p.shape for p in hap.parameters()]
+        return loss.item(), again, len(hap._plans.entries), shapes == [p.shape for p in hap.parameters()]
 
     for loss, again, entries, same in on_ranks(c, plan, body):
         assert loss == pytest.approx(want, rel=1e-12)
@@ -142,7 +142,7 @@ def test_frozen_later_gets_its_own_plan() -> None:
     loss_of(hap(**c.batch)).backward()
     assert hap.module.a.weight.grad is None
     assert hap.module.a.bias.grad is not None
-    assert len(hap._entries) == 2
+    assert len(hap._plans.entries) == 2
 
 
 def test_a_plain_value_in_the_batch_is_part_of_the_plan() -> None:

@@ -109,23 +109,23 @@ def test_waits_are_split() -> None:
 def test_off_is_off() -> None:
     c = case("mlp")
     hap = lone(c)
-    before = hap._entries[0].runner.program
+    before = hap._plans.entries[0].runner.program
 
     def fails() -> None:
         with hap.record():
-            assert hap._entries[0].runner.program is not before
+            assert hap._plans.entries[0].runner.program is not before
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fails()
-    assert hap._entries[0].runner.program is before
+    assert hap._plans.entries[0].runner.program is before
     assert "stamp" not in str(before)
     with hap.record() as recording:
         with pytest.raises(RuntimeError, match="recorded already"), hap.record():
             pass
         with pytest.raises(RuntimeError, match="has ended"):
             _ = recording.measured
-    assert hap._entries[0].runner.program is before
+    assert hap._plans.entries[0].runner.program is before
     assert str(recording) == "No step was recorded"
 
 
@@ -227,10 +227,10 @@ def test_a_path_that_cannot_be_written(where: str, tmp_path: Path) -> None:
     ran = []
 
     def body(hap: HAP) -> str:
-        before = copy.copy(hap._entries[0].runner.program)
+        before = copy.copy(hap._plans.entries[0].runner.program)
         with pytest.raises(OutputError, match="cannot be written") as caught, hap.record(tmp_path / where):
             ran.append(hap.rank)
-        assert hap._entries[0].runner.program == before
+        assert hap._plans.entries[0].runner.program == before
         return str(caught.value)
 
     assert len(set(on_ranks(c, plan, body))) == 1

@@ -78,7 +78,7 @@ def test_what_is_between_the_stretches_keeps_its_order() -> None:
     c = case("attention")
 
     def body(hap: HAP) -> tuple[int, int]:
-        (entry,) = hap._entries
+        (entry,) = hap._plans.entries
         calls = compiled = 0
         for graph, made in entry.runner._compiled.items():
             assert others(made) == others(graph)

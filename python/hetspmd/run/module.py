@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,32 +14,27 @@ from torch import nn
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.machines import flat
 from hetspmd.errors import (
-    BatchMismatchError,
     DeviceError,
     ExampleError,
-    HetspmdError,
     PlanMismatchError,
-    TraceError,
 )
 from hetspmd.forms import is_sharded
-from hetspmd.lower import LocalProgram, LocalTensor, lower_plan
-from hetspmd.lower.nested import lower_nested
+from hetspmd.lower import LocalTensor
 from hetspmd.run.agreement import agreed_plan, same_everywhere
 from hetspmd.run.anomaly import is_looked_for
-from hetspmd.run.autograd import Runner
 from hetspmd.run.communicator import Communicator
-from hetspmd.run.guard import Expected, check_same_batch, check_tensors, expected, match
-from hetspmd.run.lone import is_the_model, run_model
+from hetspmd.run.guard import check_same_batch, check_tensors
+from hetspmd.run.lone import run_model
 from hetspmd.run.machines import join_machines
-from hetspmd.run.origin import Origin
 from hetspmd.run.owners import remember
+from hetspmd.run.plan_cache import PlanCache, Setting
 from hetspmd.run.process_group import communicator_for
 from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
-from hetspmd.run.store import Slot, Store, check_model, slot
+from hetspmd.run.store import Store, check_model
 from hetspmd.run.stretches import compile_options
-from hetspmd.trace.autocast import autocast_state, without_autocast
-from hetspmd.trace.compat import spec_from_text, unflatten
+from hetspmd.trace.autocast import autocast_state
+from hetspmd.trace.compat import unflatten
 from hetspmd.trace.fake import model_device
 from hetspmd.trace.trace import split_example
 
@@ -50,29 +44,6 @@ if TYPE_CHECKING:
     from hetspmd.plan import Plan
     from hetspmd.run.record import Recording
     from hetspmd.trace.step import Loss
-
-_Mode = tuple[tuple[bool, ...], tuple[bool, ...], str]
-"""``training`` of every submodule, ``requires_grad`` of every parameter, the dtype of autocast ("": off)."""
-
-
-@dataclass
-class _Entry:
-    """A plan that this module can run, and for which batches and modes. ``model``: the model itself does so."""
-
-    plan: Plan
-    mode: _Mode
-    expected: Expected
-    runner: Runner
-    output_spec: Any
-    parameters: list[Slot]
-    buffers: list[Slot]
-    inputs: list[str]
-    model: bool
-    compared: bool = False
-
-    @property
-    def differentiable(self) -> bool:
-        return self.runner.program.backward is not None
 
 
 class HAP(nn.Module):
@@ -126,7 +97,7 @@ class HAP(nn.Module):
 
         check_options(options, signature(HAP).parameters)
         self.cluster = Cluster.load(cluster)
-        self._compile_options = compile_options(compile)
+        compiled_with = compile_options(compile)
         if isinstance(process_group, Communicator):
             communicator = process_group
         else:
@@ -147,8 +118,16 @@ class HAP(nn.Module):
             )
         self.module = model
         self.gather_outputs = gather_outputs
-        self._loss = loss
-        self._options = {**options, "strict": strict}
+        setting = Setting(
+            model=model,
+            cluster=self.cluster,
+            device=self.device,
+            communicator=communicator,
+            loss=loss,
+            gather_outputs=gather_outputs,
+            compile_options=compiled_with,
+            options={**options, "strict": strict},
+        )
         if plan is not None:
             first = plan if isinstance(plan, Plan) else Plan.load(plan)
             same_everywhere(communicator, first)
@@ -156,7 +135,7 @@ class HAP(nn.Module):
                 raise PlanMismatchError("the plan was made for another cluster; compile one for this cluster")
         elif example is not None:
             args, kwargs = split_example(example)
-            first = agreed_plan(communicator, lambda: self._compile(args, kwargs, training=True))
+            first = agreed_plan(communicator, lambda: setting.compile(args, kwargs, training=True))
         else:
             raise ExampleError("HAP needs example= (a batch to plan for) or plan=")
         check_model(model, first.graph)
@@ -166,12 +145,13 @@ class HAP(nn.Module):
             self._runtime = Runtime.join(communicator, first.active, randomness)
         else:
             self._runtime = join_machines(communicator, first.cluster, first.active, randomness)
-        program = self._lower(first)
+        program = setting.lower(first)
         self._store = Store(model, first.graph, program.parameters)
         if sync_module_states:
             self._store.synchronize(communicator, self.device)
         self._store.shard(self.device)
-        self._entries = [self._entry(first, program)]
+        self._plans = PlanCache(setting, self._store, self._runtime, first, program)
+        self._loss = loss
         self._recording: Recording | None = None
         self._lowered = False
         remember(self)
@@ -179,7 +159,7 @@ class HAP(nn.Module):
     @property
     def plan(self) -> Plan:
         """The plan that was made first; it decides where parameters live."""
-        return self._entries[0].plan
+        return self._plans.first
 
     @property
     def rank(self) -> int:
@@ -203,7 +183,7 @@ class HAP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a global batch, the same on every rank."""
-        entry, inputs = self._select(args, kwargs)
+        entry, inputs = self._plans.select(args, kwargs, self._recording)
         check_tensors(inputs, entry.inputs, self.device)
         if not entry.compared:
             check_same_batch(self._everyone, inputs, entry.inputs)
@@ -278,9 +258,7 @@ class HAP(nn.Module):
         if self._recording is not None:
             raise RuntimeError("this module is being recorded already")
 
-        def entries() -> list[tuple[Plan, Runner]]:
-            return [(entry.plan, entry.runner) for entry in self._entries]
-
+        entries = self._plans.runners
         made = Recording(self._everyone, self._runtime, self.device, path, entries, self.parameters)
         with made:
             self._recording = made
@@ -300,107 +278,6 @@ class HAP(nn.Module):
     def parameter_shards(self) -> dict[str, LocalTensor]:
         """Name to layout of every parameter (tied names included)."""
         return dict(self._store.shards)
-
-    def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> Plan:
-        from hetspmd.compiler import compile_plan
-
-        with self._everyone.busy():
-            return compile_plan(
-                self.module, args, kwargs, self.cluster, loss=self._loss, training=training, **self._options
-            )
-
-    def _lower(self, plan: Plan) -> LocalProgram:
-        with without_autocast(self.device.type), self._everyone.busy():  # constants are computed here
-            lowered = lower_plan if plan.inside is None else lower_nested
-            return lowered(plan, self.rank, self.device)
-
-    def _entry(self, plan: Plan, program: LocalProgram) -> _Entry:
-        graph = plan.graph
-        origin = Origin(graph, self.module)
-        runner = Runner(
-            program, self._runtime, graph.loss, gather=self.gather_outputs, origin=origin,
-            compile=self._compile_options,
-        )  # fmt: skip
-        return _Entry(
-            plan, (*self._mode()[:2], graph.autocast), expected(graph), runner, spec_from_text(graph.output_spec),
-            [slot(self.module, p.name) for p in graph.parameters],
-            [slot(self.module, b.name) for b in graph.buffers],
-            [i.path for i in graph.inputs],
-            model=not self._runtime.idle and self._compile_options is None and is_the_model(plan),
-        )  # fmt: skip
-
-    def _mode(self) -> _Mode:
-        return (
-            tuple(m.training for m in self.module.modules()),
-            tuple(p.requires_grad for p in self.module.parameters()),
-            autocast_state(self.device.type),
-        )
-
-    def _select(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Entry, list[torch.Tensor]]:
-        mode = self._mode()
-        backward = torch.is_grad_enabled() and any(mode[1])
-        why = ""
-        for entry in self._entries:
-            inputs, why = match(entry.expected, args, kwargs)
-            if inputs is None or entry.mode != mode:
-                continue
-            if entry.differentiable or not backward or entry.plan.graph.loss is None:
-                return entry, inputs
-        entry = self._new_entry(args, kwargs, backward=backward, why=why)
-        inputs, why = match(entry.expected, args, kwargs)
-        if inputs is None:
-            raise BatchMismatchError(f"the batch cannot be planned for: {why}")
-        return entry, inputs
-
-    def _new_entry(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backward: bool, why: str
-    ) -> _Entry:
-        def make() -> Plan:
-            from hetspmd.compiler import compile_plan
-
-            known = {k: v for k, v in self._options.items() if k != "constraints"}
-
-            def compiled(training: bool) -> Plan:
-                return compile_plan(
-                    self.module, args, kwargs, self.cluster, loss=self._loss, training=training,
-                    like=self.plan, **known,
-                )  # fmt: skip
-
-            with self._everyone.busy(), self._store.whole_shapes(self.device):
-                if not backward or self.module.training:
-                    return compiled(backward)
-                try:
-                    return compiled(True)
-                except TraceError:
-                    return compiled(False)
-
-        try:
-            plan = agreed_plan(self._everyone, make)
-        except HetspmdError as error:
-            raise BatchMismatchError(
-                f"this batch or mode is not the plan's ({why or 'the mode of the model changed'}) and no "
-                f"plan could be made for it: {error}"
-            ) from error
-        if plan.graph.autocast != self._mode()[2]:
-            raise BatchMismatchError(
-                f"rank 0 runs under autocast {plan.graph.autocast or 'off'}, rank {self.rank} under "
-                f"{self._mode()[2] or 'off'}; every rank must call the model in the same torch.autocast"
-            )
-        program = self._lower(plan)
-        self._check_shards(plan, program.parameters)
-        entry = self._entry(plan, program)
-        self._entries.append(entry)
-        if self._recording is not None:
-            self._recording.add(entry.plan, entry.runner)
-        return entry
-
-    def _check_shards(self, plan: Plan, parameters: tuple[LocalTensor, ...]) -> None:
-        for parameter, layout in zip(plan.graph.parameters, parameters, strict=True):
-            stored = self._store.shards.get(parameter.name)
-            if stored is None or (stored.form, stored.extents) != (layout.form, layout.extents):
-                raise BatchMismatchError(
-                    f"the new plan stores {parameter.name} in other shards than the first"
-                )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(

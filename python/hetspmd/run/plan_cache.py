@@ -1,0 +1,212 @@
+"""The plans of one HAP module, by batch and mode: the first one, and those that are compiled when they are needed.
+
+A plan serves the structure, shapes and plain values of one batch (:mod:`hetspmd.run.guard`) in one mode of the
+model. Every later plan stores parameters in the same shards as the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hetspmd.cost.cluster import Cluster
+from hetspmd.errors import BatchMismatchError, HetspmdError, TraceError
+from hetspmd.lower import LocalProgram, LocalTensor, lower_plan
+from hetspmd.lower.nested import lower_nested
+from hetspmd.run.agreement import agreed_plan
+from hetspmd.run.autograd import Runner
+from hetspmd.run.communicator import Communicator
+from hetspmd.run.guard import Expected, expected, match
+from hetspmd.run.lone import is_the_model
+from hetspmd.run.origin import Origin
+from hetspmd.run.runtime import Runtime
+from hetspmd.run.store import Slot, Store, slot
+from hetspmd.trace.autocast import autocast_state, without_autocast
+from hetspmd.trace.compat import spec_from_text
+
+if TYPE_CHECKING:
+    from hetspmd.plan import Plan
+    from hetspmd.run.record import Recording
+    from hetspmd.trace.step import Loss
+
+Mode = tuple[tuple[bool, ...], tuple[bool, ...], str]
+"""``training`` of every submodule, ``requires_grad`` of every parameter, the dtype of autocast ("": off)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a HAP module was given: everything that its plans have in common.
+
+    ``communicator`` joins all ranks, idle ones too. ``options`` go to :func:`hetspmd.compile`,
+    ``compile_options`` to ``torch.compile`` (None: ops run as they are).
+    """
+
+    model: nn.Module
+    cluster: Cluster
+    device: torch.device
+    communicator: Communicator
+    loss: Loss | None
+    gather_outputs: bool
+    compile_options: Mapping[str, Any] | None
+    options: Mapping[str, Any]
+
+    def mode(self) -> Mode:
+        """The mode in which the model is now."""
+        return (
+            tuple(m.training for m in self.model.modules()),
+            tuple(p.requires_grad for p in self.model.parameters()),
+            autocast_state(self.device.type),
+        )
+
+    def compile(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool, like: Plan | None = None
+    ) -> Plan:
+        """A plan of this batch in the present mode; ``like`` an earlier one, which keeps to its constraints."""
+        from hetspmd.compiler import compile_plan
+
+        options = {k: v for k, v in self.options.items() if like is None or k != "constraints"}
+        with self.communicator.busy():
+            return compile_plan(
+                self.model,
+                args,
+                kwargs,
+                self.cluster,
+                loss=self.loss,
+                training=training,
+                like=like,
+                **options,
+            )
+
+    def lower(self, plan: Plan) -> LocalProgram:
+        """The local graphs of this rank."""
+        with without_autocast(self.device.type), self.communicator.busy():  # constants are computed here
+            lowered = lower_plan if plan.inside is None else lower_nested
+            return lowered(plan, self.communicator.rank, self.device)
+
+
+@dataclass(kw_only=True)
+class Entry:
+    """A plan that the module can run, and for which batches and modes. ``model``: the model itself does so."""
+
+    plan: Plan
+    mode: Mode
+    expected: Expected
+    runner: Runner
+    output_spec: Any
+    parameters: list[Slot]
+    buffers: list[Slot]
+    inputs: list[str]
+    model: bool
+    compared: bool = False
+
+    @property
+    def differentiable(self) -> bool:
+        return self.runner.program.backward is not None
+
+
+class PlanCache:
+    """The plans of a HAP module; ``plan`` and its local ``program`` are the first."""
+
+    def __init__(
+        self, setting: Setting, store: Store, runtime: Runtime, plan: Plan, program: LocalProgram
+    ) -> None:
+        self._setting, self._store, self._runtime = setting, store, runtime
+        self.entries = [self._entry(plan, program)]
+
+    @property
+    def first(self) -> Plan:
+        """The plan that was made first; it decides where parameters live."""
+        return self.entries[0].plan
+
+    def runners(self) -> list[tuple[Plan, Runner]]:
+        """Each plan with what runs it."""
+        return [(entry.plan, entry.runner) for entry in self.entries]
+
+    def select(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], recording: Recording | None
+    ) -> tuple[Entry, list[torch.Tensor]]:
+        """The plan for this batch in the present mode, compiled if there is none, and the batch's tensors.
+
+        Raises BatchMismatchError if none can be made.
+        """
+        mode = self._setting.mode()
+        backward = torch.is_grad_enabled() and any(mode[1])
+        why = ""
+        for entry in self.entries:
+            inputs, why = match(entry.expected, args, kwargs)
+            if inputs is None or entry.mode != mode:
+                continue
+            if entry.differentiable or not backward or entry.plan.graph.loss is None:
+                return entry, inputs
+        entry = self._new(args, kwargs, backward=backward, why=why)
+        if recording is not None:
+            recording.add(entry.plan, entry.runner)
+        inputs, why = match(entry.expected, args, kwargs)
+        if inputs is None:
+            raise BatchMismatchError(f"the batch cannot be planned for: {why}")
+        return entry, inputs
+
+    def _entry(self, plan: Plan, program: LocalProgram) -> Entry:
+        graph, setting = plan.graph, self._setting
+        runner = Runner(
+            program, self._runtime, graph.loss, gather=setting.gather_outputs, origin=Origin(graph, setting.model),
+            compile=setting.compile_options,
+        )  # fmt: skip
+        lowered = self._runtime.idle or setting.compile_options is not None
+        return Entry(
+            plan=plan,
+            mode=(*setting.mode()[:2], graph.autocast),
+            expected=expected(graph),
+            runner=runner,
+            output_spec=spec_from_text(graph.output_spec),
+            parameters=[slot(setting.model, p.name) for p in graph.parameters],
+            buffers=[slot(setting.model, b.name) for b in graph.buffers],
+            inputs=[i.path for i in graph.inputs],
+            model=not lowered and is_the_model(plan),
+        )
+
+    def _new(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backward: bool, why: str) -> Entry:
+        setting = self._setting
+
+        def make() -> Plan:
+            def compiled(training: bool) -> Plan:
+                return setting.compile(args, kwargs, training=training, like=self.first)
+
+            with setting.communicator.busy(), self._store.whole_shapes(setting.device):
+                if not backward or setting.model.training:
+                    return compiled(backward)
+                try:
+                    return compiled(True)
+                except TraceError:
+                    return compiled(False)
+
+        try:
+            plan = agreed_plan(setting.communicator, make)
+        except HetspmdError as error:
+            raise BatchMismatchError(
+                f"this batch or mode is not the plan's ({why or 'the mode of the model changed'}) and no "
+                f"plan could be made for it: {error}"
+            ) from error
+        autocast = setting.mode()[2]
+        if plan.graph.autocast != autocast:
+            raise BatchMismatchError(
+                f"rank 0 runs under autocast {plan.graph.autocast or 'off'}, rank {setting.communicator.rank} "
+                f"under {autocast or 'off'}; every rank must call the model in the same torch.autocast"
+            )
+        program = setting.lower(plan)
+        self._check_shards(plan, program.parameters)
+        entry = self._entry(plan, program)
+        self.entries.append(entry)
+        return entry
+
+    def _check_shards(self, plan: Plan, parameters: tuple[LocalTensor, ...]) -> None:
+        for parameter, layout in zip(plan.graph.parameters, parameters, strict=True):
+            stored = self._store.shards.get(parameter.name)
+            if stored is None or (stored.form, stored.extents) != (layout.form, layout.extents):
+                raise BatchMismatchError(
+                    f"the new plan stores {parameter.name} in other shards than the first"
+                )
