@@ -23,6 +23,7 @@ __all__ = [
     "OutputError",
     "PlanError",
     "PlanMismatchError",
+    "PlanPerValueWarning",
     "ProfileError",
     "ProofError",
     "RandomOpError",
@@ -69,6 +70,10 @@ class MissingRuleError(RuleError):
 
 class MissingRuleWarning(UserWarning):
     """An op has no rule and runs replicated on every device."""
+
+
+class PlanPerValueWarning(UserWarning):
+    """Each value of a plain argument of the batch makes another plan."""
 
 
 class ConstraintError(HetspmdError):

@@ -74,7 +74,7 @@ def test_a_parameter_changed_in_place_is_refused() -> None:
             r"the example does not fit Linear.forward: missing a required argument: 'input'",
         ),
         ((torch.randn(2, 3), 1), {}, "too many positional arguments"),
-        (({1, 2},), {}, r"args\[0\] is a set; a batch holds tensors and plain values"),
+        (({1, 2},), {}, r"input \(args\[0\]\) is a set; a batch holds tensors and plain values"),
     ],
 )
 def test_an_example_of_another_signature_is_refused(args: Any, kwargs: Any, message: str) -> None:
@@ -90,3 +90,88 @@ def test_an_example_of_another_shape_is_named_with_the_failing_line() -> None:
         ExampleError, match=r"Net fails on the example at .*test_refusals.py:\d+: .*try model\(batch\)"
     ):
         traced(forward, torch.randn(2, 4), w=parameter(3, 2))
+
+
+def asserting(m: Any, x: torch.Tensor) -> torch.Tensor:
+    assert (x < 100).all()
+    return (x * m.w).sum()
+
+
+def choosing(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.mean() > 0:
+        return (x * m.w).sum()
+    return m.w.sum()
+
+
+def counting(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return sum(((x * m.w).sum() for _ in range(int(x.sum()))), m.w.sum())
+
+
+def listing(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x * m.w).sum() * x.tolist()[0]
+
+
+def to_numpy(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x * m.w).sum() * float(x.numpy().mean())
+
+
+def an_item(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x * m.w).sum() * x.max().item()
+
+
+def masking(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x * m.w)[x > 0].sum()
+
+
+def distinct(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x * m.w).sum() * len(torch.unique(x))
+
+
+def checked_normal(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.distributions.Normal(x * m.w, 1.0 + m.w.exp(), validate_args=True).log_prob(x).mean()
+
+
+def checked_categorical(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.distributions.Categorical(logits=x * m.w, validate_args=True).entropy().mean()
+
+
+@pytest.mark.parametrize(
+    ("forward", "advice"),
+    [
+        (asserting, "remove the assertion from forward"),
+        (choosing, r"torch\.where\(condition, a, b\)"),
+        (counting, "loop a fixed number of times"),
+        (listing, "keep to torch's functions of tensors"),
+        (to_numpy, "keep to torch's functions of tensors"),
+        (an_item, r"leave out \.item\(\)"),
+        (masking, "multiply by the mask"),
+        (distinct, "use a mask or fixed sizes"),
+        (checked_normal, "validate_args=False"),
+        (checked_categorical, "validate_args=False"),
+    ],
+)
+def test_the_usual_rewrite_is_named(forward: Callable[..., torch.Tensor], advice: str) -> None:
+    with pytest.raises(TraceError, match=rf"cannot be traced .*{re.escape(__file__)}:\d+: .* Here.*{advice}"):
+        traced(forward, torch.randn(3), w=parameter(3))
+
+
+def test_a_mask_that_nn_transformer_looks_into() -> None:
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1, enable_nested_tensor=False
+    )
+    mask = nn.Transformer.generate_square_subsequent_mask(4)
+    with pytest.raises(TraceError, match="say is_causal=True or is_causal=False"):
+        trace(model, (torch.randn(2, 4, 8), mask), {}, loss=lambda m, *a: m(*a).sum())
+
+
+def test_a_package_whose_name_begins_with_torch_is_not_torch() -> None:
+    torchvision = pytest.importorskip("torchvision")
+    model = torchvision.models.resnet18(num_classes=3)
+    with pytest.raises(ExampleError, match=r"torchvision/models/resnet\.py:\d+: x = self\.conv1\(x\)"):
+        trace(model, (torch.randn(2, 2, 32, 32),), {}, loss=lambda m, x: m(x).sum())
+
+
+def test_torch_prints_no_traceback_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ExampleError, match="reduction dim"):
+        trace(nn.Linear(3, 2), (torch.randn(2, 4),), {}, loss=lambda m, x: m(x).sum())
+    assert not [r for r in caplog.records if "failed while attempting" in r.getMessage()]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hetspmd.errors import BatchMismatchError, DeviceError
+from hetspmd.forms import all_gather
+from hetspmd.lower.program import LocalTensor
 from hetspmd.run.communicator import Communicator
+from hetspmd.trace.admissible import argument_names, spoken
 from hetspmd.trace.compat import flatten, spec_from_text, unflatten
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.values import dtype_name
@@ -20,17 +23,21 @@ _LITERALS = (type(None), bool, int, float, str)
 
 @dataclass(frozen=True)
 class Expected:
-    """What a graph takes: the keyword order and spec of its example, and each leaf."""
+    """What a graph takes: the keyword order and spec of its example, and each leaf.
+
+    ``leaves`` are (shape, dtype) of tensors, plain values as they are; ``names`` is how messages call them.
+    """
 
     keywords: tuple[str, ...]
     spec: Any
     leaves: tuple[Any, ...]
-    paths: tuple[str, ...]
+    names: tuple[str, ...]
     inputs: tuple[int, ...]
 
 
-def expected(graph: Graph) -> Expected:
-    """The batch that a graph was made for."""
+def expected(graph: Graph, function: Callable[..., Any] | None = None) -> Expected:
+    """The batch that a graph was made for. ``function`` is what is called with it: messages take the names of
+    positional arguments from it."""
     spec = spec_from_text(graph.input_spec)
     leaves: list[Any] = [None] * spec.num_leaves
     paths = [""] * spec.num_leaves
@@ -41,8 +48,10 @@ def expected(graph: Graph) -> Expected:
     for s in graph.statics:
         leaves[s.leaf] = s.value
         paths[s.leaf] = s.path
-    _, kwargs = unflatten(leaves, spec)
-    return Expected(tuple(kwargs), spec, tuple(leaves), tuple(paths), tuple(i.leaf for i in graph.inputs))
+    args, kwargs = unflatten(leaves, spec)
+    known = {} if function is None else argument_names(function, args)
+    names = tuple(spoken(path, known) for path in paths)
+    return Expected(tuple(kwargs), spec, tuple(leaves), names, tuple(i.leaf for i in graph.inputs))
 
 
 def match(
@@ -55,15 +64,45 @@ def match(
     leaves, spec = flatten((args, {k: kwargs[k] for k in wanted.keywords}))
     if spec != wanted.spec:
         return None, "another structure of positional arguments or containers"
-    for leaf, want, path in zip(leaves, wanted.leaves, wanted.paths, strict=True):
+    for leaf, want, path in zip(leaves, wanted.leaves, wanted.names, strict=True):
         got: Any = leaf
         if isinstance(leaf, torch.Tensor):
             got = (tuple(leaf.shape), dtype_name(leaf.dtype))
         elif not isinstance(leaf, _LITERALS):
             return None, f"{path} is a {type(leaf).__name__}"
-        if type(got) is not type(want) or got != want:
+        if not _same(got, want):
             return None, f"{path} is {_text(got)}, the plan's {_text(want)}"
     return [leaves[i] for i in wanted.inputs], ""
+
+
+def refuse_own_rows(
+    wanted: Expected, outputs: Sequence[LocalTensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise BatchMismatchError for a batch of which one tensor has this rank's rows of an output, such as a hidden
+    state that is fed back, while others have the rows of the whole batch."""
+    if set(kwargs) != set(wanted.keywords):
+        return
+    leaves, spec = flatten((args, {k: kwargs[k] for k in wanted.keywords}))
+    if spec != wanted.spec:
+        return
+    rows = {tuple(o.local_shape): tuple(o.shape) for o in outputs if o.form == all_gather(0)}
+    shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    for shape, want, name in zip(shapes, wanted.leaves, wanted.names, strict=True):
+        if shape is None or not isinstance(want, tuple) or rows.get(shape, shape) == shape:
+            continue
+        if rows[shape] == want[0] and want[0][:1] in [s[:1] for s in shapes if s is not None]:
+            raise BatchMismatchError(
+                f"{name} is {_text((shape, want[1]))}, this rank's rows of an output of {list(want[0])}; outputs "
+                "that are divided along dim 0 come back as this rank's rows, and a batch is whole on every rank: "
+                "HAP(..., gather_outputs=True) returns whole outputs, which can be fed back"
+            )
+
+
+def _same(got: Any, want: Any) -> bool:
+    """Whether two leaves make the same graph: 0.0 and -0.0 do not, two NaN do."""
+    if type(got) is float and type(want) is float:
+        return repr(got) == repr(want)
+    return type(got) is type(want) and bool(got == want)
 
 
 def _text(leaf: Any) -> str:

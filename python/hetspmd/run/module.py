@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
 from hetspmd.run.store import Store, check_model
 from hetspmd.run.stretches import compile_options
+from hetspmd.trace.admissible import check_model as check_admissible
 from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.compat import unflatten
 from hetspmd.trace.fake import model_device
@@ -84,6 +85,9 @@ class HAP(nn.Module):
     differ, and what :func:`hetspmd.compile` raises, on every rank alike.
     """
 
+    runs_a_plan: Final = True
+    """Says to the trace that this is no single-device model."""
+
     def __init__(
         self, model: nn.Module, cluster: Cluster | Mapping[str, Any] | str | os.PathLike[str], *,
         example: Any = None, loss: Loss | None = None, plan: Plan | str | os.PathLike[str] | None = None,
@@ -96,6 +100,7 @@ class HAP(nn.Module):
         from hetspmd.plan import Plan
 
         check_options(options, signature(HAP).parameters)
+        check_admissible(model)
         self.cluster = Cluster.load(cluster)
         compiled_with = compile_options(compile)
         if isinstance(process_group, Communicator):

@@ -6,8 +6,9 @@ model. Every later plan stores parameters in the same shards as the first one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +21,12 @@ from hetspmd.lower.nested import lower_nested
 from hetspmd.run.agreement import agreed_plan
 from hetspmd.run.autograd import Runner
 from hetspmd.run.communicator import Communicator
-from hetspmd.run.guard import Expected, expected, match
+from hetspmd.run.guard import Expected, expected, match, refuse_own_rows
 from hetspmd.run.lone import is_the_model
 from hetspmd.run.origin import Origin
 from hetspmd.run.runtime import Runtime
 from hetspmd.run.store import Slot, Store, slot
+from hetspmd.run.variety import make_room
 from hetspmd.trace.autocast import autocast_state, without_autocast
 from hetspmd.trace.compat import spec_from_text
 
@@ -53,6 +55,11 @@ class Setting:
     gather_outputs: bool
     compile_options: Mapping[str, Any] | None
     options: Mapping[str, Any]
+
+    @property
+    def called(self) -> Callable[..., Any]:
+        """What takes the batch: the model, or the loss with the model as its first argument."""
+        return partial(self.loss, self.model) if callable(self.loss) else self.model
 
     def mode(self) -> Mode:
         """The mode in which the model is now."""
@@ -102,6 +109,8 @@ class Entry:
     inputs: list[str]
     model: bool
     compared: bool = False
+    used: int = 0
+    """When it was last called, in calls of the module."""
 
     @property
     def differentiable(self) -> bool:
@@ -116,6 +125,7 @@ class PlanCache:
     ) -> None:
         self._setting, self._store, self._runtime = setting, store, runtime
         self.entries = [self._entry(plan, program)]
+        self._calls = 0
 
     @property
     def first(self) -> Plan:
@@ -133,6 +143,7 @@ class PlanCache:
 
         Raises BatchMismatchError if none can be made.
         """
+        self._calls += 1
         mode = self._setting.mode()
         backward = torch.is_grad_enabled() and any(mode[1])
         why = ""
@@ -141,6 +152,7 @@ class PlanCache:
             if inputs is None or entry.mode != mode:
                 continue
             if entry.differentiable or not backward or entry.plan.graph.loss is None:
+                entry.used = self._calls
                 return entry, inputs
         entry = self._new(args, kwargs, backward=backward, why=why)
         if recording is not None:
@@ -160,7 +172,7 @@ class PlanCache:
         return Entry(
             plan=plan,
             mode=(*setting.mode()[:2], graph.autocast),
-            expected=expected(graph),
+            expected=expected(graph, setting.called),
             runner=runner,
             output_spec=spec_from_text(graph.output_spec),
             parameters=[slot(setting.model, p.name) for p in graph.parameters],
@@ -171,6 +183,8 @@ class PlanCache:
 
     def _new(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backward: bool, why: str) -> Entry:
         setting = self._setting
+        for entry in self.entries:
+            refuse_own_rows(entry.expected, entry.runner.program.outputs, args, kwargs)
 
         def make() -> Plan:
             def compiled(training: bool) -> Plan:
@@ -200,7 +214,9 @@ class PlanCache:
         program = setting.lower(plan)
         self._check_shards(plan, program.parameters)
         entry = self._entry(plan, program)
+        entry.used = self._calls
         self.entries.append(entry)
+        make_room(self.entries)
         return entry
 
     def _check_shards(self, plan: Plan, parameters: tuple[LocalTensor, ...]) -> None:

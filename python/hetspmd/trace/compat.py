@@ -6,6 +6,7 @@ The joint graph comes from ``aot_export_joint_with_descriptors`` (same signature
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import sys
@@ -164,6 +165,18 @@ def _backward_without_autocast() -> Iterator[None]:
 
 
 @contextmanager
+def _without_log_of_shapes() -> Iterator[None]:
+    """torch logs a traceback for shapes that do not fit; the error that follows says the same."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
 def _named_modules(root: nn.Module) -> Iterator[None]:
     """While it lasts, graph nodes carry the path of the module whose forward creates them."""
     paths = {id(m): name for name, m in root.named_modules()}
@@ -252,6 +265,7 @@ def _export(
             _told_that_it_is_traced(),
             _named_modules(module),
             _plain_recurrence(),
+            _without_log_of_shapes(),
             _backward_without_autocast(),
         ):
             stack.enter_context(context)
@@ -321,6 +335,17 @@ def merge_tied(
         out_roles.append(replace(role, name=key[1]))
     output.args = (values,)
     return in_roles, out_roles
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` made the module."""
+    found = sys.modules.get("torch._dynamo.eval_frame")  # imported when torch.compile is first called
+    return found is not None and isinstance(module, found.OptimizedModule)
+
+
+def is_sharded_wrapper(module: nn.Module) -> bool:
+    """Whether FSDP holds the module: torch's first kind wraps it, the second (fully_shard) changes its class."""
+    return any(kind.__module__.startswith("torch.distributed.fsdp") for kind in type(module).__mro__)
 
 
 def fake_mode() -> FakeTensorMode:

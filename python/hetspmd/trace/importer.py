@@ -126,6 +126,12 @@ class _Importer:
                     f"{node.name} yields a {type(tensor).__name__}: a value that depends on data or on a "
                     f"dynamic shape{_at(self._source(node))}"
                 )
+            if tensor.layout != torch.strided:
+                layout = str(tensor.layout).removeprefix("torch.")
+                raise TraceError(
+                    f"{node.name} is a {layout} tensor{_at(self._source(node))}; programs are of dense tensors: say "
+                    "sparse=False where an embedding has it, or call .to_dense()"
+                )
             shape = tuple(tensor.shape)
             if not all(isinstance(extent, int) for extent in shape):
                 raise TraceError(f"{node.name} has a dynamic shape {list(shape)}{_at(self._source(node))}")
@@ -178,6 +184,11 @@ class _Importer:
         op = str(node.target)
         if node.meta.get("val") is None and op.startswith("aten._assert"):
             return  # checks of data run on one device only
+        if op.startswith(("aten.quantize_per", "quantized.")):
+            raise TraceError(
+                f"{node.name} makes a quantized tensor{_at(self._source(node))}, which cannot be divided; use "
+                "torch.fake_quantize_per_tensor_affine, which keeps floating-point numbers"
+            )
         first = node.args[0] if node.args else None
         if (
             op.startswith("aten.as_strided")

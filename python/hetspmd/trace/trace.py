@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from torch import nn
 
 from hetspmd.errors import DeviceError, ExampleError, HetspmdError, TraceError
 from hetspmd.trace import compat
+from hetspmd.trace.admissible import argument_names, check_leaf, check_model, spoken
+from hetspmd.trace.advice import named_error
 from hetspmd.trace.assemble import Naming, assemble
 from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.collector import collector_paused
@@ -24,8 +25,6 @@ from hetspmd.trace.graph import Graph, Static
 from hetspmd.trace.importer import import_graph
 from hetspmd.trace.reread import with_second_reads
 from hetspmd.trace.step import Loss, Step
-
-_LITERALS = (type(None), bool, int, float, str)
 
 
 def split_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -57,21 +56,21 @@ def trace(
     Raises ExampleError if the batch does not fit the model, DeviceError if the model lies on several devices
     and TraceError if the step is not one static graph.
     """
+    check_model(model)
     device = model_device(model)
+    names = argument_names(model if loss is None else partial(loss, model), args)
     if loss is None:
         _check_signature(model, args, kwargs)
     leaves, spec = compat.flatten((args, dict(kwargs)))
     paths = [_path(name) for name, _ in compat.flatten_with_names((args, dict(kwargs)))]
     statics = []
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            if leaf.device.type not in (device.type, "meta") and device.type != "meta":
-                raise DeviceError(f"{paths[i]} is on {leaf.device}, the model on {device}; move one of them")
-        elif isinstance(leaf, _LITERALS):
+        check_leaf(leaf, spoken(paths[i], names))
+        if not isinstance(leaf, torch.Tensor):
             statics.append(Static(paths[i], i, leaf))
-        else:
-            raise ExampleError(
-                f"{paths[i]} is a {type(leaf).__name__}; a batch holds tensors and plain values"
+        elif leaf.device.type not in (device.type, "meta") and device.type != "meta":
+            raise DeviceError(
+                f"{spoken(paths[i], names)} is on {leaf.device}, the model on {device}; move one of them"
             )
     tensor_leaves = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     place = trace_device(device)
@@ -97,7 +96,7 @@ def trace(
     except HetspmdError:
         raise
     except Exception as error:
-        raise _named(error, model) from error
+        raise named_error(error, model) from error
     finally:
         step.training = was_training
     try:
@@ -143,35 +142,3 @@ def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
             f"the example does not fit {type(model).__name__}.forward: {error}; "
             f"it takes {inspect.signature(model.forward)}"
         ) from error
-
-
-_UNTRACEABLE = (
-    "DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode",
-    "UnsupportedFakeTensorException", "UnsupportedOperatorException", "UserError",
-)  # fmt: skip
-
-
-def _named(error: Exception, model: nn.Module) -> HetspmdError:
-    """The named error for an exception during the trace, with the model's own source line."""
-    line = _model_line(error)
-    where = f" at {line}" if line else ""
-    kind = type(error).__name__
-    text = str(error).strip().split("\n")[0]
-    if kind in _UNTRACEABLE or "data-dependent" in text or "FakeTensor" in text:
-        return TraceError(
-            f"{type(model).__name__} cannot be traced to one static graph{where}: {kind}: {text}. Control flow "
-            "or shapes that depend on the data must be rewritten with torch.where, masks or fixed sizes"
-        )
-    return ExampleError(
-        f"{type(model).__name__} fails on the example{where}: {kind}: {text}; try model(batch) on one device first"
-    )
-
-
-def _model_line(error: Exception) -> str:
-    """``file:line: code`` of the innermost frame that is neither torch's nor ours."""
-    torch_root = str(Path(torch.__file__).parent)
-    own_root = str(Path(__file__).parent.parent)
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((torch_root, own_root, "<")):
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return ""

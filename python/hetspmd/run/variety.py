@@ -1,0 +1,64 @@
+"""How many plans a HAP module keeps, and a warning where each value of an argument makes another one.
+
+A number or string of the batch is part of a plan: another value is another graph. A value that changes in every
+step would compile in every step, so that the third one is warned about, and few plans of one group are kept.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hetspmd.errors import PlanPerValueWarning
+
+if TYPE_CHECKING:
+    from hetspmd.run.plan_cache import Entry
+
+WARN_AT = 3
+"""Plans that differ in plain values alone, at which a warning says so."""
+PER_VALUE = 8
+"""Plans that are kept of those that differ in plain values alone."""
+IN_ALL = 64
+"""Plans that are kept in all."""
+
+
+def make_room(entries: list[Entry]) -> None:
+    """Warn about the last entry if it is one of many, and drop those that were used least lately.
+
+    The first entry is kept always: it decides where parameters live. The order of use is the same on every rank,
+    and so is what is dropped.
+    """
+    new = entries[-1]
+    alike = [entry for entry in entries if _shape(entry) == _shape(new)]
+    if len(alike) == WARN_AT:
+        warnings.warn(_text(alike), PlanPerValueWarning, stacklevel=4)
+    for group, most in ((alike, PER_VALUE), (entries, IN_ALL)):
+        if len(group) > most:
+            _drop(entries, group)
+
+
+def _drop(entries: list[Entry], group: Sequence[Entry]) -> None:
+    old = min((entry for entry in group if entry is not entries[0]), key=lambda entry: entry.used)
+    entries[:] = [entry for entry in entries if entry is not old]
+
+
+def _shape(entry: Entry) -> tuple[object, ...]:
+    """What two entries have in common that differ in plain values alone."""
+    wanted = entry.expected
+    tensors = tuple(leaf if isinstance(leaf, tuple) else None for leaf in wanted.leaves)
+    return entry.mode, wanted.keywords, wanted.spec, tensors, entry.differentiable
+
+
+def _text(alike: Sequence[Entry]) -> str:
+    wanted = [entry.expected for entry in alike]
+    parts = []
+    for k, name in enumerate(wanted[0].names):
+        values = [w.leaves[k] for w in wanted]
+        if len({(type(v), repr(v)) for v in values}) > 1:
+            parts.append(f"{name} is {', '.join(map(repr, values))}")
+    return (
+        f"{len(alike)} plans were compiled because plain values of the batch change: {'; '.join(parts)}. A number "
+        "or string of the batch is part of the plan. Give a number that only scales as a tensor, "
+        f"torch.tensor(value); of plans that differ in such values alone, {PER_VALUE} are kept"
+    )

@@ -1,0 +1,103 @@
+"""The named error for an exception during the trace: the model's own source line, and how to rewrite it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hetspmd.errors import ExampleError, HetspmdError, TraceError
+
+_UNTRACEABLE = (
+    "DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode",
+    "UnsupportedFakeTensorException", "UnsupportedOperatorException", "UserError",
+)  # fmt: skip
+
+_REWRITES: tuple[tuple[str, str], ...] = (
+    (r"^\s*assert\b", "remove the assertion from forward, or check the batch before the call"),
+    (
+        r"^\s*(if|elif|while)\b|\bif\b.*\belse\b",
+        "compute both sides and choose: torch.where(condition, a, b)",
+    ),
+    (r"\brange\(", "loop a fixed number of times and mask what is too much: torch.where(i < n, new, old)"),
+    (
+        r"\.numpy\(\)|\.tolist\(\)|\bnp\.",
+        "keep to torch's functions of tensors, or compute it before the call and pass it in the batch",
+    ),
+    (
+        r"\.item\(\)|\b(float|int|bool)\(",
+        "leave out .item(), float() and int(): a tensor without dimensions computes as a number does",
+    ),
+    (r"\.nonzero\(|\bunique\b|\bmasked_select\b|\bargwhere\b", "use a mask or fixed sizes instead"),
+    (
+        r"[\w)]\[[^\]]*(<|>|==|!=|~|mask)[^\]]*\]",
+        "keep the shape and multiply by the mask, or torch.where(mask, x, 0.0)",
+    ),
+)
+"""What the failing line looks like, and its usual rewrite."""
+
+_GENERAL = (
+    "Control flow or shapes that depend on the data must be rewritten with torch.where, masks or fixed sizes"
+)
+
+
+def named_error(error: Exception, model: nn.Module) -> HetspmdError:
+    """The named error for an exception during the trace, with the model's own source line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = _model_frame(frames)
+    where = f" at {frame.filename}:{frame.lineno}: {frame.line}" if frame else ""
+    kind = type(error).__name__
+    text = str(error).strip().split("\n")[0].rstrip(".")
+    numpy = ".numpy() is not supported" in text
+    if kind in _UNTRACEABLE or "data-dependent" in text or "FakeTensor" in text or numpy:
+        advice = _rewrite(frame.line or "" if frame else "", [f.filename for f in frames])
+        return TraceError(
+            f"{type(model).__name__} cannot be traced to one static graph{where}: {kind}: {text}. "
+            f"{_GENERAL}{advice}"
+        )
+    return ExampleError(
+        f"{type(model).__name__} fails on the example{where}: {kind}: {text}; try model(batch) on one device first"
+    )
+
+
+def _rewrite(line: str, files: list[str]) -> str:
+    distributions = str(Path(torch.__file__).parent / "distributions")
+    if any(name.startswith(distributions + os.sep) for name in files):
+        return (
+            ". Here a torch.distributions class looks into its arguments: make it with validate_args=False (for "
+            "all of them: torch.distributions.Distribution.set_default_validate_args(False))"
+        )
+    if any(Path(name).name == "transformer.py" for name in files if _is_torch(name)):
+        return ". Here nn.Transformer looks whether the mask is causal: say is_causal=True or is_causal=False"
+    for pattern, advice in _REWRITES:
+        if re.search(pattern, line):
+            return f". Here: {advice}"
+    return ""
+
+
+def _model_frame(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
+    """The innermost frame that belongs to neither torch, hetspmd nor Python's own library."""
+    own = _below(Path(__file__).parent.parent)
+    library = _below(Path(sysconfig.get_path("stdlib")))
+    for frame in reversed(frames):
+        name = frame.filename
+        of_python = library(name) and "site-packages" not in name and "dist-packages" not in name
+        if not (_is_torch(name) or own(name) or of_python or name.startswith("<")):
+            return frame
+    return None
+
+
+def _is_torch(name: str) -> bool:
+    return _below(Path(torch.__file__).parent)(name)
+
+
+def _below(folder: Path) -> Callable[[str], bool]:
+    """Whether a file lies in the folder; a package beside it whose name begins alike does not."""
+    root = str(folder) + os.sep
+    return lambda name: name.startswith(root)
