@@ -129,8 +129,8 @@ class _Importer:
             if tensor.layout != torch.strided:
                 layout = str(tensor.layout).removeprefix("torch.")
                 raise TraceError(
-                    f"{node.name} is a {layout} tensor{_at(self._source(node))}; programs are of dense tensors: say "
-                    "sparse=False where an embedding has it, or call .to_dense()"
+                    f"{node.name} is a {layout} tensor{_at(self._source(node))}; programs are of dense tensors: "
+                    "say sparse=False where an embedding has it, or call .to_dense()"
                 )
             shape = tuple(tensor.shape)
             if not all(isinstance(extent, int) for extent in shape):
