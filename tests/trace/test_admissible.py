@@ -114,7 +114,7 @@ def test_leaves_of_the_batch_are_named_by_the_arguments_name(leaf: object, messa
 
 
 def test_a_function_is_no_model() -> None:
-    with pytest.raises(ExampleError, match="the model is a function, not an nn.Module"):
+    with pytest.raises(ExampleError, match=r"the model is a function, not an nn\.Module"):
         trace(lambda x: x.sum(), (X,), {})  # type: ignore[arg-type]
 
 
