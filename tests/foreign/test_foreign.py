@@ -1,0 +1,24 @@
+"""Every case of the corpus: on unlike ranks what one device does, or refused by name."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+from harness import CASES, Case, check
+
+HERE = Path(__file__).parent
+for path in sorted(HERE.glob("cases_*.py")):
+    importlib.import_module(path.stem)
+
+
+@pytest.mark.parametrize(
+    "c", [pytest.param(c, id=name, marks=[pytest.mark.slow] if c.slow else []) for name, c in CASES.items()]
+)
+def test_foreign(c: Case) -> None:
+    check(c)
+
+
+def test_every_case_names_its_report() -> None:
+    assert all(c.report for c in CASES.values())
