@@ -239,8 +239,10 @@ class Growing(nn.Module):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_scaled_steps_are_skipped_together(fused: bool) -> None:
-    """Rank by rank the same steps are taken, though only one rank's shard overflows, as on one device."""
+@pytest.mark.parametrize("scaler", [hetspmd.GradScaler, torch.amp.GradScaler])
+def test_scaled_steps_are_skipped_together(fused: bool, scaler: type[torch.amp.GradScaler]) -> None:
+    """Rank by rank the same steps are taken, though only one rank's shard overflows, as on one device; torch's own
+    scaler, too."""
     torch.manual_seed(0)
     x = torch.rand(6, 4)
     x[:, 3] = 3e33
@@ -264,7 +266,7 @@ def test_scaled_steps_are_skipped_together(fused: bool) -> None:
     assert want[-1] == want[-2], "the last one does not"
 
     def body(hap: HAP) -> tuple[list[float], dict[str, torch.Tensor], tuple[int, ...]]:
-        scales, _ = train(hap, hetspmd.GradScaler("cpu", init_scale=2.0**17))
+        scales, _ = train(hap, scaler("cpu", init_scale=2.0**17))
         return scales, hap.full_tensors(), tuple(hap.module.a.shape)
 
     found = 0

@@ -22,6 +22,7 @@ from hetspmd.forms import is_sharded
 from hetspmd.lower import LocalTensor
 from hetspmd.run.agreement import agreed_plan, same_everywhere
 from hetspmd.run.anomaly import is_looked_for
+from hetspmd.run.clipping import reach_torch
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.guard import check_same_batch, check_tensors
 from hetspmd.run.lone import run_model
@@ -31,6 +32,7 @@ from hetspmd.run.plan_cache import PlanCache, Setting
 from hetspmd.run.process_group import communicator_for
 from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
+from hetspmd.run.scaler import reach_torch_scaler
 from hetspmd.run.store import Store, check_model
 from hetspmd.run.stretches import compile_options
 from hetspmd.trace.admissible import check_model as check_admissible
@@ -160,6 +162,8 @@ class HAP(nn.Module):
         self._recording: Recording | None = None
         self._lowered = False
         remember(self)
+        reach_torch()
+        reach_torch_scaler()
 
     @property
     def plan(self) -> Plan:

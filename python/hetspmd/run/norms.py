@@ -12,7 +12,9 @@ rank, and every rank computes the same total from the same numbers in rank order
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import nn
@@ -48,19 +50,34 @@ def get_total_norm(
     foreach: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The norm of the whole gradients, the same on every rank; see :func:`clip_grad_norm_`. Changes nothing."""
+    parts = [gradients_of(part) for part in owners(_listed(parameters))]
+    return combined_norm(parts, (), norm_type, error_if_nonfinite, foreach)
+
+
+def gradients_of(part: Owned) -> Owned:
+    """The gradients that there are of parameters of one HAP module."""
+    pairs = [(t.grad, mine) for t, mine in zip(part.tensors, part.shares, strict=True) if t.grad is not None]
+    return replace(part, tensors=[g for g, _ in pairs], shares=[mine for _, mine in pairs])
+
+
+def combined_norm(
+    parts: Sequence[Owned], others: Sequence[torch.Tensor], norm_type: float, error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> torch.Tensor:  # fmt: skip
+    """The norm over the whole tensors of ``parts`` and over ``others``, which every rank holds alike.
+
+    Every rank must call this, with at least one part; a part may have no tensors.
+    """
     p = float(norm_type)
     if not p > 0.0:
         raise ValueError(f"norm_type is a positive number or inf, not {norm_type}")
-    parts = owners(_listed(parameters))
     totals = [_total(part, p, foreach) for part in parts]
-    total = totals[0] if len(totals) == 1 else _norm(torch.stack(totals), p)
-    dtypes = [q.grad.dtype for part in parts for q in part.parameters if q.grad is not None]
-    dtype = torch.get_default_dtype()
-    if dtypes:
-        dtype = dtypes[0]
-        for other in dtypes[1:]:
-            dtype = torch.promote_types(dtype, other)
-    total = total.to(dtype)
+    if others:
+        rest: torch.Tensor = nn.utils.get_total_norm(others, p, False, foreach)
+        totals.append(rest.to(totals[0].device, torch.float64))
+    total = totals[0] if len(totals) == 1 else _norm(torch.stack([t.to(totals[0].device) for t in totals]), p)
+    dtypes = [t.dtype.to_real() for t in (*(t for part in parts for t in part.tensors), *others)]
+    total = total.to(reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype())
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the total norm of order {p} of the gradients is {float(total)}, so that they cannot be clipped; "
@@ -79,13 +96,11 @@ def _listed(parameters: Parameters) -> list[torch.Tensor]:
 
 
 def _total(part: Owned, p: float, foreach: bool | None) -> torch.Tensor:
-    """The norm of the gradients of one HAP module, in float64."""
-    counted = [q.grad.detach() for q in part.counted() if q.grad is not None and q.grad.numel()]
-    for gradient in counted:
-        if gradient.is_sparse or gradient.is_complex():
-            raise GradientError(
-                "norms of sparse and complex gradients are not supported; clip by value instead"
-            )
+    """The norm of the tensors of one HAP module, in float64."""
+    counted = [t.detach() for t in part.counted() if t.numel()]
+    if any(t.is_sparse for t in counted):
+        raise GradientError("norms of sparse gradients are not supported; clip by value instead")
+    counted = [t.abs() if t.is_complex() else t for t in counted]
     own = torch.zeros((), dtype=torch.float64, device=part.device)
     if counted:
         own = _norm(torch.stack(_norms(counted, p, foreach)), p)

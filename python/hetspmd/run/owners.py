@@ -1,11 +1,12 @@
-"""To which HAP module a parameter belongs, for functions that take parameters as an optimizer holds them."""
+"""To which HAP module a tensor belongs, for functions that are given parameters or gradients."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,29 +19,67 @@ if TYPE_CHECKING:
 _WRAPPED: list[weakref.ref[HAP]] = []
 """The HAP modules that exist, in the order in which they were made."""
 
+_LOCK = threading.Lock()
+
+
+class Place(NamedTuple):
+    """The HAP module of a parameter, and the parameter's name in the wrapped model."""
+
+    module: HAP
+    name: str
+
 
 @dataclass(frozen=True)
 class Owned:
-    """Parameters of one HAP module: ``parameters`` in the order given, and whose elements this rank counts.
+    """Tensors that lie as parameters of one HAP module do: ``tensors`` in the order given.
 
     ``shares[i]``: this rank's part of the i-th is no other rank's (a shard; or a whole one, on the first active
     rank). ``communicator`` joins all ranks, idle ones too.
     """
 
-    parameters: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor]
     shares: Sequence[bool]
     communicator: Communicator
     device: torch.device
 
     def counted(self) -> list[torch.Tensor]:
         """Those that this rank counts, so that over all ranks every element is counted once."""
-        return [p for p, mine in zip(self.parameters, self.shares, strict=True) if mine]
+        return [t for t, mine in zip(self.tensors, self.shares, strict=True) if mine]
 
 
 def remember(module: HAP) -> None:
     """Let :func:`owners` find the module, as long as it lives."""
-    _WRAPPED[:] = [ref for ref in _WRAPPED if ref() is not None]
-    _WRAPPED.append(weakref.ref(module))
+    with _LOCK:
+        _WRAPPED[:] = [ref for ref in _WRAPPED if ref() is not None]
+        _WRAPPED.append(weakref.ref(module))
+
+
+def living() -> list[HAP]:
+    """The HAP modules that exist, in the order in which they were made."""
+    return [module for ref in list(_WRAPPED) if (module := ref()) is not None]
+
+
+def places(*, gradients: bool = False) -> dict[int, Place]:
+    """Where each parameter of every HAP module belongs, by ``id``; with ``gradients`` their gradients too."""
+    found: dict[int, Place] = {}
+    for module in living():
+        for name, parameter in module.module.named_parameters():
+            found[id(parameter)] = Place(module, name)
+            if gradients and parameter.grad is not None:
+                found[id(parameter.grad)] = Place(module, name)
+    return found
+
+
+def grouped(tensors: Iterable[tuple[torch.Tensor, Place]]) -> list[Owned]:
+    """Tensors by HAP module, in the order in which the modules first appear."""
+    groups: dict[int, tuple[HAP, list[tuple[torch.Tensor, bool]]]] = {}
+    for tensor, (module, name) in tensors:
+        entry = groups.setdefault(id(module), (module, []))
+        entry[1].append((tensor, module.counts(name)))
+    return [
+        Owned([t for t, _ in found], [mine for _, mine in found], module.everyone, module.device)
+        for module, found in groups.values()
+    ]
 
 
 def owners(parameters: Iterable[torch.Tensor]) -> list[Owned]:
@@ -48,23 +87,17 @@ def owners(parameters: Iterable[torch.Tensor]) -> list[Owned]:
 
     Raises GradientError for no parameters at all, and for one that belongs to no HAP module.
     """
-    alive = [module for ref in list(_WRAPPED) if (module := ref()) is not None]
-    places = {id(p): (module, name) for module in alive for name, p in module.module.named_parameters()}
-    groups: dict[int, tuple[HAP, list[tuple[torch.Tensor, bool]]]] = {}
+    known = places()
+    found: list[tuple[torch.Tensor, Place]] = []
     for parameter in parameters:
-        place = places.get(id(parameter))
+        place = known.get(id(parameter))
         if place is None:
             raise GradientError(
                 f"a parameter of shape {list(parameter.shape)} belongs to no HAP module, so that it is not known "
                 "which ranks hold what of it; give the HAP module or its parameters, and use torch's own function "
                 "for the others"
             )
-        module, name = place
-        entry = groups.setdefault(id(module), (module, []))
-        entry[1].append((parameter, module.counts(name)))
-    if not groups:
+        found.append((parameter, place))
+    if not found:
         raise GradientError("there are no parameters; give a HAP module or its parameters")
-    return [
-        Owned([p for p, _ in found], [mine for _, mine in found], module.everyone, module.device)
-        for module, found in groups.values()
-    ]
+    return grouped(found)

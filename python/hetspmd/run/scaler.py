@@ -2,16 +2,24 @@
 
 A scaler skips a step in which a gradient is not finite. A rank sees its own shards only, so that one would skip
 what another takes, and the ranks would part. Here all ranks share what each has found: one all-gather of one
-number per rank in every step.
+number per rank in every step. From the first HAP module on, torch's own scaler does so too.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 
-from hetspmd.run.owners import owners
+from hetspmd.run.owners import Owned, grouped, owners, places
+
+Found = dict[torch.device, torch.Tensor]
+"""Whether a gradient on each device is not finite."""
+
+_LOCK = threading.Lock()
+_REACHED: list[Any] = []
+"""torch's own method, once it was replaced."""
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -21,17 +29,45 @@ class GradScaler(torch.amp.GradScaler):
     for an optimizer of parameters of no HAP module.
     """
 
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, *args: Any
-    ) -> dict[torch.device, torch.Tensor]:
-        found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(optimizer, *args)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for part in owners(parameters):
-            own = torch.zeros(1, device=part.device)
-            for flag in found.values():
-                own += flag.to(part.device)
-            flags = own.new_empty(part.communicator.world)
-            part.communicator.all_gather(flags, own).wait()
-            shared = (flags.sum() > 0).to(torch.float32)
-            found[part.device] = torch.maximum(found.get(part.device, shared), shared.reshape(()))
+    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> Found:
+        owners(_parameters(optimizer))
+        found: Found = super()._unscale_grads_(optimizer, *args)
         return found
+
+
+def reach_torch_scaler() -> None:
+    """Let ``torch.amp.GradScaler`` share over the ranks what it finds in gradients of HAP modules."""
+    with _LOCK:
+        if _REACHED:
+            return
+        _REACHED.append(torch.amp.GradScaler._unscale_grads_)
+
+        def unscale(
+            self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor,
+            found_inf: torch.Tensor, allow_fp16: bool,
+        ) -> Found:  # fmt: skip
+            found: Found = _REACHED[0](self, optimizer, inv_scale, found_inf, allow_fp16)
+            known = places()
+            mine = [(p, known[id(p)]) for p in _parameters(optimizer) if id(p) in known]
+            return _shared(found, grouped(mine))
+
+        torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _shared(found: Found, parts: list[Owned]) -> Found:
+    """What any rank has found."""
+    for part in parts:
+        if part.communicator.world == 1:
+            continue
+        own = torch.zeros(1, device=part.device)
+        for flag in found.values():
+            own += flag.to(part.device)
+        flags = own.new_empty(part.communicator.world)
+        part.communicator.all_gather(flags, own).wait()
+        shared = (flags.sum() > 0).to(torch.float32)
+        found[part.device] = torch.maximum(found.get(part.device, shared), shared.reshape(()))
+    return found

@@ -1,0 +1,131 @@
+"""torch's own clipping, over gradients that lie in shards.
+
+``torch.nn.utils.clip_grad_norm_`` adds up what one rank holds, so that every rank would scale by another norm and
+whole parameters would part. From the first HAP module on, torch's function takes the norm over all ranks where a
+tensor belongs to a HAP module, and is as it was everywhere else. So are the libraries that call it (Accelerate,
+Trainer, Lightning, timm).
+
+The functions of :mod:`torch.nn.utils` are wrappers that call an inner function; that one is replaced in the wrapper
+itself, so that names that were imported before are reached as well.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetspmd.errors import GradientError, HetspmdError
+from hetspmd.run.norms import combined_norm, gradients_of
+from hetspmd.run.owners import Place, grouped, living, places
+
+_LOCK = threading.Lock()
+_REACHED: list[Callable[..., Any]] = []
+"""The functions of torch that were changed."""
+
+
+def reach_torch() -> None:
+    """Let torch's functions know HAP modules, from the first call on."""
+    with _LOCK:
+        if not _REACHED:
+            _replace_inner(nn.utils.clip_grad_norm_, _clip_grad_norm_)
+            _replace_inner(nn.utils.get_total_norm, _get_total_norm)
+
+
+def _replace_inner(function: Callable[..., Any], make: Callable[[Any], Callable[..., Any]]) -> None:
+    """Let the wrapper ``function`` call ``make(inner)`` in the place of its inner function."""
+    code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or closure is None or "func" not in code.co_freevars:
+        raise HetspmdError(
+            f"torch {torch.__version__} has another {function.__name__} than hetspmd knows, which would compute "
+            "another norm on every rank; take a torch that hetspmd was tested with"
+        )
+    cell = closure[code.co_freevars.index("func")]
+    cell.cell_contents = make(cell.cell_contents)
+    _REACHED.append(function)
+
+
+def _clip_grad_norm_(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def clip_grad_norm_(
+        parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0,
+        error_if_nonfinite: bool = False, foreach: bool | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        rest = max_norm, norm_type, error_if_nonfinite, foreach
+        if not _shared():
+            return inner(parameters, *rest)
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        mine, others = _divided(given, places())
+        if not mine:
+            return inner(given or parameters, *rest)
+        gradients = [p.grad for p in others if p.grad is not None]
+        parts = [gradients_of(part) for part in grouped(mine)]
+        total = combined_norm(parts, gradients, norm_type, error_if_nonfinite, foreach)
+        nn.utils.clip_grads_with_norm_([*(p for p, _ in mine), *others], max_norm, total, foreach)
+        return total
+
+    return clip_grad_norm_
+
+
+def _get_total_norm(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def get_total_norm(
+        tensors: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0, error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        rest = norm_type, error_if_nonfinite, foreach
+        if not _shared():
+            return inner(tensors, *rest)
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        known = places(gradients=True)
+        mine, others = _divided(given, known)
+        _check_no_views(others, known)
+        if not mine:
+            return inner(given, *rest)
+        return combined_norm(grouped(mine), others, *rest)
+
+    return get_total_norm
+
+
+def _shared() -> bool:
+    """Whether there is a HAP module of several ranks."""
+    return any(module.everyone.world > 1 for module in living())
+
+
+def _divided(
+    tensors: Sequence[torch.Tensor], known: dict[int, Place]
+) -> tuple[list[tuple[torch.Tensor, Place]], list[torch.Tensor]]:
+    """The tensors that belong to HAP modules of several ranks, and the others."""
+    mine: list[tuple[torch.Tensor, Place]] = []
+    others: list[torch.Tensor] = []
+    for tensor in tensors:
+        place = known.get(id(tensor))
+        if place is not None and place.module.everyone.world > 1:
+            mine.append((tensor, place))
+        else:
+            others.append(tensor)
+    return mine, others
+
+
+def _check_no_views(tensors: Sequence[torch.Tensor], known: dict[int, Place]) -> None:
+    """Raise GradientError for a part or a ``detach()`` of a gradient or parameter of a HAP module.
+
+    An idle rank, whose tensors have no memory, could not recognise it.
+    """
+    memory: dict[int, str] = {}
+    for place in known.values():
+        if place.module.everyone.world > 1:
+            parameter = place.module.module.get_parameter(place.name)
+            for tensor in (parameter, parameter.grad):
+                if tensor is not None and tensor.numel():
+                    memory[tensor.untyped_storage().data_ptr()] = place.name
+    for tensor in tensors:
+        if type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.numel():
+            name = memory.get(tensor.untyped_storage().data_ptr())
+            if name is not None:
+                raise GradientError(
+                    f"a tensor of shape {list(tensor.shape)} is a view of {name} or of its gradient, "
+                    "of which this rank holds a part; give the gradient or parameter itself, or call "
+                    "hetspmd.get_total_norm(model)"
+                )
