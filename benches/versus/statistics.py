@@ -180,7 +180,7 @@ def overview(points: Sequence[Point], of: int) -> str:
         return f"{even:.2f}", f"{ddp:.2f}", f"{best:.2f}"
 
     rows = [
-        "| speeds | seconds of DDP, even, over hetspmd's | DDP, proportional | the best of the others |",
+        "| speeds | times faster than DDP | than DDP, proportional | than the fastest alternative |",
         "|---|--:|--:|--:|",
     ]
     for cluster in CLUSTERS:
