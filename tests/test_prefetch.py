@@ -16,6 +16,7 @@ import hetspmd.prefetch as prefetch
 from hetspmd.balance.lengths import by_segment, lengths_for
 from hetspmd.compiler import plan_for
 from hetspmd.cost.cluster import Cluster
+from hetspmd.codec import encode
 from hetspmd.errors import PlanError
 from hetspmd.forms import IDENTITY, all_gather, is_sharded
 from hetspmd.plan import Plan
@@ -122,6 +123,10 @@ def test_the_plan_is_the_same_every_time_and_in_a_file() -> None:
     assert again.timeline() == held
     with pytest.raises(PlanError, match="damaged"):
         Plan.from_json(plan.to_json().replace(f'"ahead":{plan.program.ahead}', '"ahead":0'))
+    edited = encode(plan)
+    edited["program"]["ahead"] = 0
+    with pytest.raises(PlanError, match="damaged: 0 groups of collectives ahead"):
+        Plan.from_json(file_text(content(edited)))
 
 
 def test_forms_that_are_asked_for_are_kept() -> None:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hetspmd.balance.lengths import Lengths, Matrix
-from hetspmd.codec import decode, encode
+from hetspmd.codec import encode
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.machines import has_machines
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import StepCost
 from hetspmd.errors import PlanError
 from hetspmd.forms import Form, is_sharded, sharded_dim
-from hetspmd.rules.theory import Theory, derive
+from hetspmd.planfile.text import content, content_digest, file_text, read_content, value_of
+from hetspmd.rules.theory import Theory, derive, report_missing
 from hetspmd.synth.program import Compute, Program
 from hetspmd.trace.graph import Graph
 
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from hetspmd.cost.timeline import Timeline
     from hetspmd.explain import Explanation
     from hetspmd.synth.search import Limits
-
-VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -230,26 +227,23 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan file's text; the same plan gives the same text, byte for byte."""
-        return json.dumps({"version": VERSION, "plan": encode(self)}, sort_keys=True, separators=(",", ":"))
+        return file_text(self._content)
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Inverse of :meth:`to_json`. Raises PlanError for text that is no plan of this version."""
-        try:
-            document: dict[str, Any] = json.loads(text)
-            version = document["version"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise PlanError(
-                f"not a plan file: {error}; write one with hetspmd compile --plan FILE"
-            ) from error
-        if version != VERSION:
-            raise PlanError(f"plan file of version {version}, this release reads {VERSION}; compile again")
-        try:
-            plan = decode(document["plan"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"the plan file is damaged ({error}); compile again") from error
-        if not isinstance(plan, cls):
-            raise PlanError(f"the file holds a {type(plan).__name__}, not a plan")
+    def from_json(cls, text: str, *, trial: bool = True) -> Self:
+        """Inverse of :meth:`to_json`, for text that may come from anywhere: its checksum, types and order are
+        looked at, and its program is proved again.
+
+        ``trial``: try each op once, without data; not needed for a plan that another rank has just made. Raises
+        PlanError for text that is no whole plan of this version, or that does not fit torch or the rules.
+        """
+        from hetspmd.planfile.check import checked_theory
+
+        tree, digest = read_content(text)
+        plan = value_of(tree, cls)
+        theory = checked_theory(plan, trial=trial)
+        report_missing(theory)
+        plan.__dict__.update(theory=theory, digest=digest)
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -258,17 +252,28 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a plan file. Raises PlanError if it is missing or damaged."""
+        """Read a plan file, as :meth:`from_json` reads its text. Raises PlanError, which names the file."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise PlanError(f"cannot read the plan file {path}: {error.strerror}") from error
-        return cls.from_json(text)
+        except UnicodeDecodeError as error:
+            raise PlanError(f"{path}: not a plan file: it is no UTF-8 text ({error.reason})") from error
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"{path!r} is no path of a plan file: {error}") from error
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
+
+    @property
+    def _content(self) -> str:
+        return content(encode(self))
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the plan's text; ranks compare it before the first step."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        """SHA-256 of the plan's content; ranks compare it before the first step, and a plan file holds it."""
+        return content_digest(self._content)
 
 
 def write_atomically(path: Path, text: str) -> None:

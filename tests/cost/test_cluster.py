@@ -84,7 +84,7 @@ def test_examples_load_and_round_trip(path: Path, tmp_path: Path) -> None:
     assert Cluster.from_text(cluster.to_text()) == cluster
     assert Cluster.load(cluster.to_dict()) == cluster == Cluster.load(cluster)
     assert Cluster.from_text(json.dumps(cluster.to_dict(), indent="\t")) == cluster
-    assert decode(encode(cluster)) == cluster
+    assert decode(encode(cluster), Cluster) == cluster
 
 
 def test_table() -> None:

@@ -173,7 +173,7 @@ def test_text_and_plan_round_trip() -> None:
     )
     assert Cluster.from_text(made.to_text()) == made
     assert Cluster.load(made.to_dict()) == made
-    assert decode(encode(made)) == made
+    assert decode(encode(made), Cluster) == made
     assert str(made).endswith("measured collectives between 2, 4 devices")
     assert hash(made.curves)
 

@@ -99,9 +99,10 @@ def derive(graph: Graph, *, strict: bool = False, quiet: bool = False) -> Theory
     with collector_paused():
         kinds = _kinds(graph)
         missing = [id_ for id_, kind in kinds.items() if not kind.known]
-        if missing and not quiet:
-            _report_missing(graph, missing, strict)
-        return _theory(graph, kinds, tuple(missing))
+        theory = _theory(graph, kinds, tuple(missing))
+    if not quiet:
+        report_missing(theory, strict)
+    return theory
 
 
 def theory_of(graph: Graph, rules: Mapping[int, OpRule]) -> Theory:
@@ -211,7 +212,11 @@ def _copying(
     return found
 
 
-def _report_missing(graph: Graph, missing: list[int], strict: bool) -> None:
+def report_missing(theory: Theory, strict: bool = False) -> None:
+    """Warn (MissingRuleWarning) of all ops without a rule; MissingRuleError under ``strict``."""
+    graph, missing = theory.graph, theory.missing
+    if not missing:
+        return
     lines = []
     seen: dict[str, int] = {}
     for id_ in missing:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from hetspmd import errors
-from hetspmd.errors import HetspmdError, PlanMismatchError
+from hetspmd.errors import HetspmdError, PlanError, PlanMismatchError
 from hetspmd.plan import Plan
 from hetspmd.run.communicator import Communicator
 
@@ -46,7 +47,7 @@ def agreed_plans(communicator: Communicator, make: Callable[[], dict[str, Plan]]
     kind, name, content = first
     if kind == "error":
         raise _error_class(name)(content)
-    return {key: Plan.from_json(text) for key, text in content.items()}
+    return {key: Plan.from_json(text, trial=False) for key, text in content.items()}
 
 
 def _error_class(name: str) -> type[HetspmdError]:
@@ -56,9 +57,29 @@ def _error_class(name: str) -> type[HetspmdError]:
     return HetspmdError
 
 
-def same_everywhere(communicator: Communicator, plan: Plan) -> None:
-    """Raise PlanMismatchError on every rank unless all hold the same plan."""
-    digests = communicator.exchange(plan.digest)
+def loaded_plan(communicator: Communicator, plan: Plan | str | os.PathLike[str]) -> Plan:
+    """The plan that every rank was given, or has read from its file.
+
+    Raises on every rank PlanError if one of them cannot read it, PlanMismatchError if they hold different ones.
+    """
+    found: Plan | None = None
+    failure: PlanError | None = None
+    try:
+        found = plan if isinstance(plan, Plan) else Plan.load(plan)
+    except PlanError as error:
+        failure = error
+    outcomes = communicator.exchange(("", found.digest) if found is not None else (str(failure), ""))
+    if failure is not None:
+        raise failure
+    for rank, (problem, _) in enumerate(outcomes):
+        if problem:
+            raise PlanError(f"rank {rank} cannot read its plan: {problem}")
+    _check_same([digest for _, digest in outcomes])
+    assert found is not None
+    return found
+
+
+def _check_same(digests: list[str]) -> None:
     if len(set(digests)) > 1:
         groups: dict[str, list[int]] = {}
         for rank, digest in enumerate(digests):

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from hetspmd.errors import HetspmdError
+from hetspmd.errors import HetspmdError, PlanError
 
 OLDEST, NEWEST = (2, 11), (2, 15)
 
@@ -380,8 +380,22 @@ def spec_to_text(spec: Any) -> str:
 
 
 def spec_from_text(text: str) -> Any:
-    """Inverse of :func:`spec_to_text`."""
-    return pytree.treespec_loads(text)
+    """Inverse of :func:`spec_to_text`. Raises PlanError for text that is no spec; for a container whose class this
+    process has not met, the error's cause is a NotImplementedError."""
+    try:
+        return pytree.treespec_loads(text)
+    except RecursionError:
+        raise PlanError("a plan's containers are nested too deeply; compile the plan again") from None
+    except NotImplementedError as error:
+        said = str(error).partition(" failed because")[0].removeprefix("Deserializing ")
+        raise PlanError(
+            f"a container of the plan's batch or outputs is not known here ({said}); import the library that "
+            "defines it before the plan is used"
+        ) from error
+    except Exception as error:  # torch's parser raises what comes
+        raise PlanError(
+            f"a plan's containers cannot be read ({type(error).__name__}: {error}); compile the plan again"
+        ) from error
 
 
 def group_store() -> Store:
