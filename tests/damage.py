@@ -154,7 +154,9 @@ def _damage(tree: Any, path: Path, chance: random.Random) -> None:
         near = [value + 1, value - 1, value * 2, -value, float(value), str(value)]
         parent[key] = chance.choice([*near, chance.choice(NUMBERS)])
     elif isinstance(value, str):
-        parent[key] = chance.choice([value[1:], value + "x", value.upper(), value[: len(value) // 2], value + value])
+        parent[key] = chance.choice(
+            [value[1:], value + "x", value.upper(), value[: len(value) // 2], 2 * value]
+        )
     elif isinstance(value, list):
         parent[key] = chance.choice([value[1:], value[:-1], value[::-1], [value], value + value])
     elif isinstance(value, dict):

@@ -14,12 +14,13 @@ import hetspmd
 import hetspmd.alternation as alternation
 import hetspmd.prefetch as prefetch
 from hetspmd.balance.lengths import by_segment, lengths_for
+from hetspmd.codec import encode
 from hetspmd.compiler import plan_for
 from hetspmd.cost.cluster import Cluster
-from hetspmd.codec import encode
 from hetspmd.errors import PlanError
 from hetspmd.forms import IDENTITY, all_gather, is_sharded
 from hetspmd.plan import Plan
+from hetspmd.planfile.text import content, file_text
 from hetspmd.prefetch import storage_axes, stored_evenly
 from hetspmd.report.summary import plan_text
 from hetspmd.synth import constraints as known

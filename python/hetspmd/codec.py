@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -87,7 +88,8 @@ def decode(value: Any, cls: type[T]) -> T:
     Raises DamageError, naming the place, for a value that is not of its field's type, a field that is missing or
     unknown, and keys of a mapping that are out of order or stand twice; and what a class raises on being made.
     """
-    return cast(T, _decoder(cls)(value))
+    kind: Any = cls
+    return cast(T, _decoder(kind)(value))
 
 
 @cache
@@ -131,7 +133,7 @@ def _none(value: Any) -> None:
 
 def _bool(value: Any) -> bool:
     if value is True or value is False:
-        return cast(bool, value)
+        return value
     raise _wrong(value, "true or false")
 
 
@@ -226,7 +228,7 @@ def _mapping(key: Any, item: Any) -> Decoder:
         if type(value) is not dict or list(value) != ["$map"]:
             raise _wrong(value, 'a mapping {"$map": [[key, value], ...]}')
         rows = read_rows(value["$map"])
-        for (one, _), (other, _) in zip(rows, rows[1:], strict=False):
+        for (one, _), (other, _) in pairwise(rows):
             if not one < other:
                 raise DamageError(f"has the key {other!r} after {one!r}; keys are in order, each once")
         return dict(rows)
@@ -256,7 +258,7 @@ def _dataclass(cls: type) -> Decoder:
         found: dict[str, Any] = {}
         n = ""
         try:
-            for n, read_field in readers:  # noqa: B007  # named in the error
+            for n, read_field in readers:  # named in the error
                 found[n] = read_field(value[n])
         except DamageError as error:
             raise error.under(f".{n}") from None
@@ -274,7 +276,8 @@ def _fields(value: Mapping[str, Any], names: list[str]) -> DamageError:
 
 
 def _union(parts: tuple[Any, ...]) -> Decoder:
-    tagged = {p.__name__: _decoder(p) for p in parts if dataclasses.is_dataclass(p)}
+    classes: list[Any] = [p for p in parts if dataclasses.is_dataclass(p)]
+    tagged = {p.__name__: _decoder(p) for p in classes}
     plain = {p: _decoder(p) for p in parts if p in _SCALARS}
     others = [_decoder(p) for p in parts if not dataclasses.is_dataclass(p) and p not in _SCALARS]
     wanted = " or ".join(getattr(p, "__name__", str(p)).replace("NoneType", "null") for p in parts)

@@ -12,7 +12,7 @@ from hetspmd.codec import decode, encode
 from hetspmd.cost.memory import memory_bytes
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.overlap import simulated_seconds
-from hetspmd.cost.step import Stages, step_cost
+from hetspmd.cost.step import Stages, StepCost, step_cost
 from hetspmd.forms import all_gather
 from hetspmd.synth.program import Communicate, Compute, Program
 

@@ -63,7 +63,7 @@ def _prove(theory: Theory, program: Program, what: str) -> None:
         check(theory, program)
     except HetspmdError as error:
         raise PlanError(
-            f"{what} cannot be proved ({error}): the plan is damaged, or was made with other rules; compile it again"
+            f"{what} cannot be proved ({error}): the plan is damaged, or made with other rules; compile it again"
         ) from error
 
 

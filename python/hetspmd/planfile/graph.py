@@ -21,11 +21,13 @@ from hetspmd.trace.graph import (
     REBALANCE,
     TANGENT,
     Argument,
+    Buffer,
     Constant,
     DType,
     Graph,
     Instruction,
     Marker,
+    Parameter,
     Tensor,
     refs,
 )
@@ -136,7 +138,8 @@ class _Check:
 
     def _parameters(self) -> None:
         seen: set[str] = set()
-        for named in (*self.graph.parameters, *self.graph.buffers):
+        everything: list[Parameter | Buffer] = [*self.graph.parameters, *self.graph.buffers]
+        for named in everything:
             if not named.names or not all(named.names) or not seen.isdisjoint(named.names):
                 raise _fail(f"a tensor called {list(named.names)}", "has no name, or another one's")
             seen.update(named.names)
@@ -147,8 +150,8 @@ class _Check:
                 self._alike(f"the gradient of {p.name}", p.gradient, p.tensor)
                 if not p.requires_grad:
                     raise _fail(p.name, "has a gradient and requires none")
-                if self.graph.loss is None or self.graph.tangent is None:
-                    raise _fail(p.name, "has a gradient, and there is no loss")
+                if self.graph.loss is None or self.graph.tangent is None or not self.graph.training:
+                    raise _fail(p.name, "has a gradient, and there is no loss or no backward")
         for b in self.graph.buffers:
             if b.updated is not None:
                 self._alike(f"the new value of {b.name}", b.updated, b.tensor)

@@ -7,7 +7,7 @@ calls, as of equal layers, are run once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -109,9 +109,7 @@ def _check_constant(graph: Graph, constant: Any, device: torch.device) -> None:
 
 
 def _check_call(instruction: Instruction, call: Call, device: torch.device) -> None:
-    inputs = [
-        torch.empty(t.shape, dtype=torch_dtype(t.dtype), device=device) for t in call.inputs
-    ]
+    inputs = [torch.empty(t.shape, dtype=torch_dtype(t.dtype), device=device) for t in call.inputs]
     if (reader := reader_of(call.op)) is not None:
         inputs = [reader(t) for t in inputs]
 
@@ -132,9 +130,7 @@ def _check_call(instruction: Instruction, call: Call, device: torch.device) -> N
     if len(found) != len(call.outputs) or any(
         want is not None and have != want for have, want in zip(found, call.outputs, strict=True)
     ):
-        raise _fail(
-            instruction, f"which gives {_list(found)}; the graph says {_list(call.outputs)}"
-        )
+        raise _fail(instruction, f"which gives {_list(found)}; the graph says {_list(call.outputs)}")
 
 
 def _fill(value: Any, inputs: list[torch.Tensor]) -> Any:
@@ -144,7 +140,9 @@ def _fill(value: Any, inputs: list[torch.Tensor]) -> Any:
 
 
 def _type(value: Any) -> TensorType | None:
-    return TensorType(tuple(value.shape), dtype_name(value.dtype)) if isinstance(value, torch.Tensor) else None
+    return (
+        TensorType(tuple(value.shape), dtype_name(value.dtype)) if isinstance(value, torch.Tensor) else None
+    )
 
 
 def _list(types: Iterable[TensorType | None]) -> str:

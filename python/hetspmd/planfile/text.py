@@ -113,7 +113,5 @@ def value_of(tree: Any, cls: type[T]) -> T:
             return decode(tree, cls)
     except RecursionError:
         raise PlanError(f"the plan file is damaged: it is nested too deeply; {_AGAIN}") from None
-    except PlanError:
-        raise
     except (HetspmdError, ValueError, ArithmeticError) as error:
         raise PlanError(f"the plan file is damaged: {error}; {_AGAIN}") from error

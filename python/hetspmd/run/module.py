@@ -20,7 +20,7 @@ from hetspmd.errors import (
 )
 from hetspmd.forms import is_sharded
 from hetspmd.lower import LocalTensor
-from hetspmd.run.agreement import agreed_plan, same_everywhere
+from hetspmd.run.agreement import agreed_plan, loaded_plan
 from hetspmd.run.anomaly import is_looked_for
 from hetspmd.run.clipping import reach_torch
 from hetspmd.run.communicator import Communicator
@@ -99,7 +99,6 @@ class HAP(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         from hetspmd.compiler import check_options
-        from hetspmd.plan import Plan
 
         check_options(options, signature(HAP).parameters)
         check_admissible(model)
@@ -136,8 +135,7 @@ class HAP(nn.Module):
             options={**options, "strict": strict},
         )
         if plan is not None:
-            first = plan if isinstance(plan, Plan) else Plan.load(plan)
-            same_everywhere(communicator, first)
+            first = loaded_plan(communicator, plan)
             if first.cluster not in (self.cluster, flat(self.cluster)):
                 raise PlanMismatchError("the plan was made for another cluster; compile one for this cluster")
         elif example is not None:
