@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hetspmd.rules.rule import SUM, Call, Cut, Factor, Local, OpRule
     from hetspmd.run.module import HAP
     from hetspmd.run.norms import clip_grad_norm_, get_total_norm
+    from hetspmd.run.optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
     from hetspmd.run.scaler import GradScaler
     from hetspmd.run.tune import Tuned, tune
     from hetspmd.run.verify import VerifyReport, verify
@@ -41,7 +42,9 @@ _HOMES = {
     "VerifyReport": "run.verify",
     "clip_grad_norm_": "run.norms",
     "compile": "compiler",
+    "full_optimizer_state_dict": "run.optimizer_state",
     "get_total_norm": "run.norms",
+    "load_full_optimizer_state_dict": "run.optimizer_state",
     "rule": "rules",
     "tune": "run.tune",
     "verify": "run.verify",
@@ -65,7 +68,9 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "errors",
+    "full_optimizer_state_dict",
     "get_total_norm",
+    "load_full_optimizer_state_dict",
     "rule",
     "rules",
     "tune",

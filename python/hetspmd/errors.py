@@ -19,6 +19,7 @@ __all__ = [
     "MissingRuleError",
     "MissingRuleWarning",
     "NanError",
+    "OptimizerError",
     "OptionError",
     "OutputError",
     "PlanError",
@@ -78,6 +79,10 @@ class PlanPerValueWarning(UserWarning):
 
 class ConstraintError(HetspmdError):
     """A file of constraints is missing or malformed."""
+
+
+class OptimizerError(HetspmdError):
+    """An optimizer or its state does not fit parameters that lie in shards."""
 
 
 class OptionError(HetspmdError):

@@ -178,6 +178,11 @@ class HAP(nn.Module):
         """All ranks of the cluster, idle ones too."""
         return self._everyone
 
+    @property
+    def source(self) -> int:
+        """The first active rank, which has what idle ranks lack."""
+        return self._runtime.source
+
     def counts(self, name: str) -> bool:
         """Whether this rank's part of the parameter ``name`` is to be counted in a sum over all ranks: a shard, or
         on the first active rank a whole parameter."""
@@ -186,7 +191,7 @@ class HAP(nn.Module):
             return False
         if layout is not None and is_sharded(layout.form):
             return layout.extents[self._runtime.communicator.rank] > 0
-        return self.rank == self._runtime.source
+        return self.rank == self.source
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a global batch, the same on every rank."""
@@ -243,11 +248,15 @@ class HAP(nn.Module):
         """Whole copies of all parameters and buffers by (first) name; every rank must call this."""
         named: dict[str, torch.Tensor] = dict(self.module.named_parameters())
         named.update(self.module.named_buffers())
-        return self._store.gather(self._runtime, named)
+        return self.gather(named)
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Whole copies of the gradients that there are, by parameter; every rank must call this."""
         named = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
+        return self.gather(named)
+
+    def gather(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Whole copies of tensors that lie as the parameters of these names do; every rank must call this."""
         return self._store.gather(self._runtime, named)
 
     @contextmanager

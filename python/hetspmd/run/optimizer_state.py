@@ -1,0 +1,253 @@
+"""An optimizer's state as one device has it: gathered from the shards, and cut into shards again.
+
+An elementwise optimizer keeps, for a parameter, tensors of the parameter's shape (moments), tensors of one number
+(the count of steps) and plain values. The first lie in the same shards as the parameter, the others are the same on
+every rank. What is none of these cannot be gathered, and is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hetspmd.errors import OptimizerError
+from hetspmd.run.owners import Place, places
+
+if TYPE_CHECKING:
+    from hetspmd.lower import LocalTensor
+    from hetspmd.run.module import HAP
+
+_OWN: ContextVar[bool] = ContextVar("hetspmd_own_optimizer_state", default=False)
+"""Whether ``optimizer.state_dict()`` is called from here, where shards are what is wanted."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a rank tells the others of one entry of a parameter's state.
+
+    ``alike``: it is a tensor of the local parameter's shape; ``one``: it is a single number or no tensor, and
+    ``value`` has it. A tensor of one number may be both.
+    """
+
+    alike: bool
+    one: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    value: Any
+
+
+def full_optimizer_state_dict(
+    hap: HAP, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False
+) -> dict[str, Any]:
+    """The state dict of the single-device optimizer, whole tensors on the CPU; every rank must call this.
+
+    It has the form of ``optimizer.state_dict()``. A single-device optimizer over the same parameters in the same
+    order loads it, and :func:`load_full_optimizer_state_dict` does on any cluster. The optimizer may hold
+    parameters of several HAP modules, and others, whose state is this rank's. ``rank0_only``: the other ranks get
+    an empty dict.
+
+    Raises OptimizerError, on every rank, for an optimizer without parameters of ``hap``, and for state that is
+    neither of the parameter's shape nor one number.
+    """
+    known = _known(hap, optimizer)
+    with own_state():
+        local = optimizer.state_dict()
+    keep = not rank0_only or hap.rank == 0
+    state: dict[Any, Any] = {}
+    listed = _parameters(optimizer)
+    by_module: dict[int, tuple[HAP, dict[int, str]]] = {}
+    for index, parameter in enumerate(listed):
+        place = known.get(id(parameter))
+        if place is not None:
+            by_module.setdefault(id(place.module), (place.module, {}))[1][index] = place.name
+    for module, names in by_module.values():
+        state.update(_gathered(module, names, local["state"], listed, type(optimizer).__name__, keep=keep))
+    for key, value in local["state"].items():
+        if not isinstance(key, int) or id(listed[key]) not in known:
+            state[key] = _on_cpu(value)
+    if not keep:
+        return {}
+    order = {key: i for i, key in enumerate(local["state"])}
+    ordered = sorted(state, key=lambda key: (order.get(key, len(order)), str(key)))
+    groups = [_on_cpu(group) for group in local["param_groups"]]
+    rest = {k: _on_cpu(v) for k, v in local.items() if k not in ("state", "param_groups")}
+    return {"state": {key: state[key] for key in ordered}, "param_groups": groups, **rest}
+
+
+def load_full_optimizer_state_dict(
+    hap: HAP, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> None:
+    """Load a single-device optimizer's state dict into this rank's shards; no communication.
+
+    ``state_dict`` is of :func:`full_optimizer_state_dict` on any cluster, or of ``optimizer.state_dict()`` on one
+    device, with the parameters in the same order. Every rank must load the same. Raises OptimizerError for an
+    optimizer without parameters of ``hap`` and for tensors of other shapes, naming the parameter, and ValueError
+    for other groups, as ``Optimizer.load_state_dict`` does. Nothing is changed then.
+    """
+    known = _known(hap, optimizer)
+    listed = _parameters(optimizer)
+    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+    state: dict[Any, Any] = dict(state_dict["state"])
+    for index, parameter in zip(saved, listed, strict=False):  # torch compares their numbers
+        place = known.get(id(parameter))
+        if place is not None and index in state:
+            layout = place.module.parameter_shards().get(place.name)
+            state[index] = {
+                key: _part(value, layout, parameter, key, place.name, optimizer)
+                for key, value in state[index].items()
+            }
+    optimizer.load_state_dict({**state_dict, "state": state})
+
+
+def cut_whole_state(optimizer: torch.optim.Optimizer, known: Mapping[int, Place]) -> None:
+    """Cut to this rank's shards what state of sharded parameters is whole, in place.
+
+    So it is of an optimizer that was made, stepped or loaded as on one device. Raises OptimizerError for state of
+    another shape.
+    """
+    for parameter, entries in list(optimizer.state.items()):
+        place = known.get(id(parameter)) if isinstance(parameter, torch.Tensor) else None
+        layout = None if place is None else place.module.parameter_shards().get(place.name)
+        if place is None or layout is None or layout.region is None or not isinstance(entries, dict):
+            continue
+        for key, value in entries.items():
+            if not isinstance(value, torch.Tensor) or value.shape == parameter.shape:
+                continue
+            if value.numel() == 1 and (key == "step" or tuple(value.shape) != layout.shape):
+                continue
+            entries[key] = _part(value, layout, parameter, key, place.name, optimizer)
+
+
+@contextmanager
+def own_state() -> Iterator[None]:
+    """Within the context ``optimizer.state_dict()`` gives this rank's shards."""
+    token = _OWN.set(True)
+    try:
+        yield
+    finally:
+        _OWN.reset(token)
+
+
+def is_own() -> bool:
+    """Whether :func:`own_state` surrounds the caller."""
+    return _OWN.get()
+
+
+def _known(hap: HAP, optimizer: torch.optim.Optimizer) -> dict[int, Place]:
+    known = places()
+    if not any(id(p) in known and known[id(p)].module is hap for p in _parameters(optimizer)):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} has no parameters of this HAP module; make it with hap.parameters(), "
+            "after HAP(...) if the model was on the meta device"
+        )
+    return known
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _gathered(
+    module: HAP, names: Mapping[int, str], state: Mapping[Any, Any], listed: list[torch.Tensor], kind: str, *,
+    keep: bool,
+) -> dict[int, dict[str, Any]]:  # fmt: skip
+    """The whole state of the parameters of one module by their place in the optimizer, a ``kind``."""
+    own = {index: _told(state.get(index, {}), listed[index], kind, names[index]) for index in names}
+    everyone: list[dict[int, tuple[bool, dict[str, _Entry]]]] = module.everyone.exchange(own)
+    found: dict[int, dict[str, Any]] = {}
+    for index, name in names.items():
+        for key, entry in everyone[module.source][index][1].items():
+            told = [(empty, entries.get(key)) for empty, entries in (rank[index] for rank in everyone)]
+            if _is_one(key, told):
+                whole = entry.value
+            else:
+                _check_alike(told, f"{key!r} of {kind} for {name}")
+                value = state.get(index, {}).get(key)
+                if value is None:
+                    value = torch.empty(listed[index].shape, dtype=entry.dtype)
+                whole = module.gather({name: value.to(module.device)})[name]
+                whole = whole.to("cpu", copy=True) if keep else None
+            found.setdefault(index, {})[key] = whole
+    return found
+
+
+def _told(
+    entries: Mapping[str, Any], parameter: torch.Tensor, kind: str, name: str
+) -> tuple[bool, dict[str, _Entry]]:
+    """Whether the rank has no element of the parameter, and its state."""
+    told = {}
+    for key, value in entries.items():
+        if isinstance(value, torch.Tensor):
+            one = value.numel() == 1
+            shape = tuple(value.shape)
+            told[key] = _Entry(
+                value.shape == parameter.shape, one, shape, value.dtype, _on_cpu(value) if one else None
+            )
+        else:
+            told[key] = _Entry(False, not _has_tensors(value), (), None, value)
+    return parameter.numel() == 0, told
+
+
+def _is_one(key: str, told: list[tuple[bool, _Entry | None]]) -> bool:
+    """Whether an entry is the same on every rank: one number, or no tensor."""
+    entries = [entry for _, entry in told if entry is not None]
+    if not all(entry.one for entry in entries):
+        return False
+    return key == "step" or any(not entry.alike for entry in entries)
+
+
+def _check_alike(told: list[tuple[bool, _Entry | None]], what: str) -> None:
+    for rank, (empty, entry) in enumerate(told):
+        if entry is None and not empty:
+            raise OptimizerError(
+                f"rank {rank} has no {what}; every rank must step the optimizer in the same steps"
+            )
+        if entry is not None and not entry.alike:
+            raise OptimizerError(
+                f"{what} is neither of the parameter's shape nor one number: on rank {rank} it is of shape "
+                f"{list(entry.shape)}, so that it is not known which part of it a shard is"
+            )
+
+
+def _part(
+    value: Any, layout: LocalTensor | None, parameter: torch.Tensor, key: str, name: str,
+    optimizer: torch.optim.Optimizer,
+) -> Any:  # fmt: skip
+    """This rank's part of an entry of whole state."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape = tuple(parameter.shape) if layout is None else layout.shape
+    if tuple(value.shape) == shape and not (key == "step" and value.numel() == 1):
+        return (value if layout is None else layout.slice(value)).clone()
+    if value.numel() == 1:
+        return value.clone()
+    raise OptimizerError(
+        f"{key!r} of {type(optimizer).__name__} for {name} is of shape {list(value.shape)}, the whole parameter of "
+        f"{list(shape)}, this rank's part of {list(parameter.shape)}; save hetspmd.full_optimizer_state_dict(hap, "
+        "optimizer), or the state of a single device, and load it with "
+        "hetspmd.load_full_optimizer_state_dict(hap, optimizer, state)"
+    )
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_has_tensors(v) for v in value.values())
+    if isinstance(value, (list, tuple, set)):
+        return any(_has_tensors(v) for v in value)
+    return isinstance(value, torch.Tensor)
+
+
+def _on_cpu(value: Any) -> Any:
+    """A copy with its tensors on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {k: _on_cpu(v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_on_cpu(v) for v in value)
+    return value
