@@ -119,7 +119,7 @@ def test_round_trip(devices: list[Device], network: Network) -> None:
 @pytest.mark.parametrize(
     ("text", "place", "message"),
     [
-        ("", "1:1", "is empty; write devices"),
+        ("", "1:1", "is empty; write {devices"),
         ("a: [", "1:5", "not YAML"),
         ("[1]", "1:1", "the cluster is a list; write a mapping with the keys devices, network, measured"),
         ("network: {bandwidth: 1}", "1:1", "lacks the key 'devices'"),

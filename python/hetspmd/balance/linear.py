@@ -25,6 +25,7 @@ import highspy
 import numpy as np
 import numpy.typing as npt
 
+from hetspmd.balance.highs import quiet_highs
 from hetspmd.balance.problem import Lines, Mask, Problem
 from hetspmd.cost.model import Array, Index
 from hetspmd.errors import HetspmdError
@@ -84,12 +85,9 @@ class LinearProgram:
         upper = np.full(columns, highspy.kHighsInf)
         bound = np.clip(problem.most[self.first], 0.0, 1.0)
         upper[: self.t0] = np.where(self.kinds_present[self.leader], bound, 0.0).reshape(-1)
-        self.highs = highspy.Highs()  # type: ignore[no-untyped-call]  # highspy is untyped
-        for option, setting in (
-            ("output_flag", False), ("threads", 1), ("random_seed", 0),
-            ("primal_feasibility_tolerance", 1e-10), ("dual_feasibility_tolerance", 1e-10),
-        ):  # fmt: skip
-            self.highs.setOptionValue(option, setting)
+        self.highs = quiet_highs(
+            threads=1, random_seed=0, primal_feasibility_tolerance=1e-10, dual_feasibility_tolerance=1e-10
+        )
         self.highs.addVars(columns, lower, upper)
         self.highs.changeColsCost(columns, np.arange(columns, dtype=np.int32), cost)
         self.rows = 0

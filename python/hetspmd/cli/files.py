@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hetspmd.cli.stdout import write_data
 from hetspmd.errors import ConstraintError, OutputError
 
 STDOUT = "-"
@@ -35,7 +35,7 @@ def write_json(path: str, document: Mapping[str, Any]) -> None:
 def write_text(path: str, text: str) -> None:
     """Write text to a file, or to standard output for ``-``. Raises OutputError."""
     if path == STDOUT:
-        sys.stdout.write(text)
+        write_data(text)
         return
     from hetspmd.plan import write_atomically
 
@@ -65,12 +65,18 @@ def read_constraints(path: str | None) -> dict[str, str] | None:
         ) from error
     except UnicodeDecodeError as error:
         raise ConstraintError(f"{path}: not UTF-8 text: {error.reason}; {_WRITE}") from error
+    except ValueError as error:
+        raise ConstraintError(f"{path!r} is no path of a file of constraints: {error}") from error
     if text.lstrip().startswith("{"):
         text = text.replace("\t", " ")  # JSON allows tabs between tokens, YAML does not
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ConstraintError(f"{path}{_yaml_problem(error)}") from error
+    except RecursionError:
+        raise ConstraintError(f"{path}: nested too deeply; {_WRITE}") from None
+    except (ValueError, TypeError, IndexError) as error:  # the parser's own, of text that is no YAML
+        raise ConstraintError(f"{path}: neither YAML nor JSON ({error}); {_WRITE}") from error
 
     def place(node: yaml.Node) -> str:
         return f"{path}:{node.start_mark.line + 1}"

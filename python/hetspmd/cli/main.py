@@ -19,6 +19,8 @@ from typing import NoReturn, TextIO
 
 from hetspmd.cli import compile as compile_command
 from hetspmd.cli import doctor, profile, rules, solve, verify
+from hetspmd.cli.files import STDOUT
+from hetspmd.cli.stdout import kept_for_data
 from hetspmd.errors import CheckError, HetspmdError, MissingRuleWarning
 
 DONE, FAILED, BAD_INPUT, FAULT, INTERRUPTED = 0, 1, 2, 70, 130
@@ -85,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        status: int = options.run(options)
+        with kept_for_data(STDOUT in (getattr(options, "json", None), getattr(options, "out", None))):
+            status: int = options.run(options)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader (head, less) has seen enough

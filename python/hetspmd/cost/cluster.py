@@ -39,6 +39,8 @@ from hetspmd.trace.graph import ITEM_SIZES
 DEFAULT: Final = "default"
 LAUNCH: Final = 5e-6
 LATENCY: Final = 50e-6
+MOST: Final = 65536
+"""Ranks of a cluster file; more are a slip of the pen."""
 PASSES: Final = 20
 """Tensors of a parameter's size that a step of AdamW reads or writes, as torch.optim runs it op by op or by
 ``_foreach`` ops: decay 2, first moment 3, second moment 2 + 3, its root 2, correction 2, epsilon 2, update 4. State
@@ -317,8 +319,12 @@ def _plain(flops: Mapping[str, float]) -> Any:
 def _read(root: Node) -> Cluster:
     top = root.entries("the cluster", ("devices", "network", "measured"), ("devices",))
     devices: list[Device] = []
+    ranks = 0
     for index, entry in enumerate(top["devices"].items("devices")):
         count, device = _read_device(entry, index)
+        ranks += count * (1 if device.machine is None else device.machine.accelerators)
+        if ranks > MOST:
+            entry.fail(f"up to device {index} there are {ranks} ranks; a cluster has at most {MOST}")
         devices.extend([device] * count)
     if "measured" in top and any(d.machine is not None for d in devices):
         top["measured"].fail(

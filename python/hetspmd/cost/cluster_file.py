@@ -21,9 +21,10 @@ from hetspmd.cost.quantities import Kind, parse_quantity
 from hetspmd.errors import ClusterError
 
 EXAMPLE = (
-    "devices: [{name: v100, count: 2, flops: 12e12, memory: 16GiB, memory_bandwidth: 800GB/s}], "
-    "network: {bandwidth: 10.4Gbit/s, latency: 50us}"
+    "{devices: [{name: v100, count: 2, flops: 12e12, memory: 16GiB, memory_bandwidth: 800GB/s}], "
+    "network: {bandwidth: 10.4Gbit/s, latency: 50us}}"
 )
+"""A cluster file in one line of YAML."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Node:
         """A finite number without a unit: ``positive``, or not below 0, or ``negative`` ones too."""
         try:
             value = float(self.scalar) if isinstance(self.scalar, (int, float, str)) else math.nan
-        except ValueError:
+        except (ValueError, OverflowError):
             value = math.nan
         kind = "positive" if positive else "finite" if negative else "non-negative"
         low = value > 0 if positive else negative or value >= 0
@@ -145,7 +146,11 @@ def read_file(path: str | os.PathLike[str]) -> Node:
             f"write one with the content {EXAMPLE}"
         ) from error
     except UnicodeDecodeError as error:
-        raise ClusterError(f"{os.fspath(path)}: the cluster file is not UTF-8 text: {error}") from error
+        raise ClusterError(
+            f"{os.fspath(path)}: the cluster file is not UTF-8 text: {error}; save it as UTF-8"
+        ) from error
+    except ValueError as error:
+        raise ClusterError(f"{os.fspath(path)!r} is no path of a cluster file: {error}") from error
     return read_text(text, os.fspath(path))
 
 
@@ -158,30 +163,62 @@ def read_text(text: str, name: str) -> Node:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = name if mark is None else f"{name}:{mark.line + 1}:{mark.column + 1}"
+        if mark is not None and _has_tab(text, mark.line, mark.column):
+            raise ClusterError(
+                f"{where}: line {mark.line + 1} has a tab, and YAML takes spaces there: put spaces in the tab's "
+                "place, as many as before the entries beside it"
+            ) from error
         raise ClusterError(f"{where}: not YAML: {error.problem or error.context}; write {EXAMPLE}") from error
     except yaml.YAMLError as error:
         raise ClusterError(f"{name}: not YAML: {' '.join(str(error).split())}; write {EXAMPLE}") from error
+    except RecursionError:
+        raise ClusterError(f"{name}: the cluster file is nested too deeply; write {EXAMPLE}") from None
+    except (ValueError, TypeError, IndexError) as error:  # the parser's own, of text that is no YAML
+        raise ClusterError(f"{name}: not YAML: {error}; write {EXAMPLE}") from error
     if root is None:
         raise ClusterError(f"{name}:1:1: the cluster file is empty; write {EXAMPLE}")
-    return _from_yaml(root, name, ())
+    try:
+        return _from_yaml(root, name, (), {})
+    except RecursionError:
+        raise ClusterError(f"{name}: the cluster file is nested too deeply; write {EXAMPLE}") from None
+
+
+def _has_tab(text: str, line: int, column: int) -> bool:
+    """Whether a tab stands before or at a place, in what the line begins with."""
+    lines = text.splitlines()
+    return line < len(lines) and "\t" in lines[line][: column + 1]
 
 
 def read_object(value: object, where: str = "cluster") -> Node:
     """The tree of a dict of dicts, lists, numbers and strings. Raises ClusterError."""
+    try:
+        return _from_object(value, where)
+    except RecursionError:
+        raise ClusterError(f"{where}: it is nested too deeply, or holds itself; write {EXAMPLE}") from None
+
+
+def _from_object(value: object, where: str) -> Node:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
                 raise ClusterError(f"{where}: the key {key!r} is no string")
         places = {k: f"{where}[{k!r}]" for k in value}
-        return Node(where, {k: read_object(v, places[k]) for k, v in value.items()}, places)
+        return Node(where, {k: _from_object(v, places[k]) for k, v in value.items()}, places)
     if isinstance(value, (list, tuple)):
-        return Node(where, sequence=tuple(read_object(v, f"{where}[{i}]") for i, v in enumerate(value)))
+        return Node(where, sequence=tuple(_from_object(v, f"{where}[{i}]") for i, v in enumerate(value)))
     if value is None or isinstance(value, (bool, int, float, str)):
         return Node(where, scalar=value)
     raise ClusterError(f"{where}: a {type(value).__name__} is no mapping, list, number or string")
 
 
-def _from_yaml(node: yaml.Node, name: str, above: tuple[yaml.Node, ...]) -> Node:
+def _from_yaml(node: yaml.Node, name: str, above: tuple[yaml.Node, ...], known: dict[int, Node]) -> Node:
+    """The tree below a node. ``known``: by id, what was read before, which aliases name again."""
+    if id(node) not in known:
+        known[id(node)] = _read_node(node, name, above, known)
+    return known[id(node)]
+
+
+def _read_node(node: yaml.Node, name: str, above: tuple[yaml.Node, ...], known: dict[int, Node]) -> Node:
     where = _place(node, name)
     if node in above:
         raise ClusterError(f"{where}: an alias refers to what it is part of; write the value out")
@@ -190,7 +227,7 @@ def _from_yaml(node: yaml.Node, name: str, above: tuple[yaml.Node, ...]) -> Node
         null = node.tag == "tag:yaml.org,2002:null"
         return Node(where, scalar=None if null else node.value)
     if isinstance(node, yaml.SequenceNode):
-        return Node(where, sequence=tuple(_from_yaml(n, name, above) for n in node.value))
+        return Node(where, sequence=tuple(_from_yaml(n, name, above, known) for n in node.value))
     mapping: dict[str, Node] = {}
     keys: dict[str, str] = {}
     for key, value in node.value:
@@ -202,7 +239,7 @@ def _from_yaml(node: yaml.Node, name: str, above: tuple[yaml.Node, ...]) -> Node
                 f"(first at {keys[key.value]}); remove one"
             )
         keys[key.value] = _place(key, name)
-        mapping[key.value] = _from_yaml(value, name, above)
+        mapping[key.value] = _from_yaml(value, name, above, known)
     return Node(where, mapping, keys)
 
 

@@ -37,6 +37,7 @@ file::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -284,7 +285,7 @@ def read_measured(node: Node, world: int) -> Measured:
     """
     if node.mapping is not None and "version" in node.mapping:
         version = node.mapping["version"]
-        if version.scalar not in (VERSION, str(VERSION)):
+        if isinstance(version.scalar, bool) or version.scalar not in (VERSION, str(VERSION)):
             version.fail(
                 f"the part measured is of version {version.scalar}; this release reads {VERSION}: profile again"
             )
@@ -360,9 +361,10 @@ def _read_point(node: Node) -> Point:
 
 def _text_or_number(node: Node, key: str) -> str | float:
     if isinstance(node.scalar, (int, float)):
-        return float(node.scalar)
+        return node.number(key, negative=True)
     text = node.text(key)
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         return text
+    return value if math.isfinite(value) else text

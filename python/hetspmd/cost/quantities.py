@@ -41,6 +41,7 @@ _SHOWN: Final[dict[Kind, str]] = {
     "bytes/s": "MB/s, GB/s, GiB/s, Mbit/s or Gbit/s",
     "seconds": "s, ms, us or ns",
 }
+_TOO_MUCH: Final = 10**308
 _NUMBER = re.compile(r"([-+]?(?:\d[\d_]*\.?[\d_]*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)\Z")
 
 
@@ -59,12 +60,20 @@ def parse_quantity(value: object, kind: Kind) -> float:
             raise ValueError(
                 f"{value!r} has the unit {unit!r}; allowed are {_SHOWN[kind]}, or none for {kind}"
             )
-        number = float(Decimal(match[1].replace("_", "")) * Decimal(repr(scale)))  # exactly 5e-5 for 50us
+        number = _exactly(match[1].replace("_", ""), scale)
     else:
-        number = float(value)
+        number = float(value) if abs(value) < _TOO_MUCH else math.inf
     if not math.isfinite(number) or number <= 0:
         raise ValueError(f"{value!r} is not positive and finite; write {kind} as {EXAMPLES[kind]}")
     return number
+
+
+def _exactly(digits: str, scale: float) -> float:
+    """Their product, exactly 5e-5 for 50us; infinite or nan for what no float is."""
+    try:
+        return float(Decimal(digits) * Decimal(repr(scale)))
+    except ArithmeticError:
+        return math.nan
 
 
 def quantity_text(value: float, kind: Kind) -> str:

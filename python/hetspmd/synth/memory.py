@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, replace
 import highspy
 import numpy as np
 
+from hetspmd.balance.highs import quiet_highs
 from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.memory import MemoryProfile, memory_profile
 from hetspmd.cost.model import Array, CostModel
@@ -194,9 +195,7 @@ def _master(lines: list[_Line], places: list[Place], capacity: Array, box: float
     """The prices that maximise the least of the lines; each at most ``box`` seconds per capacity."""
     scale = np.array([capacity[j] for _, j in places])
     unit = lines[0].found.cost or 1.0
-    highs = highspy.Highs()  # type: ignore[no-untyped-call]  # highspy is untyped
-    for option, setting in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
-        highs.setOptionValue(option, setting)
+    highs = quiet_highs(threads=1, random_seed=0)
     count = len(places)
     # Columns: price times capacity per place, in units of the first program's cost; then the least line.
     lower, upper = np.zeros(count + 1), np.full(count + 1, box / unit)

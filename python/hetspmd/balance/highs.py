@@ -1,0 +1,18 @@
+"""HiGHS, which must not write to standard output: a program's output there belongs to its caller."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import highspy
+
+__all__ = ["quiet_highs"]
+
+
+def quiet_highs(**options: Any) -> highspy.Highs:
+    """A solver that logs nowhere, whichever version it is, with further options of HiGHS."""
+    made = highspy.Highs()  # type: ignore[no-untyped-call]  # highspy is untyped
+    # The first options of all: later ones may be reported as they are set. The banner comes with the first run.
+    for option, setting in (("output_flag", False), ("log_to_console", False), *options.items()):
+        made.setOptionValue(option, setting)
+    return made
