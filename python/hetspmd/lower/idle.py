@@ -68,7 +68,7 @@ def lower_idle(theory: Theory, program: Program, lengths: Lengths, device: torch
         return [zeros(made, parameters[i]) for i in differentiable]
 
     return LocalProgram(
-        None, lengths.world, device, parameters, buffers, inputs, outputs, (), differentiable,
+        None, lengths.world, device, parameters, buffers, inputs, outputs, (), (), differentiable,
         _module(forward, "Forward"), _module(backward, "Backward") if program.gradients else None,
     )  # fmt: skip
 

@@ -91,6 +91,7 @@ class _Lowering:
         )
         buffers = self.graph.buffers
         updated = tuple(i for i, b in enumerate(buffers) if b.updated is not None)
+        written = tuple(i for i, p in enumerate(self.graph.parameters) if p.updated is not None)
         differentiable = tuple(i for i, p in enumerate(self.graph.parameters) if p.gradient is not None)
         return LocalProgram(
             self.rank, self.world, self.device,
@@ -99,6 +100,7 @@ class _Lowering:
             tuple(self._local(i.tensor, IDENTITY) for i in self.graph.inputs),
             tuple(self._local(r.tensor, r.form) for r in self.program.outputs),
             updated if self.program.buffers else (),
+            written if self.program.buffers else (),
             differentiable if self.program.gradients else (),
             self._module(forward, "Forward"),
             None if backward is None else self._module(backward, "Backward"),

@@ -83,6 +83,7 @@ class _Lowering:
             )
         )
         updated = tuple(i for i, b in enumerate(graph.buffers) if b.updated is not None)
+        written = tuple(i for i, p in enumerate(graph.parameters) if p.updated is not None)
         differentiable = tuple(i for i, p in enumerate(graph.parameters) if p.gradient is not None)
         return LocalProgram(
             self.layout.rank(self.at), self.layout.world, self.device,
@@ -91,6 +92,7 @@ class _Lowering:
             tuple(self._local((i.tensor, IDENTITY, IDENTITY)) for i in graph.inputs),
             tuple(self._local(key) for key in nested.outputs),
             updated if nested.buffers else (),
+            written if nested.buffers else (),
             differentiable if nested.gradients else (),
             self._module(forward, "Forward"),
             None if backward is None else self._module(backward, "Backward"),

@@ -71,9 +71,9 @@ def tensor_roles(graph: Graph) -> tuple[str, ...]:
     for parameter in graph.parameters:
         if parameter.gradient is not None:
             roles[parameter.gradient] = f"gradient of {parameter.name}"
-    for buffer in graph.buffers:
-        if buffer.updated is not None:
-            roles[buffer.updated] = f"new {buffer.name}"
+    for holder in (*graph.buffers, *graph.parameters):
+        if holder.updated is not None:
+            roles[holder.updated] = f"new {holder.name}"
     if graph.loss is not None:
         roles[graph.loss] = "loss"
     return tuple(roles)

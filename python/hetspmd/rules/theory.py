@@ -53,7 +53,7 @@ class Theory:
         for instruction in graph.instructions:
             for tensor in instruction.inputs:
                 readers.setdefault(tensor, []).append(instruction.id)
-        kept = {b.updated for b in graph.buffers} | {o.tensor for o in graph.outputs} | {graph.loss}
+        kept = set(graph.updates) | {o.tensor for o in graph.outputs} | {graph.loss}
         gradients = {p.gradient for p in graph.parameters if p.gradient is not None}
         found: set[int] = set()
 

@@ -67,7 +67,7 @@ class Runner:
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         """One forward pass: the loss (None without one) and the outputs by tensor id.
 
-        Buffers that the model updates are overwritten. With gradients enabled the results are part of the
+        Buffers and parameters that the model updates are overwritten. With gradients enabled the results are part of the
         autograd graph.
         """
         self.runtime.randomness.begin_step()
@@ -86,7 +86,7 @@ class Runner:
         buffers: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
     ) -> tuple[tuple[torch.Tensor | None, ...], list[torch.Tensor]]:
-        """``((loss, *outputs), saved)``; buffers are updated."""
+        """``((loss, *outputs), saved)``; buffers are updated, and parameters that the model itself writes to."""
         given = (*parameters, *buffers, *inputs)
         graph = self._running(self.program.forward)
         with self._named(graph):
@@ -100,11 +100,14 @@ class Runner:
         if loss is not None and _storage(loss) in foreign:
             results[0] = loss.clone()
         if updates:
-            changed = {_storage(buffers[i]) for i in self.program.updated}
+            of = self.program
+            targets = [buffers[i] for i in of.updated] + [parameters[i].data for i in of.written]
+            parts = [of.buffers[i] for i in of.updated] + [of.parameters[i] for i in of.written]
+            changed = {_storage(target) for target in targets}
             saved = [t.clone() if _storage(t) in changed else t for t in saved]
             values = [u.clone() if _storage(u) in changed else u for u in updates]
-            for index, value in zip(self.program.updated, values, strict=True):
-                buffers[index].copy_(value)
+            for target, part, value in zip(targets, parts, values, strict=True):
+                target.copy_(part.slice(value))
         return tuple(results), saved
 
     def send(self, results: Mapping[int, torch.Tensor]) -> None:

@@ -20,12 +20,13 @@ from hetspmd.trace.values import to_torch, torch_dtype
 
 @dataclass(frozen=True)
 class ReferenceResult:
-    """Loss, outputs by tensor id, gradients and updated buffers by (first) name."""
+    """Loss, outputs by tensor id, gradients, updated buffers and updated parameters by (first) name."""
 
     loss: torch.Tensor | None
     outputs: dict[int, torch.Tensor]
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
 
 
 def run_reference(
@@ -46,7 +47,7 @@ def run_reference(
     }
     constants = {c.tensor: c for c in graph.constants}
     last: dict[int, int] = {t: i.id for i in graph.instructions for t in i.inputs}
-    kept = {o.tensor for o in graph.outputs} | {graph.loss} | {b.updated for b in graph.buffers}
+    kept = {o.tensor for o in graph.outputs} | {graph.loss} | set(graph.updates)
     kept |= {p.gradient for p in graph.parameters}
     with torch.no_grad():
         for instruction in graph.instructions:
@@ -70,6 +71,7 @@ def run_reference(
         {o.tensor: values[o.tensor] for o in graph.outputs if o.tensor is not None},
         {p.name: values[p.gradient] for p in graph.parameters if p.gradient is not None},
         {b.name: values[b.updated] for b in graph.buffers if b.updated is not None},
+        {p.name: values[p.updated] for p in graph.parameters if p.updated is not None},
     )
 
 

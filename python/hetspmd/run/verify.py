@@ -358,6 +358,8 @@ def _reference_run(
         result = run_reference(plan.theory, parameters, buffers, inputs, randomness=randomness)
         for name, value in result.buffers.items():
             buffers[name].copy_(value)
+        for name, value in result.parameters.items():
+            parameters[name].data.copy_(value)
         for name, parameter in parameters.items():
             parameter.grad = result.gradients.get(name)
         if first is None:

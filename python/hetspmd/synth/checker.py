@@ -7,7 +7,7 @@ reference tensor e the set of forms I with ``e | I`` proved so far, and demands 
 - a communication, that it is one of HAP Fig. 9 (in any implementation), or gives a copy at a cut
   its own segment's lengths, and its source is proved;
 - the end, ``loss | Identity`` (which implies HAP's ``loss | All-Reduce``), every ``gradient | stored form
-  of its parameter``, every ``updated buffer | Identity`` and every output in the form that is claimed.
+  of its parameter``, every ``updated buffer or parameter | Identity`` and every output in the form that is claimed.
 
 ``e | Identity`` proves every other form of e: a device may slice or mask what it holds whole.
 """
@@ -95,12 +95,11 @@ class _Proof:
         if graph.loss is not None and (program.loss is None or program.loss != Result(graph.loss, _WHOLE)):
             raise ProofError("the program does not claim loss | Identity")
         trainable = [p for p in graph.parameters if p.gradient is not None]
-        updated = [b for b in graph.buffers if b.updated is not None]
         outputs = [o.tensor for o in graph.outputs if o.tensor is not None]
         if [r.tensor for r in program.gradients] != [p.gradient for p in trainable]:
             raise ProofError("the program does not leave one gradient for each parameter that has one")
-        if [r.tensor for r in program.buffers] != [b.updated for b in updated]:
-            raise ProofError("the program does not leave every updated buffer")
+        if [r.tensor for r in program.buffers] != list(graph.updates):
+            raise ProofError("the program does not leave every updated buffer and parameter")
         if [r.tensor for r in program.outputs] != outputs:
             raise ProofError("the program does not leave every output")
         for parameter in graph.parameters:
@@ -112,9 +111,12 @@ class _Proof:
                     f"the gradient of {parameter.name} is left as {_text(result.form)}, "
                     f"the parameter is stored as {_text(self.made[parameter.tensor])}"
                 )
-        for buffer, result in zip(updated, program.buffers, strict=True):
-            if result.form != self.made.get(buffer.tensor):
-                raise ProofError(f"buffer {buffer.name} is left as {_text(result.form)}, not as it is stored")
+        holders = [h for h in (*graph.buffers, *graph.parameters) if h.updated is not None]
+        buffers = {b.tensor for b in graph.buffers}
+        for holder, result in zip(holders, program.buffers, strict=True):
+            wanted = self.made.get(holder.tensor) if holder.tensor in buffers else _WHOLE
+            if result.form != wanted:
+                raise ProofError(f"the new {holder.name} is left as {_text(result.form)}, not whole")
         for result in (
             *([program.loss] if program.loss else []),
             *program.outputs,

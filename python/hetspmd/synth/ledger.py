@@ -51,7 +51,7 @@ class Ledger:
                     self.last[t] = end
                 elif rule is not None and rule.alias and instruction.inputs:
                     self.root[t] = self.root[instruction.inputs[0]]
-        results = [graph.loss, *(o.tensor for o in graph.outputs), *(b.updated for b in graph.buffers)]
+        results = [graph.loss, *(o.tensor for o in graph.outputs), *graph.updates]
         results += [p.gradient for p in graph.parameters]
         for result in results:
             if result is not None:
@@ -90,7 +90,7 @@ class Ledger:
         instruction before that, the end of the graph for one that is always held as it is."""
         graph, axes = self.theory.graph, self.theory.axes
         needed = {t for t in (graph.loss, *(o.tensor for o in graph.outputs)) if t is not None}
-        needed |= {b.updated for b in graph.buffers if b.updated is not None}
+        needed |= set(graph.updates)
         until = np.full(len(graph.tensors), -1, dtype=np.int64)
         forward: set[int] = set()
         for instruction in reversed(graph.instructions):

@@ -117,5 +117,5 @@ def _with_results(steps: list[Step], chosen: _Chosen, made: Mapping[int, Form]) 
         tuple(
             Result(p.gradient, chosen.stored(p.tensor)) for p in graph.parameters if p.gradient is not None
         ),
-        tuple(result(b.updated) for b in graph.buffers if b.updated is not None),
+        tuple(map(result, graph.updates)),
     )

@@ -202,9 +202,8 @@ def _requirements(theory: Theory, constraints: Constraints, rows_of_outputs: boo
     found: dict[int, Requirement] = {}
     if graph.loss is not None:
         found[graph.loss] = Requirement(graph.loss, (IDENTITY,))
-    for buffer in graph.buffers:
-        if buffer.updated is not None:
-            found[buffer.updated] = Requirement(buffer.updated, (IDENTITY,))
+    for tensor in graph.updates:
+        found[tensor] = Requirement(tensor, (IDENTITY,))
     for output in graph.outputs:
         t = output.tensor
         if t is None or t in found:

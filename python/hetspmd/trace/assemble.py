@@ -52,7 +52,8 @@ _DATA_LIMIT = 64 * 2**20
 class Naming:
     """Names and facts from outside the graph: ``parameters`` and ``buffers`` map a traced name to all names
     (tied ones); ``trainable`` holds the names that require a gradient; ``input_paths`` and ``input_leaves``
-    are in the order of the traced inputs."""
+    are in the order of the traced inputs. ``updates`` maps returned tensors that are new values of parameters and
+    buffers, by index, to their names; ``changed`` the positions of inputs that are written to to the lines that do so."""
 
     parameters: Mapping[str, tuple[str, ...]]
     buffers: Mapping[str, tuple[str, ...]]
@@ -61,6 +62,8 @@ class Naming:
     input_leaves: Sequence[int]
     statics: tuple[Static, ...]
     slots: Sequence[tuple[int | None, object]]
+    updates: Mapping[int, str]
+    changed: Mapping[int, str]
     has_loss: bool
     input_spec: str
     output_spec: str
@@ -132,7 +135,8 @@ class _Assembler:
                 self._append(instruction, phase)
         constants = tuple(self._constant(v, by_output) for v in constant_values)
         graph_parameters = tuple(
-            Parameter(p.names, p.tensor, self._id(gradients.get(p.name)), p.requires_grad) for p in parameters
+            Parameter(p.names, p.tensor, self._id(gradients.get(p.name)), p.requires_grad, self._id(updated.get(p.name)))
+            for p in parameters
         )
         graph_buffers = tuple(Buffer(b.names, b.tensor, self._id(updated.get(b.name))) for b in buffers)
         leaves = tuple(
@@ -147,26 +151,37 @@ class _Assembler:
         )  # fmt: skip
 
     def _results(self) -> tuple[list[Value], dict[str, Value], dict[str, Value]]:
-        """Returned values by index, gradients and updated buffers by (first) name."""
+        """Returned values by index, gradients, and updated buffers and parameters by (first) name."""
         returned: dict[int, Value] = {}
         gradients: dict[str, Value] = {}
         updated: dict[str, Value] = {}
+        given: dict[str, Value] = {}
         for value, role in zip(self.draft.results, self.outputs, strict=True):
             if role.kind == "output" and value is not None:
-                returned[role.index] = value
+                if (name := self.naming.updates.get(role.index)) is not None:
+                    given[self._first(name)] = value
+                else:
+                    returned[role.index] = value
             elif role.kind == "gradient":
                 if value is not None:
                     gradients[self.naming.parameters[role.name][0]] = value
-            elif role.kind == "buffer_mutation" and value is not None:
-                updated[self.naming.buffers[role.name][0]] = value
-            elif role.kind in ("input_mutation", "parameter_mutation"):
-                what = f"input {role.index}" if role.kind == "input_mutation" else f"parameter {role.name}"
+            elif role.kind in ("buffer_mutation", "parameter_mutation") and value is not None:
+                updated[self._first(role.name)] = value
+            elif role.kind == "input_mutation":
+                line = self.naming.changed.get(role.index)
+                path = self.naming.input_paths[role.index]
                 raise TraceError(
-                    f"the model changes {what} in place during forward; write to a buffer or a copy"
+                    f"the model changes input {path} in place{f' at {line}' if line else ''}; a batch is not the "
+                    f"model's to change: write to a copy, such as x = x.clone()"
                 )
             elif value is not None and role.kind != "input_gradient":
                 raise TraceError(f"the traced graph has an output of an unknown kind: {role.name}")
-        return [returned[i] for i in sorted(returned)], gradients, updated
+        return [returned[i] for i in sorted(returned)], gradients, updated | given
+
+    def _first(self, name: str) -> str:
+        """The first name, in the model, of the parameter or buffer that is traced under ``name``."""
+        known = self.naming.buffers if name in self.naming.buffers else self.naming.parameters
+        return known[name][0]
 
     def _live(self, by_output: Mapping[Value, DraftInstruction]) -> set[int]:
         wanted = [

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import nn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from hetspmd.errors import HetspmdError, PlanError
+from hetspmd.errors import HetspmdError, PlanError, TraceError
 
 OLDEST, NEWEST = (2, 11), (2, 15)
 
@@ -57,7 +57,8 @@ from torch._functorch._aot_autograd.descriptors import (  # noqa: E402  # after 
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # noqa: E402  # after the version check
 from torch._ops import OpOverload  # noqa: E402  # after the version check
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402  # after the version check
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402  # after the version check
+from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: E402  # after the version check
 from torch.fx._lazy_graph_module import _use_lazy_graph_module  # noqa: E402  # after the version check
 from torch.utils import _pytree as pytree  # noqa: E402  # after the version check
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402  # after the version check
@@ -71,6 +72,7 @@ __all__ = [
     "OpOverload",
     "OutputRole",
     "TorchDispatchMode",
+    "assign_data",
     "decomposition_table",
     "export_joint",
     "fake_mode",
@@ -78,6 +80,8 @@ __all__ = [
     "flatten_with_names",
     "graph_is_kept",
     "is_op",
+    "is_traced",
+    "memory_of",
     "merge_tied",
     "module_path",
     "spec_from_text",
@@ -254,7 +258,15 @@ def export_joint(
                     return found
             except Exception:
                 pass  # The second trace says what is wrong, if anything is.
-        return _export(module, inputs, decompositions, functionalize=True)
+        try:
+            return _export(module, inputs, decompositions, functionalize=True)
+        except AssertionError as error:
+            if "Encountered a set_ on a graph input" not in str(error):
+                raise
+            raise TraceError(
+                "forward calls set_ on a parameter, a buffer or an input, which cannot be followed; write "
+                "tensor.data = value, or tensor.copy_(value) under torch.no_grad()"
+            ) from error
 
 
 def _export(
@@ -281,6 +293,34 @@ def _export(
     in_roles = [_input_role(n.meta.get("desc")) for n in nodes if n.op == "placeholder"]
     out_roles = [_output_role(d) for d in nodes[-1].meta["desc"]]
     return graph_module, in_roles, out_roles
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of the trace, so that what is done to it becomes part of the graph."""
+    return isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """What identifies the memory of a tensor: views have that of their base."""
+    inner = tensor.elem if isinstance(tensor, FunctionalTensor) else tensor
+    return int(inner.untyped_storage()._cdata)
+
+
+def assign_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """``tensor.data = value`` for two tensors of one shape and dtype, the first of the trace.
+
+    Only the trace with functionalization can follow it; the one without ends.
+    """
+    if not isinstance(tensor, FunctionalTensor):
+        raise _MutationError
+    value = value.detach()
+    if not isinstance(value, FunctionalTensor) or value.stride() != tensor.stride():
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        value = made.copy_(value)
+    assert isinstance(value, FunctionalTensor)
+    tensor.elem = value.elem
 
 
 def _mutates(nodes: Iterable[Node], roles: Sequence[OutputRole]) -> bool:
@@ -320,9 +360,10 @@ def merge_tied(
     position: dict[tuple[str, str], int] = {}
     for value, role in zip(cast(Any, output.args[0]), outputs, strict=True):
         key = (role.kind, first_names.get(role.name, role.name))
-        if role.kind in ("gradient", "buffer_mutation") and key in position:
+        mutation = role.kind.endswith("_mutation")
+        if (role.kind == "gradient" or mutation) and role.name and key in position:
             before = values[position[key]]
-            if before is None or (role.kind == "buffer_mutation" and value is not None):
+            if before is None or (mutation and value is not None):
                 values[position[key]] = value
             elif value is not None:
                 with graph.inserting_before(output):
@@ -334,7 +375,47 @@ def merge_tied(
         values.append(value)
         out_roles.append(replace(role, name=key[1]))
     output.args = (values,)
-    return in_roles, out_roles
+    return _without_tangents_of_updates(graph, in_roles), out_roles
+
+
+def _without_tangents_of_updates(graph: Graph, roles: list[InputRole]) -> list[InputRole]:
+    """Take away the incoming gradients of parameters that the forward changes: only the loss has one. What is left
+    of a sum of such a tangent and a gradient is the gradient."""
+    kept: list[InputRole] = []
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for node, role in zip(placeholders, roles, strict=True):
+        if role.kind != "tangent" or not role.name:
+            kept.append(role)
+            continue
+        _erase_zero(graph, node)
+    return kept
+
+
+def _erase_zero(graph: Graph, node: Node) -> None:
+    """Erase a placeholder that is zero."""
+    output = next(n for n in graph.nodes if n.op == "output")
+    for user in list(node.users):
+        if user is output:
+            output.args = ([None if v is node else v for v in cast(Any, output.args[0])],)
+        elif user.target is torch.ops.aten.add.Tensor and len(user.args) == 2 and not user.kwargs:
+            left, right = user.args
+            other = right if left is node else left
+            if isinstance(other, Node) and other is not node and _same_type(other, user):
+                user.replace_all_uses_with(other)
+                graph.erase_node(user)
+    if node.users:
+        meta = node.meta["val"]
+        with graph.inserting_before(next(iter(node.users))):
+            kwargs = {"dtype": meta.dtype, "device": meta.device}
+            zero = graph.call_function(torch.ops.aten.zeros.default, (list(meta.shape),), kwargs)
+        zero.meta["val"] = meta
+        node.replace_all_uses_with(zero)
+    graph.erase_node(node)
+
+
+def _same_type(one: Node, other: Node) -> bool:
+    a, b = one.meta["val"], other.meta["val"]
+    return bool(a.shape == b.shape and a.dtype == b.dtype)
 
 
 def is_compiled_module(module: nn.Module) -> bool:

@@ -109,12 +109,14 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter: ``names`` has more than one entry when it is tied; ``gradient`` is a tensor id or None."""
+    """A parameter: ``names`` has more than one entry when it is tied; ``gradient`` is a tensor id or None.
+    ``updated`` is the tensor id of the value that the forward leaves in it, or None if it writes none."""
 
     names: tuple[str, ...]
     tensor: int
     gradient: int | None
     requires_grad: bool
+    updated: int | None = None
 
     @property
     def name(self) -> str:
@@ -266,10 +268,16 @@ class Graph:
             self.__dict__["_second_reads"] = cached
         return cached
 
+    @property
+    def updates(self) -> tuple[int, ...]:
+        """Tensor ids of the values that the forward leaves in buffers and, behind them, in parameters."""
+        holders = (*self.buffers, *self.parameters)
+        return tuple(h.updated for h in holders if h.updated is not None)
+
     def without_outputs(self) -> Graph:
         """The graph with its outputs other than the loss forgotten, and what only they needed removed."""
         outputs = tuple(o if o.tensor in (None, self.loss) else Output(None) for o in self.outputs)
-        wanted = {self.loss, *(p.gradient for p in self.parameters), *(b.updated for b in self.buffers)}
+        wanted = {self.loss, *(p.gradient for p in self.parameters), *self.updates}
         keep: set[int] = set()
         for instruction in reversed(self.instructions):
             if instruction.is_source or any(t in wanted for t in instruction.outputs):

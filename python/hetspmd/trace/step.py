@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from hetspmd.errors import TraceError
+from hetspmd.trace.assignments import Assignments, named_writes
 from hetspmd.trace.compat import flatten, unflatten
+from hetspmd.trace.slots import Slots
 
 Loss = Callable[..., Any]
 """``loss(model, *args, **kwargs)`` runs the model on the batch and returns the scalar loss, or an output
@@ -37,7 +39,9 @@ class Step(nn.Module):
 
     After a call, ``slots`` lists the leaves of the model's output: an index into the returned tensors, or a
     literal; ``output_spec`` is the output's pytree spec. An opaque object in the output, such as a key-value
-    cache, comes back as None: it is no result of a training step.
+    cache, comes back as None: it is no result of a training step. ``updates`` maps what the model's parameters and
+    buffers are given in other ways than by ops, by name, to an index into the returned tensors; they come last.
+    ``changed`` maps inputs that are written to, by position, to the line that does so.
     """
 
     def __init__(
@@ -52,12 +56,25 @@ class Step(nn.Module):
         self.slots: list[tuple[int | None, Any]] = []
         self.output_spec: Any = None
         self.has_loss = False
+        self.updates: dict[str, int] = {}
+        self.changed: dict[int, str] = {}
+        self._places = Slots(model)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
         args, kwargs = unflatten(leaves, self._spec)
-        output = self._loss(self.model, *args, **kwargs) if self._loss else self.model(*args, **kwargs)
+        with self._places.kept():
+            with Assignments(self.model, tensors) as assignments, named_writes():
+                output = self._loss(self.model, *args, **kwargs) if self._loss else self.model(*args, **kwargs)
+            updates = self._places.updates(assignments.assigned)
+        self.changed = assignments.changed
+        returned = self._returned(output)
+        self.updates = {name: len(returned) + i for i, name in enumerate(updates)}
+        return (*returned, *(value.detach() for value in updates.values()))
+
+    def _returned(self, output: Any) -> list[torch.Tensor]:
+        """The loss, if there is one, and the other tensors of the model's output."""
         loss = find_loss(output)
         if loss is None and self._training_step:
             kind = "Tensor" if isinstance(output, torch.Tensor) else type(output).__name__
@@ -77,4 +94,4 @@ class Step(nn.Module):
             else:
                 self.slots.append((len(returned), None))
                 returned.append(leaf.detach())
-        return tuple(returned)
+        return returned

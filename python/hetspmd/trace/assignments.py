@@ -1,0 +1,132 @@
+"""What Python code writes to tensors while a step is traced, and no op of the graph says.
+
+``tensor.data = value`` is no op: it gives a tensor another memory. It is done here to the trace's own tensors, so that
+what reads the tensor later reads the new value, and what has read it before keeps the old one, as in eager PyTorch. A
+write to a tensor that the trace does not follow is refused, since it would be lost; where an input is written to is
+remembered for the error that refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hetspmd.errors import TraceError
+from hetspmd.trace.compat import assign_data, is_traced, memory_of
+from hetspmd.trace.frames import here, line_of
+
+__all__ = ["Assignments", "named_writes"]
+
+_SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a getset descriptor of C
+_OPERATORS: Final = frozenset(
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+) | {"__setitem__"}
+_NO_WRITES: Final = frozenset({"requires_grad_"})
+
+
+class Assignments(TorchFunctionMode):
+    """Within it, assignments of memory reach the trace.
+
+    ``assigned`` lists the tensors whose memory was replaced. ``changed`` maps the position of an input that is
+    written to, among those given, to the line that does so.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.assigned: list[torch.Tensor] = []
+        self.changed: dict[int, str] = {}
+        self._model = model
+        self._inputs = {memory_of(tensor): index for index, tensor in enumerate(inputs)}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        given = {} if kwargs is None else kwargs
+        if func == _SET_DATA:
+            return self._assign(*args)
+        written = _written(func, args, given)
+        if written is not None:
+            self._look_at(written, getattr(func, "__name__", ""))
+        return func(*args, **given)
+
+    def _assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if not is_traced(tensor):
+            raise self._lost(tensor, "data =")
+        if value.shape != tensor.shape or value.dtype != tensor.dtype:
+            raise TraceError(
+                f"forward gives {self._name(tensor)}, which is {_meta(tensor)}, the data of a tensor that is "
+                f"{_meta(value)}{self._at()}; a tensor keeps its shape and dtype in a plan: give it its final shape "
+                "before, or make a new tensor"
+            )
+        assign_data(tensor, value)
+        self.assigned.append(tensor)
+
+    def _look_at(self, written: torch.Tensor, how: str) -> None:
+        if not is_traced(written):
+            raise self._lost(written, how)
+        index = self._inputs.get(memory_of(written))
+        if index is not None:
+            self.changed.setdefault(index, here(self._model))
+
+    def _lost(self, tensor: torch.Tensor, how: str) -> TraceError:
+        return TraceError(
+            f"forward changes {self._name(tensor)} ({how}){self._at()}, a tensor that is neither a parameter nor a "
+            "buffer of the model, so that the change would be lost; register it: "
+            f"self.register_buffer({self._attribute(tensor)!r}, tensor)"
+        )
+
+    def _at(self) -> str:
+        line = here(self._model)
+        return f" at {line}" if line else ""
+
+    def _attribute(self, tensor: torch.Tensor) -> str:
+        return self._name(tensor).rpartition(".")[2] if self._path(tensor) else "name"
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        return self._path(tensor) or "a tensor"
+
+    def _path(self, tensor: torch.Tensor) -> str:
+        """Where the tensor hangs in the model, "" if nowhere."""
+        for path, module in self._model.named_modules():
+            for table in (module._parameters, module._buffers, vars(module)):
+                for key, value in table.items():
+                    if value is tensor:
+                        return f"{path}.{key}" if path else key
+        return ""
+
+
+@contextmanager
+def named_writes() -> Iterator[None]:
+    """Within it, torch's errors for writes that a trace cannot follow are named."""
+    try:
+        yield
+    except ValueError as error:
+        if "Cannot assign non-leaf Tensor to parameter" not in str(error):
+            raise
+        frame = f" at {line}" if (line := line_of(error)) else ""
+        raise TraceError(
+            f"forward assigns a changed parameter to its own name{frame}, as self.p += value does; change it in place: "
+            "self.p.add_(value)"
+        ) from error
+
+
+def _written(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The tensor that a call changes in place, as far as its name says so."""
+    out = kwargs.get("out")
+    if isinstance(out, torch.Tensor):
+        return out
+    name = getattr(func, "__name__", "")
+    in_place = name in _OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES)
+    if (in_place or kwargs.get("inplace") is True) and args and isinstance(args[0], torch.Tensor):
+        return args[0]
+    return None
+
+
+def _meta(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
