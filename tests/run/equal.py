@@ -28,7 +28,8 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def run_steps(
-    call: nn.Module, optimizer: torch.optim.Optimizer | None, batches: list[tuple[Any, ...]], gradients: Any, state: Any
+    call: nn.Module, optimizer: torch.optim.Optimizer | None, batches: list[tuple[Any, ...]], gradients: Any,
+    state: Any,
 ) -> list[State]:  # fmt: skip
     """What each step leaves: the loss, the gradients, and after the optimizer's step all tensors."""
     found: list[State] = []
@@ -68,7 +69,9 @@ def on_ranks(
     models = [make() for _ in range(devices.ranks)]
 
     def body(communicator: Communicator) -> list[State]:
-        hap = HAP(models[communicator.rank], devices, example=batches[0], process_group=communicator, **options)
+        hap = HAP(
+            models[communicator.rank], devices, example=batches[0], process_group=communicator, **options
+        )
         with torch.set_grad_enabled(grad):
             return run_steps(hap, sgd(hap), batches, hap.full_gradients, hap.full_tensors)
 
@@ -83,7 +86,9 @@ def assert_equal_to_one_device(
     model = make()
     with torch.set_grad_enabled(grad):
         want = one_device(copy.deepcopy(model), batches)
-    for rank, got in enumerate(on_ranks(lambda: copy.deepcopy(model), batches, devices, grad=grad, **options)):
+    for rank, got in enumerate(
+        on_ranks(lambda: copy.deepcopy(model), batches, devices, grad=grad, **options)
+    ):
         for index, (mine, theirs) in enumerate(zip(got, want, strict=True)):
             _compare(mine, theirs, f"rank {rank}, step {index}")
 
@@ -95,5 +100,5 @@ def _compare(got: State, want: State, where: str) -> None:
         assert set(got.get(kind, {})) == set(want.get(kind, {})), f"{where}: {kind}"
         for name, value in want.get(kind, {}).items():
             torch.testing.assert_close(
-                got[kind][name], value, **close, msg=lambda m, n=name: f"{where}: {kind} {n}: {m}"
+                got[kind][name], value, **close, msg=lambda m, n=f"{where}: {kind} {name}": f"{n}: {m}"
             )

@@ -143,7 +143,15 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize("name", REPLACED)
+QUICK = ("averaged", "swapped", "assigned", "binarized")
+
+
+def some(table: dict[str, Any]) -> list[Any]:
+    """All names of a table; those that are not quick to name a kind are slow tests."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in table]
+
+
+@pytest.mark.parametrize("name", some(REPLACED))
 def test_a_replaced_buffer_has_one_devices_values(name: str) -> None:
     forward, members = REPLACED[name]
     check(forward, **members)
@@ -194,7 +202,9 @@ def test_evaluation_updates_buffers_where_the_model_does() -> None:
 def test_batch_norm_in_evaluation_updates_nothing() -> None:
     def make() -> nn.Module:
         torch.manual_seed(1)
-        return Model(lambda m, x: m.b(m.n(hidden(m, x))).pow(2).mean(), n=nn.BatchNorm1d(24, dtype=WIDE)).eval()
+        return Model(
+            lambda m, x: m.b(m.n(hidden(m, x))).pow(2).mean(), n=nn.BatchNorm1d(24, dtype=WIDE)
+        ).eval()
 
     assert_equal_to_one_device(make, batches(), grad=False)
 
@@ -292,7 +302,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", some(WRITTEN))
 def test_a_parameter_that_forward_writes_to_has_one_devices_values(name: str) -> None:
     forward, members = WRITTEN[name]
     check(forward, **members)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Net, parameter, traced
 from torch import nn
 
 from hetspmd.errors import TraceError
 from hetspmd.trace.trace import trace
+from nets import Net, parameter, traced
 
 
 def buffered(forward: Callable[..., Any], **buffers: torch.Tensor | None) -> Net:
@@ -141,8 +141,14 @@ def sets(m: Any, x: torch.Tensor) -> torch.Tensor:
         (shares_a_parameter, r"after forward n and w share memory.*value.clone\(\)"),
         (shares_a_buffer, "after forward .* share memory"),
         (replaces_a_parameter, "replaces parameter w.*copy_"),
-        (reshapes_a_parameter, r"gives w, which is float32\[3\], the data of .* float32\[2\] at .*test_updates.py:\d+"),
-        (adds_to_a_parameter, r"assigns a changed parameter to its own name at .*test_updates.py:\d+: m.w \+= 1"),
+        (
+            reshapes_a_parameter,
+            r"gives w, which is float32\[3\], the data of .* float32\[2\] at .*test_updates.py:\d+",
+        ),
+        (
+            adds_to_a_parameter,
+            r"assigns a changed parameter to its own name at .*test_updates.py:\d+: m.w \+= 1",
+        ),
         (sets, r"calls set_ .*tensor.data = value"),
     ],
 )
@@ -180,7 +186,9 @@ def added(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("forward", [doubled, row_set, rectified, added])
 def test_an_input_that_is_written_to_is_refused_with_the_line(forward: Callable[..., Any]) -> None:
-    with pytest.raises(TraceError, match=r"changes input args\[0\] in place at .*test_updates.py:\d+: .*x.clone\(\)"):
+    with pytest.raises(
+        TraceError, match=r"changes input args\[0\] in place at .*test_updates.py:\d+: .*x.clone\(\)"
+    ):
         traced(forward, torch.randn(3), w=parameter(3))
 
 

@@ -71,7 +71,7 @@ def tensor_roles(graph: Graph) -> tuple[str, ...]:
     for parameter in graph.parameters:
         if parameter.gradient is not None:
             roles[parameter.gradient] = f"gradient of {parameter.name}"
-    for holder in (*graph.buffers, *graph.parameters):
+    for holder in graph.holders:
         if holder.updated is not None:
             roles[holder.updated] = f"new {holder.name}"
     if graph.loss is not None:

@@ -111,7 +111,7 @@ class _Proof:
                     f"the gradient of {parameter.name} is left as {_text(result.form)}, "
                     f"the parameter is stored as {_text(self.made[parameter.tensor])}"
                 )
-        holders = [h for h in (*graph.buffers, *graph.parameters) if h.updated is not None]
+        holders = [h for h in graph.holders if h.updated is not None]
         buffers = {b.tensor for b in graph.buffers}
         for holder, result in zip(holders, program.buffers, strict=True):
             wanted = self.made.get(holder.tensor) if holder.tensor in buffers else _WHOLE

@@ -135,7 +135,13 @@ class _Assembler:
                 self._append(instruction, phase)
         constants = tuple(self._constant(v, by_output) for v in constant_values)
         graph_parameters = tuple(
-            Parameter(p.names, p.tensor, self._id(gradients.get(p.name)), p.requires_grad, self._id(updated.get(p.name)))
+            Parameter(
+                p.names,
+                p.tensor,
+                self._id(gradients.get(p.name)),
+                p.requires_grad,
+                self._id(updated.get(p.name)),
+            )
             for p in parameters
         )
         graph_buffers = tuple(Buffer(b.names, b.tensor, self._id(updated.get(b.name))) for b in buffers)

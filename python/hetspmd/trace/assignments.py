@@ -25,7 +25,20 @@ __all__ = ["Assignments", "named_writes"]
 _SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a getset descriptor of C
 _OPERATORS: Final = frozenset(
     f"__i{name}__"
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    )
 ) | {"__setitem__"}
 _NO_WRITES: Final = frozenset({"requires_grad_"})
 
@@ -122,7 +135,9 @@ def _written(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     if isinstance(out, torch.Tensor):
         return out
     name = getattr(func, "__name__", "")
-    in_place = name in _OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES)
+    in_place = name in _OPERATORS or (
+        name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
+    )
     if (in_place or kwargs.get("inplace") is True) and args and isinstance(args[0], torch.Tensor):
         return args[0]
     return None

@@ -315,9 +315,7 @@ def assign_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         raise _MutationError
     value = value.detach()
     if not isinstance(value, FunctionalTensor) or value.stride() != tensor.stride():
-        made = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-        )
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         value = made.copy_(value)
     assert isinstance(value, FunctionalTensor)
     tensor.elem = value.elem

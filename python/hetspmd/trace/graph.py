@@ -271,8 +271,12 @@ class Graph:
     @property
     def updates(self) -> tuple[int, ...]:
         """Tensor ids of the values that the forward leaves in buffers and, behind them, in parameters."""
-        holders = (*self.buffers, *self.parameters)
-        return tuple(h.updated for h in holders if h.updated is not None)
+        return tuple(h.updated for h in self.holders if h.updated is not None)
+
+    @property
+    def holders(self) -> tuple[Buffer | Parameter, ...]:
+        """The buffers and, behind them, the parameters."""
+        return (*self.buffers, *self.parameters)
 
     def without_outputs(self) -> Graph:
         """The graph with its outputs other than the loss forgotten, and what only they needed removed."""

@@ -66,7 +66,9 @@ class Step(nn.Module):
         args, kwargs = unflatten(leaves, self._spec)
         with self._places.kept():
             with Assignments(self.model, tensors) as assignments, named_writes():
-                output = self._loss(self.model, *args, **kwargs) if self._loss else self.model(*args, **kwargs)
+                output = (
+                    self._loss(self.model, *args, **kwargs) if self._loss else self.model(*args, **kwargs)
+                )
             updates = self._places.updates(assignments.assigned)
         self.changed = assignments.changed
         returned = self._returned(output)
