@@ -49,10 +49,10 @@ class LocalProgram:
 
     ``forward(runtime, *parameters, *buffers, *inputs)`` returns ``(loss, outputs, buffers, saved)``, the last
     three lists: outputs of ``outputs``, the new values of the buffers that change (``updated`` holds their
-    positions) and then of the parameters that the forward changes (``written``; whole, whatever this rank stores), and
-    what backward reads. ``backward(runtime, tangent, saved)`` returns the gradients of ``differentiable`` (positions
-    among the parameters) and empties ``saved`` as it goes. ``rank`` is the place among the ``world`` ranks that run the
-    program, None for an idle device.
+    positions) and then of the parameters that the forward changes (``written``; whole, whatever this rank
+    stores), and what backward reads. ``backward(runtime, tangent, saved)`` returns the gradients of
+    ``differentiable`` (positions among the parameters) and empties ``saved`` as it goes. ``rank`` is the place
+    among the ``world`` ranks that run the program, None for an idle device.
     """
 
     rank: int | None

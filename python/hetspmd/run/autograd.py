@@ -67,8 +67,8 @@ class Runner:
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         """One forward pass: the loss (None without one) and the outputs by tensor id.
 
-        Buffers and parameters that the model updates are overwritten. With gradients enabled the results are part of the
-        autograd graph.
+        Buffers and parameters that the model updates are overwritten. With gradients enabled the results are part
+        of the autograd graph.
         """
         self.runtime.randomness.begin_step()
         if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):

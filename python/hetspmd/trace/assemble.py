@@ -53,7 +53,8 @@ class Naming:
     """Names and facts from outside the graph: ``parameters`` and ``buffers`` map a traced name to all names
     (tied ones); ``trainable`` holds the names that require a gradient; ``input_paths`` and ``input_leaves``
     are in the order of the traced inputs. ``updates`` maps returned tensors that are new values of parameters and
-    buffers, by index, to their names; ``changed`` the positions of inputs that are written to to the lines that do so."""
+    buffers, by index, to their names; ``changed`` the positions of inputs that are written to, to the lines that
+    do so."""
 
     parameters: Mapping[str, tuple[str, ...]]
     buffers: Mapping[str, tuple[str, ...]]

@@ -1,9 +1,9 @@
 """What Python code writes to tensors while a step is traced, and no op of the graph says.
 
-``tensor.data = value`` is no op: it gives a tensor another memory. It is done here to the trace's own tensors, so that
-what reads the tensor later reads the new value, and what has read it before keeps the old one, as in eager PyTorch. A
-write to a tensor that the trace does not follow is refused, since it would be lost; where an input is written to is
-remembered for the error that refuses it.
+``tensor.data = value`` is no op: it gives a tensor another memory. It is done here to the trace's own tensors, so
+that what reads the tensor later reads the new value, and what has read it before keeps the old one, as in eager
+PyTorch. A write to a tensor that the trace does not follow is refused, since it would be lost; where an input is
+written to is remembered for the error that refuses it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Assignments(TorchFunctionMode):
         self._inputs = {memory_of(tensor): index for index, tensor in enumerate(inputs)}
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
         given = {} if kwargs is None else kwargs
         if func == _SET_DATA:
@@ -74,8 +75,8 @@ class Assignments(TorchFunctionMode):
         if value.shape != tensor.shape or value.dtype != tensor.dtype:
             raise TraceError(
                 f"forward gives {self._name(tensor)}, which is {_meta(tensor)}, the data of a tensor that is "
-                f"{_meta(value)}{self._at()}; a tensor keeps its shape and dtype in a plan: give it its final shape "
-                "before, or make a new tensor"
+                f"{_meta(value)}{self._at()}; a tensor keeps its shape and dtype in a plan: give it its final "
+                "shape before, or make a new tensor"
             )
         assign_data(tensor, value)
         self.assigned.append(tensor)
@@ -124,8 +125,8 @@ def named_writes() -> Iterator[None]:
             raise
         frame = f" at {line}" if (line := line_of(error)) else ""
         raise TraceError(
-            f"forward assigns a changed parameter to its own name{frame}, as self.p += value does; change it in place: "
-            "self.p.add_(value)"
+            f"forward assigns a changed parameter to its own name{frame}, as self.p += value does; change it in "
+            "place: self.p.add_(value)"
         ) from error
 
 

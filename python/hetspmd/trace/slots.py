@@ -2,8 +2,8 @@
 
 A module holds its tensors in slots. A forward changes what a slot holds in three ways: an op writes to the tensor
 (the export finds that), its memory is replaced (:mod:`hetspmd.trace.assignments`), or another tensor is put in the
-slot, as ``self.ema = 0.9 * self.ema + 0.1 * x.mean(0)`` does. The last two are found here. Either is an update of the
-graph: the value that the slot has after the step. The slots themselves are put back.
+slot, as ``self.ema = 0.9 * self.ema + 0.1 * x.mean(0)`` does. The last two are found here. Either is an update of
+the graph: the value that the slot has after the step. The slots themselves are put back.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Slots:
             known = values.setdefault(slot.group, value)
             if known is not value:
                 raise TraceError(
-                    f"forward gives buffer {slot.name} another tensor than the name it is tied to; change it in place: "
-                    f"self.{slot.key}.copy_(value)"
+                    f"forward gives buffer {slot.name} another tensor than the name it is tied to; change it in "
+                    f"place: self.{slot.key}.copy_(value)"
                 )
             if value is not held or id(value) in replaced:
                 found.setdefault(self._first(slot.group), value)
@@ -110,8 +110,8 @@ class Slots:
                 if (id(table), key) not in known:
                     kind = "parameter" if is_parameter else "buffer"
                     raise TraceError(
-                        f"forward registers {kind} {_joined(path, key)}; register it in __init__, with its final shape, "
-                        "or call the model once on one device before HAP or compile"
+                        f"forward registers {kind} {_joined(path, key)}; register it in __init__, with its final "
+                        "shape, or call the model once on one device before HAP or compile"
                     )
 
     def _refuse_shared(self, found: dict[str, torch.Tensor]) -> None:
@@ -140,17 +140,17 @@ def _check(slot: _Slot, held: Any, value: Any) -> None:
     if held is None:
         raise TraceError(
             f"forward makes buffer {slot.name}, which is None before; give it its final shape in __init__ "
-            f"(self.register_buffer({slot.key!r}, torch.zeros(...))), or call the model once on one device before HAP "
-            "or compile"
+            f"(self.register_buffer({slot.key!r}, torch.zeros(...))), or call the model once on one device before "
+            "HAP or compile"
         )
     if not isinstance(value, torch.Tensor):
         raise TraceError(
-            f"forward takes away buffer {slot.name}; a plan's buffers stay: fill it with a value that says so instead"
+            f"forward takes away buffer {slot.name}; a plan's buffers stay: fill it with a value that says so"
         )
     if value.shape != held.shape or value.dtype != held.dtype:
         raise TraceError(
-            f"forward puts {_meta(value)} into buffer {slot.name}, which is {_meta(held)}; give it its final shape and "
-            f"dtype in __init__: self.register_buffer({slot.key!r}, torch.zeros({list(value.shape)}, "
+            f"forward puts {_meta(value)} into buffer {slot.name}, which is {_meta(held)}; give it its final shape "
+            f"and dtype in __init__: self.register_buffer({slot.key!r}, torch.zeros({list(value.shape)}, "
             f"dtype={value.dtype}))"
         )
 

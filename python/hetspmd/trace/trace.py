@@ -107,7 +107,8 @@ def trace(
     naming = Naming(
         {f"model.{k}": v for k, v in parameters.items()}, {f"model.{k}": v for k, v in buffers.items()},
         frozenset(f"model.{k}" for k in trainable if training), [paths[i] for i in tensor_leaves], tensor_leaves,
-        tuple(statics), step.slots, {i: f"model.{name}" for name, i in step.updates.items()}, step.changed, step.has_loss, input_spec, output_spec, training,
+        tuple(statics), step.slots, {i: f"model.{name}" for name, i in step.updates.items()}, step.changed,
+        step.has_loss, input_spec, output_spec, training,
     )  # fmt: skip
     with collector_paused():
         graph = with_second_reads(assemble(draft, inputs, outputs, naming))

@@ -143,11 +143,11 @@ def sets(m: Any, x: torch.Tensor) -> torch.Tensor:
         (replaces_a_parameter, "replaces parameter w.*copy_"),
         (
             reshapes_a_parameter,
-            r"gives w, which is float32\[3\], the data of .* float32\[2\] at .*test_updates.py:\d+",
+            r"gives w, which is float32\[3\], the data of .* float32\[2\] at .*test_slots.py:\d+",
         ),
         (
             adds_to_a_parameter,
-            r"assigns a changed parameter to its own name at .*test_updates.py:\d+: m.w \+= 1",
+            r"assigns a changed parameter to its own name at .*test_slots.py:\d+: m.w \+= 1",
         ),
         (sets, r"calls set_ .*tensor.data = value"),
     ],
@@ -187,7 +187,7 @@ def added(m: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("forward", [doubled, row_set, rectified, added])
 def test_an_input_that_is_written_to_is_refused_with_the_line(forward: Callable[..., Any]) -> None:
     with pytest.raises(
-        TraceError, match=r"changes input args\[0\] in place at .*test_updates.py:\d+: .*x.clone\(\)"
+        TraceError, match=r"changes input args\[0\] in place at .*test_slots.py:\d+: .*x.clone\(\)"
     ):
         traced(forward, torch.randn(3), w=parameter(3))
 
@@ -214,6 +214,6 @@ def replaces_data(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("forward", [counts, accumulates, stores, replaces_data])
 def test_a_write_to_a_plain_tensor_is_refused(forward: Callable[..., Any]) -> None:
-    message = r"changes t \(.*\) at .*test_updates.py:\d+: m.t.*self.register_buffer\('t', tensor\)"
+    message = r"changes t \(.*\) at .*test_slots.py:\d+: m.t.*self.register_buffer\('t', tensor\)"
     with pytest.raises(TraceError, match=message):
         traced(forward, torch.randn(3), w=parameter(3), t=torch.zeros(3))
