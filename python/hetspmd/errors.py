@@ -31,6 +31,7 @@ __all__ = [
     "RankFailedError",
     "RuleError",
     "SearchError",
+    "ShardError",
     "TargetError",
     "TraceError",
     "WorldSizeError",
@@ -146,6 +147,10 @@ class ProfileError(HetspmdError):
 
 class GradientError(HetspmdError):
     """A gradient was asked for that the plan does not compute."""
+
+
+class ShardError(HetspmdError):
+    """Something was asked of this rank's shards that only whole parameters can answer."""
 
 
 class NanError(HetspmdError):

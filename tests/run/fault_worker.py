@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,21 @@ from hetspmd.errors import RankFailedError
 from hetspmd.plan import Plan
 from hetspmd.run.module import HAP
 from hetspmd.synth.constraints import Constraints
+from hetspmd.trace.compat import TorchDispatchMode
 
 WORLD = 4
 STEPS_BEFORE = 3
 LONE = 1
 """The active rank of the trials whose plan leaves the others idle."""
+
+
+class Broken(TorchDispatchMode):
+    """Matrix products fail."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in func.__name__:
+            raise RuntimeError("the device is broken")
+        return func(*args, **(kwargs or {}))
 
 
 def rank_main(rank: int, port: int, trial: dict[str, Any], c: Case, plan: Plan, out: Path) -> None:
@@ -48,8 +59,6 @@ def rank_main(rank: int, port: int, trial: dict[str, Any], c: Case, plan: Plan, 
                 Path(f"{out}.ready").touch()
             if step > STEPS_BEFORE and mine and kind == "raise":
                 raise ValueError("the loader is broken")
-            if step > STEPS_BEFORE and mine and kind == "inside":
-                hap.module.a.weight.data = hap.module.a.weight.data.double()
             if step > STEPS_BEFORE and mine and kind == "leave":
                 return
             if step == STEPS_BEFORE + 1 and mine and kind == "busy":
@@ -59,7 +68,9 @@ def rank_main(rank: int, port: int, trial: dict[str, Any], c: Case, plan: Plan, 
                 found = {"error": ""}
                 return
             optimizer.zero_grad()
-            loss = hap(**c.batch)["loss"]
+            broken = step > STEPS_BEFORE and mine and kind == "inside"
+            with Broken() if broken else nullcontext():
+                loss = hap(**c.batch)["loss"]
             if step > STEPS_BEFORE and mine and kind == "backward":
                 hap.module.a.weight.register_hook(fail)
             loss.backward()

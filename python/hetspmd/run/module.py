@@ -17,6 +17,7 @@ from hetspmd.errors import (
     DeviceError,
     ExampleError,
     PlanMismatchError,
+    ShardError,
 )
 from hetspmd.forms import is_sharded
 from hetspmd.lower import LocalTensor
@@ -24,7 +25,9 @@ from hetspmd.run.agreement import agreed_plan, loaded_plan
 from hetspmd.run.anomaly import is_looked_for
 from hetspmd.run.clipping import reach_torch
 from hetspmd.run.communicator import Communicator
+from hetspmd.run.forwarding import forwards, without_prefix
 from hetspmd.run.guard import check_same_batch, check_tensors
+from hetspmd.run.holders import check_unwrapped
 from hetspmd.run.lone import run_model
 from hetspmd.run.machines import join_machines
 from hetspmd.run.owners import remember
@@ -33,8 +36,11 @@ from hetspmd.run.process_group import communicator_for
 from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
 from hetspmd.run.scaler import reach_torch_scaler
+from hetspmd.run.shards import FULL
 from hetspmd.run.store import Store, check_model
 from hetspmd.run.stretches import compile_options
+from hetspmd.run.twin import twin_model, twin_plans, twin_store
+from hetspmd.run.whole import full_module, full_state_dict, load_full_state_dict
 from hetspmd.trace.admissible import check_model as check_admissible
 from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.compat import unflatten
@@ -102,6 +108,7 @@ class HAP(nn.Module):
 
         check_options(options, signature(HAP).parameters)
         check_admissible(model)
+        check_unwrapped(model)
         self.cluster = Cluster.load(cluster)
         compiled_with = compile_options(compile)
         if isinstance(process_group, Communicator):
@@ -156,12 +163,14 @@ class HAP(nn.Module):
             self._store.synchronize(communicator, self.device)
         self._store.shard(self.device)
         self._plans = PlanCache(setting, self._store, self._runtime, first, program)
+        self._store.guard(idle=self._runtime.everyone is not None)
         self._loss = loss
         self._recording: Recording | None = None
         self._lowered = False
         remember(self)
         reach_torch()
         reach_torch_scaler()
+        self._ready = True
 
     @property
     def plan(self) -> Plan:
@@ -197,13 +206,17 @@ class HAP(nn.Module):
         """Run one step on a global batch, the same on every rank."""
         entry, inputs = self._plans.select(args, kwargs, self._recording)
         check_tensors(inputs, entry.inputs, self.device)
+        try:
+            parameters = entry.known.now()
+        except ShardError as error:
+            self._everyone.report(error)
+            raise
         if not entry.compared:
             check_same_batch(self._everyone, inputs, entry.inputs)
             entry.compared = True
         if entry.model and not (self._lowered or self._recording is not None or is_looked_for()):
             of = entry.plan, entry.runner, entry.output_spec
             return run_model(self.module, self._loss, args, kwargs, *of)
-        parameters = [owner._parameters[leaf] for owner, leaf in entry.parameters]
         buffers = [owner._buffers[leaf] for owner, leaf in entry.buffers]
         loss, outputs = entry.runner.run(parameters, buffers, inputs)  # type: ignore[arg-type]  # none is None
         graph = entry.plan.graph
@@ -232,7 +245,26 @@ class HAP(nn.Module):
 
         ``rank0_only``: the other ranks get an empty dict.
         """
-        return self._store.full_state_dict(self._runtime, keep=not rank0_only or self.rank == 0)
+        with self._store.sentry.lifted():
+            return full_state_dict(self._store, self._runtime, keep=not rank0_only or self.rank == 0)
+
+    def full_module(self) -> nn.Module:
+        """A single-device copy of the model, whole, on every rank; every rank must call this.
+
+        It is what the model was before it was wrapped, with the present values: call it, or its methods and parts,
+        copy it, save it. The copy does not follow the training.
+        """
+        with self._store.sentry.lifted():
+            return full_module(self._store, self._runtime, self.device)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """:meth:`load_full_state_dict`, also of keys that begin with ``module.``, as those of DDP do."""
+        state = without_prefix(state_dict, self.module)
+        if not assign:
+            return self.load_full_state_dict(state, strict=strict)
+        return self.module.load_state_dict(state, strict=strict, assign=True)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a single-device state dict into this rank's shards; no communication.
@@ -242,7 +274,7 @@ class HAP(nn.Module):
         Returns torch's report of missing and unexpected keys; raises RuntimeError as
         ``Module.load_state_dict`` does.
         """
-        return self._store.load_full_state_dict(state_dict, strict=strict)
+        return load_full_state_dict(self._store, state_dict, strict=strict)
 
     def full_tensors(self) -> dict[str, torch.Tensor]:
         """Whole copies of all parameters and buffers by (first) name; every rank must call this."""
@@ -295,12 +327,44 @@ class HAP(nn.Module):
         """Name to layout of every parameter (tied names included)."""
         return dict(self._store.shards)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(
-            "a HAP module is tied to its process group and cannot be copied; use full_state_dict()"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> HAP:
+        """A second HAP in the same shards, for averages of weights and target networks; nothing is sent."""
+        with self._store.sentry.lifted():
+            model = twin_model(self._store, memo)
+        made = type(self).__new__(type(self))
+        made.__dict__.update({k: dict(v) if type(v) is dict else v for k, v in self.__dict__.items()})
+        made.__dict__.update(_modules={"module": model}, _recording=None)
+        made._store = twin_store(self._store, model)
+        made._store.guard(idle=self._runtime.everyone is not None)
+        made._plans = twin_plans(self._plans, made._store)
+        memo[id(self)] = made
+        remember(made)
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a HAP module is tied to its process group and cannot be pickled; use full_state_dict()"
+        raise ShardError(
+            "a HAP module is tied to its process group and cannot be pickled. Write state = hap.full_state_dict() "
+            "on every rank, then torch.save(state, FILE) on one"
         )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if not forwards(self, name):
+                raise
+        raise AttributeError(
+            f"HAP has no attribute {name!r}; the model has: write hap.module.{name}. Methods that compute need "
+            f"whole parameters: {FULL}; then model.{name}"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "module" and "_ready" in self.__dict__:
+            raise ShardError(
+                "the plan runs the model that was wrapped; wrap another one: hetspmd.HAP(model, ...)"
+            )
+        if "_ready" in self.__dict__ and forwards(self, name):
+            raise AttributeError(
+                f"{name!r} is an attribute of the model, not of HAP: write hap.module.{name} = ..."
+            )
+        super().__setattr__(name, value)

@@ -22,6 +22,7 @@ from hetspmd.run.agreement import agreed_plan
 from hetspmd.run.autograd import Runner
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.guard import Expected, expected, match, refuse_own_rows
+from hetspmd.run.known import KnownParameters
 from hetspmd.run.lone import is_the_model
 from hetspmd.run.origin import Origin
 from hetspmd.run.runtime import Runtime
@@ -106,6 +107,7 @@ class Entry:
     output_spec: Any
     parameters: list[Slot]
     buffers: list[Slot]
+    known: KnownParameters
     inputs: list[str]
     model: bool
     compared: bool = False
@@ -123,7 +125,7 @@ class PlanCache:
     def __init__(
         self, setting: Setting, store: Store, runtime: Runtime, plan: Plan, program: LocalProgram
     ) -> None:
-        self._setting, self._store, self._runtime = setting, store, runtime
+        self.setting, self.store, self._runtime = setting, store, runtime
         self.entries = [self._entry(plan, program)]
         self._calls = 0
 
@@ -144,7 +146,7 @@ class PlanCache:
         Raises BatchMismatchError if none can be made.
         """
         self._calls += 1
-        mode = self._setting.mode()
+        mode = self.setting.mode()
         backward = torch.is_grad_enabled() and any(mode[1])
         why = ""
         for entry in self.entries:
@@ -163,11 +165,13 @@ class PlanCache:
         return entry, inputs
 
     def _entry(self, plan: Plan, program: LocalProgram) -> Entry:
-        graph, setting = plan.graph, self._setting
+        graph, setting = plan.graph, self.setting
         runner = Runner(
             program, self._runtime, graph.loss, gather=setting.gather_outputs, origin=Origin(graph, setting.model),
             compile=setting.compile_options,
         )  # fmt: skip
+        names = [p.name for p in graph.parameters]
+        parameters = [slot(setting.model, name) for name in names]
         lowered = self._runtime.idle or setting.compile_options is not None
         return Entry(
             plan=plan,
@@ -175,14 +179,16 @@ class PlanCache:
             expected=expected(graph, setting.called),
             runner=runner,
             output_spec=spec_from_text(graph.output_spec),
-            parameters=[slot(setting.model, p.name) for p in graph.parameters],
+            parameters=parameters,
             buffers=[slot(setting.model, b.name) for b in graph.buffers],
+            known=KnownParameters(setting.model, names, parameters, self.store.shards),
             inputs=[i.path for i in graph.inputs],
             model=not lowered and is_the_model(plan),
         )
 
     def _new(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backward: bool, why: str) -> Entry:
-        setting = self._setting
+        setting = self.setting
+        self.entries[0].known.now()
         for entry in self.entries:
             refuse_own_rows(entry.expected, entry.runner.program.outputs, args, kwargs)
 
@@ -190,7 +196,7 @@ class PlanCache:
             def compiled(training: bool) -> Plan:
                 return setting.compile(args, kwargs, training=training, like=self.first)
 
-            with setting.communicator.busy(), self._store.whole_shapes(setting.device):
+            with setting.communicator.busy(), self.store.whole_shapes(setting.device):
                 if not backward or setting.model.training:
                     return compiled(backward)
                 try:
@@ -221,7 +227,7 @@ class PlanCache:
 
     def _check_shards(self, plan: Plan, parameters: tuple[LocalTensor, ...]) -> None:
         for parameter, layout in zip(plan.graph.parameters, parameters, strict=True):
-            stored = self._store.shards.get(parameter.name)
+            stored = self.store.shards.get(parameter.name)
             if stored is None or (stored.form, stored.extents) != (layout.form, layout.extents):
                 raise BatchMismatchError(
                     f"the new plan stores {parameter.name} in other shards than the first"

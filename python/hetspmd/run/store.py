@@ -6,10 +6,8 @@ an optimizer sees shards whether it was made before or after the model was wrapp
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +17,11 @@ from hetspmd.forms import is_sharded, sharded_dim
 from hetspmd.lower.program import LocalTensor
 from hetspmd.run import collectives
 from hetspmd.run.communicator import Communicator
-from hetspmd.run.loading import local_state
+from hetspmd.run.cutting import check_memory, cut, made_from_meta
+from hetspmd.run.holders import Held, held_elsewhere, localize_state
 from hetspmd.run.runtime import Runtime
+from hetspmd.run.sentry import Sentry, outside_posts, posts
+from hetspmd.run.shards import attributes, divided, mark
 from hetspmd.trace.compat import fake_mode
 from hetspmd.trace.fake import fake_like
 from hetspmd.trace.graph import Graph
@@ -41,6 +42,7 @@ class Store:
 
     ``shards`` maps each name (tied ones included) to its layout; parameters that no plan mentions are whole. On
     an idle rank every shard is empty, and buffers stay as they were when the module was wrapped or loaded.
+    ``sentry`` stands at the modules once parameters are cut.
     """
 
     def __init__(self, module: nn.Module, graph: Graph, parameters: tuple[LocalTensor, ...]) -> None:
@@ -52,29 +54,32 @@ class Store:
         self.whole: dict[str, tuple[torch.Size, tuple[int, ...]]] = {
             name: (p.shape, p.stride()) for name, p in module.named_parameters(remove_duplicate=False)
         }
+        self.sentry = Sentry([])
+        self.held = Held()
 
     def shard(self, device: torch.device) -> None:
-        """Cut every parameter to its shard, on ``device``; meta tensors become uninitialised shards."""
+        """Cut every parameter to its shard, on ``device``; meta tensors become uninitialised shards.
+
+        Raises ShardError where a shard would part from memory that it shares."""
+        check_memory(self.module, self.shards)
+        self.held = held_elsewhere(self.module)
         done: dict[int, nn.Parameter] = {}
         for name, parameter in list(self.module.named_parameters(remove_duplicate=False)):
             owner, leaf = slot(self.module, name)
             if id(parameter) in done:
                 owner._parameters[leaf] = done[id(parameter)]
                 continue
-            layout = self.shards.get(name)
+            layout, made = self.shards.get(name), parameter
             if parameter.is_meta:
-                shape = parameter.shape if layout is None else layout.local_shape
-                made = nn.Parameter(
-                    torch.empty(shape, dtype=parameter.dtype, device=device), parameter.requires_grad
-                )
+                made = made_from_meta(parameter, layout, device)
             else:
-                made = parameter
-                part = parameter.data if layout is None else layout.slice(parameter.data)
-                if layout is not None and layout.region is not None:
-                    part = part.to(device, copy=True, memory_format=torch.contiguous_format)
-                made.data = part.to(device)
-                made.grad = None
+                cut(parameter, layout, device)
+            if layout is not None and divided(layout):
+                mark(made, name, layout)
             owner._parameters[leaf] = done[id(parameter)] = made
+        layouts = {id(p): self.shards[n] for n, p in self.module.named_parameters() if n in self.shards}
+        for optimizer in self.held.optimizers:
+            localize_state(optimizer, layouts)
         for name, buffer in list(self.module.named_buffers()):
             owner, leaf = slot(self.module, name)
             if buffer.is_meta:
@@ -87,12 +92,27 @@ class Store:
             elif buffer.device != device:
                 owner._buffers[leaf] = buffer.to(device)
 
+    def guard(self, *, idle: bool) -> None:
+        """Let the sentry stand. ``idle``: whether a rank holds nothing."""
+        outside = outside_posts(self.held.modules, self.shards)
+        self.sentry = Sentry([*posts(self.module, self.shards, idle=idle), *outside])
+        self.sentry.stand()
+
     def synchronize(self, comm: Communicator, device: torch.device) -> None:
-        """Give every rank the parameter and buffer values of rank 0 (before :meth:`shard`)."""
+        """Give every rank the parameters, gradients and buffers of rank 0 (before :meth:`shard`)."""
         if comm.world == 1:
             return
+        parameters = list(self.module.parameters())
+        known = comm.exchange([p.grad is not None for p in parameters])
+        if any(map(any, known)):
+            for parameter, has in zip(parameters, known[0], strict=True):
+                gradient = parameter.grad if has else None
+                if has and (gradient is None or gradient.layout != torch.strided):
+                    gradient = torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
+                parameter.grad = gradient
+        gradients = (p.grad for p in parameters if p.grad is not None)
         with torch.no_grad():
-            for tensor in (*self.module.parameters(), *self.module.buffers()):
+            for tensor in (*parameters, *self.module.buffers(), *gradients):
                 if tensor.is_meta or tensor.numel() == 0:
                     continue
                 value = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
@@ -105,13 +125,15 @@ class Store:
         mode = fake_mode()
         made: dict[int, nn.Parameter] = {}
         saved: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self.sentry.lift()
         try:
             for name, parameter in list(self.module.named_parameters(remove_duplicate=False)):
                 if id(parameter) not in made:
-                    shape, stride = self.whole[name]
+                    shape, stride = self.whole.get(name, (parameter.shape, parameter.stride()))
                     like = torch.empty_strided(shape, stride, dtype=parameter.dtype, device="meta")
                     fake = fake_like(mode, like, device)
                     made[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
+                    made[id(parameter)].__dict__.update(attributes(parameter))
                 owner, leaf = slot(self.module, name)
                 saved.append((owner, leaf, parameter))
                 owner._parameters[leaf] = made[id(parameter)]
@@ -119,34 +141,17 @@ class Store:
         finally:
             for owner, leaf, parameter in saved:
                 owner._parameters[leaf] = parameter
-
-    def full_state_dict(self, runtime: Runtime, *, keep: bool) -> dict[str, Any]:
-        """The single-device model's state dict, on the CPU. Every rank must call this.
-
-        ``keep``: whether this rank wants it; the others get an empty dict.
-        """
-        gathered: dict[int, torch.Tensor] = {}
-        out: dict[str, Any] = {}
-        with torch.no_grad():
-            for key, value in self.module.state_dict(keep_vars=True).items():
-                if not isinstance(value, torch.Tensor):
-                    out[key] = value
-                    continue
-                if id(value) not in gathered:
-                    whole = self._whole(runtime, key, value.detach())
-                    gathered[id(value)] = whole.to("cpu", copy=True) if keep else whole.new_empty(0)
-                out[key] = gathered[id(value)]
-        return out if keep else {}
+            self.sentry.stand()
 
     def gather(self, runtime: Runtime, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Whole copies of tensors that lie as the parameters of these names do."""
         out: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for name, tensor in named.items():
-                out[name] = self._whole(runtime, name, tensor.detach().clone())
+                out[name] = self.whole_of(runtime, name, tensor.detach().clone())
         return out
 
-    def _whole(self, runtime: Runtime, name: str, part: torch.Tensor) -> torch.Tensor:
+    def whole_of(self, runtime: Runtime, name: str, part: torch.Tensor) -> torch.Tensor:
         """The whole of a tensor that lies as the parameter or buffer ``name`` does, on every rank."""
         layout = self.shards.get(name)
         if layout is not None and runtime.idle:
@@ -158,15 +163,10 @@ class Store:
             part = collectives.start_all_gather(runtime, part, dim, layout.extents).wait()
         return runtime.share(part)
 
-    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> Any:
-        """Load a single-device state dict; returns torch's report of missing and unexpected keys.
-
-        Raises RuntimeError for wrong keys or shapes, as ``Module.load_state_dict`` does.
-        """
-        local = OrderedDict(local_state(state, self.shards))
-        if (versions := getattr(state, "_metadata", None)) is not None:
-            local._metadata = versions  # type: ignore[attr-defined]  # as torch's own state dicts have it
-        return self.module.load_state_dict(local, strict=strict)
+    def strides_of(self, name: str) -> tuple[int, ...] | None:
+        """The strides of a parameter before it was cut; None for a buffer."""
+        known = self.whole.get(name)
+        return None if known is None else known[1]
 
 
 def check_model(module: nn.Module, graph: Graph) -> None:

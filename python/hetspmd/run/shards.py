@@ -1,0 +1,141 @@
+"""Parameters that lie in shards, as code that takes them for whole ones meets them.
+
+A shard is an ordinary ``nn.Parameter``, so that optimizers, hooks and everything elementwise work on it at no cost.
+What would be wrong in silence is refused by the parameter itself: a copy or a pickle of it, random numbers (each
+rank would draw others than one device), and reductions, which would be of this rank's elements alone. They are
+refused by attributes of the instance, which hide the methods of the class and cost nothing where nobody calls them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import nn
+
+from hetspmd.errors import ShardError
+from hetspmd.forms import is_sharded
+from hetspmd.lower.program import LocalTensor
+
+__all__ = ["FULL", "ShardMark", "attributes", "divided", "mark", "marked"]
+
+FULL: Final = "on every rank: model = hap.full_module(), a single-device copy"
+"""How to get at a model that can be called, copied and saved as it is."""
+
+_MARK: Final = "hetspmd_shard"
+
+_REDUCTIONS: Final = (
+    "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "cumprod", "cumsum", "det",
+    "kthvalue", "log_softmax", "logsumexp", "max", "mean", "median", "min", "nanmean", "nansum", "norm", "prod",
+    "quantile", "renorm", "softmax", "sort", "std", "sum", "svd", "topk", "trace", "var",
+)  # fmt: skip
+
+_RANDOM: Final = (
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
+)  # fmt: skip
+
+
+class ShardMark:
+    """Says of a parameter that it is a shard of ``name``, and refuses what needs the whole."""
+
+    def __init__(self, name: str, layout: LocalTensor) -> None:
+        self.name, self.layout = name, layout
+
+    def copied(self, *_: Any) -> NoReturn:
+        """In the place of ``__deepcopy__``."""
+        raise ShardError(
+            f"{self} and cannot be copied by itself. Write copy.deepcopy(hap) for a second model in the same "
+            f"shards (an EMA, a target network), hap.full_tensors()[{self.name!r}] (every rank calls it) for the "
+            f"whole parameter, or, {FULL}"
+        )
+
+    def pickled(self, *_: Any) -> NoReturn:
+        """In the place of ``__reduce_ex__``."""
+        raise ShardError(
+            f"{self} and cannot be saved by itself. Write state = hap.full_state_dict() on every rank, then "
+            "torch.save(state, FILE) on one"
+        )
+
+    def reduced(self, method: str) -> Callable[..., NoReturn]:
+        """In the place of a reduction."""
+
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise ShardError(
+                f"{self}: .{method}() would see no more. Write hap.full_tensors()[{self.name!r}].{method}() (every "
+                "rank calls it) to look at it; what is differentiated belongs into the model or into loss="
+            )
+
+        return refuse
+
+    def drawn(self, method: str) -> Callable[..., NoReturn]:
+        """In the place of an op that fills the parameter with random numbers."""
+
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise ShardError(
+                f"{self}: .{method}() would draw other numbers than one device does. Initialize the model before "
+                "HAP(...), or load values: hap.load_state_dict({name: whole, ...}, strict=False)"
+            )
+
+        return refuse
+
+    def filled(self, parameter: nn.Parameter) -> Callable[..., torch.Tensor]:
+        """In the place of ``copy_``: of a whole tensor the shard is taken."""
+        to = weakref.ref(parameter)
+
+        def copy_(source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+            own = to()
+            assert own is not None, "the method is called on the parameter"
+            if isinstance(source, torch.Tensor):
+                shape = tuple(source.shape)
+                if shape == self.layout.shape:
+                    source = self.layout.slice(source)
+                elif shape != self.layout.local_shape and source.numel() != 1:
+                    raise ShardError(
+                        f"{self}; copy_ takes the whole parameter, not a tensor of {list(shape)}"
+                    )
+            return torch.Tensor.copy_(own, source, non_blocking)
+
+        return copy_
+
+    def __str__(self) -> str:
+        return (
+            f"parameter {self.name} of {list(self.layout.shape)} lies in shards, of which this rank holds "
+            f"{list(self.layout.local_shape)}"
+        )
+
+
+def divided(layout: LocalTensor) -> bool:
+    """Whether no rank, or not this one, holds the whole tensor."""
+    return layout.local_shape != layout.shape or (is_sharded(layout.form) and len(layout.extents) > 1)
+
+
+def mark(parameter: nn.Parameter, name: str, layout: LocalTensor) -> None:
+    """Let a shard say what it is."""
+    found = ShardMark(name, layout)
+    own = parameter.__dict__
+    own[_MARK] = found
+    own["__deepcopy__"], own["__reduce_ex__"], own["copy_"] = (
+        found.copied,
+        found.pickled,
+        found.filled(parameter),
+    )
+    own.update({method: found.reduced(method) for method in _REDUCTIONS})
+    own.update({method: found.drawn(method) for method in _RANDOM})
+
+
+def marked(parameter: torch.Tensor) -> ShardMark | None:
+    """What a parameter is a shard of, if it is one."""
+    found: ShardMark | None = parameter.__dict__.get(_MARK)
+    return found
+
+
+def attributes(parameter: torch.Tensor) -> dict[str, Any]:
+    """What others have set on a parameter."""
+    ours = {_MARK, "__deepcopy__", "__reduce_ex__", "copy_", *_REDUCTIONS, *_RANDOM}
+    return {
+        key: value
+        for key, value in parameter.__dict__.items()
+        if key not in ours or marked(parameter) is None
+    }

@@ -1,0 +1,65 @@
+"""A second HAP module in the same shards: what ``copy.deepcopy(hap)`` is.
+
+Every tensor of the copy lies as its original does, so that what is elementwise between the two (an exponential
+moving average, a target network, stochastic weight averaging) is what it is on one device. The two have their
+plans, communicators and random numbers in common; a copy sends nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetspmd.run.known import KnownParameters
+from hetspmd.run.plan_cache import Entry, PlanCache
+from hetspmd.run.shards import attributes, divided, mark, marked
+from hetspmd.run.store import Slot, Store
+from hetspmd.run.whole import copied
+
+__all__ = ["twin_model", "twin_plans", "twin_store"]
+
+
+def twin_model(store: Store, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of the wrapped model, shards included, with the sentry lifted."""
+    tensors: dict[int, torch.Tensor] = {}
+    for parameter in store.module.parameters():
+        if marked(parameter) is not None:
+            made = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            made.__dict__.update(copy.deepcopy(attributes(parameter), memo))
+            tensors[id(parameter)] = made
+    model = copied(store.module, tensors, memo)
+    for name, parameter in model.named_parameters():
+        layout = store.shards.get(name)
+        if layout is not None and divided(layout):
+            mark(parameter, name, layout)
+    return model
+
+
+def twin_store(store: Store, model: nn.Module) -> Store:
+    """The store of the copied ``model``."""
+    made = copy.copy(store)
+    made.module = model
+    return made
+
+
+def twin_plans(plans: PlanCache, store: Store) -> PlanCache:
+    """The same plans for the model whose ``store`` is given."""
+    setting = replace(plans.setting, model=store.module)
+    here = dict(zip(plans.setting.model.modules(), setting.model.modules(), strict=True))
+
+    def moved(slots: list[Slot]) -> list[Slot]:
+        return [(here[module], leaf) for module, leaf in slots]
+
+    def entry(of: Entry) -> Entry:
+        names, slots = [p.name for p in of.plan.graph.parameters], moved(of.parameters)
+        known = KnownParameters(setting.model, names, slots, store.shards)
+        return replace(of, parameters=slots, buffers=moved(of.buffers), known=known)
+
+    made = copy.copy(plans)
+    made.setting, made.store = setting, store
+    made.entries = [entry(of) for of in plans.entries]
+    return made
