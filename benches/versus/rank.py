@@ -218,7 +218,7 @@ def choose(
         hap = HAP(work.model, plan.cluster, plan=plan, sync_module_states=False)
         context.throttle(True)
         try:
-            return step_seconds(hap, (), dict(work.batch), None, optimizer_of(model), steps, best)
+            return step_seconds(hap, (), dict(work.batch), optimizer_of(model), steps, best)
         finally:
             context.throttle(False)
             del hap

@@ -1,7 +1,8 @@
 """Frozen dataclasses to JSON values and back, for plan files.
 
 A dataclass is ``{"$": "ClassName", field: value, ...}``, a tuple a list, a mapping ``{"$map": [[k, v], ...]}``
-in key order, a float that JSON lacks ``{"$float": "inf"}``. Only hetspmd's own dataclasses are read back.
+in key order, a float that JSON lacks ``{"$float": "inf"}``, a complex number ``{"$complex": [real, imaginary]}``.
+Only hetspmd's own dataclasses are read back.
 
 :func:`decode` checks every value against the annotation of its field: there is one JSON value for each tree, and
 whatever else stands in a file is refused with its place. What the numbers mean is not looked at here.
@@ -70,6 +71,8 @@ def encode(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, complex):
+        return {"$complex": [encode(value.real), encode(value.imag)]}
     if isinstance(value, (tuple, list)):
         return [encode(v) for v in value]
     if isinstance(value, Mapping):
@@ -313,12 +316,21 @@ def _argument(value: Any, depth: int = 0) -> Any:
         except DamageError as error:
             raise error.under(f"[{len(found)}]") from None
         return tuple(found)
+    if type(value) is dict and list(value) == ["$complex"]:
+        return _complex(value["$complex"])
     if type(value) is dict and "$float" not in value:
         tag = value.get("$")
         if not isinstance(tag, str) or tag not in ("Ref", "DType", "Marker"):
             raise _wrong(value, "an argument of an op")
         return _decoder(_types()[tag])(value)
     return _plain(value)
+
+
+def _complex(value: Any) -> complex:
+    if type(value) is not list or len(value) != 2 or any(type(part) is int for part in value):
+        raise _wrong(value, "the two parts of a complex number")
+    real, imaginary = map(_float, value)
+    return complex(real, imaginary)
 
 
 _plain: Final = _union((NoneType, bool, int, float, str))

@@ -164,7 +164,7 @@ class Counting(torch.optim.SGD):
 def test_the_hopeless_are_not_measured_further(best: float | None, counted: int) -> None:
     c = case("mlp")
     Counting.count = 0
-    seconds = step_seconds(lone(c), (), c.batch, None, lambda p: Counting(p, lr=0.1), 3, best)
+    seconds = step_seconds(lone(c), (), c.batch, lambda p: Counting(p, lr=0.1), 3, best)
     assert WARM <= Counting.count - counted < LATEST
     assert len(seconds) == counted
     assert all(0 < s < 60 for s in seconds)
@@ -209,6 +209,31 @@ def test_bad_arguments() -> None:
 
     with pytest.raises(TraceError, match="returns no scalar loss"):
         tune(NoLoss(), {"x": c.batch["x"]}, cluster(1))
+
+
+@pytest.mark.parametrize("speeds", [(4.0,), (4.0, 2.0, 2.0)])
+def test_a_loss_function_is_applied_once(speeds: tuple[float, ...]) -> None:
+    """Also where the device runs the model itself; a loss applied to a loss would fail or be another number."""
+    torch.manual_seed(0)
+    models = [nn.Linear(6, 5) for _ in speeds]
+    seen: list[torch.Size] = []
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        output = model(x)
+        seen.append(output.shape)
+        return nn.functional.mse_loss(output, y)
+
+    batch = torch.randn(8, 6), torch.randn(8, 5)
+
+    def body(communicator: Communicator) -> Tuned:
+        return tune(
+            models[communicator.rank], batch, close(*speeds), loss=loss, process_group=communicator, steps=1,
+            optimizer=torch.optim.SGD,
+        )  # fmt: skip
+
+    found = run_ranks(len(speeds), body)
+    assert all(min(tuned.seconds.values()) > 0 for tuned in found)
+    assert set(seen) == {torch.Size((8, 5))}
 
 
 @pytest.mark.slow

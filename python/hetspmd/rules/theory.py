@@ -20,6 +20,7 @@ from hetspmd.rules.registry import rule_for
 from hetspmd.rules.rule import Call, OpRule, Row, call_of
 from hetspmd.trace.collector import collector_paused
 from hetspmd.trace.graph import PARAMETER, REBALANCE, Argument, Graph, Instruction, Ref
+from hetspmd.trace.values import draws
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def _kinds(graph: Graph) -> dict[int, _Kind]:
         if kind is None:
             call = call_of(graph, instruction)
             rule = rule_for(call)
-            kind = made[key] = _Kind(call, rule or OpRule(), rule is not None)
+            kind = made[key] = _Kind(call, rule or OpRule(random=draws(instruction.op)), rule is not None)
         kinds[instruction.id] = kind
     return kinds
 

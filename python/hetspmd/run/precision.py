@@ -1,21 +1,20 @@
 """The same plan and the same model in another floating-point dtype, for verification.
 
-A comparison in float64 separates wrong programs from rounding. Every floating-point dtype becomes the given
-one, also where a model asks for float32 by name (Llama's norm): :func:`retyped` does so in a plan's graph,
-:func:`all_in` in eager PyTorch.
+A comparison in float64 separates wrong programs from rounding. Every floating-point dtype becomes the given one
+and every complex dtype the complex one of the same width, also where a model asks for float32 by name (Llama's
+norm): :func:`retyped` does so in a plan's graph, :func:`all_in` in eager PyTorch. torch's default dtype, in
+which numbers meet integers, is the given one on both sides (:func:`default_in`).
 """
 
 from __future__ import annotations
 
 import base64
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from hetspmd.plan import Plan
 from hetspmd.trace.assemble import constant_data
@@ -23,20 +22,40 @@ from hetspmd.trace.compat import TorchDispatchMode, flatten, unflatten
 from hetspmd.trace.graph import CONSTANT, Argument, Constant, DType, Graph, Instruction
 from hetspmd.trace.values import dtype_name, torch_dtype
 
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
+__all__ = [
+    "all_in",
+    "batch_in",
+    "data_text",
+    "default_in",
+    "other_dtype",
+    "retyped",
+    "retyped_graph",
+    "tensor_in",
+]
+
+
+def other_dtype(found: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """What ``found`` becomes where all floating-point numbers become ``dtype``."""
+    if found.is_complex:
+        return dtype.to_complex()
+    return dtype if found.is_floating_point else found
+
+
+def tensor_in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor on the CPU in the dtype that its own becomes."""
+    return tensor.to(device="cpu", dtype=other_dtype(tensor.dtype, dtype))
 
 
 def retyped(plan: Plan, dtype: torch.dtype) -> Plan:
-    """The plan with every floating-point tensor in ``dtype``; the program is the same."""
+    """The plan with every floating-point or complex tensor in ``dtype``; the program is the same."""
     return replace(plan, graph=retyped_graph(plan.graph, dtype))
 
 
 def retyped_graph(graph: Graph, dtype: torch.dtype) -> Graph:
-    """The graph with every floating-point tensor in ``dtype``; it runs without autocast."""
-    name = dtype_name(dtype)
+    """The graph with every floating-point or complex tensor in ``dtype``; it runs without autocast."""
 
-    def other(found: str) -> str:
-        return name if found in _FLOATS else found
+    def other(name: str) -> str:
+        return dtype_name(other_dtype(torch_dtype(name), dtype))
 
     def argument(value: Argument) -> Argument:
         if isinstance(value, DType):
@@ -45,11 +64,9 @@ def retyped_graph(graph: Graph, dtype: torch.dtype) -> Graph:
 
     def data(text: str, tensor: int) -> str:
         meta = graph.tensors[tensor]
-        if meta.dtype not in _FLOATS:
+        if other(meta.dtype) == meta.dtype:
             return text
-        value = constant_data(text, meta.shape, torch_dtype(meta.dtype)).to(dtype)
-        flat = value.reshape(-1).view(torch.uint8) if value.numel() else value.new_empty(0, dtype=torch.uint8)
-        return base64.b64encode(flat.numpy().tobytes()).decode()
+        return data_text(tensor_in(constant_data(text, meta.shape, torch_dtype(meta.dtype)), dtype))
 
     def instruction(i: Instruction) -> Instruction:
         if i.op == CONSTANT and i.args:
@@ -71,26 +88,26 @@ def retyped_graph(graph: Graph, dtype: torch.dtype) -> Graph:
     )
 
 
-def model_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of the model in ``dtype`` on the CPU."""
-    return copy.deepcopy(model).to(device="cpu", dtype=dtype)
+def data_text(tensor: torch.Tensor) -> str:
+    """A constant's ``data`` of a tensor on the CPU."""
+    flat = tensor.contiguous().reshape(-1)
+    raw = flat.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return base64.b64encode(raw).decode()
 
 
 def batch_in(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch on the CPU, its floating-point tensors in ``dtype``."""
+    """The batch on the CPU, its floating-point and complex tensors in ``dtype``."""
     leaves, spec = flatten(batch)
     moved = [
-        (
-            leaf.to("cpu", dtype if leaf.is_floating_point() else leaf.dtype)
-            if isinstance(leaf, torch.Tensor)
-            else leaf
-        )
+        tensor_in(leaf, dtype).resolve_conj().resolve_neg() if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
     ]
     return unflatten(moved, spec)
 
 
 class _AllIn(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own __init_subclass__
+    """Below autograd: what composite ops ask for by name."""
+
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtype = dtype
@@ -101,16 +118,61 @@ class _AllIn(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         )
 
     def _changed(self, value: Any) -> Any:
-        return self.dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
+        return other_dtype(value, self.dtype) if isinstance(value, torch.dtype) else value
+
+
+_PLACES = ("__get__", "__set__", "__delete__")
+"""Names of functions that read or write an attribute of a tensor."""
+
+
+class Named(torch.overrides.TorchFunctionMode):
+    """Above autograd: dtypes that a model names, and tensors of another dtype that it holds outside of its
+    parameters and buffers (class weights in a loss, a teacher)."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _PLACES:
+            return func(*args, **(kwargs or {}))
+        own = 1 if _in_place(name) else 0
+        named = {k: v if k == "out" else self._changed(v) for k, v in (kwargs or {}).items()}
+        return func(*args[:own], *(self._changed(a) for a in args[own:]), **named)
+
+    def _changed(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return other_dtype(value, self.dtype)
+        if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
+            wanted = other_dtype(value.dtype, self.dtype)
+            return value if value.dtype == wanted else value.to(wanted)
+        if type(value) in (list, tuple):
+            return type(value)(self._changed(v) for v in value)
+        return value
+
+
+def _in_place(name: str) -> bool:
+    """Whether the function of this name writes to its first argument."""
+    if not name.endswith("__"):
+        return name.endswith("_")
+    return name == "__setitem__" or (name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}"))
+
+
+@contextmanager
+def default_in(dtype: torch.dtype) -> Iterator[None]:
+    """Within the context ``dtype`` is torch's default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager
 def all_in(dtype: torch.dtype) -> Iterator[None]:
-    """Within the context every op that names a floating-point dtype gets ``dtype``."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with _AllIn(dtype):
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    """Within the context every op that names a floating-point or complex dtype gets ``dtype``, which is torch's
+    default, and every tensor that reaches an op is in it."""
+    with default_in(dtype), _AllIn(dtype), Named(dtype):
+        yield

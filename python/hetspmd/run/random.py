@@ -6,8 +6,9 @@ shards its output draws from this rank's *own* generator. In *reference* mode (v
 draws the noise of the whole tensor from ``(seed, step, instruction)`` and takes its slice, so that a program
 on any number of devices sees what one device sees.
 
-Ops in :data:`_NOISE` are split into noise, drawn with an explicit generator, and the arithmetic around it.
-Other random ops run with the default generator's state exchanged for the drawn-from one.
+Ops in :data:`hetspmd.run.noise.NOISE` are split into noise, drawn with an explicit generator, and the arithmetic
+around it, always or where a slice of what all draw is wanted. Otherwise they run, as other random ops do, with the
+default generator's state exchanged for the drawn-from one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from hetspmd.errors import RandomOpError
+from hetspmd.run.noise import NOISE
 
 Region = tuple[int, int, int]
 """(dim, start, extent) of the slice of the whole tensor that a rank holds."""
@@ -47,19 +49,6 @@ class Draw:
     def regions(self) -> tuple[Region, ...]:
         """All slices, from the outermost."""
         return self.within if self.region is None else (self.region, *self.within)
-
-
-@dataclass(frozen=True)
-class _Noise:
-    """An op as noise and arithmetic.
-
-    ``fill(flat, *args, **kwargs)`` overwrites a flat tensor with noise, ``finish(noise, *args, **kwargs)``
-    gives the op's result; ``dtype`` is the noise's, or None for the op's result dtype.
-    """
-
-    fill: Callable[..., object]
-    finish: Callable[..., Any]
-    dtype: torch.dtype | None = None
 
 
 class Randomness:
@@ -111,18 +100,20 @@ def random_op(
 ) -> Any:
     """Run a random op on this rank. Raises RandomOpError for an op that reference mode cannot slice."""
     generator = randomness.generator(draw)
-    noise_of = _NOISE.get(str(op))
-    if noise_of is None:
-        if (randomness.reference or draw.shared) and draw.region is not None:
-            raise RandomOpError(
-                f"{op} is sharded and cannot be compared with a single device: its draws depend on its inputs"
-            )
-        return _with_default_state(generator, randomness.device, lambda: op(*args, **kwargs))
-    shape = draw.shape
     whole = randomness.reference or draw.shared
+    noise_of = NOISE.get(str(op))
+    if noise_of is None and whole and draw.region is not None:
+        raise RandomOpError(
+            f"{op} is sharded, and a part of what it draws cannot be had: it can be neither compared with a single "
+            "device nor drawn alike by several. Keep it whole, by a constraint such as {'NAME': 'replicated'} of "
+            "the inputs or parameters beside it"
+        )
+    if noise_of is None or (noise_of.of_slices and not whole):
+        return _with_default_state(generator, randomness.device, lambda: op(*args, **kwargs))
+    shape = noise_of.shape(draw.shape, *args, **kwargs)
     for dim, _, extent in () if whole else draw.regions:
         shape = (*shape[:dim], extent, *shape[dim + 1 :])
-    dtype = noise_of.dtype or _result_dtype(args, kwargs)
+    dtype = kwargs.get("dtype") or noise_of.dtype or _result_dtype(args)
     noise = torch.empty(shape, dtype=dtype, device=randomness.device)
     flat = noise.view(-1)
     # Above a chunk, the numbers of a CUDA generator depend on how many processors the GPU has.
@@ -160,74 +151,16 @@ def _with_default_state(generator: torch.Generator, device: torch.device, call: 
             default.set_state(saved)
 
 
-def _result_dtype(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.dtype:
-    if kwargs.get("dtype") is not None:
-        return kwargs["dtype"]  # type: ignore[no-any-return]  # an op's dtype argument
+def _result_dtype(args: Sequence[Any]) -> torch.dtype:
     for value in args:
         if isinstance(value, torch.Tensor):
             return value.dtype
     return torch.get_default_dtype()
 
 
-def _keep(noise: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return noise
-
-
-def _fill_dropout(
-    flat: torch.Tensor, generator: torch.Generator, x: Any, p: float, train: bool | None
-) -> object:
-    return flat.fill_(True) if train is False else flat.bernoulli_(1.0 - p, generator=generator)
-
-
-def _dropout(
-    mask: torch.Tensor, x: torch.Tensor, p: float, train: bool | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if train is False:
-        return x.clone(), mask
-    return x * mask * (0.0 if p == 1 else 1.0 / (1.0 - p)), mask
-
-
-def _fill_uniform(flat: torch.Tensor, generator: torch.Generator, *args: Any, **kwargs: Any) -> object:
-    return flat.uniform_(generator=generator)
-
-
-def _fill_normal(flat: torch.Tensor, generator: torch.Generator, *args: Any, **kwargs: Any) -> object:
-    return flat.normal_(generator=generator)
-
-
-def _bernoulli(noise: torch.Tensor, x: torch.Tensor, p: Any = None, **kwargs: Any) -> torch.Tensor:
-    return (noise < (x if p is None else p)).to(x.dtype)
-
-
-def _uniform(
-    noise: torch.Tensor, x: torch.Tensor, low: float = 0.0, high: float = 1.0, **kwargs: Any
-) -> torch.Tensor:
-    return noise * (high - low) + low
-
-
-def _normal(
-    noise: torch.Tensor, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, **kwargs: Any
-) -> torch.Tensor:
-    return noise * std + mean
-
-
-_NOISE: dict[str, _Noise] = {
-    "aten.native_dropout.default": _Noise(_fill_dropout, _dropout, torch.bool),
-    "aten.bernoulli.default": _Noise(_fill_uniform, _bernoulli, torch.float32),
-    "aten.bernoulli.p": _Noise(_fill_uniform, _bernoulli, torch.float32),
-    "aten.bernoulli.Tensor": _Noise(_fill_uniform, _bernoulli, torch.float32),
-    "aten.rand.default": _Noise(_fill_uniform, _keep),
-    "aten.rand_like.default": _Noise(_fill_uniform, _keep),
-    "aten.randn.default": _Noise(_fill_normal, _keep),
-    "aten.randn_like.default": _Noise(_fill_normal, _keep),
-    "aten.uniform.default": _Noise(_fill_uniform, _uniform),
-    "aten.normal_functional.default": _Noise(_fill_normal, _normal),
-}
-
-
 def divisible(op: str) -> bool:
     """Whether a part of what the random op ``op`` draws can be had by drawing all of its noise."""
-    return op in _NOISE
+    return op in NOISE
 
 
 def draw_in(

@@ -125,7 +125,7 @@ def tune(
         if any(p.is_meta for p in model.parameters()):
             _zero(hap)
         try:
-            return step_seconds(hap, args, kwargs, loss, optimizer, steps, best)
+            return step_seconds(hap, args, kwargs, optimizer, steps, best)
         finally:
             del hap
             gc.collect()
@@ -143,7 +143,7 @@ def _zero(hap: HAP) -> None:
 
 
 def step_seconds(
-    hap: HAP, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss | None, optimizer: Optimizer, steps: int,
+    hap: HAP, args: tuple[Any, ...], kwargs: Mapping[str, Any], optimizer: Optimizer, steps: int,
     best: float | None,
 ) -> list[float]:  # fmt: skip
     """The slowest rank's seconds of each timed step, the same on every rank; of a plan that is :data:`HOPELESS`
@@ -154,8 +154,7 @@ def step_seconds(
         hap.everyone.exchange(None)
         began = time.perf_counter()
         updates.zero_grad()
-        output = hap(*args, **kwargs) if loss is None else loss(hap, *args, **kwargs)
-        value = find_loss(output)
+        value = find_loss(hap(*args, **kwargs))
         if value is None:
             raise ExampleError("the model's output holds no loss to train with; give loss=")
         torch.autograd.backward(value)

@@ -2,18 +2,15 @@
 
 The ranks run :class:`~hetspmd.run.module.HAP` itself with real parameter values; the single device runs the
 unchanged model in eager PyTorch. Compared are the loss and every gradient of the first step, and every
-parameter and buffer after a few steps of each optimizer. The error of a tensor is
+parameter and buffer after a few steps of each optimizer (:mod:`hetspmd.run.steps`), by the relative error of
+:mod:`hetspmd.run.difference`. Some tensors are nothing but rounding noise, such as the gradient of a bias that
+batch norm or softmax cancels, and a zero-initialised parameter that AdamW moves by it: :data:`NOISE` says from
+where on.
 
-    max |a - b| / max(max |b|, tiny)
-
-with b the single device's, i.e. relative to the tensor's largest magnitude; a tensor is only as good as its
-worst element. Some tensors are nothing but rounding noise, such as the gradient of a bias that batch norm or
-softmax cancels, and a zero-initialised parameter that AdamW moves by it. Where b is below :data:`NOISE` times
-the largest magnitude among the tensors of its kind, the error is relative to that largest magnitude instead.
-
-Adam divides a gradient by its own magnitude plus eps, so that a gradient that is zero but for rounding (a channel
-that no sample activates) moves its parameter by noise. With eps = 1e-4 the step amplifies noise by no more than
-1e4 learning rates; with PyTorch's default even a permuted batch changes a small ResNet's parameters by 1e-6.
+Adam divides a gradient by its own magnitude plus eps, so that a gradient that is zero but for rounding (a
+channel that no sample activates) moves its parameter by noise. With eps = 1e-4 the step amplifies noise by no
+more than 1e4 learning rates; with PyTorch's default even a permuted batch changes a small ResNet's parameters
+by 1e-6.
 
 Some models amplify rounding all the same: batch norm divides by the deviation of a few samples, and the second
 step starts from what the first one left. Where the parameters alone are further apart than the tolerance, the
@@ -22,13 +19,16 @@ from it by :data:`ROUNDINGS` times what that changes, and by :data:`MOST` tolera
 gradients of the first step have no such allowance.
 
 A model that draws random numbers is compared with the interpreter of its own reference graph, which makes the
-same draws (:mod:`hetspmd.run.random`); that graph is compared with eager PyTorch in evaluation mode.
+same draws (:mod:`hetspmd.run.random`); that graph is compared with eager PyTorch where it draws none
+(:mod:`hetspmd.run.quiet`).
+
+Zeros and NaN prove nothing: then other values are drawn for the example (:mod:`hetspmd.run.proof`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -36,18 +36,17 @@ import torch
 from torch import nn
 
 from hetspmd.cost.cluster import Cluster
-from hetspmd.errors import BatchMismatchError, CheckError, OptionError
-from hetspmd.rules.theory import derive
-from hetspmd.run.communicator import Communicator
-from hetspmd.run.guard import expected, match
-from hetspmd.run.module import HAP
-from hetspmd.run.precision import all_in, batch_in, model_in, retyped, retyped_graph
-from hetspmd.run.random import Randomness
-from hetspmd.run.reference import run_reference
-from hetspmd.run.simulate import run_ranks
+from hetspmd.errors import HetspmdError, OptionError
+from hetspmd.run.copies import model_in
+from hetspmd.run.difference import Tensors, largest_error
+from hetspmd.run.numbers import with_own_numbers
+from hetspmd.run.precision import batch_in, default_in, retyped
+from hetspmd.run.proof import proving
+from hetspmd.run.quiet import quiet_error, wide_trace
+from hetspmd.run.steps import Optimizer, Run, Setting, eager_run, on_ranks, reference_run, trainable
+from hetspmd.run.verify_report import VerifyReport
 from hetspmd.trace.autocast import without_autocast
-from hetspmd.trace.step import find_loss
-from hetspmd.trace.trace import split_example, trace
+from hetspmd.trace.trace import split_example
 from hetspmd.trace.values import dtype_name
 
 if TYPE_CHECKING:
@@ -56,8 +55,7 @@ if TYPE_CHECKING:
     from hetspmd.plan import Plan
     from hetspmd.trace.step import Loss
 
-Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-Tensors = dict[str, torch.Tensor]
+__all__ = ["DRAWS", "MOST", "NOISE", "ROUNDINGS", "VerifyReport", "largest_error", "verify"]
 
 _OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
@@ -76,57 +74,6 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Largest relative error by the dtype of the comparison."""
 
 
-@dataclass(frozen=True)
-class VerifyReport:
-    """The largest relative errors, and whether all are within ``tolerance``.
-
-    ``random``: the model draws random numbers, so the training step was compared with its reference graph.
-    ``worst`` names the tensor of each error. ``rounding``: by how much the single device's own parameters
-    change where it starts one rounding away; measured only where ``parameter_error`` is above the tolerance.
-    """
-
-    ok: bool
-    loss_error: float
-    gradient_error: float
-    parameter_error: float
-    tolerance: float
-    random: bool
-    worst: Mapping[str, str]
-    rounding: float | None = None
-
-    @property
-    def text(self) -> str:
-        """For people."""
-        lines = [
-            f"{name:<10} {error:.2e}  {self.worst.get(name, '')}".rstrip()
-            for name, error in (
-                ("loss", self.loss_error), ("gradients", self.gradient_error),
-                ("parameters", self.parameter_error),
-            )
-        ]  # fmt: skip
-        verdict = "equal" if self.ok else "NOT EQUAL"
-        against = "its reference graph (random draws)" if self.random else "the single device"
-        if self.rounding is not None:
-            lines.append(
-                f"rounding   {self.rounding:.2e}  changes the single device's own parameters by this much"
-            )
-        return "\n".join([f"{verdict} to {against} within {self.tolerance:g}", *lines])
-
-    def require(self) -> None:
-        """Raise CheckError unless ok."""
-        if not self.ok:
-            raise CheckError(self.text)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What a number of steps leave: the first step's loss and gradients, the final tensors."""
-
-    loss: torch.Tensor
-    gradients: Tensors
-    final: Tensors
-
-
 def verify(
     model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str | os.PathLike[str], *,
     plan: Plan | None = None, dtype: str | torch.dtype = "float64", steps: int = 2,
@@ -137,8 +84,9 @@ def verify(
 
     ``dtype``: float64 or float32, by name or as torch's. ``optimizers``: of ``sgd`` and ``adamw``. The model is
     left as it was; its parameters must have values (not be on the meta device). ``options`` go to
-    :func:`hetspmd.compile`. Raises OptionError for another dtype, optimizer or argument, or no steps.
-    Under ``torch.autocast`` the plan is the mixed-precision step's; both sides compute all of it in ``dtype``.
+    :func:`hetspmd.compile`. Raises OptionError for another dtype, optimizer or argument, or no steps, and
+    ExampleError if the model fails on the example, or cannot be copied. Under ``torch.autocast`` the plan is
+    the mixed-precision step's; both sides compute all of it in ``dtype``.
     """
     from hetspmd.compiler import check_options, compile_plan
 
@@ -149,35 +97,68 @@ def verify(
     args, kwargs = split_example(example)
     if plan is None:
         plan = compile_plan(model, args, kwargs, cluster, loss=loss, **options)
-    with without_autocast("cpu"):
-        return _compared(plan, model, args, kwargs, wide, steps, optimizers, loss, tolerance, seed)
-
-
-def _compared(
-    plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], wide: torch.dtype, steps: int,
-    optimizers: Sequence[str], loss: Loss | None, tolerance: float | None, seed: int,
-) -> VerifyReport:  # fmt: skip
-    plan = retyped(plan, wide)
-    _ = plan.digest  # computed here, once, not by every rank's thread
-    whole = model_in(model, wide)
-    args, kwargs = batch_in((args, kwargs), wide)
-    random = any(rule.random for rule in plan.theory.rules.values())
-    noise = NOISE[wide]
     limit = _TOLERANCES[wide] if tolerance is None else tolerance
-    worst: dict[str, str] = {}
-    errors = {"loss": 0.0, "gradients": 0.0, "parameters": 0.0}
+    with without_autocast("cpu"), default_in(wide):
+        args, kwargs = batch_in((args, kwargs), wide)
+        setting = Setting(model_in(model, wide), args, kwargs, loss, wide, steps, seed)
+        return _Comparison(_plan_in(plan, setting), setting, limit).of(optimizers)
 
-    def single_device(start: nn.Module, optimizer: str) -> _Run:
-        if random:
-            return _reference_run(plan, start, args, kwargs, _OPTIMIZERS[optimizer], steps, seed)
-        return _eager_run(start, args, kwargs, loss, _OPTIMIZERS[optimizer], steps, wide)
 
-    rounding: float | None = None
-    allowed = True
-    for name in optimizers:
-        single = single_device(whole, name)
+def _plan_in(plan: Plan, setting: Setting) -> Plan:
+    """The plan in the setting's dtype, with the numbers that the model itself has there."""
+    made = retyped(plan, setting.dtype)
+    try:
+        traced = wide_trace(setting, training=plan.graph.training)
+    except HetspmdError:  # the comparison says what is wrong
+        traced = None
+    if traced is not None:
+        made = replace(made, graph=with_own_numbers(made.graph, traced, setting.dtype))
+    _ = made.digest  # computed here, once, not by every rank's thread
+    return made
+
+
+class _Comparison:
+    """The largest errors that were met, and where."""
+
+    def __init__(self, plan: Plan, setting: Setting, limit: float) -> None:
+        self.plan, self.setting, self.limit = plan, setting, limit
+        self.random = any(rule.random for rule in plan.theory.rules.values())
+        self.noise = NOISE[setting.dtype]
+        self.worst: dict[str, str] = {}
+        self.errors = {"loss": 0.0, "gradients": 0.0, "parameters": 0.0}
+        self.rounding: float | None = None
+        self.allowed = True
+        self.given: set[str] = set()
+        self.moved: set[str] = set()
+
+    def of(self, optimizers: Sequence[str]) -> VerifyReport:
+        self.setting, note, unproved = proving(self.setting)
+        for name in optimizers:
+            self._compare(name)
+        notes = [note] if note else []
+        if self.random:
+            notes += self._quietly()
+        if not unproved:
+            notes += self._unseen()
+        limit, errors = self.limit, self.errors
+        ok = self.allowed and errors["loss"] <= limit and errors["gradients"] <= limit and not unproved
+        return VerifyReport(
+            ok, errors["loss"], errors["gradients"], errors["parameters"], limit, self.random, self.worst,
+            self.rounding, unproved, tuple(notes),
+        )  # fmt: skip
+
+    def _single_device(self, setting: Setting, optimizer: str) -> Run:
+        if self.random:
+            return reference_run(setting, self.plan, _OPTIMIZERS[optimizer])
+        return eager_run(setting, _OPTIMIZERS[optimizer])
+
+    def _compare(self, optimizer: str) -> None:
+        setting, noise = self.setting, self.noise
+        single = self._single_device(setting, optimizer)
+        self.given |= set(single.gradients)
+        self.moved |= single.moved
         apart = 0.0
-        for run in _distributed_runs(plan, whole, args, kwargs, _OPTIMIZERS[name], steps, seed, loss):
+        for run in on_ranks(setting, self.plan, _OPTIMIZERS[optimizer]):
             pairs: tuple[tuple[str, Tensors, Tensors], ...] = (
                 ("loss", {"loss": run.loss}, {"loss": single.loss}),
                 ("gradients", run.gradients, single.gradients),
@@ -186,21 +167,39 @@ def _compared(
             for kind, got, want in pairs:
                 error, where = largest_error(got, want, noise[kind])
                 apart = max(apart, error) if kind == "parameters" else apart
-                if not error <= errors[kind]:
-                    errors[kind], worst[kind] = error, f"{where} ({name})"
-        if apart > limit:
-            moved = [single_device(_rounded(whole, draw), name).final for draw in range(DRAWS)]
+                self._met(kind, error, f"{where} ({optimizer})")
+        if apart > self.limit:
+            starts = (replace(setting, model=_rounded(setting, draw)) for draw in range(DRAWS))
+            moved = [self._single_device(start, optimizer).final for start in starts]
             own = max(largest_error(final, single.final, noise["parameters"])[0] for final in moved)
-            rounding = max(own, rounding or 0.0)
-            allowed = allowed and apart <= min(ROUNDINGS * own, MOST * limit)
-    if random:
-        quiet = _quiet_error(whole, args, kwargs, loss, wide)
-        if not quiet <= errors["loss"]:
-            errors["loss"], worst["loss"] = quiet, "in evaluation mode"
-    ok = allowed and errors["loss"] <= limit and errors["gradients"] <= limit
-    return VerifyReport(
-        ok, errors["loss"], errors["gradients"], errors["parameters"], limit, random, worst, rounding
-    )
+            self.rounding = max(own, self.rounding or 0.0)
+            self.allowed = self.allowed and apart <= min(ROUNDINGS * own, MOST * self.limit)
+
+    def _met(self, kind: str, error: float, where: str) -> None:
+        if not error <= self.errors[kind]:
+            self.errors[kind], self.worst[kind] = error, where
+
+    def _quietly(self) -> list[str]:
+        """Compare the graph with eager PyTorch where it draws nothing."""
+        where, loss, gradients, worst = quiet_error(self.setting, self.noise["gradients"])
+        self._met("loss", loss, where)
+        self._met("gradients", gradients, f"{worst} ({where})")
+        if where:
+            return []
+        return ["the model draws in evaluation mode too: its graph was not compared with eager PyTorch"]
+
+    def _unseen(self) -> list[str]:
+        """What the comparison says nothing of."""
+        model = self.setting.model
+        if not trainable(model):
+            return ["no parameter requires a gradient: the loss and the buffers alone were compared"]
+        still = sorted(self.given - self.moved)
+        if not still:
+            return []
+        more = f" and {len(still) - 3} more" if len(still) > 3 else ""
+        return [
+            f"zero in every step is the gradient of {', '.join(still[:3])}{more}, of which little is proved"
+        ]
 
 
 def _dtype(given: object) -> torch.dtype:
@@ -224,168 +223,13 @@ def _listed(names: Iterable[str]) -> str:
     return " and ".join(names)
 
 
-def largest_error(got: Tensors, want: Tensors, noise: float = 0.0) -> tuple[float, str]:
-    """The largest relative error among tensors of one kind, and the name of the tensor that has it.
-
-    Infinite where a tensor is missing, has another shape, or is not a number where the other is one.
-    """
-    if set(got) != set(want):
-        return float("inf"), ", ".join(sorted(set(got) ^ set(want)))
-    peak = max((_magnitude(t) for t in want.values()), default=0.0)
-    largest, where = 0.0, ""
-    for name in sorted(want):
-        a, b = got[name].detach(), want[name].detach()
-        if a.shape != b.shape:
-            return float("inf"), name
-        magnitude = _magnitude(b)
-        scale = magnitude if magnitude > noise * peak else peak
-        difference = (a.double() - b.double()).abs()
-        difference = torch.where(a == b, 0.0, difference)
-        difference = torch.where(a.isnan() & b.isnan(), 0.0, difference)
-        most = float(difference.max()) if b.numel() else 0.0
-        error = most if most == 0.0 else most / scale if scale > 0.0 else float("inf")
-        if not error <= largest:
-            largest, where = error if error == error else float("inf"), name
-    return largest, where
-
-
-def _magnitude(tensor: torch.Tensor) -> float:
-    finite = tensor.detach().double()
-    finite = finite[finite.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
-
-
-def _named(model: nn.Module) -> Tensors:
-    """Copies of all parameters and buffers; of tied ones the first name."""
-    found = {n: p.detach().clone() for n, p in model.named_parameters()}
-    found.update((n, b.detach().clone()) for n, b in model.named_buffers())
-    return found
-
-
-def _rounded(model: nn.Module, seed: int) -> nn.Module:
-    """A copy, with every parameter's elements moved by one rounding up, down or not at all."""
-    moved = model_in(model, next(iter(model.parameters())).dtype)
+def _rounded(setting: Setting, seed: int) -> nn.Module:
+    """A copy of the model, with every parameter's elements moved by one rounding up, down or not at all."""
+    moved = setting.copy()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in moved.parameters():
-            if parameter.is_floating_point():
-                steps = torch.randint(-1, 2, parameter.shape, generator=generator).to(parameter)
+            if parameter.is_floating_point() or parameter.is_complex():
+                steps = torch.randint(-1, 2, parameter.shape, generator=generator).to(setting.dtype)
                 parameter.mul_(1 + steps * torch.finfo(parameter.dtype).eps)
     return moved
-
-
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-def _eager_run(
-    whole: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss | None,
-    optimizer_of: Optimizer, steps: int, dtype: torch.dtype,
-) -> _Run:  # fmt: skip
-    model = model_in(whole, dtype)
-    optimizer = optimizer_of(_trainable(model))
-    first: _Run | None = None
-    for _ in range(steps):
-        optimizer.zero_grad()
-        with all_in(dtype):
-            value = _loss_of(model, args, kwargs, loss)
-            torch.autograd.backward(value)
-        if first is None:
-            first = _Run(value.detach().clone(), _gradients(model), {})
-        optimizer.step()
-    assert first is not None
-    return _Run(first.loss, first.gradients, _named(model))
-
-
-def _loss_of(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss | None
-) -> torch.Tensor:
-    output = model(*args, **kwargs) if loss is None else loss(model, *args, **kwargs)
-    found = find_loss(output)
-    assert found is not None
-    return found
-
-
-def _gradients(model: nn.Module) -> Tensors:
-    return {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def _distributed_runs(
-    plan: Plan, whole: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], optimizer_of: Optimizer,
-    steps: int, seed: int, loss: Loss | None,
-) -> list[_Run]:  # fmt: skip
-    """Every rank's view: its loss, and the whole tensors assembled from all shards."""
-    models = [model_in(whole, next(iter(whole.parameters())).dtype) for _ in range(plan.cluster.ranks)]
-
-    def body(communicator: Communicator) -> _Run:
-        hap = HAP(
-            models[communicator.rank], plan.cluster, plan=plan, process_group=communicator, loss=loss,
-            sync_module_states=False,
-        )  # fmt: skip
-        hap.run_lowered()
-        hap.use_randomness(Randomness(seed, communicator.rank, torch.device("cpu"), reference=True))
-        optimizer = optimizer_of(_trainable(hap))
-        first: _Run | None = None
-        for _ in range(steps):
-            optimizer.zero_grad()
-            value = find_loss(hap(*args, **kwargs))
-            assert value is not None
-            torch.autograd.backward(value)
-            if first is None:
-                first = _Run(value.detach().clone(), hap.full_gradients(), {})
-            optimizer.step()
-        assert first is not None
-        return _Run(first.loss, first.gradients, hap.full_tensors())
-
-    return run_ranks(plan.cluster.ranks, body)
-
-
-def _reference_run(
-    plan: Plan, whole: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], optimizer_of: Optimizer,
-    steps: int, seed: int,
-) -> _Run:  # fmt: skip
-    model = model_in(whole, next(iter(whole.parameters())).dtype)
-    inputs, why = match(expected(plan.graph), args, kwargs)
-    if inputs is None:
-        raise BatchMismatchError(f"the example is not the plan's: {why}")
-    randomness = Randomness(seed, 0, torch.device("cpu"), reference=True)
-    optimizer = optimizer_of(_trainable(model))
-    first: _Run | None = None
-    for _ in range(steps):
-        randomness.begin_step()
-        parameters = dict(model.named_parameters())
-        buffers = dict(model.named_buffers())
-        result = run_reference(plan.theory, parameters, buffers, inputs, randomness=randomness)
-        for name, value in result.buffers.items():
-            buffers[name].copy_(value)
-        for name, value in result.parameters.items():
-            parameters[name].data.copy_(value)
-        for name, parameter in parameters.items():
-            parameter.grad = result.gradients.get(name)
-        if first is None:
-            assert result.loss is not None
-            first = _Run(result.loss, _gradients(model), {})
-        optimizer.step()
-    assert first is not None
-    return _Run(first.loss, first.gradients, _named(model))
-
-
-def _quiet_error(
-    whole: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss | None,
-    dtype: torch.dtype,
-) -> float:  # fmt: skip
-    """The error of the loss in evaluation mode against eager PyTorch (no random numbers are drawn there)."""
-    model = model_in(whole, dtype).eval()
-    with torch.no_grad(), all_in(dtype):
-        want = _loss_of(model, args, kwargs, loss)
-    theory = derive(retyped_graph(trace(model, args, kwargs, loss=loss, training=False), dtype))
-    if any(rule.random for rule in theory.rules.values()):
-        return 0.0
-    inputs, _ = match(expected(theory.graph), args, kwargs)
-    assert inputs is not None
-    randomness = Randomness(0, 0, torch.device("cpu"), reference=True)
-    got = run_reference(
-        theory, dict(model.named_parameters()), dict(model.named_buffers()), inputs, randomness=randomness
-    ).loss
-    assert got is not None
-    return largest_error({"loss": got}, {"loss": want})[0]

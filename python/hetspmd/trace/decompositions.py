@@ -31,7 +31,6 @@ _FROM_TORCH = (
     aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward, aten.miopen_batch_norm_backward,
     aten.mkldnn_rnn_layer, aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu,
     aten._thnn_fused_lstm_cell, aten.std, aten.std_mean, aten.native_group_norm_backward,
-    aten.hardswish_backward, aten.hardsigmoid_backward, aten.rrelu_with_noise_backward,
 )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ class Marker:
 DEVICE: Final = Marker("device", "")
 
 Argument = Any
-"""None, bool, int, float, str, Ref, DType, Marker, or a tuple of Arguments."""
+"""None, bool, int, float, complex, str, Ref, DType, Marker, or a tuple of Arguments."""
 
 
 @dataclass(frozen=True, slots=True)

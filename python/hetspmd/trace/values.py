@@ -28,7 +28,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def from_torch(value: Any) -> Argument:
     """A torch-free form of an op argument without tensors. Raises TraceError for an unknown type."""
-    if value is None or isinstance(value, (bool, int, float, str, Ref)):
+    if value is None or isinstance(value, (bool, int, float, complex, str, Ref)):
         return value
     if isinstance(value, torch.dtype):
         return DType(dtype_name(value))
@@ -57,6 +57,11 @@ def to_torch(value: Argument, device: torch.device) -> Any:
     if isinstance(value, tuple):
         return [to_torch(v, device) for v in value]
     return value
+
+
+def draws(name: str) -> bool:
+    """Whether torch says of the op called ``name`` that it draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in torch_op(name).tags
 
 
 def torch_op(name: str) -> Any:
