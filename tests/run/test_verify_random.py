@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from hetspmd.run import noise
 from hetspmd.run.verify import verify
+from hetspmd.trace.trace import trace
 from nets import Net
 
 X = torch.randn(16, 12, generator=torch.Generator().manual_seed(3))
@@ -137,3 +138,30 @@ def test_layers_that_drop(layer: Callable[[], nn.Module]) -> None:
     assert report.ok, report.text
     assert report.random
     assert not report.notes, report.notes
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("both", [False, True])
+def test_dropout_between_recurrent_layers(kind: Any, both: bool) -> None:
+    layer = kind(12, 6, num_layers=3, dropout=0.5, bidirectional=both, batch_first=True)
+    model = Net(lambda s, x: s.layer(x)[0].square().mean(), layer=layer)
+
+    def drops() -> int:
+        graph = trace(model, (X.view(8, 2, 12),), {})
+        return sum(i.op == "aten.native_dropout.default" for i in graph.instructions)
+
+    assert drops() == 2
+    layer.dropout = 0.0
+    assert drops() == 0
+    layer.dropout = 0.5
+    model.eval()
+    assert drops() == 0
+
+
+def test_recurrent_layers_with_dropout() -> None:
+    layer = nn.LSTM(12, 6, num_layers=2, dropout=0.5, batch_first=True)
+    model = Net(lambda s, x: s.layer(x)[0].square().mean(), layer=layer)
+    report = verify(model, (X.view(8, 2, 12),), DEVICES, optimizers=("sgd",))
+    assert report.ok, report.text
+    assert report.random
+    assert not report.notes

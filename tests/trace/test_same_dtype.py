@@ -60,7 +60,8 @@ BODIES: dict[str, Body] = {
             "hardshrink": F.hardshrink, "softshrink": F.softshrink, "elu": F.elu, "selu": F.selu, "gelu": F.gelu,
             "gelu tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu, "mish": F.mish,
             "softplus": F.softplus, "logsigmoid": F.logsigmoid, "leaky_relu": F.leaky_relu, "celu": F.celu,
-            "threshold": lambda x: F.threshold(x, 0.5, 0.1), "rrelu": F.rrelu, "glu": lambda x: F.glu(x).repeat(1, 2),
+            "threshold": lambda x: F.threshold(x, 0.5, 0.1), "rrelu": F.rrelu,
+            "glu": lambda x: F.glu(x).repeat(1, 2),
             "softsign": F.softsign, "mean": lambda x: x.mean(0, keepdim=True), "mean of all": lambda x: x.mean(),
             "var": lambda x: x.var(0), "var of the population": lambda x: x.var(0, unbiased=False),
             "std": lambda x: x.std(1, keepdim=True), "var_mean": lambda x: torch.var_mean(x, 1)[0] + x.mean(1),
@@ -88,7 +89,9 @@ BODIES: dict[str, Body] = {
         )
         for reduction in ("mean", "sum")
     },
-    "bce weighted": lambda s, x: F.binary_cross_entropy_with_logits(s.w, x.sigmoid(), x.abs(), pos_weight=x[0].abs()),
+    "bce weighted": lambda s, x: F.binary_cross_entropy_with_logits(
+        s.w, x.sigmoid(), x.abs(), pos_weight=x[0].abs()
+    ),
     "nll of images": lambda s, x: F.cross_entropy(s.w.view(4, 4, 4, 4), torch.arange(64).view(4, 4, 4) % 4),
     "nll of classes with weights": lambda s, x: F.cross_entropy(s.w, torch.arange(16) % 7, x[0].abs()),
 }  # fmt: skip

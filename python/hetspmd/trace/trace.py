@@ -23,6 +23,7 @@ from hetspmd.trace.decompositions import table
 from hetspmd.trace.fake import fake_like, fake_parameters, model_device, trace_device
 from hetspmd.trace.graph import Graph, Static
 from hetspmd.trace.importer import import_graph
+from hetspmd.trace.recurrent import layer_by_layer
 from hetspmd.trace.reread import with_second_reads
 from hetspmd.trace.step import Loss, Step
 
@@ -89,7 +90,8 @@ def trace(
     was_training = step.training
     step.training = model.training
     try:
-        with collector_paused(), fake_parameters(model, mode, place, gradients=training), grad_mode:
+        fake = fake_parameters(model, mode, place, gradients=training)
+        with collector_paused(), fake, grad_mode, layer_by_layer(model):
             module, inputs, outputs = compat.export_joint(step, fakes, table())
             inputs, outputs = compat.merge_tied(module, inputs, outputs, first_names)
             draft = import_graph(module)
