@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from hetspmd.run.board import Board
     from hetspmd.run.communicator import Communicator, Work
-    from hetspmd.run.watch import Board
 
 __all__ = ["NUMBERS", "Answer", "BoardChannel", "Channel"]
 
@@ -54,9 +54,11 @@ class Channel(ABC):
         """Say :data:`NUMBERS` numbers, and what makes the object, of what JSON knows; it may be called by any
         thread."""
 
-    def listen(self, look: Callable[[], None]) -> None:  # noqa: B027  # some are looked at by a watch
-        """Have ``look`` called now and then while this rank waits in a collective; what it raises ends the
-        wait."""
+    def listen(  # noqa: B027  # some are looked at by a watch
+        self, look: Callable[[], None], place: Callable[[], str]
+    ) -> None:
+        """Have ``look`` called now and then while this rank waits in a collective; what it raises ends the wait.
+        ``place`` says where the rank is."""
 
 
 class BoardChannel(Channel):

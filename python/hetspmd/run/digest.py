@@ -21,7 +21,7 @@ from typing import Final
 import torch
 from torch import constant_pad_nd
 
-__all__ = ["WHOLE", "digest", "join"]
+__all__ = ["WHOLE", "digest", "join", "projection"]
 
 WHOLE: Final = 1 << 20
 """Bytes up to which all of a tensor is read."""
@@ -111,3 +111,24 @@ def _coefficients(device: torch.device) -> torch.Tensor:
 def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Shifted to the right, zeros from the left."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def projection(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the elements times random signs, and the sum of their squares, as float64 scalars.
+
+    Of two tensors the sums differ by about the norm of their difference.
+    """
+    with torch.no_grad():
+        flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
+        total = torch.zeros((), dtype=torch.float64, device=flat.device)
+        square = total.clone()
+        for start in range(0, flat.numel(), _LINE):
+            line = flat[start : start + _LINE].double()
+            total += torch.dot(line, _signs(flat.device)[: line.numel()])
+            square += torch.dot(line, line)
+        return total, square
+
+
+@lru_cache(maxsize=16)
+def _signs(device: torch.device) -> torch.Tensor:
+    return 1.0 - 2.0 * ((_coefficients(device) >> 40) & 1).double()

@@ -51,12 +51,15 @@ def _number(bits: str) -> float:
 
 
 def parted(told: Sequence[Told | None], rank: int) -> HetspmdError | None:
-    """The error of this round, None if rounding explains the differences. A rank whose words did not come is left
-    out."""
+    """The error of this round, None if rounding explains the differences.
+
+    A rank whose words did not come is left out.
+    """
     said = {r: t for r, t in enumerate(told) if t is not None}
     if len(said) == 1:
         return CollectiveMismatchError(
-            f"another rank does something else than rank {rank}, which is in {said[rank].what}, and has not said what"
+            f"another rank does something else than rank {rank}, which is in {said[rank].what}, but did not "
+            "say what"
         )
     return _calls(said) or _modes(said) or _inputs(said) or _replicas(said)
 
@@ -67,8 +70,8 @@ def _calls(said: dict[int, Told]) -> HetspmdError | None:
         return None
     parts = [f"{ranks_text(ranks)} in {what}" for what, ranks in groups]
     return CollectiveMismatchError(
-        f"the ranks have parted: {', '.join(parts)}. Every rank makes the same calls of HAP in the same order; look for "
-        "a call under `if rank == 0:`, a loader that is longer on one rank, or a step that one rank leaves out"
+        f"the ranks have parted: {', '.join(parts)}. Every rank makes the same calls of HAP in the same order; "
+        "look for a call under `if rank == 0:`, a loader that is longer on one rank, or a step that one leaves out"
     )
 
 
@@ -81,8 +84,9 @@ def _modes(said: dict[int, Told]) -> HetspmdError | None:
     odd = ranks_text(groups[-1][1])
     return BatchMismatchError(
         f"at {what} {odd} called the model in another mode or on a batch of another shape than "
-        f"{ranks_text(groups[0][1])} ({'; '.join(parts)}); every rank takes the same global batch, in the same mode, "
-        "and HAP uses its own share of it: no DistributedSampler, and train(), eval(), no_grad() and autocast alike"
+        f"{ranks_text(groups[0][1])} ({'; '.join(parts)}); every rank takes the same global batch, in the "
+        "same mode, and HAP uses its own share of it: no DistributedSampler, and train(), eval(), no_grad() and "
+        "autocast alike"
     )
 
 
@@ -97,7 +101,8 @@ def _inputs(said: dict[int, Told]) -> HetspmdError | None:
             text = f"{where} every rank was given another {path}"
         else:
             others = [r for _, ranks in groups[1:] for r in ranks]
-            text = f"{where} {ranks_text(sorted(others))} was given another {path} than {ranks_text(groups[0][1])}"
+            odd = ranks_text(sorted(others))
+            text = f"{where} {odd} was given another {path} than {ranks_text(groups[0][1])}"
         return BatchMismatchError(
             f"{text}; every rank takes the same global batch and HAP uses its own share of it: no "
             "DistributedSampler, and the same seed for shuffling and augmenting on every rank. "
@@ -119,11 +124,11 @@ def _replicas(said: dict[int, Told]) -> HetspmdError | None:
             continue
         others = sorted(r for _, ranks in groups[1:] for r in ranks)
         return ParameterMismatchError(
-            f"at step {first.of} {ranks_text(others)} holds another {name} than {ranks_text(groups[0][1])}, although "
-            "the plan keeps a whole copy of it on every rank: something changed it on one rank alone. Usual causes: "
-            "a norm of this rank's gradients alone (call hetspmd.clip_grad_norm_(hap, max_norm)), an optimizer, a "
-            "learning rate or a scheduler that is not the same on every rank, a state dict that one rank alone has "
-            "loaded, an update under `if rank == 0:`. Go on from the last checkpoint: "
+            f"at step {first.of} {ranks_text(others)} held another {name} than {ranks_text(groups[0][1])}, "
+            "although the plan keeps a whole copy of it on every rank: something changed it on one rank alone. "
+            "Usual causes: a norm of one rank's gradients alone (call hetspmd.clip_grad_norm_(hap, max_norm)), an "
+            "optimizer, a learning rate or a scheduler that is not the same on every rank, a state dict that one "
+            "rank alone has loaded, an update under `if rank == 0:`. Go on from the last checkpoint: "
             "hap.load_full_state_dict(state) on every rank"
         )
     return None
@@ -134,7 +139,7 @@ def _rounded(piece: Replica, tolerance: float) -> Hashable:
 
 
 def _close(pieces: Sequence[Replica], tolerance: float) -> bool:
-    """Whether the projections differ by no more than rounding may have made of equal tensors in many steps."""
+    """Whether the projections differ by no more than rounding may have made of equal tensors."""
     if tolerance == 0.0:
         return False
     projections, squares = [p[2] for p in pieces], [p[3] for p in pieces]

@@ -7,14 +7,16 @@ together. So every call of a HAP module says, in a round of the channel (:mod:`h
     what it is ("step 17 of module 0", "full_state_dict()") and in which plan and mode it runs,
     a digest of each input, and one of a part of the replicated tensors.
 
-The words travel while the step runs, and are looked at when it has run, before the loss is returned, and by a rank
-that waits in a collective for long. A rank that is about to do other things than in the step before (another plan or
-mode, a state dict, a step after one whose backward was left out) first waits for the others' words: as long as one
-of them does what it did before, or does the same, no two ranks are ever in collectives that do not belong together.
+The words travel while the step runs, and are looked at when it has run, before the loss is returned, and by a
+rank that waits in a collective for long. A rank that is about to do other things than in the step before (another
+plan or mode, a state dict, a step after one whose backward was left out) first waits for the others' words: as
+long as one of them does what it did before, or does the same, no two ranks are ever in collectives that do not
+belong together.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import deque
 from collections.abc import Callable
@@ -38,8 +40,8 @@ class Call:
 
     ``what`` names the call and ``key`` the plan and mode; ``describe`` says in words in which mode and on which
     shapes. ``inputs`` are (path, digest) of the batch of step ``of``, ``replicas`` (name, digest, projection,
-    square) of pieces of replicated tensors then: None on a rank that holds none. ``exact``: of each whether
-    digests must be equal.
+    square) of pieces of replicated tensors then: None on a rank that holds none. ``tolerances``: of each by what
+    part of its norm it may differ between ranks; 0.0: digests must be equal.
     """
 
     what: str
@@ -55,7 +57,10 @@ class Call:
         said = crc32(f"{self.what}\n{self.key}".encode()), self.of, join(d for _, d in self.inputs)
         if self.replicas is None:
             return [*said, 0, 0, 0, 0, 0]
-        return [*said, 1, join(r[1] for r in self.replicas), 0, 0, 0]
+        pieces = list(zip(self.replicas, self.tolerances, strict=True))
+        exact = join(r[1] for r, tolerance in pieces if tolerance == 0.0)
+        scaled = sum(r[2] / (tolerance * math.sqrt(r[3])) for r, tolerance in pieces if tolerance and r[3])
+        return [*said, 1, exact, *struct.unpack("<q", struct.pack("<d", scaled)), 0, 0]
 
     def told(self) -> dict[str, Any]:
         """All of it, of what JSON knows."""
@@ -77,17 +82,23 @@ def _bits(number: float) -> str:
 
 @dataclass
 class Roll:
-    """The roll of one set of ranks, on this one. Several HAP modules of one process group share it."""
+    """The roll of one set of ranks, on this one. Several HAP modules of one process group share it.
+
+    ``parted``: after how many events the ranks were found to have parted. ``last`` is what this rank did last, in
+    which plan and mode: doing the same again needs no waiting.
+    """
 
     channel: Channel
     modules: int = 0
     events: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT))
     count: int = 0
+    last: str = ""
+    parted: int = -1
     _answer: tuple[Call, Answer] | None = None
     _looking: bool = False
 
     def __post_init__(self) -> None:
-        self.channel.listen(self.look)
+        self.channel.listen(self.look, self.place)
 
     def start(self, call: Call) -> None:
         """Say it, and go on. The words before are looked at first."""
@@ -105,6 +116,10 @@ class Roll:
         self.count += 1
         self.events.append(event)
 
+    def place(self) -> str:
+        """What this rank did last, or does."""
+        return self.events[-1] if self.events else "HAP(...)"
+
     def look(self) -> None:
         """Look at the others' words if they are here."""
         if self._answer is not None and not self._looking and self._answer[1].ready():
@@ -115,7 +130,7 @@ class Roll:
         on every rank alike, if they do not say the same."""
         if self._answer is None or self._looking:
             return
-        call, answer = self._answer
+        _, answer = self._answer
         self._looking = True
         try:
             numbers = answer.numbers()
@@ -124,6 +139,7 @@ class Roll:
                 told = [None if said is None else Told.of_json(said) for said in answer.objects()]
                 error = parted(told, self.channel.rank)
                 if error is not None:
+                    self.parted = self.count
                     raise error
         finally:
             self._looking = False
@@ -133,4 +149,8 @@ def _alike(numbers: list[list[int]]) -> bool:
     """Whether all ranks said the same; ranks that hold no replicated tensors say nothing of them."""
     if any(said[:3] != numbers[0][:3] for said in numbers):
         return False
-    return len({said[4] for said in numbers if said[3]}) <= 1
+    holding = [said for said in numbers if said[3]]
+    if len({said[4] for said in holding}) > 1:
+        return False
+    scaled = [struct.unpack("<d", struct.pack("<q", said[5]))[0] for said in holding]
+    return not scaled or max(scaled) - min(scaled) <= 1.0 or all(map(math.isnan, scaled))
