@@ -13,7 +13,7 @@ from divided import X, divided_plan, net, on_four, train
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from hetspmd.errors import ShardError
+from hetspmd.errors import ShardError, TraceError
 from hetspmd.run.module import HAP
 
 
@@ -267,3 +267,41 @@ def test_one_flat_memory_of_many_parameters_is() -> None:
     plan = divided_plan(make(), constraints={"a.weight": "shard(0)", "b.*.weight": "shard(1)"})
     for losses in on_four(train, make, plan):
         assert losses == pytest.approx(want, rel=1e-10)
+
+
+class Scaled(nn.Parameter):
+    """Doubles what is computed with it."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(function, types, args, kwargs or {})
+        return found * 2.0 if function is nn.functional.linear else found
+
+
+class Labelled(nn.Parameter):
+    """Has a label and computes as any other."""
+
+    label = "mine"
+
+
+def test_a_class_of_parameters_that_computes_is_refused() -> None:
+    model = net()
+    model.a.weight = Scaled(model.a.weight.data)
+    with pytest.raises(TraceError, match=r"a\.weight is a Scaled, whose class changes what ops do"):
+        divided_plan(model)
+
+
+def test_a_class_of_parameters_stays() -> None:
+    def make() -> Any:
+        model = net()
+        model.a.weight = Labelled(model.a.weight.data)
+        return model
+
+    want = train(make())
+
+    def body(hap: Any) -> tuple[list[float], type, str]:
+        return train(hap), type(hap.module.a.weight), hap.module.a.weight.label
+
+    for losses, kind, label in on_four(body, make):
+        assert losses == pytest.approx(want, rel=1e-10)
+        assert (kind, label) == (Labelled, "mine")

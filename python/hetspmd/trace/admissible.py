@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from hetspmd.errors import ExampleError, TraceError
-from hetspmd.trace.compat import is_compiled_module, is_sharded_wrapper
+from hetspmd.trace.compat import FakeTensorMode, is_compiled_module, is_sharded_wrapper
 
 _LITERALS = (type(None), bool, int, float, str)
 
@@ -35,6 +35,7 @@ def check_model(model: object) -> None:
                 "device before HAP or compile"
             )
         _check_layout(tensor, name)
+        _check_class(tensor, name)
 
 
 def _check_module(module: nn.Module, name: str) -> None:
@@ -91,6 +92,26 @@ def _check_layout(tensor: torch.Tensor, name: str) -> None:
         raise ExampleError(f"{name} is a tensor of layout {layout}; shards are dense: give {name}.to_dense()")
     if tensor.is_quantized:
         raise ExampleError(f"{name} is a quantized tensor; give it dequantized")
+
+
+def _check_class(tensor: torch.Tensor, name: str) -> None:
+    """A class that changes what ops do with its tensors would be lost in the trace."""
+    kind = type(tensor)
+    if isinstance(getattr(tensor, "fake_mode", None), FakeTensorMode):
+        return
+    functions = {_plain(of.__torch_function__) for of in (torch.Tensor, nn.Parameter)}
+    dispatches = getattr(kind, "__torch_dispatch__", None) is not None and (
+        _plain(kind.__torch_dispatch__) is not _plain(torch.Tensor.__torch_dispatch__)
+    )
+    if dispatches or _plain(kind.__torch_function__) not in functions:
+        raise TraceError(
+            f"{name} is a {kind.__name__}, whose class changes what ops do with it; hetspmd traces and divides "
+            "plain parameters: make it an nn.Parameter, and write what its class does into forward"
+        )
+
+
+def _plain(function: Any) -> Any:
+    return getattr(function, "__func__", function)
 
 
 def argument_names(function: Any, args: Sequence[Any]) -> dict[str, str]:
