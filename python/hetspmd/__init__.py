@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hetspmd.rules.rule import SUM, Call, Cut, Factor, Local, OpRule
     from hetspmd.run.module import HAP
     from hetspmd.run.norms import clip_grad_norm_, get_total_norm
+    from hetspmd.run.optimizer_guard import allow_optimizer
     from hetspmd.run.optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
     from hetspmd.run.scaler import GradScaler
     from hetspmd.run.tune import Tuned, tune
@@ -40,6 +41,7 @@ _HOMES = {
     "Plan": "plan",
     "Tuned": "run.tune",
     "VerifyReport": "run.verify",
+    "allow_optimizer": "run.optimizer_guard",
     "clip_grad_norm_": "run.norms",
     "compile": "compiler",
     "full_optimizer_state_dict": "run.optimizer_state",
@@ -65,6 +67,7 @@ __all__ = [
     "Plan",
     "Tuned",
     "VerifyReport",
+    "allow_optimizer",
     "clip_grad_norm_",
     "compile",
     "errors",

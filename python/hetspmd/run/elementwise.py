@@ -1,0 +1,194 @@
+"""Whether an optimizer is elementwise, found out by trying it.
+
+An optimizer is elementwise along a dimension if stepping a tensor gives what stepping its slices along that
+dimension gives. A copy of the optimizer, without state, steps a small random tensor, and further copies its slices,
+with the same gradients of several sizes. The trial uses the optimizer's class, attributes and groups and nothing of
+this rank, so that every rank finds the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+STEPS: Final = 12
+"""Long enough for optimizers that begin with plain steps (Shampoo, SOAP, RAdam)."""
+
+LARGEST: Final = 130
+"""Elements of the two largest dimensions in a trial, which exceed the sizes from which optimizers factor (128)."""
+
+OTHERS: Final = 4
+"""Elements of the other dimensions."""
+
+GRADIENT_SIZES: Final = (1.0, 1e-3, 10.0)
+
+
+class Untestable(Exception):
+    """The optimizer fails in the trial."""
+
+
+def trial_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a trial for a parameter of this shape."""
+    largest = sorted(range(len(shape)), key=lambda d: (-shape[d], d))[:2]
+    return tuple(min(size, LARGEST if d in largest else OTHERS) for d, size in enumerate(shape))
+
+
+def is_elementwise(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, shape: tuple[int, ...],
+    dim: int,
+) -> bool:  # fmt: skip
+    """Whether ``optimizer`` steps slices along ``dim`` of a tensor of ``shape`` as it steps the tensor.
+
+    ``group``: the options of the parameter group. ``like`` has the dtype and device. Raises Untestable.
+    """
+    first = torch.complex128 if like.is_complex() else torch.float64
+    error: Exception | None = None
+    for dtype in dict.fromkeys((first, like.dtype)):
+        try:
+            with _random_numbers_kept():
+                return _agrees(optimizer, group, like.device, dtype, shape, dim)
+        except Untestable as failure:
+            error = failure
+    raise error or Untestable
+
+
+def steps_nothing(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, shape: tuple[int, ...]
+) -> None:
+    """Step a tensor of no elements, as an idle rank does. Raises Untestable if that fails."""
+    empty = torch.empty((0, *shape[1:]), dtype=like.dtype, device=like.device)
+    with _random_numbers_kept():
+        _stepped(optimizer, group, empty, [empty.clone()])
+
+
+def _agrees(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype,
+    shape: tuple[int, ...], dim: int,
+) -> bool:  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(size: float) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator, dtype=dtype) * size).to(device)
+
+    start = drawn(1.0)
+    gradients = [drawn(GRADIENT_SIZES[i % len(GRADIENT_SIZES)]) for i in range(STEPS)]
+    whole = _stepped(optimizer, group, start, gradients) - start
+    third = shape[dim] // 3
+    sizes = [third, shape[dim] - third] if third else [shape[dim]]
+    starts = torch.split(start, sizes, dim)
+    cuts = [torch.split(gradient, sizes, dim) for gradient in gradients]
+    parts = [_stepped(optimizer, group, s, [cut[i] for cut in cuts]) for i, s in enumerate(starts)]
+    apart = torch.cat(parts, dim) - start
+    exact = dtype in (torch.float64, torch.complex128)
+    bound = (1e-7 if exact else 1e-2) * float(whole.abs().max()) + (1e-13 if exact else 1e-6)
+    if not bool(((whole - apart).abs() <= bound).all()):
+        return False
+    empty = start.narrow(dim, 0, 0)
+    _stepped(optimizer, group, empty, [empty] * 2)
+    return True
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], start: torch.Tensor,
+    gradients: list[torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """Where a copy of the optimizer takes ``start``."""
+    errors = []
+    for make in (_copied, _made_anew):
+        for with_closure in (False, True):
+            parameter = torch.nn.Parameter(start.detach().clone())
+            try:
+                made = make(optimizer, group, parameter)
+                for gradient in gradients:
+                    parameter.grad = gradient.clone()
+                    _step(made, parameter if with_closure else None)
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0:1]}")
+            else:
+                return parameter.detach()
+    raise Untestable(errors[0])
+
+
+def _step(made: torch.optim.Optimizer, given: torch.nn.Parameter | None) -> None:
+    """The step of the optimizer's class, without hooks and what schedulers put around it."""
+    function: Callable[..., Any] = type(made).step
+    if getattr(function, "hooked", False):
+        function = function.__wrapped__  # type: ignore[attr-defined]  # functools.wraps of torch's hooks
+    if given is None:
+        function(made)
+        return
+    gradient = given.grad
+
+    def closure() -> torch.Tensor:
+        given.grad = None if gradient is None else gradient + given.detach()  # of a function, that bends
+        return torch.zeros((), dtype=given.dtype, device=given.device).real
+
+    function(made, closure)
+
+
+_OWN: Final = ("state", "param_groups", "step", "defaults")
+
+
+def _copied(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.nn.Parameter
+) -> torch.optim.Optimizer:
+    """A copy without state and hooks that holds ``parameter`` alone; so are the optimizers that it holds."""
+    memo: dict[int, Any] = {}
+    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    groups = [{**copy.deepcopy(options), "params": [parameter]}]
+    for there in optimizer.param_groups:
+        memo[id(there)] = groups[0]
+        memo[id(there["params"])] = groups[0]["params"]
+        memo.update((id(p), parameter) for p in there["params"])
+    memo[id(optimizer.param_groups)] = groups
+
+    def copied(one: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = object.__new__(type(one))
+        memo[id(one)] = made
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        memo[id(one.state)] = state
+        for key, value in vars(one).items():
+            if isinstance(value, torch.optim.Optimizer):
+                made.__dict__[key] = memo[id(value)] if id(value) in memo else copied(value)
+            elif key in _OWN:
+                continue
+            elif key.startswith("_optimizer_"):
+                made.__dict__[key] = type(value)()  # no hooks
+            else:
+                made.__dict__[key] = copy.deepcopy(value, memo)
+        made.__dict__.setdefault("defaults", dict(one.defaults) if "defaults" in vars(one) else {})
+        if "state" in vars(one):
+            made.__dict__["state"] = state
+        if "param_groups" in vars(one):
+            made.__dict__["param_groups"] = groups
+        return made
+
+    return copied(optimizer)
+
+
+def _made_anew(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.nn.Parameter
+) -> torch.optim.Optimizer:
+    """An optimizer of the class, for those that prepare their state when they are made."""
+    options = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
+    factory: Callable[..., torch.optim.Optimizer] = type(optimizer)
+    return factory([{"params": [parameter], **options}])
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """The context leaves the random states of Python, numpy and torch's CPU as they were."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

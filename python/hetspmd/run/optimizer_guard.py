@@ -1,0 +1,199 @@
+"""What an optimizer may do over parameters that lie in shards is looked at before its first step.
+
+An optimizer that is elementwise steps shards as it steps the whole. torch's are known; any other is tried
+(:mod:`hetspmd.run.elementwise`). One that mixes elements, or that cannot be tried, is refused on every rank. State
+of whole parameters, of an optimizer that was stepped or loaded as on one device, is cut to shards.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hetspmd.errors import OptimizerError
+from hetspmd.forms import is_sharded, sharded_dim
+from hetspmd.run.elementwise import Untestable, is_elementwise, steps_nothing, trial_shape
+from hetspmd.run.optimizer_state import cut_whole_state, is_own
+from hetspmd.run.owners import Place, living, places
+
+_optim = torch.optim
+ELEMENTWISE: Final[frozenset[type]] = frozenset(
+    (
+        _optim.SGD, _optim.Adam, _optim.AdamW, _optim.NAdam, _optim.RAdam, _optim.Adamax, _optim.RMSprop,
+        _optim.Rprop, _optim.ASGD, _optim.Adagrad, _optim.Adadelta,
+    )
+)  # fmt: skip
+"""Optimizers of torch that need no trial; not those that inherit from them."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What there was when an optimizer was looked at: the sizes of its groups, and by ``id`` the HAP modules that
+    lived and those whose parameters it held."""
+
+    held: tuple[int, ...]
+    alive: tuple[int, ...]
+    modules: tuple[int, ...]
+
+
+_LOCK = threading.Lock()
+_HOOK: list[Any] = []
+_ALLOWED: set[type] = set()
+_CHECKED: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Look] = weakref.WeakKeyDictionary()
+"""The optimizers that were looked at."""
+
+
+def allow_optimizer(kind: type) -> None:
+    """Let optimizers of this class step shards, each rank its own, though they may not be elementwise.
+
+    For those that cannot be tried, or whose results may differ from one device's. Every rank must call this.
+    """
+    _ALLOWED.add(kind)
+
+
+def watch_optimizers() -> None:
+    """Look at every optimizer before its first step, from the first call on."""
+    with _LOCK:
+        if not _HOOK:
+            _HOOK.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    held = tuple(len(group["params"]) for group in optimizer.param_groups)
+    alive = tuple(id(module) for module in living())
+    last = _CHECKED.get(optimizer)
+    if last is not None and (last.held, last.alive) == (held, alive):
+        return
+    known = {key: place for key, place in places().items() if place.module.everyone.world > 1}
+    mine = [known[id(p)] for p in _parameters(optimizer) if id(p) in known]
+    modules = tuple({id(place.module): None for place in mine})
+    if mine and (last is None or (last.held, last.modules) != (held, modules)):
+        _check(optimizer, known, mine)
+    elif alive and any(p.is_meta for p in _parameters(optimizer)):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} holds parameters on the meta device, in whose place HAP(...) has made "
+            f"others; make it after HAP(...): {type(optimizer).__name__}(hap.parameters(), ...)"
+        )
+    _CHECKED[optimizer] = _Look(held, alive, modules)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _check(optimizer: torch.optim.Optimizer, known: Mapping[int, Place], mine: list[Place]) -> None:
+    """Raise OptimizerError, on every rank alike, if the optimizer cannot step these parameters."""
+    problem = ""
+    try:
+        for one in (optimizer, *_wrappers(optimizer)):
+            problem = problem or _problem(one, optimizer.param_groups, known)
+        cut_whole_state(optimizer, known)
+    except OptimizerError as error:
+        problem = problem or str(error)
+    for module in {id(place.module): place.module for place in mine}.values():
+        told = module.everyone.exchange(problem)
+        first = next((text for text in (problem, *told) if text), "")
+        if first:
+            raise OptimizerError(first)
+    if any(_in_parts(place) for place in mine):
+        optimizer.register_state_dict_pre_hook(_refuse_shards)
+        optimizer.register_load_state_dict_post_hook(_look_again)
+
+
+def _in_parts(place: Place) -> bool:
+    layout = place.module.parameter_shards().get(place.name)
+    return layout is not None and (is_sharded(layout.form) or bool(place.module.plan.idle))
+
+
+def _refuse_shards(optimizer: torch.optim.Optimizer) -> None:
+    if not is_own() and any(_in_parts(place) for place in _places(optimizer)):
+        raise OptimizerError(
+            f"{type(optimizer).__name__}.state_dict() would be of this rank's shards alone; call, on every rank, "
+            "hetspmd.full_optimizer_state_dict(hap, optimizer), which has the state of the single device"
+        )
+
+
+def _places(optimizer: torch.optim.Optimizer) -> list[Place]:
+    known = places()
+    return [known[id(p)] for p in _parameters(optimizer) if id(p) in known]
+
+
+def _look_again(optimizer: torch.optim.Optimizer) -> None:
+    _CHECKED.pop(optimizer, None)
+
+
+def _problem(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], known: Mapping[int, Place]
+) -> str:
+    """Why the optimizer cannot step the parameters that lie in shards, "" if it can."""
+    kind = type(optimizer)
+    if kind in ELEMENTWISE or kind in _ALLOWED:
+        return ""
+    tried: set[Any] = set()
+    for group in groups:
+        options = tuple((k, _class_of(v)) for k, v in group.items() if k not in ("params", "param_names"))
+        for parameter in group["params"]:
+            place = known.get(id(parameter))
+            layout = None if place is None else place.module.parameter_shards().get(place.name)
+            if place is None or layout is None or not parameter.requires_grad:
+                continue
+            shape = trial_shape(layout.shape)
+            dim = sharded_dim(layout.form) if is_sharded(layout.form) else None
+            if (dim is None and not place.module.plan.idle) or (options, shape, dim) in tried:
+                continue
+            tried.add((options, shape, dim))
+            what = f"{kind.__name__} over {place.name} {list(layout.shape)}"
+            try:
+                if dim is None:
+                    steps_nothing(optimizer, group, parameter, shape)
+                elif not is_elementwise(optimizer, group, parameter, shape, dim):
+                    return (
+                        f"{what}, of which every rank holds a shard of dim {dim}, is not elementwise (or it draws "
+                        f"random numbers): it would train another model than on one device. {_mend(kind)}"
+                    )
+            except Untestable as error:
+                return (
+                    f"{what}, of which ranks hold shards, cannot be tried on a small tensor ({error}), so that "
+                    f"it is not known whether it is elementwise. {_mend(kind)}"
+                )
+    return ""
+
+
+def _mend(kind: type) -> str:
+    return (
+        "Take an elementwise one (SGD, Adam, AdamW, RMSprop, Adagrad, ...), or store what it steps whole, with "
+        "HAP(..., constraints={'*': 'replicated'}); "
+        f"hetspmd.allow_optimizer({kind.__name__}) lets every rank step its shards as they are"
+    )
+
+
+def _class_of(value: Any) -> Any:
+    """What of an option may matter for whether the optimizer is elementwise."""
+    if isinstance(value, float):
+        return value != 0.0
+    if isinstance(value, (list, tuple)):
+        return tuple(_class_of(v) for v in value)
+    return value if isinstance(value, (bool, int, str, type(None))) else type(value).__name__
+
+
+def _wrappers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Optimizers that hold this one and step it (SAM, Lookahead), though not those that pass calls on."""
+    holders = [r for r in gc.get_referrers(optimizer) if r is not _CHECKED]
+    dicts = [h for h in holders if type(h) is dict and "__builtins__" not in h]
+    found = [h for h in holders if isinstance(h, torch.optim.Optimizer)]
+    if dicts:
+        found += [
+            o
+            for o in gc.get_referrers(*dicts)
+            if isinstance(o, torch.optim.Optimizer) and any(vars(o) is d for d in dicts)
+        ]
+    for one in {id(o): o for o in found if o is not optimizer}.values():
+        if not type(one).__module__.startswith("accelerate."):
+            yield one
