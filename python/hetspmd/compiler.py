@@ -16,10 +16,11 @@ from torch import nn
 from hetspmd.alternation import Alternation, Clock, Outcome
 from hetspmd.balance.lengths import Lengths, Matrix, Ratios, by_segment, lengths_for
 from hetspmd.balance.segments import segmented, segments_like
+from hetspmd.balance.stored import as_stored
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.machines import has_machines
 from hetspmd.errors import OptionError, PlanError
-from hetspmd.forms import Form, is_sharded, sharded_dim
+from hetspmd.forms import Form
 from hetspmd.hierarchy import Machines, Step, cheaper, check_machines, inside_of, step_across
 from hetspmd.plan import Inside, Plan, SearchReport
 from hetspmd.rules.theory import Theory, derive
@@ -129,10 +130,10 @@ def compile_plan(
 
 
 def _like(theory: Theory, cluster: Cluster, like: Plan, limits: Limits, clock: Clock) -> Plan:
-    if like.graph.segments:
-        with clock("rules"):
+    with clock("rules"):
+        if like.graph.segments:
             theory = segmented(theory, segments_like(theory.graph, like.graph))
-    forms, lengths = _pinned(theory, like)
+        theory, forms, lengths = as_stored(theory, like.parameter_layout(), like.ratios)
     ratios = like.ratios[: theory.axes.segments]
     with clock("synth"):
         return _fixed_plan(theory, cluster, Constraints(forms), ratios, lengths, limits, like.active)
@@ -148,33 +149,6 @@ def _fixed_plan(
         inside = inside_of(theory, cluster, pair, limits, Clock())
         return _across(theory, cluster, (Outcome(pair, {}, ()), inside))
     return plan_of(theory, cluster, Outcome(pair, {}, ()))
-
-
-def _pinned(theory: Theory, like: Plan) -> tuple[dict[int, Form], Lengths]:
-    """Stored forms of parameters and lengths of their axes, as in ``like``.
-
-    Raises PlanError if the graph cannot have them.
-    """
-    stored = like.parameter_layout()
-    forms: dict[int, Form] = {}
-    pinned: dict[int, tuple[int, ...]] = {}
-    for p in theory.graph.parameters:
-        form, extents = stored[p.name]
-        forms[p.tensor] = form
-        if not is_sharded(form):
-            continue
-        dim = sharded_dim(form)
-        axis = theory.axes.axis(p.tensor, dim)
-        unit = theory.graph.tensors[p.tensor].shape[dim] // axis.units if axis is not None else 0
-        if axis is None or any(e % unit for e in extents):
-            raise PlanError(
-                f"{p.name} is stored in shards of {list(extents)}, which the new graph cannot use"
-            )
-        units = tuple(e // unit for e in extents)
-        if pinned.setdefault(axis.id, units) != units:
-            raise PlanError(f"{p.name} is stored in other shards than parameters it must agree with")
-    lengths = lengths_for(theory.axes, like.ratios[: theory.axes.segments])
-    return forms, Lengths(lengths.world, tuple(pinned.get(i, u) for i, u in enumerate(lengths.units)))
 
 
 def plan_of(

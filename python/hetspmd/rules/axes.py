@@ -13,6 +13,9 @@ multiples of it where that costs little (:func:`hetspmd.balance.lengths.aligned`
 A cut between segments (:mod:`hetspmd.trace.cuts`) does not join the axes of a tensor and of its copy: each segment
 divides its own at its own ratios. They are *kin*, and have as many units as they would have as one axis, and one
 grain, so that they have equal lengths at equal ratios.
+
+A parameter that is stored apart from its use (:mod:`hetspmd.trace.stored`) has an axis of its own along its stored
+dim, with a unit for each element, whatever the graph cuts. Nothing is its kin.
 """
 
 from __future__ import annotations
@@ -103,6 +106,8 @@ def logical_axes(graph: Graph, rules: Mapping[int, OpRule]) -> Axes:
             units[low] = gcd(units[low], units[high])
         return low
 
+    for t, dim in graph.stored_apart.items():
+        parent[first_of[t] + dim] = first_of[t] + dim
     cuts_of: dict[
         int, list[tuple[int, list[tuple[int, int]]]]
     ] = {}  # equal instructions share one rule object
@@ -139,7 +144,8 @@ def logical_axes(graph: Graph, rules: Mapping[int, OpRule]) -> Axes:
         for d in range(len(graph.tensors[t].shape))
         if parent[first_of[t] + d] >= 0 and parent[first_of[copy] + d] >= 0
     ]
-    kin = _kin(units, [(a, b) for *_, a, b in copied])
+    apart = {find(first_of[t] + dim) for t, dim in graph.stored_apart.items()}
+    kin = _kin(units, [(a, b) for *_, a, b in copied if a not in apart and b not in apart])
     grain: dict[int, int] = {}
     for parameter in graph.parameters:
         for dim, extent in enumerate(graph.tensors[parameter.tensor].shape):

@@ -202,13 +202,16 @@ def _op_rows(instruction: Instruction, kind: _Kind, axes: Axes) -> list[tuple[Ro
 def _copying(
     pairs: list[tuple[Row, int | None]], instruction: Instruction, axes: Axes
 ) -> list[tuple[Row, int | None]]:
-    """The rows of a cut: a shard is copied as it is, with the lengths of the segment that it comes from."""
+    """The rows of a cut: a shard is copied as it is, with the lengths of the segment that it comes from. A dim that
+    the copy itself is not divided along is none to copy."""
     (tensor,) = instruction.outputs
     found: list[tuple[Row, int | None]] = []
     for row, axis in pairs:
         if not is_sharded(row.post[0]):
             found.append((row, axis))
-        elif axes.sharded(tensor, copied := before_cut(sharded_dim(row.post[0]))) is not None:
+            continue
+        own, copied = axes.sharded(tensor, row.post[0]), before_cut(sharded_dim(row.post[0]))
+        if own is not None and own.units >= 2 and axes.sharded(tensor, copied) is not None:
             found.append((Row(row.name, row.pre, (copied,)), axis))
     return found
 

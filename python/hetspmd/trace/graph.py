@@ -21,7 +21,10 @@ CONSTANT: Final = "hetspmd.constant"
 SECOND_READ: Final = "aten.alias.default"
 """How the backward reads a parameter that the forward has read (:mod:`hetspmd.trace.reread`)."""
 REBALANCE: Final = "hetspmd.rebalance.default"
-"""The copy of a tensor for another segment, to whose lengths it moves (:mod:`hetspmd.trace.cuts`)."""
+"""The copy of a tensor for another segment, to whose lengths it moves (:mod:`hetspmd.trace.cuts`), and of a
+parameter that is stored in lengths of its own (:mod:`hetspmd.trace.stored`)."""
+STORED: Final = "stored"
+"""The keyword by which a parameter's source names the dim that is stored in lengths of its own."""
 SOURCES: Final = (PARAMETER, BUFFER, INPUT, TANGENT, CONSTANT)
 
 
@@ -277,6 +280,21 @@ class Graph:
     def holders(self) -> tuple[Buffer | Parameter, ...]:
         """The buffers and, behind them, the parameters."""
         return (*self.buffers, *self.parameters)
+
+    @property
+    def stored_apart(self) -> dict[int, int]:
+        """The tensor id of each parameter that is stored in lengths of its own to the dim so divided (cached)."""
+        cached = self.__dict__.get("_stored_apart")
+        if cached is None:
+            cached = {
+                i.outputs[0]: dim
+                for i in self.instructions
+                if i.op == PARAMETER
+                for name, dim in i.kwargs
+                if name == STORED
+            }
+            self.__dict__["_stored_apart"] = cached
+        return cached
 
     def without_outputs(self) -> Graph:
         """The graph with its outputs other than the loss forgotten, and what only they needed removed."""
