@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 STARTS: dict[str, Callable[..., PendingTensor]] = {
     "all_reduce": collectives.start_all_reduce, **collectives.SCATTERS, **collectives.GATHERS,
-    "all_to_all": collectives.start_all_to_all,
+    "all_to_all": collectives.start_all_to_all, "rebalance": collectives.start_rebalance,
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 - A mean over a dimension that may be sharded becomes a sum and a division by the global count.
 - Batch norm in training becomes sums over the global batch, which is what one device computes.
 - Convolution backward becomes one instruction per gradient, so that each may be sharded in its own way.
+- The gradient of a mean loss over no elements, whose count torch's decomposition would divide by, has no elements.
 - ``new_zeros`` and its like, which read no values of their tensor, become ``full``: the tensor need not be whole.
 """
 
@@ -38,6 +39,8 @@ _FROM_TORCH = (
 def table() -> Decompositions:
     """The decomposition table of the trace."""
     found = decomposition_table(list(_FROM_TORCH))
+    for op in (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward):
+        found[op.default] = _unless_empty(found[op.default])
     found.update(_own())
     return found
 
@@ -53,6 +56,15 @@ def _own() -> dict[Any, Callable[..., Any]]:
         aten.new_ones.default: partial(_new, 1),
         aten.new_full.default: _new_full,
     }
+
+
+def _unless_empty(gradient: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The gradient of a loss with respect to its first tensor, also where that has no elements."""
+
+    def of(grad_output: torch.Tensor, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        return gradient(grad_output, x, *args) if x.numel() else torch.zeros_like(x)
+
+    return of
 
 
 def _count(x: torch.Tensor, dims: Sequence[int]) -> int:
