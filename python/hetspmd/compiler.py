@@ -19,7 +19,7 @@ from hetspmd.balance.segments import segmented, segments_like
 from hetspmd.balance.stored import as_stored
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.machines import has_machines
-from hetspmd.errors import OptionError, PlanError
+from hetspmd.errors import OptionError
 from hetspmd.forms import Form
 from hetspmd.hierarchy import Machines, Step, cheaper, check_machines, inside_of, step_across
 from hetspmd.plan import Inside, Plan, SearchReport

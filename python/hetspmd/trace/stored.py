@@ -1,10 +1,10 @@
 """Parameters that are stored in other slices than the graph divides them in.
 
-A plan of another mode or batch finds parameters in shards that an earlier plan has chosen. Its own graph may not cut
-that dim at all, or only at other places. :func:`with_storage` parts what is stored from what is used: the readers of
-such a parameter read a copy of it, :data:`~hetspmd.trace.graph.REBALANCE`, and its gradient is a copy as well. The
-stored tensor has then no dim in common with any other op, so its shards may have any lengths, and they are gathered
-before their use or moved to the lengths of the copy.
+A plan of another mode or batch finds parameters in shards that an earlier plan has chosen. Its own graph may not
+cut that dim at all, or only at other places. :func:`with_storage` parts what is stored from what is used: the
+readers of such a parameter read a copy of it, :data:`~hetspmd.trace.graph.REBALANCE`, and its gradient is a copy as
+well. The stored tensor has then no dim in common with any other op, so its shards may have any lengths, and they
+are gathered before their use or moved to the lengths of the copy.
 
 The source of such a parameter says so: ``hetspmd.parameter(stored=0)``.
 """
@@ -71,10 +71,10 @@ class _Parting:
             if again.get(instruction.id) in self.dims:
                 self._use(instruction.outputs[0], instruction, segment)
             for tensor in instruction.outputs:
-                for parameter in made.get(tensor, ()):
-                    home = graph.segment(parameter)
+                for owner in made.get(tensor, ()):
+                    home = graph.segment(owner)
                     name = f"{graph.tensors[tensor].name} as stored"
-                    self.given[parameter] = self._copy(tensor, name, "backward", instruction.source, home)
+                    self.given[owner] = self._copy(tensor, name, "backward", instruction.source, home)
         parameters = tuple(
             replace(p, gradient=self.given.get(p.tensor, p.gradient)) for p in graph.parameters
         )

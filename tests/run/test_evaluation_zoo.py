@@ -1,0 +1,95 @@
+"""Every model of the zoo and of examples/ with everything in shards that can be, along dim 0 and then along dim 1,
+in other modes and with other batches: equal to one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from evaluations import ask, evaluated, inferred, module_of, sharded_plan, stepped, with_rows
+from torch import nn
+
+import zoo
+from hetspmd.trace.step import Loss
+from workbench import example_module
+
+EXAMPLES = ("bert", "bert_moe", "gpt2", "llama", "resnet50", "vgg19", "vit")
+DEEP = {
+    "densenet121", "efficientnet-b0", "googlenet", "gru", "lstm", "mnasnet", "mobilenet-v2", "regnet", "resnet50",
+    "shufflenet", "swin",
+}  # fmt: skip
+"""Whose steps take long to compile: they are evaluated only."""
+
+QUICK = {"gpt2", "unet", "dlrm"}
+NAMES = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in (*zoo.ZOO, *(f"examples/{name}" for name in EXAMPLES))
+]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ops without a rule"),
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor"),
+]
+
+
+def built(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Any, Loss | None]:
+    if not name.startswith("examples/"):
+        return zoo.build(name, dtype)
+    model, example = example_module(name.removeprefix("examples/")).small()
+    return (
+        model.to(dtype).train(),
+        {k: v.to(dtype) if v.is_floating_point() else v for k, v in example.items()},
+        None,
+    )
+
+
+def checked(name: str, dims: tuple[int, ...], *kinds: str) -> None:
+    model, example, loss = built(name)
+
+    def body(run: Any) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        if "evaluation" in kinds:
+            found += evaluated(run, example)
+        if "one row" in kinds:
+            found += inferred(run, with_rows(example, 1))
+        if "another batch" in kinds:
+            found += stepped(run, with_rows(example, 5))
+        if "frozen parts" in kinds:
+            for i, p in enumerate(module_of(run).parameters()):
+                p.requires_grad_(i % 2 == 0)
+            run.eval()
+            found += stepped(run, example)
+        return found
+
+    plan = sharded_plan(model, example, dims, loss)
+    # Some models compute their loss in float32, whatever their dtype.
+    single = any(t.dtype == "float32" for t in plan.graph.tensors)
+    found = ask(model, body, plan=plan, loss=loss)
+    assert found.error() < (1e-5 if single else 1e-9)
+    assert len(found.plans) == 1 + len(kinds)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_along_dim_0(name: str) -> None:
+    checked(name, (0,), "evaluation", *(() if name in DEEP else ("another batch",)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_along_dim_1(name: str) -> None:
+    checked(name, (1,), "one row", *(() if name in DEEP else ("frozen parts",)))
+
+
+@pytest.mark.parametrize("dims", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if n.values[0] in ("gpt2", "bert", "vit", "unet", "opt", "t5")]
+)
+def test_autocast(name: str, dims: tuple[int, int]) -> None:
+    model, example, loss = built(name, torch.float32)
+
+    def body(run: Any) -> list[torch.Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return evaluated(run, example)
+
+    found = ask(model, body, plan=sharded_plan(model, example, dims, loss), loss=loss)
+    assert found.error() < 5e-2
+    assert [plan.graph.autocast for plan in found.plans] == ["", "bfloat16"]
