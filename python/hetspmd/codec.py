@@ -242,22 +242,21 @@ def _mapping(key: Any, item: Any) -> Decoder:
 def _dataclass(cls: type) -> Decoder:
     from hetspmd.synth.program import Kind
 
-    readers: list[tuple[str, Decoder]] = []
-    names: list[str] = []
+    fields: list[tuple[tuple[str, Decoder], ...]] = []  # none or one: threads see all of it or nothing
     name = cls.__name__
 
-    def prepare() -> None:  # at the first value: classes may hold their own kind
+    def prepare() -> tuple[tuple[str, Decoder], ...]:  # at the first value: classes may hold their own kind
         hints = get_type_hints(cls, localns={"Kind": Kind})
-        names.extend(f.name for f in dataclasses.fields(cls))
-        readers.extend((n, _decoder(hints[n])) for n in names)
+        return tuple((f.name, _decoder(hints[f.name])) for f in dataclasses.fields(cls))
 
     def read(value: Any) -> Any:
         if type(value) is not dict or value.get("$") != name:
             raise _wrong(value, f"a {name}")
-        if not readers:
-            prepare()
-        if len(value) != len(readers) + 1 or not all(n in value for n in names):
-            raise _fields(value, names)
+        if not fields:
+            fields.append(prepare())
+        readers = fields[0]
+        if len(value) != len(readers) + 1 or not all(n in value for n, _ in readers):
+            raise _fields(value, [n for n, _ in readers])
         found: dict[str, Any] = {}
         n = ""
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ from torch.nn import functional as F
 import hetspmd
 from hetspmd.compiler import compile_plan
 from hetspmd.cost.cluster import Cluster
+from hetspmd.errors import PlanError
+from hetspmd.planfile.graph import check_graph
 from hetspmd.run.module import HAP
 from hetspmd.synth.program import Communicate
+from hetspmd.trace.graph import INPUT, PARAMETER
 from nets import Net
 
 ROWS = torch.randn(16, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -299,3 +303,42 @@ def test_plans_that_store_apart_are_stored_and_printed() -> None:
     assert again.parameter_layout() == first.parameter_layout()
     assert "n.weight" in str(later)
     assert later.timeline() is not None
+
+
+def test_damaged_storage_is_found() -> None:
+    model = net(through("n"), n=nn.LayerNorm(24))
+    first = hetspmd.compile(model, X, FOUR, constraints={"n.*": "shard(0)"}, segments=1)
+    graph = compile_plan(copy.deepcopy(model).eval(), X, {}, FOUR, training=False, like=first).graph
+    check_graph(graph)
+    instructions = list(graph.instructions)
+    place = next(i.id for i in instructions if i.op == PARAMETER and i.kwargs)
+    other = next(i.id for i in instructions if i.op == INPUT)
+    for at, kwargs in (
+        (place, (("stored", 7),)), (place, (("stored", -1),)), (place, (("stored", False),)),
+        (place, (("stored", 0), ("stored", 0))), (place, (("shown", 0),)), (place, (("stored", "0"),)),
+        (other, (("stored", 0),)), (place, ()),
+    ):  # fmt: skip
+        wrong = list(instructions)
+        wrong[at] = replace(wrong[at], kwargs=kwargs)
+        if at == place and not kwargs:
+            wrong = [replace(i, kwargs=()) for i in wrong]
+        with pytest.raises(PlanError, match="damaged"):
+            check_graph(replace(graph, instructions=tuple(wrong)))
+
+
+def test_an_evaluation_without_a_whole_segment() -> None:
+    """What training does in the middle of the model, the evaluation does not."""
+    layers = [nn.Linear(12, 12) for _ in range(6)]
+
+    def forward(n: Any, x: torch.Tensor) -> torch.Tensor:
+        for i in range(6) if n.training else (0, 1, 4, 5):
+            x = torch.tanh(getattr(n, f"layer{i}")(x))
+        return x.pow(2).mean()
+
+    model = net(forward, **{f"layer{i}": layer for i, layer in enumerate(layers)})
+    found = ask(
+        model, lambda run: [*evaluated(run, X), *stepped(run, with_rows(X, 5))], example=X, segments=3,
+        constraints={"layer*.weight": "shard(0)"},
+    )  # fmt: skip
+    assert found.error() < 1e-9
+    assert found.plans[0].graph.segment_count == 3

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final
 
 from hetspmd.errors import PlanError
+from hetspmd.forms import DIMS
 from hetspmd.trace.compat import spec_from_text
 from hetspmd.trace.graph import (
     BUFFER,
@@ -19,6 +20,7 @@ from hetspmd.trace.graph import (
     ITEM_SIZES,
     PARAMETER,
     REBALANCE,
+    STORED,
     TANGENT,
     Argument,
     Buffer,
@@ -85,11 +87,8 @@ class _Check:
         where = f"instruction {place} ({instruction.name})"
         if instruction.id != place:
             raise _fail(where, f"has the id {instruction.id}")
-        if instruction.is_source and (
-            instruction.args or instruction.kwargs or instruction.inputs or len(instruction.outputs) != 1
-            or instruction.phase != "forward"
-        ):  # fmt: skip
-            raise _fail(where, "is a source that computes something")
+        if instruction.is_source:
+            self._source(instruction, where)
         for tensor in self._call(instruction, where):
             by = self.made.get(tensor)
             if by is None:
@@ -100,6 +99,17 @@ class _Check:
             if tensor in self.made:
                 raise _fail(where, f"makes {self.graph.tensors[tensor].name} a second time")
             self.made[tensor] = instruction
+
+    def _source(self, instruction: Instruction, where: str) -> None:
+        """A source has no arguments; a parameter's may name the dim that is stored in lengths of its own."""
+        kwargs, outputs = instruction.kwargs, instruction.outputs
+        if instruction.args or instruction.inputs or len(outputs) != 1 or instruction.phase != "forward":
+            raise _fail(where, "is a source that computes something")
+        if kwargs:
+            dims = range(min(len(self._exists(outputs[0], where).shape), DIMS))
+            allowed = [((STORED, dim),) for dim in dims]
+            if instruction.op != PARAMETER or kwargs not in allowed or isinstance(kwargs[0][1], bool):
+                raise _fail(where, "is a source that is given what it does not take")
 
     def _call(self, instruction: Instruction, where: str) -> tuple[int, ...]:
         """What a call reads, which it must list as it names it."""
@@ -242,17 +252,15 @@ class _Check:
     def _segments(self) -> None:
         segments, count = self.graph.segments, len(self.graph.instructions)
         if not segments:
-            if any(i.op == REBALANCE for i in self.graph.instructions):
+            copies = any(i.op == REBALANCE for i in self.graph.instructions)
+            if copies and not self.graph.stored_apart:
                 raise _fail("segments", "are missing, and tensors are copied between them")
             return
         if len(segments) != count:
             raise _fail("segments", f"are given for {len(segments)} instructions of {count}")
-        if not _numbered(segments):
+        # A forward alone may have nothing of a segment that training has.
+        if min(segments) < 0 or max(segments) >= count:
             raise _fail("segments", "are not numbered from 0")
-
-
-def _numbered(values: Sequence[int]) -> bool:
-    return min(values) >= 0 and set(values) == set(range(len(set(values))))
 
 
 def _is_call(spec: Any) -> bool:
