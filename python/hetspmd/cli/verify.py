@@ -25,6 +25,11 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
         "--dtype", choices=("float64", "float32"), default="float64", help="dtype to compute in (float64)"
     )
     parser.add_argument("--steps", type=positive_count, default=2, metavar="N", help="optimizer steps (2)")
+    parser.add_argument(
+        "--locate",
+        action="store_true",
+        help="where they differ: name the first tensor and instruction that does",
+    )
     parser.set_defaults(run=run)
 
 
@@ -54,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
             constraints=constraints,
             segments=options.segments,
             machines=options.machines,
+            locate=options.locate,
         )
     errors = {
         "loss_error": report.loss_error,
@@ -61,7 +67,10 @@ def run(options: argparse.Namespace) -> int:
         "parameter_error": report.parameter_error,
     }
     # JSON has no infinity, which stands for a tensor that is missing or not a number.
-    document = {"ok": report.ok, **{k: v if math.isfinite(v) else None for k, v in errors.items()}}
+    document: dict[str, Any] = {
+        "ok": report.ok, **{k: v if math.isfinite(v) else None for k, v in errors.items()},
+        "unproved": report.unproved, "notes": list(report.notes), "located": report.located,
+    }  # fmt: skip
     if report.rounding is not None:
         document["rounding"] = report.rounding if math.isfinite(report.rounding) else None
     if options.json is not None:

@@ -5,8 +5,9 @@ Identity: a slice for All-Gather(d), for All-Reduce the tensor itself on rank 0 
 collective is written as its start where its step stands, and as its wait where its result is first read.
 
 A node's ``meta`` says what it is the work of, for :mod:`hetspmd.run.record`: ``instruction`` (its id) or
-``transfer`` (what a start carries); other nodes are waits, slices and copies. :data:`SHAPE` and :data:`DTYPE` are
-those of values here, for :mod:`hetspmd.lower.fuse`, which says in :data:`ALSO` what other instructions a call does.
+``transfer`` (what a start carries); other nodes are waits, slices and copies. :data:`SHAPE` and :data:`DTYPE`
+are those of values here, and :data:`VALUE` says which, for :mod:`hetspmd.lower.fuse`, which says in
+:data:`ALSO` what other instructions a call does.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Lazy = Callable[[], fx.Node]
 
 aten = torch.ops.aten
 
-SHAPE, DTYPE, ALSO = "shape", "dtype", "also"
+SHAPE, DTYPE, ALSO, VALUE = "shape", "dtype", "also", "value"
 
 
 class GraphWriter:
@@ -118,7 +119,7 @@ class GraphWriter:
         """The node, with the shape and dtype of the value here."""
         node.meta[SHAPE] = self.layout.shape(*key, self.rank)
         node.meta[DTYPE] = self.theory.graph.tensors[key[0]].dtype
-        return node
+        return valued(node, key)
 
     def write(self, step: Scheduled) -> None:
         """Append a step."""
@@ -144,7 +145,9 @@ class GraphWriter:
         pending = self.call(f"{name}_{step.kind}", start, (self.runtime, source, *args))
         pending.meta["transfer"] = step
         suffix = "whole" if step.target == IDENTITY else f"shard{sharded_dim(step.target)}"
-        self.produced[target] = lambda: self.call(f"{name}_{suffix}", collectives.wait, (pending,))
+        self.produced[target] = lambda: valued(
+            self.call(f"{name}_{suffix}", collectives.wait, (pending,)), target
+        )
         self._pending.append(target)
 
     def _coalesce(self, bucket: Bucket) -> None:
@@ -167,8 +170,11 @@ class GraphWriter:
         for index, target in enumerate(members):
             suffix = "whole" if target[1] == IDENTITY else f"shard{sharded_dim(target[1])}"
             name = f"{self.name(target[0])}_{suffix}"
-            self.produced[target] = partial(self.call, name, buckets.take, (pending, index))
+            self.produced[target] = partial(self._taken, name, pending, index, target)
             self._pending.append(target)
+
+    def _taken(self, name: str, pending: fx.Node, index: int, key: Key) -> fx.Node:
+        return valued(self.call(name, buckets.take, (pending, index)), key)
 
     def _compute(self, step: Compute) -> None:
         theory, row = self.theory, step.row
@@ -257,6 +263,12 @@ class GraphWriter:
         for node in reversed(self.graph.nodes):
             if node.target is item and not node.users:
                 self.graph.erase_node(node)
+
+
+def valued(node: fx.Node, key: tuple[int, ...]) -> fx.Node:
+    """The node, which says of which tensor in which form it is the value, for :mod:`hetspmd.run.locate`."""
+    node.meta[VALUE] = key
+    return node
 
 
 def instructions(node: fx.Node) -> tuple[int, ...]:

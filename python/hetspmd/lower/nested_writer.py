@@ -115,7 +115,7 @@ class NestedWriter:
             self._together(step)
 
     def _arrives(self, key: Key, pending: fx.Node) -> None:
-        self.produced[key] = lambda: self.call(self.name(key), collectives.wait, (pending,))
+        self.produced[key] = lambda: emit.valued(self.call(self.name(key), collectives.wait, (pending,)), key)
         self._pending.append(key)
 
     def _inside(self, step: Inside) -> None:
@@ -217,7 +217,8 @@ class NestedWriter:
         single = len(instruction.outputs) == 1 and not emit._returns_many(instruction)
         for index, key in enumerate(keys):
             if key[0] >= 0 and key not in self.produced:
-                self.produced[key] = node if single else self.call(self.name(key), emit.item, (node, index))
+                made = node if single else self.call(self.name(key), emit.item, (node, index))
+                self.produced[key] = emit.valued(made, key)
 
     def finish(self, results: Any) -> None:
         """Wait for the collectives whose results nothing reads, and write the output."""

@@ -146,7 +146,10 @@ class Named(torch.overrides.TorchFunctionMode):
             return other_dtype(value, self.dtype)
         if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
             wanted = other_dtype(value.dtype, self.dtype)
-            return value if value.dtype == wanted else value.to(wanted)
+            if value.dtype == wanted:
+                return value
+            # What is no part of the model gets no gradient.
+            return (value.detach() if value.is_leaf else value).to(wanted)
         if type(value) in (list, tuple):
             return type(value)(self._changed(v) for v in value)
         return value

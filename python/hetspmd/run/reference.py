@@ -6,7 +6,7 @@ It runs every instruction whole, in order, and is what a distributed program mus
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,7 @@ class ReferenceResult:
 def run_reference(
     theory: Theory, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
     inputs: Sequence[torch.Tensor], *, randomness: Randomness, tangent: float = 1.0,
+    watch: Callable[[Instruction, Mapping[int, torch.Tensor]], None] | None = None,
 ) -> ReferenceResult:  # fmt: skip
     """One step of the graph on one device: ``inputs`` are the batch's tensors in the graph's order.
 
@@ -63,6 +64,8 @@ def run_reference(
                 _keep(values, instruction, _draw(theory, instruction, values, randomness))
             else:
                 _keep(values, instruction, run_instruction(instruction, values, device))
+            if watch is not None:
+                watch(instruction, values)
             for tensor in instruction.inputs:
                 if last[tensor] == instruction.id and tensor not in kept:
                     values.pop(tensor, None)

@@ -39,6 +39,7 @@ from hetspmd.cost.cluster import Cluster
 from hetspmd.errors import HetspmdError, OptionError
 from hetspmd.run.copies import model_in
 from hetspmd.run.difference import Tensors, largest_error
+from hetspmd.run.locate import first_difference
 from hetspmd.run.numbers import with_own_numbers
 from hetspmd.run.precision import batch_in, default_in, retyped
 from hetspmd.run.proof import proving
@@ -78,13 +79,14 @@ def verify(
     model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str | os.PathLike[str], *,
     plan: Plan | None = None, dtype: str | torch.dtype = "float64", steps: int = 2,
     optimizers: Sequence[str] = ("sgd", "adamw"), loss: Loss | None = None, tolerance: float | None = None,
-    seed: int = 0, **options: Any,
+    seed: int = 0, locate: bool = False, **options: Any,
 ) -> VerifyReport:  # fmt: skip
     """Run ``plan`` (default: compile one) on all simulated ranks and compare with one device.
 
     ``dtype``: float64 or float32, by name or as torch's. ``optimizers``: of ``sgd`` and ``adamw``. The model is
     left as it was; its parameters must have values (not be on the meta device). ``options`` go to
-    :func:`hetspmd.compile`. Raises OptionError for another dtype, optimizer or argument, or no steps, and
+    :func:`hetspmd.compile`. ``locate``: say from which tensor and instruction on the sides differ, where they do
+    (:mod:`hetspmd.run.locate`). Raises OptionError for another dtype, optimizer or argument, or no steps, and
     ExampleError if the model fails on the example, or cannot be copied. Under ``torch.autocast`` the plan is
     the mixed-precision step's; both sides compute all of it in ``dtype``.
     """
@@ -101,7 +103,7 @@ def verify(
     with without_autocast("cpu"), default_in(wide):
         args, kwargs = batch_in((args, kwargs), wide)
         setting = Setting(model_in(model, wide), args, kwargs, loss, wide, steps, seed)
-        return _Comparison(_plan_in(plan, setting), setting, limit).of(optimizers)
+        return _Comparison(_plan_in(plan, setting), setting, limit).of(optimizers, locate)
 
 
 def _plan_in(plan: Plan, setting: Setting) -> Plan:
@@ -131,7 +133,7 @@ class _Comparison:
         self.given: set[str] = set()
         self.moved: set[str] = set()
 
-    def of(self, optimizers: Sequence[str]) -> VerifyReport:
+    def of(self, optimizers: Sequence[str], locate: bool) -> VerifyReport:
         self.setting, note, unproved = proving(self.setting)
         for name in optimizers:
             self._compare(name)
@@ -144,8 +146,29 @@ class _Comparison:
         ok = self.allowed and errors["loss"] <= limit and errors["gradients"] <= limit and not unproved
         return VerifyReport(
             ok, errors["loss"], errors["gradients"], errors["parameters"], limit, self.random, self.worst,
-            self.rounding, unproved, tuple(notes),
+            self.rounding, unproved, tuple(notes), self._located() if locate and not ok else "",
         )  # fmt: skip
+
+    def _located(self) -> str:
+        """Whether it is the trace or the program that differs, and from where on."""
+        lines = []
+        if not self.random:
+            sgd, one = _OPTIMIZERS["sgd"], replace(self.setting, steps=1)
+            graph, eager = reference_run(one, self.plan, sgd), eager_run(one, sgd)
+            error, worst = largest_error(
+                {**graph.gradients, "the loss": graph.loss}, {**eager.gradients, "the loss": eager.loss},
+                self.noise["gradients"],
+            )  # fmt: skip
+            if error > self.limit:
+                lines.append(f"the graph differs from eager PyTorch ({worst}: {error:.2e}): it is the trace")
+        near = replace(self.setting, model=_rounded(self.setting, 0))
+        first = first_difference(self.plan, self.setting, near, self.limit)
+        lines.append(
+            first
+            or "no value of the first step of the program differs from its graph's: what differs is "
+            f"{'the graph' if lines else 'made between the steps (buffers, the optimizer over shards)'}"
+        )
+        return "\n".join(lines)
 
     def _single_device(self, setting: Setting, optimizer: str) -> Run:
         if self.random:
