@@ -22,7 +22,7 @@ from torch import fx
 
 from hetspmd.lower.aliases import allocates, allocates_each
 from hetspmd.lower.batch_norm import join_batch_norms
-from hetspmd.lower.emit import ALSO, DTYPE, SHAPE, instructions, item
+from hetspmd.lower.emit import ALSO, DTYPE, SHAPE, VALUE, instructions, item
 from hetspmd.trace.compat import is_op
 
 aten = torch.ops.aten
@@ -134,6 +134,7 @@ def _scattered(graph: fx.Graph, product: fx.Node) -> None:
         with graph.inserting_before(product):
             numbers = _instead(filled, aten.mul.Tensor, (row, value))
             numbers.meta[SHAPE] = shape
+            numbers.meta.pop(VALUE, None)
             made = _instead(product, aten.scatter.src, (zeros, dim, index, numbers))
         _replace(product, made)
         return
