@@ -22,6 +22,7 @@ __all__ = [
     "OptimizerError",
     "OptionError",
     "OutputError",
+    "ParameterMismatchError",
     "PlanError",
     "PlanMismatchError",
     "PlanPerValueWarning",
@@ -138,7 +139,8 @@ class PlanMismatchError(PlanError):
 
 
 class CollectiveMismatchError(PlanMismatchError):
-    """Two ranks issued different collectives: they do not run the same program."""
+    """Two ranks issued different collectives, or called HAP for different things: they do not run the same
+    program."""
 
 
 class ProfileError(HetspmdError):
@@ -192,7 +194,12 @@ class WorldSizeError(HetspmdError):
 
 
 class BatchMismatchError(HetspmdError):
-    """A batch differs in structure, shape or dtype from the one that was planned for."""
+    """A batch differs in structure, shape or dtype from the one that was planned for, or from that of another
+    rank."""
+
+
+class ParameterMismatchError(HetspmdError):
+    """A rank holds another copy of a replicated tensor than the others."""
 
 
 class CheckError(HetspmdError):

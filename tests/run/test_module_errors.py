@@ -127,7 +127,7 @@ def test_ranks_with_batches_of_their_own_are_refused() -> None:
         return str(caught.value)
 
     for message in on_ranks(c, plan, body):
-        assert "rank 2 was given another x than rank 0" in message
+        assert "rank 2 was given another x than ranks 0 and 1" in message
         assert "same global batch" in message
 
 

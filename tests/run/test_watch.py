@@ -32,7 +32,7 @@ for number in range(150):
     {asks}
 """
 ASKS = {
-    "asking": "assert watch._ask(lambda: watch._store.check([])) is None",
+    "asking": "assert watch.board.ask(lambda: watch.board.store.check([])) is None",
     "busy": "with watch.busy(): pass",
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import fx
@@ -24,6 +24,9 @@ from hetspmd.run.runtime import Runtime
 from hetspmd.run.stretches import in_stretches
 from hetspmd.trace.autocast import without_autocast
 from hetspmd.trace.compat import graph_is_kept
+
+if TYPE_CHECKING:
+    from hetspmd.run.attendance import Attendance
 
 NOT_THE_LOSS: Final = (
     "a gradient reached an output of HAP that is not the loss; compute what is differentiated inside the model, or "
@@ -45,6 +48,7 @@ class Runner:
         origin: Origin | None = None, compile: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.origin = origin
+        self.attendance: Attendance | None = None
         self.program, self.runtime, self.loss, self.gather = program, runtime, loss, gather
         seen: dict[int, int] = {}
         for position, output in enumerate(program.outputs):
@@ -225,6 +229,7 @@ class _Step(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
         results, saved = runner.forward(parameters, buffers, inputs)
         ctx.runner = runner
+        ctx.step = 0 if runner.attendance is None else runner.attendance.step
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(t for t in results if t is not None and not (t.is_floating_point() or t.is_complex()))
@@ -258,6 +263,8 @@ class _Step(torch.autograd.Function):
                 "trying to backward through a HAP step a second time; its saved tensors are freed. Pass "
                 "retain_graph=True to the first backward"
             )
+        if runner.attendance is not None:
+            runner.attendance.backward(ctx.step)
         checked = iter(ctx.saved_tensors)
         saved = [next(checked) if t is None else t for t in ctx.box]
         if not graph_is_kept():

@@ -17,9 +17,12 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from hetspmd.run.roll import Roll
 
 
 class Work(Protocol):
@@ -72,6 +75,10 @@ class Communicator(ABC):
     def busy(self) -> AbstractContextManager[None]:
         """A context in which this rank may keep the others waiting for longer."""
         return nullcontext()
+
+    def roll(self) -> Roll | None:
+        """The roll call of the ranks, the same one at every call; None where there is none. All ranks call this."""
+        return None
 
     def report(self, error: BaseException) -> None:  # noqa: B027  # most communicators tell by themselves
         """Tell the ranks that wait for this one that it has failed."""

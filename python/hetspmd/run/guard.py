@@ -34,6 +34,11 @@ class Expected:
     names: tuple[str, ...]
     inputs: tuple[int, ...]
 
+    @property
+    def input_names(self) -> list[str]:
+        """How messages call the tensors."""
+        return [self.names[i] for i in self.inputs]
+
 
 def expected(graph: Graph, function: Callable[..., Any] | None = None) -> Expected:
     """The batch that a graph was made for. ``function`` is what is called with it: messages take the names of

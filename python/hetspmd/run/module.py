@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -23,6 +24,7 @@ from hetspmd.forms import is_sharded
 from hetspmd.lower import LocalTensor
 from hetspmd.run.agreement import agreed_plan, loaded_plan
 from hetspmd.run.anomaly import is_looked_for
+from hetspmd.run.attendance import Attendance, meet_ranks
 from hetspmd.run.clipping import reach_torch
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.forwarding import forwards, without_prefix
@@ -32,9 +34,10 @@ from hetspmd.run.lone import run_model
 from hetspmd.run.machines import join_machines
 from hetspmd.run.optimizer_guard import watch_optimizers
 from hetspmd.run.owners import remember
-from hetspmd.run.plan_cache import PlanCache, Setting
+from hetspmd.run.plan_cache import Entry, PlanCache, Setting
 from hetspmd.run.process_group import communicator_for
-from hetspmd.run.random import Randomness
+from hetspmd.run.random import Randomness, next_seed
+from hetspmd.run.replicas import replicas_of
 from hetspmd.run.runtime import Runtime
 from hetspmd.run.scaler import reach_torch_scaler
 from hetspmd.run.shards import FULL
@@ -79,6 +82,8 @@ class HAP(nn.Module):
     device               where to run; default: where the model is
     process_group        default: the default group; a Communicator is taken as well (simulation)
     sync_module_states   start from rank 0's parameters and buffers, as DistributedDataParallel does
+    check_batches        compare what the ranks are given, and their copies of replicated tensors, in every step;
+                         False if only the rows that a rank uses are right on it
     timeout              seconds in which a rank gives up a collective for which another one does not come
                          (it has died, hangs, or is busy for as long between two steps), with RankFailedError;
                          compiling does not count
@@ -102,7 +107,8 @@ class HAP(nn.Module):
         example: Any = None, loss: Loss | None = None, plan: Plan | str | os.PathLike[str] | None = None,
         gather_outputs: bool = False, strict: bool = False, device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | Communicator | None = None, sync_module_states: bool = True,
-        timeout: float = 30.0, compile: bool | Mapping[str, Any] = False, **options: Any,
+        check_batches: bool = True, timeout: float = 30.0, compile: bool | Mapping[str, Any] = False,
+        **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         from hetspmd.compiler import check_options
@@ -152,8 +158,8 @@ class HAP(nn.Module):
         else:
             raise ExampleError("HAP needs example= (a batch to plan for) or plan=")
         check_model(model, first.graph)
-        seed = communicator.exchange(int(torch.randint(2**62, ())))[0]
-        randomness = Randomness(seed, communicator.rank, self.device)
+        ranks = meet_ranks(communicator, self.device, next_seed(), check_batches)
+        randomness = Randomness(ranks.seed, communicator.rank, self.device)
         if first.inside is None:
             self._runtime = Runtime.join(communicator, first.active, randomness)
         else:
@@ -166,6 +172,14 @@ class HAP(nn.Module):
         self._plans = PlanCache(setting, self._store, self._runtime, first, program)
         self._store.guard(idle=self._runtime.everyone is not None)
         self._loss = loss
+        self._attendance: Attendance | None = None
+        if ranks.roll is not None:
+            replicas = replicas_of(
+                self._store, first.graph, program, lambda: self._runtime, alike=ranks.alike
+            )
+            self._attendance = Attendance(ranks, self.device, replicas)
+            self._plans.attendance = self._attendance
+        self._check = check_batches
         self._recording: Recording | None = None
         self._lowered = False
         remember(self)
@@ -206,6 +220,18 @@ class HAP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a global batch, the same on every rank."""
+        if self._attendance is None:
+            return self._run(*self._planned(args, kwargs), args, kwargs)
+        with self._attendance.may_refuse():
+            entry, inputs, parameters = self._planned(args, kwargs)
+        describe = partial(self._plans.calling, args, kwargs)
+        with self._attendance.at(entry, inputs, f"recorded {self._recording is not None}", describe):
+            return self._run(entry, inputs, parameters, args, kwargs)
+
+    def _planned(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Entry, list[torch.Tensor], list[torch.Tensor]]:
+        """The plan for a batch, the batch's tensors, and the parameters as they are now."""
         entry, inputs = self._plans.select(args, kwargs, self._recording)
         check_tensors(inputs, entry.inputs, self.device)
         try:
@@ -213,9 +239,15 @@ class HAP(nn.Module):
         except ShardError as error:
             self._everyone.report(error)
             raise
-        if not entry.compared:
+        if self._check and self._attendance is None and not entry.compared:
             check_same_batch(self._everyone, inputs, entry.inputs)
             entry.compared = True
+        return entry, inputs, parameters
+
+    def _run(
+        self, entry: Entry, inputs: list[torch.Tensor], parameters: list[torch.Tensor], args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
         if entry.model and not (self._lowered or self._recording is not None or is_looked_for()):
             of = entry.plan, entry.runner, entry.output_spec
             return run_model(self.module, self._loss, args, kwargs, *of)
@@ -247,6 +279,7 @@ class HAP(nn.Module):
 
         ``rank0_only``: the other ranks get an empty dict.
         """
+        self._meet("full_state_dict()")
         with self._store.sentry.lifted():
             return full_state_dict(self._store, self._runtime, keep=not rank0_only or self.rank == 0)
 
@@ -256,6 +289,7 @@ class HAP(nn.Module):
         It is what the model was before it was wrapped, with the present values: call it, or its methods and parts,
         copy it, save it. The copy does not follow the training.
         """
+        self._meet("full_module()")
         with self._store.sentry.lifted():
             return full_module(self._store, self._runtime, self.device)
 
@@ -280,12 +314,14 @@ class HAP(nn.Module):
 
     def full_tensors(self) -> dict[str, torch.Tensor]:
         """Whole copies of all parameters and buffers by (first) name; every rank must call this."""
+        self._meet("full_tensors()")
         named: dict[str, torch.Tensor] = dict(self.module.named_parameters())
         named.update(self.module.named_buffers())
         return self.gather(named)
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Whole copies of the gradients that there are, by parameter; every rank must call this."""
+        self._meet("full_gradients()")
         named = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
         return self.gather(named)
 
@@ -308,6 +344,7 @@ class HAP(nn.Module):
         if self._recording is not None:
             raise RuntimeError("this module is being recorded already")
 
+        self._meet("record()")
         entries = self._plans.runners
         made = Recording(self._everyone, self._runtime, self.device, path, entries, self.parameters)
         with made:
@@ -316,6 +353,11 @@ class HAP(nn.Module):
                 yield made
             finally:
                 self._recording = None
+
+    def _meet(self, what: str) -> None:
+        """Go on when all ranks do the same, which has collectives of its own."""
+        if self._attendance is not None:
+            self._attendance.meet(what)
 
     def use_randomness(self, randomness: Randomness) -> None:
         """Draw random numbers from ``randomness`` from now on (a restored run, a verification)."""

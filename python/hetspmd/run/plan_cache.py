@@ -20,6 +20,7 @@ from hetspmd.lower import LocalProgram, LocalTensor, lower_plan
 from hetspmd.lower.nested import lower_nested
 from hetspmd.run.agreement import agreed_plan
 from hetspmd.run.autograd import Runner
+from hetspmd.run.calling import calling_text
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.guard import Expected, expected, match, refuse_own_rows
 from hetspmd.run.known import KnownParameters
@@ -33,6 +34,7 @@ from hetspmd.trace.compat import spec_from_text
 
 if TYPE_CHECKING:
     from hetspmd.plan import Plan
+    from hetspmd.run.attendance import Attendance
     from hetspmd.run.record import Recording
     from hetspmd.trace.step import Loss
 
@@ -111,6 +113,7 @@ class Entry:
     inputs: list[str]
     model: bool
     compared: bool = False
+    number: int = -1
     used: int = 0
     """When it was last called, in calls of the module."""
 
@@ -120,7 +123,10 @@ class Entry:
 
 
 class PlanCache:
-    """The plans of a HAP module; ``plan`` and its local ``program`` are the first."""
+    """The plans of a HAP module; ``plan`` and its local ``program`` are the first.
+
+    ``attendance``, if there is one, is told of a batch for which there is no plan before one is made.
+    """
 
     def __init__(
         self, setting: Setting, store: Store, runtime: Runtime, plan: Plan, program: LocalProgram
@@ -128,11 +134,17 @@ class PlanCache:
         self.setting, self.store, self._runtime = setting, store, runtime
         self.entries = [self._entry(plan, program)]
         self._calls = 0
+        self.attendance: Attendance | None = None
 
     @property
     def first(self) -> Plan:
         """The plan that was made first; it decides where parameters live."""
         return self.entries[0].plan
+
+    def calling(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str = "") -> str:
+        """How the model is called, in words; ``why`` no plan fits."""
+        setting = self.setting
+        return calling_text(setting.model, setting.called, setting.device, args, kwargs, why)
 
     def runners(self) -> list[tuple[Plan, Runner]]:
         """Each plan with what runs it."""
@@ -191,6 +203,8 @@ class PlanCache:
         self.entries[0].known.now()
         for entry in self.entries:
             refuse_own_rows(entry.expected, entry.runner.program.outputs, args, kwargs)
+        if self.attendance is not None:
+            self.attendance.unplanned(self.calling(args, kwargs, why or "the mode of the model changed"))
 
         def make() -> Plan:
             def compiled(training: bool) -> Plan:

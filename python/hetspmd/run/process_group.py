@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 
 from hetspmd.errors import RankFailedError, WorldSizeError
+from hetspmd.run.board import Board
+from hetspmd.run.channel import BoardChannel
 from hetspmd.run.communicator import Communicator, DoneWork, LoneCommunicator, Work
 from hetspmd.run.processes import this_process
 from hetspmd.run.ring import LANES, Carrier, Message, Ports, end_carriers, ring_gather, ring_reduce
+from hetspmd.run.roll import Roll
 from hetspmd.run.staging import StagedCommunicator, copies_for
 from hetspmd.run.watch import Watch
 from hetspmd.trace.compat import forget_default_group, group_store, hosted_by_a_rank
@@ -55,6 +58,24 @@ class ProcessGroupCommunicator(Communicator):
         prefix = f"hetspmd/{name}/{self.exchange(number)[0]}"
         host = ranks.index(0) if 0 in ranks and hosted_by_a_rank(store) else None
         self.watch = Watch(store, prefix, self.rank, processes, host, timeout)
+
+    def roll(self) -> Roll | None:
+        if not dist.is_gloo_available() or self.watch is None:
+            return None
+        group = dist.group.WORLD if self.group is None else self.group
+        assert group is not None
+        found = _ROLLS.get(group)
+        if found is None:
+            ranks = dist.get_process_group_ranks(group)
+            made = dist.new_group(ranks, _FOR_EVER, "gloo", use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup)
+            apart, board = ProcessGroupCommunicator(made), self.watch.board
+            notes = Board(board.store, f"{board.prefix}/roll", self.rank, self.world, _ANSWER)
+            found = _ROLLS[group] = Roll(BoardChannel(apart, notes)), apart
+        roll, apart = found
+        apart.watch = self.watch
+        self.watch.alarm = roll.look
+        return roll
 
     def busy(self) -> AbstractContextManager[None]:
         return nullcontext() if self.watch is None else self.watch.busy()
@@ -271,6 +292,13 @@ class CopiedWork:
     def is_completed(self) -> bool:
         return self._work.is_completed()
 
+
+_ROLLS: Final[weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Roll, ProcessGroupCommunicator]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Of each group its roll and the group over which that travels."""
+_FOR_EVER: Final = timedelta(days=30)
+_ANSWER: Final = 5.0
 
 _COMMUNICATORS: Final[weakref.WeakSet[ProcessGroupCommunicator]] = weakref.WeakSet()
 

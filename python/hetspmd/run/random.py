@@ -74,6 +74,10 @@ class Randomness:
         """A new step: reference mode draws anew."""
         self.step += 1
 
+    def shared_state(self) -> torch.Tensor:
+        """The state of the generator that all ranks draw from alike, on the CPU."""
+        return self._shared.get_state()
+
     def get_state(self) -> dict[str, Any]:
         """The state, for checkpoints."""
         return {
@@ -93,6 +97,13 @@ class Randomness:
             self._reference.manual_seed(_mix(self.seed, self.step, draw.instruction))
             return self._reference
         return self._shared if draw.region is None or draw.shared else self._own
+
+
+def next_seed() -> int:
+    """A seed from torch's default generator: what it would draw next, which it still will, its state is left."""
+    peek = torch.Generator()
+    peek.set_state(torch.default_generator.get_state())
+    return int(torch.randint(2**62, (), generator=peek, device="cpu"))
 
 
 def random_op(

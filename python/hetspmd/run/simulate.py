@@ -18,8 +18,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from hetspmd.errors import CollectiveMismatchError, PlanMismatchError
+from hetspmd.errors import CollectiveMismatchError
 from hetspmd.run.communicator import Communicator, Work
+from hetspmd.run.roll import Roll
+from hetspmd.run.simulated_channel import SimulatedChannel
 
 T = TypeVar("T")
 
@@ -27,7 +29,7 @@ Delay = Callable[[int, int], float]
 """(rank, sequence number) to seconds; injected before each deposit in tests."""
 
 
-class SimulationAbortedError(PlanMismatchError):
+class SimulationAbortedError(CollectiveMismatchError):
     """This rank was stopped because another one failed; that one's error is what is reported."""
 
 
@@ -45,13 +47,16 @@ class _Slot:
 class _Shared:
     """What a world and its subgroups have in common.
 
-    ``waiting``: what each rank of the world waits for; ``done``: the ranks that issue nothing more, anywhere.
+    ``waiting``: what each rank of the world waits for; ``done``: the ranks that issue nothing more, anywhere;
+    ``looks``: what a rank does that waits and is woken; ``places``: what says where it is.
     """
 
     condition: threading.Condition = field(default_factory=threading.Condition)
     failure: BaseException | None = None
     waiting: dict[int, tuple[SimulatedWorld, _Slot]] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
+    looks: dict[int, Callable[[], None]] = field(default_factory=dict)
+    places: dict[int, Callable[[], str]] = field(default_factory=dict)
 
 
 class SimulatedWorld:
@@ -72,6 +77,7 @@ class SimulatedWorld:
         self._slots: dict[int, _Slot] = {}
         self._finished: dict[int, int] = {}
         self._parts: dict[tuple[tuple[int, ...], int], SimulatedWorld] = {}
+        self.rolls: dict[int, Roll] = {}
 
     def part(self, ranks: Sequence[int], count: int) -> SimulatedWorld:
         """The subgroup of these ranks that each of them asks for as its ``count``-th of them."""
@@ -104,6 +110,15 @@ class SimulatedWorld:
             self._finished[rank] = count
             self._condition.notify_all()
 
+    def look_with(self, rank: int, look: Callable[[], None], place: Callable[[], str]) -> None:
+        """Have ``look`` called where a rank of this world waits and is woken; ``place`` says where it is."""
+        self._shared.looks[self.members[rank]] = look
+        self._shared.places[self.members[rank]] = place
+
+    def _places(self) -> str:
+        found = [f"rank {r} in {place()}" for r, place in sorted(self._shared.places.items())]
+        return f" (last: {', '.join(found)})" if found else ""
+
     @property
     def failure(self) -> BaseException | None:
         """The first error of any rank."""
@@ -132,12 +147,13 @@ class SimulatedWorld:
         with self._condition:
             slot = self._slots[number]
             while len(slot.deposits) < self.world:
+                self._shared.looks.get(self.members[rank], _nothing)()
                 self._check()
                 for other in range(self.world):
                     if other not in slot.deposits and self._finished.get(other, number + 1) <= number:
                         error = CollectiveMismatchError(
                             f"rank {rank} waits in collective {number} {slot.signature}, but rank {other} "
-                            f"has finished after {number}; the ranks do not run the same program"
+                            f"has finished after {number}; the ranks do not run the same program{self._places()}"
                         )
                         self._fail(error)
                         raise error
@@ -145,7 +161,7 @@ class SimulatedWorld:
                 if self._hopeless(self.members[rank]):
                     error = CollectiveMismatchError(
                         f"rank {rank} waits in collective {number} {slot.signature} for ranks that have left or "
-                        "wait for it in another group; the ranks do not run the same program"
+                        f"wait for it in another group; the ranks do not run the same program{self._places()}"
                     )
                     self._fail(error)
                     raise error
@@ -223,6 +239,14 @@ class SimulatedCommunicator(Communicator):
         self._parts.append((key, part))
         return part
 
+    def roll(self) -> Roll:
+        found = self.meeting.rolls
+        if self.rank not in found:
+            part = self._part(range(self.world))
+            assert isinstance(part, SimulatedCommunicator)
+            found[self.rank] = Roll(SimulatedChannel(part))
+        return found[self.rank]
+
     def finish(self) -> None:
         """This rank issues nothing more, here and in its subgroups."""
         self.meeting.finish(self.rank, self.count)
@@ -291,10 +315,21 @@ class SimulatedCommunicator(Communicator):
         return self._issue(("all_to_all", buffer.dtype), output, value, combine)
 
     def exchange(self, value: Any) -> list[Any]:
+        return self.collect_values(self.issue_value(("exchange",), value))
+
+    def issue_value(self, kind: tuple[Any, ...], value: Any) -> int:
+        """Give the others a value; the number under which theirs are to be had."""
         number, self.count = self.count, self.count + 1
-        self.meeting.deposit(self.rank, number, ("exchange",), value)
-        found: list[Any] = self.meeting.collect(self.rank, number, lambda values: [values] * self.world)
-        return list(found)
+        self.meeting.deposit(self.rank, number, kind, value)
+        return number
+
+    def collect_values(self, number: int) -> list[Any]:
+        """Wait for the values of all ranks."""
+        return list(self.meeting.collect(self.rank, number, lambda values: [values] * self.world))
+
+
+def _nothing() -> None:
+    return None
 
 
 def _sum(parts: list[torch.Tensor]) -> torch.Tensor:

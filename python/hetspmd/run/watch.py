@@ -7,14 +7,11 @@ busy (compiling). Then it leaves a note itself, reads the others', and names, in
     the ranks that have raised an error (with its text), the ranks whose processes have died or are stopped,
     the rank that hosts the store if that does not answer, the ranks that have left no note.
 
-Notes are keys of the process group's store. Store calls are made on a thread that is given up after a while, since
-the store may hang with the rank that hosts it; the end of the process waits for it a little longer. Nothing runs,
-and nothing is sent, while nobody waits for long.
+Notes are on a board (:mod:`hetspmd.run.board`). Nothing runs, and nothing is sent, while nobody waits for long.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import re
 import sys
@@ -25,15 +22,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hetspmd.errors import RankFailedError
+from hetspmd.run.board import Board, give_up
 from hetspmd.run.processes import Process, state_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-T = TypeVar("T")
 
 _LOOK = 0.5
 """Seconds between two looks of a rank that waits."""
@@ -52,13 +48,12 @@ class Watch:
         timeout: float,
     ) -> None:  # fmt: skip
         self.rank, self.processes, self.host, self.timeout = rank, tuple(processes), host, timeout
-        self._store, self._prefix = store, prefix
         self._patience = timeout - min(0.3 * timeout, 9.0)
         self._grace = min(0.1 * timeout, 3.0)
-        self._limit = min(timeout / 6.0, 5.0)
+        self.board = Board(store, prefix, rank, len(self.processes), min(timeout / 6.0, 5.0))
+        self.alarm: Callable[[], None] | None = None
         self._look = min(_LOOK, timeout / 20.0)
         self._slice = timedelta(seconds=self._look)
-        self._silent = False
         self._noted = False
         self._notes: dict[int, dict[str, str]] = {}
         self._beats: dict[int, bytes] = {}
@@ -76,6 +71,8 @@ class Watch:
                 if work.is_completed():
                     self.finish(work, begin)
                     return
+                if self.alarm is not None:
+                    self.alarm()
                 if why := self._trouble(time.monotonic() - begin):
                     raise self.failure(why, time.monotonic() - begin) from error
 
@@ -111,11 +108,12 @@ class Watch:
         content = json.dumps({"kind": kind, "text": text})
 
         def send() -> bool:
-            self._store.set(self._key("note", self.rank), content)
-            self._store.set(f"{self._prefix}/trouble", "1")
-            return bool(self._store.check([f"{self._prefix}/trouble"]))  # set does not wait for an answer
+            board.store.set(board.key("note", self.rank), content)
+            board.store.set(trouble, "1")
+            return bool(board.store.check([trouble]))  # set does not wait for an answer
 
-        self._ask(send)
+        board, trouble = self.board, self._trouble_key
+        board.ask(send)
         if kind == "raised" and self.host == self.rank:
             self._linger()
 
@@ -130,14 +128,15 @@ class Watch:
     def busy(self) -> Iterator[None]:
         """Within the context the others wait for this rank as long as it takes."""
         over = threading.Event()
+        board, key = self.board, self.board.key("busy", self.rank)
 
         def beat() -> None:
             count = 0
             try:
                 while not over.wait(0.0 if count == 0 else self._patience / 4):
                     count += 1
-                    self._store.set(self._key("busy", self.rank), str(count))
-                self._store.set(self._key("busy", self.rank), _OVER)
+                    board.store.set(key, str(count))
+                board.store.set(key, _OVER)
             except RuntimeError:
                 return  # the store is lost, and with it the others' patience
 
@@ -147,16 +146,16 @@ class Watch:
             yield
         finally:
             over.set()
-            thread.join(self._limit)
+            thread.join(board.limit)
             if thread.is_alive():
-                _GIVEN_UP.append(thread)
+                give_up(thread)
 
     def _trouble(self, waited: float) -> str:
         """Why not to wait on, "" if there is no reason."""
         gone = [r for r in self._others() if self._state(r) == "gone" and r not in self._notes]
         if gone:
             return f"a process has died while rank {self.rank} waited for it"
-        if self._ask(lambda: self._store.check([f"{self._prefix}/trouble"])):
+        if self.board.ask(lambda: self.board.store.check([self._trouble_key])):
             self._read_notes()
             if self._notes:
                 return "another rank has failed"
@@ -168,7 +167,7 @@ class Watch:
         """Whether another rank has said so lately; asked again only after the time of nearly two beats."""
         if time.monotonic() - self._looked < 0.45 * self._patience:
             return True
-        before, self._beats = self._beats, self._read("busy")
+        before, self._beats = self._beats, self.board.read("busy")
         self._looked = time.monotonic()
         return any(beat.decode() != _OVER and before.get(r) != beat for r, beat in self._beats.items())
 
@@ -185,7 +184,7 @@ class Watch:
                 return tuple(found), "; ".join(named)
         if not final:
             return (), ""
-        if self._silent and self.host in mute:
+        if self.board.silent and self.host in mute:
             assert self.host is not None
             return (
                 self.host,
@@ -198,68 +197,25 @@ class Watch:
             return tuple(mute), f"of ranks {mute}, which have left no word, one is dead, hangs or is busy"
         return (), "every rank waits for another: the network between them failed"
 
+    @property
+    def _trouble_key(self) -> str:
+        return f"{self.board.prefix}/trouble"
+
     def _others(self) -> list[int]:
         return [r for r in range(len(self.processes)) if r != self.rank]
 
     def _state(self, rank: int) -> str:
         return state_of(self.processes[rank], self.processes[self.rank])
 
-    def _key(self, kind: str, rank: int) -> str:
-        return f"{self._prefix}/{kind}/{rank}"
-
     def _read_notes(self) -> None:
-        for rank, text in self._read("note").items():
+        for rank, text in self.board.read("note").items():
             self._notes.setdefault(rank, json.loads(text))
-
-    def _read(self, kind: str) -> dict[int, bytes]:
-        """The other ranks' keys of a kind, those that there are."""
-
-        def read() -> dict[int, bytes]:
-            keys = {r: self._key(kind, r) for r in self._others()}
-            return {r: self._store.get(key) for r, key in keys.items() if self._store.check([key])}
-
-        return self._ask(read) or {}
-
-    def _ask(self, call: Callable[[], T]) -> T | None:
-        """What the store answers; None, from then on, if it does not."""
-        if self._silent:
-            return None
-        found: list[T] = []
-
-        def body() -> None:
-            try:
-                found.append(call())
-            except RuntimeError:
-                return  # the connection is lost
-
-        thread = threading.Thread(target=body, daemon=True, name="hetspmd store")
-        thread.start()
-        thread.join(self._limit)
-        if thread.is_alive():
-            _GIVEN_UP.append(thread)
-        self._silent = not found
-        return found[0] if found else None
 
 
 def _brief(error: RuntimeError) -> str:
     """A backend's message without the place in its own source and its advice."""
     text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip().split("\n")[0])
     return text.partition(". This is typically")[0].rstrip(".")
-
-
-_GIVEN_UP: list[threading.Thread] = []
-"""Threads that still wait for a store's answer, or did when they were given up."""
-_LEAVE = 3.0
-"""Seconds that a process which ends gives them."""
-
-
-@atexit.register
-def _leave() -> None:
-    """Let late answers come before the interpreter ends: a thread that comes back from the store to one that is
-    gone ends the process by SIGABRT."""
-    end = time.monotonic() + _LEAVE
-    for thread in _GIVEN_UP:
-        thread.join(max(0.0, end - time.monotonic()))
 
 
 _WATCHES: list[weakref.ref[Watch]] = []

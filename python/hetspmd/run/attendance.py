@@ -1,0 +1,213 @@
+"""How a HAP module takes part in the roll call (:mod:`hetspmd.run.roll`): what it says, and when it waits.
+
+Digests of a GPU's tensors are read when they are there: they are said one step later, so that the host never waits
+for the device. Those of the first step of every plan are waited for, and so are all before a state dict is made.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from hetspmd.errors import CollectiveMismatchError, HetspmdError, OptionError, RankFailedError
+from hetspmd.run.digest import digest
+from hetspmd.run.parting import ranks_text
+from hetspmd.run.replicas import Piece, Replicas, device_kind
+from hetspmd.run.roll import Call, Roll
+
+if TYPE_CHECKING:
+    from hetspmd.run.communicator import Communicator
+    from hetspmd.run.plan_cache import Entry
+
+__all__ = ["Attendance", "Ranks", "meet_ranks"]
+
+_REMEMBERED: Final = 16
+"""Steps of which it is known that their backward has run."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What the ranks know of each other from the beginning.
+
+    ``seed``: of random numbers; ``alike``: all devices are of one kind; ``late``: digests are said a step later;
+    ``roll`` is None where nothing is compared.
+    """
+
+    seed: int
+    alike: bool
+    late: bool
+    roll: Roll | None
+
+
+def meet_ranks(communicator: Communicator, device: torch.device, seed: int, check: bool) -> Ranks:
+    """Let the ranks know each other. Raises OptionError, on every rank, unless ``check`` is the same on all."""
+    found = communicator.exchange((seed, device_kind(device), device.type, check))
+    asked = [rank for rank, (*_, checks) in enumerate(found) if checks]
+    if asked and len(asked) < len(found):
+        others = ranks_text([rank for rank in range(len(found)) if rank not in asked])
+        raise OptionError(
+            f"{others} was made with check_batches=False, {ranks_text(asked)} without; give every rank the same"
+        )
+    roll = communicator.roll() if check and communicator.world > 1 else None
+    modules = 0
+    if roll is not None:
+        modules, roll.modules = roll.modules, roll.modules + 1
+    return Ranks(
+        found[0][0] + modules,
+        len({kind for _, kind, *_ in found}) == 1,
+        any(kind == "cuda" for *_, kind, _ in found),
+        roll,
+    )
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Digests of one step, which may still be on their way from a device."""
+
+    step: int
+    paths: tuple[str, ...]
+    pieces: tuple[Piece, ...] | None
+    values: torch.Tensor
+    ready: Any
+
+    def add_to(self, what: str, key: str, describe: Callable[[], str]) -> Call:
+        """The call that says them, too."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        numbers: list[int] = self.values.tolist()
+        count = len(self.paths)
+        replicas = None
+        if self.pieces is not None:
+            rest = [numbers[i : i + 3] for i in range(count, len(numbers), 3)]
+            replicas = tuple(
+                (piece.name, found, _float(projected), _float(square))
+                for piece, (found, projected, square) in zip(self.pieces, rest, strict=True)
+            )
+        tolerances = tuple(piece.tolerance for piece in self.pieces or ())
+        inputs = tuple(zip(self.paths, numbers[:count], strict=True))
+        return Call(what, key, describe, self.step, inputs, replicas, tolerances)
+
+
+def _float(bits: int) -> float:
+    (found,) = struct.unpack("<d", struct.pack("<q", bits))
+    return float(found)
+
+
+class Attendance:
+    """One HAP module's part in the roll. ``step`` counts its calls of forward, from 1."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, replicas: Replicas | None) -> None:
+        assert ranks.roll is not None
+        self._roll, self._late, self._device, self._replicas = ranks.roll, ranks.late, device, replicas
+        self._module = ranks.roll.modules - 1
+        self._plans = 0
+        self._last = ""
+        self._owing = False
+        self._behind: _Taken | None = None
+        self._backwards: deque[int] = deque(maxlen=_REMEMBERED)
+        self.step = 0
+
+    def unplanned(self, text: str) -> None:
+        """This rank has no plan for the batch and mode of its next step: go on if no rank has."""
+        self._meet(Call(self._name(self.step + 1), "no plan", lambda: text))
+
+    @contextmanager
+    def may_refuse(self) -> Iterator[None]:
+        """Around what comes before a step: an error of this rank alone is told to the others, which would wait for
+        it."""
+        try:
+            yield
+        except (RankFailedError, CollectiveMismatchError):
+            raise
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if self._roll.parted != self._roll.count:
+                with suppress(HetspmdError):
+                    self._meet(Call(self._name(self.step + 1), "refused", lambda: text))
+            raise
+
+    @contextmanager
+    def at(
+        self, entry: Entry, inputs: Sequence[torch.Tensor], state: str, describe: Callable[[], str]
+    ) -> Iterator[None]:
+        """Around a step of this plan; ``state`` is what must be the same beside the plan."""
+        entry.runner.attendance = self
+        self._begin(entry, inputs, f"gradients {torch.is_grad_enabled()}, {state}", describe)
+        yield
+        self._owing = torch.is_grad_enabled() and entry.differentiable and not entry.model
+        self._roll.settle()
+
+    def _begin(
+        self, entry: Entry, inputs: Sequence[torch.Tensor], state: str, describe: Callable[[], str]
+    ) -> None:
+        self.step += 1
+        if entry.number < 0:
+            entry.number, self._plans = self._plans, self._plans + 1
+        first, entry.compared = not entry.compared, True
+        what, key = self._name(self.step), f"plan {entry.number}, {state}"
+        place = f"{self._module} {key}"
+        wait = first or self._owing or place != self._roll.last
+        taken = self._take(inputs, entry.expected.input_names, first)
+        if self._late and not wait:
+            before, self._behind = self._behind, taken
+            call = Call(what, key, describe) if before is None else before.add_to(what, key, describe)
+        else:
+            self._catch_up()
+            call = taken.add_to(what, key, describe)
+        self._owing = False
+        self._roll.start(call)
+        self._roll.last = place
+        if wait:
+            self._roll.settle()
+
+    def backward(self, step: int) -> None:
+        """The backward of a step begins."""
+        if step in self._backwards:
+            self._meet(Call(f"another backward of {self._name(step)}"))
+        else:
+            self._roll.happens(f"the backward of {self._name(step)}")
+        self._backwards.append(step)
+        self._owing = self._owing and step != self.step
+
+    def meet(self, what: str) -> None:
+        """Go on when all ranks do this."""
+        self._meet(Call(what if self._roll.modules == 1 else f"{what} of HAP module {self._module}"))
+
+    def _meet(self, call: Call) -> None:
+        self._catch_up()
+        self._roll.meet(call)
+        self._roll.last = call.what
+
+    def _catch_up(self) -> None:
+        """Say what is still to be said of the step before."""
+        if self._behind is not None:
+            taken, self._behind = self._behind, None
+            self._roll.meet(taken.add_to(f"what follows {self._name(taken.step)}", "", str))
+
+    def _name(self, step: int) -> str:
+        return f"step {step}" if self._roll.modules == 1 else f"step {step} of HAP module {self._module}"
+
+    def _take(self, inputs: Sequence[torch.Tensor], paths: Sequence[str], first: bool) -> _Taken:
+        pieces = None if self._replicas is None else tuple(self._replicas.take())
+        values = [digest(tensor, self.step, whole=first) for tensor in inputs]
+        for piece in pieces or ():
+            values += piece.values()
+        return _Taken(self.step, tuple(paths), pieces, *_read(values, self._device))
+
+
+def _read(values: Iterable[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, Any]:
+    """Scalars on the CPU, and the event after which they are there (None: they are)."""
+    listed = [v.to(device) for v in values]
+    if not listed or device.type != "cuda":
+        return (torch.stack(listed).cpu() if listed else torch.empty(0, dtype=torch.int64)), None
+    there = torch.empty(len(listed), dtype=torch.int64, pin_memory=True)
+    there.copy_(torch.stack(listed), non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return there, event

@@ -1,0 +1,48 @@
+"""In which mode and on what a model is called, in words, for ranks that do not call it alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetspmd.trace.admissible import argument_names, spoken
+from hetspmd.trace.autocast import autocast_state
+from hetspmd.trace.compat import flatten
+from hetspmd.trace.values import dtype_name
+
+__all__ = ["calling_text"]
+
+_MOST = 12
+
+
+def calling_text(
+    model: nn.Module, called: Any, device: torch.device, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    why: str = "",
+) -> str:  # fmt: skip
+    """Mode of the model and of torch, then the batch; ``why`` no plan fits, if one is looked for."""
+    modules = [m.training for m in model.modules()]
+    mode = "train mode" if all(modules) else "eval mode"
+    if any(modules) and not all(modules):
+        mode = f"{sum(modules)} of {len(modules)} modules in train mode, the others in eval mode"
+    frozen = sum(not p.requires_grad for p in model.parameters())
+    parts = [mode, f"gradients {'on' if torch.is_grad_enabled() else 'off'}"]
+    if frozen:
+        parts.append(f"{frozen} parameters frozen")
+    if autocast := autocast_state(device.type):
+        parts.append(f"autocast {autocast}")
+    names = argument_names(called, args)
+    for path, value in (*((f"args[{i}]", a) for i, a in enumerate(args)), *kwargs.items()):
+        leaves = flatten(value)[0]
+        parts.append(f"{spoken(path, names)} {', '.join(map(_leaf, leaves[:_MOST]))}")
+    if why:
+        parts.append(f"for which there is no plan yet: {why}")
+    return "; ".join(parts)
+
+
+def _leaf(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{dtype_name(leaf.dtype)}{list(leaf.shape)}"
+    return repr(leaf)[:80]
