@@ -22,6 +22,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 def on_ranks(c: Case, plan: Plan, body: Callable[[HAP], T], **options: Any) -> list[T]:
     models = [copy.deepcopy(c.model) for _ in range(plan.cluster.ranks)]
     _ = plan.theory, plan.digest
+    options.setdefault("check_plan", False)
 
     def rank(communicator: Communicator) -> T:
         model = models[communicator.rank]

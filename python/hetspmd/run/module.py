@@ -89,6 +89,8 @@ class HAP(nn.Module):
                          compiling does not count
     compile              run the ops between two communications through ``torch.compile``; a dict is given to it.
                          Predictions and recordings are of the ops as they are
+    check_plan           trace the model again at the first step, on rank 0, and compare it with the ``plan`` that
+                         was given, which may be of an older version of its code; False for those who know
     options              further arguments of :func:`hetspmd.compile`
 
     A batch of another shape, ``train()``/``eval()``, frozen parameters and ``torch.autocast`` get plans of their
@@ -96,7 +98,8 @@ class HAP(nn.Module):
     will be called, HAP compiles once. Raises OptionError for an argument that there is not and WorldSizeError
     if the group's size is not the cluster's, both before anything else; PlanMismatchError if the ranks hold
     different plans, DeviceError for a model on several devices, BatchMismatchError if the ranks' first batches
-    differ, and what :func:`hetspmd.compile` raises, on every rank alike.
+    differ, and what :func:`hetspmd.compile` raises, on every rank alike. A plan that does not compute the model is
+    a PlanMismatchError at the first step.
     """
 
     runs_a_plan: Final = True
@@ -108,7 +111,7 @@ class HAP(nn.Module):
         gather_outputs: bool = False, strict: bool = False, device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | Communicator | None = None, sync_module_states: bool = True,
         check_batches: bool = True, timeout: float = 30.0, compile: bool | Mapping[str, Any] = False,
-        **options: Any,
+        check_plan: bool = True, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         from hetspmd.compiler import check_options
@@ -169,7 +172,8 @@ class HAP(nn.Module):
         if sync_module_states:
             self._store.synchronize(communicator, self.device)
         self._store.shard(self.device)
-        self._plans = PlanCache(setting, self._store, self._runtime, first, program)
+        traced = plan is None or not check_plan
+        self._plans = PlanCache(setting, self._store, self._runtime, first, program, traced)
         self._store.guard(idle=self._runtime.everyone is not None)
         self._loss = loss
         self._attendance: Attendance | None = None
@@ -248,6 +252,8 @@ class HAP(nn.Module):
         self, entry: Entry, inputs: list[torch.Tensor], parameters: list[torch.Tensor], args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
+        if not entry.traced:
+            self._plans.check_model(entry, args, kwargs)
         if entry.model and not (self._lowered or self._recording is not None or is_looked_for()):
             of = entry.plan, entry.runner, entry.output_spec
             return run_model(self.module, self._loss, args, kwargs, *of)

@@ -27,10 +27,13 @@ from hetspmd.run.known import KnownParameters
 from hetspmd.run.lone import is_the_model
 from hetspmd.run.origin import Origin
 from hetspmd.run.runtime import Runtime
+from hetspmd.run.same_model import check_same_model, traced_for
 from hetspmd.run.store import Slot, Store, slot
 from hetspmd.run.variety import make_room
 from hetspmd.trace.autocast import autocast_state, without_autocast
 from hetspmd.trace.compat import spec_from_text
+from hetspmd.trace.graph import Graph
+from hetspmd.trace.trace import trace
 
 if TYPE_CHECKING:
     from hetspmd.plan import Plan
@@ -114,6 +117,8 @@ class Entry:
     model: bool
     compared: bool = False
     number: int = -1
+    traced: bool = True
+    """Whether the plan is known to be of this model."""
     used: int = 0
     """When it was last called, in calls of the module."""
 
@@ -129,10 +134,11 @@ class PlanCache:
     """
 
     def __init__(
-        self, setting: Setting, store: Store, runtime: Runtime, plan: Plan, program: LocalProgram
+        self, setting: Setting, store: Store, runtime: Runtime, plan: Plan, program: LocalProgram, traced: bool
     ) -> None:
         self.setting, self.store, self._runtime = setting, store, runtime
         self.entries = [self._entry(plan, program)]
+        self.entries[0].traced = traced
         self._calls = 0
         self.attendance: Attendance | None = None
 
@@ -145,6 +151,19 @@ class PlanCache:
         """How the model is called, in words; ``why`` no plan fits."""
         setting = self.setting
         return calling_text(setting.model, setting.called, setting.device, args, kwargs, why)
+
+    def check_model(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise PlanMismatchError on every rank unless the plan computes the model; once. Blocks."""
+        if entry.traced or torch.is_inference_mode_enabled():
+            return
+        setting, graph = self.setting, entry.plan.graph
+
+        def again() -> Graph:
+            with self.store.whole_shapes(setting.device):
+                return traced_for(graph, trace, setting.model, args, kwargs, loss=setting.loss)
+
+        check_same_model(setting.communicator, graph, again, setting.device.type)
+        entry.traced = True
 
     def runners(self) -> list[tuple[Plan, Runner]]:
         """Each plan with what runs it."""

@@ -109,7 +109,7 @@ def on_ranks(setting: Setting, plan: Plan, optimizer_of: Optimizer) -> list[Run]
     def body(communicator: Communicator) -> Run:
         hap = HAP(
             models[communicator.rank], plan.cluster, plan=plan, process_group=communicator, loss=setting.loss,
-            sync_module_states=False,
+            check_plan=False, sync_module_states=False,
         )  # fmt: skip
         hap.run_lowered()
         hap.use_randomness(Randomness(setting.seed, communicator.rank, torch.device("cpu"), reference=True))

@@ -120,7 +120,7 @@ def tune(
     def measure(plan: Plan, best: float | None) -> list[float]:
         hap = HAP(
             copy.deepcopy(model), devices, plan=plan, loss=loss, process_group=communicator, device=device,
-            sync_module_states=False, timeout=timeout,
+            check_plan=False, sync_module_states=False, timeout=timeout,
         )  # fmt: skip
         if any(p.is_meta for p in model.parameters()):
             _zero(hap)
