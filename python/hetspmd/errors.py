@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 __all__ = [
     "BatchMismatchError",
     "CheckError",
+    "CheckpointWarning",
     "ClusterError",
     "CollectiveMismatchError",
     "ConstraintError",
     "DeviceError",
+    "DroppedOutputWarning",
     "ExampleError",
     "GradientError",
     "HetspmdError",
@@ -77,6 +79,14 @@ class MissingRuleWarning(UserWarning):
 
 class PlanPerValueWarning(UserWarning):
     """Each value of a plain argument of the batch makes another plan."""
+
+
+class CheckpointWarning(UserWarning):
+    """The model recomputes activations in its backward; plans keep them."""
+
+
+class DroppedOutputWarning(UserWarning):
+    """A part of the model's output does not come back."""
 
 
 class ConstraintError(HetspmdError):

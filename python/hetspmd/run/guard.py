@@ -14,7 +14,7 @@ from hetspmd.forms import all_gather
 from hetspmd.lower.program import LocalTensor
 from hetspmd.run.communicator import Communicator
 from hetspmd.trace.admissible import argument_names, spoken
-from hetspmd.trace.compat import flatten, spec_from_text, unflatten
+from hetspmd.trace.compat import flatten, parts_of, spec_from_text
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.values import dtype_name
 
@@ -53,7 +53,7 @@ def expected(graph: Graph, function: Callable[..., Any] | None = None) -> Expect
     for s in graph.statics:
         leaves[s.leaf] = s.value
         paths[s.leaf] = s.path
-    args, kwargs = unflatten(leaves, spec)
+    args, kwargs = parts_of(leaves, spec)
     known = {} if function is None else argument_names(function, args)
     names = tuple(spoken(path, known) for path in paths)
     return Expected(tuple(kwargs), spec, tuple(leaves), names, tuple(i.leaf for i in graph.inputs))

@@ -48,6 +48,7 @@ from hetspmd.run.whole import full_module, full_state_dict, load_full_state_dict
 from hetspmd.trace.admissible import check_model as check_admissible
 from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.compat import unflatten
+from hetspmd.trace.containers import MissingClassError
 from hetspmd.trace.fake import model_device
 from hetspmd.trace.trace import split_example
 
@@ -268,7 +269,11 @@ class HAP(nn.Module):
                 leaves.append(loss)
             else:
                 leaves.append(outputs[output.tensor])
-        return unflatten(leaves, entry.output_spec)
+        try:
+            return unflatten(leaves, entry.output_spec)
+        except MissingClassError:
+            self._plans.meet_classes(args, kwargs)
+            return unflatten(leaves, entry.output_spec)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

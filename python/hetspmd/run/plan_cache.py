@@ -34,6 +34,7 @@ from hetspmd.trace.autocast import autocast_state, without_autocast
 from hetspmd.trace.compat import spec_from_text
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.trace import trace
+from hetspmd.trace.trial import trial
 
 if TYPE_CHECKING:
     from hetspmd.plan import Plan
@@ -194,6 +195,11 @@ class PlanCache:
         if inputs is None:
             raise BatchMismatchError(f"the batch cannot be planned for: {why}")
         return entry, inputs
+
+    def meet_classes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Let this rank, which has traced nothing, meet the classes in which the model returns its outputs."""
+        with self._store.whole_shapes(self._setting.device):
+            trial(self._setting.model, self._setting.called, args, kwargs)
 
     def _entry(self, plan: Plan, program: LocalProgram) -> Entry:
         graph, setting = plan.graph, self.setting

@@ -10,6 +10,7 @@ import logging
 import operator
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,10 +20,12 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from hetspmd.errors import HetspmdError, PlanError, TraceError
+from hetspmd.trace.containers import Held, unwrap, wrap
 
 OLDEST, NEWEST = (2, 11), (2, 15)
 
@@ -84,6 +87,7 @@ __all__ = [
     "memory_of",
     "merge_tied",
     "module_path",
+    "parts_of",
     "spec_from_text",
     "spec_to_text",
     "unflatten",
@@ -437,19 +441,72 @@ def decomposition_table(ops: Sequence[Any]) -> Decompositions:
     return cast(Decompositions, get_decompositions(ops))
 
 
+def _is_container(value: Any) -> bool:
+    """Whether torch takes an object apart: a container, a registered class, or a named tuple."""
+    return not pytree.tree_flatten(value, is_leaf=lambda v: v is not value)[1].is_leaf()
+
+
+def _children(value: Any) -> tuple[list[Any], Any]:
+    return pytree.tree_flatten(value, is_leaf=lambda v: v is not value)
+
+
+def _rebuilt(parts: list[Any], spec: Any) -> Any:
+    return pytree.tree_unflatten(parts, spec)
+
+
+def _held_parts(held: Held) -> tuple[list[Any], tuple[Any, ...]]:
+    return list(held.parts), (held.kind, held.name, held.keys, held.items)
+
+
+def _held_keys(held: Held) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    parts, context = _held_parts(held)
+    by_attribute = held.kind in ("object", "dataclass", "namedtuple")
+    names: list[Any] = [
+        pytree.GetAttrKey(str(k)) if by_attribute or n >= held.items else pytree.MappingKey(k)
+        for n, k in enumerate(held.keys)
+    ]
+    return list(zip(names, parts, strict=True)), context
+
+
+def _held_again(parts: Iterable[Any], context: tuple[Any, ...]) -> Held:
+    kind, name, keys, items = context
+    return Held(kind, name, tuple(keys), items, tuple(parts))
+
+
+def _held_text(context: tuple[Any, ...]) -> Any:
+    return [context[0], context[1], list(context[2]), context[3]]
+
+
+def _held_context(text: Any) -> tuple[Any, ...]:
+    kind, name, keys, items = text
+    return kind, name, tuple(keys), items
+
+
+pytree.register_pytree_node(
+    Held, _held_parts, _held_again, serialized_type_name="hetspmd.Held", to_dumpable_context=_held_text,
+    from_dumpable_context=_held_context, flatten_with_keys_fn=_held_keys,
+)  # fmt: skip
+
+
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves and spec of nested lists, tuples, dicts and registered containers."""
-    leaves, spec = pytree.tree_flatten(tree)
+    """Leaves and spec of nested containers (:mod:`hetspmd.trace.containers`)."""
+    leaves, spec = pytree.tree_flatten(wrap(tree, _is_container, _children, _rebuilt))
     return leaves, spec
 
 
 def flatten_with_names(tree: Any) -> list[tuple[str, Any]]:
     """Leaves with readable paths such as ``['input_ids']``."""
-    return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
+    wrapped = wrap(tree, _is_container, _children, _rebuilt)
+    return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(wrapped)[0]]
 
 
 def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
-    """Inverse of :func:`flatten`."""
+    """Inverse of :func:`flatten`. Raises MissingClassError where a class is not found here."""
+    return unwrap(pytree.tree_unflatten(list(leaves), spec), _is_container, _children, _rebuilt)
+
+
+def parts_of(leaves: Sequence[Any], spec: Any) -> Any:
+    """As :func:`unflatten`, with containers that torch does not know left apart."""
     return pytree.tree_unflatten(list(leaves), spec)
 
 
@@ -475,6 +532,56 @@ def spec_from_text(text: str) -> Any:
         raise PlanError(
             f"a plan's containers cannot be read ({type(error).__name__}: {error}); compile the plan again"
         ) from error
+
+
+@contextmanager
+def checkpoints_replaced(
+    begin: Callable[..., Callable[[], None]], reentrant: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+) -> Iterator[None]:
+    """Within it, what this thread gives ``torch.utils.checkpoint`` is called once and not recomputed.
+
+    ``reentrant(function, args)`` stands for the reentrant kind; ``begin(function, args, kwargs)`` is called before
+    a region of the other kind, and what it returns after it.
+    """
+    module: Any = torch.utils.checkpoint
+    names = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    before = {name: getattr(module, name) for name in ("CheckpointFunction", *names) if hasattr(module, name)}
+    thread = threading.get_ident()
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            if threading.get_ident() != thread:
+                return before["CheckpointFunction"].apply(function, preserve, *args)
+            return reentrant(function, args)
+
+    def implementation(
+        function: Callable[..., Any], args: Any, kwargs: Any, **options: Any
+    ) -> Iterator[None]:
+        if threading.get_ident() != thread:
+            yield from before[names[0]](function, args, kwargs, **options)
+            return
+        end = begin(function, args, kwargs)
+        yield
+        end()
+
+    def flat(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        """As torch 2.14 and older call it: five options stand before the arguments."""
+        if threading.get_ident() != thread:
+            yield from before[names[1]](function, *args, **kwargs)
+            return
+        end = begin(function, args[5:], kwargs)
+        yield
+        end()
+
+    replaced = {"CheckpointFunction": Plain, names[0]: implementation, names[1]: flat}
+    try:
+        for name in before:
+            setattr(module, name, replaced[name])
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(module, name, original)
 
 
 def group_store() -> Store:

@@ -10,7 +10,9 @@ from torch import nn
 
 from hetspmd.errors import TraceError
 from hetspmd.trace.assignments import Assignments, named_writes
-from hetspmd.trace.compat import flatten, unflatten
+from hetspmd.trace.checkpoints import Checkpoints
+from hetspmd.trace.compat import flatten, flatten_with_names, unflatten
+from hetspmd.trace.containers import is_cache
 from hetspmd.trace.slots import Slots
 
 Loss = Callable[..., Any]
@@ -38,10 +40,11 @@ class Step(nn.Module):
     """``forward(*tensors)`` rebuilds the batch, runs the model and returns the loss first (if any).
 
     After a call, ``slots`` lists the leaves of the model's output: an index into the returned tensors, or a
-    literal; ``output_spec`` is the output's pytree spec. An opaque object in the output, such as a key-value
-    cache, comes back as None: it is no result of a training step. ``updates`` maps what the model's parameters and
-    buffers are given in other ways than by ops, by name, to an index into the returned tensors; they come last.
-    ``changed`` maps inputs that are written to, by position, to the line that does so.
+    literal; ``output_spec`` is the output's pytree spec. A cache of keys and values comes back as None, since it is
+    no result of a training step: ``dropped`` maps its place in the output to its class. ``updates`` maps what the
+    model's parameters and buffers are given in other ways than by ops, by name, to an index into the returned
+    tensors; they come last. ``changed`` maps inputs that are written to, by position, to the line that does so;
+    ``checkpoints`` are the regions that the model would recompute.
     """
 
     def __init__(
@@ -56,8 +59,10 @@ class Step(nn.Module):
         self.slots: list[tuple[int | None, Any]] = []
         self.output_spec: Any = None
         self.has_loss = False
+        self.dropped: dict[str, str] = {}
         self.updates: dict[str, int] = {}
         self.changed: dict[int, str] = {}
+        self.checkpoints = Checkpoints(model)
         self._places = Slots(model)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -65,10 +70,12 @@ class Step(nn.Module):
         leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
         args, kwargs = unflatten(leaves, self._spec)
         with self._places.kept():
-            with Assignments(self.model, tensors) as assignments, named_writes():
+            self.checkpoints = Checkpoints(self.model)
+            with Assignments(self.model, tensors) as assignments, named_writes(), self.checkpoints.plain():
                 output = (
                     self._loss(self.model, *args, **kwargs) if self._loss else self.model(*args, **kwargs)
                 )
+                self.checkpoints.run_again()
             updates = self._places.updates(assignments.assigned)
         self.changed = assignments.changed
         returned = self._returned(output)
@@ -88,8 +95,11 @@ class Step(nn.Module):
         flat, self.output_spec = flatten(output)
         returned: list[torch.Tensor] = [] if loss is None else [loss]
         self.slots = []
-        for leaf in flat:
+        self.dropped = {}
+        for index, leaf in enumerate(flat):
             if not isinstance(leaf, torch.Tensor):
+                if not isinstance(leaf, _LITERALS):
+                    self._drop(flatten_with_names(output)[index][0], leaf)
                 self.slots.append((None, leaf if isinstance(leaf, _LITERALS) else None))
             elif leaf is loss:
                 self.slots.append((0, None))
@@ -97,3 +107,13 @@ class Step(nn.Module):
                 self.slots.append((len(returned), None))
                 returned.append(leaf.detach())
         return returned
+
+    def _drop(self, path: str, leaf: Any) -> None:
+        """Remember a cache that does not come back; refuse any other object."""
+        kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        if not is_cache(leaf):
+            raise TraceError(
+                f"the model's output{path} is a {kind}, which cannot come back from a plan; return tensors and "
+                "plain values, in containers (dict, tuple, dataclass) or on an object of your own"
+            )
+        self.dropped[path] = kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetspmd.errors import DeviceError, ExampleError, HetspmdError, TraceError
+from hetspmd.errors import (
+    CheckpointWarning,
+    DeviceError,
+    DroppedOutputWarning,
+    ExampleError,
+    HetspmdError,
+    TraceError,
+)
 from hetspmd.trace import compat
 from hetspmd.trace.admissible import argument_names, check_leaf, check_model, spoken
 from hetspmd.trace.advice import named_error
@@ -112,6 +120,21 @@ def trace(
         tuple(statics), step.slots, {i: f"model.{name}" for name, i in step.updates.items()}, step.changed,
         step.has_loss, input_spec, output_spec, training,
     )  # fmt: skip
+    if step.checkpoints.count:
+        warnings.warn(
+            f"the model recomputes {step.checkpoints.count} regions in its backward (torch.utils.checkpoint, the "
+            f"first at {step.checkpoints.line}), which plans do not do yet: activations are kept, and the predicted "
+            "memory counts them. Results are equal",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+    for path, kind in step.dropped.items():
+        warnings.warn(
+            f"output{path} is a {kind} and comes back as None: a cache is no result of a training step; pass "
+            "use_cache=False, or set model.config.use_cache = False",
+            DroppedOutputWarning,
+            stacklevel=2,
+        )
     with collector_paused():
         graph = with_second_reads(assemble(draft, inputs, outputs, naming))
     return replace(graph, autocast=autocast_state(place.type))

@@ -1,0 +1,99 @@
+"""Activation checkpointing in a model: regions whose forward eager PyTorch runs again in the backward.
+
+A plan keeps activations, so a region is traced as the plain call that it is. What the second run does besides
+computing activations has to be kept: it updates running statistics once more. It is traced after the forward, the
+last region first, as the backward does it. A region that changes buffers and draws random numbers is refused, since
+its second run would draw others. With ``use_reentrant=True`` a region of which no argument requires a gradient gives
+none, in the plan as in eager PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetspmd.errors import TraceError
+from hetspmd.trace.compat import TorchDispatchMode, checkpoints_replaced
+from hetspmd.trace.frames import here
+
+__all__ = ["Checkpoints"]
+
+
+class Checkpoints:
+    """The regions of a step. ``count`` of them recompute something in eager PyTorch; ``line`` is the first's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.count = 0
+        self.line = ""
+        self._again: list[Callable[[], Any]] = []
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Within it, regions are plain calls."""
+        with checkpoints_replaced(self._begin, self._reentrant):
+            yield
+
+    def run_again(self) -> None:
+        """Do what the second runs do to buffers."""
+        with torch.no_grad(), _NoDraws():  # type: ignore[no-untyped-call]  # torch's is untyped
+            for again in reversed(self._again):
+                again()
+
+    def _begin(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Callable[[], None]:
+        """Note a region that begins; what is returned is called at its end."""
+        if not torch.is_grad_enabled():
+            return lambda: None
+        self.line = self.line or here(self._model)
+        self.count += 1
+        before = self._buffers()
+
+        def end() -> None:
+            changed = [name for name, state in self._buffers().items() if before.get(name) != state]
+            if changed:
+                self._refuse_others(changed)
+                self._again.append(lambda: function(*args, **kwargs))
+
+        return end
+
+    def _reentrant(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if torch.is_grad_enabled() and not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            with torch.no_grad():
+                return function(*args)
+        end = self._begin(function, args, {})
+        found = function(*args)
+        end()
+        return found
+
+    def _buffers(self) -> dict[str, tuple[int, int]]:
+        return {name: (id(b), b._version) for name, b in self._model.named_buffers()}
+
+    def _refuse_others(self, changed: list[str]) -> None:
+        """Refuse buffers that are no running statistics: how far the second run gets depends on what is saved."""
+        for name in changed:
+            path, _, leaf = name.rpartition(".")
+            owner = self._model.get_submodule(path)
+            if not isinstance(owner, nn.modules.batchnorm._NormBase) or leaf not in owner._buffers:
+                raise TraceError(
+                    f"the region of torch.utils.checkpoint at {here(self._model)} changes buffer {name}, which the "
+                    "backward would change again when it recomputes the region; change it outside the region"
+                )
+
+
+class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
+    """Refuses random numbers in a second run."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise TraceError(
+                "a region of torch.utils.checkpoint changes running statistics and draws random numbers "
+                f"({func}), the same ones again when the backward recomputes it; leave the batch norm or the "
+                "dropout outside of the region"
+            )
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,113 @@
+"""Models that checkpoint activations train as on one device, and are told that activations are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from equal import assert_equal_to_one_device
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from hetspmd.errors import CheckpointWarning, TraceError
+from nets import traced
+
+WIDE = torch.float64
+
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+
+
+class Model(nn.Module):
+    def __init__(self, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a = nn.Linear(12, 24, dtype=WIDE)
+        self.b = nn.Linear(24, 12, dtype=WIDE)
+        self.n = nn.BatchNorm1d(24, dtype=WIDE)
+        self.layers = nn.Sequential(*(nn.Linear(24, 24, dtype=WIDE) for _ in range(4)))
+        self.function = forward
+        self.register_buffer("k", torch.zeros((), dtype=WIDE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x)
+
+
+def block(m: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda h: torch.tanh(m.layers(h))
+
+
+def normed(m: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda h: torch.relu(m.n(m.layers[0](h)))
+
+
+CASES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "without reentry": lambda m, x: m.b(checkpoint(block(m), m.a(x), use_reentrant=False)).pow(2).mean(),
+    "reentrant": lambda m, x: m.b(checkpoint(block(m), m.a(x), use_reentrant=True)).pow(2).mean(),
+    "in sequence": lambda m, x: (
+        m.b(checkpoint_sequential(m.layers, 2, m.a(x), use_reentrant=False)).pow(2).mean()
+    ),
+    "batch norm": lambda m, x: m.b(checkpoint(normed(m), m.a(x), use_reentrant=False)).pow(2).mean(),
+    "batch norm, reentrant": lambda m, x: (
+        m.b(checkpoint(normed(m), m.a(x), use_reentrant=True)).pow(2).mean()
+    ),
+    "batch norm twice": lambda m, x: (
+        m.b(checkpoint(normed(m), checkpoint(normed(m), m.a(x), use_reentrant=False), use_reentrant=False))
+        .pow(2)
+        .mean()
+    ),
+    "reentrant, of the batch": lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=True)).pow(2).mean(),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpointed_model_trains_as_on_one_device(name: str) -> None:
+    torch.manual_seed(3)
+    batches = [(torch.randn(16, 12, dtype=WIDE),) for _ in range(2)]
+
+    def run() -> None:
+        assert_equal_to_one_device(lambda: Model(CASES[name]), batches)
+
+    if name == "reentrant, of the batch":
+        run()  # nothing is recomputed
+    else:
+        with pytest.warns(
+            CheckpointWarning, match=r"recomputes \d regions .*test_checkpoints.py:\d+.* are kept"
+        ):
+            run()
+
+
+def counting(m: Any, x: torch.Tensor) -> torch.Tensor:
+    def region(h: torch.Tensor) -> torch.Tensor:
+        m.k.add_(1)
+        return m.b(h)
+
+    return checkpoint(region, m.a(x), use_reentrant=False).pow(2).mean()
+
+
+def drawing(m: Any, x: torch.Tensor) -> torch.Tensor:
+    region = lambda h: nn.functional.dropout(m.n(h), 0.5)  # noqa: E731
+    return m.b(checkpoint(region, m.a(x), use_reentrant=False)).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (counting, "region of torch.utils.checkpoint at .* changes buffer model.k"),
+        (drawing, "changes running statistics and draws random numbers"),
+    ],
+)
+def test_a_second_run_that_cannot_be_kept_is_refused(forward: Callable[..., Any], message: str) -> None:
+    model = Model(forward)
+    with pytest.raises(TraceError, match=message):
+        traced(lambda m, x: m.model(x), torch.randn(16, 12, dtype=WIDE), model=model)
+
+
+def test_torchs_own_functions_are_put_back() -> None:
+    import torch.utils.checkpoint as of_torch
+
+    before = of_torch.CheckpointFunction
+    with pytest.warns(CheckpointWarning):
+        traced(lambda m, x: m.model(x), torch.randn(16, 12, dtype=WIDE), model=Model(CASES["reentrant"]))
+    assert of_torch.CheckpointFunction is before
