@@ -3,8 +3,8 @@
 A plan keeps activations, so a region is traced as the plain call that it is. What the second run does besides
 computing activations has to be kept: it updates running statistics once more. It is traced after the forward, the
 last region first, as the backward does it. A region that changes buffers and draws random numbers is refused, since
-its second run would draw others. With ``use_reentrant=True`` a region of which no argument requires a gradient gives
-none, in the plan as in eager PyTorch.
+its second run would draw others. With ``use_reentrant=True`` a region of which no argument requires a gradient
+gives none, in the plan as in eager PyTorch.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def _together(held: Held, parts: list[Any]) -> Any:
                 f"the named tuple {held.name} has the fields {list(getattr(cls, '_fields', ()))}, the plan's "
                 f"{list(held.keys)}; compile the plan again"
             )
-        return cls._make(items)  # type: ignore[attr-defined]  # of a named tuple
+        return cls._make(items)
     if held.kind == "tuple":
         made: Any = cls(items) if cls is torch.Size else tuple.__new__(cls, items)
     else:

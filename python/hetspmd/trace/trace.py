@@ -123,8 +123,8 @@ def trace(
     if step.checkpoints.count:
         warnings.warn(
             f"the model recomputes {step.checkpoints.count} regions in its backward (torch.utils.checkpoint, the "
-            f"first at {step.checkpoints.line}), which plans do not do yet: activations are kept, and the predicted "
-            "memory counts them. Results are equal",
+            f"first at {step.checkpoints.line}), which plans do not do yet: activations are kept, and the "
+            "predicted memory counts them. Results are equal",
             CheckpointWarning,
             stacklevel=2,
         )
