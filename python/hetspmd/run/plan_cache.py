@@ -198,8 +198,8 @@ class PlanCache:
 
     def meet_classes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Let this rank, which has traced nothing, meet the classes in which the model returns its outputs."""
-        with self._store.whole_shapes(self._setting.device):
-            trial(self._setting.model, self._setting.called, args, kwargs)
+        with self.store.whole_shapes(self.setting.device):
+            trial(self.setting.model, self.setting.called, args, kwargs)
 
     def _entry(self, plan: Plan, program: LocalProgram) -> Entry:
         graph, setting = plan.graph, self.setting
