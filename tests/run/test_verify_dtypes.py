@@ -15,8 +15,13 @@ from torch.nn import functional as F
 from hetspmd.codec import DamageError, decode, encode
 from hetspmd.compiler import compile as compile_plan
 from hetspmd.plan import Plan
+from hetspmd.run import collectives
+from hetspmd.run.communicator import Communicator
 from hetspmd.run.numbers import with_own_numbers
 from hetspmd.run.precision import all_in, other_dtype, retyped_graph
+from hetspmd.run.random import Randomness
+from hetspmd.run.runtime import Runtime
+from hetspmd.run.simulate import run_ranks
 from hetspmd.run.verify import VerifyReport, verify
 from hetspmd.trace.graph import CONSTANT
 from hetspmd.trace.trace import trace
@@ -225,3 +230,27 @@ def test_which_dtype_another_becomes() -> None:
     assert other_dtype(torch.complex128, torch.float32) == torch.complex64
     assert other_dtype(torch.bfloat16, torch.float64) == torch.float64
     assert other_dtype(torch.int32, torch.float64) == torch.int32
+
+
+def test_collectives_of_conjugates() -> None:
+    """Views whose memory holds other values than they show."""
+    whole = torch.randn(7, 6, dtype=torch.cdouble)
+    extents = (3, 0, 4)
+
+    def body(comm: Communicator) -> list[torch.Tensor]:
+        runtime = Runtime(comm, Randomness(0, comm.rank, torch.device("cpu")))
+        start = (0, 3, 3)[comm.rank]
+        part = whole.conj()[start : start + extents[comm.rank]]
+        found = [gather(runtime, part, 0, extents).wait() for gather in collectives.GATHERS.values()]
+        found += [gather(runtime, part.imag, 0, extents).wait() for gather in collectives.GATHERS.values()]
+        moved = collectives.start_all_to_all(runtime, part, 0, 1, extents, (2, 2, 2)).wait()
+        found.append(collectives.start_all_gather(runtime, moved.conj(), 1, (2, 2, 2)).wait().conj())
+        found.append(collectives.start_all_reduce(runtime, whole.conj()).wait() / 3)
+        for scatter in collectives.SCATTERS.values():
+            summed = scatter(runtime, whole.conj(), 0, extents).wait() / 3
+            found.append(collectives.start_all_gather(runtime, summed, 0, extents).wait())
+        return found
+
+    for found in run_ranks(3, body):
+        for value in found:
+            assert torch.allclose(value, whole.conj() if value.is_complex() else whole.conj().imag)

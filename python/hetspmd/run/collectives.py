@@ -127,7 +127,7 @@ def start_reduce_scatter(
     if lone(extents) is not None:
         return start_grouped_reduce(runtime, tensor, dim, extents, spare=spare)
     comm.settle()
-    front = tensor.movedim(dim, 0)
+    front = plain(tensor).movedim(dim, 0)
     most, rest = max(extents), front.shape[1:]
     if min(extents) == most:
         buffer = front.contiguous()
@@ -194,7 +194,7 @@ def start_exchange_reduce(
     if comm.world == 1 or tensor.numel() == 0:
         return Pending((), lambda: whole_slice(tensor, dim, extents, comm.rank))
     comm.settle()
-    front = tensor.movedim(dim, 0).contiguous()
+    front = plain(tensor).movedim(dim, 0).contiguous()
     own, row = extents[comm.rank], front.shape[1:].numel() * _byte_factor(tensor.dtype)
     parts = tensor.new_empty((comm.world, own, *front.shape[1:]))
     splits = [extent * row for extent in extents]
@@ -212,7 +212,7 @@ def start_all_gather(
     if lone(extents) is not None:
         return start_grouped_broadcast(runtime, tensor, dim, extents)
     comm.settle()
-    front = tensor.movedim(dim, 0)
+    front = plain(tensor).movedim(dim, 0)
     most, rest = max(extents), front.shape[1:]
     if front.shape[0] == most:
         buffer = front.contiguous()
@@ -263,7 +263,7 @@ def _gathered(
     if comm.world == 1 or _whole(tensor, dim, extents) == 0:
         return Pending((), lambda: _filled(tensor, dim, extents))
     comm.settle()
-    front = tensor.movedim(dim, 0)
+    front = plain(tensor).movedim(dim, 0)
     gathered = tensor.new_empty((sum(extents), *front.shape[1:]))
     parts = torch.split(gathered, list(extents))
     parts[comm.rank].copy_(front)
@@ -309,7 +309,7 @@ def start_all_to_all(
     if holder is not None and holder == lone(target_extents):
         return Pending((), lambda: tensor if holder == me else tensor.new_empty(shape))
     comm.settle()
-    parts = [tensor.narrow(target, start, extent).reshape(-1) for start, extent in ranges(target_extents)]
+    parts = [plain(tensor).narrow(target, s, n).reshape(-1) for s, n in ranges(target_extents)]
     buffer = torch.cat(parts)
     splits = [part.numel() for part in parts]
     output_splits = [extent * target_extents[me] * rest for extent in source_extents]
@@ -340,7 +340,7 @@ def start_rebalance(
         shape = (*tensor.shape[:dim], target_extents[comm.rank], *tensor.shape[dim + 1 :])
         return Pending((), lambda: tensor if comm.world == 1 else tensor.new_empty(shape))
     comm.settle()
-    front = tensor.movedim(dim, 0).contiguous()
+    front = plain(tensor).movedim(dim, 0).contiguous()
     row = front.shape[1:].numel() * _byte_factor(tensor.dtype)
     before, after = ranges(source_extents), ranges(target_extents)
     splits = [_common(before[comm.rank], place) * row for place in after]
@@ -399,6 +399,11 @@ def back(front: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _byte_factor(dtype: torch.dtype) -> int:
     return 1 if dtype in _MOVABLE else dtype.itemsize
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, whose memory holds its values: no conjugate or negative is left to be taken."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_complex() or tensor.is_neg() else tensor
 
 
 def movable(buffer: torch.Tensor) -> torch.Tensor:

@@ -146,8 +146,11 @@ class _Comparison:
         ok = self.allowed and errors["loss"] <= limit and errors["gradients"] <= limit and not unproved
         return VerifyReport(
             ok, errors["loss"], errors["gradients"], errors["parameters"], limit, self.random, self.worst,
-            self.rounding, unproved, tuple(notes), self._located() if locate and not ok else "",
+            self.rounding, unproved, tuple(notes), self._located() if locate and not ok and self._differs() else "",
         )  # fmt: skip
+
+    def _differs(self) -> bool:
+        return not (self.allowed and max(self.errors["loss"], self.errors["gradients"]) <= self.limit)
 
     def _located(self) -> str:
         """Whether it is the trace or the program that differs, and from where on."""
