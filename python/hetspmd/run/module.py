@@ -86,7 +86,8 @@ class HAP(nn.Module):
     check_batches        compare what the ranks are given, and their copies of replicated tensors, in every step;
                          False if only the rows that a rank uses are right on it
     timeout              seconds in which a rank gives up a collective for which another one does not come
-                         (it has died, hangs, or is busy for as long between two steps), with RankFailedError;
+                         (it hangs, or is busy for as long between two steps), with RankFailedError; a process that
+                         has died is noticed in seconds;
                          compiling does not count
     compile              run the ops between two communications through ``torch.compile``; a dict is given to it.
                          Predictions and recordings are of the ops as they are
@@ -111,7 +112,7 @@ class HAP(nn.Module):
         example: Any = None, loss: Loss | None = None, plan: Plan | str | os.PathLike[str] | None = None,
         gather_outputs: bool = False, strict: bool = False, device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | Communicator | None = None, sync_module_states: bool = True,
-        check_batches: bool = True, timeout: float = 30.0, compile: bool | Mapping[str, Any] = False,
+        check_batches: bool = True, timeout: float = 600.0, compile: bool | Mapping[str, Any] = False,
         check_plan: bool = True, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()

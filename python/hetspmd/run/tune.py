@@ -76,7 +76,7 @@ def tune(
     model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str | os.PathLike[str], *,
     loss: Loss | None = None, process_group: dist.ProcessGroup | Communicator | None = None,
     device: torch.device | str | None = None, optimizer: Optimizer = torch.optim.AdamW, steps: int = 5,
-    plans: Mapping[str, Plan] | None = None, timeout: float = 30.0, **options: Any,
+    plans: Mapping[str, Plan] | None = None, timeout: float = 600.0, **options: Any,
 ) -> Tuned:  # fmt: skip
     """Train ``model`` for a few steps by each of several plans, on the ranks of the process group, and choose the
     fastest. Every rank calls this, with the same example.

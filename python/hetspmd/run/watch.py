@@ -189,6 +189,10 @@ class Watch:
             return (
                 self.host,
             ), f"rank {self.host}, which hosts the store of the process group, does not answer"
+        alive = [r for r in mute if self._state(r) == "runs"]
+        if mute and alive == mute:
+            one = f"rank {mute[0]}" if len(mute) == 1 else f"one of ranks {mute}"
+            return tuple(mute), f"{one} is alive but does not come: it is busy between two steps, or hangs"
         if len(mute) == 1:
             return tuple(
                 mute
