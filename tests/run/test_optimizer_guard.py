@@ -146,11 +146,7 @@ def stepped(
 
     for _ in range(steps):
         closure()
-        if isinstance(optimizer, SAM):
-            optimizer.first_step()
-            closure()
-            optimizer.second_step()
-        elif isinstance(optimizer, torch.optim.LBFGS):
+        if isinstance(optimizer, torch.optim.LBFGS):
             optimizer.step(closure)
         else:
             optimizer.step()
@@ -180,8 +176,12 @@ def test_sam_is_found_behind_the_optimizer_that_it_steps() -> None:
     c = case("mlp")
 
     def body(hap: HAP) -> str:
+        optimizer = SAM(hap.parameters(), lr=0.1)
+        loss_of(hap(**c.batch)).backward()
+        with pytest.raises(OptimizerError, match=r"^SAM over "):
+            optimizer.step(lambda: loss_of(hap(**c.batch)))
         with pytest.raises(OptimizerError, match=r"^SAM over ") as caught:
-            stepped(hap, c.batch, SAM(hap.parameters(), lr=0.1))
+            optimizer.base.step()
         return str(caught.value)
 
     assert len(set(on_ranks(c, divided(c), body))) == 1
@@ -218,10 +218,11 @@ def test_what_is_allowed_and_what_is_stored_whole_is_stepped() -> None:
     hetspmd.allow_optimizer(Allowed)
 
     def body(hap: HAP) -> int:
-        steps = stepped(hap, c.batch, Allowed(hap.parameters(), clipped_by_itself))
-        whole = [n for n, (form, _) in hap.plan.parameter_layout().items() if not is_sharded(form)]
-        held = [hap.module.get_parameter(n) for n in whole]
-        return len(steps) + len(stepped(hap, c.batch, Own(held, clipped_by_itself)))
+        layout = hap.plan.parameter_layout()
+        cut = [hap.module.get_parameter(n) for n, (form, _) in layout.items() if is_sharded(form)]
+        whole = [hap.module.get_parameter(n) for n, (form, _) in layout.items() if not is_sharded(form)]
+        steps = stepped(hap, c.batch, Allowed(cut, clipped_by_itself))
+        return len(steps) + len(stepped(hap, c.batch, Own(whole, clipped_by_itself)))
 
     assert on_ranks(c, divided(c), body) == [6] * 3
 
