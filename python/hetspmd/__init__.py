@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hetspmd.plan import Plan
     from hetspmd.rules.registry import rule
     from hetspmd.rules.rule import SUM, Call, Cut, Factor, Local, OpRule
+    from hetspmd.run.gradient_hooks import on_full_gradient
     from hetspmd.run.module import HAP
     from hetspmd.run.norms import clip_grad_norm_, get_total_norm
     from hetspmd.run.optimizer_guard import allow_optimizer
@@ -47,6 +48,7 @@ _HOMES = {
     "full_optimizer_state_dict": "run.optimizer_state",
     "get_total_norm": "run.norms",
     "load_full_optimizer_state_dict": "run.optimizer_state",
+    "on_full_gradient": "run.gradient_hooks",
     "rule": "rules",
     "tune": "run.tune",
     "verify": "run.verify",
@@ -74,6 +76,7 @@ __all__ = [
     "full_optimizer_state_dict",
     "get_total_norm",
     "load_full_optimizer_state_dict",
+    "on_full_gradient",
     "rule",
     "rules",
     "tune",

@@ -15,6 +15,7 @@ __all__ = [
     "DroppedOutputWarning",
     "ExampleError",
     "GradientError",
+    "GradientHookWarning",
     "HetspmdError",
     "InfeasibleError",
     "MemoryLimitError",
@@ -163,6 +164,10 @@ class GradientError(HetspmdError):
 
 class ShardError(HetspmdError):
     """Something was asked of this rank's shards that only whole parameters can answer."""
+
+
+class GradientHookWarning(UserWarning):
+    """A hook is on a parameter that lies in shards."""
 
 
 class NanError(HetspmdError):

@@ -7,7 +7,7 @@ one raises GradientError instead of being lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,7 +40,7 @@ class Runner:
     ``loss`` is the loss's tensor id. ``outputs`` lists the positions among the program's outputs that are
     returned beside it: each tensor once. ``gather`` makes all of them whole on every rank. ``origin`` names the
     model's modules in errors. ``compile``: what ``torch.compile`` is given for the ops between communications;
-    None to leave them as they are.
+    None to leave them as they are. ``before_gradients`` is called when a backward begins.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Runner:
             if output.tensor != loss:
                 seen.setdefault(output.tensor, position)
         self.outputs = tuple(seen.values())
+        self.before_gradients: Callable[[], None] | None = None
         self._copies: dict[int, tuple[fx.GraphModule, fx.GraphModule]] = {}
         self._compiled: dict[fx.GraphModule, fx.GraphModule] = {}
         if compile is not None and not runtime.idle:
@@ -189,6 +190,8 @@ class Runner:
         """The gradients of ``program.differentiable``; no two overlap (those of a bucket lie side by side in one
         storage). Empties ``saved``."""
         assert self.program.backward is not None
+        if self.before_gradients is not None:
+            self.before_gradients()
         taken = {_storage(tangent), *(_storage(t) for t in saved if t is not None)}
         graph = self._running(self.program.backward)
         with self._named(graph):

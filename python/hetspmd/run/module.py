@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, NoReturn
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from hetspmd.run.attendance import Attendance, meet_ranks
 from hetspmd.run.clipping import reach_torch
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.forwarding import forwards, without_prefix
+from hetspmd.run.gradient_hooks import give_whole
 from hetspmd.run.guard import check_same_batch, check_tensors
 from hetspmd.run.holders import check_unwrapped
 from hetspmd.run.lone import run_model
@@ -45,6 +47,7 @@ from hetspmd.run.store import Store, check_model
 from hetspmd.run.stretches import compile_options
 from hetspmd.run.twin import twin_model, twin_plans, twin_store
 from hetspmd.run.whole import full_module, full_state_dict, load_full_state_dict
+from hetspmd.run.wrappers import reach_wrappers, refuse_wrapper
 from hetspmd.trace.admissible import check_model as check_admissible
 from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.compat import unflatten
@@ -192,6 +195,7 @@ class HAP(nn.Module):
         reach_torch()
         reach_torch_scaler()
         watch_optimizers()
+        reach_wrappers()
         self._ready = True
 
     @property
@@ -259,6 +263,9 @@ class HAP(nn.Module):
         if entry.model and not (self._lowered or self._recording is not None or is_looked_for()):
             of = entry.plan, entry.runner, entry.output_spec
             return run_model(self.module, self._loss, args, kwargs, *of)
+        entry.runner.before_gradients = partial(
+            give_whole, ref(self), entry.plan.graph.parameters, parameters
+        )
         buffers = [owner._buffers[leaf] for owner, leaf in entry.buffers]
         loss, outputs = entry.runner.run(parameters, buffers, inputs)  # type: ignore[arg-type]  # none is None
         graph = entry.plan.graph
@@ -291,7 +298,7 @@ class HAP(nn.Module):
 
         ``rank0_only``: the other ranks get an empty dict.
         """
-        self._meet("full_state_dict()")
+        self.meet("full_state_dict()")
         with self._store.sentry.lifted():
             return full_state_dict(self._store, self._runtime, keep=not rank0_only or self.rank == 0)
 
@@ -301,7 +308,7 @@ class HAP(nn.Module):
         It is what the model was before it was wrapped, with the present values: call it, or its methods and parts,
         copy it, save it. The copy does not follow the training.
         """
-        self._meet("full_module()")
+        self.meet("full_module()")
         with self._store.sentry.lifted():
             return full_module(self._store, self._runtime, self.device)
 
@@ -326,14 +333,14 @@ class HAP(nn.Module):
 
     def full_tensors(self) -> dict[str, torch.Tensor]:
         """Whole copies of all parameters and buffers by (first) name; every rank must call this."""
-        self._meet("full_tensors()")
+        self.meet("full_tensors()")
         named: dict[str, torch.Tensor] = dict(self.module.named_parameters())
         named.update(self.module.named_buffers())
         return self.gather(named)
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Whole copies of the gradients that there are, by parameter; every rank must call this."""
-        self._meet("full_gradients()")
+        self.meet("full_gradients()")
         named = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
         return self.gather(named)
 
@@ -356,7 +363,7 @@ class HAP(nn.Module):
         if self._recording is not None:
             raise RuntimeError("this module is being recorded already")
 
-        self._meet("record()")
+        self.meet("record()")
         entries = self._plans.runners
         made = Recording(self._everyone, self._runtime, self.device, path, entries, self.parameters)
         with made:
@@ -366,7 +373,7 @@ class HAP(nn.Module):
             finally:
                 self._recording = None
 
-    def _meet(self, what: str) -> None:
+    def meet(self, what: str) -> None:
         """Go on when all ranks do the same, which has collectives of its own."""
         if self._attendance is not None:
             self._attendance.meet(what)
@@ -378,6 +385,19 @@ class HAP(nn.Module):
     def run_lowered(self) -> None:
         """Run the lowered graphs from now on, also where the model itself would run: to verify or measure them."""
         self._lowered = True
+
+    def compile(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: ``HAP(..., compile=True)`` compiles what lies between communications."""
+        raise ExampleError("a HAP module is compiled by HAP(model, cluster, example=batch, compile=True)")
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """What FSDP sets on the modules that it wraps."""
+        return False
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, _value: bool) -> None:
+        refuse_wrapper("FSDP")
 
     def parameter_shards(self) -> dict[str, LocalTensor]:
         """Name to layout of every parameter (tied names included)."""

@@ -55,6 +55,7 @@ def full_optimizer_state_dict(
     neither of the parameter's shape nor one number.
     """
     known = _known(hap, optimizer)
+    hap.meet("full_optimizer_state_dict()")
     with own_state():
         local = optimizer.state_dict()
     keep = not rank0_only or hap.rank == 0

@@ -135,7 +135,13 @@ class PlanCache:
     """
 
     def __init__(
-        self, setting: Setting, store: Store, runtime: Runtime, plan: Plan, program: LocalProgram, traced: bool
+        self,
+        setting: Setting,
+        store: Store,
+        runtime: Runtime,
+        plan: Plan,
+        program: LocalProgram,
+        traced: bool,
     ) -> None:
         self.setting, self.store, self._runtime = setting, store, runtime
         self.entries = [self._entry(plan, program)]

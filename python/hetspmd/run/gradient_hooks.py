@@ -1,0 +1,122 @@
+"""Hooks on the gradients of parameters that lie in shards.
+
+autograd gives a hook on a parameter the gradient that this rank has, a shard. A hook is written for the whole
+gradient, so that every rank gathers it, calls the hook and keeps its part of what comes back. That takes one
+all-gather in every backward, of which a GradientHookWarning tells, unless :func:`on_full_gradient` asked for it.
+Hooks that run after a gradient was accumulated see the parameter itself, with the shard of its gradient: they are
+told so.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hetspmd.errors import GradientError, GradientHookWarning
+from hetspmd.forms import is_sharded
+from hetspmd.run.owners import places
+
+if TYPE_CHECKING:
+    from hetspmd.run.module import HAP
+    from hetspmd.trace.graph import Parameter
+
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
+"""What ``Tensor.register_hook`` takes: it may return another gradient."""
+
+_TOLD: weakref.WeakKeyDictionary[HAP, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
+"""The hooks after accumulation, by parameter and key, that a warning told of."""
+
+
+def on_full_gradient(hap: HAP, parameter: str | torch.Tensor, hook: Hook) -> RemovableHandle:
+    """Call ``hook`` with the whole gradient of a parameter in every backward, on every rank.
+
+    ``parameter`` is its name in the model, or the parameter itself. What the hook returns, if anything, takes the
+    gradient's place, as of ``Tensor.register_hook``; every rank keeps its part. Every rank must call this. Returns
+    a handle whose ``remove()`` ends it. Raises GradientError for a parameter that is not of ``hap``.
+    """
+    if isinstance(parameter, str):
+        named = dict(hap.module.named_parameters(remove_duplicate=False))
+        name = parameter
+        tensor: torch.Tensor | None = named.get(parameter)
+    else:
+        place = places().get(id(parameter))
+        name, tensor = (place.name, parameter) if place is not None and place.module is hap else ("", None)
+    if tensor is None:
+        what = repr(parameter) if isinstance(parameter, str) else f"of shape {list(parameter.shape)}"
+        raise GradientError(f"the HAP module has no parameter {what}; give a name of hap.module's parameters")
+    hap.run_lowered()  # so that gradients come in the same order on idle ranks
+    made: RemovableHandle = tensor.register_hook(_OnWhole(hap, name, hook))  # type: ignore[no-untyped-call]  # torch's
+    return made
+
+
+class _OnWhole:
+    """A hook that is given the whole gradient."""
+
+    def __init__(self, hap: HAP, name: str, hook: Hook) -> None:
+        self._hap, self._name, self._hook = weakref.ref(hap), name, hook
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        hap = self._hap()
+        if hap is None:
+            return self._hook(gradient)
+        whole = hap.gather({self._name: gradient})[self._name]
+        layout = hap.parameter_shards().get(self._name)
+        version = whole._version
+        found = self._hook(whole)
+        if found is None:
+            if whole._version == version:
+                return None
+            found = whole  # it was changed in place
+        if tuple(found.shape) != tuple(whole.shape):
+            raise GradientError(
+                f"the hook {_where(self._hook)} on {self._name} was given the whole gradient, of "
+                f"{list(whole.shape)}, and returned one of {list(found.shape)}; it must know nothing of shards"
+            )
+        return (found if layout is None else layout.slice(found)).to(gradient.dtype).contiguous()
+
+
+def give_whole(
+    module: weakref.ref[HAP], known: Sequence[Parameter], parameters: Sequence[torch.Tensor]
+) -> None:
+    """Let hooks on sharded parameters see whole gradients, before a backward reaches them."""
+    for info, parameter in zip(known, parameters, strict=True):
+        before: dict[int, Any] | None = parameter._backward_hooks
+        after: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
+        if not before and not after:
+            continue
+        hap, name = module(), info.name
+        layout = None if hap is None else hap.parameter_shards().get(name)
+        if hap is None or layout is None or not is_sharded(layout.form):
+            continue
+        what = f"on {name} {list(layout.shape)}, which lies in shards of dim {layout.form - 2},"
+        for key, hook in list((before or {}).items()):
+            if not isinstance(hook, _OnWhole):
+                (before or {})[key] = _OnWhole(hap, name, hook)
+                warnings.warn(
+                    f"the hook {_where(hook)} {what} is given the whole gradient, which takes an all-gather in "
+                    f"every backward; hetspmd.on_full_gradient(hap, {name!r}, hook) asks for it",
+                    GradientHookWarning,
+                    stacklevel=2,
+                )
+        for key, hook in list((after or {}).items()):
+            told = _TOLD.setdefault(hap, set())
+            if (name, key) not in told:
+                told.add((name, key))
+                warnings.warn(
+                    f"the hook {_where(hook)} {what} sees this rank's shard of .grad alone. That is right if it "
+                    "works element by element, as an optimizer's step does; a hook of the whole gradient is made "
+                    f"with hetspmd.on_full_gradient(hap, {name!r}, hook)",
+                    GradientHookWarning,
+                    stacklevel=2,
+                )
+
+
+def _where(hook: Any) -> str:
+    code = getattr(hook, "__code__", None)
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"

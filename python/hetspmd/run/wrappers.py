@@ -1,0 +1,62 @@
+"""Another wrapper around a HAP module is refused when it is made.
+
+``DistributedDataParallel`` broadcasts rank 0's parameters, which are rank 0's shards; FSDP cuts shards again;
+``DataParallel`` copies a module that is tied to its ranks. Accelerate and Trainer make them by themselves. From the
+first HAP module on, the wrappers look for one inside before they change anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import nn
+
+from hetspmd.errors import ShardError
+from hetspmd.run.owners import living
+from hetspmd.run.shards import marked
+
+_LOCK = threading.Lock()
+_REACHED: list[type] = []
+"""The wrappers that look."""
+
+
+def reach_wrappers() -> None:
+    """Let torch's wrappers look for HAP modules, from the first call on."""
+    with _LOCK:
+        if not _REACHED:
+            for kind in (nn.parallel.DistributedDataParallel, nn.DataParallel):
+                _REACHED.append(kind)
+                kind.__init__ = _looking(kind.__init__, kind.__name__)  # type: ignore[method-assign]
+
+
+def refuse_wrapper(wrapper: str) -> NoReturn:
+    """Raise ShardError: ``wrapper`` cannot be around a HAP module."""
+    raise ShardError(
+        f"{wrapper} around a HAP module would take this rank's shards for the whole model. HAP stands in its "
+        "place: call, step and save the HAP module itself. With Accelerate prepare the optimizer alone "
+        "(optimizer = accelerator.prepare_optimizer(optimizer)), neither model nor loader, and call "
+        "accelerator.backward(loss) or loss.backward()"
+    )
+
+
+def _looking(make: Callable[..., None], name: str) -> Callable[..., None]:
+    @functools.wraps(make)
+    def made(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        module = args[0] if args else kwargs.get("module")
+        if isinstance(module, nn.Module) and _has_shards(module):
+            refuse_wrapper(name)
+        make(self, *args, **kwargs)
+
+    return made
+
+
+def _has_shards(module: nn.Module) -> bool:
+    """Whether a HAP module of several ranks, or a model that lies in its shards, is in the module."""
+    inside = {id(m) for m in module.modules()}
+    shared = (hap for hap in living() if hap.everyone.world > 1)
+    return any(id(hap) in inside or id(hap.module) in inside for hap in shared) or any(
+        marked(p) is not None for p in module.parameters()
+    )
