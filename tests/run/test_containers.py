@@ -12,7 +12,7 @@ import torch
 from small_plans import cluster
 from torch import nn
 
-from hetspmd.errors import PlanError, TraceError
+from hetspmd.errors import DroppedOutputWarning, PlanError, TraceError
 from hetspmd.plan import Plan
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.module import HAP
@@ -175,3 +175,13 @@ def test_a_plan_file_says_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_come_back_is_refused() -> None:
     with pytest.raises(TraceError, match=r"output\['f'\] is a .*function.*return tensors and plain values"):
         outputs(lambda loss, h: {"loss": loss, "f": print})
+
+
+def test_a_cache_comes_back_as_none_and_is_said() -> None:
+    class KeyCache:
+        def __init__(self, keys: torch.Tensor) -> None:
+            self.keys = keys
+
+    with pytest.warns(DroppedOutputWarning, match=r"output\['past'\] is a .*KeyCache and comes back as None"):
+        found = outputs(lambda loss, h: {"loss": loss, "past": KeyCache(h)})
+    assert [output["past"] for output in found] == [None] * 4
