@@ -85,7 +85,7 @@ def mixed(model: nn.Module, c: Case, plan: Plan) -> dict[str, Any]:
         )
         scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
-    norm = hetspmd.clip_grad_norm_(hap, 0.1)
+    norm = torch.nn.utils.clip_grad_norm_(hap.parameters(), 0.1)
     scaler.step(optimizer)
     scaler.update()
     return {"loss": loss.detach(), "norm": norm, "gradients": hap.full_gradients()}

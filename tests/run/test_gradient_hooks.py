@@ -127,3 +127,23 @@ def test_a_hook_that_knows_shards_and_a_hook_after_accumulation_are_told() -> No
     ) as told:
         assert all(len(seen) == 2 for seen in on_ranks(c, divided(c), after))
     assert len(told) == 3, "each rank is told once"
+
+
+def test_hooks_on_the_backward_of_modules_are_part_of_the_plan_and_told() -> None:
+    """What they return is traced; what else they do is not done again."""
+    c = case("mlp")
+
+    def hooked(model: nn.Module) -> nn.Module:
+        model.get_submodule("a").register_full_backward_pre_hook(lambda m, g: (g[0] * 0.5,))
+        return model
+
+    single = hooked(copy.deepcopy(c.model))
+    loss_of(single(**c.batch)).backward()
+    with pytest.warns(GradientHookWarning, match="of module a is called once, when the step is traced"):
+        hap = HAP(hooked(copy.deepcopy(c.model)), cluster(1), example=c.batch)
+    hap.run_lowered()
+    loss_of(hap(**c.batch)).backward()
+    found = hap.full_gradients()
+    for name, parameter in single.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name], parameter.grad, **CLOSE)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hetspmd.errors import GradientError, GradientHookWarning
@@ -114,6 +115,20 @@ def give_whole(
                     GradientHookWarning,
                     stacklevel=2,
                 )
+
+
+def tell_module_hooks(model: nn.Module) -> None:
+    """Warn of hooks on the backward of modules, which run while the step is traced and not in a step."""
+    for name, module in model.named_modules():
+        for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
+            warnings.warn(
+                f"the backward hook {_where(hook)} of module {name or 'the model'} is called once, when the step "
+                "is traced, with tensors without values. The gradients that it returns are part of the plan; what "
+                "else it does (a log, a counter) is lost. hetspmd.on_full_gradient(hap, 'weight', hook) runs in "
+                "every backward",
+                GradientHookWarning,
+                stacklevel=3,
+            )
 
 
 def _where(hook: Any) -> str:

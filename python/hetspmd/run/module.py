@@ -29,7 +29,7 @@ from hetspmd.run.attendance import Attendance, meet_ranks
 from hetspmd.run.clipping import reach_torch
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.forwarding import forwards, without_prefix
-from hetspmd.run.gradient_hooks import give_whole
+from hetspmd.run.gradient_hooks import give_whole, tell_module_hooks
 from hetspmd.run.guard import check_same_batch, check_tensors
 from hetspmd.run.holders import check_unwrapped
 from hetspmd.run.lone import run_model
@@ -124,6 +124,7 @@ class HAP(nn.Module):
         check_options(options, signature(HAP).parameters)
         check_admissible(model)
         check_unwrapped(model)
+        tell_module_hooks(model)
         self.cluster = Cluster.load(cluster)
         compiled_with = compile_options(compile)
         if isinstance(process_group, Communicator):
