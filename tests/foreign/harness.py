@@ -1,9 +1,9 @@
 """The corpus's way to say what one device does, and to run the same on unlike ranks.
 
-A case is a model, its batches and a loop, as a user wrote them for one device. The loop takes a :class:`Run`: on one
-device ``run.wrap(model, batch)`` is the model itself, on ranks it is a :class:`~hetspmd.HAP`. What the loop returns
-(losses, outputs, the whole state) is compared with the single device's, on every rank; or the named error that the case
-expects must come, on every rank. Anything else (another number, another error, a hang) fails.
+A case is a model, its batches and a loop, as a user wrote them for one device. The loop takes a :class:`Run`: on
+one device ``run.wrap(model, batch)`` is the model itself, on ranks it is a :class:`~hetspmd.HAP`. What the loop
+returns (losses, outputs, the whole state) is compared with the single device's, on every rank; or the named error that
+the case expects must come, on every rank. Anything else (another number, another error, a hang) fails.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def train(run: Run, model: nn.Module, batches: Sequence[Any]) -> dict[str, Any]:
 class Case:
     """One report. ``report`` names where people met it (``pytorch#31553``).
 
-    ``make`` returns ``(model, batches)``; it is called with torch seeded. ``refused`` is a pattern of the named error,
-    None where the ranks must equal the single device within ``tolerance`` (relative, of float64). ``options`` go to
-    HAP. ``warns``: patterns of the warnings that tell what is not as on one device.
+    ``make`` returns ``(model, batches)``; it is called with torch seeded. ``refused`` is a pattern of the named
+    error, None where the ranks must equal the single device within ``tolerance`` (relative, of float64). ``options``
+    go to HAP.
     """
 
     name: str
@@ -172,7 +172,9 @@ def _check(c: Case) -> None:
     if c.refused is not None:
         for rank, found in enumerate(run_ranks(RANKS, on_rank)):
             assert isinstance(found, HetspmdError), f"rank {rank} of {c.name} was not refused: {found}"
-            assert re.search(c.refused, str(found)), f"rank {rank} of {c.name}: {type(found).__name__}: {found}"
+            assert re.search(c.refused, str(found)), (
+                f"rank {rank} of {c.name}: {type(found).__name__}: {found}"
+            )
         return
     model, batches = made()
     want = c.loop(Run(None, options), copy.deepcopy(model), batches)
