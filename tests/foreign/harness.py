@@ -2,8 +2,8 @@
 
 A case is a model, its batches and a loop, as a user wrote them for one device. The loop takes a :class:`Run`: on
 one device ``run.wrap(model, batch)`` is the model itself, on ranks it is a :class:`~hetspmd.HAP`. What the loop
-returns (losses, outputs, the whole state) is compared with the single device's, on every rank; or the named error that
-the case expects must come, on every rank. Anything else (another number, another error, a hang) fails.
+returns (losses, outputs, the whole state) is compared with the single device's, on every rank; or the named error
+that the case expects must come, on every rank. Anything else (another number, another error, a hang) fails.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Case:
     """One report. ``report`` names where people met it (``pytorch#31553``).
 
     ``make`` returns ``(model, batches)``; it is called with torch seeded. ``refused`` is a pattern of the named
-    error, None where the ranks must equal the single device within ``tolerance`` (relative, of float64). ``options``
-    go to HAP.
+    error, None where the ranks must equal the single device within ``tolerance`` (relative, of float64).
+    ``options`` go to HAP.
     """
 
     name: str
