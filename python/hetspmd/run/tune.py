@@ -25,10 +25,12 @@ from hetspmd.plan import Plan
 from hetspmd.run.agreement import agreed_plans
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.compare import compare
+from hetspmd.run.guard import check_same_batch
 from hetspmd.run.module import HAP
 from hetspmd.run.process_group import communicator_for
+from hetspmd.trace.compat import flatten_with_names
 from hetspmd.trace.step import Loss, find_loss
-from hetspmd.trace.trace import split_example
+from hetspmd.trace.trace import leaf_path, split_example
 
 __all__ = ["Tuned", "tune"]
 
@@ -113,6 +115,7 @@ def tune(
         return alternatives(model, args, kwargs, devices, loss=loss, **options)
 
     communicator.guard(float(timeout))
+    _check_example(communicator, args, kwargs)
     if plans is None:
         with communicator.busy():
             plans = agreed_plans(communicator, make)
@@ -120,7 +123,7 @@ def tune(
     def measure(plan: Plan, best: float | None) -> list[float]:
         hap = HAP(
             copy.deepcopy(model), devices, plan=plan, loss=loss, process_group=communicator, device=device,
-            check_plan=False, sync_module_states=False, timeout=timeout,
+            check_plan=False, check_batches=False, sync_module_states=False, timeout=timeout,
         )  # fmt: skip
         if any(p.is_meta for p in model.parameters()):
             _zero(hap)
@@ -133,6 +136,16 @@ def tune(
     with torch.random.fork_rng():
         chosen, found = compare(plans, measure)
     return Tuned(plans[chosen], chosen, found, {name: p.cost.step_seconds for name, p in plans.items()})
+
+
+def _check_example(communicator: Communicator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise BatchMismatchError on every rank unless all have the same example.
+
+    Of steps that are only timed nothing else is compared: every rank may have random parameters of its own.
+    """
+    leaves = flatten_with_names((args, dict(kwargs)))
+    tensors = {leaf_path(name): leaf for name, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    check_same_batch(communicator, list(tensors.values()), list(tensors))
 
 
 @torch.no_grad()

@@ -71,7 +71,7 @@ def trace(
     if loss is None:
         _check_signature(model, args, kwargs)
     leaves, spec = compat.flatten((args, dict(kwargs)))
-    paths = [_path(name) for name, _ in compat.flatten_with_names((args, dict(kwargs)))]
+    paths = [leaf_path(name) for name, _ in compat.flatten_with_names((args, dict(kwargs)))]
     statics = []
     for i, leaf in enumerate(leaves):
         check_leaf(leaf, spoken(paths[i], names))
@@ -140,7 +140,7 @@ def trace(
     return replace(graph, autocast=autocast_state(place.type))
 
 
-def _path(name: str) -> str:
+def leaf_path(name: str) -> str:
     """``[0][1]`` (positional) as ``args[1]``, ``[1]['x']`` (keyword) as ``x``."""
     if name.startswith("[0]"):
         return "args" + name[3:]
