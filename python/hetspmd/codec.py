@@ -50,7 +50,8 @@ class DamageError(ValueError):
 def _types() -> dict[str, type]:
     # By module name: ``from hetspmd.rules import rule`` is the decorator.
     names = (
-        "trace.graph", "rules.rule", "synth.program", "balance.lengths", "cost.cluster", "cost.measured",
+        "trace.graph", "trace.host.facts", "rules.rule", "synth.program", "balance.lengths", "cost.cluster",
+        "cost.measured",
         "cost.op_times", "cost.step", "plan",
     )  # fmt: skip
     found: dict[str, type] = {}

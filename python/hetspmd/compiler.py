@@ -31,6 +31,8 @@ from hetspmd.synth.constraints import Constraints, nearest, resolve, spelling
 from hetspmd.synth.search import Found, Limits, Searcher
 from hetspmd.synth.space import search_space
 from hetspmd.trace.collector import collector_paused
+from hetspmd.trace.graph import Graph
+from hetspmd.trace.host.watch import HostRandomness, check_randomness
 from hetspmd.trace.step import Loss
 from hetspmd.trace.trace import split_example, trace
 
@@ -39,6 +41,7 @@ def compile(
     model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str, *, loss: Loss | None = None,
     strict: bool = False, constraints: Mapping[str, str | Form] | None = None, time_limit: float = 600.0,
     loss_only: bool = False, segments: Segments = "auto", machines: Machines = "auto",
+    host_randomness: HostRandomness = "refuse",
     timings: MutableMapping[str, float] | None = None, progress: Callable[[str], object] | None = None,
 ) -> Plan:  # fmt: skip
     """Synthesize the distributed program of one training step.
@@ -54,6 +57,8 @@ def compile(
     segments     parts of the model with sharding ratios of their own: a number, or "auto" for as many as gain
     machines     how machines with several accelerators are planned: across "virtual" devices, "flat", or "auto" for
                  the cheaper way; across virtual devices there is one segment
+    host_randomness  what becomes of random numbers that the model's Python draws (random, numpy, generators):
+                 "refuse"; "freeze", the outcome of the trace stays for ever; "trace_each_step", HAP traces anew
     timings      filled with wall seconds: trace, rules, synth, balance, total
     progress     called with the name of each of these stages as it begins
 
@@ -62,8 +67,8 @@ def compile(
     args, kwargs = split_example(example)
     return compile_plan(
         model, args, kwargs, Cluster.load(cluster), loss=loss, constraints=constraints, strict=strict,
-        time_limit=time_limit, loss_only=loss_only, segments=segments, machines=machines, timings=timings,
-        progress=progress,
+        time_limit=time_limit, loss_only=loss_only, segments=segments, machines=machines,
+        host_randomness=host_randomness, timings=timings, progress=progress,
     )  # fmt: skip
 
 
@@ -80,21 +85,25 @@ def compile_plan(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, *,
     loss: Loss | None = None, training: bool = True, constraints: Mapping[str, str | Form] | None = None,
     strict: bool = False, time_limit: float = 600.0, loss_only: bool = False, segments: Segments = "auto",
-    machines: Machines = "auto", like: Plan | None = None, timings: MutableMapping[str, float] | None = None,
+    machines: Machines = "auto", like: Plan | None = None, host_randomness: HostRandomness = "refuse",
+    traced: Graph | None = None, timings: MutableMapping[str, float] | None = None,
     progress: Callable[[str], object] | None = None,
 ) -> Plan:  # fmt: skip
     """:func:`compile` for a split example, also of the forward alone (``training=False``).
 
     ``like``: an earlier plan of the same model; parameters keep its stored forms and lengths on the
-    same active devices, so that the same shards serve both plans (another batch shape, evaluation), and modules
-    their segments.
+    same active devices, so that the same shards serve both plans (another batch shape, evaluation), and
+    modules their segments. ``traced``: the graph, where the step has been traced already.
     """
     check_segments(segments)
+    check_randomness(host_randomness)
     check_machines(machines)
     clock = Clock(timings if timings is not None else {}, progress)
     with clock("total"), collector_paused():
         with clock("trace"):
-            graph = trace(model, args, kwargs, loss=loss, training=training)
+            graph = traced or trace(
+                model, args, kwargs, loss=loss, training=training, host_randomness=host_randomness
+            )
             if loss_only and graph.loss is not None:
                 graph = graph.without_outputs()
         with clock("rules"):

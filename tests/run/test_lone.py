@@ -132,13 +132,13 @@ def test_a_model_that_raises_is_reported_to_idle_ranks() -> None:
     seen: dict[int, BaseException] = {}
 
     def rank(communicator: Any) -> None:
+        if communicator.rank == 1:
+            models[1].register_forward_pre_hook(
+                lambda *_: (_ for _ in ()).throw(ArithmeticError("of the model"))
+            )
         hap = HAP(
             models[communicator.rank], plan.cluster, plan=plan, process_group=communicator, timeout=10.0
         )
-        if communicator.rank == 1:
-            hap.module.register_forward_pre_hook(
-                lambda *_: (_ for _ in ()).throw(ArithmeticError("of the model"))
-            )
         try:
             hap(**c.batch)
         except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ def test_mutations_are_functionalized(monkeypatch: pytest.MonkeyPatch, function:
 def test_in_place_is_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, _ = exports(monkeypatch, Body(lambda h: F.relu(h, inplace=True)))
     plain, _ = exports(monkeypatch, Body(F.relu))
-    assert graph == plain
+    assert replace(graph, host=plain.host) == plain, "the models have other functions as attributes"
 
 
 def test_an_unusual_mutation_is_found_in_the_finished_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +126,7 @@ def test_an_unusual_mutation_is_found_in_the_finished_graph(monkeypatch: pytest.
     plain, once = exports(monkeypatch, Body(lambda h: h.cos().addcmul(h, h)))
     assert made == [False, True]
     assert once == [False]
-    assert graph == plain
+    assert replace(graph, host=plain.host) == plain
 
 
 def test_a_written_buffer_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:

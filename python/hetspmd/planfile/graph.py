@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from hetspmd.errors import PlanError
 from hetspmd.forms import DIMS
+from hetspmd.planfile.host import check_host
 from hetspmd.trace.compat import spec_from_text
 from hetspmd.trace.graph import (
     BUFFER,
@@ -63,6 +64,10 @@ class _Check:
         self._parameters()
         for constant in graph.constants:
             self._constant(constant)
+        for constant in graph.left_behind:
+            self._exists(constant.tensor, "what the model is left with")
+            self._constant(constant, apart=True)
+        check_host(graph)
         self._results()
         self._leaves()
         self._segments()
@@ -177,7 +182,8 @@ class _Check:
         if by is None or by.phase != "forward" or by.op == TANGENT:
             raise _fail(where, f"is {self._exists(tensor, where).name}, which the forward does not make")
 
-    def _constant(self, constant: Constant) -> None:
+    def _constant(self, constant: Constant, *, apart: bool = False) -> None:
+        """``apart``: its program has the tensors of the graph's own instructions."""
         tensor = self.graph.tensors[constant.tensor]
         where = f"constant {tensor.name}"
         if (constant.data is None) != bool(constant.program):
@@ -201,7 +207,7 @@ class _Check:
             elif not there.issuperset(self._call(instruction, at)):
                 raise _fail(at, "reads a tensor before it is there")
             for made in outputs:
-                if made in there or (made in self.made and made != constant.tensor):
+                if made in there or (not apart and made in self.made and made != constant.tensor):
                     raise _fail(at, "makes a tensor a second time")
                 there.add(made)
         if constant.tensor not in there:
@@ -234,7 +240,9 @@ class _Check:
 
     def _leaves(self) -> None:
         graph = self.graph
-        given = sorted([i.leaf for i in graph.inputs] + [s.leaf for s in graph.statics])
+        numbers = {n.tensor for n in graph.host.numbers}
+        leaves = [i.leaf for i in graph.inputs if not (i.leaf == -1 and i.tensor in numbers)]
+        given = sorted(leaves + [s.leaf for s in graph.statics])
         if given != list(range(len(given))):
             raise _fail("the list of inputs", f"has the places {given}")
         spec = _spec("input_spec", graph.input_spec)
@@ -244,10 +252,9 @@ class _Check:
             if not _is_call(spec):
                 raise _fail("input_spec", "is not of positional and keyword arguments")
         spec = _spec("output_spec", graph.output_spec)
-        if spec is not None and spec.num_leaves != len(graph.outputs):
-            raise _fail(
-                "output_spec", f"has {spec.num_leaves} leaves, the graph {len(graph.outputs)} outputs"
-            )
+        count = len(graph.outputs) - len(graph.host.kept)
+        if spec is not None and spec.num_leaves != count:
+            raise _fail("output_spec", f"has {spec.num_leaves} leaves, the graph {count} outputs")
 
     def _segments(self) -> None:
         segments, count = self.graph.segments, len(self.graph.instructions)

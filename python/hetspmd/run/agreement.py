@@ -50,6 +50,30 @@ def agreed_plans(communicator: Communicator, make: Callable[[], dict[str, Plan]]
     return {key: Plan.from_json(text, trial=False) for key, text in content.items()}
 
 
+def agreed_content(communicator: Communicator, make: Callable[[], Any]) -> Any:
+    """What rank 0 makes, on every rank. A HetspmdError on rank 0 is raised on every rank."""
+    if communicator.world == 1:
+        return make()
+    failure: HetspmdError | None = None
+    message: tuple[str, str, Any] | None = None
+    if communicator.rank == 0:
+        try:
+            message = ("content", "", make())
+        except HetspmdError as error:
+            failure = error
+            message = ("error", type(error).__name__, str(error))
+        except BaseException as error:
+            text = f"rank 0 could not trace: {type(error).__name__}: {error}"
+            communicator.exchange(("error", "HetspmdError", text))
+            raise
+    kind, name, content = communicator.exchange(message)[0]
+    if failure is not None:
+        raise failure
+    if kind == "error":
+        raise _error_class(name)(content)
+    return content
+
+
 def _error_class(name: str) -> type[HetspmdError]:
     found = getattr(errors, name, None)
     if isinstance(found, type) and issubclass(found, HetspmdError):

@@ -26,6 +26,7 @@ class Expected:
     """What a graph takes: the keyword order and spec of its example, and each leaf.
 
     ``leaves`` are (shape, dtype) of tensors, plain values as they are; ``names`` is how messages call them.
+    ``numbers`` names the numbers of the model that follow the batch's tensors.
     """
 
     keywords: tuple[str, ...]
@@ -33,20 +34,22 @@ class Expected:
     leaves: tuple[Any, ...]
     names: tuple[str, ...]
     inputs: tuple[int, ...]
+    numbers: tuple[str, ...] = ()
 
     @property
     def input_names(self) -> list[str]:
-        """How messages call the tensors."""
-        return [self.names[i] for i in self.inputs]
+        """How messages call what a step takes."""
+        return [*(self.names[i] for i in self.inputs), *self.numbers]
 
 
 def expected(graph: Graph, function: Callable[..., Any] | None = None) -> Expected:
-    """The batch that a graph was made for. ``function`` is what is called with it: messages take the names of
-    positional arguments from it."""
+    """The batch that a graph was made for; inputs that are numbers of the model belong to no batch.
+    ``function`` is what is called with it: messages take the names of positional arguments from it."""
     spec = spec_from_text(graph.input_spec)
     leaves: list[Any] = [None] * spec.num_leaves
     paths = [""] * spec.num_leaves
-    for i in graph.inputs:
+    batch = [i for i in graph.inputs if i.leaf >= 0]
+    for i in batch:
         tensor = graph.tensors[i.tensor]
         leaves[i.leaf] = (tensor.shape, tensor.dtype)
         paths[i.leaf] = i.path
@@ -56,7 +59,8 @@ def expected(graph: Graph, function: Callable[..., Any] | None = None) -> Expect
     args, kwargs = parts_of(leaves, spec)
     known = {} if function is None else argument_names(function, args)
     names = tuple(spoken(path, known) for path in paths)
-    return Expected(tuple(kwargs), spec, tuple(leaves), names, tuple(i.leaf for i in graph.inputs))
+    numbers = tuple(i.path for i in graph.inputs if i.leaf < 0)
+    return Expected(tuple(kwargs), spec, tuple(leaves), names, tuple(i.leaf for i in batch), numbers)
 
 
 def match(

@@ -28,7 +28,8 @@ def is_the_model(plan: Plan) -> bool:
     graph = plan.graph
     random = any(rule.random for rule in plan.theory.rules.values())
     returned = graph.loss is None or any(output.tensor == graph.loss for output in graph.outputs)
-    return plan.inside is None and len(plan.active) == 1 and returned and not random
+    beside = bool(graph.host.kept or graph.host.draws)
+    return plan.inside is None and len(plan.active) == 1 and returned and not random and not beside
 
 
 def run_model(

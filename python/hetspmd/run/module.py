@@ -179,8 +179,10 @@ class HAP(nn.Module):
             self._store.synchronize(communicator, self.device)
         self._store.shard(self.device)
         traced = plan is None or not check_plan
-        self._plans = PlanCache(setting, self._store, self._runtime, first, program, traced)
         self._store.guard(idle=self._runtime.everyone is not None)
+        self._plans = PlanCache(setting, self._store, self._runtime, first, program, traced)
+        if plan is None:
+            self._plans.check_ranks()
         self._loss = loss
         self._attendance: Attendance | None = None
         if ranks.roll is not None:
@@ -278,11 +280,13 @@ class HAP(nn.Module):
                 leaves.append(loss)
             else:
                 leaves.append(outputs[output.tensor])
+        entry.served.leave(leaves)
+        count = entry.output_spec.num_leaves
         try:
-            return unflatten(leaves, entry.output_spec)
+            return unflatten(leaves[:count], entry.output_spec)
         except MissingClassError:
             self._plans.meet_classes(args, kwargs)
-            return unflatten(leaves, entry.output_spec)
+            return unflatten(leaves[:count], entry.output_spec)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

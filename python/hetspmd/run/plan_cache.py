@@ -15,14 +15,16 @@ import torch
 from torch import nn
 
 from hetspmd.cost.cluster import Cluster
-from hetspmd.errors import BatchMismatchError, HetspmdError, TraceError
+from hetspmd.errors import BatchMismatchError, HetspmdError
 from hetspmd.lower import LocalProgram, LocalTensor, lower_plan
 from hetspmd.lower.nested import lower_nested
 from hetspmd.run.agreement import agreed_plan
 from hetspmd.run.autograd import Runner
+from hetspmd.run.beside import HostSide, Served
 from hetspmd.run.calling import calling_text
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.guard import Expected, expected, match, refuse_own_rows
+from hetspmd.run.host import Guard
 from hetspmd.run.known import KnownParameters
 from hetspmd.run.lone import is_the_model
 from hetspmd.run.origin import Origin
@@ -42,8 +44,9 @@ if TYPE_CHECKING:
     from hetspmd.run.record import Recording
     from hetspmd.trace.step import Loss
 
-Mode = tuple[tuple[bool, ...], tuple[bool, ...], str]
-"""``training`` of every submodule, ``requires_grad`` of every parameter, the dtype of autocast ("": off)."""
+Mode = tuple[tuple[bool, ...], tuple[bool, ...], str, int]
+"""``training`` of every submodule, ``requires_grad`` of every parameter, the dtype of autocast ("": off),
+the number of the model's structure (:mod:`hetspmd.run.structure`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +71,21 @@ class Setting:
         """What takes the batch: the model, or the loss with the model as its first argument."""
         return partial(self.loss, self.model) if callable(self.loss) else self.model
 
-    def mode(self) -> Mode:
-        """The mode in which the model is now."""
+    def mode(self, structure: int) -> Mode:
+        """The mode in which the model is now; ``structure`` is the number of its structure."""
         return (
             tuple(m.training for m in self.model.modules()),
             tuple(p.requires_grad for p in self.model.parameters()),
             autocast_state(self.device.type),
+            structure,
         )
 
     def compile(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool, like: Plan | None = None
-    ) -> Plan:
-        """A plan of this batch in the present mode; ``like`` an earlier one, which keeps to its constraints."""
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool, like: Plan | None = None,
+        traced: Graph | None = None,
+    ) -> Plan:  # fmt: skip
+        """A plan of this batch in the present mode; ``like`` an earlier one, which keeps to its constraints.
+        ``traced``: its graph, if there is one already."""
         from hetspmd.compiler import compile_plan
 
         options = {k: v for k, v in self.options.items() if like is None or k != "constraints"}
@@ -92,6 +98,7 @@ class Setting:
                 loss=self.loss,
                 training=training,
                 like=like,
+                traced=traced,
                 **options,
             )
 
@@ -104,10 +111,12 @@ class Setting:
 
 @dataclass(kw_only=True)
 class Entry:
-    """A plan that the module can run, and for which batches and modes. ``model``: the model itself does so."""
+    """A plan that the module can run, and for which batches, modes and states. ``model``: the model itself
+    does so."""
 
     plan: Plan
     mode: Mode
+    served: Served
     expected: Expected
     runner: Runner
     output_spec: Any
@@ -144,6 +153,7 @@ class PlanCache:
         traced: bool,
     ) -> None:
         self.setting, self.store, self._runtime = setting, store, runtime
+        self._host = HostSide(setting)
         self.entries = [self._entry(plan, program)]
         self.entries[0].traced = traced
         self._calls = 0
@@ -167,7 +177,10 @@ class PlanCache:
 
         def again() -> Graph:
             with self.store.whole_shapes(setting.device):
-                return traced_for(graph, trace, setting.model, args, kwargs, loss=setting.loss)
+                return traced_for(
+                    graph, trace, setting.model, args, kwargs, loss=setting.loss,
+                    host_randomness=self._host.randomness,
+                )  # fmt: skip
 
         check_same_model(setting.communicator, graph, again, setting.device.type)
         entry.traced = True
@@ -184,23 +197,29 @@ class PlanCache:
         Raises BatchMismatchError if none can be made.
         """
         self._calls += 1
-        mode = self.setting.mode()
+        mode = self.setting.mode(self._host.structure())
         backward = torch.is_grad_enabled() and any(mode[1])
         why = ""
         for entry in self.entries:
             inputs, why = match(entry.expected, args, kwargs)
-            if inputs is None or entry.mode != mode:
+            if inputs is None or not entry.served.fits(mode):
                 continue
             if entry.differentiable or not backward or entry.plan.graph.loss is None:
                 entry.used = self._calls
-                return entry, inputs
+                return entry, inputs + entry.served.numbers
+        known = self.runners()
         entry = self._new(args, kwargs, backward=backward, why=why)
-        if recording is not None:
+        if recording is not None and not any(entry.runner is runner for _, runner in known):
             recording.add(entry.plan, entry.runner)
         inputs, why = match(entry.expected, args, kwargs)
         if inputs is None:
             raise BatchMismatchError(f"the batch cannot be planned for: {why}")
-        return entry, inputs
+        return entry, inputs + entry.served.numbers
+
+    def check_ranks(self) -> None:
+        """Raise PlanMismatchError, on every rank, unless every rank's model is as the first plan's was.
+        Blocks."""
+        self._host.check_ranks(self.entries[0].served.states[0][1])
 
     def meet_classes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Let this rank, which has traced nothing, meet the classes in which the model returns its outputs."""
@@ -216,12 +235,17 @@ class PlanCache:
         names = [p.name for p in graph.parameters]
         parameters = [slot(setting.model, name) for name in names]
         lowered = self._runtime.idle or setting.compile_options is not None
+        mode = (*setting.mode(self._host.structure())[:2], graph.autocast, self._host.structure())
+        output_spec = spec_from_text(graph.output_spec)
+        served = Served()
+        served.add(mode, self._host.guard(graph, output_spec.num_leaves))
         return Entry(
             plan=plan,
-            mode=(*setting.mode()[:2], graph.autocast),
+            mode=mode,
+            served=served,
             expected=expected(graph, setting.called),
             runner=runner,
-            output_spec=spec_from_text(graph.output_spec),
+            output_spec=output_spec,
             parameters=parameters,
             buffers=[slot(setting.model, b.name) for b in graph.buffers],
             known=KnownParameters(setting.model, names, parameters, self.store.shards),
@@ -238,30 +262,33 @@ class PlanCache:
             self.attendance.unplanned(self.calling(args, kwargs, why or "the mode of the model changed"))
 
         def make() -> Plan:
-            def compiled(training: bool) -> Plan:
-                return setting.compile(args, kwargs, training=training, like=self.first)
+            training = found.graph.training
+            with self.store.whole_shapes(setting.device):
+                return setting.compile(args, kwargs, training=training, like=self.first, traced=found.graph)
 
-            with setting.communicator.busy(), self.store.whole_shapes(setting.device):
-                if not backward or setting.model.training:
-                    return compiled(backward)
-                try:
-                    return compiled(True)
-                except TraceError:
-                    return compiled(False)
-
+        mode = setting.mode(self._host.structure())
         try:
-            plan = agreed_plan(setting.communicator, make)
+            with setting.communicator.busy(), self.store.whole_shapes(setting.device):
+                plans, guards = self._candidates(args, kwargs, mode)
+                found = self._host.replan(args, kwargs, backward=backward, plans=plans, guards=guards)
+            if found.known is None:
+                plan = agreed_plan(setting.communicator, make)
         except HetspmdError as error:
             raise BatchMismatchError(
                 f"this batch or mode is not the plan's ({why or 'the mode of the model changed'}) and no "
                 f"plan could be made for it: {error}"
             ) from error
-        autocast = setting.mode()[2]
-        if plan.graph.autocast != autocast:
+        if found.graph.autocast != mode[2]:
             raise BatchMismatchError(
-                f"rank 0 runs under autocast {plan.graph.autocast or 'off'}, rank {setting.communicator.rank} "
-                f"under {autocast or 'off'}; every rank must call the model in the same torch.autocast"
+                f"rank 0 runs under autocast {found.graph.autocast or 'off'}, rank {setting.communicator.rank} "
+                f"under {mode[2] or 'off'}; every rank must call the model in the same torch.autocast"
             )
+        if found.known is not None:
+            entry = self.entries[found.known]
+            guard = self._host.guard(found.graph, entry.output_spec.num_leaves)
+            entry.served.add(mode, guard)
+            entry.used = self._calls
+            return entry
         program = setting.lower(plan)
         self._check_shards(plan, program.parameters)
         entry = self._entry(plan, program)
@@ -269,6 +296,19 @@ class PlanCache:
         self.entries.append(entry)
         make_room(self.entries)
         return entry
+
+    def _candidates(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: Mode
+    ) -> tuple[list[Plan], list[Guard]]:
+        """All plans, and of those for this batch and mode what their traces found of Python."""
+        guards = [
+            guard
+            for entry in self.entries
+            if match(entry.expected, args, kwargs)[0] is not None
+            for known, guard in entry.served.states
+            if known == mode
+        ]
+        return [entry.plan for entry in self.entries], guards
 
     def _check_shards(self, plan: Plan, parameters: tuple[LocalTensor, ...]) -> None:
         for parameter, layout in zip(plan.graph.parameters, parameters, strict=True):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hetspmd.errors import PlanPerValueWarning
+from hetspmd.trace.host.places import text
 
 if TYPE_CHECKING:
     from hetspmd.run.plan_cache import Entry
@@ -57,8 +58,21 @@ def _text(alike: Sequence[Entry]) -> str:
         values = [w.leaves[k] for w in wanted]
         if len({(type(v), repr(v)) for v in values}) > 1:
             parts.append(f"{name} is {', '.join(map(repr, values))}")
+    parts += [f"{name} is {', '.join(texts)}" for name, texts in _read(alike)]
     return (
-        f"{len(alike)} plans were compiled because plain values of the batch change: {'; '.join(parts)}. A number "
-        "or string of the batch is part of the plan. Give a number that only scales as a tensor, "
-        f"torch.tensor(value); of plans that differ in such values alone, {PER_VALUE} are kept"
+        f"{len(alike)} plans were compiled because plain values of the batch or of the model change: "
+        f"{'; '.join(parts)}. A number or string of the batch, and one of the model that decides "
+        "which ops there are, is "
+        "part of the plan. Give a number that only scales as a tensor, torch.tensor(value), or make "
+        "it a buffer of the "
+        f"model; of plans that differ in such values alone, {PER_VALUE} are kept"
     )
+
+
+def _read(alike: Sequence[Entry]) -> list[tuple[str, list[str]]]:
+    """Names and values of what forwards read of the model that differs."""
+    found: dict[str, dict[str, None]] = {}
+    for entry in alike:
+        for read in entry.plan.graph.host.reads:
+            found.setdefault(text(read.root, read.path), {})[read.value] = None
+    return [(name, list(texts)) for name, texts in found.items() if len(texts) > 1][:3]

@@ -64,7 +64,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E4
 from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: E402  # after the version check
 from torch.fx._lazy_graph_module import _use_lazy_graph_module  # noqa: E402  # after the version check
 from torch.utils import _pytree as pytree  # noqa: E402  # after the version check
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402  # after the version check
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402  # after the version check
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -87,7 +87,9 @@ __all__ = [
     "memory_of",
     "merge_tied",
     "module_path",
+    "outside_modes",
     "parts_of",
+    "rehearsal",
     "spec_from_text",
     "spec_to_text",
     "unflatten",
@@ -260,6 +262,8 @@ def export_joint(
                 found = _export(module, inputs, table, functionalize=False)
                 if not _mutates(found[0].graph.nodes, found[2]):
                     return found
+            except HetspmdError:
+                raise
             except Exception:
                 pass  # The second trace says what is wrong, if anything is.
         try:
@@ -434,6 +438,25 @@ def is_sharded_wrapper(module: nn.Module) -> bool:
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes and no data; real tensors met inside become constants."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def rehearsal(mode: FakeTensorMode) -> Iterator[None]:
+    """Within the context a model's Python runs on fake tensors as it does in a trace, and nothing is
+    traced."""
+    with ExitStack() as stack:
+        for context in (
+            _told_that_it_is_traced(), _without_log_of_shapes(), _backward_without_autocast(),
+            warnings.catch_warnings(), mode,
+        ):  # fmt: skip
+            stack.enter_context(context)
+        warnings.simplefilter("ignore")
+        yield
+
+
+def outside_modes() -> AbstractContextManager[object]:
+    """A context in which real tensors are computed with, also while a step is traced."""
+    return cast(AbstractContextManager[object], _disable_current_modes())
 
 
 def decomposition_table(ops: Sequence[Any]) -> Decompositions:

@@ -8,8 +8,10 @@ what a plan file stores, and what ``print(graph)`` shows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
+
+from hetspmd.trace.host.facts import Host
 
 Phase = Literal["forward", "backward"]
 
@@ -187,8 +189,10 @@ class Graph:
     ``tensors[i].id == i`` and ``instructions[i].id == i``; constants' private tensors have ids too.
     ``loss`` is the tensor id of the scalar loss (None: forward only); ``tangent`` its incoming gradient.
     ``input_spec`` (of ``(args, kwargs)``) and ``output_spec`` are pytree specs in torch's text form.
-    ``segments[i]`` is the segment of instruction i (HAP 5.2); () where all are in one. ``autocast`` is the dtype
-    of the ``torch.autocast`` under which the step was traced, "" without.
+    ``segments[i]`` is the segment of instruction i (HAP 5.2); () where all are in one. ``autocast`` is the
+    dtype of the ``torch.autocast`` under which the step was traced, "" without. ``host`` is what Python does
+    beside it; ``left_behind`` are tensors that the model is left with, which depend on no parameter, input
+    or randomness. Outputs beyond those of ``output_spec`` are what ``host`` writes.
     """
 
     tensors: tuple[Tensor, ...]
@@ -206,6 +210,8 @@ class Graph:
     training: bool = True
     segments: tuple[int, ...] = ()
     autocast: str = ""
+    host: Host = field(default_factory=Host)
+    left_behind: tuple[Constant, ...] = ()
 
     @property
     def segment_count(self) -> int:
@@ -298,8 +304,14 @@ class Graph:
 
     def without_outputs(self) -> Graph:
         """The graph with its outputs other than the loss forgotten, and what only they needed removed."""
-        outputs = tuple(o if o.tensor in (None, self.loss) else Output(None) for o in self.outputs)
-        wanted = {self.loss, *(p.gradient for p in self.parameters), *self.updates}
+        return self.with_outputs(
+            tuple(o if o.tensor in (None, self.loss) else Output(None) for o in self.outputs)
+        )
+
+    def with_outputs(self, outputs: tuple[Output, ...]) -> Graph:
+        """The graph with these of its outputs, and without what only the others needed."""
+        wanted: set[int | None] = {o.tensor for o in outputs}
+        wanted |= {self.loss, *(p.gradient for p in self.parameters), *self.updates}
         keep: set[int] = set()
         for instruction in reversed(self.instructions):
             if instruction.is_source or any(t in wanted for t in instruction.outputs):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from hetspmd.trace.assignments import Assignments, named_writes
 from hetspmd.trace.checkpoints import Checkpoints
 from hetspmd.trace.compat import flatten, flatten_with_names, unflatten
 from hetspmd.trace.containers import is_cache
+from hetspmd.trace.host.watch import Watch
 from hetspmd.trace.slots import Slots
 
 Loss = Callable[..., Any]
@@ -39,18 +41,26 @@ def find_loss(output: Any) -> torch.Tensor | None:
 class Step(nn.Module):
     """``forward(*tensors)`` rebuilds the batch, runs the model and returns the loss first (if any).
 
-    After a call, ``slots`` lists the leaves of the model's output: an index into the returned tensors, or a
-    literal; ``output_spec`` is the output's pytree spec. A cache of keys and values comes back as None, since it is
-    no result of a training step: ``dropped`` maps its place in the output to its class. ``updates`` maps what the
-    model's parameters and buffers are given in other ways than by ops, by name, to an index into the returned
-    tensors; they come last. ``changed`` maps inputs that are written to, by position, to the line that does so;
-    ``checkpoints`` are the regions that the model would recompute.
+    After a call, ``slots`` lists the leaves of the model's output and, behind them, the tensors that the model is
+    left with (``watch``): an index into the returned tensors, or a literal; ``output_spec`` is the output's pytree
+    spec. A cache of keys and values comes back as None, since it is no result of a training step: ``dropped`` maps
+    its place in the output to its class. ``updates`` maps what the model's parameters and buffers are given in other
+    ways than by ops, by name, to an index into the returned tensors; they come last. ``changed`` maps inputs that are
+    written to, by position, to the line that does so; ``checkpoints`` are the regions that the model would recompute.
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss | None, leaves: list[Any], spec: Any, *, training: bool
+        self,
+        model: nn.Module,
+        loss: Loss | None,
+        leaves: list[Any],
+        spec: Any,
+        *,
+        training: bool,
+        watch: Watch,
     ) -> None:
         super().__init__()
+        self._watch = watch
         self.model = model
         self._loss = loss
         self._leaves = leaves
@@ -65,17 +75,32 @@ class Step(nn.Module):
         self.checkpoints = Checkpoints(model)
         self._places = Slots(model)
 
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def call_on(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Any]:
+        """What runs the model, or the loss function, on a batch with these tensors."""
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
         args, kwargs = unflatten(leaves, self._spec)
+        called = partial(self._loss, self.model) if self._loss else self.model
+        return partial(called, *args, **kwargs)
+
+    def rehearsed(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What the model, or the loss function, returns for a batch with these tensors; slots are as before."""
+        with self._places.kept():
+            return self.call_on(tensors)()
+
+    def _run(self, call: Callable[[], Any]) -> Any:
+        """What a call returns; the regions that it would recompute have run twice."""
+        output = call()
+        self.checkpoints.run_again()
+        return output
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        count = len(tensors) - len(self._watch.numbers)
+        batch, numbers = tensors[:count], tensors[count:]
         with self._places.kept():
             self.checkpoints = Checkpoints(self.model)
-            with Assignments(self.model, tensors) as assignments, named_writes(), self.checkpoints.plain():
-                output = (
-                    self._loss(self.model, *args, **kwargs) if self._loss else self.model(*args, **kwargs)
-                )
-                self.checkpoints.run_again()
+            with Assignments(self.model, batch) as assignments, named_writes(), self.checkpoints.plain():
+                output = self._watch.run(partial(self._run, self.call_on(batch)), numbers)
             updates = self._places.updates(assignments.assigned)
         self.changed = assignments.changed
         returned = self._returned(output)
@@ -83,7 +108,8 @@ class Step(nn.Module):
         return (*returned, *(value.detach() for value in updates.values()))
 
     def _returned(self, output: Any) -> list[torch.Tensor]:
-        """The loss, if there is one, and the other tensors of the model's output."""
+        """The loss, if there is one, the other tensors of the model's output, and those that the model is
+        left with."""
         loss = find_loss(output)
         if loss is None and self._training_step:
             kind = "Tensor" if isinstance(output, torch.Tensor) else type(output).__name__
@@ -106,6 +132,9 @@ class Step(nn.Module):
             else:
                 self.slots.append((len(returned), None))
                 returned.append(leaf.detach())
+        for tensor in self._watch.left.tensors if self._watch.left else ():
+            self.slots.append((len(returned), None))
+            returned.append(tensor.detach())
         return returned
 
     def _drop(self, path: str, leaf: Any) -> None:

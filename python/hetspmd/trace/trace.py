@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,11 @@ from hetspmd.trace.collector import collector_paused
 from hetspmd.trace.decompositions import table
 from hetspmd.trace.fake import fake_like, fake_parameters, model_device, trace_device
 from hetspmd.trace.graph import Graph, Static
+from hetspmd.trace.host.entropy import State
+from hetspmd.trace.host.finish import with_host
+from hetspmd.trace.host.recorder import Place
+from hetspmd.trace.host.trials import settled, wants_trials
+from hetspmd.trace.host.watch import HostRandomness, Watch
 from hetspmd.trace.importer import import_graph
 from hetspmd.trace.recurrent import layer_by_layer
 from hetspmd.trace.reread import with_second_reads
@@ -54,13 +59,17 @@ def split_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def trace(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, loss: Loss | None = None,
-    training: bool = True,
+    training: bool = True, numbers: Sequence[Place] = (), host_randomness: HostRandomness = "refuse",
+    states: list[State] | None = None,
 ) -> Graph:  # fmt: skip
     """The joint graph of one training step (or, with ``training=False``, of the forward alone).
 
     Only shapes and dtypes of parameters and batch are read, so both may be on the meta device. The model is
-    traced in its current mode of ``train()`` / ``eval()`` and left as it was, and under the ``torch.autocast`` that
-    surrounds the call, which the graph remembers.
+    traced in its current mode of ``train()`` / ``eval()`` and left as it was, and under the
+    ``torch.autocast`` that surrounds the call, which the graph remembers. ``numbers`` are places of numbers
+    on the model that are to be inputs of the graph, ``host_randomness`` is what becomes of random numbers
+    that Python code draws (:mod:`hetspmd.trace.host`); ``states`` is filled with the states in which these
+    draws leave the generators.
 
     Raises ExampleError if the batch does not fit the model, DeviceError if the model lies on several devices
     and TraceError if the step is not one static graph.
@@ -85,7 +94,9 @@ def trace(
     place = trace_device(device)
     mode = compat.fake_mode()
     fakes = [fake_like(mode, leaves[i].detach(), place) for i in tensor_leaves]
-    step = Step(model, loss, leaves, spec, training=training)
+    watch = Watch(model, loss, numbers=numbers, randomness=host_randomness)
+    fakes += [fake_like(mode, number, place) for number in watch.number_tensors()]
+    step = Step(model, loss, leaves, spec, training=training, watch=watch)
     parameters, trainable = _names(model.named_parameters(remove_duplicate=False))
     buffers, _ = _names(model.named_buffers(remove_duplicate=False))
     first_names = {
@@ -99,7 +110,7 @@ def trace(
     step.training = model.training
     try:
         fake = fake_parameters(model, mode, place, gradients=training)
-        with collector_paused(), fake, grad_mode, layer_by_layer(model):
+        with collector_paused(), fake, grad_mode, layer_by_layer(model), watch.tracing():
             module, inputs, outputs = compat.export_joint(step, fakes, table())
             inputs, outputs = compat.merge_tied(module, inputs, outputs, first_names)
             draft = import_graph(module)
@@ -116,7 +127,8 @@ def trace(
         raise TraceError(f"a container of the batch or the output cannot be stored: {error}") from error
     naming = Naming(
         {f"model.{k}": v for k, v in parameters.items()}, {f"model.{k}": v for k, v in buffers.items()},
-        frozenset(f"model.{k}" for k in trainable if training), [paths[i] for i in tensor_leaves], tensor_leaves,
+        frozenset(f"model.{k}" for k in trainable if training),
+        [*(paths[i] for i in tensor_leaves), *watch.number_names()], [*tensor_leaves, *(-1 for _ in numbers)],
         tuple(statics), step.slots, {i: f"model.{name}" for name, i in step.updates.items()}, step.changed,
         step.has_loss, input_spec, output_spec, training,
     )  # fmt: skip
@@ -136,7 +148,14 @@ def trace(
             stacklevel=2,
         )
     with collector_paused():
-        graph = with_second_reads(assemble(draft, inputs, outputs, naming))
+        graph = assemble(draft, inputs, outputs, naming)
+        graph = with_host(graph, watch, [i for i in graph.inputs if i.leaf < 0])
+        if wants_trials(graph, watch):
+            with fake_parameters(model, mode, place, gradients=training), grad_mode, compat.rehearsal(mode):
+                graph = settled(graph, watch, partial(step.rehearsed, fakes[: len(tensor_leaves)]))
+        graph = with_second_reads(graph)
+    if states is not None:
+        states += watch.states
     return replace(graph, autocast=autocast_state(place.type))
 
 

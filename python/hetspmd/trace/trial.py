@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from hetspmd.trace.compat import fake_mode, flatten, unflatten
 from hetspmd.trace.fake import fake_like, fake_parameters, model_device, trace_device
+from hetspmd.trace.host.watch import Watch
 from hetspmd.trace.slots import Slots
 
 __all__ = ["trial"]
@@ -26,5 +28,7 @@ def trial(
         fake_like(mode, leaf.detach(), place) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
     ]
     given, named = unflatten(fakes, spec)
-    with fake_parameters(model, mode, place, gradients=False), Slots(model).kept(), mode, torch.no_grad():
-        flatten(called(*given, **named))
+    watch = Watch(model, randomness="freeze")
+    fake = fake_parameters(model, mode, place, gradients=False)
+    with fake, Slots(model).kept(), watch.tracing(), mode, torch.no_grad():
+        flatten(watch.run(partial(called, *given, **named)))

@@ -1,0 +1,135 @@
+"""The host's side of the plans of one HAP module: in which states of Python each of them serves, and what
+comes next.
+
+A plan serves a mode (``train()``, frozen parameters, autocast, the structure of the model) in which
+everything that its trace read is as it was. The same plan may serve several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from hetspmd.errors import OptionError, PlanMismatchError, TraceError
+from hetspmd.run.host import Guard
+from hetspmd.run.replan import Replanned, Replanner, differ
+from hetspmd.run.structure import StructureGuard
+from hetspmd.trace.host.code import discover
+from hetspmd.trace.host.entropy import State, advance
+from hetspmd.trace.host.places import Roots
+from hetspmd.trace.host.recorder import Place
+from hetspmd.trace.trace import trace
+
+if TYPE_CHECKING:
+    from hetspmd.plan import Plan
+    from hetspmd.run.plan_cache import Mode, Setting
+    from hetspmd.trace.graph import Graph
+
+_MOST: Final = 64
+"""States in which one plan serves that are remembered."""
+
+
+@dataclass
+class Served:
+    """States in which one plan serves, each a mode and what the trace read; ``now`` is that of the present
+    step."""
+
+    states: list[tuple[Mode, Guard]] = field(default_factory=list)
+    now: Guard | None = None
+
+    def fits(self, mode: Mode) -> bool:
+        """Whether the plan serves the present state."""
+        for known, guard in self.states:
+            if known == mode and not guard.once and guard.holds():
+                self.now = guard
+                return True
+        return False
+
+    def add(self, mode: Mode, guard: Guard) -> None:
+        """Serve one more state."""
+        self.states = [s for s in self.states if not s[1].once][-_MOST + 1 :]
+        self.states.append((mode, guard))
+        self.now = guard
+
+    @property
+    def numbers(self) -> list[torch.Tensor]:
+        """The numbers of the model that the step takes as inputs."""
+        return self.now.numbers() if self.now is not None else []
+
+    def leave(self, outputs: Sequence[torch.Tensor | None]) -> None:
+        """Put what forward leaves behind where it leaves it."""
+        if self.now is not None:
+            self.now.leave(outputs)
+
+
+class HostSide:
+    """What the plans of a HAP module have in common on this rank's host."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._roots = Roots(setting.model, setting.loss)
+        discover(self._roots)
+        self._replanner = Replanner(self._roots)
+        self._structure = StructureGuard(setting.model)
+        self.randomness = setting.options.get("host_randomness", "refuse")
+
+    def structure(self) -> int:
+        """The number of the model's present structure."""
+        return self._structure.number()
+
+    def guard(self, graph: Graph, own_outputs: int) -> Guard:
+        """What the trace of a graph found of Python, on this rank's model. Raises OptionError for draws that
+        were not allowed here."""
+        if graph.host.draws and self.randomness == "refuse":
+            raise OptionError(
+                f"the plan was made of a step whose Python draws random numbers{graph.host.draws}; say "
+                'host_randomness="trace_each_step" or host_randomness="freeze" here, too'
+            )
+        once = bool(graph.host.draws) and self.randomness == "trace_each_step"
+        return Guard(graph, self._roots, self._setting.device, own_outputs, once=once)
+
+    def check_ranks(self, guard: Guard) -> None:
+        """Raise PlanMismatchError, on every rank, if what the plan was traced with is not so on one of them.
+        Blocks."""
+        communicator = self._setting.communicator
+        if communicator.world == 1:
+            return
+        for rank, found in enumerate(communicator.exchange(differ(guard))):
+            if found:
+                name, value = found[0]
+                raise PlanMismatchError(
+                    f"rank {rank} has another model than rank 0: its {name} is {value}; give every "
+                    "rank's model the "
+                    "same attributes, at the same time"
+                )
+
+    def replan(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backward: bool,
+        plans: Sequence[Plan], guards: Sequence[Guard],
+    ) -> Replanned:  # fmt: skip
+        """Rank 0's trace of the present step. Generators of the host are then where its draws leave them."""
+        setting = self._setting
+        states: list[State] = []
+
+        def traced(numbers: Sequence[Place]) -> tuple[Graph, list[State]]:
+            def of(training: bool) -> Graph:
+                states.clear()
+                return trace(
+                    setting.model, args, kwargs, loss=setting.loss, training=training, numbers=numbers,
+                    host_randomness=self.randomness, states=states,
+                )  # fmt: skip
+
+            if not backward or setting.model.training:
+                return of(backward), states
+            try:
+                return of(True), states
+            except TraceError:
+                return of(False), states
+
+        found = self._replanner.agree(setting.communicator, traced, plans, guards)
+        if self.randomness == "trace_each_step":
+            advance(found.states, self._roots.value)
+        return found

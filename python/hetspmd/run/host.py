@@ -1,0 +1,143 @@
+"""The Python beside a plan's graph, at run time: whether it would make the same graph, and what it leaves
+behind.
+
+Before each step the values that the trace read are compared with those of now, as references where nothing
+can change them in place; after it, what forward leaves behind is put where it leaves it
+(:mod:`hetspmd.trace.host`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hetspmd.lower.constants import constant_value
+from hetspmd.trace.graph import Graph
+from hetspmd.trace.host.facts import Host, Read
+from hetspmd.trace.host.places import NOTHING, Roots, item, own, put
+from hetspmd.trace.host.plain import MISSING, fingerprint, from_text, is_scalar
+
+__all__ = ["Guard"]
+
+_KINDS = {"float64": float, "int64": int}
+
+
+class Guard:
+    """What one trace found of Python, on one model. ``own_outputs`` is the number of outputs that are the
+    model's own. ``once``: it serves the step for which it was traced and no other."""
+
+    def __init__(
+        self, graph: Graph, roots: Roots, device: torch.device, own_outputs: int, *, once: bool = False
+    ) -> None:
+        self.host: Host = graph.host
+        self.once = once
+        self._roots, self._device, self._own = roots, device, own_outputs
+        self._constants = [constant_value(graph, c, device) for c in graph.left_behind]
+        self._number_kinds = {(n.root, n.path): _KINDS[n.kind] for n in graph.host.numbers}
+        self._blocker: Read | None = None
+        self._same: list[tuple[dict[str, Any], str, Any]] = []
+        self._equal: list[tuple[Callable[[], Any], Callable[[Any], bool]]] = []
+        self._bound = False
+        self.holds()
+
+    def holds(self) -> bool:
+        """Whether everything that forward reads is as it was when it was traced."""
+        if self._blocker is not None and self._now(self._blocker) != self._blocker.value:
+            return False
+        if self._bound and self._blocker is None and self._as_bound():
+            return self._numbers_fit()
+        self._blocker = next((read for read in self.host.reads if self._now(read) != read.value), None)
+        if self._blocker is not None:
+            return False
+        self._bind()
+        return self._numbers_fit()
+
+    def differences(self) -> list[tuple[Read, Any]]:
+        """The reads whose values are others now, with these values."""
+        return [
+            (read, self._roots.value(read.root, read.path))
+            for read in self.host.reads
+            if self._now(read) != read.value
+        ]
+
+    def numbers(self) -> list[torch.Tensor]:
+        """The numbers of the model that are inputs of the graph."""
+        return [
+            torch.tensor(self._roots.value(n.root, n.path), dtype=getattr(torch, n.kind), device=self._device)
+            for n in self.host.numbers
+        ]
+
+    def leave(self, outputs: Sequence[torch.Tensor | None]) -> None:
+        """Put what forward leaves behind where it leaves it; ``outputs`` are all of the step's, by
+        position."""
+
+        def tensor(number: int) -> Any:
+            if number < 0:
+                return self._constants[-1 - number]
+            value = outputs[self._own + number] if self._own + number < len(outputs) else None
+            if value is None:
+                raise LookupError
+            return value if self.host.kept[number] else value.detach()
+
+        for write in self.host.writes:
+            try:
+                value = NOTHING if write.removed else from_text(write.value, tensor)
+            except LookupError:  # outputs other than the loss were said not to be needed
+                continue
+            if (kind := self._number_kinds.get((write.root, write.path))) is not None:
+                value = kind(value)
+            holder = self._roots.holder(write.root, write.path)
+            if holder is not NOTHING and own(holder, write.path[-1]) is not value:
+                put(holder, write.path[-1], value)
+        for counter in self.host.counters:
+            holder = self._roots.holder(counter.root, counter.path)
+            put(holder, counter.path[-1], item(holder, counter.path[-1]) + counter.step)
+
+    def _now(self, read: Read) -> str:
+        value = self._roots.value(read.root, read.path)
+        return MISSING if value is NOTHING else fingerprint(value)
+
+    def _numbers_fit(self) -> bool:
+        return all(type(self._roots.value(n.root, n.path)) is _KINDS[n.kind] for n in self.host.numbers)
+
+    def _as_bound(self) -> bool:
+        for attributes, name, value in self._same:
+            if attributes.get(name) is not value:
+                return False
+        return all(equal(read()) for read, equal in self._equal)
+
+    def _bind(self) -> None:
+        """Remember the values, which are the right ones, so that the next comparison is a quick one."""
+        self._same, self._equal = [], []
+        for read in self.host.reads:
+            holder, step = self._roots.holder(read.root, read.path), read.path[-1] if read.path else ""
+            value = item(holder, step)
+            attributes = getattr(holder, "__dict__", None)
+            stays = is_scalar(value) or (
+                not isinstance(value, (torch.Tensor, list, dict, tuple, set)) and not _is_array(value)
+            )
+            if stays and isinstance(attributes, dict) and attributes.get(step[1:], NOTHING) is value:
+                self._same.append((attributes, step[1:], value))
+            else:
+                self._equal.append((_reader(holder, step), _comparison(value, read.value)))
+        self._bound = True
+
+
+def _is_array(value: object) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "tobytes")
+
+
+def _reader(holder: Any, step: str) -> Callable[[], Any]:
+    return lambda: item(holder, step)
+
+
+def _comparison(value: Any, text: str) -> Callable[[Any], bool]:
+    """Whether another value is as this one, whose fingerprint is ``text``."""
+    if isinstance(value, torch.Tensor):
+        version = value._version
+        return lambda now: now is value and value._version == version
+    if value is NOTHING or is_scalar(value) or callable(value):
+        return lambda now: now is value or (now is not NOTHING and fingerprint(now) == text)
+    return lambda now: now is not NOTHING and fingerprint(now) == text

@@ -1,0 +1,73 @@
+"""Submodules and hooks of a model that a plan was made of: whether they are the same before a step.
+
+A hook that is registered later, or another activation module, is another computation. Other parameters are
+not those that the plan's ranks share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from hetspmd.errors import PlanMismatchError
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class StructureGuard:
+    """Numbers the structures that a model has had; the first is 0."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = _parameter_names(model)
+        self._known: list[tuple[Any, ...]] = []
+        self.modules: list[nn.Module] = []
+        self._lengths: list[tuple[Mapping[Any, Any], int]] = []
+        self._contents: list[tuple[Mapping[Any, Any], tuple[Any, ...]]] = []
+        self._now = 0
+        self._look()
+
+    def number(self) -> int:
+        """The number of the model's present structure. Raises PlanMismatchError if its parameters are
+        others."""
+        for held, length in self._lengths:
+            if len(held) != length:
+                return self._look()
+        for held, contents in self._contents:
+            if tuple(held.values()) != contents:
+                return self._look()
+        return self._now
+
+    def _look(self) -> int:
+        names = _parameter_names(self._model)
+        if names != self._names:
+            changed = sorted(set(names) ^ set(self._names))
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            raise PlanMismatchError(
+                "the model has other parameters than when HAP(...) was made: "
+                f"{', '.join(changed[:3])}{more}; change "
+                "the model before it is wrapped, or wrap it anew: HAP(hap.module, ...) of a model that is whole"
+            )
+        self.modules = list(self._model.modules())
+        self._lengths, self._contents = [], []
+        found: list[Any] = []
+        for module in self.modules:
+            for name in ("_modules", *_HOOKS):
+                held = vars(module)[name]
+                contents = tuple(held.values())
+                found.append((id(module), name, contents))
+                if contents:
+                    self._contents.append((held, contents))
+                else:
+                    self._lengths.append((held, 0))
+        structure = tuple(found)
+        if structure not in self._known:
+            self._known.append(structure)
+        self._now = self._known.index(structure)
+        return self._now
+
+
+def _parameter_names(model: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, _ in model.named_parameters(remove_duplicate=False))

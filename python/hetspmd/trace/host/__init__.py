@@ -1,0 +1,12 @@
+"""What Python does beside the graph of a step: what forward reads, writes and draws that is no tensor op.
+
+facts      what a graph says of it: reads, writes, numbers that are inputs
+plain      values as text: which are equal, and which can be put on another rank's model
+places     where a value lies: on a module, an object, a function's globals or its closure, in torch's own
+settings snapshot   what was there before, and putting it back
+code       which globals and closure variables a function reads
+recorder   which attributes are read while a step is traced
+entropy    random numbers, and clocks, that Python code asks for
+changes    what forward leaves behind, as writes or as a refusal
+watch      all of these around a trace
+"""

@@ -1,0 +1,217 @@
+"""What a forward leaves behind on modules, objects and variables: writes for after each step, or a
+refusal."""
+
+from __future__ import annotations
+
+import collections
+import inspect
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path as File
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetspmd.errors import TraceError
+from hetspmd.trace.host.facts import Write
+from hetspmd.trace.host.places import ALL, NOTHING, Path, Roots, text
+from hetspmd.trace.host.plain import (
+    NoTemplateError,
+    fingerprint,
+    is_container,
+    is_scalar,
+    number_of,
+    to_text,
+)
+from hetspmd.trace.host.snapshot import OF_TORCH, Change
+
+
+class Left:
+    """Writes, and the tensors in them in the order of their numbers.
+
+    ``numbers`` are the places where tensors stand for numbers: what is left there becomes a number again.
+    """
+
+    def __init__(
+        self, roots: Roots, changes: Iterator[Change], numbers: Collection[tuple[str, Path]] = ()
+    ) -> None:
+        self._roots, self._numbers = roots, frozenset(numbers)
+        self.tensors: list[torch.Tensor] = []
+        self.writes: dict[tuple[str, Path], Write] = {}
+        self.changed: dict[tuple[str, Path], tuple[Any, Any]] = {}
+        derived = _derived(roots.model)
+        for change in changes:
+            if not _of_torch(change, derived):
+                for inner in self._inner(change):
+                    self._add(inner)
+
+    def _add(self, change: Change) -> None:
+        root, path, after = change.root, change.path, change.after
+        if _alike(change.before, after):
+            return
+        if (root, path) in self._numbers and isinstance(after, torch.Tensor):
+            self.writes[root, path] = Write(root, path, number_of(self._number(after)))
+        elif after is NOTHING:
+            self.writes[root, path] = Write(root, path, "null", True)
+        else:
+            try:
+                self.writes[root, path] = Write(root, path, to_text(after, self._number))
+            except NoTemplateError as error:
+                raise TraceError(
+                    f"forward leaves a {error} in {where(self._roots, root, path)}, which cannot be "
+                    "put there after a "
+                    "step that a plan computes; return it as an output, or keep tensors of it with register_buffer"
+                ) from None
+        self.changed[root, path] = change.before, after
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        for index, known in enumerate(self.tensors):
+            if known is tensor:
+                return index
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def _inner(self, change: Change) -> Iterator[Change]:
+        """A change, or those of the items of a container."""
+        before, after = change.before, change.after
+        if not change.inside:
+            yield change
+        elif isinstance(before, Mapping):
+            for key in dict.fromkeys((*before, *after)):
+                old, new = before.get(key, NOTHING), after.get(key, NOTHING)
+                if old is not new:
+                    yield Change(change.root, (*change.path, f"[{key!r}]"), old, new)
+        elif isinstance(after, (list, collections.deque)) and len(before) == len(after):
+            for index, (old, new) in enumerate(zip(before, after, strict=True)):
+                if old is not new:
+                    yield Change(change.root, (*change.path, f"[{index}]"), old, new)
+        elif any(not _plain(value) for value in after):
+            name, kind = where(self._roots, change.root, change.path), type(after).__name__
+            raise TraceError(
+                f"forward adds to the {kind} {name} in every step; return what it collects as an "
+                "output of forward, "
+                "or clear it at the beginning of forward"
+            )
+        else:
+            yield Change(change.root, (*change.path, ALL), before, list(after))
+
+
+def _of_torch(change: Change, derived: set[tuple[Path, str]]) -> bool:
+    """Whether a module's attribute is torch's own, or one that torch's own hooks compute anew in every
+    step."""
+    if change.root != "model" or not change.path[-1].startswith("."):
+        return False
+    name = change.path[-1][1:]
+    return (name in OF_TORCH and name != "training") or (change.path[:-1], name) in derived
+
+
+def _derived(model: nn.Module) -> set[tuple[Path, str]]:
+    """Attributes that ``weight_norm``, ``spectral_norm`` and ``prune`` derive from parameters by hooks."""
+    found: set[tuple[Path, str]] = set()
+    for path, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if type(hook).__module__.startswith("torch.nn.utils"):
+                name = getattr(hook, "name", getattr(hook, "_tensor_name", None))
+                found.add((tuple(f".{p}" for p in path.split(".") if p), str(name)))
+    return found
+
+
+def _alike(before: Any, after: Any) -> bool:
+    return (
+        _plain(before)
+        and _plain(after)
+        and type(before) is type(after)
+        and fingerprint(before) == fingerprint(after)
+    )
+
+
+def _plain(value: Any) -> bool:
+    """Whether a value is made of numbers, strings and the like alone."""
+    if is_container(value):
+        parts = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
+        return all(map(_plain, parts))
+    return is_scalar(value)
+
+
+def where(roots: Roots, root: str, path: Path) -> str:
+    """A place with its module's class, and the line of the model that names it."""
+    line = line_of(roots, root, path)
+    owner = ""
+    if root == "model":
+        module, rest = owner_of(roots.model, path)
+        name = "".join(path[: len(path) - len(rest)]).removeprefix(".")
+        owner = f" of module {name} ({type(module).__name__})" if name else f" of {type(module).__name__}"
+        spoken = "".join(rest).removeprefix(".")
+    else:
+        spoken = text(root, path)
+    return f"{spoken}{owner}{f' at {line}' if line else ''}"
+
+
+def owner_of(model: nn.Module, path: Path) -> tuple[nn.Module, Path]:
+    """The innermost module on the way to a place, and the rest of the path."""
+    for index, step in enumerate(path):
+        inner = model._modules.get(step[1:]) if step.startswith(".") else None
+        if inner is None:
+            return model, path[index:]
+        model = inner
+    return model, ()
+
+
+def line_of(roots: Roots, root: str, path: Path) -> str:
+    """``file:line`` where the model's code writes an attribute or variable, or else names it; "" if not found."""
+    names = [step[1:] for step in path if step.startswith(".") and step[1:].isidentifier()]
+    kinds: list[type] = []
+    if root == "model":
+        module, rest = owner_of(roots.model, path)
+        names = [step[1:] for step in rest if step.startswith(".")]
+        kinds = [k for m in (module, *roots.model.modules()) for k in type(m).__mro__]
+    if not names:
+        return ""
+    functions = [
+        function
+        for kind in dict.fromkeys(kinds)
+        if not _is_torch(kind)
+        for name, function in sorted(vars(kind).items(), key=lambda item: item[0] != "forward")
+        if inspect.isfunction(function) and name != "__init__"
+    ]
+    functions += [
+        f for f in (*_functions(roots.model), *roots.functions.values(), roots.loss) if inspect.isfunction(f)
+    ]
+    name = re.escape(names[0])
+    named = rf"\.{name}\b" if root == "model" else rf"\b{name}\b"
+    for pattern in (rf"{named}{_WRITES}", named):
+        for function in dict.fromkeys(functions):
+            if found := _line(function, pattern):
+                return found
+    return ""
+
+
+_WRITES = r"\s*(\[[^]]*\]\s*)?(,[^=]*)?([-+*/]?=(?!=)|\.append|\.extend|\.add\b|\.insert)"
+"""What follows an attribute in code that writes it."""
+
+
+def _functions(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        yield from (value for value in vars(module).values() if inspect.isfunction(value))
+        yield from (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+
+
+def _line(function: Any, pattern: str) -> str:
+    try:
+        file = inspect.getsourcefile(function) or ""
+        lines, first = inspect.getsourcelines(function)
+    except (OSError, TypeError):
+        return ""
+    for offset, line in enumerate(lines):
+        if re.search(pattern, line.partition("#")[0]):
+            return f"{file}:{first + offset}"
+    return ""
+
+
+def _is_torch(kind: type) -> bool:
+    own = str(File(torch.__file__).parent)
+    try:
+        return (inspect.getsourcefile(kind) or "").startswith(own)
+    except TypeError:
+        return True

@@ -1,0 +1,120 @@
+"""Which variables a function reads that are not its own: of its module, of the functions around it.
+
+Functions that it calls by name, in the same way, count as well, unless they are torch's or the standard
+library's. An attribute of a class, a module or an object counts if the code has its name.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content
+from hetspmd.trace.host.plain import is_container
+
+_FOREIGN = frozenset(sys.stdlib_module_names - {"__main__", "argparse", "types"}) | {
+    "torch",
+    "hetspmd",
+    "numpy",
+}
+
+
+def is_foreign(module: object) -> bool:
+    """Whether a module of this name is torch's, the standard library's or our own: no part of a user's
+    model."""
+    return not isinstance(module, str) or module.partition(".")[0] in _FOREIGN
+
+
+@functools.cache
+def names_in(code: CodeType) -> frozenset[str]:
+    """Names of variables and attributes in a function's code, and in functions inside it."""
+    inner = (names_in(c) for c in code.co_consts if isinstance(c, CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+class Reader:
+    """Finds the variables of functions, and tells ``found(root, path, value, holder)`` each once.
+
+    The holder is a cell, a module or a class. ``kept`` is told containers that are defaults of arguments.
+    """
+
+    def __init__(
+        self,
+        roots: Roots,
+        found: Callable[[str, Path, Any, Any], None],
+        kept: Callable[[str, Path, Any], None],
+    ) -> None:
+        self._roots, self._found, self._kept = roots, found, kept
+        self._seen: set[int] = set()
+
+    def visit(self, value: Any) -> None:
+        """Look at a function, a method, or what wraps one."""
+        value = value.__func__ if isinstance(value, MethodType) else value
+        if isinstance(value, functools.partial):
+            self.visit(value.func)
+            return
+        wrapped = getattr(value, "__wrapped__", None)
+        if wrapped is not None and wrapped is not value:
+            self.visit(wrapped)
+        if not isinstance(value, FunctionType) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if is_foreign(value.__module__):
+            return
+        names = names_in(value.__code__)
+        module = sys.modules.get(value.__module__)
+        for name in sorted(names):
+            if module is not None and name in value.__globals__:
+                self._variable(f"globals {value.__module__}", name, value.__globals__[name], module, names)
+        root = self._roots.know(value)
+        for name, cell in closure(value).items():
+            self._variable(root, name, content(cell), cell, names)
+        for position, default in enumerate(value.__defaults__ or ()):
+            if is_container(default):
+                self._kept(root, (f".default {position}",), default)
+
+    def _variable(self, root: str, name: str, value: Any, holder: Any, names: frozenset[str]) -> None:
+        """A variable; of a module or a class what the code names of it."""
+        if isinstance(value, ModuleType):
+            if not is_foreign(value.__name__):
+                for inner in sorted(names & vars(value).keys()):
+                    self._tell(f"globals {value.__name__}", inner, vars(value)[inner], value)
+        elif isinstance(value, type):
+            if not is_foreign(value.__module__):
+                of = f"class {value.__module__}:{value.__qualname__}"
+                for inner in sorted(names & vars(value).keys()):
+                    self._tell(of, inner, vars(value)[inner], value)
+        else:
+            self._tell(root, name, value, holder)
+
+    def _tell(self, root: str, name: str, value: Any, holder: Any) -> None:
+        value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+        if value is NOTHING or isinstance(value, (ModuleType, type, property)):
+            return
+        self._found(root, (f".{name}",), value, holder)
+        if callable(value):
+            self.visit(value)
+
+
+def discover(roots: Roots) -> None:
+    """Let ``roots`` know the functions of a model, in an order that is the same on every rank."""
+    reader = Reader(roots, lambda *_: None, lambda *_: None)
+    kinds: dict[type, None] = {}
+    for module in roots.model.modules():
+        kinds.update(dict.fromkeys(type(module).__mro__))
+    for kind in kinds:
+        if not is_foreign(kind.__module__):
+            for value in list(vars(kind).values()):
+                reader.visit(value.fget if isinstance(value, property) else value)
+    reader.visit(roots.loss)
+    for module in roots.model.modules():
+        for value in (
+            *vars(module).values(), *module._forward_hooks.values(), *module._forward_pre_hooks.values()
+        ):  # fmt: skip
+            if callable(value) and not isinstance(value, nn.Module):
+                reader.visit(value)

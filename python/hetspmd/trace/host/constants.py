@@ -1,0 +1,77 @@
+"""Values, on the CPU, of tensors that depend on no parameter, input or randomness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from hetspmd.trace.graph import CONSTANT, SOURCES, Constant, Graph, Instruction
+
+
+def evaluate(graph: Graph) -> Callable[[int], torch.Tensor | None]:
+    """A function from a tensor's id to its value, None if it has none before the step runs."""
+    from hetspmd.lower.constants import constant_value
+
+    constants = {c.tensor: c for c in graph.constants}
+    known: dict[int, torch.Tensor | None] = {}
+    cpu = torch.device("cpu")
+
+    def value(tensor: int) -> torch.Tensor | None:
+        if tensor not in known:
+            known[tensor] = None
+            instruction = graph.producer(tensor) if tensor in graph.producers else None
+            if instruction is None:
+                return None
+            if instruction.op == CONSTANT:
+                known[tensor] = constant_value(graph, constants[tensor], cpu)
+            elif instruction.op not in SOURCES:
+                needed = {t: value(t) for t in instruction.inputs}
+                if all(v is not None for v in needed.values()):
+                    known[tensor] = value_of(graph, instruction, tensor, needed)  # type: ignore[arg-type]  # none is None
+        return known[tensor]
+
+    return value
+
+
+def value_of(
+    graph: Graph, instruction: Instruction, tensor: int, given: Mapping[int, torch.Tensor]
+) -> torch.Tensor:
+    """One output of an instruction."""
+    from hetspmd.lower.constants import run_instruction
+
+    with torch.no_grad():
+        results = run_instruction(instruction, dict(given), torch.device("cpu"))
+    found: torch.Tensor = results[instruction.outputs.index(tensor)]
+    return found
+
+
+def instruction_value(instruction: Instruction, given: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """The output of an instruction that has one."""
+    from hetspmd.lower.constants import run_instruction
+
+    with torch.no_grad():
+        results = run_instruction(instruction, dict(given), torch.device("cpu"))
+    found: torch.Tensor = results[0]
+    return found
+
+
+def computing(graph: Graph, tensor: int) -> Constant:
+    """The constant that computes a tensor which does not vary."""
+    known = {c.tensor: c for c in graph.constants}
+    wanted: set[int] = {tensor}
+    program: list[Instruction] = []
+    for instruction in reversed(graph.instructions):
+        if not any(t in wanted for t in instruction.outputs):
+            continue
+        if instruction.op != CONSTANT:
+            wanted.update(instruction.inputs)
+            program.append(instruction)
+            continue
+        constant = known[instruction.outputs[0]]
+        if constant.data is None:
+            program.extend(reversed(constant.program))
+        else:
+            program.append(replace(instruction, args=(constant.data,)))
+    return Constant(tensor, tuple(replace(i, id=n) for n, i in enumerate(reversed(program))))

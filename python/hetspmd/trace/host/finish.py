@@ -1,0 +1,79 @@
+"""From the traced graph and what was watched to a graph that says both.
+
+What forward leaves behind are outputs of the graph, behind the model's own. Those that depend on no
+parameter, input or randomness become constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hetspmd.errors import TraceError
+from hetspmd.trace.graph import Constant, Graph, Input
+from hetspmd.trace.host.changes import where
+from hetspmd.trace.host.constants import computing
+from hetspmd.trace.host.equal import varying
+from hetspmd.trace.host.facts import Host, Number
+from hetspmd.trace.host.plain import numbers_in, renumbered
+from hetspmd.trace.host.watch import Watch
+
+
+def with_host(graph: Graph, watch: Watch, numbers: Sequence[Input]) -> Graph:
+    """The graph with what ``watch`` found; ``numbers`` are its inputs that are numbers of the model.
+
+    Raises TraceError for a tensor that one step leaves to the next.
+    """
+    left = watch.left
+    assert left is not None
+    own = len(graph.outputs) - len(left.tensors)
+    changing = varying(graph)
+    extras = graph.outputs[own:]
+    kept: list[int] = []
+    constants: list[Constant] = []
+    number: dict[int, int] = {}
+    for index, output in enumerate(extras):
+        assert output.tensor is not None
+        if output.tensor in changing:
+            number[index] = len(kept)
+            kept.append(index)
+        else:
+            number[index] = -1 - len(constants)
+            constants.append(computing(graph, output.tensor))
+    writes = []
+    for place, write in left.writes.items():
+        tensors = numbers_in(write.value)
+        read = watch.recorder.reads.get(place, "")
+        if tensors and read.startswith("tensor "):
+            raise TraceError(_carried(watch, *place))
+        writes.append(replace(write, value=renumbered(write.value, number.__getitem__)))
+    host = Host(
+        reads=watch.reads(),
+        writes=tuple(writes),
+        numbers=tuple(
+            Number(root, path, graph.tensors[found.tensor].dtype, found.tensor)
+            for (root, path), found in zip(watch.numbers, numbers, strict=True)
+        ),
+        kept=tuple(bool(left.tensors[i].requires_grad) for i in kept),
+        draws=watch.draws,
+    )
+    outputs = (*graph.outputs[:own], *(extras[i] for i in kept))
+    if constants:
+        graph = graph.with_outputs(outputs)
+    return replace(graph, host=host, left_behind=tuple(constants))
+
+
+def _carried(watch: Watch, root: str, path: tuple[str, ...]) -> str:
+    name = path[-1].removeprefix(".")
+    return (
+        f"forward reads {where(watch.roots, root, path)}, which the step before has left there; a "
+        "tensor that is carried "
+        f"from step to step is a buffer: self.register_buffer({name!r}, ...) in __init__, then self.{name} = value "
+        "or self."
+        f"{name}.copy_(value) in forward"
+    )
+
+
+def carried(watch: Watch, root: str, path: tuple[str, ...]) -> TraceError:
+    """The refusal of a tensor that one step leaves to the next."""
+    return TraceError(_carried(watch, root, path))

@@ -1,0 +1,63 @@
+"""Where a forward draws random numbers: found by running it once more, slowly, when it is refused."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from hetspmd.trace.host.code import is_foreign
+from hetspmd.trace.host.entropy import Draws
+
+
+def drawing_line(draws: Draws, model: nn.Module, call: Callable[[], Any]) -> str:
+    """`` at FILE:LINE: CODE, in module PATH``, "" if it cannot be found. The Python of ``call`` runs."""
+    paths = {id(module): name for name, module in model.named_modules()}
+    last: dict[int, int] = {}
+    found: list[str] = []
+
+    def line(frame: FrameType, event: str, _argument: Any) -> Any:
+        if found:
+            return None
+        if draws.changed():
+            number = last.get(id(frame), frame.f_lineno)
+            file = frame.f_code.co_filename
+            found.append(
+                f" at {file}:{number}: {linecache.getline(file, number).strip()}{_module(frame, paths, model)}"
+            )
+            return None
+        if event == "line":
+            last[id(frame)] = frame.f_lineno
+        return line
+
+    def enter(frame: FrameType, _event: str, _argument: Any) -> Any:
+        if found or is_foreign(frame.f_globals.get("__name__")):
+            return None
+        last[id(frame)] = frame.f_lineno
+        return line
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        call()
+    except Exception:  # the same call has just succeeded; the line may be known already
+        return found[0] if found else ""
+    finally:
+        sys.settrace(before)
+    return found[0] if found else ""
+
+
+def _module(frame: FrameType, paths: dict[int, str], model: nn.Module) -> str:
+    """The module whose method a frame runs, or is called by."""
+    at: FrameType | None = frame
+    while at is not None:
+        for variable in ("self", *at.f_code.co_varnames[:1]):
+            value = at.f_locals.get(variable)
+            if isinstance(value, nn.Module) and id(value) in paths:
+                return f", in module {paths[id(value)] or type(model).__name__}"
+        at = at.f_back
+    return ""

@@ -1,0 +1,193 @@
+"""Where a value beside the graph lies, as text that every rank can resolve on its own model.
+
+A place is a root and a path. Roots are ``model``, ``loss`` (the function given as ``loss=``), ``class M:C``,
+``globals M``, ``closure M:F`` (of the function F) and ``torch`` (its settings). Steps of a path are
+``.name`` for an attribute or variable and ``[key]`` for an item.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Mapping
+from types import CellType, FunctionType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from hetspmd.trace.host.plain import is_container
+
+Path = tuple[str, ...]
+
+ALL: Final = "[*]"
+"""A step to the keys of a mapping or the number of elements of another container; written, to its whole
+content."""
+
+
+class _Nothing:
+    def __repr__(self) -> str:
+        return "missing"
+
+
+NOTHING: Final = _Nothing()
+"""What is read where nothing is."""
+
+SETTINGS: Final[dict[str, Callable[[], Any]]] = {
+    ".default_dtype": torch.get_default_dtype,
+    ".deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+    ".flash_sdp": torch.backends.cuda.flash_sdp_enabled,
+    ".mem_efficient_sdp": torch.backends.cuda.mem_efficient_sdp_enabled,
+    ".math_sdp": torch.backends.cuda.math_sdp_enabled,
+    ".cudnn": lambda: torch.backends.cudnn.enabled,
+}
+"""Torch's own settings that decide what ops a forward is made of."""
+
+
+def text(root: str, path: Path) -> str:
+    """The place as people read it."""
+    joined = "".join(path)
+    if root in ("model", "loss"):
+        return joined.removeprefix(".") if root == "model" else f"loss{joined}"
+    kind, _, name = root.partition(" ")
+    if kind == "class":
+        return f"{name.rpartition(':')[2]}{joined}"
+    if kind == "globals":
+        return f"{joined.removeprefix('.')} of module {name}"
+    if kind == "closure":
+        return f"{joined.removeprefix('.')}, a variable around {name.rpartition(':')[2]}"
+    return f"torch's {joined.removeprefix('.')}"
+
+
+class Roots:
+    """What the roots are for one model and loss function."""
+
+    def __init__(self, model: nn.Module, loss: object = None) -> None:
+        self.model, self.loss = model, loss
+        self.functions: dict[str, FunctionType] = {}
+
+    def know(self, function: FunctionType) -> str:
+        """The root of a function's closure."""
+        name = root = f"closure {function.__module__}:{function.__qualname__}"
+        number = 1
+        while self.functions.setdefault(root, function) is not function:
+            number += 1
+            root = f"{name}#{number}"
+        return root
+
+    def holder(self, root: str, path: Path) -> Any:
+        """What holds the last step of a path: an object, a mapping of variables, a container; NOTHING if
+        gone."""
+        kind, _, name = root.partition(" ")
+        if kind == "model":
+            found: Any = self.model
+        elif kind == "loss":
+            found = self.loss
+        elif kind == "class":
+            home, _, qualified = name.partition(":")
+            found = sys.modules.get(home, NOTHING)
+            for part in qualified.split("."):
+                found = getattr(found, part, NOTHING)
+        elif kind == "globals":
+            module = sys.modules.get(name)
+            found = NOTHING if module is None else Variables(vars(module))
+        elif kind == "closure":
+            function = self.functions.get(root)
+            found = NOTHING if function is None else Variables(closure(function))
+        else:
+            found = Variables(SETTINGS)
+        for step in path[:-1]:
+            found = item(found, step)
+        return found
+
+    def value(self, root: str, path: Path) -> Any:
+        """The value at a place, NOTHING if there is none."""
+        return item(self.holder(root, path), path[-1])
+
+
+class Variables:
+    """The variables of a module or a closure, or settings, by name."""
+
+    def __init__(self, of: Mapping[str, Any]) -> None:
+        self.of = of
+
+
+def closure(function: FunctionType) -> dict[str, CellType]:
+    """The cells around a function, by name."""
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
+def item(holder: Any, step: str) -> Any:
+    """One step from a holder, NOTHING if there is nothing."""
+    if holder is NOTHING:
+        return NOTHING
+    if isinstance(holder, Variables):
+        found = holder.of.get(step if step in holder.of else step[1:], NOTHING)
+        if isinstance(found, CellType):
+            return content(found)
+        return found() if holder.of is SETTINGS and found is not NOTHING else found
+    if step.startswith("."):
+        try:
+            return getattr(holder, step[1:], NOTHING)
+        except Exception:  # a property may raise anything
+            return NOTHING
+    if step == ALL:
+        return (
+            tuple(holder) if isinstance(holder, Mapping) else len(holder) if is_container(holder) else NOTHING
+        )
+    try:
+        return holder[ast.literal_eval(step[1:-1])]
+    except (KeyError, IndexError, TypeError, ValueError, SyntaxError):
+        return NOTHING
+
+
+def content(cell: CellType) -> Any:
+    """What a cell holds, NOTHING if it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return NOTHING
+
+
+def put(holder: Any, step: str, value: Any) -> None:
+    """Put a value one step from a holder; NOTHING removes it. Attributes of modules are set beside torch's
+    own."""
+    if isinstance(holder, Variables):
+        held = holder.of.get(step[1:])
+        if isinstance(held, CellType):
+            held.cell_contents = value
+        elif value is NOTHING:
+            holder.of.pop(step[1:], None)  # type: ignore[attr-defined]  # of a module, a dict
+        else:
+            holder.of[step[1:]] = value  # type: ignore[index]  # of a module, a dict
+    elif step.startswith("."):
+        attributes = None if isinstance(holder, type) else getattr(holder, "__dict__", None)
+        if value is NOTHING:
+            delattr(holder, step[1:])
+        elif attributes is not None:
+            attributes[step[1:]] = value
+        else:
+            setattr(holder, step[1:], value)
+    elif step == ALL:
+        holder.clear()
+        holder.extend(value) if hasattr(holder, "extend") else holder.update(value)
+    elif value is NOTHING:
+        del holder[ast.literal_eval(step[1:-1])]
+    else:
+        holder[ast.literal_eval(step[1:-1])] = value
+
+
+def own(holder: Any, step: str) -> Any:
+    """What one step from a holder finds that is its own and not its class's."""
+    attributes = getattr(holder, "__dict__", None)
+    if isinstance(holder, (Variables, type)) or not step.startswith(".") or not isinstance(attributes, dict):
+        return item(holder, step)
+    return attributes.get(step[1:], NOTHING)
+
+
+def items(container: Any) -> list[tuple[str, Any]]:
+    """The elements of a container that can be told by index or key, each with its step."""
+    if not is_container(container) or isinstance(container, (set, frozenset)):
+        return []
+    pairs = container.items() if isinstance(container, Mapping) else enumerate(container)
+    return [(f"[{k!r}]", v) for k, v in pairs if type(k) in (int, str, bool, float, type(None), tuple)]

@@ -1,0 +1,248 @@
+"""Values of Python as text: which two are equal, and which can be made again on another rank.
+
+A fingerprint is equal for values between which no forward can tell, on every rank and in another process.
+Long ones are shortened to their beginning and a digest. A template is a value as JSON, in which tensors are
+numbers.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import functools
+import hashlib
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from hetspmd.errors import PlanError
+from hetspmd.trace.compat import outside_modes
+
+MISSING: Final = "missing"
+"""The fingerprint of an attribute that is not there."""
+
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
+_LONGEST, _DEEPEST = 160, 6
+_SAMPLED = 1 << 20
+"""Bytes of an array of more than this are sampled."""
+
+
+def type_name(kind: type) -> str:
+    """``package.module.Class``, without the package for builtins."""
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_scalar(value: object) -> bool:
+    """Whether a value is a number, string, None, enum, dtype or the like, which nothing can change in
+    place."""
+    return type(value) in _SCALARS or isinstance(value, (*_TORCH, enum.Enum))
+
+
+def is_container(value: object) -> bool:
+    """Whether a value is a list, tuple, set, dict or deque, or derived from one."""
+    return isinstance(value, _CONTAINERS) and not isinstance(value, torch.Size)
+
+
+def fingerprint(value: object) -> str:
+    """The value's text. Modules and objects with attributes have only their type's: what is read of them
+    counts."""
+    text = _text(value, 0)
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST // 2]}... #{hashlib.sha1(text.encode(errors='replace')).hexdigest()[:16]}"
+
+
+def _text(value: object, depth: int) -> str:
+    kind = type(value)
+    if kind in _SCALARS:
+        return f"{value!r}"
+    if isinstance(value, enum.Enum):
+        return f"{type_name(kind)}.{value.name}"
+    if isinstance(value, _TORCH):
+        return str(value)
+    if isinstance(value, torch.Tensor):
+        return _tensor(value)
+    if isinstance(value, nn.Module):
+        return f"module {type_name(kind)}"
+    if isinstance(value, _CONTAINERS):
+        return "..." if depth >= _DEEPEST else _container(value, depth)
+    if isinstance(value, type):
+        return f"class {type_name(value)}"
+    if isinstance(value, ModuleType):
+        return f"module {value.__name__}"
+    if callable(value) and (function := _callable(value, depth)):
+        return function
+    if hasattr(value, "dtype") and hasattr(value, "tobytes"):
+        return _array(value)
+    if isinstance(value, (slice, range)):
+        return repr(value)
+    return f"object {type_name(kind)}"
+
+
+def _container(value: Any, depth: int) -> str:
+    kind = type(value)
+    name = "" if kind in _CONTAINERS else type_name(kind)
+    if isinstance(value, Mapping):
+        return f"{name}{{{', '.join(f'{_text(k, depth + 1)}: {_text(v, depth + 1)}' for k, v in value.items())}}}"
+    parts: Iterable[str] = (_text(v, depth + 1) for v in value)
+    if isinstance(value, (set, frozenset)):
+        return f"{name or kind.__name__}({', '.join(sorted(parts))})"
+    opening, closing = "[]" if isinstance(value, list) else "()"
+    return f"{name}{opening}{', '.join(parts)}{closing}"
+
+
+def _tensor(value: torch.Tensor) -> str:
+    about = f"tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if value.is_meta or value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter):
+        return about
+    with outside_modes(), torch.no_grad():
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return f"{about} {zlib.crc32(raw.numpy().data)}" if raw.numel() else about
+
+
+def _array(value: Any) -> str:
+    flat = value.reshape(-1) if hasattr(value, "reshape") else value
+    if getattr(value, "nbytes", 0) > _SAMPLED:
+        flat = flat[:: max(1, value.nbytes // _SAMPLED)]
+    return f"array {value.dtype}{list(value.shape)} {zlib.crc32(flat.tobytes())}"
+
+
+def _callable(value: Any, depth: int) -> str:
+    if isinstance(value, MethodType):
+        return f"method {_callable(value.__func__, depth)} of {type_name(type(value.__self__))}"
+    if isinstance(value, functools.partial):
+        parts = (_text(part, depth + 1) for part in (value.func, value.args, value.keywords))
+        return f"partial {' '.join(parts)}"
+    if isinstance(value, FunctionType):
+        return f"function {value.__module__}.{value.__qualname__} {code_digest(value.__code__)}"
+    if isinstance(value, BuiltinFunctionType) or hasattr(value, "__qualname__"):
+        return f"function {getattr(value, '__module__', '')}.{value.__qualname__}"
+    return ""
+
+
+@functools.cache
+def code_digest(code: CodeType) -> str:
+    """Tells functions of the same name apart by what they do."""
+    made = hashlib.sha1(code.co_code)
+    for constant in (*code.co_consts, *code.co_names):
+        text = code_digest(constant) if isinstance(constant, CodeType) else repr(constant)
+        made.update(text.encode(errors="replace"))
+    return made.hexdigest()[:12]
+
+
+class NoTemplateError(Exception):
+    """A value cannot be made again on another rank."""
+
+
+def to_text(value: object, tensor: Callable[[torch.Tensor], Any]) -> str:
+    """The template of a value; ``tensor`` gives the number of a tensor. Raises NoTemplateError."""
+    return json.dumps(_template(value, tensor))
+
+
+def _template(value: Any, tensor: Callable[[torch.Tensor], Any]) -> Any:
+    kind = type(value)
+    if kind in (bool, int, str, type(None)):
+        return value
+    if kind is float:
+        return value if value == value and abs(value) != float("inf") else {"float": repr(value)}
+    if kind is complex:
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, torch.Tensor):
+        return {"tensor": tensor(value)}
+    if kind is torch.Size:
+        return {"size": list(value)}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {type(value).__name__: str(value).removeprefix("torch.")}
+    if isinstance(value, enum.Enum):
+        return {"enum": [kind.__module__, kind.__qualname__, value.name]}
+    if kind in (list, tuple, set, frozenset, collections.deque):
+        parts = [_template(v, tensor) for v in value]
+        return (
+            {kind.__name__: parts, "most": value.maxlen}
+            if kind is collections.deque
+            else {kind.__name__: parts}
+        )
+    if kind in (dict, collections.OrderedDict, collections.defaultdict):
+        return {kind.__name__: [[_template(k, tensor), _template(v, tensor)] for k, v in value.items()]}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {
+            "namedtuple": [kind.__module__, kind.__qualname__],
+            "of": [_template(v, tensor) for v in value],
+        }
+    raise NoTemplateError(type_name(kind))
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque, "dict": dict,
+    "OrderedDict": collections.OrderedDict, "defaultdict": dict,
+}  # fmt: skip
+
+
+def number_of(tensor: int) -> str:
+    """The template of the Python number that a tensor without dims holds."""
+    return json.dumps({"number": {"tensor": tensor}})
+
+
+def from_text(text: str, tensor: Callable[[Any], torch.Tensor]) -> Any:
+    """Inverse of :func:`to_text`. Raises PlanError for what :func:`to_text` does not write."""
+    return _value(json.loads(text), tensor)
+
+
+def _value(made: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
+    if not isinstance(made, dict):
+        return made
+    (name, content), *more = made.items()
+    if name in ("dict", "OrderedDict", "defaultdict"):
+        return _KINDS[name]([(_value(k, tensor), _value(v, tensor)) for k, v in content])
+    if name == "deque":
+        return collections.deque((_value(v, tensor) for v in content), more[0][1])
+    if name in _KINDS:
+        return _KINDS[name]([_value(v, tensor) for v in content])
+    if name == "tensor":
+        return tensor(content)
+    if name == "number":
+        return tensor(content["tensor"]).item()
+    if name == "namedtuple":
+        return _class(*content)(*(_value(v, tensor) for v in more[0][1]))
+    if name == "enum":
+        return _class(*content[:2])[content[2]]
+    simple: dict[str, Callable[[Any], Any]] = {
+        "float": float, "complex": lambda c: complex(*c), "size": torch.Size, "device": torch.device,
+        "dtype": lambda n: getattr(torch, n),
+    }  # fmt: skip
+    return simple[name](content)
+
+
+def _class(module: str, name: str) -> Any:
+    found = functools.reduce(getattr, name.split("."), sys.modules[module])
+    if isinstance(found, type) and (issubclass(found, enum.Enum) or hasattr(found, "_fields")):
+        return found
+    raise PlanError(f"{module}.{name} is no enumeration and no named tuple; compile the plan again")
+
+
+def numbers_in(template: str) -> list[int]:
+    """The numbers of the tensors of a template."""
+    found: list[int] = []
+    renumbered(template, lambda number: found.append(number) or number)  # type: ignore[func-returns-value]
+    return found
+
+
+def renumbered(template: str, number: Callable[[int], int]) -> str:
+    """A template with other numbers of its tensors."""
+
+    def again(made: Any) -> Any:
+        if isinstance(made, list):
+            return [again(m) for m in made]
+        if isinstance(made, dict):
+            return {k: number(v) if k == "tensor" else again(v) for k, v in made.items()}
+        return made
+
+    return json.dumps(again(json.loads(template)))

@@ -1,0 +1,273 @@
+"""Which attributes a model's Python reads while it runs.
+
+For the time of a trace, ``__getattribute__`` of ``nn.Module``, and of the classes of other objects that are
+met on the way, tells the recorder of the running thread what was read of the objects that it follows. What
+is read before it is written is part of what the graph was made of.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from hetspmd.trace.host.code import Reader, discover, is_foreign
+from hetspmd.trace.host.entropy import Draws
+from hetspmd.trace.host.places import NOTHING, Path, Roots, items
+from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_scalar
+from hetspmd.trace.host.snapshot import OF_TORCH, Snapshot
+
+Place = tuple[str, Path]
+
+_RECORDERS: dict[int, Recorder] = {}
+"""Thread to its recorder, while that records."""
+
+_LOCK = threading.Lock()
+_PATCHED: dict[type, tuple[int, Any]] = {}
+"""Class to the number of recorders that need it changed, and its own ``__getattribute__`` (NOTHING:
+inherited)."""
+
+_DEEPEST: Final = 8
+"""Steps of a path to an object that is followed."""
+_LONGEST: Final = 10_000
+"""Elements of a container that is looked into."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    """An object whose attributes are recorded, and those that it had."""
+
+    of: Any
+    root: str
+    path: Path
+    before: dict[str, Any]
+    seen: set[str] = field(default_factory=set)
+
+
+class Recorder:
+    """Reads by place, with the value's fingerprint; what is read is held by ``snapshot``, generators by
+    ``draws``."""
+
+    def __init__(self, roots: Roots, snapshot: Snapshot, draws: Draws) -> None:
+        self._snapshot, self._draws = snapshot, draws
+        self.reads: dict[Place, str] = {}
+        self.values: dict[Place, Any] = {}
+        self.iterators: dict[Place, str] = {}
+        self.placed: set[Place] = set()
+        self.probes: dict[int, torch.Tensor] = {}
+        self.touched = False
+        self._followed: dict[int, _Followed] = {}
+        self._classes: list[type] = []
+        discover(roots)
+        self._reader = Reader(roots, self._variable, snapshot.container)
+        for name, module in roots.model.named_modules():
+            path = tuple(f".{part}" for part in name.split(".") if part)
+            self._follow("model", path, module)
+        if roots.loss is not None:
+            self._found("loss", (), roots.loss)
+        for module in roots.model.modules():
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                for hook in hooks.values():
+                    self._reader.visit(hook)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within the context what this thread reads is recorded."""
+        self._change(nn.Module)
+        thread = threading.get_ident()
+        outer = _RECORDERS.get(thread)
+        _RECORDERS[thread] = self
+        try:
+            yield
+        finally:
+            if outer is None:
+                del _RECORDERS[thread]
+            else:
+                _RECORDERS[thread] = outer
+            while self._classes:
+                _restore(self._classes.pop())
+
+    def is_followed(self, value: object) -> bool:
+        """Whether an object's attributes are recorded."""
+        return id(value) in self._followed
+
+    def place_of(self, value: object) -> Place | None:
+        """Where a followed object lies."""
+        found = self._followed.get(id(value))
+        return None if found is None or found.of is not value else (found.root, found.path)
+
+    def saw(self, of: Any, name: str, value: Any) -> None:
+        """An attribute was read."""
+        if self.probes and id(value) in self.probes:
+            self.touched = True
+        followed = self._followed.get(id(of))
+        if followed is None or name in followed.seen or name in _UNWATCHED:
+            return
+        followed.seen.add(name)
+        if name.startswith("__"):
+            return
+        if name in followed.before:
+            if followed.before[name] is value:
+                self._found(followed.root, (*followed.path, f".{name}"), value)
+        elif isinstance(value, MethodType) or type(value) is FunctionType:
+            self._reader.visit(value)
+        elif _is_data(type(of), name):
+            self._found(followed.root, (*followed.path, f".{name}"), value)
+
+    def missed(self, of: Any, name: str) -> None:
+        """An attribute was asked for that is not there."""
+        followed = self._followed.get(id(of))
+        if followed is None or name in followed.seen or name.startswith("__"):
+            return
+        own = getattr(type(of), "__getattr__", None)
+        if own is not None and own is not nn.Module.__getattr__:
+            return
+        attributes = followed.before
+        slots = (attributes.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+        if name in attributes or any(name in slot for slot in slots):
+            return
+        followed.seen.add(name)
+        self._note((followed.root, (*followed.path, f".{name}")), MISSING, NOTHING)
+
+    def _variable(self, root: str, path: Path, value: Any, holder: Any) -> None:
+        if isinstance(holder, (ModuleType, type)):
+            self._snapshot.variable(root, path, holder)
+        else:
+            self._snapshot.cell(root, path, holder)
+        self._found(root, path, value)
+
+    def _note(self, place: Place, text: str, value: Any) -> None:
+        if place not in self.placed:
+            self.reads.setdefault(place, text)
+            self.values.setdefault(place, value)
+
+    def _found(self, root: str, path: Path, value: Any) -> None:
+        """A value at a place was read, or may be."""
+        if is_scalar(value):
+            self._note((root, path), fingerprint(value), value)
+        elif self._draws.watch(value, root, path):
+            return
+        elif isinstance(value, (MethodType, FunctionType, BuiltinFunctionType)) or hasattr(
+            value, "__wrapped__"
+        ):
+            if path:
+                self._note((root, path), fingerprint(value), value)
+            if hasattr(value, "cache_clear"):
+                self._snapshot.cache(value)
+            self._reader.visit(value)
+        elif is_container(value):
+            self._note((root, path), fingerprint(value), value)
+            self._snapshot.container(root, path, value)
+            self._look_into(root, path, value)
+        elif hasattr(value, "__next__"):
+            self.iterators[root, path] = type(value).__name__
+        elif not (isinstance(value, nn.Module) and id(value) in self._followed):
+            if path:
+                self._note((root, path), fingerprint(value), value)
+            self._follow(root, path, value)
+
+    def _look_into(self, root: str, path: Path, container: Any) -> None:
+        if len(container) > _LONGEST or len(path) > _DEEPEST:
+            return
+        for step, value in items(container):
+            if is_container(value):
+                self._look_into(root, (*path, step), value)
+            elif not is_scalar(value) and not isinstance(value, torch.Tensor):
+                self._found(root, (*path, step), value)
+
+    def _follow(self, root: str, path: Path, value: Any) -> None:
+        """Record the attributes of an object, and hold them."""
+        kind = type(value)
+        if id(value) in self._followed or len(path) > _DEEPEST + 8 or isinstance(value, (torch.Tensor, type)):
+            return
+        attributes = getattr(value, "__dict__", None)
+        if not isinstance(attributes, dict):
+            return
+        if not isinstance(value, nn.Module):
+            if is_foreign(kind.__module__) and not kind.__module__.startswith("torch.distributions"):
+                return
+            if not self._change(kind):
+                self._found(root, (*path, ".__dict__"), attributes)
+                return
+        before = self._snapshot.attributes(root, path, attributes)
+        self._followed[id(value)] = _Followed(value, root, path, before)
+        if (isinstance(value, nn.Module) and root != "model") or not isinstance(value, nn.Module):
+            self._tensors(root, path, value)
+
+    def _tensors(self, root: str, path: Path, value: Any) -> None:
+        """Parameters and buffers of a module that the model does not have among its own are read as they
+        are."""
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in getattr(value, kind, {}).items() if isinstance(value, nn.Module) else ():
+                if tensor is not None:
+                    self._note((root, (*path, f".{name}")), fingerprint(tensor), tensor)
+
+    def _change(self, kind: type) -> bool:
+        if kind in self._classes:
+            return True
+        if not _patch(kind):
+            return False
+        self._classes.append(kind)
+        return True
+
+
+_UNWATCHED = (OF_TORCH | frozenset(dir(nn.Module))) - {"training", "forward"}
+"""Attributes of torch's own machinery; hooks and submodules are part of a model's structure."""
+
+
+def _is_data(kind: type, name: str) -> bool:
+    """Whether a class attribute is a value, no function, property or other descriptor."""
+    for base in kind.__mro__:
+        if name in vars(base):
+            value = vars(base)[name]
+            return not hasattr(value, "__get__") or type(value).__name__ == "member_descriptor"
+    return False
+
+
+def _patch(kind: type) -> bool:
+    with _LOCK:
+        count, own = _PATCHED.get(kind, (0, NOTHING))
+        if not count:
+            own = vars(kind).get("__getattribute__", NOTHING)
+            try:
+                kind.__getattribute__ = _telling(kind.__getattribute__)  # type: ignore[method-assign, assignment, arg-type]
+            except TypeError:
+                return False
+        _PATCHED[kind] = count + 1, own
+    return True
+
+
+def _restore(kind: type) -> None:
+    with _LOCK:
+        count, own = _PATCHED[kind]
+        if count > 1:
+            _PATCHED[kind] = count - 1, own
+            return
+        del _PATCHED[kind]
+        if own is NOTHING:
+            del kind.__getattribute__
+        else:
+            kind.__getattribute__ = own  # type: ignore[method-assign]
+
+
+def _telling(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    recorders, thread = _RECORDERS, threading.get_ident
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        try:
+            value = read(self, name)
+        except AttributeError:
+            if (recorder := recorders.get(thread())) is not None:
+                recorder.missed(self, name)
+            raise
+        if (recorder := recorders.get(thread())) is not None:
+            recorder.saw(self, name, value)
+        return value
+
+    return __getattribute__

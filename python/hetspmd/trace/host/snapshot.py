@@ -1,0 +1,202 @@
+"""What was there before a trace ran the model's Python, what is there now, and putting it back.
+
+Held are attributes of modules and objects, variables of functions, and the containers among them: as
+references, so that nothing is copied but lists. Slots of parameters and buffers are left to
+:mod:`hetspmd.trace.fake`.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from types import CellType
+from typing import Any, Final
+
+from torch import nn
+
+from hetspmd.trace.host.places import NOTHING, Path, content
+from hetspmd.trace.host.plain import is_container
+
+OF_TORCH: Final = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+_STRUCTURE = tuple(
+    name for name, value in vars(nn.Module()).items()
+    if isinstance(value, dict) and name not in ("_parameters", "_buffers")
+)  # fmt: skip
+"""Attributes of a module that hold submodules and hooks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A value that is another than before; NOTHING stands for none. ``inside``: of a container that is the
+    same."""
+
+    root: str
+    path: Path
+    before: Any
+    after: Any
+    inside: bool = False
+
+
+@dataclass(slots=True)
+class _Held:
+    root: str
+    path: Path
+    live: Any
+    kept: Any
+
+
+class Snapshot:
+    """The values at places, when they were first held."""
+
+    def __init__(self) -> None:
+        self._attributes: dict[int, _Held] = {}
+        self._containers: dict[int, _Held] = {}
+        self._cells: dict[int, _Held] = {}
+        self._variables: dict[tuple[int, str], _Held] = {}
+        self._caches: dict[int, tuple[Any, int]] = {}
+
+    def attributes(self, root: str, path: Path, of: MutableMapping[str, Any]) -> dict[str, Any]:
+        """Hold the attributes or variables ``of`` a holder; returns the copy."""
+        held = self._attributes.get(id(of))
+        if held is None:
+            held = self._attributes[id(of)] = _Held(root, path, of, dict(of))
+        kept: dict[str, Any] = held.kept
+        return kept
+
+    def container(self, root: str, path: Path, value: Any) -> None:
+        """Hold a list, dict, set or deque, and those inside it."""
+        if id(value) in self._containers or not is_container(value):
+            return
+        if not isinstance(value, (tuple, frozenset)):
+            self._containers[id(value)] = _Held(root, path, value, _copied(value))
+        keyed = isinstance(value, dict)
+        if isinstance(value, (set, frozenset)):
+            return
+        for key, inner in list(value.items() if keyed else enumerate(value)):
+            if is_container(inner):
+                self.container(root, (*path, f"[{key!r}]"), inner)
+
+    def cell(self, root: str, path: Path, cell: CellType) -> None:
+        """Hold a variable of a closure."""
+        self._cells.setdefault(id(cell), _Held(root, path, cell, content(cell)))
+
+    def variable(self, root: str, path: Path, holder: Any) -> None:
+        """Hold one variable of a module or attribute of a class."""
+        self._variables.setdefault(
+            (id(holder), path[-1]), _Held(root, path, holder, _own(holder, path[-1][1:]))
+        )
+
+    def cache(self, function: Any) -> None:
+        """Hold a ``functools.lru_cache``: what is put into it is thrown away."""
+        self._caches.setdefault(id(function), (function, function.cache_info().misses))
+
+    def changes(self) -> Iterator[Change]:
+        """What is not as it was."""
+        for held in self._attributes.values():
+            for name in [*held.kept, *(n for n in held.live if n not in held.kept)]:
+                before, after = held.kept.get(name, NOTHING), held.live.get(name, NOTHING)
+                if before is not after:
+                    yield Change(held.root, (*held.path, f".{name}"), before, after)
+        for held in self._cells.values():
+            if content(held.live) is not held.kept:
+                yield Change(held.root, held.path, held.kept, content(held.live))
+        for held in self._variables.values():
+            if (now := _own(held.live, held.path[-1][1:])) is not held.kept:
+                yield Change(held.root, held.path, held.kept, now)
+        for held in self._containers.values():
+            if not _same(held.live, held.kept):
+                yield Change(held.root, held.path, held.kept, held.live, inside=True)
+
+    def rewind(self) -> None:
+        """Put everything back."""
+        for held in self._attributes.values():
+            for name, value in held.kept.items():
+                if held.live.get(name, NOTHING) is not value:
+                    held.live[name] = value
+            if len(held.live) != len(held.kept):
+                for name in [n for n in held.live if n not in held.kept]:
+                    del held.live[name]
+        for held in self._cells.values():
+            if content(held.live) is not held.kept:
+                held.live.cell_contents = held.kept
+        for held in self._variables.values():
+            name = held.path[-1][1:]
+            if _own(held.live, name) is not held.kept:
+                if held.kept is NOTHING:
+                    delattr(held.live, name)
+                else:
+                    setattr(held.live, name, held.kept)
+        for held in self._containers.values():
+            if not _same(held.live, held.kept):
+                _refill(held.live, held.kept)
+        for function, misses in self._caches.values():
+            if function.cache_info().misses != misses:
+                function.cache_clear()
+
+
+class Structure:
+    """Submodules and hooks of modules at one time: unlike other attributes, a trace changes them itself."""
+
+    def __init__(self, modules: list[tuple[Path, nn.Module]]) -> None:
+        self._held = [
+            (path, name, vars(module)[name], dict(vars(module)[name]))
+            for path, module in modules
+            for name in _STRUCTURE
+            if name in vars(module)
+        ]
+
+    def changes(self) -> Iterator[tuple[Path, str]]:
+        """Where something was added, removed or replaced: the module, and the attribute of torch's."""
+        for path, name, live, kept in self._held:
+            if not _same(live, kept):
+                yield path, name
+
+    def rewind(self) -> None:
+        """Put everything back."""
+        for _, _, live, kept in self._held:
+            if not _same(live, kept):
+                _refill(live, kept)
+
+
+def _own(holder: Any, name: str) -> Any:
+    return vars(holder).get(name, NOTHING)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, set):
+        return set(value)
+    return list(value)
+
+
+def _same(live: Any, kept: Any) -> bool:
+    if len(live) != len(kept):
+        return False
+    if isinstance(kept, dict):
+        return all(a is b and live[a] is v for (a, v), b in zip(kept.items(), live, strict=True))
+    if isinstance(kept, set):
+        return bool(live == kept)
+    return all(a is b for a, b in zip(live, kept, strict=True))
+
+
+def _refill(live: Any, kept: Any) -> None:
+    if isinstance(live, dict):
+        dict.clear(live)
+        for key, value in kept.items():
+            dict.__setitem__(live, key, value)
+        if isinstance(live, collections.OrderedDict):
+            collections.OrderedDict.clear(live)
+            for key, value in kept.items():
+                collections.OrderedDict.__setitem__(live, key, value)
+    elif isinstance(live, set):
+        live.clear()
+        live.update(kept)
+    elif isinstance(live, collections.deque):
+        live.clear()
+        live.extend(kept)
+    else:
+        live[:] = kept

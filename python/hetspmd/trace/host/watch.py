@@ -1,0 +1,221 @@
+"""Around a trace: the model's Python runs as often as torch wants, and leaves nothing behind.
+
+Each run begins in the state in which the model was given, and what it leaves is put back at its end. What it
+read, wrote and drew becomes part of the graph (:mod:`hetspmd.trace.host.facts`) or is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from hetspmd.errors import OptionError, TraceError
+from hetspmd.trace.host.changes import Left, owner_of, where
+from hetspmd.trace.host.entropy import Draws
+from hetspmd.trace.host.facts import Read
+from hetspmd.trace.host.lines import drawing_line
+from hetspmd.trace.host.numbers import AsNumbers
+from hetspmd.trace.host.places import ALL, SETTINGS, Path, Roots, item, items, own, put, text
+from hetspmd.trace.host.plain import fingerprint, is_container
+from hetspmd.trace.host.recorder import Place, Recorder
+from hetspmd.trace.host.snapshot import Snapshot, Structure
+
+HostRandomness = Literal["refuse", "trace_each_step", "freeze"]
+
+
+def check_randomness(given: object) -> None:
+    """Raise OptionError for another value than those of HostRandomness."""
+    if given not in get_args(HostRandomness):
+        raise OptionError(
+            f"host_randomness is {given!r}; allowed are {', '.join(map(repr, get_args(HostRandomness)))}"
+        )
+
+
+class Watch:
+    """What the Python of one trace does beside the graph.
+
+    ``numbers`` are the places of numbers that are inputs of the graph. ``randomness``: what becomes of
+    random numbers that Python code draws.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: object = None, *, numbers: Sequence[Place] = (),
+        randomness: HostRandomness = "refuse",
+    ) -> None:  # fmt: skip
+        self.roots = Roots(model, loss)
+        self.numbers, self._randomness = tuple(numbers), randomness
+        self._snapshot, self._draws = Snapshot(), Draws()
+        self.recorder = Recorder(self.roots, self._snapshot, self._draws)
+        self.recorder.placed.update(self.numbers)
+        self._modules = [
+            (tuple(f".{part}" for part in name.split(".") if part), module)
+            for name, module in model.named_modules()
+        ]
+        self._settings = {step: read() for step, read in SETTINGS.items()}
+        self.left: Left | None = None
+        self.draws = ""
+        self.states: list[Any] = []
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Around all runs of the Python, and the backward; afterwards, also if it fails, all is as it was."""
+        try:
+            with self.recorder.recording():
+                yield
+            changed = next(self._snapshot.changes(), None)
+            if changed is not None:
+                name = where(self.roots, changed.root, changed.path)
+                raise TraceError(
+                    f"a hook of the backward changes {name}, which a plan does not run; compute it in "
+                    "forward, or from "
+                    "the gradients after loss.backward()"
+                )
+        finally:
+            self._rewind()
+
+    def run(self, call: Callable[[], Any], numbers: Sequence[torch.Tensor] = ()) -> Any:
+        """One run of the Python: what ``call`` returns. Raises TraceError for what cannot be kept right."""
+        structure, grad = Structure(self._modules), torch.is_grad_enabled()
+        self._rewind()
+        originals = self._place(numbers)
+        try:
+            with AsNumbers(numbers) if numbers else nullcontext():
+                output = call()
+            self._check(structure, grad)
+            drawn = self._draws.changed()
+            if drawn:
+                self.states = self._draws.states()
+                self._refuse_draws(drawn[0].name, call)
+            self._take_back(numbers, originals)
+            self.left = Left(self.roots, self._snapshot.changes(), self.numbers)
+            return output
+        finally:
+            structure.rewind()
+            self._rewind()
+
+    def rehearse(self, values: Mapping[Place, Any], call: Callable[[], Any]) -> tuple[Any, dict[Place, Any]]:
+        """What ``call`` returns with ``values`` at these places, and what it leaves, by place."""
+        structure = Structure(self._modules)
+        self._rewind()
+        self.recorder.touched = False
+        try:
+            with self.recorder.recording():
+                for (root, path), value in values.items():
+                    put(self.roots.holder(root, path), path[-1], value)
+                output = call()
+                return output, {(c.root, c.path): c.after for c in self._snapshot.changes()}
+        finally:
+            structure.rewind()
+            self._rewind()
+
+    def number_tensors(self) -> list[torch.Tensor]:
+        """A tensor for each number, as wide as a Python number is."""
+        return [
+            torch.tensor(self.roots.value(*place), dtype=_wide(self.roots.value(*place)))
+            for place in self.numbers
+        ]
+
+    def number_names(self) -> list[str]:
+        """What the numbers are called as inputs."""
+        return [text(*place) for place in self.numbers]
+
+    def reads(self) -> tuple[Read, ...]:
+        """What was read, in the order in which it was, and the settings of torch."""
+        found: dict[Place, str] = {
+            ("torch", (step,)): fingerprint(value) for step, value in self._settings.items()
+        }
+        written = set(self.left.writes) if self.left else set()
+        for (root, path), value in self.recorder.reads.items():
+            container = self.recorder.values[root, path]
+            if is_container(container):
+                found.update(_unwritten(root, path, container, written) or {(root, path): value})
+            else:
+                found[root, path] = value
+        return tuple(Read(*place, value) for place, value in found.items())
+
+    def _place(self, numbers: Sequence[torch.Tensor]) -> list[Any]:
+        """Put tensors where the numbers are; returns what was there."""
+        before = []
+        for (root, path), tensor in zip(self.numbers, numbers, strict=True):
+            holder = self.roots.holder(root, path)
+            before.append(own(holder, path[-1]))
+            put(holder, path[-1], tensor)
+        return before
+
+    def _take_back(self, numbers: Sequence[torch.Tensor], originals: Sequence[Any]) -> None:
+        """Put numbers back where forward leaves them as they are."""
+        for (root, path), tensor, value in zip(self.numbers, numbers, originals, strict=True):
+            if self.roots.value(root, path) is tensor:
+                put(self.roots.holder(root, path), path[-1], value)
+
+    def _rewind(self) -> None:
+        self._snapshot.rewind()
+        self._draws.rewind()
+        if self._settings[".default_dtype"] != torch.get_default_dtype():
+            torch.set_default_dtype(self._settings[".default_dtype"])
+
+    def _check(self, structure: Structure, grad: bool) -> None:
+        """Raise TraceError for what forward does to modules, torch's settings and iterators."""
+        name = type(self.roots.model).__name__
+        for path, kind in structure.changes():
+            module, _ = owner_of(self.roots.model, path)
+            what = "a submodule" if kind == "_modules" else "a hook"
+            raise TraceError(
+                f"the forward of {type(module).__name__} adds, removes or replaces {what}; do it "
+                "before the model is "
+                "wrapped, in __init__"
+            )
+        if torch.is_grad_enabled() != grad:
+            torch.set_grad_enabled(grad)
+            raise TraceError(
+                f"the forward of {name} leaves gradients switched {'off' if grad else 'on'}; use "
+                "`with torch.no_grad():` around what needs it instead of torch.set_grad_enabled"
+            )
+        for step, read in SETTINGS.items():
+            if (now := read()) != self._settings[step]:
+                raise TraceError(
+                    f"the forward of {name} changes torch's {step[1:]} from {self._settings[step]} to "
+                    f"{now}; set it "
+                    "before the model is called"
+                )
+        for (root, path), kind in self.recorder.iterators.items():
+            raise TraceError(
+                f"forward reads {where(self.roots, root, path)}, a {kind} that another step "
+                "continues; keep a list, "
+                "and a buffer that counts"
+            )
+
+    def _refuse_draws(self, generator: str, call: Callable[[], Any]) -> None:
+        if self.draws and self._randomness != "refuse":
+            return
+        self._rewind()
+        self.draws = drawing_line(self._draws, self.roots.model, call)
+        if self._randomness == "refuse":
+            raise TraceError(
+                f"the forward draws from {generator}{self.draws}: a plan would repeat this one "
+                "outcome for ever. Draw "
+                'with torch, as part of the graph (torch.rand(...)), or pass host_randomness="trace_each_step", by '
+                'which every step is traced anew, or host_randomness="freeze", by which the outcome stays as it is'
+            )
+
+
+def _wide(value: object) -> torch.dtype:
+    return torch.int64 if isinstance(value, int) else torch.float64
+
+
+def _unwritten(root: str, path: Path, container: Any, written: set[Place]) -> dict[Place, str]:
+    """The parts of a container that forward does not write, {} if it writes none of them."""
+    if not any(
+        r == root and len(p) > len(path) and p[: len(path)] == path and p[-1] != ALL for r, p in written
+    ):
+        return {}
+    found = {(root, (*path, ALL)): fingerprint(item(container, ALL))}
+    for step, value in items(container):
+        place = root, (*path, step)
+        if place not in written:
+            found.update(_unwritten(*place, value, written) or {place: fingerprint(value)})
+    return found
