@@ -80,7 +80,7 @@ class HostSide:
         """The number of the model's present structure."""
         return self._structure.number()
 
-    def guard(self, graph: Graph, own_outputs: int) -> Guard:
+    def guard(self, graph: Graph, own_outputs: int, *, given: bool = False) -> Guard:
         """What the trace of a graph found of Python, on this rank's model. Raises OptionError for draws that
         were not allowed here."""
         if graph.host.draws and self.randomness == "refuse":
@@ -89,7 +89,7 @@ class HostSide:
                 'host_randomness="trace_each_step" or host_randomness="freeze" here, too'
             )
         once = bool(graph.host.draws) and self.randomness == "trace_each_step"
-        return Guard(graph, self._roots, self._setting.device, own_outputs, once=once)
+        return Guard(graph, self._roots, self._setting.device, own_outputs, once=once, given=given)
 
     def check_ranks(self, guard: Guard) -> None:
         """Raise PlanMismatchError, on every rank, if what the plan was traced with is not so on one of them.

@@ -9,6 +9,8 @@ can change them in place; after it, what forward leaves behind is put where it l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from hetspmd.lower.constants import constant_value
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.facts import Host, Read
 from hetspmd.trace.host.places import NOTHING, Roots, item, own, put
-from hetspmd.trace.host.plain import MISSING, fingerprint, from_text, is_scalar
+from hetspmd.trace.host.plain import MISSING, fingerprint, from_text, is_scalar, same_function
 
 __all__ = ["Guard"]
 
@@ -26,10 +28,18 @@ _KINDS = {"float64": float, "int64": int}
 
 class Guard:
     """What one trace found of Python, on one model. ``own_outputs`` is the number of outputs that are the
-    model's own. ``once``: it serves the step for which it was traced and no other."""
+    model's own. ``once``: it serves the step for which it was traced and no other. ``given``: the plan may be of
+    other code than the model here, which is another check's business."""
 
     def __init__(
-        self, graph: Graph, roots: Roots, device: torch.device, own_outputs: int, *, once: bool = False
+        self,
+        graph: Graph,
+        roots: Roots,
+        device: torch.device,
+        own_outputs: int,
+        *,
+        once: bool = False,
+        given: bool = False,
     ) -> None:
         self.host: Host = graph.host
         self.once = once
@@ -39,16 +49,19 @@ class Guard:
         self._blocker: Read | None = None
         self._same: list[tuple[dict[str, Any], str, Any]] = []
         self._equal: list[tuple[Callable[[], Any], Callable[[Any], bool]]] = []
+        if given:
+            self.host = replace(self.host, reads=tuple(map(self._adopted, self.host.reads)))
         self._bound = False
+        self._functions: dict[Read, FunctionType] = {}
         self.holds()
 
     def holds(self) -> bool:
         """Whether everything that forward reads is as it was when it was traced."""
-        if self._blocker is not None and self._now(self._blocker) != self._blocker.value:
+        if self._blocker is not None and not self._is_same(self._blocker):
             return False
         if self._bound and self._blocker is None and self._as_bound():
             return self._numbers_fit()
-        self._blocker = next((read for read in self.host.reads if self._now(read) != read.value), None)
+        self._blocker = next((read for read in self.host.reads if not self._is_same(read)), None)
         if self._blocker is not None:
             return False
         self._bind()
@@ -59,7 +72,7 @@ class Guard:
         return [
             (read, self._roots.value(read.root, read.path))
             for read in self.host.reads
-            if self._now(read) != read.value
+            if not self._is_same(read)
         ]
 
     def numbers(self) -> list[torch.Tensor]:
@@ -95,9 +108,25 @@ class Guard:
             holder = self._roots.holder(counter.root, counter.path)
             put(holder, counter.path[-1], item(holder, counter.path[-1]) + counter.step)
 
+    def _adopted(self, read: Read) -> Read:
+        """A read, of a function that of the model here."""
+        now = self._now(read)
+        return (
+            replace(read, value=now)
+            if read.value.startswith("function ") and now.startswith("function ")
+            else read
+        )
+
     def _now(self, read: Read) -> str:
         value = self._roots.value(read.root, read.path)
         return MISSING if value is NOTHING else fingerprint(value)
+
+    def _is_same(self, read: Read) -> bool:
+        """Whether a value is as it was read. What a function does is known since it was first seen here."""
+        if self._now(read) != read.value:
+            return False
+        function = self._functions.get(read)
+        return function is None or same_function(function, self._roots.value(read.root, read.path))
 
     def _numbers_fit(self) -> bool:
         return all(type(self._roots.value(n.root, n.path)) is _KINDS[n.kind] for n in self.host.numbers)
@@ -114,6 +143,8 @@ class Guard:
         for read in self.host.reads:
             holder, step = self._roots.holder(read.root, read.path), read.path[-1] if read.path else ""
             value = item(holder, step)
+            if isinstance(value, FunctionType):
+                self._functions.setdefault(read, value)
             attributes = getattr(holder, "__dict__", None)
             stays = is_scalar(value) or (
                 not isinstance(value, (torch.Tensor, list, dict, tuple, set)) and not _is_array(value)
@@ -138,6 +169,8 @@ def _comparison(value: Any, text: str) -> Callable[[Any], bool]:
     if isinstance(value, torch.Tensor):
         version = value._version
         return lambda now: now is value and value._version == version
+    if isinstance(value, FunctionType):
+        return lambda now: now is value
     if value is NOTHING or is_scalar(value) or callable(value):
         return lambda now: now is value or (now is not NOTHING and fingerprint(now) == text)
     return lambda now: now is not NOTHING and fingerprint(now) == text

@@ -154,7 +154,7 @@ class PlanCache:
     ) -> None:
         self.setting, self.store, self._runtime = setting, store, runtime
         self._host = HostSide(setting)
-        self.entries = [self._entry(plan, program)]
+        self.entries = [self._entry(plan, program, given=True)]
         self.entries[0].traced = traced
         self._calls = 0
         self.attendance: Attendance | None = None
@@ -226,7 +226,7 @@ class PlanCache:
         with self.store.whole_shapes(self.setting.device):
             trial(self.setting.model, self.setting.called, args, kwargs)
 
-    def _entry(self, plan: Plan, program: LocalProgram) -> Entry:
+    def _entry(self, plan: Plan, program: LocalProgram, *, given: bool = False) -> Entry:
         graph, setting = plan.graph, self.setting
         runner = Runner(
             program, self._runtime, graph.loss, gather=setting.gather_outputs, origin=Origin(graph, setting.model),
@@ -238,7 +238,7 @@ class PlanCache:
         mode = (*setting.mode(self._host.structure())[:2], graph.autocast, self._host.structure())
         output_spec = spec_from_text(graph.output_spec)
         served = Served()
-        served.add(mode, self._host.guard(graph, output_spec.num_leaves))
+        served.add(mode, self._host.guard(graph, output_spec.num_leaves, given=given))
         return Entry(
             plan=plan,
             mode=mode,

@@ -44,9 +44,10 @@ class Step(nn.Module):
     After a call, ``slots`` lists the leaves of the model's output and, behind them, the tensors that the model is
     left with (``watch``): an index into the returned tensors, or a literal; ``output_spec`` is the output's pytree
     spec. A cache of keys and values comes back as None, since it is no result of a training step: ``dropped`` maps
-    its place in the output to its class. ``updates`` maps what the model's parameters and buffers are given in other
-    ways than by ops, by name, to an index into the returned tensors; they come last. ``changed`` maps inputs that are
-    written to, by position, to the line that does so; ``checkpoints`` are the regions that the model would recompute.
+    its place in the output to its class. ``updates`` maps what the model's parameters and buffers are given in
+    other ways than by ops, by name, to an index into the returned tensors; they come last. ``changed`` maps inputs
+    that are written to, by position, to the line that does so; ``checkpoints`` are the regions that the model would
+    recompute.
     """
 
     def __init__(

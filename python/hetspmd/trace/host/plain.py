@@ -122,10 +122,24 @@ def _callable(value: Any, depth: int) -> str:
         parts = (_text(part, depth + 1) for part in (value.func, value.args, value.keywords))
         return f"partial {' '.join(parts)}"
     if isinstance(value, FunctionType):
-        return f"function {value.__module__}.{value.__qualname__} {code_digest(value.__code__)}"
+        return f"function {value.__module__}.{value.__qualname__}"
     if isinstance(value, BuiltinFunctionType) or hasattr(value, "__qualname__"):
         return f"function {getattr(value, '__module__', '')}.{value.__qualname__}"
     return ""
+
+
+def same_function(one: FunctionType, other: object) -> bool:
+    """Whether two functions of one name do the same: by their code, defaults and the variables around them."""
+    if one is other:
+        return True
+    if not isinstance(other, FunctionType) or code_digest(one.__code__) != code_digest(other.__code__):
+        return False
+    return _around(one) == _around(other)
+
+
+def _around(function: FunctionType) -> list[str]:
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [fingerprint(v) for v in (function.__defaults__, function.__kwdefaults__, *cells)]
 
 
 @functools.cache
