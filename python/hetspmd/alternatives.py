@@ -21,7 +21,7 @@ from hetspmd.rules.theory import derive
 from hetspmd.synth import constraints as known
 from hetspmd.synth.constraints import resolve
 from hetspmd.synth.search import Limits
-from hetspmd.trace.step import Loss
+from hetspmd.trace.losses import Loss
 from hetspmd.trace.trace import trace
 
 __all__ = ["COMPILED", "alternatives"]

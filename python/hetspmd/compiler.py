@@ -33,12 +33,13 @@ from hetspmd.synth.space import search_space
 from hetspmd.trace.collector import collector_paused
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.watch import HostRandomness, check_randomness
-from hetspmd.trace.step import Loss
+from hetspmd.trace.losses import Loss, as_loss
 from hetspmd.trace.trace import split_example, trace
 
 
 def compile(
-    model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str, *, loss: Loss | None = None,
+    model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str, *,
+    loss: Loss | str | int | None = None,
     strict: bool = False, constraints: Mapping[str, str | Form] | None = None, time_limit: float = 600.0,
     loss_only: bool = False, segments: Segments = "auto", machines: Machines = "auto",
     host_randomness: HostRandomness = "refuse",
@@ -49,7 +50,8 @@ def compile(
     model        an unchanged module; it may be on the meta device
     example      a batch: a dict of keyword arguments or a tuple of positional ones; only shapes are read
     cluster      a :class:`Cluster`, a dict, or the path of a cluster file
-    loss         ``loss(model, *args, **kwargs)`` if the model's output does not hold the loss
+    loss         where the loss is in the model's output, by name or index ("losses.total", 1), or
+                 ``loss(model, *args, **kwargs)``, if it is not the output, its ``.loss`` or its first item
     strict       raise MissingRuleError instead of warning where an op has no rule
     constraints  globs over parameter names, input paths and ``output[i]`` to ``"replicated"``, ``"shard(d)"``
     time_limit   seconds for one search
@@ -66,7 +68,7 @@ def compile(
     """
     args, kwargs = split_example(example)
     return compile_plan(
-        model, args, kwargs, Cluster.load(cluster), loss=loss, constraints=constraints, strict=strict,
+        model, args, kwargs, Cluster.load(cluster), loss=as_loss(loss), constraints=constraints, strict=strict,
         time_limit=time_limit, loss_only=loss_only, segments=segments, machines=machines,
         host_randomness=host_randomness, timings=timings, progress=progress,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hetspmd import Cluster
-from hetspmd.trace.step import find_loss
+from hetspmd.trace.losses import find_loss
 from hetspmd.trace.trace import split_example, trace
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -14,7 +14,7 @@ from hetspmd.cost.cluster import Cluster
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.module import HAP
 from hetspmd.run.simulate import run_ranks
-from hetspmd.trace.step import find_loss
+from hetspmd.trace.losses import find_loss
 
 SPEEDS = (4.0, 2.0, 1.0, 1.0)
 

@@ -21,7 +21,7 @@ from hetspmd.run.module import HAP
 from hetspmd.run.simulate import run_ranks
 from hetspmd.synth.constraints import Constraints
 from hetspmd.trace.compat import flatten
-from hetspmd.trace.step import Loss
+from hetspmd.trace.losses import Loss
 from hetspmd.trace.trace import split_example, trace
 
 FOUR = cluster(4, 2, 1, 1)

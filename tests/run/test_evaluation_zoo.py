@@ -11,7 +11,7 @@ from evaluations import ask, evaluated, inferred, module_of, sharded_plan, stepp
 from torch import nn
 
 import zoo
-from hetspmd.trace.step import Loss
+from hetspmd.trace.losses import Loss
 from workbench import example_module
 
 EXAMPLES = ("bert", "bert_moe", "gpt2", "llama", "resnet50", "vgg19", "vit")

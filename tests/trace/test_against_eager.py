@@ -13,7 +13,7 @@ from hetspmd.run.precision import all_in, retyped_graph
 from hetspmd.run.random import Randomness
 from hetspmd.run.reference import run_reference
 from hetspmd.run.verify import largest_error
-from hetspmd.trace.step import find_loss
+from hetspmd.trace.losses import find_loss
 from hetspmd.trace.trace import split_example
 from workbench import CPU, randomness, traced
 

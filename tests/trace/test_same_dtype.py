@@ -17,7 +17,7 @@ from hetspmd.rules.theory import derive
 from hetspmd.run.difference import largest_error
 from hetspmd.run.guard import expected, match
 from hetspmd.run.reference import run_reference
-from hetspmd.trace.step import find_loss
+from hetspmd.trace.losses import find_loss
 from hetspmd.trace.trace import trace
 from nets import Net
 from workbench import randomness

@@ -18,7 +18,7 @@ from hetspmd.errors import GradientError
 from hetspmd.plan import Plan
 from hetspmd.run.autograd import NOT_THE_LOSS, Runner
 from hetspmd.trace.compat import flatten, unflatten
-from hetspmd.trace.step import Loss
+from hetspmd.trace.losses import Loss
 
 __all__ = ["is_the_model", "run_model"]
 

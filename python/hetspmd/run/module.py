@@ -53,6 +53,7 @@ from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.compat import unflatten
 from hetspmd.trace.containers import MissingClassError
 from hetspmd.trace.fake import model_device
+from hetspmd.trace.losses import as_loss
 from hetspmd.trace.trace import split_example
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 
     from hetspmd.plan import Plan
     from hetspmd.run.record import Recording
-    from hetspmd.trace.step import Loss
+    from hetspmd.trace.losses import Loss
 
 
 class HAP(nn.Module):
@@ -79,7 +80,8 @@ class HAP(nn.Module):
     model                the model; its parameters are cut to this rank's shards, in place
     cluster              a Cluster, a dict or the path of a cluster file, with one device per rank
     example              a batch to plan for: a dict of keyword arguments or a tuple of positional ones
-    loss                 ``loss(model, *args, **kwargs)`` if the model's output does not hold the loss
+    loss                 where the loss is in the model's output, by name or index ("losses.total", 1), or
+                         ``loss(model, *args, **kwargs)``, if it is not the output, its ``.loss`` or its first item
     plan                 a Plan or the path of a plan file, instead of an example
     gather_outputs       return whole outputs on every rank
     strict               raise MissingRuleError where an op has no rule
@@ -112,8 +114,9 @@ class HAP(nn.Module):
 
     def __init__(
         self, model: nn.Module, cluster: Cluster | Mapping[str, Any] | str | os.PathLike[str], *,
-        example: Any = None, loss: Loss | None = None, plan: Plan | str | os.PathLike[str] | None = None,
-        gather_outputs: bool = False, strict: bool = False, device: torch.device | str | None = None,
+        example: Any = None, loss: Loss | str | int | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None, gather_outputs: bool = False,
+        strict: bool = False, device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | Communicator | None = None, sync_module_states: bool = True,
         check_batches: bool = True, timeout: float = 600.0, compile: bool | Mapping[str, Any] = False,
         check_plan: bool = True, **options: Any,
@@ -122,6 +125,7 @@ class HAP(nn.Module):
         from hetspmd.compiler import check_options
 
         check_options(options, signature(HAP).parameters)
+        loss = as_loss(loss)
         check_admissible(model)
         check_unwrapped(model)
         tell_module_hooks(model)
@@ -205,6 +209,11 @@ class HAP(nn.Module):
     def plan(self) -> Plan:
         """The plan that was made first; it decides where parameters live."""
         return self._plans.first
+
+    @property
+    def loss_function(self) -> Loss | None:
+        """What was given as ``loss``, as a function; None if the loss is where it is usually."""
+        return self._loss
 
     @property
     def rank(self) -> int:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hetspmd.plan import Plan
     from hetspmd.run.attendance import Attendance
     from hetspmd.run.record import Recording
-    from hetspmd.trace.step import Loss
+    from hetspmd.trace.losses import Loss
 
 Mode = tuple[tuple[bool, ...], tuple[bool, ...], str, int]
 """``training`` of every submodule, ``requires_grad`` of every parameter, the dtype of autocast ("": off),

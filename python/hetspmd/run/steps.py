@@ -19,11 +19,11 @@ from hetspmd.run.precision import all_in
 from hetspmd.run.random import Randomness
 from hetspmd.run.reference import run_reference
 from hetspmd.run.simulate import run_ranks
-from hetspmd.trace.step import find_loss
+from hetspmd.trace.losses import find_loss
 
 if TYPE_CHECKING:
     from hetspmd.plan import Plan
-    from hetspmd.trace.step import Loss
+    from hetspmd.trace.losses import Loss
 
 __all__ = ["Optimizer", "Run", "Setting", "eager_run", "loss_of", "on_ranks", "reference_run", "trainable"]
 
@@ -115,7 +115,7 @@ def on_ranks(setting: Setting, plan: Plan, optimizer_of: Optimizer) -> list[Run]
         hap.use_randomness(Randomness(setting.seed, communicator.rank, torch.device("cpu"), reference=True))
 
         def step() -> torch.Tensor:
-            value = find_loss(hap(*setting.args, **setting.kwargs))
+            value = find_loss(hap(*setting.args, **setting.kwargs), hap.loss_function)
             assert value is not None
             if value.requires_grad:
                 torch.autograd.backward(value)
@@ -153,7 +153,7 @@ def _steps(
 def loss_of(setting: Setting, model: nn.Module) -> torch.Tensor:
     """The loss of the example. Raises ExampleError if there is none."""
     loss, args, kwargs = setting.loss, setting.args, setting.kwargs
-    found = find_loss(model(*args, **kwargs) if loss is None else loss(model, *args, **kwargs))
+    found = find_loss(model(*args, **kwargs) if loss is None else loss(model, *args, **kwargs), loss)
     if found is None:
         raise ExampleError(f"{type(model).__name__} returns no scalar loss for the example; pass loss=")
     return found

@@ -29,7 +29,7 @@ from hetspmd.run.guard import check_same_batch
 from hetspmd.run.module import HAP
 from hetspmd.run.process_group import communicator_for
 from hetspmd.trace.compat import flatten_with_names
-from hetspmd.trace.step import Loss, find_loss
+from hetspmd.trace.losses import Loss, as_loss, find_loss
 from hetspmd.trace.trace import leaf_path, split_example
 
 __all__ = ["Tuned", "tune"]
@@ -76,7 +76,7 @@ class Tuned:
 
 def tune(
     model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str | os.PathLike[str], *,
-    loss: Loss | None = None, process_group: dist.ProcessGroup | Communicator | None = None,
+    loss: Loss | str | int | None = None, process_group: dist.ProcessGroup | Communicator | None = None,
     device: torch.device | str | None = None, optimizer: Optimizer = torch.optim.AdamW, steps: int = 5,
     plans: Mapping[str, Plan] | None = None, timeout: float = 600.0, **options: Any,
 ) -> Tuned:  # fmt: skip
@@ -102,6 +102,7 @@ def tune(
         raise OptionError(f"steps is {steps!r}; take a whole number from 1")
     if plans is not None and not plans:
         raise OptionError("plans is empty; give at least one, or none for those that hetspmd finds")
+    loss = as_loss(loss)
     devices = Cluster.load(cluster)
     if isinstance(process_group, Communicator):
         communicator = process_group
@@ -167,7 +168,7 @@ def step_seconds(
         hap.everyone.exchange(None)
         began = time.perf_counter()
         updates.zero_grad()
-        value = find_loss(hap(*args, **kwargs))
+        value = find_loss(hap(*args, **kwargs), hap.loss_function)
         if value is None:
             raise ExampleError("the model's output holds no loss to train with; give loss=")
         torch.autograd.backward(value)

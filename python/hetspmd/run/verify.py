@@ -47,6 +47,7 @@ from hetspmd.run.quiet import quiet_error, wide_trace
 from hetspmd.run.steps import Optimizer, Run, Setting, eager_run, on_ranks, reference_run, trainable
 from hetspmd.run.verify_report import VerifyReport
 from hetspmd.trace.autocast import without_autocast
+from hetspmd.trace.losses import as_loss
 from hetspmd.trace.trace import split_example
 from hetspmd.trace.values import dtype_name
 
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     import os
 
     from hetspmd.plan import Plan
-    from hetspmd.trace.step import Loss
+    from hetspmd.trace.losses import Loss
 
 __all__ = ["DRAWS", "MOST", "NOISE", "ROUNDINGS", "VerifyReport", "largest_error", "verify"]
 
@@ -78,8 +79,8 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 def verify(
     model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str | os.PathLike[str], *,
     plan: Plan | None = None, dtype: str | torch.dtype = "float64", steps: int = 2,
-    optimizers: Sequence[str] = ("sgd", "adamw"), loss: Loss | None = None, tolerance: float | None = None,
-    seed: int = 0, locate: bool = False, **options: Any,
+    optimizers: Sequence[str] = ("sgd", "adamw"), loss: Loss | str | int | None = None,
+    tolerance: float | None = None, seed: int = 0, locate: bool = False, **options: Any,
 ) -> VerifyReport:  # fmt: skip
     """Run ``plan`` (default: compile one) on all simulated ranks and compare with one device.
 
@@ -97,6 +98,7 @@ def verify(
     check_options(options, signature(verify).parameters)
     cluster = Cluster.load(cluster)
     args, kwargs = split_example(example)
+    loss = as_loss(loss)
     if plan is None:
         plan = compile_plan(model, args, kwargs, cluster, loss=loss, **options)
     limit = _TOLERANCES[wide] if tolerance is None else tolerance

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,27 +15,10 @@ from hetspmd.trace.checkpoints import Checkpoints
 from hetspmd.trace.compat import flatten, flatten_with_names, unflatten
 from hetspmd.trace.containers import is_cache
 from hetspmd.trace.host.watch import Watch
+from hetspmd.trace.losses import Loss, find_loss, no_loss_text
 from hetspmd.trace.slots import Slots
 
-Loss = Callable[..., Any]
-"""``loss(model, *args, **kwargs)`` runs the model on the batch and returns the scalar loss, or an output
-that holds it (see :func:`find_loss`)."""
-
 _LITERALS = (type(None), bool, int, float, str)
-
-
-def find_loss(output: Any) -> torch.Tensor | None:
-    """The scalar loss of an output: the output itself, its ``.loss``, ``["loss"]``, or the first item of a
-    tuple; None if there is no floating-point scalar."""
-    candidates = [output, getattr(output, "loss", None)]
-    if isinstance(output, Mapping):
-        candidates.append(output.get("loss"))
-    if isinstance(output, (tuple, list)) and output:
-        candidates.append(output[0])
-    for found in candidates:
-        if isinstance(found, torch.Tensor) and found.ndim == 0 and found.is_floating_point():
-            return found
-    return None
 
 
 class Step(nn.Module):
@@ -111,13 +94,9 @@ class Step(nn.Module):
     def _returned(self, output: Any) -> list[torch.Tensor]:
         """The loss, if there is one, the other tensors of the model's output, and those that the model is
         left with."""
-        loss = find_loss(output)
+        loss = find_loss(output, self._loss)
         if loss is None and self._training_step:
-            kind = "Tensor" if isinstance(output, torch.Tensor) else type(output).__name__
-            raise TraceError(
-                f"the model returns no scalar loss (it returned a {kind}); pass labels in the "
-                "batch, or loss=lambda model, *args, **kwargs: ... which runs the model and returns the loss"
-            )
+            raise TraceError(no_loss_text(output, self._loss))
         self.has_loss = loss is not None
         flat, self.output_spec = flatten(output)
         returned: list[torch.Tensor] = [] if loss is None else [loss]

@@ -36,9 +36,10 @@ from hetspmd.trace.host.recorder import Place
 from hetspmd.trace.host.trials import settled, wants_trials
 from hetspmd.trace.host.watch import HostRandomness, Watch
 from hetspmd.trace.importer import import_graph
+from hetspmd.trace.losses import Loss
 from hetspmd.trace.recurrent import layer_by_layer
 from hetspmd.trace.reread import with_second_reads
-from hetspmd.trace.step import Loss, Step
+from hetspmd.trace.step import Step
 
 
 def split_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
