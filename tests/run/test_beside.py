@@ -289,3 +289,40 @@ def test_an_outcome_may_stay() -> None:
     assert all(rank.plans == 1 for rank in ranks)
     with pytest.raises(HetspmdError, match="host_randomness is 'maybe'; allowed are 'refuse'"):
         train(lambda: Beside(_coin), host_randomness="maybe")
+
+
+# a parameter under another name ----------------------------------------------------------------------------------
+
+
+class Listed(nn.Module):
+    """Keeps a parameter in a list as well, for a penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+        self.penalized = [self.up.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return base(self, x) + sum(p.square().mean() for p in self.penalized)
+
+
+def test_a_parameter_under_another_name_is_refused() -> None:
+    with pytest.raises(
+        TraceError, match=r"penalized\[0\] of Listed at .*, which is up\.weight under another name"
+    ):
+        train(Listed)
+
+
+class Recurrent(nn.Module):
+    """torch's recurrent layers keep their parameters in a list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.down = nn.GRU(3, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.layer(x.view(16, 4, 3))[0]).square().mean()  # type: ignore[no-any-return]
+
+
+def test_recurrent_layers_train() -> None:
+    equal(Recurrent, plans=1)

@@ -59,11 +59,14 @@ class Recorder:
         self.reads: dict[Place, str] = {}
         self.values: dict[Place, Any] = {}
         self.iterators: dict[Place, str] = {}
+        self.aliases: dict[Place, str] = {}
         self.placed: set[Place] = set()
         self.probes: dict[int, torch.Tensor] = {}
         self.touched = False
         self._followed: dict[int, _Followed] = {}
         self._classes: list[type] = []
+        named = (*roots.model.named_parameters(), *roots.model.named_buffers())
+        self._registered: dict[int, str] = {id(tensor): name for name, tensor in named}
         discover(roots)
         self._reader = Reader(roots, self._variable, snapshot.container)
         for name, module in roots.model.named_modules():
@@ -143,6 +146,8 @@ class Recorder:
         self._found(root, path, value)
 
     def _note(self, place: Place, text: str, value: Any) -> None:
+        if id(value) in self._registered:
+            self.aliases[place] = self._registered[id(value)]
         if place not in self.placed:
             self.reads.setdefault(place, text)
             self.values.setdefault(place, value)
@@ -178,6 +183,8 @@ class Recorder:
         for step, value in items(container):
             if is_container(value):
                 self._look_into(root, (*path, step), value)
+            elif id(value) in self._registered:
+                self.aliases[root, (*path, step)] = self._registered[id(value)]
             elif not is_scalar(value) and not isinstance(value, torch.Tensor):
                 self._found(root, (*path, step), value)
 

@@ -18,8 +18,8 @@ from torch import nn
 from hetspmd.trace.host.places import NOTHING, Path, content
 from hetspmd.trace.host.plain import is_container
 
-OF_TORCH: Final = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
+OF_TORCH: Final = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
+"""Attributes that every module has, and those in which torch's recurrent layers hold their parameters once more."""
 
 _STRUCTURE = tuple(
     name for name, value in vars(nn.Module()).items()
@@ -68,6 +68,8 @@ class Snapshot:
 
     def container(self, root: str, path: Path, value: Any) -> None:
         """Hold a list, dict, set or deque, and those inside it."""
+        if path and path[-1][1:] in OF_TORCH:
+            return
         if id(value) in self._containers or not is_container(value):
             return
         if not isinstance(value, (tuple, frozenset)):

@@ -182,6 +182,11 @@ class Watch:
                     f"{now}; set it "
                     "before the model is called"
                 )
+        for (root, path), tensor in self.recorder.aliases.items():
+            raise TraceError(
+                f"forward reads {where(self.roots, root, path)}, which is {tensor} under another name; a plan "
+                f"follows the model's own: read self.{tensor}"
+            )
         for (root, path), kind in self.recorder.iterators.items():
             raise TraceError(
                 f"forward reads {where(self.roots, root, path)}, a {kind} that another step "
