@@ -208,3 +208,23 @@ def test_a_whole_copy_is_a_module_like_any_other() -> None:
         assert list(state) == list(want)
         assert all(torch.equal(state[key], value) for key, value in want.items())
         assert net_plan() is net_plan()
+
+
+def test_a_copy_has_plans_of_its_own_for_other_batches_and_modes() -> None:
+    """A plan that is compiled after the copy is one of the copy's own module."""
+
+    def body(hap: HAP) -> tuple[float, float]:
+        average = copy.deepcopy(hap)
+        with torch.no_grad():
+            for parameter in average.parameters():
+                parameter.mul_(0.5)
+            average.eval()
+            return average(X[:5]).item(), hap(X[:5]).item()
+
+    for found in on_four(body):
+        model = net().eval()
+        plain = model(X[:5]).item()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        assert found == pytest.approx((model(X[:5]).item(), plain))

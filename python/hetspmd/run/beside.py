@@ -91,6 +91,14 @@ class HostSide:
         once = bool(graph.host.draws) and self.randomness == "trace_each_step"
         return Guard(graph, self._roots, self._setting.device, own_outputs, once=once, given=given)
 
+    def moved(self, served: Served, structure: int) -> Served:
+        """The states of another model's plan, as those of this model, which is a copy of that one in its
+        ``structure``."""
+        states = [
+            ((*mode[:-1], 0), guard.on(self._roots)) for mode, guard in served.states if mode[-1] == structure
+        ]
+        return Served(states)
+
     def check_ranks(self, guard: Guard) -> None:
         """Raise PlanMismatchError, on every rank, if what the plan was traced with is not so on one of them.
         Blocks."""

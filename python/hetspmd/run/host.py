@@ -8,6 +8,7 @@ can change them in place; after it, what forward leaves behind is put where it l
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FunctionType
@@ -66,6 +67,13 @@ class Guard:
             return False
         self._bind()
         return self._numbers_fit()
+
+    def on(self, roots: Roots) -> Guard:
+        """The same of another model, in which nothing has been looked at yet."""
+        made = copy.copy(self)
+        made._roots, made._blocker, made._bound = roots, None, False
+        made._same, made._equal, made._functions = [], [], {}
+        return made
 
     def differences(self) -> list[tuple[Read, Any]]:
         """The reads whose values are others now, with these values."""

@@ -153,7 +153,7 @@ class PlanCache:
         traced: bool,
     ) -> None:
         self.setting, self.store, self._runtime = setting, store, runtime
-        self._host = HostSide(setting)
+        self.host = HostSide(setting)
         self.entries = [self._entry(plan, program, given=True)]
         self.entries[0].traced = traced
         self._calls = 0
@@ -179,7 +179,7 @@ class PlanCache:
             with self.store.whole_shapes(setting.device):
                 return traced_for(
                     graph, trace, setting.model, args, kwargs, loss=setting.loss,
-                    host_randomness=self._host.randomness,
+                    host_randomness=self.host.randomness,
                 )  # fmt: skip
 
         check_same_model(setting.communicator, graph, again, setting.device.type)
@@ -197,7 +197,7 @@ class PlanCache:
         Raises BatchMismatchError if none can be made.
         """
         self._calls += 1
-        mode = self.setting.mode(self._host.structure())
+        mode = self.setting.mode(self.host.structure())
         backward = torch.is_grad_enabled() and any(mode[1])
         why = ""
         for entry in self.entries:
@@ -219,7 +219,7 @@ class PlanCache:
     def check_ranks(self) -> None:
         """Raise PlanMismatchError, on every rank, unless every rank's model is as the first plan's was.
         Blocks."""
-        self._host.check_ranks(self.entries[0].served.states[0][1])
+        self.host.check_ranks(self.entries[0].served.states[0][1])
 
     def meet_classes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Let this rank, which has traced nothing, meet the classes in which the model returns its outputs."""
@@ -235,10 +235,10 @@ class PlanCache:
         names = [p.name for p in graph.parameters]
         parameters = [slot(setting.model, name) for name in names]
         lowered = self._runtime.idle or setting.compile_options is not None
-        mode = (*setting.mode(self._host.structure())[:2], graph.autocast, self._host.structure())
+        mode = (*setting.mode(self.host.structure())[:2], graph.autocast, self.host.structure())
         output_spec = spec_from_text(graph.output_spec)
         served = Served()
-        served.add(mode, self._host.guard(graph, output_spec.num_leaves, given=given))
+        served.add(mode, self.host.guard(graph, output_spec.num_leaves, given=given))
         return Entry(
             plan=plan,
             mode=mode,
@@ -266,11 +266,11 @@ class PlanCache:
             with self.store.whole_shapes(setting.device):
                 return setting.compile(args, kwargs, training=training, like=self.first, traced=found.graph)
 
-        mode = setting.mode(self._host.structure())
+        mode = setting.mode(self.host.structure())
         try:
             with setting.communicator.busy(), self.store.whole_shapes(setting.device):
                 plans, guards = self._candidates(args, kwargs, mode)
-                found = self._host.replan(args, kwargs, backward=backward, plans=plans, guards=guards)
+                found = self.host.replan(args, kwargs, backward=backward, plans=plans, guards=guards)
             if found.known is None:
                 plan = agreed_plan(setting.communicator, make)
         except HetspmdError as error:
@@ -285,7 +285,7 @@ class PlanCache:
             )
         if found.known is not None:
             entry = self.entries[found.known]
-            guard = self._host.guard(found.graph, entry.output_spec.num_leaves)
+            guard = self.host.guard(found.graph, entry.output_spec.num_leaves)
             entry.served.add(mode, guard)
             entry.used = self._calls
             return entry

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetspmd.run.beside import HostSide
 from hetspmd.run.known import KnownParameters
 from hetspmd.run.plan_cache import Entry, PlanCache
 from hetspmd.run.shards import attributes, divided, mark, marked
@@ -57,9 +58,10 @@ def twin_plans(plans: PlanCache, store: Store) -> PlanCache:
     def entry(of: Entry) -> Entry:
         names, slots = [p.name for p in of.plan.graph.parameters], moved(of.parameters)
         known = KnownParameters(setting.model, names, slots, store.shards)
-        return replace(of, parameters=slots, buffers=moved(of.buffers), known=known)
+        served = made.host.moved(of.served, plans.host.structure())
+        return replace(of, parameters=slots, buffers=moved(of.buffers), known=known, served=served)
 
     made = copy.copy(plans)
-    made.setting, made.store = setting, store
+    made.setting, made.store, made.host = setting, store, HostSide(setting)
     made.entries = [entry(of) for of in plans.entries]
     return made
