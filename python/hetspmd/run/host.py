@@ -9,8 +9,11 @@ can change them in place; after it, what forward leaves behind is put where it l
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import is_
 from types import FunctionType
 from typing import Any
 
@@ -19,7 +22,7 @@ import torch
 from hetspmd.lower.constants import constant_value
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.facts import Host, Read
-from hetspmd.trace.host.places import NOTHING, Roots, item, own, put
+from hetspmd.trace.host.places import NOTHING, Roots, Variables, item, own, put
 from hetspmd.trace.host.plain import MISSING, fingerprint, from_text, is_scalar, same_function
 
 __all__ = ["Guard"]
@@ -141,7 +144,7 @@ class Guard:
 
     def _as_bound(self) -> bool:
         for attributes, name, value in self._same:
-            if attributes.get(name) is not value:
+            if attributes.get(name, NOTHING) is not value:
                 return False
         return all(equal(read()) for read, equal in self._equal)
 
@@ -154,9 +157,7 @@ class Guard:
             if isinstance(value, FunctionType):
                 self._functions.setdefault(read, value)
             attributes = getattr(holder, "__dict__", None)
-            stays = is_scalar(value) or (
-                not isinstance(value, (torch.Tensor, list, dict, tuple, set)) and not _is_array(value)
-            )
+            stays = _stays(value)
             if stays and isinstance(attributes, dict) and attributes.get(step[1:], NOTHING) is value:
                 self._same.append((attributes, step[1:], value))
             else:
@@ -164,12 +165,20 @@ class Guard:
         self._bound = True
 
 
-def _is_array(value: object) -> bool:
-    return hasattr(value, "dtype") and hasattr(value, "tobytes")
+def _stays(value: object) -> bool:
+    """Whether nothing that counts of a value can change while it is the same object."""
+    if isinstance(value, tuple):
+        return all(map(_stays, value))
+    return is_scalar(value) or not (
+        isinstance(value, (torch.Tensor, list, dict, set, frozenset, deque))
+        or (hasattr(value, "dtype") and hasattr(value, "tobytes"))
+    )
 
 
 def _reader(holder: Any, step: str) -> Callable[[], Any]:
-    return lambda: item(holder, step)
+    if step.startswith(".") and not isinstance(holder, Variables):
+        return partial(getattr, holder, step[1:], NOTHING)
+    return partial(item, holder, step)
 
 
 def _comparison(value: Any, text: str) -> Callable[[Any], bool]:
@@ -181,4 +190,7 @@ def _comparison(value: Any, text: str) -> Callable[[Any], bool]:
         return lambda now: now is value
     if value is NOTHING or is_scalar(value) or callable(value):
         return lambda now: now is value or (now is not NOTHING and fingerprint(now) == text)
+    if type(value) is list and all(map(is_scalar, value)):
+        items = list(value)
+        return lambda now: now is value and len(now) == len(items) and all(map(is_, now, items))
     return lambda now: now is not NOTHING and fingerprint(now) == text

@@ -103,7 +103,9 @@ def _of_torch(change: Change, derived: set[tuple[Path, str]]) -> bool:
     if change.root != "model" or not change.path[-1].startswith("."):
         return False
     name = change.path[-1][1:]
-    return (name in OF_TORCH and name != "training") or (change.path[:-1], name) in derived
+    return (
+        (name in OF_TORCH and name != "training") or "_hooks_" in name or (change.path[:-1], name) in derived
+    )
 
 
 def _derived(model: nn.Module) -> set[tuple[Path, str]]:

@@ -31,6 +31,12 @@ def is_foreign(module: object) -> bool:
 
 
 @functools.cache
+def is_installed(module: ModuleType) -> bool:
+    """Whether a module belongs to an installed package, whose registries are no part of a model."""
+    return "site-packages" in (getattr(module, "__file__", None) or "")
+
+
+@functools.cache
 def names_in(code: CodeType) -> frozenset[str]:
     """Names of variables and attributes in a function's code, and in functions inside it."""
     inner = (names_in(c) for c in code.co_consts if isinstance(c, CodeType))
@@ -64,13 +70,16 @@ class Reader:
         if not isinstance(value, FunctionType) or id(value) in self._seen:
             return
         self._seen.add(id(value))
-        if is_foreign(value.__module__):
+        home = value.__globals__.get(
+            "__name__"
+        )  # a wrapper has the name of what it wraps, and its own variables
+        if is_foreign(home):
             return
         names = names_in(value.__code__)
-        module = sys.modules.get(value.__module__)
+        module = sys.modules.get(str(home))
         for name in sorted(names):
             if module is not None and name in value.__globals__:
-                self._variable(f"globals {value.__module__}", name, value.__globals__[name], module, names)
+                self._variable(f"globals {home}", name, value.__globals__[name], module, names)
         root = self._roots.know(value)
         for name, cell in closure(value).items():
             self._variable(root, name, content(cell), cell, names)

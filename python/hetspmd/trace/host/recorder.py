@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from hetspmd.trace.host.code import Reader, discover, is_foreign
+from hetspmd.trace.host.code import Reader, discover, is_foreign, is_installed
 from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.places import NOTHING, Path, Roots, items
 from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_scalar
@@ -141,6 +141,11 @@ class Recorder:
     def _variable(self, root: str, path: Path, value: Any, holder: Any) -> None:
         if isinstance(holder, (ModuleType, type)):
             self._snapshot.variable(root, path, holder)
+            if isinstance(holder, ModuleType) and is_installed(holder) and not is_scalar(value):
+                self._snapshot.container(root, path, value)
+                if hasattr(value, "cache_clear"):
+                    self._snapshot.cache(value)
+                return
         else:
             self._snapshot.cell(root, path, holder)
         self._found(root, path, value)

@@ -8,6 +8,7 @@ references, so that nothing is copied but lists. Slots of parameters and buffers
 from __future__ import annotations
 
 import collections
+import sys
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from types import CellType
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from hetspmd.trace.host.code import is_installed
 from hetspmd.trace.host.places import NOTHING, Path, content
 from hetspmd.trace.host.plain import is_container
 
@@ -151,16 +153,28 @@ class Structure:
         ]
 
     def changes(self) -> Iterator[tuple[Path, str]]:
-        """Where something was added, removed or replaced: the module, and the attribute of torch's."""
+        """Where something was added, removed or replaced: the module, and the attribute of torch's.
+
+        Hooks that an installed package adds when a model is first called, to look on, do not count.
+        """
         for path, name, live, kept in self._held:
-            if not _same(live, kept):
-                yield path, name
+            added = [value for key, value in live.items() if key not in kept]
+            if _same(live, kept) or (
+                added and all(map(_of_a_package, added)) and kept.items() <= live.items()
+            ):
+                continue
+            yield path, name
 
     def rewind(self) -> None:
         """Put everything back."""
         for _, _, live, kept in self._held:
             if not _same(live, kept):
                 _refill(live, kept)
+
+
+def _of_a_package(hook: Any) -> bool:
+    module = sys.modules.get(str(getattr(hook, "__module__", None)))
+    return not isinstance(hook, nn.Module) and module is not None and is_installed(module)
 
 
 def _own(holder: Any, name: str) -> Any:
