@@ -20,6 +20,7 @@ from hetspmd.plan import Plan
 from hetspmd.trace.assemble import constant_data
 from hetspmd.trace.compat import TorchDispatchMode, flatten, unflatten
 from hetspmd.trace.graph import CONSTANT, Argument, Constant, DType, Graph, Instruction
+from hetspmd.trace.host.facts import Host
 from hetspmd.trace.values import dtype_name, torch_dtype
 
 __all__ = [
@@ -85,6 +86,8 @@ def retyped_graph(graph: Graph, dtype: torch.dtype) -> Graph:
         instructions=tuple(map(instruction, graph.instructions)),
         constants=tuple(map(constant, graph.constants)),
         autocast="",
+        host=_of_the_plan(graph.host),
+        left_behind=tuple(map(constant, graph.left_behind)),
     )
 
 
@@ -93,6 +96,13 @@ def data_text(tensor: torch.Tensor) -> str:
     flat = tensor.contiguous().reshape(-1)
     raw = flat.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     return base64.b64encode(raw).decode()
+
+
+def _of_the_plan(host: Host) -> Host:
+    """What Python does beside a graph that is to be verified: another value of what forward reads is no reason to make
+    another plan, but for state that forward itself leaves."""
+    written = {(w.root, w.path) for w in host.writes}
+    return replace(host, reads=tuple(r for r in host.reads if (r.root, r.path) in written))
 
 
 def batch_in(batch: Any, dtype: torch.dtype) -> Any:
