@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from cases_forward import Body, Made, only_x
 from harness import case
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @case("FocalNet#4: blocks under checkpoint, without reentrance")

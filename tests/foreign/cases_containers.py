@@ -36,9 +36,10 @@ def kinds(run: Run, model: nn.Module, batches: Sequence[Any]) -> dict[str, Any]:
         loss = output["loss"] if isinstance(output, dict) else output.loss
         loss.backward()
         optimizer.step()
-        fields = dataclasses.asdict if dataclasses.is_dataclass(output) else dict
-        content = output._asdict() if isinstance(output, tuple) else None
-        content = fields(output) if content is None else content
+        if dataclasses.is_dataclass(output):
+            content: Any = {f.name: getattr(output, f.name) for f in dataclasses.fields(output)}
+        else:
+            content = output._asdict() if isinstance(output, tuple) else dict(output)
         found += [type(output).__name__, _detached(content)]
     return {"outputs": found, "state": run.state(wrapped)}
 

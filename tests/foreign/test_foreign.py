@@ -16,6 +16,7 @@ for path in sorted(HERE.glob("cases_*.py")):
 @pytest.mark.parametrize(
     "c", [pytest.param(c, id=name, marks=[pytest.mark.slow] if c.slow else []) for name, c in CASES.items()]
 )
+@pytest.mark.filterwarnings("ignore::hetspmd.errors.CheckpointWarning", "ignore:None of the inputs have")
 def test_foreign(c: Case) -> None:
     check(c)
 

@@ -1,7 +1,7 @@
 """Submodules and hooks of a model that a plan was made of: whether they are the same before a step.
 
-A hook that is registered later, or another activation module, is another computation. Other parameters are
-not those that the plan's ranks share.
+A hook that is registered later, another activation module, or a ``forward`` that is replaced, of one module or of
+its class, is another computation. Other parameters are not those that the plan's ranks share.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class StructureGuard:
         self.modules: list[nn.Module] = []
         self._lengths: list[tuple[Mapping[Any, Any], int]] = []
         self._contents: list[tuple[Mapping[Any, Any], tuple[Any, ...]]] = []
+        self._forwards: list[tuple[nn.Module, Any, Any]] = []
         self._now = 0
         self._look()
 
@@ -37,6 +38,9 @@ class StructureGuard:
                 return self._look()
         for held, contents in self._contents:
             if tuple(held.values()) != contents:
+                return self._look()
+        for module, own, common in self._forwards:
+            if vars(module).get("forward") is not own or type(module).forward is not common:
                 return self._look()
         return self._now
 
@@ -51,9 +55,12 @@ class StructureGuard:
                 "the model before it is wrapped, or wrap it anew: HAP(hap.module, ...) of a model that is whole"
             )
         self.modules = list(self._model.modules())
-        self._lengths, self._contents = [], []
+        self._lengths, self._contents, self._forwards = [], [], []
         found: list[Any] = []
         for module in self.modules:
+            own, common = vars(module).get("forward"), type(module).forward
+            self._forwards.append((module, own, common))
+            found.append((id(module), own, common))
             for name in ("_modules", *_HOOKS):
                 held = vars(module)[name]
                 contents = tuple(held.values())
