@@ -188,6 +188,7 @@ def test_verify_that_fails(command, targets, cluster, monkeypatch: pytest.Monkey
     assert outcome.status == 1
     assert json.loads(outcome.out) == {
         "ok": False, "loss_error": 0.0, "gradient_error": None, "parameter_error": 1e-3, "rounding": 2e-15,
+        "unproved": "", "notes": [], "located": "",
     }  # fmt: skip
     assert asked == {
         "dtype": "float32",

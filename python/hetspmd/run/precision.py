@@ -99,8 +99,8 @@ def data_text(tensor: torch.Tensor) -> str:
 
 
 def _of_the_plan(host: Host) -> Host:
-    """What Python does beside a graph that is to be verified: another value of what forward reads is no reason to make
-    another plan, but for state that forward itself leaves."""
+    """What Python does beside a graph that is to be verified: another value of what forward reads is no reason to
+    make another plan, but for state that forward itself leaves."""
     written = {(w.root, w.path) for w in host.writes}
     return replace(host, reads=tuple(r for r in host.reads if (r.root, r.path) in written))
 
