@@ -196,6 +196,7 @@ def test_verify_that_fails(command, targets, cluster, monkeypatch: pytest.Monkey
         "constraints": None,
         "segments": "auto",
         "machines": "auto",
+        "locate": False,
     }
     outcome = command("verify", targets, "--cluster", cluster)
     assert outcome.status == 1
