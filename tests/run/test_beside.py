@@ -213,6 +213,12 @@ def _collect(model: Any, x: torch.Tensor) -> torch.Tensor:
     return base(model, x)
 
 
+def _carry_in_a_dict(model: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.up(x) + model.items.get("hidden", 0.0)
+    model.items["hidden"] = hidden.detach()
+    return model.down(hidden).square().mean()  # type: ignore[no-any-return]
+
+
 class Cell:
     """An object with a tensor."""
 
@@ -235,11 +241,12 @@ def _wrap(model: Any, x: torch.Tensor) -> torch.Tensor:
             r"mean of Beside at .*test_beside.py:\d+.*register_buffer\('mean'",
         ),
         (_collect, {"features": []}, r"adds to the list features of Beside at .*test_beside.py:\d+"),
+        (_carry_in_a_dict, {"items": {}}, r"items\[.hidden.\] of Beside at .*test_beside.py:\d+"),
         (_wrap, {}, r"leaves a test_beside.Cell in cell of Beside at .*test_beside.py:\d+"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(forward: Any, members: Any, text: str) -> None:
-    with pytest.raises(TraceError, match=text):
+    with pytest.raises(HetspmdError, match=text):
         train(lambda: Beside(forward, **members))
 
 

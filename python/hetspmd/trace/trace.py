@@ -150,7 +150,7 @@ def trace(
         )
     with collector_paused():
         graph = assemble(draft, inputs, outputs, naming)
-        graph = with_host(graph, watch, [i for i in graph.inputs if i.leaf < 0])
+        graph = with_host(graph, watch, [i for i in graph.inputs if i.leaf < 0], draft.data.values())
         if wants_trials(graph, watch):
             with fake_parameters(model, mode, place, gradients=training), grad_mode, compat.rehearsal(mode):
                 graph = settled(graph, watch, partial(step.rehearsed, fakes[: len(tensor_leaves)]))

@@ -15,12 +15,11 @@ from torch import nn
 
 from hetspmd.errors import TraceError
 from hetspmd.trace.host.facts import Write
-from hetspmd.trace.host.places import ALL, NOTHING, Path, Roots, text
+from hetspmd.trace.host.places import ALL, NOTHING, Path, Roots, step_to, text
 from hetspmd.trace.host.plain import (
     NoTemplateError,
     fingerprint,
-    is_container,
-    is_scalar,
+    is_plain,
     number_of,
     to_text,
 )
@@ -81,12 +80,12 @@ class Left:
             for key in dict.fromkeys((*before, *after)):
                 old, new = before.get(key, NOTHING), after.get(key, NOTHING)
                 if old is not new:
-                    yield Change(change.root, (*change.path, f"[{key!r}]"), old, new)
+                    yield Change(change.root, (*change.path, step_to(key)), old, new)
         elif isinstance(after, (list, collections.deque)) and len(before) == len(after):
             for index, (old, new) in enumerate(zip(before, after, strict=True)):
                 if old is not new:
                     yield Change(change.root, (*change.path, f"[{index}]"), old, new)
-        elif any(not _plain(value) for value in after):
+        elif any(not is_plain(value) for value in after):
             name, kind = where(self._roots, change.root, change.path), type(after).__name__
             raise TraceError(
                 f"forward adds to the {kind} {name} in every step; return what it collects as an "
@@ -121,19 +120,11 @@ def _derived(model: nn.Module) -> set[tuple[Path, str]]:
 
 def _alike(before: Any, after: Any) -> bool:
     return (
-        _plain(before)
-        and _plain(after)
+        is_plain(before)
+        and is_plain(after)
         and type(before) is type(after)
         and fingerprint(before) == fingerprint(after)
     )
-
-
-def _plain(value: Any) -> bool:
-    """Whether a value is made of numbers, strings and the like alone."""
-    if is_container(value):
-        parts = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
-        return all(map(_plain, parts))
-    return is_scalar(value)
 
 
 def where(roots: Roots, root: str, path: Path) -> str:
@@ -178,7 +169,9 @@ def line_of(roots: Roots, root: str, path: Path) -> str:
         if inspect.isfunction(function) and name != "__init__"
     ]
     functions += [
-        f for f in (*_functions(roots.model), *roots.functions.values(), roots.loss) if inspect.isfunction(f)
+        f
+        for f in (*_functions(roots.model), *roots.functions.values(), roots.loss)
+        if inspect.isfunction(f) and f.__name__ != "__init__"
     ]
     name = re.escape(names[0])
     named = rf"\.{name}\b" if root == "model" else rf"\b{name}\b"

@@ -125,5 +125,6 @@ def discover(roots: Roots) -> None:
         for value in (
             *vars(module).values(), *module._forward_hooks.values(), *module._forward_pre_hooks.values()
         ):  # fmt: skip
-            if callable(value) and not isinstance(value, nn.Module):
-                reader.visit(value)
+            for inner in value if isinstance(value, (list, tuple)) else (value,):
+                if callable(inner) and not isinstance(inner, nn.Module):
+                    reader.visit(inner)

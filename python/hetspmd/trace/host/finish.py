@@ -6,21 +6,27 @@ parameter, input or randomness become constants.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+import torch
+
 from hetspmd.errors import TraceError
+from hetspmd.trace.compat import is_traced
 from hetspmd.trace.graph import Constant, Graph, Input
 from hetspmd.trace.host.changes import where
 from hetspmd.trace.host.constants import computing
 from hetspmd.trace.host.equal import varying
 from hetspmd.trace.host.facts import Host, Number
-from hetspmd.trace.host.plain import numbers_in, renumbered
+from hetspmd.trace.host.plain import numbers_in, renumbered, tensors_in
 from hetspmd.trace.host.watch import Watch
 
 
-def with_host(graph: Graph, watch: Watch, numbers: Sequence[Input]) -> Graph:
-    """The graph with what ``watch`` found; ``numbers`` are its inputs that are numbers of the model.
+def with_host(
+    graph: Graph, watch: Watch, numbers: Sequence[Input], data: Collection[torch.Tensor] = ()
+) -> Graph:
+    """The graph with what ``watch`` found; ``numbers`` are its inputs that are numbers of the model, ``data`` the
+    tensors with values that the trace met.
 
     Raises TraceError for a tensor that one step leaves to the next.
     """
@@ -40,6 +46,10 @@ def with_host(graph: Graph, watch: Watch, numbers: Sequence[Input]) -> Graph:
         else:
             number[index] = -1 - len(constants)
             constants.append(computing(graph, output.tensor))
+    met = {t.untyped_storage().data_ptr() for t in data} - {0}
+    for place, (before, _) in left.changed.items():
+        if any(_memory(t) in met for t in tensors_in(before)):
+            raise carried(watch, *place)
     writes = []
     for place, write in left.writes.items():
         tensors = numbers_in(write.value)
@@ -72,6 +82,10 @@ def _carried(watch: Watch, root: str, path: tuple[str, ...]) -> str:
         "or self."
         f"{name}.copy_(value) in forward"
     )
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return -1 if is_traced(tensor) or tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
 def carried(watch: Watch, root: str, path: tuple[str, ...]) -> TraceError:

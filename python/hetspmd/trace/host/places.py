@@ -7,7 +7,7 @@ A place is a root and a path. Roots are ``model``, ``loss`` (the function given 
 
 from __future__ import annotations
 
-import ast
+import json
 import sys
 from collections.abc import Callable, Mapping
 from types import CellType, FunctionType
@@ -136,9 +136,26 @@ def item(holder: Any, step: str) -> Any:
             tuple(holder) if isinstance(holder, Mapping) else len(holder) if is_container(holder) else NOTHING
         )
     try:
-        return holder[ast.literal_eval(step[1:-1])]
-    except (KeyError, IndexError, TypeError, ValueError, SyntaxError):
+        return holder[key_of(step)]
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError):
         return NOTHING
+
+
+def step_to(key: Any) -> str:
+    """The step to an item of a container."""
+    try:
+        return f"[{json.dumps(key)}]"
+    except (TypeError, ValueError):
+        return f"[{key!r}]"
+
+
+def key_of(step: str) -> Any:
+    """Inverse of :func:`step_to`. Raises ValueError. JSON, since Python's own parser is not safe in threads."""
+    return _tuples(json.loads(step[1:-1]))
+
+
+def _tuples(key: Any) -> Any:
+    return tuple(map(_tuples, key)) if isinstance(key, list) else key
 
 
 def content(cell: CellType) -> Any:
@@ -172,9 +189,9 @@ def put(holder: Any, step: str, value: Any) -> None:
         holder.clear()
         holder.extend(value) if hasattr(holder, "extend") else holder.update(value)
     elif value is NOTHING:
-        del holder[ast.literal_eval(step[1:-1])]
+        del holder[key_of(step)]
     else:
-        holder[ast.literal_eval(step[1:-1])] = value
+        holder[key_of(step)] = value
 
 
 def own(holder: Any, step: str) -> Any:
@@ -190,4 +207,4 @@ def items(container: Any) -> list[tuple[str, Any]]:
     if not is_container(container) or isinstance(container, (set, frozenset)):
         return []
     pairs = container.items() if isinstance(container, Mapping) else enumerate(container)
-    return [(f"[{k!r}]", v) for k, v in pairs if type(k) in (int, str, bool, float, type(None), tuple)]
+    return [(step_to(k), v) for k, v in pairs if type(k) in (int, str, bool, float, type(None), tuple)]

@@ -51,6 +51,25 @@ def is_container(value: object) -> bool:
     return isinstance(value, _CONTAINERS) and not isinstance(value, torch.Size)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is made of numbers, strings and the like alone."""
+    if is_container(value):
+        parts = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
+        return all(map(is_plain, parts))
+    return is_scalar(value)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a value that is one, or a container of some."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if not is_container(value):
+        return []
+    return [
+        t for inner in (value.values() if isinstance(value, Mapping) else value) for t in tensors_in(inner)
+    ]
+
+
 def fingerprint(value: object) -> str:
     """The value's text. Modules and objects with attributes have only their type's: what is read of them
     counts."""

@@ -17,7 +17,7 @@ from typing import Any, Final
 from torch import nn
 
 from hetspmd.trace.host.code import is_installed
-from hetspmd.trace.host.places import NOTHING, Path, content
+from hetspmd.trace.host.places import NOTHING, Path, content, step_to
 from hetspmd.trace.host.plain import is_container
 
 OF_TORCH: Final = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
@@ -81,7 +81,7 @@ class Snapshot:
             return
         for key, inner in list(value.items() if keyed else enumerate(value)):
             if is_container(inner):
-                self.container(root, (*path, f"[{key!r}]"), inner)
+                self.container(root, (*path, step_to(key)), inner)
 
     def cell(self, root: str, path: Path, cell: CellType) -> None:
         """Hold a variable of a closure."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from hetspmd.errors import HetspmdError
 from hetspmd.trace.compat import flatten
@@ -87,7 +88,7 @@ def settled(graph: Graph, watch: Watch, call: Callable[[], Any]) -> Graph:
     known = {(c.root, c.path) for c in counters}
     for write in host.writes:
         place = write.root, write.path
-        if any(n >= 0 for n in numbers_in(write.value)) and place in watch.recorder.reads:
+        if any(n >= 0 for n in numbers_in(write.value)) and _may_be_read(watch, place):
             after = left.changed[place][1]
             if isinstance(after, torch.Tensor) and _is_read(watch, place, after, call):
                 raise carried(watch, *place)
@@ -105,7 +106,12 @@ def settled(graph: Graph, watch: Watch, call: Callable[[], Any]) -> Graph:
 def wants_trials(graph: Graph, watch: Watch) -> bool:
     """Whether there is anything to find out: state that forward has read and leaves another value of."""
     assert watch.left is not None
-    return any(place in watch.recorder.reads for place in watch.left.changed)
+    return any(_may_be_read(watch, place) for place in watch.left.changed)
+
+
+def _may_be_read(watch: Watch, place: Place) -> bool:
+    """Whether forward has read what a place held before; of an item it cannot be told."""
+    return place in watch.recorder.reads or place[1][-1].startswith("[")
 
 
 def _both_numbers(before: Any, after: Any) -> bool:
@@ -133,13 +139,32 @@ def _is_read(watch: Watch, place: Place, like: torch.Tensor, call: Callable[[], 
     """Whether a run that finds a tensor at a place reads it."""
     probe = torch.zeros(like.shape, dtype=like.dtype, device="meta")
     watch.recorder.probes[id(probe)] = probe
+    use = _Use(probe)
     try:
-        watch.rehearse({place: probe}, call)
+        with use:
+            watch.rehearse({place: probe}, call)
     except Exception:  # a tensor that was read may be unfit for anything
         pass
     finally:
         del watch.recorder.probes[id(probe)]
-    return watch.recorder.touched
+    return watch.recorder.touched or use.noticed
+
+
+class _Use(TorchFunctionMode):
+    """Notices whether anything is computed of a tensor."""
+
+    def __init__(self, of: torch.Tensor) -> None:
+        super().__init__()
+        self._of, self.noticed = of, False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        given = dict(kwargs or {})
+        if any(leaf is self._of for leaf in _leaves((*args, *given.values()))):
+            self.noticed = True
+        return func(*args, **given)
 
 
 def _holds(value: Any) -> bool:

@@ -20,7 +20,7 @@ from hetspmd.trace.host.facts import Read
 from hetspmd.trace.host.lines import drawing_line
 from hetspmd.trace.host.numbers import AsNumbers
 from hetspmd.trace.host.places import ALL, SETTINGS, Path, Roots, item, items, own, put, text
-from hetspmd.trace.host.plain import fingerprint, is_container
+from hetspmd.trace.host.plain import fingerprint, is_container, is_plain
 from hetspmd.trace.host.recorder import Place, Recorder
 from hetspmd.trace.host.snapshot import Snapshot, Structure
 
@@ -213,7 +213,8 @@ def _wide(value: object) -> torch.dtype:
 
 
 def _unwritten(root: str, path: Path, container: Any, written: set[Place]) -> dict[Place, str]:
-    """The parts of a container that forward does not write, {} if it writes none of them."""
+    """The parts of a container that decide what forward does, {} if it writes none of them: all but tensors that it
+    replaces."""
     if not any(
         r == root and len(p) > len(path) and p[: len(path)] == path and p[-1] != ALL for r, p in written
     ):
@@ -221,6 +222,6 @@ def _unwritten(root: str, path: Path, container: Any, written: set[Place]) -> di
     found = {(root, (*path, ALL)): fingerprint(item(container, ALL))}
     for step, value in items(container):
         place = root, (*path, step)
-        if place not in written:
+        if place not in written or is_plain(value):
             found.update(_unwritten(*place, value, written) or {place: fingerprint(value)})
     return found
