@@ -166,7 +166,9 @@ def test_verify(command, targets, cluster, tmp_path: Path) -> None:
     assert outcome.status == 0
     assert outcome.out.startswith("equal to the single device")
     document = json.loads(out.read_text())
-    assert {"ok", "loss_error", "gradient_error", "parameter_error", "unproved", "notes", "located"} == set(document)
+    assert {"ok", "loss_error", "gradient_error", "parameter_error", "unproved", "notes", "located"} == set(
+        document
+    )
     assert document["ok"] is True
     assert all(document[k] <= 1e-9 for k in ("loss_error", "gradient_error", "parameter_error"))
 

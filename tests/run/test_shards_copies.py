@@ -219,6 +219,7 @@ def test_a_copy_has_plans_of_its_own_for_other_batches_and_modes() -> None:
             for parameter in average.parameters():
                 parameter.mul_(0.5)
             average.eval()
+            hap.eval()
             return average(X[:5]).item(), hap(X[:5]).item()
 
     for found in on_four(body):

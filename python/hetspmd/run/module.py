@@ -191,7 +191,11 @@ class HAP(nn.Module):
         self._attendance: Attendance | None = None
         if ranks.roll is not None:
             replicas = replicas_of(
-                self._store, first.graph, program, lambda: self._runtime, alike=ranks.alike
+                self._store,
+                first.graph,
+                program,
+                lambda: self._runtime,
+                alike=ranks.alike and first.inside is None,
             )
             self._attendance = Attendance(ranks, self.device, replicas)
             self._plans.attendance = self._attendance

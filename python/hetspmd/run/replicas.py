@@ -4,8 +4,8 @@ Every step compares some pieces, in turn, so that each tensor is compared about 
 and what parts all of them is seen in the next step. Copies are equal bit for bit where devices of one kind
 have computed them in the same way: parameters whose gradient is the result of a collective, which is the
 same everywhere, and those that have none; whole numbers always. Other copies come from sums that each rank
-has taken itself, or from unlike devices, so that rounding drives them apart: of these a random projection
-must agree to the square root of the dtype's precision, relative to the tensor's norm.
+or each machine has taken itself, or from unlike devices, so that rounding drives them apart: of these a random
+projection must agree to the square root of the dtype's precision, relative to the tensor's norm.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def replicas_of(
 ) -> Replicas | None:
     """What this rank holds whole copies of; None on an idle rank and on one that is alone.
 
-    ``alike``: all ranks' devices are of one kind.
+    ``alike``: all ranks' devices are of one kind, and none of them is one of a machine's accelerators.
     """
     if runtime().idle or runtime().communicator.world == 1:
         return None

@@ -60,7 +60,7 @@ class StructureGuard:
         for module in self.modules:
             own, common = vars(module).get("forward"), type(module).forward
             self._forwards.append((module, own, common))
-            found.append((id(module), own, common))
+            found.append((id(module), _replaced(module, own), common))
             for name in ("_modules", *_HOOKS):
                 held = vars(module)[name]
                 contents = tuple(held.values())
@@ -79,6 +79,12 @@ class StructureGuard:
 def _is_ours(hook: object) -> bool:
     """Whether a hook is one by which HAP guards its shards."""
     return type(hook).__module__.startswith("hetspmd.")
+
+
+def _replaced(module: nn.Module, own: Any) -> Any:
+    """The function that stands in the place of a module's ``forward``; None where that of its class does."""
+    plain = own.__wrapped__ if own is not None and _is_ours(own) else own
+    return None if getattr(plain, "__func__", None) is type(module).forward else plain
 
 
 def _parameter_names(model: nn.Module) -> tuple[str, ...]:
