@@ -157,7 +157,8 @@ def step(
     live = Live()
     at: list[int] = []
     communicator = make(live, at)
-    hap = HAP(copy.deepcopy(model), plan.cluster, plan=plan, process_group=communicator, check_plan=False)
+    quiet = {"check_plan": False, "check_batches": False}  # what checks take is not what a step holds
+    hap = HAP(copy.deepcopy(model), plan.cluster, plan=plan, process_group=communicator, **quiet)
     with live:
         for parameter in hap.parameters():
             live.see(parameter)
