@@ -71,14 +71,17 @@ dependencies)
         "$venv/bin/python" -m pip install --quiet --constraint constraints.txt uv
     fi
     echo "setup: installing the dependencies (the first time this fetches PyTorch, some gigabytes on Linux)"
+    # Where Python may not write bytecode (as in many containers), every process would compile PyTorch anew.
     run_uv pip install --quiet --python "$venv/bin/python" --constraint constraints.txt \
-        --requirement pyproject.toml --extra dev --extra examples
+        --requirement pyproject.toml --extra dev --extra examples \
+        ${PYTHONDONTWRITEBYTECODE:+--compile-bytecode}
     ;;
 extension)
     check_toolchain
     echo "setup: building the Rust extension"
     VIRTUAL_ENV=$PWD/$venv PATH=$PWD/$venv/bin:$PATH run_uv pip install --quiet --python "$venv/bin/python" \
         --no-deps --no-build-isolation --reinstall-package hetspmd --editable .
+    if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then "$venv/bin/python" -m compileall -q python; fi
     ;;
 *)
     fail "unknown part $part"
