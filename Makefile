@@ -1,5 +1,5 @@
 # make demo   set up, then train a model on four unlike workers beside the single device
-# make test   set up, then pass all tests (make test-slow: the full product of models and clusters)
+# make test   set up, then pass all tests (make test-slow: every model, and what takes long)
 # make bench-trust        predicted against measured steps on emulated clusters (as root), into docs/trust.md
 # make bench-cluster      hetspmd beside DDP, FSDP2 and one device (as root), into docs/cluster.md, README
 # make lint | bench | format | setup | clean

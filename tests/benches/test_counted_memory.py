@@ -138,10 +138,15 @@ def test_predicted_as_counted(kind: str) -> None:
     check("GPT-2", kind, (4, 2, 1))
 
 
+def in_turn() -> list[tuple[str, str, tuple[float, ...]]]:
+    """Each model with each kind of program, on two devices and on four in turn."""
+    speeds: tuple[tuple[float, ...], ...] = ((6, 1, 1, 1), (2, 1))
+    kinds = [*KINDS, "compiled"]
+    return [(m, k, speeds[(i + j) % 2]) for i, m in enumerate(SIZES) for j, k in enumerate(kinds)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("speeds", [(2, 1), (6, 1, 1, 1)])
-@pytest.mark.parametrize("kind", [*KINDS, "compiled"])
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(("name", "kind", "speeds"), in_turn())
 def test_predicted_as_counted_of_each_model(name: str, kind: str, speeds: tuple[float, ...]) -> None:
     check(name, kind, speeds)
 

@@ -186,11 +186,12 @@ def all_sharded(theory: Theory, *dims: int) -> Constraints:
 
 
 def sharded_plan(
-    model: nn.Module, example: Any, dims: Sequence[int], loss: Loss | None = None, cluster: Cluster = FOUR
-) -> Plan:
+    model: nn.Module, example: Any, dims: Sequence[int], loss: Loss | None = None, cluster: Cluster = FOUR,
+    shares: Sequence[float] = SHARES,
+) -> Plan:  # fmt: skip
     """A training plan with everything in shards along these dims."""
     args, kwargs = split_example(example)
     theory = derive(trace(model, args, kwargs, loss=loss), quiet=True)
     constraints = all_sharded(theory, *dims)
     assert constraints.forms
-    return plan_for(theory, cluster, constraints, SHARES)
+    return plan_for(theory, cluster, constraints, shares)

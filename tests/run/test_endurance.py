@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +59,9 @@ def test_delays_change_nothing_and_nothing_grows(tmp_path: Path) -> None:
             # What is in flight at the moment of a look may differ by a tensor or two; what leaks stays and adds up.
             for kind in ("tensors", "bytes"):
                 assert min(now[kind] for now in later[-10:]) <= first[kind], (kind, rank["held"])
-            # The allocator keeps what it once had. It takes a megabyte more now and then, in few of the looks; what
-            # leaks, be it 13 KiB a step, makes it take some between almost any two.
+            # What is free is given back before each look. What stays varies by a few hundred KiB with what is in
+            # flight, and torch's record of the last collectives fills slowly; what leaks, be it 13 KiB a step, adds
+            # up to more.
             resident = [now["resident"] for now in later[4:]]
-            assert sum(b > a for a, b in pairwise(resident)) <= len(resident) // 3, rank["held"]
+            assert min(resident[-5:]) - max(resident[:5]) <= 2**19, rank["held"]
             assert resident[-1] - resident[0] <= 8 * 2**20, rank["held"]
