@@ -29,10 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="GLOB", help="cases to run")
     parser.add_argument("--fresh", action="store_true", help="run again what has an outcome")
-    parser.add_argument("--faults", action="store_true", help="run again what has a fault for an outcome, or none")
+    parser.add_argument(
+        "--faults", action="store_true", help="run again what has a fault for an outcome, or none"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a case is HUNG")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where outcomes and what is printed are kept")
+    parser.add_argument(
+        "--folder", type=Path, default=FOLDER, help="where outcomes and what is printed are kept"
+    )
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the outcomes into a page")
     options = parser.parse_args(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -40,7 +40,12 @@ def _denoiser(name: str, kind: str, options: dict[str, Any], more: Callable[[], 
         network = without_dropout(getattr(diffusers, kind)(**options)).train()
         channels = options.get("in_channels", 3)
         batches = [
-            {"sample": _noise(channels=channels), "timestep": _times(), "target": _noise(channels=channels), **more()}
+            {
+                "sample": _noise(channels=channels),
+                "timestep": _times(),
+                "target": _noise(channels=channels),
+                **more(),
+            }
             for _ in range(2)
         ]
         return Sample(network, batches, denoised)
@@ -90,7 +95,8 @@ def _flux() -> Sample:
     import diffusers
 
     network = diffusers.FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2,
         joint_attention_dim=12, pooled_projection_dim=10, axes_dims_rope=(4, 4, 8),
     )  # fmt: skip
 

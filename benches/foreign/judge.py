@@ -1,7 +1,7 @@
 """Is a case on ranks what it is on one device?
 
-The bound of a number is what rounding may make of it: it is measured, by running the loop on one device from weights
-that are disturbed by a few units in the last place of the narrowest type in which the model computes.
+The bound of a number is what rounding may make of it. It is measured: the loop runs on one device from weights that
+are disturbed by a few units in the last place of the narrowest type in which the model computes.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ def _on_ranks(case: Case) -> tuple[list[tuple[float | None, Any]], tuple[str, ..
         except Exception as error:
             found = [(None, error)]
     said = [str(w.message) for w in seen if issubclass(w.category, MissingRuleWarning)]
-    return found, tuple(sorted({word.rstrip(",:") for m in said for word in m.split() if word.startswith("aten.")}))
+    return found, tuple(
+        sorted({word.rstrip(",:") for m in said for word in m.split() if word.startswith("aten.")})
+    )
 
 
 def _of_errors(errors: list[BaseException]) -> dict[str, Any]:
@@ -209,7 +211,9 @@ def _first_difference(found: Mapping[str, Any], want: Mapping[str, Any], bounds:
     for at, value in want.items():
         distance = _distance(found[at], value)
         if not distance <= bounds[at]:
-            return f"{at} is off by {distance:.1e} of its size ({_shown(found[at])} instead of {_shown(value)})"
+            return (
+                f"{at} is off by {distance:.1e} of its size ({_shown(found[at])} instead of {_shown(value)})"
+            )
     return ""
 
 

@@ -202,7 +202,11 @@ def grad_scaler(run: Run, made: Any) -> dict[str, Any]:
     model, data = made
     wrapped = run.wrap(model, data[0], loss=classified)
     optimizer = sgd(wrapped)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if run.alone else hetspmd.GradScaler("cpu", init_scale=256.0)
+    scaler = (
+        torch.amp.GradScaler("cpu", init_scale=256.0)
+        if run.alone
+        else hetspmd.GradScaler("cpu", init_scale=256.0)
+    )
     losses = []
     for batch in data:
         optimizer.zero_grad()

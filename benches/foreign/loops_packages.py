@@ -52,8 +52,14 @@ _adapted("vera", lambda p: p.VeraConfig(r=4, target_modules=["c_attn"], save_pro
 def _denoiser() -> Any:
     from foreign.diffusers_models import UNET
 
-    kinds = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2, "add_attention": False}
-    return _of("diffusers", "UNet2DModel")(**{**UNET, **kinds}).train(), [torch.randn(8, 3, 8, 8) for _ in range(3)]
+    kinds = {
+        "down_block_types": ("DownBlock2D",) * 2,
+        "up_block_types": ("UpBlock2D",) * 2,
+        "add_attention": False,
+    }
+    return _of("diffusers", "UNet2DModel")(**{**UNET, **kinds}).train(), [
+        torch.randn(8, 3, 8, 8) for _ in range(3)
+    ]
 
 
 @loop("diffusers", _denoiser)
@@ -102,7 +108,10 @@ def diffusers_ema_model(run: Run, made: Any) -> dict[str, Any]:
 def torch_ema_average(run: Run, made: Any) -> dict[str, Any]:
     model, data = made
     wrapped = run.wrap(model, data[0], loss=classified)
-    optimizer, average = sgd(wrapped), _of("torch_ema", "ExponentialMovingAverage")(wrapped.parameters(), decay=0.9)
+    optimizer, average = (
+        sgd(wrapped),
+        _of("torch_ema", "ExponentialMovingAverage")(wrapped.parameters(), decay=0.9),
+    )
     losses = []
     for batch in data:
         losses.append(step(wrapped, optimizer, batch))
@@ -180,7 +189,9 @@ def _with_optimizer(name: str, package: str, make: Callable[[Any], torch.optim.O
 
 
 _with_optimizer("lion", "lion_pytorch", lambda ps: _of("lion_pytorch", "Lion")(ps, lr=1e-3))
-_with_optimizer("adabelief", "pytorch_optimizer", lambda ps: _of("pytorch_optimizer", "AdaBelief")(ps, lr=1e-3, eps=1e-4))
+_with_optimizer(
+    "adabelief", "pytorch_optimizer", lambda ps: _of("pytorch_optimizer", "AdaBelief")(ps, lr=1e-3, eps=1e-4)
+)
 _with_optimizer("lamb", "pytorch_optimizer", lambda ps: _of("pytorch_optimizer", "Lamb")(ps, lr=1e-3))
 _with_optimizer("shampoo", "pytorch_optimizer", lambda ps: _of("pytorch_optimizer", "Shampoo")(ps, lr=1e-3))
 _with_optimizer("timm-lookahead", "timm", lambda ps: _of("timm.optim", "Lookahead")(
@@ -211,7 +222,9 @@ def sam_in_two_steps(run: Run, made: Any) -> dict[str, Any]:
 def metric_learning(run: Run, made: Any) -> dict[str, Any]:
     """A proxy loss with parameters of its own, inside."""
     model, data = made
-    proxies = _of("pytorch_metric_learning.losses", "ArcFaceLoss")(CLASSES, CLASSES).to(torch.get_default_dtype())
+    proxies = _of("pytorch_metric_learning.losses", "ArcFaceLoss")(CLASSES, CLASSES).to(
+        torch.get_default_dtype()
+    )
     both = nn.ModuleDict({"model": model, "proxies": proxies})
 
     def loss(m: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -276,5 +289,3 @@ def torchmetrics_between_steps(run: Run, made: Any) -> dict[str, Any]:
         with torch.no_grad():
             metric.update(run.whole(wrapped).eval()(x), y)
     return {"losses": losses, "accuracy": metric.compute()}
-
-

@@ -21,7 +21,9 @@ class Gan(nn.Module):
 
     def __init__(self, wasserstein: bool = False) -> None:
         super().__init__()
-        self.generator = nn.Sequential(nn.Linear(LATENT, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, WIDTH))
+        self.generator = nn.Sequential(
+            nn.Linear(LATENT, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, WIDTH)
+        )
         self.discriminator = nn.Sequential(nn.Linear(WIDTH, 24), nn.LeakyReLU(0.2), nn.Linear(24, 1))
         self.wasserstein = wasserstein
 
@@ -36,7 +38,9 @@ class Gan(nn.Module):
         return F.softplus(found).mean() + F.softplus(-true).mean()
 
 
-def _alternate(run: Run, model: Gan, data: Any, *, critic_steps: int = 1, clip: float | None = None) -> dict[str, Any]:
+def _alternate(
+    run: Run, model: Gan, data: Any, *, critic_steps: int = 1, clip: float | None = None
+) -> dict[str, Any]:
     of_g = torch.optim.Adam(model.generator.parameters(), lr=0.01, betas=(0.5, 0.9), eps=1e-4)
     of_d = torch.optim.Adam(model.discriminator.parameters(), lr=0.01, betas=(0.5, 0.9), eps=1e-4)
     wrapped = run.wrap(model, (data[0][0][:, :LATENT], data[0][0]))
@@ -76,7 +80,8 @@ def _dcgan() -> Any:
         nn.ConvTranspose2d(16, 3, 4, 2, 1, bias=False), nn.Tanh(),
     )  # fmt: skip
     discriminator = nn.Sequential(
-        nn.Conv2d(3, 16, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, inplace=True), nn.Conv2d(16, 1, 4, 1, 0, bias=False),
+        nn.Conv2d(3, 16, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, inplace=True), nn.Conv2d(16, 1, 4, 1,
+        0, bias=False),
     )  # fmt: skip
     return generator, discriminator, [torch.randn(8, 3, 8, 8) for _ in range(2)]
 
@@ -114,7 +119,9 @@ class Distilled(nn.Module):
         with torch.no_grad():
             goal = self.teacher(x)
         out, t = self.student(x), 2.0
-        soft = F.kl_div(F.log_softmax(out / t, -1), F.log_softmax(goal / t, -1), reduction="batchmean", log_target=True)
+        soft = F.kl_div(
+            F.log_softmax(out / t, -1), F.log_softmax(goal / t, -1), reduction="batchmean", log_target=True
+        )
         return F.cross_entropy(out, y) + t * t * soft
 
 
@@ -226,7 +233,8 @@ def _q() -> nn.Module:
 
 def _transitions() -> list[dict[str, Tensor]]:
     return [
-        {"state": torch.randn(ROWS, WIDTH), "action": torch.randint(0, CLASSES, (ROWS,)), "reward": torch.randn(ROWS),
+        {"state": torch.randn(ROWS, WIDTH), "action": torch.randint(0, CLASSES, (ROWS,)),
+        "reward": torch.randn(ROWS),
          "after": torch.randn(ROWS, WIDTH), "done": (torch.rand(ROWS) < 0.2).to(torch.get_default_dtype())}
         for _ in range(4)
     ]  # fmt: skip

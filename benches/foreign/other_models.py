@@ -25,7 +25,15 @@ def _of(module: str, kind: str) -> Any:
     return getattr(importlib.import_module(module), kind)
 
 
-VIT = {"image_size": 16, "patch_size": 8, "num_classes": CLASSES, "dim": 24, "depth": 1, "heads": 2, "mlp_dim": 32}
+VIT = {
+    "image_size": 16,
+    "patch_size": 8,
+    "num_classes": CLASSES,
+    "dim": 24,
+    "depth": 1,
+    "heads": 2,
+    "mlp_dim": 32,
+}
 NOT_HEADS = {k: v for k, v in VIT.items() if k not in ("heads", "mlp_dim")}
 for name, module, kind, options in (
     ("vit", "vit", "ViT", VIT),
@@ -36,7 +44,8 @@ for name, module, kind, options in (
     ("vit-small-data", "vit_for_small_dataset", "ViT", VIT),
     ("vit-registers", "simple_vit_with_register_tokens", "SimpleViT", VIT),
     ("vit-qk-norm", "simple_vit_with_qk_norm", "SimpleViT", VIT),
-    ("look-vit", "look_vit", "LookViT", {**NOT_HEADS, "image_size": 32, "patch_size": 8, "heads": 2, "mlp_factor": 1,
+    ("look-vit", "look_vit", "LookViT", {**NOT_HEADS, "image_size": 32, "patch_size": 8, "heads": 2,
+     "mlp_factor": 1,
      "highres_patch_size": 4, "highres_mlp_factor": 1, "cross_attn_heads": 2, "dim_head": 8}),
 ):  # fmt: skip
     _images(
@@ -47,9 +56,11 @@ _images("vit-pytorch-cct", "vit_pytorch", 32, lambda: _of("vit_pytorch.cct", "CC
     img_size=32, embedding_dim=24, n_conv_layers=1, num_layers=1, num_heads=2, mlp_ratio=2, num_classes=CLASSES,
     positional_embedding="learnable", stochastic_depth_rate=0.0))  # fmt: skip
 _images("vit-pytorch-nest", "vit_pytorch", 32, lambda: _of("vit_pytorch.nest", "NesT")(
-    image_size=32, patch_size=4, dim=12, heads=2, num_hierarchies=2, block_repeats=(1, 1), num_classes=CLASSES))  # fmt: skip
+    image_size=32, patch_size=4, dim=12, heads=2, num_hierarchies=2, block_repeats=(1, 1),
+    num_classes=CLASSES))  # fmt: skip
 _images("vit-pytorch-xcit", "vit_pytorch", 16, lambda: _of("vit_pytorch.xcit", "XCiT")(
-    image_size=16, patch_size=8, num_classes=CLASSES, dim=24, depth=1, cls_depth=1, heads=2, mlp_dim=32))  # fmt: skip
+    image_size=16, patch_size=8, num_classes=CLASSES, dim=24, depth=1, cls_depth=1, heads=2,
+    mlp_dim=32))  # fmt: skip
 _images("perceiver", "perceiver_pytorch", 8, lambda: nn.Sequential(Last(), _of("perceiver_pytorch", "Perceiver")(
     num_freq_bands=2, depth=1, max_freq=4.0, num_latents=6, latent_dim=12, latent_heads=2, latent_dim_head=6,
     num_classes=CLASSES)))  # fmt: skip
@@ -145,8 +156,11 @@ def _vector(make: Callable[[], nn.Module], extra: Callable[[Any], Tensor]) -> Ca
 
 QUANTIZERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("vector-quantize", "VectorQuantize", {"dim": 16, "codebook_size": 12, "kmeans_init": False}),
-    ("vector-quantize-learned", "VectorQuantize",
-     {"dim": 16, "codebook_size": 12, "learnable_codebook": True, "ema_update": False}),
+    (
+        "vector-quantize-learned",
+        "VectorQuantize",
+        {"dim": 16, "codebook_size": 12, "learnable_codebook": True, "ema_update": False},
+    ),
     ("residual-vq", "ResidualVQ", {"dim": 16, "codebook_size": 12, "num_quantizers": 2}),
     ("finite-scalar-quantization", "FSQ", {"dim": 16, "levels": [5, 4, 3]}),
     ("lookup-free-quantization", "LFQ", {"dim": 16, "codebook_size": 16}),
@@ -194,7 +208,9 @@ def _clip() -> Sample:
 
 
 def _tabnet() -> Sample:
-    network = _of("pytorch_tabnet.tab_network", "TabNet")(8, 3, n_d=8, n_a=8, n_steps=2, virtual_batch_size=16, group_attention_matrix=torch.eye(8))
+    network = _of("pytorch_tabnet.tab_network", "TabNet")(
+        8, 3, n_d=8, n_a=8, n_steps=2, virtual_batch_size=16, group_attention_matrix=torch.eye(8)
+    )
 
     def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         out, sparsity = m(x)
@@ -206,8 +222,11 @@ def _tabnet() -> Sample:
 def _flow() -> Sample:
     nf = importlib.import_module("normflows")
     flows: list[nn.Module] = []
-    for i in range(2):
-        flows += [nf.flows.AffineCouplingBlock(nf.nets.MLP([2, 16, 4], init_zeros=False)), nf.flows.Permute(4, mode="swap")]
+    for _ in range(2):
+        flows += [
+            nf.flows.AffineCouplingBlock(nf.nets.MLP([2, 16, 4], init_zeros=False)),
+            nf.flows.Permute(4, mode="swap"),
+        ]
     network = nf.NormalizingFlow(nf.distributions.DiagGaussian(4), flows)
     return Sample(network, [(torch.randn(12, 4),) for _ in range(2)], lambda m, x: m.forward_kld(x))
 
@@ -247,7 +266,9 @@ model("open-clip", "open_clip", _clip)
 model("tabnet", "pytorch_tabnet", _tabnet)
 model("normalizing-flow", "normflows", _flow)
 model("neural-ode", "torchdiffeq", _ode)
-model("soft-moe", "soft_moe_pytorch", _mixture("soft_moe_pytorch", "SoftMoE", dim=16, seq_len=8, num_experts=2))
+model(
+    "soft-moe", "soft_moe_pytorch", _mixture("soft_moe_pytorch", "SoftMoE", dim=16, seq_len=8, num_experts=2)
+)
 model("mixture-of-experts", "mixture_of_experts", _mixture(
     "mixture_of_experts", "MoE", dim=16, num_experts=4, hidden_dim=24,
     second_policy_train="all", second_policy_eval="all"))  # fmt: skip

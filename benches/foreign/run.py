@@ -1,8 +1,7 @@
 """Where a case runs: on one device, or as one of four unlike ranks.
 
-A loop is written once, for a :class:`Run`: on one device ``run.wrap(model, batch)`` is the model itself, on ranks it is
-a :class:`~hetspmd.HAP`. What differs between a script for one device and one for HAP (see docs/training.md) is a
-method here, and nothing else may differ.
+A loop is written once, for a :class:`Run`: on one device ``run.wrap(model, batch)`` is the model itself, on ranks it
+is a :class:`~hetspmd.HAP`. What differs between a script for one device and one for HAP (see docs/training.md) is a
 """
 
 from __future__ import annotations
@@ -53,7 +52,9 @@ class Run:
     def wrap(self, model: nn.Module, example: Any, **options: Any) -> Any:
         """The model on one device (called with ``loss`` where that is a function), HAP on ranks."""
         if self.communicator is not None:
-            hap = hetspmd.HAP(model, Cluster.load(SLOW), example=example, process_group=self.communicator, **options)
+            hap = hetspmd.HAP(
+                model, Cluster.load(SLOW), example=example, process_group=self.communicator, **options
+            )
             self.wrapped.append(hap)
             return hap
         if self.disturbance:

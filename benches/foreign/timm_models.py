@@ -52,11 +52,14 @@ TABLE: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("resnest14d", 64, NARROW),
     ("skresnet18", 64, {"layers": (1, 1, 1, 1), "channels": (32, 32, 32, 32)}),
     ("densenet121", 32, {"growth_rate": 4, "block_config": (2, 2)}),
-    ("visformer_tiny", 32, {"img_size": 32, "init_channels": 8, "embed_dim": 24, "depth": (1, 1, 1), "num_heads": 3}),
+    ("visformer_tiny", 32, {"img_size": 32, "init_channels": 8, "embed_dim": 24, "depth": (1, 1, 1),
+     "num_heads": 3}),
     ("crossvit_tiny_240", 32, {"img_size": 32, "patch_size": (8, 16), "embed_dim": (16, 16), "num_heads": (2, 2),
      "depth": ((1, 1, 0),)}),
-    ("coat_lite_tiny", 32, {"img_size": 32, "embed_dims": (16, 16, 16, 16), "serial_depths": (1, 1, 1, 1), "num_heads": 8}),
-    ("tnt_s_legacy_patch16_224", 32, {"img_size": 32, "embed_dim": 24, "inner_dim": 8, "depth": 1, "num_heads_inner": 2,
+    ("coat_lite_tiny", 32, {"img_size": 32, "embed_dims": (16, 16, 16, 16), "serial_depths": (1, 1, 1,
+     1), "num_heads": 8}),
+    ("tnt_s_legacy_patch16_224", 32, {"img_size": 32, "embed_dim": 24, "inner_dim": 8, "depth": 1,
+     "num_heads_inner": 2,
      "num_heads_outer": 3}),
     ("levit_128s", 32, {"img_size": 32, "embed_dim": (16, 16), "key_dim": 8, "num_heads": (2, 2), "depth": (1, 1)}),
     ("edgenext_xx_small", 64, {"dims": (8, 8, 16, 16), "depths": (1, 1, 2, 1), "heads": (2, 2, 2, 2)}),
@@ -100,17 +103,26 @@ def _efficient(*blocks: str) -> Callable[[Any], nn.Module]:
 
 
 _class("mlp-mixer", "mlp_mixer", 16, lambda m: m.MlpMixer(**PATCHES))
-_class("gmlp", "mlp_mixer", 16, lambda m: m.MlpMixer(
-    **PATCHES, mlp_ratio=2, mlp_layer=m.GatedMlp, block_layer=m.SpatialGatingBlock))
-_class("resmlp", "mlp_mixer", 16, lambda m: m.MlpMixer(
-    **PATCHES, mlp_ratio=2, block_layer=m.ResBlock, norm_layer=m.Affine))
+_class(
+    "gmlp",
+    "mlp_mixer",
+    16,
+    lambda m: m.MlpMixer(**PATCHES, mlp_ratio=2, mlp_layer=m.GatedMlp, block_layer=m.SpatialGatingBlock),
+)
+_class(
+    "resmlp",
+    "mlp_mixer",
+    16,
+    lambda m: m.MlpMixer(**PATCHES, mlp_ratio=2, block_layer=m.ResBlock, norm_layer=m.Affine),
+)
 _class("convmixer", "convmixer", 28, lambda m: m.ConvMixer(16, 1, kernel_size=3, num_classes=CLASSES))
 _class("poolformer", "metaformer", 64, lambda m: m.MetaFormer(
     depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=CLASSES))  # fmt: skip
 _class("focalnet", "focalnet", 32, lambda m: m.FocalNet(embed_dim=8, depths=(1, 1), num_classes=CLASSES))
-_class("vovnet", "vovnet", 64, lambda m: m.VovNet(dict(
-    stem_chs=[8, 8, 8], stage_conv_chs=[8, 8, 8, 8], stage_out_chs=[16, 16, 16, 16], layer_per_block=2,
-    block_per_stage=[1, 1, 1, 1], residual=False, depthwise=False, attn=""), num_classes=CLASSES))  # fmt: skip
+_class("vovnet", "vovnet", 64, lambda m: m.VovNet({
+    "stem_chs": [8, 8, 8], "stage_conv_chs": [8, 8, 8, 8], "stage_out_chs": [16, 16, 16, 16], "attn": "",
+    "layer_per_block": 2, "block_per_stage": [1, 1, 1, 1], "residual": False, "depthwise": False},
+    num_classes=CLASSES))  # fmt: skip
 _class("dla", "dla", 64, lambda m: m.DLA([1, 1, 1, 1, 1, 1], [8, 8, 8, 8, 16, 16], num_classes=CLASSES))
 _class("efficientnet-blocks", "efficientnet", 32,
        _efficient("ds_r1_k3_s1_e1_c8_se0.25", "ir_r1_k3_s2_e3_c12", "ir_r1_k5_s1_e3_c16_se0.25"))  # fmt: skip

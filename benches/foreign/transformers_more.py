@@ -66,14 +66,20 @@ def _mel() -> dict[str, Any]:
 
 def _boxes() -> dict[str, Any]:
     labels = [
-        {"class_labels": torch.randint(0, LABELS, (2,)), "boxes": torch.rand(2, 4) * 0.3 + 0.3} for _ in range(BATCH)
+        {"class_labels": torch.randint(0, LABELS, (2,)), "boxes": torch.rand(2, 4) * 0.3 + 0.3}
+        for _ in range(BATCH)
     ]
     return {"pixel_values": pixels(32), "labels": labels}
 
 
 def _question() -> dict[str, Any]:
     mask = torch.ones(BATCH, 10, dtype=torch.long)
-    return {"input_ids": ids(), "attention_mask": mask, "pixel_values": pixels(), "labels": torch.rand(BATCH, LABELS)}
+    return {
+        "input_ids": ids(),
+        "attention_mask": mask,
+        "pixel_values": pixels(),
+        "labels": torch.rand(BATCH, LABELS),
+    }
 
 
 def _two_towers(vision: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +109,8 @@ TABLE: tuple[tuple[str, str, dict[str, Any], Batch], ...] = (
      "num_attention_heads": [2, 2, 2], "depths": [1, 1, 1], "key_dim": [8, 8, 8], "num_labels": LABELS},
      _images(64)),
     ("Cvt", "CvtForImageClassification", {"embed_dim": [8, 12, 16], "num_heads": [1, 2, 2], "depth": [1, 1, 1],
-     "mlp_ratio": [2.0, 2.0, 2.0], "attention_drop_rate": [0.0] * 3, "drop_rate": [0.0] * 3, "drop_path_rate": [0.0] * 3,
+     "mlp_ratio": [2.0, 2.0, 2.0], "attention_drop_rate": [0.0] * 3, "drop_rate": [0.0] * 3,
+      "drop_path_rate": [0.0] * 3,
      "num_labels": LABELS}, _images(32)),
     ("ViTMAE", "ViTMAEForPreTraining", {**VISION, "decoder_hidden_size": 16, "decoder_num_hidden_layers": 1,
      "decoder_num_attention_heads": 2, "decoder_intermediate_size": 24},
@@ -111,7 +118,8 @@ TABLE: tuple[tuple[str, str, dict[str, Any], Batch], ...] = (
     ("DPT", "DPTForSemanticSegmentation", {**VISION, "num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3],
      "neck_hidden_sizes": [8, 8, 8, 8], "fusion_hidden_size": 8, "image_size": 32}, _masks(32)),
     ("CLIP", "CLIPModel", _two_towers(VISION), _pairs),
-    ("Siglip", "SiglipModel", {"text_config": {**COMMON, "max_position_embeddings": 16}, "vision_config": VISION}, _pairs),
+    ("Siglip", "SiglipModel", {"text_config": {**COMMON, "max_position_embeddings": 16},
+     "vision_config": VISION}, _pairs),
     ("Blip", "BlipModel", _two_towers(VISION), _pairs),
     ("Vilt", "ViltForQuestionAnswering", {**COMMON, **VISION}, _question),
     ("Wav2Vec2", "Wav2Vec2ForSequenceClassification", SPEECH, _speech),
@@ -125,7 +133,8 @@ TABLE: tuple[tuple[str, str, dict[str, Any], Batch], ...] = (
     ("Whisper", "WhisperForConditionalGeneration", {"vocab_size": 61, "d_model": WIDTH, "encoder_layers": 1,
      "decoder_layers": 1, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "encoder_attention_heads": HEADS,
      "decoder_attention_heads": HEADS, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 16,
-     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2, "use_cache": False}, _mel),
+     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
+      "use_cache": False}, _mel),
     ("PatchTST", "PatchTSTForPrediction", SERIES, _series),
     ("PatchTSMixer", "PatchTSMixerForPrediction", {**SERIES, "num_layers": 1}, _series),
     ("Detr", "DetrForObjectDetection", {"use_timm_backbone": False, "backbone": None, "d_model": 16,
@@ -136,18 +145,25 @@ TABLE: tuple[tuple[str, str, dict[str, Any], Batch], ...] = (
     ("Yolos", "YolosForObjectDetection", {**VISION, "image_size": [32, 32], "num_detection_tokens": 4}, _boxes),
     ("DecisionTransformer", "DecisionTransformerModel", {"state_dim": 5, "act_dim": 3, "hidden_size": WIDTH,
      "n_layer": 1, "n_head": HEADS, "max_ep_len": 20, "vocab_size": 1}, lambda: {
-         "states": torch.randn(BATCH, 4, 5), "actions": torch.randn(BATCH, 4, 3), "rewards": torch.randn(BATCH, 4, 1),
+         "states": torch.randn(BATCH, 4, 5), "actions": torch.randn(BATCH, 4, 3),
+          "rewards": torch.randn(BATCH, 4, 1),
          "returns_to_go": torch.randn(BATCH, 4, 1), "timesteps": torch.arange(4).expand(BATCH, 4).clone(),
          "attention_mask": torch.ones(BATCH, 4, dtype=torch.long)}),
 )  # fmt: skip
 
 LOSSES: dict[str, Any] = {
-    "DecisionTransformerModel": lambda m, **batch: (m(**batch).action_preds - batch["actions"]).square().mean()
+    "DecisionTransformerModel": lambda m, **batch: (
+        (m(**batch).action_preds - batch["actions"]).square().mean()
+    )
 }
 
 
 def _add(family: str, head: str, options: dict[str, Any], batch: Batch) -> None:
-    model(head, "transformers", lambda: Sample(built(family, head, options), [batch(), batch()], LOSSES.get(head)))
+    model(
+        head,
+        "transformers",
+        lambda: Sample(built(family, head, options), [batch(), batch()], LOSSES.get(head)),
+    )
 
 
 for row in TABLE:

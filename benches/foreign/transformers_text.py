@@ -68,7 +68,11 @@ def padded_batch() -> dict[str, Any]:
 
 
 def seq2seq_batch() -> dict[str, Any]:
-    return {"input_ids": ids(), "attention_mask": torch.ones(BATCH, TOKENS, dtype=torch.long), "labels": ids(length=6)}
+    return {
+        "input_ids": ids(),
+        "attention_mask": torch.ones(BATCH, TOKENS, dtype=torch.long),
+        "labels": ids(length=6),
+    }
 
 
 def class_batch() -> dict[str, Any]:
@@ -87,7 +91,10 @@ def span_batch() -> dict[str, Any]:
 
 
 def choice_batch() -> dict[str, Any]:
-    return {"input_ids": torch.randint(3, VOCABULARY, (BATCH, 2, TOKENS)), "labels": torch.randint(0, 2, (BATCH,))}
+    return {
+        "input_ids": torch.randint(3, VOCABULARY, (BATCH, 2, TOKENS)),
+        "labels": torch.randint(0, 2, (BATCH,)),
+    }
 
 
 Batch = Callable[[], dict[str, Any]]
@@ -101,7 +108,8 @@ TABLE: tuple[tuple[str, str, dict[str, Any], Batch], ...] = (
     ("DistilBert", "DistilBertForQuestionAnswering",
      {"vocab_size": VOCABULARY, "dim": WIDTH, "n_layers": 1, "n_heads": HEADS, "hidden_dim": 40,
       "max_position_embeddings": 32}, span_batch),
-    ("Deberta", "DebertaForMaskedLM", {**COMMON, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}, lm_batch),
+    ("Deberta", "DebertaForMaskedLM", {**COMMON, "relative_attention": True, "pos_att_type": ["p2c",
+     "c2p"]}, lm_batch),
     ("DebertaV2", "DebertaV2ForSequenceClassification",
      {**COMMON, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}, class_batch),
     ("MobileBert", "MobileBertForMaskedLM",
@@ -110,7 +118,8 @@ TABLE: tuple[tuple[str, str, dict[str, Any], Batch], ...] = (
      "k_groups": 1, "v_groups": 1, "post_attention_groups": 1, "intermediate_groups": 1, "output_groups": 1},
      class_batch),
     ("MPNet", "MPNetForMaskedLM", COMMON, lm_batch),
-    ("ConvBert", "ConvBertForMaskedLM", {**COMMON, "num_attention_heads": 4, "embedding_size": WIDTH, "head_ratio": 2,
+    ("ConvBert", "ConvBertForMaskedLM", {**COMMON, "num_attention_heads": 4, "embedding_size": WIDTH,
+     "head_ratio": 2,
      "conv_kernel_size": 3}, lm_batch),
     ("Nystromformer", "NystromformerForMaskedLM",
      {**COMMON, "num_landmarks": 2, "segment_means_seq_len": 10}, lm_batch),
@@ -131,7 +140,8 @@ TABLE: tuple[tuple[str, str, dict[str, Any], Batch], ...] = (
     ("GPT2", "GPT2ForSequenceClassification", {**GPT, "pad_token_id": 1}, class_batch),
     ("OpenAIGPT", "OpenAIGPTLMHeadModel", GPT, lm_batch),
     ("CTRL", "CTRLLMHeadModel", {**GPT, "dff": 40}, lm_batch),
-    ("GPTNeo", "GPTNeoForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_layers": 2, "num_heads": HEADS,
+    ("GPTNeo", "GPTNeoForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_layers": 2,
+     "num_heads": HEADS,
      "intermediate_size": 40, "max_position_embeddings": 32, "window_size": 4, "use_cache": False,
      "bos_token_id": 0, "eos_token_id": 2, "attention_types": [[["global", "local"], 1]]}, lm_batch),
     ("GPTJ", "GPTJForCausalLM", {**GPT, "rotary_dim": 4}, lm_batch),
@@ -169,11 +179,13 @@ TABLE: tuple[tuple[str, str, dict[str, Any], Batch], ...] = (
      lm_batch),
     ("Mamba2", "Mamba2ForCausalLM", {**COMMON, "state_size": 4, "num_heads": 6, "head_dim": 8, "expand": 2,
      "n_groups": 1, "chunk_size": 4}, lm_batch),
-    ("Rwkv", "RwkvForCausalLM", {**COMMON, "num_hidden_layers": 2, "attention_hidden_size": WIDTH, "context_length": 16}, lm_batch),
+    ("Rwkv", "RwkvForCausalLM", {**COMMON, "num_hidden_layers": 2, "attention_hidden_size": WIDTH,
+     "context_length": 16}, lm_batch),
     ("T5", "T5ForConditionalGeneration", T5, seq2seq_batch),
     ("MT5", "MT5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu"}, seq2seq_batch),
     ("SwitchTransformers", "SwitchTransformersForConditionalGeneration",
-     {**T5, "num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "router_jitter_noise": 0.0},
+     {**T5, "num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1,
+     "router_jitter_noise": 0.0},
      seq2seq_batch),
     ("Bart", "BartForConditionalGeneration", SEQ2SEQ, seq2seq_batch),
     ("MBart", "MBartForConditionalGeneration", SEQ2SEQ, seq2seq_batch),

@@ -165,3 +165,86 @@ def no_loss_at_all() -> Made:
             return self.logits(x)
 
     return Model(), only_x()
+
+
+class Table(collections.OrderedDict[str, Any]):
+    """As in transformers: an item is a class, and an access makes a module of it."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+class Decoded(dict[str, float]):
+    """An item is held in another unit than it is given in."""
+
+    def __getitem__(self, key: str) -> float:
+        return super().__getitem__(key) / 100
+
+
+class Shifted(list[float]):
+    """A list that counts from one."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index - 1)
+
+
+TABLE = Table(relu=nn.ReLU, gelu=nn.GELU)
+
+
+@case("transformers: ACT2FN in forward, a table that makes a module at each access")
+def items_that_a_table_makes() -> Made:
+    class Model(Body):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return TABLE["gelu"](self.logits(x)).pow(2).mean()
+
+    return Model(), only_x()
+
+
+@case("a dict of settings whose class decodes what it holds")
+def items_that_a_dict_decodes() -> Made:
+    class Model(Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = Decoded(scale=50.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.logits(x) * self.settings["scale"]).pow(2).mean()
+
+    return Model(), only_x()
+
+
+@case("a list of settings that counts from one")
+def items_of_a_list_that_counts_from_one() -> Made:
+    class Model(Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = Shifted([0.5, 2.0])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.logits(x) * self.scales[1] * self.scales[2]).pow(2).mean()
+
+    return Model(), only_x()
+
+
+def counted(run: Run, model: nn.Module, batches: Sequence[Any]) -> dict[str, Any]:
+    """The loop also says what the table holds."""
+    return {"losses": _trained(run, model, batches), "held": dict(model.settings.items())}  # type: ignore[union-attr, operator]
+
+
+def _trained(run: Run, model: nn.Module, batches: Sequence[Any]) -> list[torch.Tensor]:
+    wrapped = run.wrap(model, batches[0])
+    return [called(wrapped, batch).detach().clone() for batch in batches]
+
+
+@case("a dict with own access that forward writes into", loop=counted)
+def items_that_are_written_into_a_dict_with_own_access() -> Made:
+    class Model(Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = Decoded(scale=50.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.settings["last"] = 3.0
+            return (self.logits(x) * self.settings["scale"]).pow(2).mean()
+
+    return Model(), only_x()

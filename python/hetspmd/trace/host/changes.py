@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path as File
 from typing import Any
 
@@ -23,6 +23,7 @@ from hetspmd.trace.host.plain import (
     number_of,
     to_text,
 )
+from hetspmd.trace.host.raw import elements, pairs, size
 from hetspmd.trace.host.snapshot import OF_TORCH, Change
 
 
@@ -76,16 +77,17 @@ class Left:
         before, after = change.before, change.after
         if not change.inside:
             yield change
-        elif isinstance(before, Mapping):
-            for key in dict.fromkeys((*before, *after)):
-                old, new = before.get(key, NOTHING), after.get(key, NOTHING)
+        elif isinstance(before, dict):
+            held = dict(pairs(after))
+            for key in dict.fromkeys((*before, *held)):
+                old, new = before.get(key, NOTHING), held.get(key, NOTHING)
                 if old is not new:
                     yield Change(change.root, (*change.path, step_to(key)), old, new)
-        elif isinstance(after, (list, collections.deque)) and len(before) == len(after):
-            for index, (old, new) in enumerate(zip(before, after, strict=True)):
+        elif isinstance(after, (list, collections.deque)) and len(before) == size(after):
+            for index, (old, new) in enumerate(zip(before, elements(after), strict=True)):
                 if old is not new:
                     yield Change(change.root, (*change.path, f"[{index}]"), old, new)
-        elif any(not is_plain(value) for value in after):
+        elif any(not is_plain(value) for value in elements(after)):
             name, kind = where(self._roots, change.root, change.path), type(after).__name__
             raise TraceError(
                 f"forward adds to the {kind} {name} in every step; return what it collects as an "
@@ -93,7 +95,7 @@ class Left:
                 "or clear it at the beginning of forward"
             )
         else:
-            yield Change(change.root, (*change.path, ALL), before, list(after))
+            yield Change(change.root, (*change.path, ALL), before, elements(after))
 
 
 def _of_torch(change: Change, derived: set[tuple[Path, str]]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from hetspmd.trace.host import raw
 from hetspmd.trace.host.plain import is_container
 
 Path = tuple[str, ...]
@@ -132,11 +133,13 @@ def item(holder: Any, step: str) -> Any:
         except Exception:  # a property may raise anything
             return NOTHING
     if step == ALL:
-        return (
-            tuple(holder) if isinstance(holder, Mapping) else len(holder) if is_container(holder) else NOTHING
-        )
+        if isinstance(holder, Mapping) and not isinstance(holder, dict):
+            return tuple(holder)
+        if not is_container(holder):
+            return NOTHING
+        return tuple(raw.elements(holder)) if isinstance(holder, dict) else raw.size(holder)
     try:
-        return holder[key_of(step)]
+        return raw.at(holder, key_of(step)) if is_container(holder) else holder[key_of(step)]
     except (KeyError, IndexError, TypeError, ValueError, RecursionError):
         return NOTHING
 
@@ -186,10 +189,15 @@ def put(holder: Any, step: str, value: Any) -> None:
         else:
             setattr(holder, step[1:], value)
     elif step == ALL:
-        holder.clear()
-        holder.extend(value) if hasattr(holder, "extend") else holder.update(value)
+        if is_container(holder):
+            raw.refill(holder, value)
+        else:
+            holder.clear()
+            holder.extend(value) if hasattr(holder, "extend") else holder.update(value)
     elif value is NOTHING:
         del holder[key_of(step)]
+    elif is_container(holder):
+        raw.put(holder, key_of(step), value)
     else:
         holder[key_of(step)] = value
 
@@ -206,5 +214,5 @@ def items(container: Any) -> list[tuple[str, Any]]:
     """The elements of a container that can be told by index or key, each with its step."""
     if not is_container(container) or isinstance(container, (set, frozenset)):
         return []
-    pairs = container.items() if isinstance(container, Mapping) else enumerate(container)
+    pairs = raw.pairs(container) if isinstance(container, dict) else enumerate(raw.elements(container))
     return [(step_to(k), v) for k, v in pairs if type(k) in (int, str, bool, float, type(None), tuple)]

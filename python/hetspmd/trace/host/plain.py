@@ -14,7 +14,7 @@ import hashlib
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from torch import nn
 
 from hetspmd.errors import PlanError
 from hetspmd.trace.compat import outside_modes
+from hetspmd.trace.host.raw import elements, pairs
 
 MISSING: Final = "missing"
 """The fingerprint of an attribute that is not there."""
@@ -54,7 +55,9 @@ def is_container(value: object) -> bool:
 def is_plain(value: Any) -> bool:
     """Whether a value is made of numbers, strings and the like alone."""
     if is_container(value):
-        parts = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
+        parts = (
+            [part for pair in pairs(value) for part in pair] if isinstance(value, dict) else elements(value)
+        )
         return all(map(is_plain, parts))
     return is_scalar(value)
 
@@ -65,9 +68,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         return [value]
     if not is_container(value):
         return []
-    return [
-        t for inner in (value.values() if isinstance(value, Mapping) else value) for t in tensors_in(inner)
-    ]
+    parts = [v for _, v in pairs(value)] if isinstance(value, dict) else elements(value)
+    return [t for inner in parts for t in tensors_in(inner)]
 
 
 def fingerprint(value: object) -> str:
@@ -109,9 +111,11 @@ def _text(value: object, depth: int) -> str:
 def _container(value: Any, depth: int) -> str:
     kind = type(value)
     name = "" if kind in _CONTAINERS else type_name(kind)
-    if isinstance(value, Mapping):
-        return f"{name}{{{', '.join(f'{_text(k, depth + 1)}: {_text(v, depth + 1)}' for k, v in value.items())}}}"
-    parts: Iterable[str] = (_text(v, depth + 1) for v in value)
+    if isinstance(value, dict):
+        return (
+            f"{name}{{{', '.join(f'{_text(k, depth + 1)}: {_text(v, depth + 1)}' for k, v in pairs(value))}}}"
+        )
+    parts: Iterable[str] = (_text(v, depth + 1) for v in elements(value))
     if isinstance(value, (set, frozenset)):
         return f"{name or kind.__name__}({', '.join(sorted(parts))})"
     opening, closing = "[]" if isinstance(value, list) else "()"

@@ -7,7 +7,6 @@ references, so that nothing is copied but lists. Slots of parameters and buffers
 
 from __future__ import annotations
 
-import collections
 import sys
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import nn
 from hetspmd.trace.host.code import is_installed
 from hetspmd.trace.host.places import NOTHING, Path, content, step_to
 from hetspmd.trace.host.plain import is_container
+from hetspmd.trace.host.raw import elements, pairs, refill, size
 
 OF_TORCH: Final = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 """Attributes that every module has, and those in which torch's recurrent layers hold their parameters once more."""
@@ -76,10 +76,9 @@ class Snapshot:
             return
         if not isinstance(value, (tuple, frozenset)):
             self._containers[id(value)] = _Held(root, path, value, _copied(value))
-        keyed = isinstance(value, dict)
         if isinstance(value, (set, frozenset)):
             return
-        for key, inner in list(value.items() if keyed else enumerate(value)):
+        for key, inner in pairs(value) if isinstance(value, dict) else enumerate(elements(value)):
             if is_container(inner):
                 self.container(root, (*path, step_to(key)), inner)
 
@@ -135,7 +134,7 @@ class Snapshot:
                     setattr(held.live, name, held.kept)
         for held in self._containers.values():
             if not _same(held.live, held.kept):
-                _refill(held.live, held.kept)
+                refill(held.live, held.kept)
         for function, misses in self._caches.values():
             if function.cache_info().misses != misses:
                 function.cache_clear()
@@ -169,7 +168,7 @@ class Structure:
         """Put everything back."""
         for _, _, live, kept in self._held:
             if not _same(live, kept):
-                _refill(live, kept)
+                refill(live, kept)
 
 
 def _of_a_package(hook: Any) -> bool:
@@ -183,36 +182,15 @@ def _own(holder: Any, name: str) -> Any:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
-        return dict(value)
-    if isinstance(value, set):
-        return set(value)
-    return list(value)
+        return dict(pairs(value))
+    return set(elements(value)) if isinstance(value, set) else elements(value)
 
 
 def _same(live: Any, kept: Any) -> bool:
-    if len(live) != len(kept):
+    if size(live) != len(kept):
         return False
     if isinstance(kept, dict):
-        return all(a is b and live[a] is v for (a, v), b in zip(kept.items(), live, strict=True))
+        return all(a is c and b is d for (a, b), (c, d) in zip(pairs(live), kept.items(), strict=True))
     if isinstance(kept, set):
-        return bool(live == kept)
-    return all(a is b for a, b in zip(live, kept, strict=True))
-
-
-def _refill(live: Any, kept: Any) -> None:
-    if isinstance(live, dict):
-        dict.clear(live)
-        for key, value in kept.items():
-            dict.__setitem__(live, key, value)
-        if isinstance(live, collections.OrderedDict):
-            collections.OrderedDict.clear(live)
-            for key, value in kept.items():
-                collections.OrderedDict.__setitem__(live, key, value)
-    elif isinstance(live, set):
-        live.clear()
-        live.update(kept)
-    elif isinstance(live, collections.deque):
-        live.clear()
-        live.extend(kept)
-    else:
-        live[:] = kept
+        return set(elements(live)) == kept
+    return all(a is b for a, b in zip(elements(live), kept, strict=True))

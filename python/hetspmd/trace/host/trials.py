@@ -22,6 +22,7 @@ from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.facts import Counter
 from hetspmd.trace.host.finish import carried
 from hetspmd.trace.host.plain import is_container, numbers_in
+from hetspmd.trace.host.raw import elements, pairs
 from hetspmd.trace.host.recorder import Place
 from hetspmd.trace.host.watch import Watch
 
@@ -173,7 +174,9 @@ def _holds(value: Any) -> bool:
 
 def _leaves(value: Any) -> Iterator[Any]:
     if is_container(value):
-        for inner in (*value.keys(), *value.values()) if isinstance(value, Mapping) else value:
+        for inner in elements(value):
+            yield from _leaves(inner)
+        for _, inner in pairs(value) if isinstance(value, dict) else ():
             yield from _leaves(inner)
     else:
         yield value
