@@ -11,6 +11,7 @@ import pytest
 WORLD = 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads in /proc")
 def test_no_thread_of_a_group_is_left(tmp_path: Path) -> None:
     """One that lets go of a tensor when the interpreter is gone ends the process by SIGABRT, once in a hundred."""
