@@ -85,7 +85,6 @@ class Subject:
 
 
 SUBJECTS = ("mlp", "conv", "attention", "vocabulary", "experts")
-SLOW = ("conv", "attention", "experts", "vocabulary")
 
 
 @cache
@@ -186,9 +185,8 @@ def triples_used(theory: Theory, programs: Sequence[Program]) -> set[tuple[str, 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in SUBJECTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUBJECTS)
 def test_random_programs(name: str, record_property: Callable[[str, object], None]) -> None:
     found = subject(name)
     theory = found.theory

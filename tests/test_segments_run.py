@@ -82,7 +82,9 @@ def test_styles(name: str, style: object) -> None:
     forced(name, 3, style(cut(name, 3)))
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "unet", "lstm", pytest.param("swin", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["unet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("t5", "bart", "lstm", "swin"))]
+)
 def test_graphs_that_are_no_chains(name: str) -> None:
     forced(name, 3, known.data_parallel(cut(name, 3)))
 

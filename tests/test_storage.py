@@ -26,7 +26,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("name", "devices", "gain"),
     [
-        ("vit", on(1e7, 2, 1), 0.015),
+        pytest.param("vit", on(1e7, 2, 1), 0.015, marks=pytest.mark.slow),
         ("gpt2", on(1e7, 2, 1), 0.015),
         pytest.param("bert", on(1e7, 2, 1), 0.005, marks=pytest.mark.slow),
         pytest.param("vit", on(1e7, 1, 1, 1), 0.0, marks=pytest.mark.slow),

@@ -70,6 +70,7 @@ def test_curves_are_of_what_profiles_measure(monkeypatch: pytest.MonkeyPatch) ->
     assert fitted.keys() == SCATTERS | GATHERS
 
 
+@pytest.mark.slow
 def test_it_measures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

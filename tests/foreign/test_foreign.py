@@ -13,9 +13,19 @@ for path in sorted(HERE.glob("cases_*.py")):
     importlib.import_module(path.stem)
 
 
-@pytest.mark.parametrize(
-    "c", [pytest.param(c, id=name, marks=[pytest.mark.slow] if c.slow else []) for name, c in CASES.items()]
-)
+QUICK = 4
+"""One case in so many is in the quick run."""
+
+
+def cases() -> list[object]:
+    """All of them; slow are those that are not quick and most of the others."""
+    return [
+        pytest.param(c, id=name, marks=[pytest.mark.slow] if c.slow or i % QUICK else [])
+        for i, (name, c) in enumerate(CASES.items())
+    ]
+
+
+@pytest.mark.parametrize("c", cases())
 @pytest.mark.filterwarnings("ignore::hetspmd.errors.CheckpointWarning", "ignore:None of the inputs have")
 def test_foreign(c: Case) -> None:
     check(c)

@@ -154,7 +154,9 @@ def test_random_numbers_are_the_same_where_tensors_are() -> None:
                     torch.testing.assert_close(value, results[0][name], **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["mlp", "conv", pytest.param("attention", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("conv", "attention"))]
+)
 def test_compiled_both_ways(name: str) -> None:
     """Verified, with dropout; the cheaper one is kept, with the other one's seconds."""
     c = case(name)

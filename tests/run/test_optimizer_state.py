@@ -88,6 +88,7 @@ def saved_on(c: Case, plan: Plan) -> Saved:
     return first
 
 
+@pytest.mark.slow
 def test_saved_in_uneven_shards_and_continued_elsewhere() -> None:
     """Equal to training on one device without a break."""
     c = case("mlp")

@@ -172,8 +172,14 @@ def test_functions(name: str, dtype: torch.dtype) -> None:
     assert max(errors.values()) <= EPS[dtype], errors
 
 
+UNROLLED = {"lstm", "gru", "rnn of tanh"}
+"""They are many instructions, and are slow."""
+
+
 @pytest.mark.parametrize("dtype", EPS, ids=str)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in UNROLLED else ()) for n in LAYERS]
+)
 def test_layers(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     errors = compared(run_layer, dtype, layer=LAYERS[name]())
