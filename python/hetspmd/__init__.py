@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hetspmd.run.gradient_hooks import on_full_gradient
     from hetspmd.run.module import HAP
     from hetspmd.run.norms import clip_grad_norm_, get_total_norm
+    from hetspmd.run.one_process import hide_ranks
     from hetspmd.run.optimizer_guard import allow_optimizer
     from hetspmd.run.optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
     from hetspmd.run.scaler import GradScaler
@@ -47,6 +48,7 @@ _HOMES = {
     "compile": "compiler",
     "full_optimizer_state_dict": "run.optimizer_state",
     "get_total_norm": "run.norms",
+    "hide_ranks": "run.one_process",
     "load_full_optimizer_state_dict": "run.optimizer_state",
     "on_full_gradient": "run.gradient_hooks",
     "rule": "rules",
@@ -75,6 +77,7 @@ __all__ = [
     "errors",
     "full_optimizer_state_dict",
     "get_total_norm",
+    "hide_ranks",
     "load_full_optimizer_state_dict",
     "on_full_gradient",
     "rule",

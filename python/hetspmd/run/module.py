@@ -29,6 +29,7 @@ from hetspmd.run.attendance import Attendance, meet_ranks
 from hetspmd.run.clipping import reach_torch
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.forwarding import forwards, without_prefix
+from hetspmd.run.gathered import add_module, gathered_state
 from hetspmd.run.gradient_hooks import give_whole, tell_module_hooks
 from hetspmd.run.guard import check_same_batch, check_tensors
 from hetspmd.run.holders import check_unwrapped
@@ -43,6 +44,7 @@ from hetspmd.run.replicas import replicas_of
 from hetspmd.run.runtime import Runtime
 from hetspmd.run.scaler import reach_torch_scaler
 from hetspmd.run.shards import FULL
+from hetspmd.run.signature import Forward
 from hetspmd.run.store import Store, check_model
 from hetspmd.run.stretches import compile_options
 from hetspmd.run.twin import twin_model, twin_plans, twin_store
@@ -84,6 +86,8 @@ class HAP(nn.Module):
                          ``loss(model, *args, **kwargs)``, if it is not the output, its ``.loss`` or its first item
     plan                 a Plan or the path of a plan file, instead of an example
     gather_outputs       return whole outputs on every rank
+    gather_state         ``state_dict()`` of this module, and of optimizers over its parameters, gathers the whole
+                         tensors of the single device; every rank must call it. Otherwise shards are refused
     strict               raise MissingRuleError where an op has no rule
     device               where to run; default: where the model is
     process_group        default: the default group; a Communicator is taken as well (simulation)
@@ -119,7 +123,7 @@ class HAP(nn.Module):
         strict: bool = False, device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | Communicator | None = None, sync_module_states: bool = True,
         check_batches: bool = True, timeout: float = 600.0, compile: bool | Mapping[str, Any] = False,
-        check_plan: bool = True, **options: Any,
+        check_plan: bool = True, gather_state: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         from hetspmd.compiler import check_options
@@ -151,6 +155,7 @@ class HAP(nn.Module):
             )
         self.module = model
         self.gather_outputs = gather_outputs
+        self.gather_state = gather_state
         setting = Setting(
             model=model,
             cluster=self.cluster,
@@ -244,6 +249,7 @@ class HAP(nn.Module):
             return layout.extents[self._runtime.communicator.rank] > 0
         return self.rank == self.source
 
+    @Forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a global batch, the same on every rank."""
         if self._attendance is None:
@@ -329,6 +335,18 @@ class HAP(nn.Module):
         self.meet("full_module()")
         with self._store.sentry.lifted():
             return full_module(self._store, self._runtime, self.device)
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """:meth:`full_state_dict` with ``gather_state``; shards are refused without."""
+        if self.gather_state and not args:
+            return gathered_state(self, destination, prefix)
+        return super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        add_module(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hetspmd.errors import OptimizerError
 from hetspmd.forms import is_sharded, sharded_dim
 from hetspmd.run.elementwise import Untestable, is_elementwise, steps_nothing, trial_shape
-from hetspmd.run.optimizer_state import cut_whole_state, is_own
+from hetspmd.run.optimizer_state import cut_whole_state, full_optimizer_state_dict, is_own
 from hetspmd.run.owners import Place, living, places
 
 _optim = torch.optim
@@ -31,6 +31,8 @@ ELEMENTWISE: Final[frozenset[type]] = frozenset(
     )
 )  # fmt: skip
 """Optimizers of torch that need no trial; not those that inherit from them."""
+PASSING: Final = frozenset(("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"))
+"""Packages whose optimizers hold another one and only pass its steps on."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def _check(optimizer: torch.optim.Optimizer, known: Mapping[int, Place], mine: l
             raise OptimizerError(first)
     if any(_in_parts(place) for place in mine):
         optimizer.register_state_dict_pre_hook(_refuse_shards)
+        optimizer.register_state_dict_post_hook(_gather)
         optimizer.register_load_state_dict_post_hook(_look_again)
 
 
@@ -113,11 +116,18 @@ def _in_parts(place: Place) -> bool:
 
 
 def _refuse_shards(optimizer: torch.optim.Optimizer) -> None:
-    if not is_own() and any(_in_parts(place) for place in _places(optimizer)):
+    if not is_own() and any(_in_parts(p) and not p.module.gather_state for p in _places(optimizer)):
         raise OptimizerError(
             f"{type(optimizer).__name__}.state_dict() would be of this rank's shards alone; call, on every rank, "
-            "hetspmd.full_optimizer_state_dict(hap, optimizer), which has the state of the single device"
+            "hetspmd.full_optimizer_state_dict(hap, optimizer), which has the state of the single device; "
+            "HAP(..., gather_state=True) lets state_dict() do so"
         )
+
+
+def _gather(optimizer: torch.optim.Optimizer, _state: dict[str, Any]) -> dict[str, Any] | None:
+    """The state of the single device in the place of this rank's shards."""
+    parts = () if is_own() else [place for place in _places(optimizer) if _in_parts(place)]
+    return full_optimizer_state_dict(parts[0].module, optimizer) if parts else None
 
 
 def _places(optimizer: torch.optim.Optimizer) -> list[Place]:
@@ -195,5 +205,5 @@ def _wrappers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimize
             if isinstance(o, torch.optim.Optimizer) and any(vars(o) is d for d in dicts)
         ]
     for one in {id(o): o for o in found if o is not optimizer}.values():
-        if not type(one).__module__.startswith("accelerate."):
+        if type(one).__module__.split(".")[0] not in PASSING:
             yield one

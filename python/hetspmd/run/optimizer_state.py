@@ -165,7 +165,7 @@ def _gathered(
         for key, entry in everyone[module.source][index][1].items():
             told = [(empty, entries.get(key)) for empty, entries in (rank[index] for rank in everyone)]
             if _is_one(key, told):
-                whole = entry.value
+                whole = _on_cpu(entry.value)  # ranks in one process are told the same tensor
             else:
                 _check_alike(told, f"{key!r} of {kind} for {name}")
                 value = state.get(index, {}).get(key)

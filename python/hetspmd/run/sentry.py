@@ -75,7 +75,8 @@ class _StateHook(_Hook):
         raise ShardError(
             f"state_dict() of {self.post.name} would hold this rank's shards. Write "
             "state = hap.full_state_dict() on every rank (it is what one device has), then torch.save(state, FILE) "
-            "or other.load_state_dict(state) where it is wanted"
+            "or other.load_state_dict(state) where it is wanted; HAP(..., gather_state=True) lets hap.state_dict() "
+            "do so"
         )
 
 

@@ -2,7 +2,8 @@
 
 ``DistributedDataParallel`` broadcasts rank 0's parameters, which are rank 0's shards; FSDP cuts shards again;
 ``DataParallel`` copies a module that is tied to its ranks. Accelerate and Trainer make them by themselves. From the
-first HAP module on, the wrappers look for one inside before they change anything.
+first HAP module on, the wrappers look for one inside before they change anything. So does ``AveragedModel`` look at
+what it averages.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from hetspmd.errors import ShardError
 from hetspmd.run.owners import living
@@ -30,15 +32,18 @@ def reach_wrappers() -> None:
             for kind in (nn.parallel.DistributedDataParallel, nn.DataParallel):
                 _REACHED.append(kind)
                 kind.__init__ = _looking(kind.__init__, kind.__name__)  # type: ignore[method-assign]
+            update = AveragedModel.update_parameters
+            AveragedModel.update_parameters = _comparing(update)  # type: ignore[method-assign]
 
 
 def refuse_wrapper(wrapper: str) -> NoReturn:
     """Raise ShardError: ``wrapper`` cannot be around a HAP module."""
     raise ShardError(
         f"{wrapper} around a HAP module would take this rank's shards for the whole model. HAP stands in its "
-        "place: call, step and save the HAP module itself. With Accelerate prepare the optimizer alone "
-        "(optimizer = accelerator.prepare_optimizer(optimizer)), neither model nor loader, and call "
-        "accelerator.backward(loss) or loss.backward()"
+        "place: call, step and save the HAP module itself. Accelerate, Hugging Face Trainer and Lightning make "
+        "this wrapper where they see several processes. Write rank = hetspmd.hide_ranks() after "
+        "init_process_group(...) and before Accelerator(), TrainingArguments(...) or lightning.Trainer(...): each "
+        "rank then runs them as one device does; docs/training.md has the whole of it"
     )
 
 
@@ -51,6 +56,20 @@ def _looking(make: Callable[..., None], name: str) -> Callable[..., None]:
         make(self, *args, **kwargs)
 
     return made
+
+
+def _comparing(update: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(update)
+    def updated(self: AveragedModel, model: nn.Module) -> None:
+        pairs = zip(self.module.parameters(), model.parameters(), strict=False)
+        if any(a.shape != p.shape and marked(p) is not None for a, p in pairs):
+            raise ShardError(
+                f"this AveragedModel has the whole parameters of {type(self.module).__name__}, and is given this "
+                "rank's shards. Make it after HAP(...): average = AveragedModel(hap), which lies in the same shards"
+            )
+        update(self, model)
+
+    return updated
 
 
 def _has_shards(module: nn.Module) -> bool:
