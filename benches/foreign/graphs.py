@@ -51,6 +51,8 @@ class Layer(nn.Module):
 
 
 _nodes("gcn", lambda g: g.GCN(FEATURES, 16, 2, CLASSES))
+_nodes("gcn-without-loops", lambda g: g.GCN(FEATURES, 16, 2, CLASSES, add_self_loops=False))
+_nodes("gat-without-loops", lambda g: g.GAT(FEATURES, 16, 2, CLASSES, add_self_loops=False))
 _nodes("sage", lambda g: g.GraphSAGE(FEATURES, 16, 2, CLASSES))
 _nodes("gat", lambda g: g.GAT(FEATURES, 16, 2, CLASSES, heads=2))
 _nodes("gatv2", lambda g: g.GAT(FEATURES, 16, 2, CLASSES, v2=True))

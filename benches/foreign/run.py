@@ -1,8 +1,8 @@
 """Where a case runs: on one device, or as one of four unlike ranks.
 
 A loop is written once, for a :class:`Run`: on one device ``run.wrap(model, batch)`` is the model itself, on ranks
-it is a :class:`~hetspmd.HAP`. What differs between a script for one device and one for HAP (see docs/training.md) is
-a method here, and nothing else may differ.
+it is a :class:`~hetspmd.HAP`. What differs between a script for one device and one for HAP (docs/training.md) is a
+method here, and nothing else may differ.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ The stages in the order of the data's way: trace, rules, then search and ratios 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -19,7 +20,7 @@ from hetspmd.balance.segments import segmented, segments_like
 from hetspmd.balance.stored import as_stored
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.machines import has_machines
-from hetspmd.errors import OptionError
+from hetspmd.errors import InfeasibleError, OptionError, SearchError
 from hetspmd.forms import Form
 from hetspmd.hierarchy import Machines, Step, cheaper, check_machines, inside_of, step_across
 from hetspmd.plan import Inside, Plan, SearchReport
@@ -35,6 +36,7 @@ from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.watch import HostRandomness, check_randomness
 from hetspmd.trace.losses import Loss, as_loss
 from hetspmd.trace.trace import split_example, trace
+from hetspmd.twins import stored_as_followed
 
 
 def compile(
@@ -127,7 +129,8 @@ def compile_plan(
                 limits,
                 clock,
             )
-            return plan_of(found, devices, outcome, constraints)
+            plan = plan_of(found, devices, outcome, constraints)
+            return _following(plan, frozenset(fixed.forms), outcome, limits, clock) or plan
 
         def across() -> Plan:
             with naming_conflicts(theory, fixed):
@@ -148,6 +151,23 @@ def _like(theory: Theory, cluster: Cluster, like: Plan, limits: Limits, clock: C
     ratios = like.ratios[: theory.axes.segments]
     with clock("synth"):
         return _fixed_plan(theory, cluster, Constraints(forms), ratios, lengths, limits, like.active)
+
+
+def _following(
+    plan: Plan, kept: frozenset[int], outcome: Outcome, limits: Limits, clock: Clock
+) -> Plan | None:
+    """The plan with modules that follow others in their shards; None where they are, or where none can be so."""
+    stored = stored_as_followed(plan.graph, plan.parameter_layout(), kept)
+    if stored is None:
+        return None
+    with clock("rules"):
+        theory, forms, lengths = as_stored(plan.theory, stored, plan.ratios)
+    with clock("synth"), suppress(InfeasibleError, SearchError):
+        turns = Alternation(theory, plan.cluster, Constraints(forms), limits, Clock())
+        pair = turns.at(plan.ratios, lengths, plan.active)
+        if pair.fits or outcome.over_memory:
+            return plan_of(theory, plan.cluster, replace(outcome, pair=pair), plan.constraints)
+    return None
 
 
 def _fixed_plan(

@@ -248,3 +248,28 @@ def items_that_are_written_into_a_dict_with_own_access() -> Made:
             return (self.logits(x) * self.settings["scale"]).pow(2).mean()
 
     return Model(), only_x()
+
+
+BACKENDS: dict[type, Any] = {}
+"""As in einops: what handles a tensor, by its class, which is another while a model is traced."""
+
+
+class Backend:
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def backend_of(x: torch.Tensor) -> Backend:
+    if type(x) not in BACKENDS:
+        BACKENDS[type(x)] = Backend()
+    found: Backend = BACKENDS[type(x)]
+    return found
+
+
+@case("einops: a table of backends by the tensor's class")
+def a_table_by_the_tensors_class() -> Made:
+    class Model(Body):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return backend_of(x).scaled(self.logits(x)).pow(2).mean()
+
+    return Model(), only_x()

@@ -308,3 +308,39 @@ def one_after_the_other(run: Run, model: nn.Module, batches: Sequence[Any]) -> d
 )
 def a_gradient_through_an_output() -> Made:
     return nn.Linear(12, 12), only_x()
+
+
+class Followed(nn.Module):
+    """A network, and a copy of it that the loop moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 7))
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            goal = self.target(x + 1)
+        return (self.online(x) - goal).square().mean()
+
+
+@case("BYOL, DQN: a target network in the model, moved by the loop",
+      loop=lambda run, model, batches: _moved(run, model, batches))  # fmt: skip
+def a_target_network_in_the_model() -> Made:
+    return Followed(), only_x()
+
+
+def _moved(run: Run, model: nn.Module, batches: Sequence[Any]) -> dict[str, Any]:
+    wrapped, losses = run.wrap(model, batches[0]), []
+    optimizer = torch.optim.SGD(model.online.parameters(), lr=0.05)  # type: ignore[operator, union-attr]
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = wrapped(*batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().clone())
+        with torch.no_grad():
+            pairs = zip(model.target.parameters(), model.online.parameters(), strict=True)  # type: ignore[operator, union-attr]
+            for a, b in pairs:
+                a.lerp_(b, 0.1)
+    return {"losses": losses, "state": run.state(wrapped)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -92,6 +93,20 @@ class Lookahead(torch.optim.Optimizer):
                 p.copy_(slow)
 
 
+class Bare(Lookahead):
+    """As timm's: torch's ``__init__`` is left out, and with it the hooks of ``state_dict``."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks: Any = OrderedDict()
+        self._optimizer_step_post_hooks: Any = OrderedDict()
+        self.base, self.count = base, 0
+        self.param_groups, self.defaults = base.param_groups, base.defaults
+        self.state = defaultdict(dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+
 def lamb(g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     return g * (p.norm() / (g.norm() + 1e-6))
 
@@ -121,6 +136,7 @@ STEPPING: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "lion": lambda ps: Own(ps, lambda g, p: g.sign() + 0.01 * p),
     "subclass": lambda ps: type("MyAdamW", (torch.optim.AdamW,), {})(ps, lr=0.01),
     "lookahead": lambda ps: Lookahead(torch.optim.SGD(ps, lr=0.1, momentum=0.9)),
+    "bare": lambda ps: Bare(torch.optim.SGD(ps, lr=0.1, momentum=0.9)),
     "fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
     "foreach": lambda ps: torch.optim.SGD(ps, lr=0.1, foreach=True),
 }
@@ -170,6 +186,19 @@ def test_what_mixes_elements_is_refused_on_every_rank() -> None:
     first, *others = on_ranks(c, divided(c), body)
     assert all(found == first for found in others)
     assert all("hetspmd.allow_optimizer" in text and "constraints=" in text for text in first.values())
+
+
+def test_state_of_a_wrapper_without_hooks_is_refused_as_that_of_what_it_holds() -> None:
+    c = case("mlp")
+
+    def body(hap: HAP) -> str:
+        optimizer = Bare(torch.optim.SGD(hap.parameters(), lr=0.1, momentum=0.9))
+        stepped(hap, c.batch, optimizer)
+        with pytest.raises(OptimizerError, match="full_optimizer_state_dict") as caught:
+            optimizer.state_dict()
+        return str(caught.value)
+
+    assert all("SGD.state_dict()" in text for text in on_ranks(c, divided(c), body))
 
 
 def test_sam_is_found_behind_the_optimizer_that_it_steps() -> None:

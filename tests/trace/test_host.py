@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import random
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from hetspmd.errors import HetspmdError, TraceError
 from hetspmd.run.host import Guard
 from hetspmd.trace.compat import is_traced
 from hetspmd.trace.graph import Graph
-from hetspmd.trace.host.code import discover
+from hetspmd.trace.host.code import discover, is_installed
 from hetspmd.trace.host.equal import differ_in_numbers, digest
 from hetspmd.trace.host.places import Roots, key_of, step_to
 from hetspmd.trace.host.plain import fingerprint, from_text, to_text
@@ -226,3 +228,23 @@ def test_values_are_made_again_from_their_text() -> None:
 @pytest.mark.parametrize("key", [0, -1, "x", 'quo"te]', 2.5, True, None, (1, ("a", None))])
 def test_steps_to_items(key: Any) -> None:
     assert key_of(step_to(key)) == key
+
+
+def test_what_pip_has_put_into_a_folder_is_installed_and_what_lies_beside_it_is_not(tmp_path: Path) -> None:
+    info = tmp_path / "its-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: its\nVersion: 1.0\n", encoding="utf-8")
+    (info / "RECORD").write_text("its/__init__.py,,\nits/inner.py,,\nalone.py,,\n", encoding="utf-8")
+
+    def module(name: str, file: str) -> ModuleType:
+        made = ModuleType(name)
+        made.__file__ = str(tmp_path / file)
+        return made
+
+    assert is_installed(module("its", "its/__init__.py"))
+    assert is_installed(module("its.inner", "its/inner.py"))
+    assert is_installed(module("alone", "alone.py"))
+    assert not is_installed(module("mine", "mine.py"))
+    assert not is_installed(module("mine.inner", "mine/inner.py"))
+    assert not is_installed(ModuleType("without_a_file"))
+    assert is_installed(pytest)

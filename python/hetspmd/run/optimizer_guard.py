@@ -11,6 +11,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -105,9 +106,11 @@ def _check(optimizer: torch.optim.Optimizer, known: Mapping[int, Place], mine: l
         if first:
             raise OptimizerError(first)
     if any(_in_parts(place) for place in mine):
-        optimizer.register_state_dict_pre_hook(_refuse_shards)
-        optimizer.register_state_dict_post_hook(_gather)
-        optimizer.register_load_state_dict_post_hook(_look_again)
+        # A wrapper that leaves out torch's __init__ has no hooks (Lookahead); what it holds gets them when it steps.
+        with suppress(AttributeError):
+            optimizer.register_state_dict_pre_hook(_refuse_shards)
+            optimizer.register_state_dict_post_hook(_gather)
+            optimizer.register_load_state_dict_post_hook(_look_again)
 
 
 def _in_parts(place: Place) -> bool:

@@ -80,6 +80,8 @@ class Left:
         elif isinstance(before, dict):
             held = dict(pairs(after))
             for key in dict.fromkeys((*before, *held)):
+                if isinstance(key, type) and issubclass(key, torch.Tensor):
+                    continue  # a table by the tensor's class, which is another while the model is traced
                 old, new = before.get(key, NOTHING), held.get(key, NOTHING)
                 if old is not new:
                     yield Change(change.root, (*change.path, step_to(key)), old, new)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from importlib.metadata import distributions
+from pathlib import Path as File
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -33,7 +35,19 @@ def is_foreign(module: object) -> bool:
 @functools.cache
 def is_installed(module: ModuleType) -> bool:
     """Whether a module belongs to an installed package, whose registries are no part of a model."""
-    return "site-packages" in (getattr(module, "__file__", None) or "")
+    file = getattr(module, "__file__", None) or ""
+    if "site-packages" in file or "dist-packages" in file:
+        return True
+    above = File(file).parents
+    depth = module.__name__.count(".") + (File(file).stem == "__init__")
+    return depth < len(above) and module.__name__.partition(".")[0] in _installed_in(above[depth])
+
+
+@functools.cache
+def _installed_in(folder: File) -> frozenset[str]:
+    """Packages that ``pip install --target`` has put into a folder, where a user's own modules may lie too."""
+    files = (file.parts for d in distributions(path=[str(folder)]) for file in d.files or ())
+    return frozenset(parts[0].removesuffix(".py") for parts in files)
 
 
 @functools.cache
