@@ -58,7 +58,8 @@ def alternatives(
             except HetspmdError:  # one of the two may not fit
                 continue
         return _distinct(found)
-    graph = trace(model, args, kwargs, loss=loss)
+    drawn = options.get("host_randomness", "refuse")
+    graph = trace(model, args, kwargs, loss=loss, host_randomness=drawn)
     theory = derive(graph.without_outputs() if loss_only and graph.loss is not None else graph, strict=strict)
     limits = Limits(seconds=time_limit)
     fixed = resolve(theory, constraints)

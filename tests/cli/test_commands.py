@@ -160,6 +160,18 @@ def test_autocast(command, targets, cluster, tmp_path: Path) -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+def test_random_numbers_of_python(command, targets, cluster, tmp_path: Path) -> None:
+    coin, out = f"{targets}:coin", tmp_path / "plan.json"
+    refused = command("compile", coin, "--cluster", cluster)
+    assert refused.status == 2
+    assert "random" in refused.err
+    assert (
+        command("compile", coin, "--cluster", cluster, "--plan", out, "--host-randomness", "freeze").status
+        == 0
+    )
+    assert Plan.load(out).graph.host.draws
+
+
 def test_verify(command, targets, cluster, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     outcome = command("verify", targets, "--cluster", cluster, "--json", out, "--steps", "1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,25 @@ def test_steps_count_from_where_they_get_no_shorter(
     left = iter(steps)
     assert timed(lambda: next(left), 3, best) == counted
     assert not list(left), "no step more"
+
+
+def test_a_model_that_draws_as_it_was_allowed() -> None:
+    class Coin(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).square().mean() * (1.0 if random.random() < 0.5 else 2.0)
+
+    batch = (torch.randn(4, 6),)
+    for way in ("freeze", "trace_each_step"):
+        tuned = tune(Coin(), batch, cluster(1), steps=1, host_randomness=way)
+        assert tuned.plan.graph.host.draws
+        with pytest.raises(OptionError, match=r"test_tune\.py:.*nothing to compare with"):
+            hetspmd.verify(Coin(), batch, cluster(1), host_randomness=way)
+    with pytest.raises(TraceError, match="random"):
+        tune(Coin(), batch, cluster(1), steps=1)
 
 
 def test_bad_arguments() -> None:

@@ -28,6 +28,10 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
     add_target(parser)
     parser.add_argument("--plan", metavar="OUT", help="write the plan, for hetspmd.HAP(..., plan=OUT)")
     parser.add_argument("--program", action="store_true", help="print the whole program as well")
+    parser.add_argument(
+        "--host-randomness", choices=("refuse", "trace_each_step", "freeze"), default="refuse",
+        help="what becomes of random numbers that the model's Python draws (refuse); HAP must be told the same",
+    )  # fmt: skip
     parser.add_argument("--strict", action="store_true", help="an op without a rule is an error")
     parser.add_argument(
         "--time-limit", type=positive_seconds, default=600.0, metavar="S",
@@ -67,6 +71,7 @@ def run(options: argparse.Namespace) -> int:
     with autocast(model, options.autocast), Elapsed() as progress:
         plan = synthesize(
             model, example, cluster, strict=options.strict, constraints=constraints,
+            host_randomness=options.host_randomness,
             time_limit=options.time_limit, segments=options.segments, machines=options.machines, timings=timings,
             progress=lambda stage: progress(STAGES[stage]),
         )  # fmt: skip

@@ -87,9 +87,9 @@ def verify(
     ``dtype``: float64 or float32, by name or as torch's. ``optimizers``: of ``sgd`` and ``adamw``. The model is
     left as it was; its parameters must have values (not be on the meta device). ``options`` go to
     :func:`hetspmd.compile`. ``locate``: say from which tensor and instruction on the sides differ, where they do
-    (:mod:`hetspmd.run.locate`). Raises OptionError for another dtype, optimizer or argument, or no steps, and
-    ExampleError if the model fails on the example, or cannot be copied. Under ``torch.autocast`` the plan is
-    the mixed-precision step's; both sides compute all of it in ``dtype``.
+    (:mod:`hetspmd.run.locate`). Raises OptionError for another dtype, optimizer or argument, no steps, or a step
+    whose Python draws random numbers, and ExampleError if the model fails on the example, or cannot be copied.
+    Under ``torch.autocast`` the plan is the mixed-precision step's; both sides compute all of it in ``dtype``.
     """
     from hetspmd.compiler import check_options, compile_plan
 
@@ -101,6 +101,11 @@ def verify(
     loss = as_loss(loss)
     if plan is None:
         plan = compile_plan(model, args, kwargs, cluster, loss=loss, **options)
+    if plan.graph.host.draws:
+        raise OptionError(
+            f"the model's Python draws random numbers{plan.graph.host.draws}, which one device would draw anew in "
+            "each step, so that there is nothing to compare with; draw before the call and pass it in the batch"
+        )
     limit = _TOLERANCES[wide] if tolerance is None else tolerance
     with without_autocast("cpu"), default_in(wide):
         args, kwargs = batch_in((args, kwargs), wide)
