@@ -106,7 +106,7 @@ def _check(optimizer: torch.optim.Optimizer, known: Mapping[int, Place], mine: l
         if first:
             raise OptimizerError(first)
     if any(_in_parts(place) for place in mine):
-        # A wrapper that leaves out torch's __init__ (Lookahead) has no hooks; what it holds gets them when it steps.
+        # A wrapper without torch's __init__ (Lookahead) has no hooks; what it holds gets them when it steps.
         with suppress(AttributeError):
             optimizer.register_state_dict_pre_hook(_refuse_shards)
             optimizer.register_state_dict_post_hook(_gather)

@@ -23,6 +23,7 @@ from hetspmd.trace.host.places import ALL, SETTINGS, Path, Roots, item, items, o
 from hetspmd.trace.host.plain import fingerprint, is_container, is_plain
 from hetspmd.trace.host.recorder import Place, Recorder
 from hetspmd.trace.host.snapshot import Snapshot, Structure
+from hetspmd.trace.host.tensor_hooks import observers_refused
 
 HostRandomness = Literal["refuse", "trace_each_step", "freeze"]
 
@@ -64,7 +65,7 @@ class Watch:
     def tracing(self) -> Iterator[None]:
         """Around all runs of the Python, and the backward; afterwards, also if it fails, all is as it was."""
         try:
-            with self.recorder.recording():
+            with self.recorder.recording(), observers_refused():
                 yield
             changed = next(self._snapshot.changes(), None)
             if changed is not None:
