@@ -56,9 +56,9 @@ _audio("wavernn", lambda m: m.WaveRNN([2, 2], 8, 4, 1, 8, 8, 5, 8, 8, 8), lambda
     torch.randn(BATCH, 1, 16), torch.randn(BATCH, 1, 8, 8), torch.randn(BATCH, 1, 16, 8)),
     lambda n, w, s, y: F.mse_loss(n(w, s), y))  # fmt: skip
 _audio("wav2vec2", lambda m: m.wav2vec2_model(
-    "layer_norm", CONV_LAYERS, True, 16, 0.0, 4, 2, 1, 2, 0.0, 0.0, 24, 0.0, False, 0.0, 6),
+    "layer_norm", CONV_LAYERS, True, 16, 0.0, 4, 2, 1, 2, 0.0, 24, 0.0, 0.0, False, 0.0, 6),
     lambda: (torch.randn(BATCH, 160), torch.randint(0, 6, (BATCH, 9))), _frames)  # fmt: skip
-_audio("squim", lambda m: m.squim_objective_model(8, 4, 8, 8, 1, 4, 3, 8), lambda: (
+_audio("squim", lambda m: m.squim_objective_model(8, 4, 8, 2, 8, 1, "LSTM", 8), lambda: (
     torch.randn(BATCH, 64), torch.randn(BATCH)), lambda n, x,
     y: (torch.stack(n(x)).sum(0) - y).square().mean())  # fmt: skip
 

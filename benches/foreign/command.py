@@ -56,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(report.summary(found))
     if options.write is not None:
         whole = [kept[n] for n in every if n in kept and kept[n].outcome != BROKEN]
-        report.write(options.write, whole, left_out, f"python benches/foreign --write {options.write.name}")
+        without = [n for n, case in every.items() if case.installed and n not in kept]
+        command = f"python benches/foreign --write {options.write.as_posix()}"
+        report.write(options.write, whole, left_out, command, without)
     return int(any(o.outcome in FAULTS for o in found))
 
 

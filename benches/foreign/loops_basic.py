@@ -386,8 +386,7 @@ def early_stopping_with_the_best_state(run: Run, made: Any) -> dict[str, Any]:
     model, data = made
     wrapped = run.wrap(model, data[0], loss=classified)
     optimizer = sgd(wrapped, 0.5)
-    losses: list[Tensor] = []
-    best: tuple[float, Any] = (float("inf"), None)
+    losses, best = list[Tensor](), (float("inf"), dict[str, Tensor]())
     for batch in data:
         losses.append(step(wrapped, optimizer, batch))
         wrapped.eval()

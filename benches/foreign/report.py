@@ -14,23 +14,36 @@ from hetspmd.plan import write_atomically
 MARKS = ("<!-- results -->\n", "<!-- end of results -->")
 
 
-def write(page: Path, outcomes: Sequence[Outcome], left_out: Sequence[str], command: str) -> None:
-    """Replace what stands between the page's marks. Raises ValueError for a page without them."""
+def write(
+    page: Path,
+    outcomes: Sequence[Outcome],
+    left_out: Sequence[str],
+    command: str,
+    without: Sequence[str] = (),
+) -> None:
+    """Replace what stands between the page's marks. ``without``: cases that have no outcome yet.
+
+    Raises ValueError for a page without marks.
+    """
     text = page.read_text(encoding="utf-8")
     between = re.escape(MARKS[0]) + ".*?" + re.escape(MARKS[1])
     if not re.search(between, text, flags=re.DOTALL):
         raise ValueError(f"{page} has no marks {MARKS[0].strip()} and {MARKS[1]}")
-    body = MARKS[0] + results(outcomes, left_out, command) + MARKS[1]
+    body = MARKS[0] + results(outcomes, left_out, command, without) + MARKS[1]
     write_atomically(page, re.sub(between, lambda _: body, text, flags=re.DOTALL))
 
 
-def results(outcomes: Sequence[Outcome], left_out: Sequence[str], command: str) -> str:
+def results(
+    outcomes: Sequence[Outcome], left_out: Sequence[str], command: str, without: Sequence[str] = ()
+) -> str:
     """Counts, versions and tables in Markdown."""
     parts = [
         summary(outcomes), f"`{command}`, {date.today():%Y-%m-%d}; {versions(outcomes)}.",
     ]  # fmt: skip
     if left_out:
         parts.append(f"Left out, because not installed: {', '.join(sorted(set(left_out)))}.")
+    if without:
+        parts.append(f"In the list, and without an outcome yet: {', '.join(without)}.")
     parts.append(counts(outcomes))
     for kind, title in (("model", "## Models"), ("loop", "## Training loops")):
         parts += [title, table([o for o in outcomes if o.kind == kind])]

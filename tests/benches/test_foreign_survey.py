@@ -106,13 +106,14 @@ def test_the_page(tmp_path: Path) -> None:
         Outcome("b", "torch", "model", REFUSED, "TraceError: at /home/x/site-packages/m/n.py:3: a | b"),
         Outcome("c", "torch", "loop", WRONG, "losses.0 is off"),
     ]
-    report.write(page, outcomes, ["nowhere"], "the command")
+    report.write(page, outcomes, ["nowhere"], "the command", ["later"])
     text = page.read_text(encoding="utf-8")
     assert "2 models: 1 equal, 1 refused, 0 wrong, 0 crashed, 0 hung." in text
     assert "1 loops: 0 equal, 0 refused, 1 wrong, 0 crashed, 0 hung." in text
     assert "| a | torch | equal | 50% |  |" in text
     assert "at m/n.py:3: a \\| b |" in text
     assert "Left out, because not installed: nowhere." in text
+    assert "without an outcome yet: later." in text
     assert "old" not in text
     assert text.startswith("Before\n")
     page.write_text("no marks", encoding="utf-8")
