@@ -51,6 +51,8 @@ _HOOK: list[Any] = []
 _ALLOWED: set[type] = set()
 _CHECKED: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Look] = weakref.WeakKeyDictionary()
 """The optimizers that were looked at."""
+_HOOKED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Those whose state dicts are looked at."""
 
 
 def allow_optimizer(kind: type) -> None:
@@ -105,7 +107,8 @@ def _check(optimizer: torch.optim.Optimizer, known: Mapping[int, Place], mine: l
         first = next((text for text in (problem, *told) if text), "")
         if first:
             raise OptimizerError(first)
-    if any(_in_parts(place) for place in mine):
+    if optimizer not in _HOOKED and any(_in_parts(place) for place in mine):
+        _HOOKED.add(optimizer)
         # A wrapper without torch's __init__ (Lookahead) has no hooks; what it holds gets them when it steps.
         with suppress(AttributeError):
             optimizer.register_state_dict_pre_hook(_refuse_shards)

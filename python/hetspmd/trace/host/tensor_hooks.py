@@ -1,7 +1,7 @@
 """Hooks on tensors that forward makes, which are part of a trace only as far as they change the gradient.
 
-A hook that returns another gradient is traced with the backward. One that returns nothing looks at the gradient, and no
-program would call it again; nor is a gradient kept of a tensor of the graph. Both are refused with their line.
+A hook that returns another gradient is traced with the backward. One that returns nothing looks at the gradient:
+no program would call it again; nor is a gradient kept of a tensor of the graph. Both are refused with their line.
 """
 
 from __future__ import annotations
