@@ -13,6 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEPENDENCIES := $(VENV)/.dependencies
 EXTENSION := $(VENV)/.extension
+LIBRARIES := $(VENV)/.libraries
 RUST := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 PYTHON_CODE := python tests examples benches
 # Test processes; each holds its own torch, so more than eight gain little.
@@ -46,7 +47,11 @@ test-rust: setup
 test-python: setup
 	$(BIN)/python -m pytest -n $(JOBS) -q -m "not slow"
 
-test-slow: setup
+$(LIBRARIES): $(DEPENDENCIES)
+	@scripts/setup.sh libraries $(VENV)
+	@touch $@
+
+test-slow: setup $(LIBRARIES)
 	$(BIN)/python -m pytest -n $(JOBS) -q -m slow
 
 lint: setup

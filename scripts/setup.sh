@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# scripts/setup.sh dependencies|extension VENV
+# scripts/setup.sh dependencies|extension|libraries VENV
 #
 # dependencies  make the virtual environment VENV and install what hetspmd, its examples and its tests need
 # extension     build the Rust extension and install hetspmd into VENV, editable
+# libraries     install the training libraries that tests/scripts runs under, into VENV/libraries
 #
 # The make rules say when each has to run again. PYTHON=... chooses the interpreter.
 set -euo pipefail
@@ -82,6 +83,15 @@ extension)
     VIRTUAL_ENV=$PWD/$venv PATH=$PWD/$venv/bin:$PATH run_uv pip install --quiet --python "$venv/bin/python" \
         --no-deps --no-build-isolation --reinstall-package hetspmd --editable .
     if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then "$venv/bin/python" -m compileall -q python; fi
+    ;;
+libraries)
+    # Apart from the rest: with them every process that imports transformers takes two seconds longer.
+    echo "setup: installing the libraries of tests/scripts"
+    run_uv pip install --quiet --python "$venv/bin/python" --constraint constraints.txt --no-deps \
+        --target "$venv/libraries" accelerate peft lightning lightning-utilities torchmetrics psutil
+    if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
+        "$venv/bin/python" -m compileall -q "$venv/libraries" || true # some files are of other versions of Python
+    fi
     ;;
 *)
     fail "unknown part $part"
