@@ -13,6 +13,10 @@ from hetspmd.plan import write_atomically
 
 MARKS = ("<!-- results -->\n", "<!-- end of results -->")
 
+NOISY = 1e-3
+"""What rounding makes of a number, of its size, from which the bound (:data:`foreign.judge.MARGIN` times as much)
+says little."""
+
 
 def write(
     page: Path,
@@ -78,6 +82,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
         detail = o.detail
         if o.missing:
             detail = f"computed whole, without a rule: {', '.join(o.missing)}. {detail}".strip()
+        if o.outcome == EQUAL and o.noise > NOISY:
+            detail = f"a tensor or more is rounding alone, and is not told from another. {detail}".strip()
         lines.append(f"| {o.name} | {o.package} | {o.outcome} | {divided} | {_cell(detail)} |")
     return "\n".join(lines)
 
