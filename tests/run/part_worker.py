@@ -57,7 +57,13 @@ def own_weights(hap: HAP, c: Case) -> None:
     step(hap, c.batch)
 
 
-CASES = {f.__name__: f for f in (another_batch, another_shape, another_mode, state_dict, own_weights)}
+def clips(hap: HAP, c: Case) -> None:
+    if hap.rank == ODD:
+        torch.nn.utils.clip_grad_norm_(hap.parameters(), 1.0)
+    step(hap, c.batch)
+
+
+CASES = {f.__name__: f for f in (another_batch, another_shape, another_mode, state_dict, own_weights, clips)}
 
 
 def main(rank: int, world: int, folder: Path, name: str) -> None:

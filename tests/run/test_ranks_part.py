@@ -12,6 +12,7 @@ from ranks import loss_of, on_ranks
 from small_models import Case, case
 from small_plans import cluster, random_plan
 
+import hetspmd
 from hetspmd.compiler import plan_for
 from hetspmd.errors import (
     BatchMismatchError,
@@ -207,6 +208,33 @@ def test_a_batch_that_is_refused_on_one_rank() -> None:
 
     for text in on_ranks(c, plan, body):
         assert "on meta" in text
+
+
+def clipped(hap: HAP) -> None:
+    torch.nn.utils.clip_grad_norm_(hap.parameters(), 1.0)
+
+
+def scaled(hap: HAP) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(torch.optim.SGD(hap.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("some", [{ODD}, set(range(WORLD)) - {ODD}, {0}])
+@pytest.mark.parametrize("act", [clipped, hetspmd.get_total_norm, scaled])
+def test_some_ranks_clip_or_scale(act: Callable[[HAP], Any], some: set[int]) -> None:
+    """No rank hangs. Collectives that do not belong together are met here, in processes (``clips`` of
+    ``part_worker.py``) what the ranks say."""
+    c = case("mlp")
+
+    def body(hap: HAP, c: Case) -> None:
+        for step in range(4):
+            train(hap, c.batch)
+            if step < 2 or hap.rank in some:
+                act(hap)
+
+    with pytest.raises(CollectiveMismatchError):
+        on_ranks(c, random_plan(c, WORLD, 1), lambda hap: body(hap, c))
 
 
 @pytest.mark.parametrize("call", ["full_state_dict", "full_tensors", "full_gradients"])

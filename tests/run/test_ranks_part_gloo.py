@@ -17,6 +17,7 @@ TOLD = {
     "another_shape": ("BatchMismatchError", "at step 4 rank 1 called the model in another mode"),
     "another_mode": ("BatchMismatchError", "at step 5 rank 1 called the model in another mode"),
     "state_dict": ("CollectiveMismatchError", "ranks 0 and 2 in step 4, rank 1 in full_state_dict()"),
+    "clips": ("CollectiveMismatchError", "ranks 0 and 2 in step 4, rank 1 in the norm of all gradients"),
     "own_weights": ("ParameterMismatchError", "at step 4 rank 1 held another"),
 }
 

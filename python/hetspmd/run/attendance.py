@@ -179,6 +179,10 @@ class Attendance:
         """Go on when all ranks do this."""
         self._meet(Call(what if self._roll.modules == 1 else f"{what} of HAP module {self._module}"))
 
+    def announce(self, what: str) -> None:
+        """Say what this rank is about to do with all others, and go on: it is part of many steps."""
+        self._roll.start(Call(what))
+
     def _meet(self, call: Call) -> None:
         self._catch_up()
         self._roll.meet(call)

@@ -414,6 +414,11 @@ class HAP(nn.Module):
         if self._attendance is not None:
             self._attendance.meet(what)
 
+    def announce(self, what: str) -> None:
+        """Say what this rank is about to do with all others, and go on."""
+        if self._attendance is not None:
+            self._attendance.announce(what)
+
     def use_randomness(self, randomness: Randomness) -> None:
         """Draw random numbers from ``randomness`` from now on (a restored run, a verification)."""
         self._runtime.randomness = randomness

@@ -106,6 +106,7 @@ def _total(part: Owned, p: float, foreach: bool | None) -> torch.Tensor:
         own = _norm(torch.stack(_norms(counted, p, foreach)), p)
     if part.communicator.world == 1:
         return own
+    part.announce("the norm of all gradients (clip_grad_norm_, get_total_norm)")
     everyone = own.new_empty(part.communicator.world)
     part.communicator.all_gather(everyone, own.reshape(1)).wait()
     return _norm(everyone, p)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,13 +34,15 @@ class Owned:
     """Tensors that lie as parameters of one HAP module do: ``tensors`` in the order given.
 
     ``shares[i]``: this rank's part of the i-th is no other rank's (a shard; or a whole one, on the first active
-    rank). ``communicator`` joins all ranks, idle ones too.
+    rank). ``communicator`` joins all ranks, idle ones too. ``announce`` tells them what this rank is about
+    to do, and does not wait.
     """
 
     tensors: Sequence[torch.Tensor]
     shares: Sequence[bool]
     communicator: Communicator
     device: torch.device
+    announce: Callable[[str], None]
 
     def counted(self) -> list[torch.Tensor]:
         """Those that this rank counts, so that over all ranks every element is counted once."""
@@ -77,7 +79,13 @@ def grouped(tensors: Iterable[tuple[torch.Tensor, Place]]) -> list[Owned]:
         entry = groups.setdefault(id(module), (module, []))
         entry[1].append((tensor, module.counts(name)))
     return [
-        Owned([t for t, _ in found], [mine for _, mine in found], module.everyone, module.device)
+        Owned(
+            [t for t, _ in found],
+            [mine for _, mine in found],
+            module.everyone,
+            module.device,
+            module.announce,
+        )
         for module, found in groups.values()
     ]
 

@@ -66,6 +66,7 @@ def _shared(found: Found, parts: list[Owned]) -> Found:
         own = torch.zeros(1, device=part.device)
         for flag in found.values():
             own += flag.to(part.device)
+        part.announce("a GradScaler's unscale_ or step")
         flags = own.new_empty(part.communicator.world)
         part.communicator.all_gather(flags, own).wait()
         shared = (flags.sum() > 0).to(torch.float32)
