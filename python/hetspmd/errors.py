@@ -8,6 +8,7 @@ __all__ = [
     "BatchMismatchError",
     "CheckError",
     "CheckpointWarning",
+    "ClockWarning",
     "ClusterError",
     "CollectiveMismatchError",
     "ConstraintError",
@@ -80,6 +81,10 @@ class MissingRuleWarning(UserWarning):
 
 class PlanPerValueWarning(UserWarning):
     """Each value of a plain argument of the batch makes another plan."""
+
+
+class ClockWarning(UserWarning):
+    """The model's forward reads a clock, of which a plan keeps one reading."""
 
 
 class CheckpointWarning(UserWarning):

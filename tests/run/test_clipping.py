@@ -182,11 +182,12 @@ def test_other_modules_are_clipped_as_ever() -> None:
         model = copy.deepcopy(c.model)
         loss_of(model(**c.batch)).backward()
         want = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-        with pytest.warns(UserWarning, match="empty generator"):
-            assert nn.utils.clip_grad_norm_((p for p in ()), 1.0) == 0.0
+        assert nn.utils.clip_grad_norm_((p for p in ()), 1.0) == 0.0
         assert nn.utils.get_total_norm([]) == 0.0
         assert hap.rank in (0, 1)
         return nn.utils.clip_grad_norm_(model.parameters(), 1.0), want
 
-    for norm, want in on_ranks(c, random_plan(c, 2, 1), body):
+    with pytest.warns(UserWarning, match="empty generator"):  # around all threads, which share what is caught
+        found = on_ranks(c, random_plan(c, 2, 1), body)
+    for norm, want in found:
         torch.testing.assert_close(norm, want, **CLOSE)

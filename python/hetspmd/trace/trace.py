@@ -141,6 +141,7 @@ def trace(
             CheckpointWarning,
             stacklevel=2,
         )
+    watch.asked.warn()
     for path, kind in step.dropped.items():
         warnings.warn(
             f"output{path} is a {kind} and comes back as None: a cache is no result of a training step; pass "

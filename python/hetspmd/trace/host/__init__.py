@@ -7,7 +7,8 @@ places     where a value lies: on a module, an object, a function's globals or i
 settings snapshot   what was there before, and putting it back
 code       which globals and closure variables a function reads
 recorder   which attributes are read while a step is traced
-entropy    random numbers, and clocks, that Python code asks for
+entropy    random numbers that Python code draws
+clocks     clocks, and the system's random bytes, that it asks for
 changes    what forward leaves behind, as writes or as a refusal
 watch      all of these around a trace
 """

@@ -15,6 +15,7 @@ from torch import nn
 
 from hetspmd.errors import OptionError, TraceError
 from hetspmd.trace.host.changes import Left, owner_of, where
+from hetspmd.trace.host.clocks import Asked
 from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.facts import Read
 from hetspmd.trace.host.lines import drawing_line
@@ -49,7 +50,7 @@ class Watch:
     ) -> None:  # fmt: skip
         self.roots = Roots(model, loss)
         self.numbers, self._randomness = tuple(numbers), randomness
-        self._snapshot, self._draws = Snapshot(), Draws()
+        self._snapshot, self._draws, self.asked = Snapshot(), Draws(), Asked()
         self.recorder = Recorder(self.roots, self._snapshot, self._draws)
         self.recorder.placed.update(self.numbers)
         self._modules = [
@@ -65,7 +66,7 @@ class Watch:
     def tracing(self) -> Iterator[None]:
         """Around all runs of the Python, and the backward; afterwards, also if it fails, all is as it was."""
         try:
-            with self.recorder.recording(), observers_refused():
+            with self.recorder.recording(), observers_refused(), self.asked.noted():
                 yield
             changed = next(self._snapshot.changes(), None)
             if changed is not None:
@@ -87,6 +88,7 @@ class Watch:
             with AsNumbers(numbers) if numbers else nullcontext():
                 output = call()
             self._check(structure, grad)
+            self.asked.check(frozen=self._randomness == "freeze")
             drawn = self._draws.changed()
             if drawn:
                 self.states = self._draws.states()

@@ -1,0 +1,89 @@
+"""Clocks and the system's random bytes that forward asks for: named, with the line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import secrets
+import time
+import uuid
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from hetspmd.errors import ClockWarning, TraceError
+from hetspmd.trace.trace import trace
+
+X = torch.randn(4, 3)
+
+
+class Scaled(nn.Module):
+    """Its loss times a number that Python makes."""
+
+    def __init__(self, number: Callable[[], float]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.number = number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.lin(x) * self.number()).sum()
+
+
+BYTES: dict[str, Callable[[], float]] = {
+    "urandom": lambda: os.urandom(1)[0] / 256.0,
+    "system random": lambda: random.SystemRandom().random(),
+    "secrets": lambda: float(secrets.randbelow(7)),
+    "token": lambda: float(len(secrets.token_hex(3))),
+    "uuid": lambda: float(uuid.uuid4().int % 7),
+}
+CLOCKS: dict[str, Callable[[], float]] = {
+    "time": lambda: time.time() % 2.0,
+    "nanoseconds": lambda: float(time.time_ns() % 3),
+    "monotonic": lambda: time.monotonic() % 2.0,
+    "counter": lambda: time.perf_counter() % 2.0,
+    "process time": lambda: time.process_time() % 2.0,
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_random_bytes_are_refused_with_their_line(name: str) -> None:
+    with pytest.raises(TraceError, match=r"random bytes .*test_clocks\.py:\d+: .*lambda"):
+        trace(Scaled(BYTES[name]), (X,), {})
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_frozen_bytes_are_kept(name: str) -> None:
+    assert trace(Scaled(BYTES[name]), (X,), {}, host_randomness="freeze").instructions
+
+
+@pytest.mark.parametrize("name", CLOCKS)
+def test_clocks_are_warned_of_once(name: str) -> None:
+    with pytest.warns(ClockWarning, match=r"\(time\.\w+\) at .*test_clocks\.py:\d+: .*lambda") as found:
+        trace(Scaled(CLOCKS[name]), (X,), {})
+    assert len([w for w in found if w.category is ClockWarning]) == 1
+
+
+def test_what_logs_reads_no_clock() -> None:
+    def number() -> float:
+        logging.getLogger("of a model").warning("called")
+        return 1.0
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace(Scaled(number), (X,), {})
+
+
+def test_the_functions_are_put_back_also_where_a_trace_fails() -> None:
+    before = time.time, time.perf_counter_ns, os.urandom, random._urandom  # type: ignore[attr-defined]
+
+    def fails() -> float:
+        assert time.time is not before[0]
+        raise ValueError("no number")
+
+    with pytest.raises(Exception, match="no number"):
+        trace(Scaled(fails), (X,), {})
+    assert (time.time, time.perf_counter_ns, os.urandom, random._urandom) == before  # type: ignore[attr-defined]
