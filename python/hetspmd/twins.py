@@ -46,15 +46,19 @@ def followers(graph: Graph) -> dict[str, str]:
             leaders.setdefault(_signature(prefix, names), []).append(prefix)
     alike = Counter((_parent(prefix), _signature(prefix, names)) for prefix, names in below.items())
 
+    def one_of_many(prefix: str) -> bool:
+        """Whether a module is a layer among others like it."""
+        number = prefix.rpartition(".")[2].isdigit()
+        return number and alike[_parent(prefix), _signature(prefix, below[prefix])] > 2
+
     def leader(prefix: str) -> str | None:
-        signature = _signature(prefix, below[prefix])
-        if prefix.rpartition(".")[2].isdigit() and alike[_parent(prefix), signature] > 2:
-            return None  # one of many layers
-        of = leaders.get(signature, [])
+        of = leaders.get(_signature(prefix, below[prefix]), [])
         return max(of, key=lambda p: SequenceMatcher(None, p, prefix).ratio(), default=None)
 
     def follow(prefix: str) -> dict[str, str] | None:
         """What all parameters of a module without gradients follow; None unless all do."""
+        if one_of_many(prefix):
+            return None
         of = leader(prefix)
         if of is not None:
             return {name: of + name.removeprefix(prefix) for name in below[prefix]}
