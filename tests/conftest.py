@@ -1,7 +1,7 @@
 """Settings of all tests: one thread per process, fixed seeds, GPU tests only where there is a GPU.
 
-Beside those that are marked in their files, the tests of ``slow.txt`` are slow: they take a second or more, and others
-of the same function, or of the same file, are in the quick run.
+Beside those that are marked in their files, the tests of ``slow.txt`` are slow: they take a second or more, and
+others of the same function, or of the same file, are in the quick run.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 In float64 the loss, every gradient and every parameter after two SGD and two AdamW steps agree to 1e-9; the
 parameters of a model that amplifies rounding (MNASNet, EfficientNet) to what one rounding changes on one device.
-The quick run has some models on one cluster each, the slow one all required models on five, so that each cluster has
-several models.
+The quick run has some models on one cluster each, the slow one all required models on five, so that each cluster
+has several models.
 """
 
 from __future__ import annotations

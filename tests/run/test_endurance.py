@@ -60,8 +60,8 @@ def test_delays_change_nothing_and_nothing_grows(tmp_path: Path) -> None:
             for kind in ("tensors", "bytes"):
                 assert min(now[kind] for now in later[-10:]) <= first[kind], (kind, rank["held"])
     for each in zip(calm, delayed, strict=True):
-        # What is free is given back before each look. What stays varies by what is in flight, by a megabyte in one run
-        # of many; what leaks, be it 13 KiB a step, adds up to more in both.
+        # What is free is given back before each look. What stays varies by what is in flight, by a megabyte in one
+        # run of many; what leaks, be it 13 KiB a step, adds up to more in both.
         resident = [[now["resident"] for now in rank["held"][5:]] for rank in each]
         assert min(min(r[-5:]) - max(r[:5]) for r in resident) <= 2**19, resident
         assert all(r[-1] - r[0] <= 8 * 2**20 for r in resident), resident
