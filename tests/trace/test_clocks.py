@@ -78,7 +78,7 @@ def test_what_logs_reads_no_clock() -> None:
 
 
 def test_the_functions_are_put_back_also_where_a_trace_fails() -> None:
-    before = time.time, time.perf_counter_ns, os.urandom, random._urandom  # type: ignore[attr-defined]
+    before = time.time, time.perf_counter_ns, os.urandom, random._urandom  # type: ignore[attr-defined]  # private
 
     def fails() -> float:
         assert time.time is not before[0]
@@ -86,4 +86,4 @@ def test_the_functions_are_put_back_also_where_a_trace_fails() -> None:
 
     with pytest.raises(Exception, match="no number"):
         trace(Scaled(fails), (X,), {})
-    assert (time.time, time.perf_counter_ns, os.urandom, random._urandom) == before  # type: ignore[attr-defined]
+    assert (time.time, time.perf_counter_ns, os.urandom, random._urandom) == before  # type: ignore[attr-defined]  # private

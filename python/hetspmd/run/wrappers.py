@@ -33,7 +33,7 @@ def reach_wrappers() -> None:
                 _REACHED.append(kind)
                 kind.__init__ = _looking(kind.__init__, kind.__name__)  # type: ignore[method-assign]
             update = AveragedModel.update_parameters
-            AveragedModel.update_parameters = _comparing(update)  # type: ignore[method-assign]
+            AveragedModel.update_parameters = _comparing(update)  # type: ignore[method-assign]  # it knows no HAP
 
 
 def refuse_wrapper(wrapper: str) -> NoReturn:

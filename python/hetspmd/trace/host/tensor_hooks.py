@@ -45,8 +45,8 @@ def _reach_torch() -> None:
         if not _REACHED:
             register, retain = torch.Tensor.register_hook, torch.Tensor.retain_grad
             _REACHED.extend((register, retain))
-            torch.Tensor.register_hook = _registering(register)  # type: ignore[method-assign]
-            torch.Tensor.retain_grad = _retaining(retain)  # type: ignore[method-assign]
+            torch.Tensor.register_hook = _registering(register)  # type: ignore[method-assign]  # on purpose
+            torch.Tensor.retain_grad = _retaining(retain)  # type: ignore[method-assign]  # on purpose
 
 
 def _registering(register: Callable[..., Any]) -> Callable[..., Any]:
