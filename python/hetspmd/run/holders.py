@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import chain, compress, starmap
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,16 +75,23 @@ def held_elsewhere(model: nn.Module) -> Held:
     return found
 
 
-def _instances() -> Iterator[nn.Module | torch.optim.Optimizer]:
-    """All modules and optimizers of the process, by their classes: a look at an object itself may run its code."""
-    wanted: dict[type, bool] = {}
-    for thing in gc.get_objects():
-        kind = type(thing)
-        known = wanted.get(kind)
-        if known is None:
-            known = wanted[kind] = issubclass(kind, (nn.Module, torch.optim.Optimizer))
-        if known:
-            yield thing
+def _instances() -> list[nn.Module | torch.optim.Optimizer]:
+    """All modules and optimizers of the process, by their classes: a look at an object itself may run its code.
+
+    The list of all objects is made, read and emptied within one call in C, in which no other thread runs. It
+    refers to tuples, too, that other threads have not finished, and CPython refuses to finish a tuple that
+    something else refers to (a SystemError from ``tuple(...)`` or ``f(*...)``).
+    """
+    kinds: set[type] = set()
+    news: list[type] = [nn.Module, torch.optim.Optimizer]
+    while news:
+        kinds.add(kind := news.pop())
+        news += type.__subclasses__(kind)
+    things: list[Any] = []
+    fill = map(things.extend, starmap(gc.get_objects, [()]))
+    chosen = compress(things, map(kinds.__contains__, map(type, things)))
+    empty = starmap(things.clear, [()])
+    return list(chain(fill, chosen, empty))[1:-1]
 
 
 def _more_references(model: nn.Module) -> bool:
