@@ -12,6 +12,8 @@ import torch
 
 from hetspmd.errors import GradientError
 from hetspmd.run.communicator import Communicator
+from hetspmd.run.mismatch import explain
+from hetspmd.run.uncaught import before_the_end
 
 if TYPE_CHECKING:
     from hetspmd.run.module import HAP
@@ -50,7 +52,8 @@ class Owned:
 
 
 def remember(module: HAP) -> None:
-    """Let :func:`owners` find the module, as long as it lives."""
+    """Let :func:`owners` find the module, as long as it lives, and errors about its shards' sizes be explained."""
+    before_the_end(explain)
     with _LOCK:
         _WRAPPED[:] = [ref for ref in _WRAPPED if ref() is not None]
         _WRAPPED.append(weakref.ref(module))

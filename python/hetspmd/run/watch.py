@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hetspmd.errors import RankFailedError
 from hetspmd.run.board import Board, give_up
 from hetspmd.run.processes import Process, state_of
+from hetspmd.run.uncaught import before_the_end
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -226,17 +225,14 @@ _WATCHES: list[weakref.ref[Watch]] = []
 
 
 def _remember(watch: Watch) -> None:
-    """An exception that ends this process leaves a note, before the hook that was there prints it."""
-    if not _WATCHES:
-        before = sys.excepthook
-
-        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            for ref in _WATCHES:
-                found = ref()
-                if found is not None:
-                    found.note("raised", f"{kind.__name__}: {error}".strip().split("\n")[0])
-            before(kind, error, trace)
-
-        sys.excepthook = hook
-    _WATCHES[:] = [ref for ref in _WATCHES if ref() is not None] or _WATCHES[:1]
+    """An exception that ends this process leaves a note."""
+    before_the_end(_leave_notes)
+    _WATCHES[:] = [ref for ref in _WATCHES if ref() is not None]
     _WATCHES.append(weakref.ref(watch))
+
+
+def _leave_notes(error: BaseException) -> None:
+    for ref in _WATCHES:
+        found = ref()
+        if found is not None:
+            found.note("raised", f"{type(error).__name__}: {error}".strip().split("\n")[0])

@@ -1,0 +1,73 @@
+"""Says of torch's errors about sizes that a shard may be the cause.
+
+Code outside of the model that takes a parameter for the whole one (an average of weights that was made before
+``HAP(...)``, an op between two parameters) ends in an error of torch about sizes, which names neither the parameter
+nor the mend. An error that ends the process is given both as a note.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Final
+
+import torch
+
+from hetspmd.errors import HetspmdError
+from hetspmd.run.shards import ShardMark, marked
+
+__all__ = ["explain"]
+
+_ABOUT_SIZES: Final = re.compile(r"\b(sizes?|shapes?|dimensions?|broadcast|elements)\b", re.IGNORECASE)
+
+_LOOKED_AT: Final = 1000
+"""So many members of a list or dict are looked at."""
+
+
+def explain(error: BaseException) -> None:
+    """Add a note to an error about sizes that was raised where a shard is at hand."""
+    if isinstance(error, HetspmdError) or not isinstance(error, (RuntimeError, ValueError, IndexError)):
+        return
+    if _ABOUT_SIZES.search(str(error)) is None:
+        return
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    for frame in reversed(frames):
+        found = _shard(frame)
+        if found is not None:
+            error.add_note(
+                f"hetspmd: {found}. If it met a whole tensor here: an average of weights (EMA) or a target network "
+                "that was made before HAP(...) holds whole ones; make it of the HAP module, average = "
+                "copy.deepcopy(hap), and its parameters lie in the same shards. An op between whole parameters "
+                f"belongs into the model or into loss=, or takes hap.full_tensors()[{found.name!r}] (every rank "
+                "calls it)"
+            )
+            return
+
+
+def _shard(frame: FrameType) -> ShardMark | None:
+    """A shard among what a function's names refer to."""
+    for value in frame.f_locals.values():
+        for tensor in _tensors(value):
+            found = marked(tensor)
+            if found is not None and found.layout.local_shape != found.layout.shape:
+                return found
+    return None
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The value, if it is a tensor, or the tensors that a plain container holds."""
+    members: Iterator[Any] = iter(())
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (list, tuple):
+        members = iter(value)
+    elif type(value) is dict:
+        members = iter(value.values())
+    for _, member in zip(range(_LOOKED_AT), members, strict=False):
+        if isinstance(member, torch.Tensor):
+            yield member
