@@ -36,6 +36,13 @@ __all__ = ["BalanceError", "LinearProgram", "NoRoomError", "spread"]
 INTERIOR: Final = 4000
 """Rows from which on the first solution is an interior point's."""
 
+TOLERANCES: Final = (1e-10, 1e-9, 1e-8, 1e-7)
+"""How far rows and reduced costs may be off; HiGHS takes nothing smaller than the first."""
+
+ITERATIONS: Final = 20
+"""Steps of the simplex method per row and column, after which the next of the tolerances is taken. Programs are
+solved within 9; at the first tolerance, which is as small as rounding, one in ten went round in circles for millions."""
+
 
 class BalanceError(HetspmdError):
     """The solver failed on the ratios' linear program."""
@@ -86,8 +93,10 @@ class LinearProgram:
         bound = np.clip(problem.most[self.first], 0.0, 1.0)
         upper[: self.t0] = np.where(self.kinds_present[self.leader], bound, 0.0).reshape(-1)
         self.highs = quiet_highs(
-            threads=1, random_seed=0, primal_feasibility_tolerance=1e-10, dual_feasibility_tolerance=1e-10
-        )
+            threads=1, random_seed=0, primal_feasibility_tolerance=TOLERANCES[0],
+            dual_feasibility_tolerance=TOLERANCES[0],
+        )  # fmt: skip
+        self._looser = list(TOLERANCES[1:])
         self.highs.addVars(columns, lower, upper)
         self.highs.changeColsCost(columns, np.arange(columns, dtype=np.int32), cost)
         self.rows = 0
@@ -220,6 +229,11 @@ class LinearProgram:
         found = [dual[row : row + len(stage)] * scale[stage] for row, _, stage, _ in self.cuts]
         return found, np.maximum(np.array(solution.col_dual)[self.t0 : self.largest], 0.0) * scale
 
+    def _limit(self) -> None:
+        """As many steps as a solution takes, unless there is no looser tolerance left."""
+        most = ITERATIONS * (self.rows + self.highs.getNumCol())
+        self.highs.setOptionValue("simplex_iteration_limit", most if self._looser else highspy.kHighsIInf)
+
     def solve(self) -> tuple[Array, Array]:
         """B, shape (segments, n), and seconds per stage, in units of ``scale``. Raises NoRoomError where rows of
         memory leave no ratios, BalanceError if the solver fails."""
@@ -227,7 +241,14 @@ class LinearProgram:
         first = self.rows > INTERIOR and not self._solved
         self.highs.setOptionValue("solver", "ipm" if first else "simplex")
         self._solved = True
+        self._limit()
         status = self.highs.run()
+        while self.highs.getModelStatus() == highspy.HighsModelStatus.kIterationLimit and self._looser:
+            tolerance = self._looser.pop(0)
+            self.highs.setOptionValue("primal_feasibility_tolerance", tolerance)
+            self.highs.setOptionValue("dual_feasibility_tolerance", tolerance)
+            self._limit()
+            status = self.highs.run()
         model = self.highs.getModelStatus()
         if status == highspy.HighsStatus.kError or model != highspy.HighsModelStatus.kOptimal:
             said = self.highs.modelStatusToString(model)
