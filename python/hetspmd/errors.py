@@ -175,6 +175,10 @@ class GradientHookWarning(UserWarning):
     """A hook is on a parameter that lies in shards."""
 
 
+class BroadcastWarning(UserWarning):
+    """Every rank holds one row of a parameter, which would broadcast to a whole copy that exists."""
+
+
 class NanError(HetspmdError):
     """An instruction made NaN of inputs without any, while ``torch.autograd.detect_anomaly`` looks for them.
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hetspmd.run import holders
+from hetspmd.run.instances import instances
 
 
 def test_a_tuple_that_another_thread_makes_is_finished() -> None:
@@ -37,11 +38,11 @@ def test_a_tuple_that_another_thread_makes_is_finished() -> None:
     gc.collect()
     thread.start()
     assert inside.wait(30)
-    instances = iter(holders._instances())
-    seen = [next(instances)]
+    found = iter(instances(nn.Module, torch.optim.Optimizer))
+    seen = [next(found)]
     go_on.set()
     thread.join()
-    seen += instances
+    seen += found
     assert results == [tuple(range(100))]
     assert {id(model), id(other), id(optimizer)} <= {id(s) for s in seen}
 

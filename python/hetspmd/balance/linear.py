@@ -40,8 +40,11 @@ TOLERANCES: Final = (1e-10, 1e-9, 1e-8, 1e-7)
 """How far rows and reduced costs may be off; HiGHS takes nothing smaller than the first."""
 
 ITERATIONS: Final = 20
-"""Steps of the simplex method per row and column, after which the next of the tolerances is taken. Programs are
-solved within 9; at the first tolerance, which is as small as rounding, one in ten went round in circles for millions."""
+"""Steps of the simplex method per row and column, after which the next of the tolerances is taken.
+
+Programs are solved within 9; at the first tolerance, which is as small as rounding, some went round in circles for
+millions of steps.
+"""
 
 
 class BalanceError(HetspmdError):

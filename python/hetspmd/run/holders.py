@@ -9,14 +9,13 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Mapping
-from itertools import chain, compress, starmap
-from typing import Any
 
 import torch
 from torch import nn
 
 from hetspmd.errors import ShardError
 from hetspmd.lower.program import LocalTensor
+from hetspmd.run.instances import instances
 from hetspmd.run.owners import living
 from hetspmd.run.shards import marked
 
@@ -62,7 +61,7 @@ def held_elsewhere(model: nn.Module) -> Held:
         return found
     names = {id(p): name for name, p in model.named_parameters()}
     own = {id(module) for module in model.modules()}
-    for thing in _instances():
+    for thing in instances(nn.Module, torch.optim.Optimizer):
         if isinstance(thing, torch.optim.Optimizer):
             groups = getattr(thing, "param_groups", [])
             if any(id(p) in names for group in groups for p in group["params"]):
@@ -73,25 +72,6 @@ def held_elsewhere(model: nn.Module) -> Held:
             if shared:
                 found.modules.append((thing, shared))
     return found
-
-
-def _instances() -> list[nn.Module | torch.optim.Optimizer]:
-    """All modules and optimizers of the process, by their classes: a look at an object itself may run its code.
-
-    The list of all objects is made, read and emptied within one call in C, in which no other thread runs. It
-    refers to tuples, too, that other threads have not finished, and CPython refuses to finish a tuple that
-    something else refers to (a SystemError from ``tuple(...)`` or ``f(*...)``).
-    """
-    kinds: set[type] = set()
-    news: list[type] = [nn.Module, torch.optim.Optimizer]
-    while news:
-        kinds.add(kind := news.pop())
-        news += type.__subclasses__(kind)
-    things: list[Any] = []
-    fill = map(things.extend, starmap(gc.get_objects, [()]))
-    chosen = compress(things, map(kinds.__contains__, map(type, things)))
-    empty = starmap(things.clear, [()])
-    return list(chain(fill, chosen, empty))[1:-1]
 
 
 def _more_references(model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
@@ -21,6 +22,8 @@ __all__ = ["explain"]
 
 _ABOUT_SIZES: Final = re.compile(r"\b(sizes?|shapes?|dimensions?|broadcast|elements)\b", re.IGNORECASE)
 
+_NOT_THE_USERS: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
 _LOOKED_AT: Final = 1000
 """So many members of a list or dict are looked at."""
 
@@ -31,12 +34,7 @@ def explain(error: BaseException) -> None:
         return
     if _ABOUT_SIZES.search(str(error)) is None:
         return
-    frames = []
-    trace = error.__traceback__
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
-    for frame in reversed(frames):
+    for frame in _innermost(error):
         found = _shard(frame)
         if found is not None:
             error.add_note(
@@ -47,6 +45,21 @@ def explain(error: BaseException) -> None:
                 "calls it)"
             )
             return
+
+
+def _innermost(error: BaseException) -> list[FrameType]:
+    """The frames in which it was raised, from the inside to the first that is neither torch's nor hetspmd's."""
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    found = []
+    for frame in reversed(frames):
+        found.append(frame)
+        if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+            break
+    return found
 
 
 def _shard(frame: FrameType) -> ShardMark | None:

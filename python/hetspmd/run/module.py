@@ -49,6 +49,7 @@ from hetspmd.run.store import Store, check_model
 from hetspmd.run.stretches import compile_options
 from hetspmd.run.twin import twin_model, twin_plans, twin_store
 from hetspmd.run.whole import full_module, full_state_dict, load_full_state_dict
+from hetspmd.run.whole_copies import warn_of_copies
 from hetspmd.run.wrappers import reach_wrappers, refuse_wrapper
 from hetspmd.trace.admissible import check_model as check_admissible
 from hetspmd.trace.autocast import autocast_state
@@ -186,6 +187,8 @@ class HAP(nn.Module):
         self._store = Store(model, first.graph, program.parameters)
         if sync_module_states:
             self._store.synchronize(communicator, self.device)
+        if process_group is not communicator:  # ranks that are threads of a process hold copies of one model
+            warn_of_copies(model, self._store.shards)
         self._store.shard(self.device)
         traced = plan is None or not check_plan
         self._store.guard(idle=self._runtime.everyone is not None)
