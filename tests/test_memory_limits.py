@@ -194,7 +194,7 @@ def test_the_command_line_says_what_is_missing(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "bert-moe", "vgg19"])
+@pytest.mark.parametrize("name", ["llama", "vit", "bert-moe", "vgg19"])
 def test_plans_of_models_fit_and_are_right(name: str) -> None:
     found = 0
     for parts in (

@@ -39,7 +39,7 @@ from workbench import simulated_error, single_device
 from program_builder import cheap_random_program, random_program, uneven  # isort: skip  # found by workbench
 from small_models import case  # isort: skip
 
-PROGRAMS = 1000
+PROGRAMS = 600
 BUCKETS = (0, 200, 10_000)
 """Sizes of buckets, in bytes."""
 TOLERANCE = 1e-9
