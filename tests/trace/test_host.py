@@ -236,15 +236,44 @@ def test_what_pip_has_put_into_a_folder_is_installed_and_what_lies_beside_it_is_
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: its\nVersion: 1.0\n", encoding="utf-8")
     (info / "RECORD").write_text("its/__init__.py,,\nits/inner.py,,\nalone.py,,\n", encoding="utf-8")
 
-    def module(name: str, file: str) -> ModuleType:
-        made = ModuleType(name)
-        made.__file__ = str(tmp_path / file)
-        return made
-
-    assert is_installed(module("its", "its/__init__.py"))
-    assert is_installed(module("its.inner", "its/inner.py"))
-    assert is_installed(module("alone", "alone.py"))
-    assert not is_installed(module("mine", "mine.py"))
-    assert not is_installed(module("mine.inner", "mine/inner.py"))
+    assert is_installed(module("its", tmp_path / "its/__init__.py"))
+    assert is_installed(module("its.inner", tmp_path / "its/inner.py"))
+    assert is_installed(module("alone", tmp_path / "alone.py"))
+    assert not is_installed(module("mine", tmp_path / "mine.py"))
+    assert not is_installed(module("mine.inner", tmp_path / "mine/inner.py"))
     assert not is_installed(ModuleType("without_a_file"))
     assert is_installed(pytest)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("mine", "mine/__init__.py"),
+        ("mine.net", "mine/net.py"),
+        ("mine.deep.net", "mine/deep/net.py"),
+        ("single", "single.py"),
+    ],
+)
+def test_a_users_own_package_that_pip_has_linked_is_not_installed(
+    tmp_path: Path, name: str, file: str
+) -> None:
+    """``pip install -e .`` leaves an egg-info, with the sources' names, beside a user's package."""
+    info = tmp_path / "src" / "mine.egg-info"
+    info.mkdir(parents=True)
+    (info / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 0.1\n", encoding="utf-8")
+    sources = "setup.py\nmine/__init__.py\nmine/net.py\nmine/deep/net.py\nsingle.py\nsrc/mine/net.py\n"
+    (info / "SOURCES.txt").write_text(sources, encoding="utf-8")
+    (info / "top_level.txt").write_text("mine\nsingle\n", encoding="utf-8")
+    assert not is_installed(module(name, tmp_path / "src" / file))
+
+
+def test_a_folder_that_is_only_called_alike_is_a_users(tmp_path: Path) -> None:
+    assert not is_installed(module("mine", tmp_path / "my-site-packages" / "mine.py"))
+    assert is_installed(module("its", tmp_path / "site-packages" / "its.py"))
+
+
+def module(name: str, file: Path) -> ModuleType:
+    """A module as if it had been imported from a file."""
+    made = ModuleType(name)
+    made.__file__ = str(file)
+    return made

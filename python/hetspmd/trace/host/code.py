@@ -36,17 +36,22 @@ def is_foreign(module: object) -> bool:
 def is_installed(module: ModuleType) -> bool:
     """Whether a module belongs to an installed package, whose registries are no part of a model."""
     file = getattr(module, "__file__", None) or ""
-    if "site-packages" in file or "dist-packages" in file:
-        return True
     above = File(file).parents
+    if any(folder.name in ("site-packages", "dist-packages") for folder in above):
+        return True
     depth = module.__name__.count(".") + (File(file).stem == "__init__")
     return depth < len(above) and module.__name__.partition(".")[0] in _installed_in(above[depth])
 
 
 @functools.cache
 def _installed_in(folder: File) -> frozenset[str]:
-    """Packages that ``pip install --target`` has put into a folder, where a user's own modules may lie too."""
-    files = (file.parts for d in distributions(path=[str(folder)]) for file in d.files or ())
+    """Packages that ``pip install --target`` has put into a folder, where a user's own modules may lie too.
+
+    What was put there has a RECORD. A user's sources that ``pip install -e .`` has linked have none; only a
+    ``*.egg-info`` with their names may lie beside them.
+    """
+    put_there = (d for d in distributions(path=[str(folder)]) if d.read_text("RECORD"))
+    files = (file.parts for d in put_there for file in d.files or ())
     return frozenset(parts[0].removesuffix(".py") for parts in files)
 
 
