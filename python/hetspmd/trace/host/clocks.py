@@ -2,8 +2,8 @@
 
 They have no state that could be compared, as generators have (:mod:`hetspmd.trace.host.entropy`). So the functions
 of :mod:`time` and :mod:`os` are replaced while a model is traced, and note which line of the model has asked them.
-What torch and ``logging`` ask is no part of the model. A name that was imported from its module before
-(``from time import time``) is not reached.
+What torch and ``logging`` ask is no part of the model. Names that hold them already (``from time import time``) are
+replaced by :mod:`hetspmd.trace.host.bound`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,68 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import wraps
-from types import FrameType, ModuleType
-from typing import Any, Final
+from types import FrameType
+from typing import Any, Final, Literal
 
 from hetspmd.errors import ClockWarning, TraceError
 from hetspmd.trace.host.code import is_foreign
 
-__all__ = ["Asked"]
+__all__ = ["SOURCES", "Asked", "Source", "note"]
 
-_CLOCKS: Final = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 _QUIET: Final = frozenset({"logging", "warnings"})
 """Modules that look at a clock for their own purposes."""
 
 _LOCK = threading.Lock()
-_REPLACED: list[tuple[ModuleType, str, Any]] = []
+_REPLACED: list[tuple[Any, str, Any]] = []
 """The functions in whose place others are now."""
 _traces = 0
 _ASKED: ContextVar[Asked | None] = ContextVar("hetspmd_asked", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A function that asks a clock, or the system for bytes. With ``given`` arguments it asks nothing, but
+    computes from the last of them."""
+
+    kind: Literal["clock", "bytes"]
+    called: str
+    given: int = 0
+
+    def asks(self, args: tuple[Any, ...], kwargs: object = ()) -> bool:
+        """Whether a call with these arguments asks."""
+        if not self.given:
+            return True
+        return not kwargs and (len(args) < self.given or args[self.given - 1] is None)
+
+
+_GIVEN: Final = {"gmtime": 1, "localtime": 1, "ctime": 1, "asctime": 1, "strftime": 2}
+_CLOCKS: Final = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
+_OF_TIME: Final = (*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS), *_GIVEN)
+
+
+def _places() -> Iterator[tuple[Any, str, Source]]:
+    """Where the functions lie that can be replaced."""
+    for name in _OF_TIME:
+        yield time, name, Source("clock", f"time.{name}", _GIVEN.get(name, 0))
+    yield os, "times", Source("clock", "os.times")
+    yield os, "urandom", Source("bytes", "os.urandom")
+    yield os, "getrandom", Source("bytes", "os.getrandom")
+    yield random, "_urandom", Source("bytes", "random.SystemRandom")
+    yield random.Random, "seed", Source("bytes", "random.Random without a seed", 2)
+    for name in ("_generate_time_safe", "_UuidCreate"):
+        yield sys.modules.get("uuid"), name, Source("bytes", "uuid.uuid1")
+
+
+SOURCES: Final[dict[Any, Source]] = {}
+"""The functions that other names may hold."""
+for _module, _name, _source in _places():
+    if _module in (time, os) and hasattr(_module, _name):
+        SOURCES.setdefault(getattr(_module, _name), _source)
 
 
 class Asked:
@@ -75,15 +116,21 @@ class Asked:
             )
 
 
+def note(kind: Literal["clock", "bytes"], called: str, frame: FrameType) -> None:
+    """Note that something was asked by the model's own code, if this thread traces."""
+    asked = _ASKED.get()
+    if asked is not None and not getattr(asked, kind):
+        caller = _of_the_model(frame)
+        if caller is not None:
+            setattr(asked, kind, f"({called}){_line(caller)}")
+
+
 def _replace() -> None:
     global _traces
     with _LOCK:
         if not _traces:
-            for name in _CLOCKS:
-                for full in (name, f"{name}_ns"):
-                    _stand_in(time, full, "clock", f"time.{full}")
-            _stand_in(os, "urandom", "bytes", "os.urandom")
-            _stand_in(random, "_urandom", "bytes", "random.SystemRandom")
+            for holder, name, source in _places():
+                _stand_in(holder, name, source)
         _traces += 1
 
 
@@ -92,27 +139,24 @@ def _put_back() -> None:
     with _LOCK:
         _traces -= 1
         while not _traces and _REPLACED:
-            module, name, function = _REPLACED.pop()
-            setattr(module, name, function)
+            holder, name, function = _REPLACED.pop()
+            setattr(holder, name, function)
 
 
-def _stand_in(module: ModuleType, name: str, kind: str, called: str) -> None:
-    """Let a function of a module note that it was called, while a model is traced."""
-    function: Callable[..., Any] | None = getattr(module, name, None)
+def _stand_in(holder: Any, name: str, source: Source) -> None:
+    """Let a function of a module or class note that it was called, while a model is traced."""
+    function = getattr(holder, name, None)
     if function is None:
         return
 
     @wraps(function)
-    def noting(*args: Any) -> Any:
-        asked = _ASKED.get()
-        if asked is not None and not getattr(asked, kind):
-            frame = _of_the_model(sys._getframe(1))
-            if frame is not None:
-                setattr(asked, kind, f"({called}){_line(frame)}")
-        return function(*args)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        if source.asks(args, kwargs):
+            note(source.kind, source.called, sys._getframe(1))
+        return function(*args, **kwargs)
 
-    _REPLACED.append((module, name, function))
-    setattr(module, name, noting)
+    _REPLACED.append((holder, name, function))
+    setattr(holder, name, noting)
 
 
 def _of_the_model(frame: FrameType | None) -> FrameType | None:

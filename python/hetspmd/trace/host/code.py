@@ -18,6 +18,7 @@ from torch import nn
 
 from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content
 from hetspmd.trace.host.plain import is_container
+from hetspmd.trace.host.stand_ins import MOMENTS, is_calendar, original
 
 _FOREIGN = frozenset(sys.stdlib_module_names - {"__main__", "argparse", "types"}) | {
     "torch",
@@ -65,7 +66,8 @@ def names_in(code: CodeType) -> frozenset[str]:
 class Reader:
     """Finds the variables of functions, and tells ``found(root, path, value, holder)`` each once.
 
-    The holder is a cell, a module or a class. ``kept`` is told containers that are defaults of arguments.
+    The holder is a cell, a module or a class. Classes and modules count where they are of dates and the code asks
+    what day it is. ``kept`` is told containers that are defaults of arguments, ``visited`` every function.
     """
 
     def __init__(
@@ -73,8 +75,9 @@ class Reader:
         roots: Roots,
         found: Callable[[str, Path, Any, Any], None],
         kept: Callable[[str, Path, Any], None],
+        visited: Callable[[FunctionType], None] = lambda _: None,
     ) -> None:
-        self._roots, self._found, self._kept = roots, found, kept
+        self._roots, self._found, self._kept, self._visited = roots, found, kept, visited
         self._seen: set[int] = set()
 
     def visit(self, value: Any) -> None:
@@ -94,6 +97,7 @@ class Reader:
         )  # a wrapper has the name of what it wraps, and its own variables
         if is_foreign(home):
             return
+        self._visited(value)
         names = names_in(value.__code__)
         module = sys.modules.get(str(home))
         for name in sorted(names):
@@ -108,7 +112,10 @@ class Reader:
 
     def _variable(self, root: str, name: str, value: Any, holder: Any, names: frozenset[str]) -> None:
         """A variable; of a module or a class what the code names of it."""
-        if isinstance(value, ModuleType):
+        value = original(value)
+        if is_calendar(value) and names & MOMENTS:
+            self._found(root, (f".{name}",), value, holder)
+        elif isinstance(value, ModuleType):
             if not is_foreign(value.__name__):
                 for inner in sorted(names & vars(value).keys()):
                     self._tell(f"globals {value.__name__}", inner, vars(value)[inner], value)
@@ -121,7 +128,7 @@ class Reader:
             self._tell(root, name, value, holder)
 
     def _tell(self, root: str, name: str, value: Any, holder: Any) -> None:
-        value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+        value = original(value.__func__ if isinstance(value, (staticmethod, classmethod)) else value)
         if value is NOTHING or isinstance(value, (ModuleType, type, property)):
             return
         self._found(root, (f".{name}",), value, holder)

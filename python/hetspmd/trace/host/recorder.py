@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from hetspmd.trace.host.bound import Bound
 from hetspmd.trace.host.code import Reader, discover, is_foreign, is_installed
 from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.places import NOTHING, Path, Roots, items
@@ -68,7 +69,8 @@ class Recorder:
         named = (*roots.model.named_parameters(), *roots.model.named_buffers())
         self._registered: dict[int, str] = {id(tensor): name for name, tensor in named}
         discover(roots)
-        self._reader = Reader(roots, self._variable, snapshot.container)
+        self.bound = Bound(roots)
+        self._reader = Reader(roots, self._variable, snapshot.container, self.bound.defaults)
         for name, module in roots.model.named_modules():
             path = tuple(f".{part}" for part in name.split(".") if part)
             self._follow("model", path, module)
@@ -139,10 +141,14 @@ class Recorder:
         self._note((followed.root, (*followed.path, f".{name}")), MISSING, NOTHING)
 
     def _variable(self, root: str, path: Path, value: Any, holder: Any) -> None:
+        if isinstance(value, (ModuleType, type)):
+            self.bound.look(root, path, value)
+            return
         if isinstance(holder, (ModuleType, type)):
             self._snapshot.variable(root, path, holder)
             if isinstance(holder, ModuleType) and is_installed(holder) and not is_scalar(value):
                 self._snapshot.container(root, path, value)
+                self.bound.look(root, path, value)
                 if hasattr(value, "cache_clear"):
                     self._snapshot.cache(value)
                 return
@@ -159,6 +165,7 @@ class Recorder:
 
     def _found(self, root: str, path: Path, value: Any) -> None:
         """A value at a place was read, or may be."""
+        self.bound.look(root, path, value)
         if is_scalar(value):
             self._note((root, path), fingerprint(value), value)
         elif self._draws.watch(value, root, path):

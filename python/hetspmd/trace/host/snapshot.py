@@ -19,6 +19,7 @@ from hetspmd.trace.host.code import is_installed
 from hetspmd.trace.host.places import NOTHING, Path, content, step_to
 from hetspmd.trace.host.plain import is_container
 from hetspmd.trace.host.raw import elements, pairs, refill, size
+from hetspmd.trace.host.stand_ins import original
 
 OF_TORCH: Final = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 """Attributes that every module has, and those in which torch's recurrent layers hold their parameters once more."""
@@ -177,7 +178,7 @@ def _of_a_package(hook: Any) -> bool:
 
 
 def _own(holder: Any, name: str) -> Any:
-    return vars(holder).get(name, NOTHING)
+    return original(vars(holder).get(name, NOTHING))  # another thread's trace may have put a stand-in there
 
 
 def _copied(value: Any) -> Any:

@@ -85,7 +85,7 @@ class Watch:
         self._rewind()
         originals = self._place(numbers)
         try:
-            with AsNumbers(numbers) if numbers else nullcontext():
+            with AsNumbers(numbers) if numbers else nullcontext(), self.recorder.bound.placed():
                 output = call()
             self._check(structure, grad)
             self.asked.check(frozen=self._randomness == "freeze")
