@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import fx
-from torch.autograd.function import once_differentiable
 
 from hetspmd.errors import GradientError, NanError, RankFailedError
 from hetspmd.forms import ALL_REDUCE, all_gather, is_sharded, sharded_dim
@@ -31,6 +30,12 @@ if TYPE_CHECKING:
 NOT_THE_LOSS: Final = (
     "a gradient reached an output of HAP that is not the loss; compute what is differentiated inside the model, or "
     "pass loss= to HAP"
+)
+
+ONCE: Final = (
+    "create_graph=True asks for gradients that can be differentiated again, and a plan computes them once. Put what "
+    "needs them (a gradient penalty, say) into the model or into loss=, where torch.autograd.grad(..., "
+    "create_graph=True) is part of the step; optimizers that need second derivatives cannot step a HAP module"
 )
 
 
@@ -248,9 +253,10 @@ class _Step(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, tangent: torch.Tensor | None, *others: torch.Tensor | None) -> Any:
         runner: Runner = ctx.runner
+        if torch.is_grad_enabled():  # in a backward that is what create_graph is
+            raise GradientError(ONCE)
         if any(g is not None for g in others):
             raise GradientError(NOT_THE_LOSS)
         none: list[torch.Tensor | None] = [None] * (3 + len(runner.program.parameters))
