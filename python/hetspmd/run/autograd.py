@@ -33,8 +33,8 @@ NOT_THE_LOSS: Final = (
 )
 
 ONCE: Final = (
-    "create_graph=True asks for gradients that can be differentiated again, and a plan computes them once. Put what "
-    "needs them (a gradient penalty, say) into the model or into loss=, where torch.autograd.grad(..., "
+    "create_graph=True asks for gradients that can be differentiated again, and a plan computes them once. Put "
+    "what needs them (a gradient penalty, say) into the model or into loss=, where torch.autograd.grad(..., "
     "create_graph=True) is part of the step; optimizers that need second derivatives cannot step a HAP module"
 )
 
