@@ -6,18 +6,64 @@ save by themselves (Trainer, Accelerate, Lightning) save and resume as on one de
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections import OrderedDict
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+
+from hetspmd.run.owners import living
 
 if TYPE_CHECKING:
-    from hetspmd.run.module import HAP
+    from hetspmd.run.whole_states import WholeStates
 
-__all__ = ["add_module", "gathered_state"]
+__all__ = ["add_module", "gathered_state", "reach_loading"]
+
+_LOCK = threading.Lock()
+_REACHED: list[Any] = []
+"""torch's own method, once it was replaced."""
+_VERSIONS: ContextVar[dict[str, Any] | None] = ContextVar("hetspmd_versions", default=None)
+"""The versions of the classes (``_metadata``) in the state dict that a module that holds a HAP is loading."""
 
 
-def gathered_state(hap: HAP, destination: dict[str, Any] | None, prefix: str) -> dict[str, Any]:
+def reach_loading() -> None:
+    """Let ``Module.load_state_dict`` give the versions in a state dict to what HAP modules inside wrap.
+
+    torch looks for the version of a module under its path, in which ``module.`` stands behind that of a HAP.
+    Without it a class that changes old state dicts (``_version``) would take a new one for an old one.
+    """
+    with _LOCK:
+        if _REACHED:
+            return
+        load = nn.Module.load_state_dict
+        _REACHED.append(load)
+
+        @functools.wraps(load)
+        def load_state_dict(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            versions = getattr(state_dict, "_metadata", None)
+            if versions is None or not _holds(self):
+                return load(self, state_dict, *args, **kwargs)
+            made = OrderedDict(state_dict)
+            known = made._metadata = dict(versions)  # type: ignore[attr-defined]  # as torch's own state dicts have it
+            token = _VERSIONS.set(known)
+            try:
+                return load(self, made, *args, **kwargs)
+            finally:
+                _VERSIONS.reset(token)
+
+        nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def _holds(module: nn.Module) -> bool:
+    """Whether a HAP module is in the module."""
+    found = {id(hap) for hap in living()}
+    return bool(found) and any(id(part) in found for part in module.modules())
+
+
+def gathered_state(hap: WholeStates, destination: dict[str, Any] | None, prefix: str) -> dict[str, Any]:
     """The single-device model's state dict, its keys behind ``prefix``; every rank must call this.
 
     No two tensors share memory, also where parameters are tied: the writers of safetensors files want it so.
@@ -40,10 +86,10 @@ def gathered_state(hap: HAP, destination: dict[str, Any] | None, prefix: str) ->
     return destination
 
 
-def add_module(hap: HAP, state: dict[str, Any], prefix: str) -> None:
+def add_module(hap: WholeStates, state: dict[str, Any], prefix: str) -> None:
     """Let a module that holds ``hap`` load the single-device model's keys, which lack the ``module.`` between them.
 
-    ``state`` is changed; its keys behind ``prefix`` are those of ``hap``.
+    ``state`` is changed; its keys behind ``prefix`` are those of ``hap``. So are the paths of the versions with it.
     """
     wrapped = hap.module
     names = {
@@ -55,3 +101,10 @@ def add_module(hap: HAP, state: dict[str, Any], prefix: str) -> None:
         return
     for key in own:
         state[f"{prefix}module.{key}"] = state.pop(prefix + key)
+    versions = _VERSIONS.get()
+    if versions is not None:
+        inside = f"{prefix}module"
+        moved = {f"{inside}.{p.removeprefix(prefix)}": v for p, v in versions.items() if p.startswith(prefix)}
+        if (path := prefix.removesuffix(".")) in versions:
+            moved[inside] = versions[path]
+        versions.update({p: dict(v) for p, v in moved.items()})

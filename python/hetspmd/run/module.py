@@ -26,31 +26,28 @@ from hetspmd.lower import LocalTensor
 from hetspmd.run.agreement import agreed_plan, loaded_plan
 from hetspmd.run.anomaly import is_looked_for
 from hetspmd.run.attendance import Attendance, meet_ranks
-from hetspmd.run.clipping import reach_torch
 from hetspmd.run.communicator import Communicator
-from hetspmd.run.forwarding import forwards, without_prefix
-from hetspmd.run.gathered import add_module, gathered_state
+from hetspmd.run.forwarding import forwards
 from hetspmd.run.gradient_hooks import give_whole, tell_module_hooks
 from hetspmd.run.guard import check_same_batch, check_tensors
 from hetspmd.run.holders import check_unwrapped
 from hetspmd.run.lone import run_model
 from hetspmd.run.machines import join_machines
-from hetspmd.run.optimizer_guard import watch_optimizers
 from hetspmd.run.owners import remember
 from hetspmd.run.plan_cache import Entry, PlanCache, Setting
 from hetspmd.run.process_group import communicator_for
 from hetspmd.run.random import Randomness, next_seed
+from hetspmd.run.reach import reach
 from hetspmd.run.replicas import replicas_of
 from hetspmd.run.runtime import Runtime
-from hetspmd.run.scaler import reach_torch_scaler
 from hetspmd.run.shards import FULL
 from hetspmd.run.signature import Forward
 from hetspmd.run.store import Store, check_model
 from hetspmd.run.stretches import compile_options
 from hetspmd.run.twin import twin_model, twin_plans, twin_store
-from hetspmd.run.whole import full_module, full_state_dict, load_full_state_dict
 from hetspmd.run.whole_copies import warn_of_copies
-from hetspmd.run.wrappers import reach_wrappers, refuse_wrapper
+from hetspmd.run.whole_states import WholeStates
+from hetspmd.run.wrappers import refuse_wrapper
 from hetspmd.trace.admissible import check_model as check_admissible
 from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.compat import unflatten
@@ -67,7 +64,7 @@ if TYPE_CHECKING:
     from hetspmd.trace.losses import Loss
 
 
-class HAP(nn.Module):
+class HAP(WholeStates):
     """A single-device model as one rank of an SPMD program.
 
     ``hap(*args, **kwargs)`` is called as the model is, with the same global batch on every rank, and returns
@@ -211,10 +208,7 @@ class HAP(nn.Module):
         self._recording: Recording | None = None
         self._lowered = False
         remember(self)
-        reach_torch()
-        reach_torch_scaler()
-        watch_optimizers()
-        reach_wrappers()
+        reach()
         self._ready = True
 
     @property
@@ -319,73 +313,6 @@ class HAP(nn.Module):
         reduction to put off: every backward adds whole gradients of its micro-batch to ``.grad``, in place.
         """
         yield
-
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The single-device model's state dict, whole tensors on the CPU; every rank must call this.
-
-        ``rank0_only``: the other ranks get an empty dict.
-        """
-        self.meet("full_state_dict()")
-        with self._store.sentry.lifted():
-            return full_state_dict(self._store, self._runtime, keep=not rank0_only or self.rank == 0)
-
-    def full_module(self) -> nn.Module:
-        """A single-device copy of the model, whole, on every rank; every rank must call this.
-
-        It is what the model was before it was wrapped, with the present values: call it, or its methods and parts,
-        copy it, save it. The copy does not follow the training.
-        """
-        self.meet("full_module()")
-        with self._store.sentry.lifted():
-            return full_module(self._store, self._runtime, self.device)
-
-    def state_dict(
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
-        """:meth:`full_state_dict` with ``gather_state``; shards are refused without."""
-        if self.gather_state and not args:
-            return gathered_state(self, destination, prefix)
-        return super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        add_module(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """:meth:`load_full_state_dict`, also of keys that begin with ``module.``, as those of DDP do."""
-        state = without_prefix(state_dict, self.module)
-        if not assign:
-            return self.load_full_state_dict(state, strict=strict)
-        return self.module.load_state_dict(state, strict=strict, assign=True)
-
-    def load_full_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load a single-device state dict into this rank's shards; no communication.
-
-        A mapping that reads a tensor when it is asked for its key is asked for each parameter once; no more than
-        one whole parameter is held at a time. So are the shards alone read of ``torch.load(FILE, mmap=True)``.
-        Returns torch's report of missing and unexpected keys; raises RuntimeError as
-        ``Module.load_state_dict`` does.
-        """
-        return load_full_state_dict(self._store, state_dict, strict=strict)
-
-    def full_tensors(self) -> dict[str, torch.Tensor]:
-        """Whole copies of all parameters and buffers by (first) name; every rank must call this."""
-        self.meet("full_tensors()")
-        named: dict[str, torch.Tensor] = dict(self.module.named_parameters())
-        named.update(self.module.named_buffers())
-        return self.gather(named)
-
-    def full_gradients(self) -> dict[str, torch.Tensor]:
-        """Whole copies of the gradients that there are, by parameter; every rank must call this."""
-        self.meet("full_gradients()")
-        named = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
-        return self.gather(named)
-
-    def gather(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Whole copies of tensors that lie as the parameters of these names do; every rank must call this."""
-        return self._store.gather(self._runtime, named)
 
     @contextmanager
     def record(self, path: str | os.PathLike[str] | None = None) -> Iterator[Recording]:

@@ -1,0 +1,105 @@
+"""The methods of ``HAP`` that give and take whole tensors: state dicts, copies, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hetspmd.run.forwarding import without_prefix
+from hetspmd.run.gathered import add_module, gathered_state
+from hetspmd.run.whole import full_module, full_state_dict, load_full_state_dict
+
+if TYPE_CHECKING:
+    from hetspmd.run.runtime import Runtime
+    from hetspmd.run.store import Store
+
+__all__ = ["WholeStates"]
+
+
+class WholeStates(nn.Module):
+    """What :class:`hetspmd.run.module.HAP` does with the single-device model's state, in whole tensors."""
+
+    module: nn.Module
+    device: torch.device
+    gather_state: bool
+    _store: Store
+    _runtime: Runtime
+
+    @property
+    def rank(self) -> int:
+        """This rank in the cluster."""
+        raise NotImplementedError
+
+    def meet(self, what: str) -> None:
+        """Go on when all ranks do the same, which has collectives of its own."""
+        raise NotImplementedError
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """The single-device model's state dict, whole tensors on the CPU; every rank must call this.
+
+        ``rank0_only``: the other ranks get an empty dict.
+        """
+        self.meet("full_state_dict()")
+        with self._store.sentry.lifted():
+            return full_state_dict(self._store, self._runtime, keep=not rank0_only or self.rank == 0)
+
+    def full_module(self) -> nn.Module:
+        """A single-device copy of the model, whole, on every rank; every rank must call this.
+
+        It is what the model was before it was wrapped, with the present values: call it, or its methods and parts,
+        copy it, save it. The copy does not follow the training.
+        """
+        self.meet("full_module()")
+        with self._store.sentry.lifted():
+            return full_module(self._store, self._runtime, self.device)
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """:meth:`full_state_dict` with ``gather_state``; shards are refused without."""
+        if self.gather_state and not args:
+            return gathered_state(self, destination, prefix)
+        return super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        add_module(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """:meth:`load_full_state_dict`, also of keys that begin with ``module.``, as those of DDP do."""
+        state = without_prefix(state_dict, self.module)
+        if not assign:
+            return self.load_full_state_dict(state, strict=strict)
+        return self.module.load_state_dict(state, strict=strict, assign=True)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load a single-device state dict into this rank's shards; no communication.
+
+        A mapping that reads a tensor when it is asked for its key is asked for each parameter once; no more than
+        one whole parameter is held at a time. So are the shards alone read of ``torch.load(FILE, mmap=True)``.
+        Returns torch's report of missing and unexpected keys; raises RuntimeError as
+        ``Module.load_state_dict`` does.
+        """
+        return load_full_state_dict(self._store, state_dict, strict=strict)
+
+    def full_tensors(self) -> dict[str, torch.Tensor]:
+        """Whole copies of all parameters and buffers by (first) name; every rank must call this."""
+        self.meet("full_tensors()")
+        named: dict[str, torch.Tensor] = dict(self.module.named_parameters())
+        named.update(self.module.named_buffers())
+        return self.gather(named)
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Whole copies of the gradients that there are, by parameter; every rank must call this."""
+        self.meet("full_gradients()")
+        named = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
+        return self.gather(named)
+
+    def gather(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Whole copies of tensors that lie as the parameters of these names do; every rank must call this."""
+        return self._store.gather(self._runtime, named)
