@@ -20,8 +20,9 @@ from hetspmd.trace.compat import is_traced
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.code import discover, is_installed
 from hetspmd.trace.host.equal import differ_in_numbers, digest
-from hetspmd.trace.host.places import Roots, key_of, step_to
+from hetspmd.trace.host.places import Roots
 from hetspmd.trace.host.plain import fingerprint, from_text, to_text
+from hetspmd.trace.host.steps import key_of, step_to
 from hetspmd.trace.trace import trace
 from nets import Net, parameter
 

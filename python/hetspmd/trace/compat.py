@@ -82,6 +82,7 @@ __all__ = [
     "flatten",
     "flatten_with_names",
     "graph_is_kept",
+    "is_class_of_trace",
     "is_op",
     "is_traced",
     "memory_of",
@@ -306,6 +307,11 @@ def _export(
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of the trace, so that what is done to it becomes part of the graph."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
+def is_class_of_trace(kind: type) -> bool:
+    """Whether tensors of this class are there only while a model is traced."""
+    return issubclass(kind, (FakeTensor, FunctionalTensor))
 
 
 def memory_of(tensor: torch.Tensor) -> int:

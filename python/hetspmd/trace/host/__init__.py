@@ -3,6 +3,7 @@
 facts      what a graph says of it: reads, writes, numbers that are inputs
 plain      values as text: which are equal, and which can be put on another rank's model
 raw        what containers hold, whatever their classes do when asked
+steps      which item of a container is meant
 places     where a value lies: on a module, an object, a function's globals or its closure, in torch's own
 settings snapshot   what was there before, and putting it back
 code       which globals and closure variables a function reads

@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import inspect
 import re
+import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path as File
 from typing import Any
@@ -14,17 +15,21 @@ import torch
 from torch import nn
 
 from hetspmd.errors import TraceError
+from hetspmd.trace.compat import is_class_of_trace
+from hetspmd.trace.host.code import is_installed
 from hetspmd.trace.host.facts import Write
-from hetspmd.trace.host.places import ALL, NOTHING, Path, Roots, step_to, text
+from hetspmd.trace.host.places import NOTHING, Path, Roots, text
 from hetspmd.trace.host.plain import (
     NoTemplateError,
     fingerprint,
     is_plain,
     number_of,
+    tensors_in,
     to_text,
 )
 from hetspmd.trace.host.raw import elements, pairs, size
 from hetspmd.trace.host.snapshot import OF_TORCH, Change
+from hetspmd.trace.host.steps import ALL, leads, spoken, step_to
 
 
 class Left:
@@ -50,6 +55,7 @@ class Left:
         root, path, after = change.root, change.path, change.after
         if _alike(change.before, after):
             return
+        self._check_keys(root, path)
         if (root, path) in self._numbers and isinstance(after, torch.Tensor):
             self.writes[root, path] = Write(root, path, number_of(self._number(after)))
         elif after is NOTHING:
@@ -64,6 +70,30 @@ class Left:
                     "step that a plan computes; return it as an output, or keep tensors of it with register_buffer"
                 ) from None
         self.changed[root, path] = change.before, after
+
+    def _of_the_trace(self, root: str, key: Any, value: Any) -> bool:
+        """Whether a new item of a table by the class of a tensor has nothing that a step could leave behind: an
+        object for a class that is there only while the model is traced."""
+        if (
+            not (isinstance(key, type) and issubclass(key, torch.Tensor))
+            or is_plain(value)
+            or tensors_in(value)
+        ):
+            return False
+        kind, _, name = root.partition(" ")
+        home = sys.modules.get(name) if kind == "globals" else None
+        return is_class_of_trace(key) or (home is not None and is_installed(home))
+
+    def _check_keys(self, root: str, path: Path) -> None:
+        """Raise TraceError where a plan could not find an item again, because of its key."""
+        for depth, step in enumerate(path):
+            if not leads(step):
+                raise TraceError(
+                    f"forward leaves another value under the key {spoken(step)[1:-1]} of "
+                    f"{where(self._roots, root, path[:depth])}, and no plan can find a key of that kind again; use "
+                    "strings, numbers, tuples of them, enums or dtypes as keys (type(x).__name__ for a class), or "
+                    "keep the value as an attribute"
+                )
 
     def _number(self, tensor: torch.Tensor) -> int:
         for index, known in enumerate(self.tensors):
@@ -80,10 +110,8 @@ class Left:
         elif isinstance(before, dict):
             held = dict(pairs(after))
             for key in dict.fromkeys((*before, *held)):
-                if isinstance(key, type) and issubclass(key, torch.Tensor):
-                    continue  # a table by the tensor's class, which is another while the model is traced
                 old, new = before.get(key, NOTHING), held.get(key, NOTHING)
-                if old is not new:
+                if old is not new and not (old is NOTHING and self._of_the_trace(change.root, key, new)):
                     yield Change(change.root, (*change.path, step_to(key)), old, new)
         elif isinstance(after, (list, collections.deque)) and len(before) == size(after):
             for index, (old, new) in enumerate(zip(before, elements(after), strict=True)):
@@ -139,10 +167,10 @@ def where(roots: Roots, root: str, path: Path) -> str:
         module, rest = owner_of(roots.model, path)
         name = "".join(path[: len(path) - len(rest)]).removeprefix(".")
         owner = f" of module {name} ({type(module).__name__})" if name else f" of {type(module).__name__}"
-        spoken = "".join(rest).removeprefix(".")
+        name = "".join(map(spoken, rest)).removeprefix(".")
     else:
-        spoken = text(root, path)
-    return f"{spoken}{owner}{f' at {line}' if line else ''}"
+        name = text(root, path)
+    return f"{name}{owner}{f' at {line}' if line else ''}"
 
 
 def owner_of(model: nn.Module, path: Path) -> tuple[nn.Module, Path]:

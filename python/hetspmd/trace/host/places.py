@@ -2,12 +2,11 @@
 
 A place is a root and a path. Roots are ``model``, ``loss`` (the function given as ``loss=``), ``class M:C``,
 ``globals M``, ``closure M:F`` (of the function F) and ``torch`` (its settings). Steps of a path are
-``.name`` for an attribute or variable and ``[key]`` for an item.
+``.name`` for an attribute or variable and ``[key]`` for an item (:mod:`hetspmd.trace.host.steps`).
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping
 from types import CellType, FunctionType
@@ -17,13 +16,10 @@ import torch
 from torch import nn
 
 from hetspmd.trace.host import raw
-from hetspmd.trace.host.plain import is_container
+from hetspmd.trace.host.plain import is_container, type_name
+from hetspmd.trace.host.steps import ALL, OTHERS, key_of, others, spoken, step_to, told
 
 Path = tuple[str, ...]
-
-ALL: Final = "[*]"
-"""A step to the keys of a mapping or the number of elements of another container; written, to its whole
-content."""
 
 
 class _Nothing:
@@ -47,7 +43,7 @@ SETTINGS: Final[dict[str, Callable[[], Any]]] = {
 
 def text(root: str, path: Path) -> str:
     """The place as people read it."""
-    joined = "".join(path)
+    joined = "".join(map(spoken, path))
     if root in ("model", "loss"):
         return joined.removeprefix(".") if root == "model" else f"loss{joined}"
     kind, _, name = root.partition(" ")
@@ -133,32 +129,24 @@ def item(holder: Any, step: str) -> Any:
         except Exception:  # a property may raise anything
             return NOTHING
     if step == ALL:
-        if isinstance(holder, Mapping) and not isinstance(holder, dict):
-            return tuple(holder)
-        if not is_container(holder):
-            return NOTHING
-        return tuple(raw.elements(holder)) if isinstance(holder, dict) else raw.size(holder)
+        return _extent(holder)
+    if step == OTHERS:
+        return others(holder) if isinstance(holder, dict) else NOTHING
     try:
         return raw.at(holder, key_of(step)) if is_container(holder) else holder[key_of(step)]
     except (KeyError, IndexError, TypeError, ValueError, RecursionError):
         return NOTHING
 
 
-def step_to(key: Any) -> str:
-    """The step to an item of a container."""
-    try:
-        return f"[{json.dumps(key)}]"
-    except (TypeError, ValueError):
-        return f"[{key!r}]"
-
-
-def key_of(step: str) -> Any:
-    """Inverse of :func:`step_to`. Raises ValueError. JSON, since Python's own parser is not safe in threads."""
-    return _tuples(json.loads(step[1:-1]))
-
-
-def _tuples(key: Any) -> Any:
-    return tuple(map(_tuples, key)) if isinstance(key, list) else key
+def _extent(holder: Any) -> Any:
+    """A container's class, with its keys or its number of elements; NOTHING for anything else."""
+    if isinstance(holder, dict) or not isinstance(holder, Mapping):
+        if not is_container(holder):
+            return NOTHING
+        found = raw.elements(holder) if isinstance(holder, dict) else [raw.size(holder)]
+    else:
+        found = list(holder)
+    return type_name(type(holder)), *found
 
 
 def content(cell: CellType) -> Any:
@@ -211,8 +199,8 @@ def own(holder: Any, step: str) -> Any:
 
 
 def items(container: Any) -> list[tuple[str, Any]]:
-    """The elements of a container that can be told by index or key, each with its step."""
+    """The elements of a container to which steps lead, each with its step."""
     if not is_container(container) or isinstance(container, (set, frozenset)):
         return []
     pairs = raw.pairs(container) if isinstance(container, dict) else enumerate(raw.elements(container))
-    return [(step_to(k), v) for k, v in pairs if type(k) in (int, str, bool, float, type(None), tuple)]
+    return [(step_to(k), v) for k, v in pairs if told(k)]

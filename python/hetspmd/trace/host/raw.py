@@ -40,12 +40,19 @@ def at(container: Any, key: Any) -> Any:
         if not dict.__contains__(container, key):
             raise KeyError(key)
         return dict.__getitem__(container, key)
-    return _base(container).__getitem__(container, key)
+    return _method(container, "__getitem__")(container, key)
 
 
 def put(container: Any, key: Any, value: Any) -> None:
-    """Set an item of a list, deque or dict."""
-    _base(container).__setitem__(container, key, value)
+    """Set an item of a list, deque or dict. Raises TypeError for what has no items that can be set."""
+    _method(container, "__setitem__")(container, key, value)
+
+
+def _method(container: Any, name: str) -> Any:
+    method = getattr(_base(container), name, None)
+    if method is None:
+        raise TypeError(f"items of a {type(container).__name__} cannot be reached or set by a key")
+    return method
 
 
 def refill(container: Any, content: Any) -> None:

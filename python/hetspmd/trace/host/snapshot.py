@@ -16,10 +16,11 @@ from typing import Any, Final
 from torch import nn
 
 from hetspmd.trace.host.code import is_installed
-from hetspmd.trace.host.places import NOTHING, Path, content, step_to
+from hetspmd.trace.host.places import NOTHING, Path, content
 from hetspmd.trace.host.plain import is_container
 from hetspmd.trace.host.raw import elements, pairs, refill, size
 from hetspmd.trace.host.stand_ins import original
+from hetspmd.trace.host.steps import step_to
 
 OF_TORCH: Final = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 """Attributes that every module has, and those in which torch's recurrent layers hold their parameters once more."""

@@ -20,10 +20,11 @@ from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.facts import Read
 from hetspmd.trace.host.lines import drawing_line
 from hetspmd.trace.host.numbers import AsNumbers
-from hetspmd.trace.host.places import ALL, SETTINGS, Path, Roots, item, items, own, put, text
+from hetspmd.trace.host.places import SETTINGS, Path, Roots, item, items, own, put, text
 from hetspmd.trace.host.plain import fingerprint, is_container, is_plain
 from hetspmd.trace.host.recorder import Place, Recorder
 from hetspmd.trace.host.snapshot import Snapshot, Structure
+from hetspmd.trace.host.steps import ALL, OTHERS
 from hetspmd.trace.host.tensor_hooks import observers_refused
 
 HostRandomness = Literal["refuse", "trace_each_step", "freeze"]
@@ -223,6 +224,9 @@ def _unwritten(root: str, path: Path, container: Any, written: set[Place]) -> di
     ):
         return {}
     found = {(root, (*path, ALL)): fingerprint(item(container, ALL))}
+    rest = item(container, OTHERS)
+    if isinstance(rest, dict) and rest:
+        found[root, (*path, OTHERS)] = fingerprint(rest)
     for step, value in items(container):
         place = root, (*path, step)
         if place not in written or is_plain(value):
