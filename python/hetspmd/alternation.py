@@ -141,6 +141,17 @@ class Alternation:
         found = self._search(costs, lengths, None)
         return Judge(self, costs, found, active, lengths)(ratios, lengths)
 
+    def fitting(self, pair: Pair) -> Pair | None:
+        """The pair, or the best at its lengths that fits; None if none found does."""
+        if pair.fits:
+            return pair
+        costs = CostModel(self.theory, self.cluster.part(pair.active))
+        found = self._fitting(costs, pair.lengths, pair.found, None, pair.active)
+        if found is None:
+            return None
+        fitting = Judge(self, costs, found, pair.active, pair.lengths)(pair.ratios, pair.lengths)
+        return fitting if fitting.fits else None
+
     def _settled(self, costs: CostModel, pair: Pair, best: Pair) -> Pair:
         """The pair with its parameters' storage settled, where it could then be as good as ``best``."""
         if pair.stages.floor >= best.seconds or pair.seconds > best.seconds * (1 + NEAR):

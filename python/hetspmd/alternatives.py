@@ -10,11 +10,12 @@ from torch import nn
 from hetspmd.alternation import Alternation, Clock
 from hetspmd.balance.lengths import by_segment
 from hetspmd.balance.starts import proportional, starting_ratios, teams
-from hetspmd.compiler import compile_plan, plan_for, plan_of
+from hetspmd.compiler import compile_plan, following_plan, plan_for
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.machines import has_machines
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import HetspmdError
+from hetspmd.following import follows
 from hetspmd.forms import Form
 from hetspmd.plan import Plan
 from hetspmd.rules.theory import derive
@@ -71,7 +72,9 @@ def alternatives(
         starts = starting_ratios(CostModel(theory, cluster.part(ranks)))
         outcome = alternation.on(ranks, [(name, by_segment(ratios, 1)) for name, ratios in starts])
         if outcome is not None:
-            found[_name(ranks, cluster.world)] = plan_of(theory, cluster, outcome, constraints)
+            plan = following_plan(theory, cluster, outcome, constraints, limits, Clock())
+            if follows(plan) or not follows(compiled):
+                found[_name(ranks, cluster.world)] = plan
     if not constraints:
         rows = plan_for(theory, cluster, known.data_parallel(theory), proportional(costs), limits=limits)
         if all(b <= d.memory for b, d in zip(rows.cost.memory_bytes, cluster.devices, strict=True)):

@@ -7,7 +7,6 @@ The stages in the order of the data's way: trace, rules, then search and ratios 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from contextlib import suppress
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -20,9 +19,11 @@ from hetspmd.balance.segments import segmented, segments_like
 from hetspmd.balance.stored import as_stored
 from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.machines import has_machines
-from hetspmd.errors import InfeasibleError, OptionError, SearchError
+from hetspmd.errors import OptionError
+from hetspmd.following import followed, warn_of_strays
 from hetspmd.forms import Form
-from hetspmd.hierarchy import Machines, Step, cheaper, check_machines, inside_of, step_across
+from hetspmd.hierarchy import Machines, Step, cheaper, check_machines, inside_of, lacking, step_across
+from hetspmd.pairs import Pair
 from hetspmd.plan import Inside, Plan, SearchReport
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.segmentation import Segments, check_segments, in_segments
@@ -36,7 +37,6 @@ from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.watch import HostRandomness, check_randomness
 from hetspmd.trace.losses import Loss, as_loss
 from hetspmd.trace.trace import split_example, trace
-from hetspmd.twins import stored_as_followed
 
 
 def compile(
@@ -129,18 +129,25 @@ def compile_plan(
                 limits,
                 clock,
             )
-            plan = plan_of(found, devices, outcome, constraints)
-            return _following(plan, frozenset(fixed.forms), outcome, limits, clock) or plan
+            return following_plan(found, devices, outcome, constraints, limits, clock)
 
         def across() -> Plan:
             with naming_conflicts(theory, fixed):
-                return _across(
-                    theory, cluster, step_across(theory, cluster, fixed, limits, clock), constraints
-                )
+                step = step_across(theory, cluster, fixed, limits, clock)
+            return followed(
+                _across(theory, cluster, step, constraints),
+                limits,
+                clock,
+                lambda stored, pair: _across_at(stored, cluster, pair, constraints, limits),
+            )
 
-        if has_machines(cluster):
-            return cheaper(cluster, machines, side_by_side, across)
-        return side_by_side(cluster)
+        plan = (
+            cheaper(cluster, machines, side_by_side, across)
+            if has_machines(cluster)
+            else side_by_side(cluster)
+        )
+        warn_of_strays(plan)
+        return plan
 
 
 def _like(theory: Theory, cluster: Cluster, like: Plan, limits: Limits, clock: Clock) -> Plan:
@@ -153,23 +160,6 @@ def _like(theory: Theory, cluster: Cluster, like: Plan, limits: Limits, clock: C
         return _fixed_plan(theory, cluster, Constraints(forms), ratios, lengths, limits, like.active)
 
 
-def _following(
-    plan: Plan, kept: frozenset[int], outcome: Outcome, limits: Limits, clock: Clock
-) -> Plan | None:
-    """The plan with modules that follow others in their shards; None where they are, or where none can be so."""
-    stored = stored_as_followed(plan.graph, plan.parameter_layout(), kept)
-    if stored is None:
-        return None
-    with clock("rules"):
-        theory, forms, lengths = as_stored(plan.theory, stored, plan.ratios)
-    with clock("synth"), suppress(InfeasibleError, SearchError):
-        turns = Alternation(theory, plan.cluster, Constraints(forms), limits, Clock())
-        pair = turns.at(plan.ratios, lengths, plan.active)
-        if pair.fits or outcome.over_memory:
-            return plan_of(theory, plan.cluster, replace(outcome, pair=pair), plan.constraints)
-    return None
-
-
 def _fixed_plan(
     theory: Theory, cluster: Cluster, fixed: Constraints, ratios: Matrix, lengths: Lengths,
     limits: Limits, active: tuple[int, ...],
@@ -180,6 +170,19 @@ def _fixed_plan(
         inside = inside_of(theory, cluster, pair, limits, Clock())
         return _across(theory, cluster, (Outcome(pair, {}, ()), inside))
     return plan_of(theory, cluster, Outcome(pair, {}, ()))
+
+
+def following_plan(
+    theory: Theory, cluster: Cluster, outcome: Outcome, constraints: Mapping[str, str | Form] | None,
+    limits: Limits, clock: Clock,
+) -> Plan:  # fmt: skip
+    """The plan of an outcome, with modules that follow others in their shards if that can be."""
+    return followed(
+        plan_of(theory, cluster, outcome, constraints),
+        limits,
+        clock,
+        lambda stored, pair: plan_of(stored, cluster, replace(outcome, pair=pair), constraints),
+    )
 
 
 def plan_of(
@@ -217,6 +220,18 @@ def _across(
             communication_seconds=cost.communication_seconds + more, memory_bytes=memory,
         ),
     )  # fmt: skip
+
+
+def _across_at(
+    theory: Theory, cluster: Cluster, pair: Pair, constraints: Mapping[str, str | Form] | None, limits: Limits
+) -> Plan | None:
+    """The plan of a pair of machines; None where it does not fit their accelerators."""
+    inside = inside_of(theory, cluster, pair, limits, Clock())
+    return (
+        None
+        if lacking(cluster, inside)
+        else _across(theory, cluster, (Outcome(pair, {}, ()), inside), constraints)
+    )
 
 
 def _report(found: Found) -> SearchReport:

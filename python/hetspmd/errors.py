@@ -15,6 +15,7 @@ __all__ = [
     "DeviceError",
     "DroppedOutputWarning",
     "ExampleError",
+    "FollowerWarning",
     "GradientError",
     "GradientHookWarning",
     "HetspmdError",
@@ -85,6 +86,10 @@ class PlanPerValueWarning(UserWarning):
 
 class ClockWarning(UserWarning):
     """The model's forward reads a clock, of which a plan keeps one reading."""
+
+
+class FollowerWarning(UserWarning):
+    """A module that is a copy of a trained one is stored in other shards."""
 
 
 class CheckpointWarning(UserWarning):

@@ -33,7 +33,7 @@ from hetspmd.synth.nested import inner_rows, nest
 from hetspmd.synth.program import Program
 from hetspmd.synth.search import Limits
 
-__all__ = ["Machines", "Step", "cheaper", "check_machines", "inside_of", "step_across"]
+__all__ = ["Machines", "Step", "cheaper", "check_machines", "inside_of", "lacking", "step_across"]
 
 Machines: TypeAlias = Literal["auto", "virtual", "flat"]
 """How machines with several accelerators are planned: the cheaper way, or the one that is named."""
@@ -93,15 +93,11 @@ def step_across(theory: Theory, cluster: Cluster, fixed: Constraints, limits: Li
     for _ in range(ATTEMPTS):
         outcome = Alternation(theory, tight, fixed, limits, clock).run()
         inside = inside_of(theory, cluster, outcome.pair, limits, clock)
-        lacking = {
-            rank: (needed - int(accelerator(device).memory), int(accelerator(device).memory))
-            for rank, (device, needed) in enumerate(zip(cluster.devices, inside.memory_bytes, strict=True))
-            if needed > accelerator(device).memory
-        }
-        if not lacking:
+        missed = lacking(cluster, inside)
+        if not missed:
             return outcome, inside
         devices = list(tight.devices)
-        for rank, (missing, capacity) in lacking.items():
+        for rank, (missing, capacity) in missed.items():
             device = devices[rank]
             # What the machines are counted to hold must shrink by as much as an accelerator lacks.
             devices[rank] = replace(
@@ -109,7 +105,16 @@ def step_across(theory: Theory, cluster: Cluster, fixed: Constraints, limits: Li
                                    * capacity / (capacity + missing) * 0.99, 1.0)
             )  # fmt: skip
         tight = replace(tight, devices=tuple(devices))
-    raise MemoryLimitError(lacking, [d.name for d in cluster.devices])
+    raise MemoryLimitError(missed, [d.name for d in cluster.devices])
+
+
+def lacking(cluster: Cluster, inside: Inside) -> dict[int, tuple[int, int]]:
+    """Machines whose accelerators do not have the memory, to the bytes that one of them lacks and those it has."""
+    return {
+        rank: (needed - int(accelerator(device).memory), int(accelerator(device).memory))
+        for rank, (device, needed) in enumerate(zip(cluster.devices, inside.memory_bytes, strict=True))
+        if needed > accelerator(device).memory
+    }
 
 
 def inside_of(theory: Theory, cluster: Cluster, pair: Pair, limits: Limits, clock: Clock) -> Inside:

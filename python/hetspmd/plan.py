@@ -37,7 +37,9 @@ class SearchReport:
 
     ``cost`` and ``lower_bound`` are in seconds, ``gap`` is ``(cost - lower_bound) / cost``. ``stop_reason`` is
     "optimal" for the certified optimum; "rescored" for a program that the simulation of the step prefers to it;
-    "memory" for the best found that fits the devices, with the bound of those that do; or the limit that struck.
+    "memory" for the best found that fits the devices, with the bound of those that do; "following" for the
+    certified optimum, and the bound, of programs that store copies of trained modules in the modules' shards; or
+    the limit that struck.
     The numbers are the same in every run; seconds of wall time are not kept here.
     """
 
