@@ -28,14 +28,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ("bert", "bert_moe", "gpt2", "llama", "vit", "vgg19", "resnet50")
 MARKS = ("<!-- models table -->\n", "<!-- end of models table -->")
 
-CLUSTER = {
-    "devices": [
-        {"name": "large", "flops": 4e6, "memory_bandwidth": 4e6, "launch": 1e-9},
-        {"name": "medium", "flops": 2e6, "memory_bandwidth": 2e6, "launch": 1e-9},
-        {"name": "small", "count": 2, "flops": 1e6, "memory_bandwidth": 1e6, "launch": 1e-9},
-    ],
-    "network": {"bandwidth": 1e9, "latency": 1e-9},
-}
+CLUSTER = ROOT / "examples" / "clusters" / "slow.yaml"
 
 Entry = tuple[Any, Any, Any]
 
@@ -79,7 +72,9 @@ def main() -> None:
     """Print the table, or write it into a file between its marks."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", help="models to take (default: all)")
-    parser.add_argument("--cluster", default=CLUSTER, help="cluster file (default: slow devices, see above)")
+    parser.add_argument(
+        "--cluster", default=CLUSTER, help="cluster file (default: examples/clusters/slow.yaml)"
+    )
     parser.add_argument("--write", metavar="FILE", help="replace the table in this file")
     options = parser.parse_args()
     torch.set_num_threads(1)

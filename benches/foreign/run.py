@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +23,7 @@ from hetspmd.run.communicator import Communicator
 from hetspmd.synth.program import Compute
 
 RANKS = 4
-SLOW = {
-    "devices": [
-        {"name": "large", "flops": 4e6, "memory_bandwidth": 4e6, "launch": 1e-9},
-        {"name": "medium", "flops": 2e6, "memory_bandwidth": 2e6, "launch": 1e-9},
-        {"name": "small", "count": 2, "flops": 1e6, "memory_bandwidth": 1e6, "launch": 1e-9},
-    ],
-    "network": {"bandwidth": 1e9, "latency": 1e-9},
-}
+SLOW = Cluster.load(Path(__file__).parents[2] / "examples" / "clusters" / "slow.yaml")
 """Speeds 4 : 2 : 1 : 1, slow beside the network, so that the program divides nearly everything."""
 
 
@@ -53,9 +47,7 @@ class Run:
     def wrap(self, model: nn.Module, example: Any, **options: Any) -> Any:
         """The model on one device (called with ``loss`` where that is a function), HAP on ranks."""
         if self.communicator is not None:
-            hap = hetspmd.HAP(
-                model, Cluster.load(SLOW), example=example, process_group=self.communicator, **options
-            )
+            hap = hetspmd.HAP(model, SLOW, example=example, process_group=self.communicator, **options)
             self.wrapped.append(hap)
             return hap
         if self.disturbance:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,16 +26,7 @@ from hetspmd.run.communicator import Communicator
 from hetspmd.run.simulate import run_ranks
 
 RANKS = 4
-SLOW = Cluster.load(
-    {
-        "devices": [
-            {"name": "large", "flops": 4e6, "memory_bandwidth": 4e6, "launch": 1e-9},
-            {"name": "medium", "flops": 2e6, "memory_bandwidth": 2e6, "launch": 1e-9},
-            {"name": "small", "count": 2, "flops": 1e6, "memory_bandwidth": 1e6, "launch": 1e-9},
-        ],
-        "network": {"bandwidth": 1e9, "latency": 1e-9},
-    }
-)
+SLOW = Cluster.load(Path(__file__).parents[2] / "examples" / "clusters" / "slow.yaml")
 """Speeds 4 : 2 : 1 : 1, slow beside the network, so that the program divides nearly everything."""
 
 

@@ -8,8 +8,10 @@ Ranks find in the environment what ``torchrun`` puts there. What ``train`` retur
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -20,16 +22,10 @@ import torch._dynamo
 
 import hetspmd.compiler
 import hetspmd.run.module  # noqa: F401  # so that no process imports it again
+from hetspmd.cost.cluster import Cluster
 
 RANKS = 4
-CLUSTER = {
-    "devices": [
-        {"name": "large", "flops": 4e6, "memory_bandwidth": 4e6, "launch": 1e-9},
-        {"name": "medium", "flops": 2e6, "memory_bandwidth": 2e6, "launch": 1e-9},
-        {"name": "small", "count": 2, "flops": 1e6, "memory_bandwidth": 1e6, "launch": 1e-9},
-    ],
-    "network": {"bandwidth": 1e9, "latency": 1e-9},
-}
+CLUSTER = Cluster.load(Path(__file__).parents[2] / "examples" / "clusters" / "slow.yaml")
 """Slow devices on a fast network, so that even small models are divided."""
 
 
@@ -62,7 +58,7 @@ def main(script: str, folder: Path) -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    children = []
+    children: list[int] = []
     for rank in (None, *range(RANKS)):
         sys.stderr.flush()
         child = os.fork()
@@ -71,7 +67,22 @@ def main(script: str, folder: Path) -> int:
             sys.stderr.flush()
             os._exit(status)
         children.append(child)
-    return int(any(os.waitpid(child, 0)[1] for child in children))
+    return int(failed(children))
+
+
+def failed(children: list[int]) -> bool:
+    """Wait for all processes; whether one has failed. When one does, the others, which would wait for it, are
+    killed."""
+    running, one = set(children), False
+    while running:
+        child, status = os.wait()
+        running.discard(child)
+        if status and not one:
+            one = True
+            for other in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(other, signal.SIGKILL)
+    return one
 
 
 if __name__ == "__main__":
