@@ -108,6 +108,11 @@ class HostSide:
         for rank, found in enumerate(communicator.exchange(differ(guard))):
             if found:
                 name, value = found[0]
+                if rank == 0:
+                    raise PlanMismatchError(
+                        f"{name} reads differently after the trace than in it: it is {value} now; let it be the "
+                        "same from one step to the next, or keep it in a buffer"
+                    )
                 raise PlanMismatchError(
                     f"rank {rank} has another model than rank 0: its {name} is {value}; give every "
                     "rank's model the "

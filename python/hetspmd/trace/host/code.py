@@ -128,7 +128,9 @@ class Reader:
             self._tell(root, name, value, holder)
 
     def _tell(self, root: str, name: str, value: Any, holder: Any) -> None:
-        value = original(value.__func__ if isinstance(value, (staticmethod, classmethod)) else value)
+        value = original(
+            value.__get__(None, holder) if isinstance(value, (staticmethod, classmethod)) else value
+        )
         if value is NOTHING or isinstance(value, (ModuleType, type, property)):
             return
         self._found(root, (f".{name}",), value, holder)

@@ -140,7 +140,9 @@ def _array(value: Any) -> str:
 
 def _callable(value: Any, depth: int) -> str:
     if isinstance(value, MethodType):
-        return f"method {_callable(value.__func__, depth)} of {type_name(type(value.__self__))}"
+        owner = value.__self__
+        owner_name = f"class {type_name(owner)}" if isinstance(owner, type) else type_name(type(owner))
+        return f"method {_callable(value.__func__, depth)} of {owner_name}"
     if isinstance(value, functools.partial):
         parts = (_text(part, depth + 1) for part in (value.func, value.args, value.keywords))
         return f"partial {' '.join(parts)}"

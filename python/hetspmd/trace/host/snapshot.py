@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch import nn
 
 from hetspmd.trace.host.code import is_installed
-from hetspmd.trace.host.places import NOTHING, Path, content
+from hetspmd.trace.host.places import NOTHING, Path, Variables, content
 from hetspmd.trace.host.plain import is_container
 from hetspmd.trace.host.raw import elements, pairs, refill, size
 from hetspmd.trace.host.stand_ins import original
@@ -93,6 +93,21 @@ class Snapshot:
         self._variables.setdefault(
             (id(holder), path[-1]), _Held(root, path, holder, _own(holder, path[-1][1:]))
         )
+
+    def place(self, root: str, path: Path, holder: Any) -> None:
+        """Hold what lies at a place, of whatever kind its holder is."""
+        if isinstance(holder, Variables):
+            cell = holder.of.get(path[-1][1:])
+            if isinstance(cell, CellType):
+                self.cell(root, path, cell)
+            else:
+                self.variable(root, path, sys.modules[root.partition(" ")[2]])
+        elif isinstance(holder, type):
+            self.variable(root, path, holder)
+        elif is_container(holder):
+            self.container(root, path[:-1], holder)
+        elif isinstance(attributes := getattr(holder, "__dict__", None), dict):
+            self.attributes(root, path[:-1], attributes)
 
     def cache(self, function: Any) -> None:
         """Hold a ``functools.lru_cache``: what is put into it is thrown away."""

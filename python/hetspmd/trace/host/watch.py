@@ -84,6 +84,7 @@ class Watch:
         """One run of the Python: what ``call`` returns. Raises TraceError for what cannot be kept right."""
         structure, grad = Structure(self._modules), torch.is_grad_enabled()
         self._rewind()
+        self._hold_numbers()
         originals = self._place(numbers)
         try:
             with AsNumbers(numbers) if numbers else nullcontext(), self.recorder.bound.placed():
@@ -140,6 +141,11 @@ class Watch:
             else:
                 found[root, path] = value
         return tuple(Read(*place, value) for place, value in found.items())
+
+    def _hold_numbers(self) -> None:
+        """Hold what the numbers lie in, before tensors are put in their place."""
+        for root, path in self.numbers:
+            self._snapshot.place(root, path, self.roots.holder(root, path))
 
     def _place(self, numbers: Sequence[torch.Tensor]) -> list[Any]:
         """Put tensors where the numbers are; returns what was there."""
