@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import loss_of, on_ranks
+from ranks import lone, loss_of, on_ranks
 from small_models import Case, case
 from small_plans import cluster, random_plan
 from torch import nn
@@ -19,6 +19,7 @@ from hetspmd.compiler import plan_for
 from hetspmd.errors import OptimizerError
 from hetspmd.forms import is_sharded
 from hetspmd.plan import Plan
+from hetspmd.run import optimizer_guard
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.module import HAP
 from hetspmd.run.simulate import run_ranks
@@ -324,3 +325,25 @@ def test_an_optimizer_of_parameters_that_were_on_the_meta_device() -> None:
     hap.load_full_state_dict(c.model.state_dict())
     with pytest.raises(OptimizerError, match=r"make it after HAP\(\.\.\.\): SGD\(hap\.parameters\(\)"):
         stepped(hap, c.batch, optimizer)
+
+
+def test_hooks_are_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many HAP modules there are: one for all optimizers, one of each kind for an optimizer's state."""
+    c, registered = case("mlp"), list[Any]()
+    monkeypatch.setattr(optimizer_guard, "_HOOK", [])
+    monkeypatch.setattr(optimizer_guard, "register_optimizer_step_pre_hook", registered.append)
+
+    def body(hap: HAP) -> list[int]:
+        optimizer = torch.optim.SGD(hap.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            others = [copy.deepcopy(hap), copy.deepcopy(hap)]
+            optimizer_guard._before_step(optimizer, (), {})
+            stepped(hap, c.batch, optimizer, 1)
+            optimizer.load_state_dict(hetspmd.full_optimizer_state_dict(hap, optimizer))
+            assert len(others) == 2
+        hooks = ("state_dict_pre", "state_dict_post", "load_state_dict_post")
+        return [len(getattr(optimizer, f"_optimizer_{name}_hooks")) for name in hooks]
+
+    assert on_ranks(c, divided(c), body) == [[1, 1, 1]] * 3
+    lone(c)
+    assert registered == [optimizer_guard._before_step]

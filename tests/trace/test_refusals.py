@@ -13,7 +13,7 @@ from torch import nn
 import hetspmd.rules.ops  # noqa: F401  # registers the rules
 from hetspmd.errors import ExampleError, HetspmdError, TraceError
 from hetspmd.trace.trace import trace
-from nets import parameter, traced
+from nets import Net, parameter, traced
 
 # what cannot be traced ----------------------------------------------------------------------------------------
 
@@ -89,6 +89,34 @@ def test_an_example_of_another_shape_is_named_with_the_failing_line() -> None:
         ExampleError, match=r"Net fails on the example at .*test_refusals.py:\d+: .*try model\(batch\)"
     ):
         traced(forward, torch.randn(2, 4), w=parameter(3, 2))
+
+
+def by_flag(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        raise RuntimeError("not under a compiler")
+    return (x * m.w).sum()
+
+
+def by_class(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if type(x) is not torch.Tensor:
+        raise TypeError("x must be a plain tensor")
+    return (x * m.w).sum()
+
+
+def by_name(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return {"Tensor": (x * m.w).sum()}[type(x * m.w).__name__]
+
+
+@pytest.mark.parametrize("body", [by_flag, by_class, by_name])
+def test_a_model_that_fails_only_while_it_is_traced_is_told_where_to_look(body: Any) -> None:
+    """One device runs it: the advice is not to try the batch there alone."""
+    x = torch.randn(4, 3)
+    assert Net(body, w=parameter(4, 3))(x).isfinite()
+    with pytest.raises(
+        ExampleError,
+        match=r"If it works there, .* while it is traced.*is_compiling\(\) and .* a tensor's class",
+    ):
+        traced(body, x, w=parameter(4, 3))
 
 
 def asserting(m: Any, x: torch.Tensor) -> torch.Tensor:
