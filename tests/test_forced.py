@@ -155,13 +155,13 @@ def test_expert_parallel() -> None:
     weights = ("layers.1.feed_forward.w1_EDH", "layers.1.feed_forward.w2_EHD")
     forms = {names[n]: all_gather(0) for n in weights}
     held = copies(theory, forms)
-    axes = {theory.axes.axis(t, 0).id for t in forms}  # type: ignore[union-attr]
+    axes = {theory.axes.axis(t, 0).id for t in forms}
     assert len(axes) == 1, "all expert weights are divided alike"
     allowed_axes = known.batch_axes(theory) | axes
 
     def allowed(instruction: int, row: object, axis: int | None) -> bool:
         inputs = theory.graph.instructions[instruction].inputs
-        pre = row.pre  # type: ignore[attr-defined]
+        pre = row.pre
         if any(t in held and not is_sharded(f) for t, f in zip(inputs, pre, strict=True)):
             return False
         return axis is None or axis in allowed_axes
@@ -194,7 +194,7 @@ def views_behind(plan: Plan, tensors: object, *, linear: bool = False) -> set[in
     """The tensors and what they are views of (with ``linear``: or follow from by a row on summands)."""
     theory = plan.theory
     found: set[int] = set()
-    stack = [*tensors]  # type: ignore[misc]
+    stack = [*tensors]
     while stack:
         tensor = stack.pop()
         if tensor in found:
@@ -223,8 +223,8 @@ def summands_after(plan: Plan, instruction: int) -> set[int]:
 
 def forward_reader(theory: object, tensors: set[int]) -> int:
     """The forward op, no view, that reads one of the tensors."""
-    for instruction in theory.graph.instructions:  # type: ignore[attr-defined]
-        rule = theory.rules.get(instruction.id)  # type: ignore[attr-defined]
+    for instruction in theory.graph.instructions:
+        rule = theory.rules.get(instruction.id)
         if rule is None or rule.alias or instruction.phase != "forward":
             continue
         if any(t in tensors for t in instruction.inputs):

@@ -98,7 +98,7 @@ def test_dropout(build: object, attention: str) -> None:
     """A sharded mask is drawn independently, a replicated one alike; in verification both are the single
     device's, so the step is comparable."""
     torch.manual_seed(0)
-    model, example, loss = build(attention, 0.1)  # type: ignore[operator]
+    model, example, loss = build(attention, 0.1)
     report = verify(model.double().train(), example, CLUSTERS["four-4-2-1-1"], loss=loss, tolerance=TOLERANCE)
     report.require()
     assert report.random

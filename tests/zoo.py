@@ -385,7 +385,7 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> Entry:
     """An entry of the zoo in training mode, seeded, in ``dtype``."""
     torch.manual_seed(0)
     model, example, loss = ZOO[name]()
-    cast = lambda t: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t  # noqa: E731
+    cast = lambda t: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t  # noqa: E731  # one line beside its use
     values = (
         {k: cast(v) for k, v in example.items()} if isinstance(example, dict) else tuple(map(cast, example))
     )

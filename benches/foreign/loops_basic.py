@@ -358,7 +358,7 @@ def lbfgs_with_a_closure(run: Run, made: Any) -> dict[str, Any]:
 
 def _checkpointed() -> Any:
     model, data = gpt2()
-    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    model.gradient_checkpointing_enable()
     return model, data
 
 

@@ -263,7 +263,7 @@ def lightning_manual_optimization(run: Run, made: Any) -> dict[str, Any]:
     model, data = made
     base = _of("lightning", "LightningModule")
 
-    class Lit(base):  # type: ignore[misc, valid-type]
+    class Lit(base):
         def __init__(self) -> None:
             super().__init__()
             self.net = model

@@ -166,7 +166,7 @@ QUANTIZERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("lookup-free-quantization", "LFQ", {"dim": 16, "codebook_size": 16}),
 )
 for name, kind, options in QUANTIZERS:
-    make = lambda kind=kind, options=options: _of("vector_quantize_pytorch", kind)(**options)  # noqa: E731
+    make = lambda kind=kind, options=options: _of("vector_quantize_pytorch", kind)(**options)  # noqa: E731  # one line beside its use
     extra: Callable[[Any], Tensor] = (
         (lambda o: torch.zeros(())) if kind == "FSQ" else (lambda o: torch.as_tensor(o[2]).sum())
     )

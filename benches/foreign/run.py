@@ -144,13 +144,13 @@ def called(model: Any, batch: Any) -> Any:
 def loss_of(output: Any, at: str | int | None = None) -> torch.Tensor:
     """The loss as HAP finds it."""
     if at is not None:
-        return output[at]  # type: ignore[no-any-return]
+        return output[at]
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping) and "loss" in output:
-        return output["loss"]  # type: ignore[no-any-return]
+        return output["loss"]
     found = getattr(output, "loss", None)
-    return output[0] if found is None else found  # type: ignore[no-any-return]
+    return output[0] if found is None else found
 
 
 def trainable(model: Any) -> Iterable[nn.Parameter]:

@@ -80,7 +80,7 @@ def test_shards_that_fit_are_used_where_they_lie() -> None:
 )
 @pytest.mark.parametrize("training", [False, True])
 def test_a_dim_that_the_graph_does_not_cut(forward: Forward, training: bool) -> None:
-    scalar = lambda n, x: forward(n, x).pow(2).sum()  # noqa: E731
+    scalar = lambda n, x: forward(n, x).pow(2).sum()  # noqa: E731  # one line beside its use
     theory = theory_of(scalar, training, w=(12, 8))
     made, _ = program(theory, {"w": (all_gather(0), (1, 0, 11))})
     assert apart(made) == {"w": 0}
@@ -88,7 +88,7 @@ def test_a_dim_that_the_graph_does_not_cut(forward: Forward, training: bool) -> 
 
 def test_other_units() -> None:
     """Heads of four columns: five are no whole number of them; eight are."""
-    heads = lambda n, x: (x @ n.w).view(4, 3, 4).softmax(-1)  # noqa: E731
+    heads = lambda n, x: (x @ n.w).view(4, 3, 4).softmax(-1)  # noqa: E731  # one line beside its use
     theory = theory_of(heads, w=(12, 12))
     made, _ = program(theory, {"w": (all_gather(1), (5, 6, 1))})
     assert apart(made) == {"w": 1}

@@ -158,7 +158,7 @@ def program(theory: Theory, choose: Chooser, stored: Callable[[int], Form] = lam
         else:
             move(tensor, IDENTITY)
             return
-        steps.append(Communicate(tensor, kind, source, target))  # type: ignore[arg-type]
+        steps.append(Communicate(tensor, kind, source, target))
         have.append(target)
 
     for instruction in graph.instructions:

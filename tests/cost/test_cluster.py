@@ -174,7 +174,7 @@ def test_mistakes_name_line_and_column(text: str, place: str, message: str) -> N
 )
 def test_mistakes_in_a_dict(spec: object, message: str) -> None:
     with pytest.raises(ClusterError) as caught:
-        Cluster.load(spec)  # type: ignore[arg-type]
+        Cluster.load(spec)
     assert message in str(caught.value)
 
 

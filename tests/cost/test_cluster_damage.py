@@ -137,7 +137,7 @@ def test_slips(text: str, message: str) -> None:
         assert message == ""
     except ClusterError as error:
         assert message in str(error)  # noqa: PT017  # one of two outcomes
-        assert "\n" not in str(error)  # noqa: PT017
+        assert "\n" not in str(error)  # noqa: PT017  # as above
 
 
 def test_aliases_do_not_multiply() -> None:

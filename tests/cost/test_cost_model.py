@@ -130,7 +130,7 @@ def test_collectives_by_hand() -> None:
     assert theory.graph.tensors[c].nbytes == nbytes
 
     def move(source: int, target: int, kind: str) -> float:
-        return model.move_seconds(c, source, target, kind, lengths)  # type: ignore[arg-type]
+        return model.move_seconds(c, source, target, kind, lengths)
 
     assert move(ALL_REDUCE, IDENTITY, "all_reduce") == pytest.approx(2 * LATENCY + 1.5 * nbytes / BANDWIDTH)
     assert move(S0, IDENTITY, "all_gather") == pytest.approx(LATENCY + 3 * 0.5 * nbytes / BANDWIDTH)

@@ -252,7 +252,7 @@ def test_a_smaller_cluster_needs_its_own_profile() -> None:
 def test_constructors_check() -> None:
     for make in (
         lambda: Curve("all_reduce", 1, 1.0), lambda: Curve("all_reduce", 2, float("inf")),
-        lambda: Curve("all_reduce", 2, 1.0, per_exchange=1.0), lambda: Curve("broadcast", 2, 1.0),  # type: ignore[arg-type]
+        lambda: Curve("all_reduce", 2, 1.0, per_exchange=1.0), lambda: Curve("broadcast", 2, 1.0),
         lambda: measured(2, curves(3)), lambda: measured(2, curves(2), curves(2)),
     ):  # fmt: skip
         with pytest.raises(ClusterError):

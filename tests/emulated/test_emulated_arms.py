@@ -74,7 +74,7 @@ def test_the_cluster_file_reads_back() -> None:
 
 
 @pytest.mark.parametrize("work", [mlp(batch=6), vgg(4, 4, 16, 16), bert(3, 16, 1, 32, 50)])
-def test_weighted_parts_have_the_gradient_of_the_whole(work) -> None:  # type: ignore[no-untyped-def]
+def test_weighted_parts_have_the_gradient_of_the_whole(work) -> None:
     whole = work.model(**work.batch)
     gradients = torch.autograd.grad(whole, list(work.model.parameters()))
     total = [torch.zeros_like(g) for g in gradients]

@@ -228,7 +228,7 @@ def items_of_a_list_that_counts_from_one() -> Made:
 
 def counted(run: Run, model: nn.Module, batches: Sequence[Any]) -> dict[str, Any]:
     """The loop also says what the table holds."""
-    return {"losses": _trained(run, model, batches), "held": dict(model.settings.items())}  # type: ignore[union-attr, operator]
+    return {"losses": _trained(run, model, batches), "held": dict(model.settings.items())}
 
 
 def _trained(run: Run, model: nn.Module, batches: Sequence[Any]) -> list[torch.Tensor]:

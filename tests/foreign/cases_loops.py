@@ -332,7 +332,7 @@ def a_target_network_in_the_model() -> Made:
 
 def _moved(run: Run, model: nn.Module, batches: Sequence[Any]) -> dict[str, Any]:
     wrapped, losses = run.wrap(model, batches[0]), []
-    optimizer = torch.optim.SGD(model.online.parameters(), lr=0.05)  # type: ignore[operator, union-attr]
+    optimizer = torch.optim.SGD(model.online.parameters(), lr=0.05)
     for batch in batches:
         optimizer.zero_grad()
         loss = wrapped(*batch)
@@ -340,7 +340,7 @@ def _moved(run: Run, model: nn.Module, batches: Sequence[Any]) -> dict[str, Any]
         optimizer.step()
         losses.append(loss.detach().clone())
         with torch.no_grad():
-            pairs = zip(model.target.parameters(), model.online.parameters(), strict=True)  # type: ignore[operator, union-attr]
+            pairs = zip(model.target.parameters(), model.online.parameters(), strict=True)
             for a, b in pairs:
                 a.lerp_(b, 0.1)
     return {"losses": losses, "state": run.state(wrapped)}

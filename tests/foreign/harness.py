@@ -69,11 +69,11 @@ def called(model: Any, batch: Any) -> Any:
 def loss_of(output: Any, loss: Any = None) -> torch.Tensor:
     """The loss as HAP finds it."""
     if loss is not None and not callable(loss):
-        return output[loss]  # type: ignore[no-any-return]
+        return output[loss]
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping):
-        return output["loss"]  # type: ignore[no-any-return]
+        return output["loss"]
     found = getattr(output, "loss", None)
     return output[0] if found is None else found
 

@@ -58,7 +58,7 @@ def distributed(c: Case, program: Program, lengths: Lengths, delay: bool = False
             ]
             whole = [buffers[b.name] for b in graph.buffers]
             loss, outputs, updated, saved = local.forward(runtime, *shards, *whole, *inputs(c))
-            gradients = local.backward(runtime, torch.ones((), dtype=loss.dtype), saved)  # type: ignore[misc]
+            gradients = local.backward(runtime, torch.ones((), dtype=loss.dtype), saved)
         assert all(s is None for s in saved), "backward leaves saved values behind"
         return local, loss, outputs, updated, gradients
 

@@ -34,7 +34,7 @@ def worker(rank: int, world: int, ports: tuple[int, int, int], folder: str) -> N
     os.environ["MASTER_PORT"] = str(ports[1])
     real = measure.measure_device
     if rank == 1:
-        measure.measure_device = _broken  # type: ignore[assignment]
+        measure.measure_device = _broken
     with contextlib.suppress(ProfileError), joined("cpu") as session:
         try:
             measure.measure(session, TINY)
@@ -45,7 +45,7 @@ def worker(rank: int, world: int, ports: tuple[int, int, int], folder: str) -> N
 
     os.environ["MASTER_PORT"] = str(ports[2])
     if rank == 1:
-        collectives.start = _unplugged  # type: ignore[assignment]
+        collectives.start = _unplugged
     try:
         with joined("cpu") as session:
             measure.measure(session, TINY)

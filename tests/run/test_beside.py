@@ -89,7 +89,7 @@ class Normed(nn.Module):
         self.up, self.norm, self.down = nn.Linear(12, 24), nn.BatchNorm1d(24), nn.Linear(24, 12)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.norm(self.up(x))).square().mean()  # type: ignore[no-any-return]
+        return self.down(self.norm(self.up(x))).square().mean()
 
 
 @pytest.mark.parametrize(("name", "values"), [("momentum", (0.1, 0.4)), ("eps", (1e-5, 0.5))])
@@ -125,7 +125,7 @@ def test_a_rank_with_another_attribute_is_named() -> None:
 def _lazy(model: Any, x: torch.Tensor) -> torch.Tensor:
     if model.t is None:
         model.t = torch.arange(12.0)
-    return model.down(model.up(x * model.t)).square().mean()  # type: ignore[no-any-return]
+    return model.down(model.up(x * model.t)).square().mean()
 
 
 def _lazy_in_a_dict(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ def _lazy_in_a_dict(model: Any, x: torch.Tensor) -> torch.Tensor:
         model.cache = {}
     if x.shape[1] not in model.cache:
         model.cache[x.shape[1]] = torch.linspace(0, 1, x.shape[1])
-    return model.down(model.up(x * model.cache[x.shape[1]])).square().mean()  # type: ignore[no-any-return]
+    return model.down(model.up(x * model.cache[x.shape[1]])).square().mean()
 
 
 def _count(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ def _once(model: Any, x: torch.Tensor) -> torch.Tensor:
 def _auxiliary(model: Any, x: torch.Tensor) -> torch.Tensor:
     hidden = model.up(x)
     model.auxiliary, model.rows = hidden.square().mean().detach(), len(x)
-    return model.down(hidden).square().mean()  # type: ignore[no-any-return]
+    return model.down(hidden).square().mean()
 
 
 def _item(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -189,7 +189,7 @@ def test_what_forward_leaves_is_there(name: str) -> None:
 def test_an_activation_that_is_kept_has_this_ranks_rows() -> None:
     def keep(model: Any, x: torch.Tensor) -> torch.Tensor:
         model.last = model.up(x)
-        return model.down(model.last).square().mean()  # type: ignore[no-any-return]
+        return model.down(model.last).square().mean()
 
     single, ranks = train(lambda: Beside(keep, last=None), look=lambda m: m.last.detach())
     rows = torch.cat([rank.seen for rank in ranks])
@@ -200,7 +200,7 @@ def _recurrent(model: Any, x: torch.Tensor) -> torch.Tensor:
     if model.state is None:
         model.state = torch.zeros(16, 24)
     model.state = (model.up(x) + model.state).detach()
-    return model.down(model.up(x) + model.state).square().mean()  # type: ignore[no-any-return]
+    return model.down(model.up(x) + model.state).square().mean()
 
 
 def _average(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -216,7 +216,7 @@ def _collect(model: Any, x: torch.Tensor) -> torch.Tensor:
 def _carry_in_a_dict(model: Any, x: torch.Tensor) -> torch.Tensor:
     hidden = model.up(x) + model.items.get("hidden", 0.0)
     model.items["hidden"] = hidden.detach()
-    return model.down(hidden).square().mean()  # type: ignore[no-any-return]
+    return model.down(hidden).square().mean()
 
 
 class Cell:
@@ -269,7 +269,7 @@ def _drop_layer(model: Any, x: torch.Tensor) -> torch.Tensor:
     hidden = model.up(x)
     if not (model.training and random.random() < 0.5):
         hidden = hidden + torch.sin(hidden)
-    return model.down(hidden).square().mean()  # type: ignore[no-any-return]
+    return model.down(hidden).square().mean()
 
 
 DRAWS = {
@@ -328,7 +328,7 @@ class Recurrent(nn.Module):
         self.layer, self.down = nn.GRU(3, 8, batch_first=True), nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.layer(x.view(16, 4, 3))[0]).square().mean()  # type: ignore[no-any-return]
+        return self.down(self.layer(x.view(16, 4, 3))[0]).square().mean()
 
 
 def test_recurrent_layers_train() -> None:

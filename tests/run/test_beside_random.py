@@ -65,7 +65,7 @@ def tosses(m: Any, h: torch.Tensor) -> torch.Tensor:
 
 def anneals(m: Any, h: torch.Tensor) -> torch.Tensor:
     m.weight *= 0.9
-    return h * m.weight  # type: ignore[no-any-return]
+    return h * m.weight
 
 
 def starts(m: Any, h: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def starts(m: Any, h: torch.Tensor) -> torch.Tensor:
 
 def updates(m: Any, h: torch.Tensor) -> torch.Tensor:
     m.average = m.average * 0.9 + 0.1
-    return h * m.average  # type: ignore[no-any-return]
+    return h * m.average
 
 
 def asks(m: Any, h: torch.Tensor) -> torch.Tensor:
@@ -87,12 +87,12 @@ def asks(m: Any, h: torch.Tensor) -> torch.Tensor:
 def makes(m: Any, h: torch.Tensor) -> torch.Tensor:
     if not hasattr(m, "made"):
         m.made = 2.0
-    return h * m.made * m.scale  # type: ignore[no-any-return]
+    return h * m.made * m.scale
 
 
 def swaps(m: Any, h: torch.Tensor) -> torch.Tensor:
     m.first, m.second = m.second, m.first
-    return h * m.first  # type: ignore[no-any-return]
+    return h * m.first
 
 
 def slides(m: Any, h: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Random(nn.Module):
         hidden = self.up(x)
         for part in self.parts:
             hidden = part(self, hidden)
-        return self.down(hidden).square().mean()  # type: ignore[no-any-return]
+        return self.down(hidden).square().mean()
 
 
 def seen(m: Any) -> Any:

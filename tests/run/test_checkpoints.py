@@ -87,7 +87,7 @@ def counting(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def drawing(m: Any, x: torch.Tensor) -> torch.Tensor:
-    region = lambda h: nn.functional.dropout(m.n(h), 0.5)  # noqa: E731
+    region = lambda h: nn.functional.dropout(m.n(h), 0.5)  # noqa: E731  # one line beside its use
     return m.b(checkpoint(region, m.a(x), use_reentrant=False)).pow(2).mean()
 
 

@@ -19,7 +19,7 @@ def some(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Ten
 
 
 def value(tensor: torch.Tensor, **options: bool) -> int:
-    return int(digest(tensor, **options))  # type: ignore[arg-type]
+    return int(digest(tensor, **options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

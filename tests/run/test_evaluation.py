@@ -36,7 +36,7 @@ Forward = Callable[[Any, torch.Tensor], Any]
 
 def net(train: Forward, other: Forward | None = None, **parts: nn.Module) -> nn.Module:
     """Two layers and more ``parts``, with one forward for training and one for evaluation."""
-    forward = lambda n, x: (train if n.training or other is None else other)(n, x)  # noqa: E731
+    forward = lambda n, x: (train if n.training or other is None else other)(n, x)  # noqa: E731  # one line beside its use
     layers = {"a": nn.Linear(12, 24), "b": nn.Linear(24, 12)}
     return Net(forward, **layers, **parts).double()
 
@@ -222,8 +222,8 @@ def test_autocast(stored: dict[str, str]) -> None:
 def test_heads_of_other_units() -> None:
     """Training cuts the columns of a layer anywhere; the evaluation has heads of eight. Shards move to whole
     heads, or are gathered."""
-    train = lambda n, x: F.mse_loss(n.b(n.a(x)), x)  # noqa: E731
-    heads = lambda n, x: n.b(n.a(x).view(-1, 3, 8).softmax(-1).flatten(1))  # noqa: E731
+    train = lambda n, x: F.mse_loss(n.b(n.a(x)), x)  # noqa: E731  # one line beside its use
+    heads = lambda n, x: n.b(n.a(x).view(-1, 3, 8).softmax(-1).flatten(1))  # noqa: E731  # one line beside its use
     model = net(train, heads)
     found = ask(model, lambda run: [*evaluated(run, X), *stepped(run, X)], example=X, constraints=LAYERS[0])
     assert found.error() < 1e-9
@@ -233,7 +233,7 @@ def test_heads_of_other_units() -> None:
 @in_layers
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_segments(stored: dict[str, str], count: int) -> None:
-    product = lambda n, x: F.mse_loss(n.b(n.n(n.a(x) * n.a.weight.softmax(0).sum(1))), x)  # noqa: E731
+    product = lambda n, x: F.mse_loss(n.b(n.n(n.a(x) * n.a.weight.softmax(0).sum(1))), x)  # noqa: E731  # one line beside its use
     model = net(through("n"), product, n=nn.LayerNorm(24))
     found = ask(
         model, lambda run: [*evaluated(run, X), *stepped(run, with_rows(X, 5)), *inferred(run, with_rows(X, 2))],

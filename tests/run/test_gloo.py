@@ -50,7 +50,7 @@ def test_training_equals_the_simulation(results: list[dict[str, Any]]) -> None:
         _ = plan.theory, plan.digest
         simulated = run_ranks(
             WORLD,
-            lambda comm, m=models, c=c, plan=plan: train(m[comm.rank], c, plan, comm),  # type: ignore[misc]
+            lambda comm, m=models, c=c, plan=plan: train(m[comm.rank], c, plan, comm),
         )
         for rank in range(WORLD):
             got, want = results[rank]["training"][index], simulated[rank]

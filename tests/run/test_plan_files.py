@@ -104,7 +104,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="is no path of a plan file"):
         Plan.load("a\0b")
     with pytest.raises(PlanError, match="is no path of a plan file"):
-        Plan.load(7)  # type: ignore[arg-type]
+        Plan.load(7)
 
 
 def op_index(plan: Plan, op: str) -> int:

@@ -34,7 +34,7 @@ def gradient_graph(model: nn.Module) -> Any:
 
 def edges(model: nn.Module) -> Any:
     """What accumulates gradients, held by hand as some libraries do."""
-    return [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]  # type: ignore[union-attr]
+    return [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
 
 
 BEFORE: dict[str, Callable[[nn.Module], Any]] = {

@@ -23,7 +23,7 @@ def applied(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _in_place_compiled() -> nn.Module:
-    return torch.compile(nn.Linear(4, 4))  # type: ignore[no-any-return,unused-ignore]
+    return torch.compile(nn.Linear(4, 4))
 
 
 def _scripted() -> nn.Module:
@@ -115,7 +115,7 @@ def test_leaves_of_the_batch_are_named_by_the_arguments_name(leaf: object, messa
 
 def test_a_function_is_no_model() -> None:
     with pytest.raises(ExampleError, match=r"the model is a function, not an nn\.Module"):
-        trace(lambda x: x.sum(), (X,), {})  # type: ignore[arg-type]
+        trace(lambda x: x.sum(), (X,), {})
 
 
 def test_a_quantized_tensor_inside_is_refused() -> None:

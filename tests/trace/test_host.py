@@ -32,12 +32,12 @@ X = torch.randn(4, 3)
 
 
 def scaled(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return (x * m.w).square().mean() * SCALE  # type: ignore[no-any-return]
+    return (x * m.w).square().mean() * SCALE
 
 
 def keeps_outside(m: Any, x: torch.Tensor) -> torch.Tensor:
     KEPT["x"] = x * m.w
-    return (x * m.w).square().mean()  # type: ignore[no-any-return]
+    return (x * m.w).square().mean()
 
 
 @functools.lru_cache
@@ -46,7 +46,7 @@ def table(size: int) -> torch.Tensor:
 
 
 def cached(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return (x * m.w * table(3)).square().mean()  # type: ignore[no-any-return]
+    return (x * m.w * table(3)).square().mean()
 
 
 def everything(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ def everything(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.items["mean"] = m.last.mean()
     m.late = x.shape[0]
     del m.gone
-    return m.last.square().mean()  # type: ignore[no-any-return]
+    return m.last.square().mean()
 
 
 def breaks(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def breaks(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 def adds_a_hook(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.layer.register_forward_hook(lambda *_: None)
-    return m.layer(x).square().mean() * m.w.sum()  # type: ignore[no-any-return]
+    return m.layer(x).square().mean() * m.w.sum()
 
 
 def model(forward: Any) -> Net:
@@ -170,15 +170,15 @@ def test_gradients_that_are_off_inside_are_off() -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             scale = (x * m.w).mean()
-        return (x * m.w).square().mean() * scale  # type: ignore[no-any-return]
+        return (x * m.w).square().mean() * scale
 
     def detached(m: Any, x: torch.Tensor) -> torch.Tensor:
         scale = (x * m.w).mean().detach()
-        return (x * m.w).square().mean() * scale  # type: ignore[no-any-return]
+        return (x * m.w).square().mean() * scale
 
     def attached(m: Any, x: torch.Tensor) -> torch.Tensor:
         scale = (x * m.w).mean()
-        return (x * m.w).square().mean() * scale  # type: ignore[no-any-return]
+        return (x * m.w).square().mean() * scale
 
     found = [digest(trace(model(f), (X,), {})) for f in (forward, detached, attached)]
     assert found[0] == found[1] != found[2]

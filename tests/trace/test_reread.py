@@ -281,7 +281,7 @@ def test_stored_whole_there_is_nothing_to_gather() -> None:
     assert not kept_for_backward(theory, program)
     steps = [s for s in program.steps if getattr(s, "instruction", None) in theory.graph.second_reads]
     assert len(steps) == len(theory.graph.second_reads)
-    assert all(s.row.post[0] in (IDENTITY, all_gather(0), all_gather(1)) for s in steps)  # type: ignore[union-attr]
+    assert all(s.row.post[0] in (IDENTITY, all_gather(0), all_gather(1)) for s in steps)
 
 
 # real processes ------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ def test_batch_norm_is_sums_over_the_global_batch(shape: tuple[int, ...]) -> Non
     ],
 )
 def test_convolution_backward_is_one_instruction_per_gradient(layer: nn.Module) -> None:
-    dims = layer.weight.ndim - 2  # type: ignore[union-attr, operator]
+    dims = layer.weight.ndim - 2
     graph = traced(lambda m, x: m.layer(x * m.w).square().sum(), torch.randn(2, 4, *[5] * dims), layer=layer,
                    w=parameter(1))  # fmt: skip
     found = [i for i in graph.instructions if i.op == "aten.convolution_backward.default"]

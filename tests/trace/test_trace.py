@@ -59,8 +59,8 @@ def test_mutated_buffers_have_their_new_values() -> None:
     updated = {b.name: b.updated for b in graph.buffers}
     assert set(updated) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     assert None not in updated.values()
-    assert graph.tensors[updated["norm.num_batches_tracked"]].dtype == "int64"  # type: ignore[index]
-    assert {i.phase for t in updated.values() for i in [graph.producer(t)]} == {"forward"}  # type: ignore[arg-type]
+    assert graph.tensors[updated["norm.num_batches_tracked"]].dtype == "int64"
+    assert {i.phase for t in updated.values() for i in [graph.producer(t)]} == {"forward"}
 
 
 def test_a_buffer_that_is_only_read_is_not_updated() -> None:
@@ -124,8 +124,8 @@ def test_nested_outputs_keep_their_structure() -> None:
     rebuilt = pytree.tree_unflatten(list(range(len(tensors))), spec)
     assert list(rebuilt) == ["loss", "hidden", "name", "none"]
     hidden, passed = rebuilt["hidden"][0], rebuilt["hidden"][1][0]
-    assert graph.producer(tensors[hidden]).op == "aten.mul.Tensor"  # type: ignore[arg-type]
-    assert graph.producer(tensors[passed]).op == INPUT  # type: ignore[arg-type]
+    assert graph.producer(tensors[hidden]).op == "aten.mul.Tensor"
+    assert graph.producer(tensors[passed]).op == INPUT
 
 
 class Cache:

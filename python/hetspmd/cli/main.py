@@ -33,8 +33,7 @@ class _Parser(argparse.ArgumentParser):
 
     arguments: Sequence[str] = ()
 
-    # Untyped: the overloads of argparse's own cannot be met by one signature.
-    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]  # argparse's overloads
         """As argparse's; the arguments are kept for :meth:`error`."""
         self.arguments = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(self.arguments, namespace)

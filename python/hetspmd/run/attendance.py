@@ -212,6 +212,6 @@ def _read(values: Iterable[torch.Tensor], device: torch.device) -> tuple[torch.T
         return (torch.stack(listed).cpu() if listed else torch.empty(0, dtype=torch.int64)), None
     there = torch.empty(len(listed), dtype=torch.int64, pin_memory=True)
     there.copy_(torch.stack(listed), non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types there
     event.record(torch.cuda.current_stream(device))
     return there, event

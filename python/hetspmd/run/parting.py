@@ -93,7 +93,7 @@ def _modes(said: dict[int, Told]) -> HetspmdError | None:
 def _inputs(said: dict[int, Told]) -> HetspmdError | None:
     first = next(iter(said.values()))
     for place, (path, _) in enumerate(first.inputs):
-        groups = _groups(said, lambda t, i=place: t.inputs[i][1])  # type: ignore[misc]
+        groups = _groups(said, lambda t, i=place: t.inputs[i][1])  # type: ignore[misc]  # i is bound
         if len(groups) == 1:
             continue
         where = f"at step {first.of}"
@@ -119,7 +119,7 @@ def _replicas(said: dict[int, Told]) -> HetspmdError | None:
     assert first.replicas is not None
     for place, ((name, *_), tolerance) in enumerate(zip(first.replicas, first.tolerances, strict=True)):
         pieces = {r: t.replicas[place] for r, t in holding.items() if t.replicas is not None}
-        groups = _groups(pieces, lambda piece, t=tolerance: _rounded(piece, t))  # type: ignore[misc]
+        groups = _groups(pieces, lambda piece, t=tolerance: _rounded(piece, t))  # type: ignore[misc]  # t is bound
         if len(groups) == 1 or _close(list(pieces.values()), tolerance):
             continue
         others = sorted(r for _, ranks in groups[1:] for r in ranks)

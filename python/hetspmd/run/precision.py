@@ -119,7 +119,7 @@ class _AllIn(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Below autograd: what composite ops ask for by name."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is untyped
         self.dtype = dtype
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -51,7 +51,7 @@ def reach_torch_scaler() -> None:
             mine = [(p, known[id(p)]) for p in _parameters(optimizer) if id(p) in known]
             return _shared(found, grouped(mine))
 
-        torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
+        torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]  # on purpose
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

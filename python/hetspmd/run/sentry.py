@@ -180,9 +180,9 @@ class Sentry:
             return
         for post in self.posts:
             module = post.module
-            self._handles.append(module.register_state_dict_pre_hook(_StateHook(post)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_state_dict_pre_hook(_StateHook(post)))  # type: ignore[no-untyped-call]  # torch's
             if post.own:
-                self._handles.append(module.register_load_state_dict_pre_hook(_LoadHook(post)))  # type: ignore[no-untyped-call]
+                self._handles.append(module.register_load_state_dict_pre_hook(_LoadHook(post)))  # type: ignore[no-untyped-call]  # torch's
             if post.here:
                 call = _CallHook(post, module.forward)
                 self._handles.append(module.register_forward_pre_hook(_BeforeCall(call), prepend=True))

@@ -31,7 +31,7 @@ def reach_wrappers() -> None:
         if not _REACHED:
             for kind in (nn.parallel.DistributedDataParallel, nn.DataParallel):
                 _REACHED.append(kind)
-                kind.__init__ = _looking(kind.__init__, kind.__name__)  # type: ignore[method-assign]
+                kind.__init__ = _looking(kind.__init__, kind.__name__)  # type: ignore[method-assign]  # it knows no HAP
             update = AveragedModel.update_parameters
             AveragedModel.update_parameters = _comparing(update)  # type: ignore[method-assign]  # it knows no HAP
 

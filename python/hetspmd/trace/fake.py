@@ -64,7 +64,7 @@ def fake_parameters(
                 for name, tensor in list(slots.items()):
                     if tensor is not None:
                         saved.append((slots, name, tensor))  # type: ignore[arg-type]  # nn.Module's two dicts
-                        slots[name] = fake(tensor)  # type: ignore[assignment]
+                        slots[name] = fake(tensor)  # type: ignore[assignment]  # nn.Module's two dicts
         yield
     finally:
         for slots_, name, tensor in saved:

@@ -270,7 +270,12 @@ def _class(module: str, name: str) -> Any:
 def numbers_in(template: str) -> list[int]:
     """The numbers of the tensors of a template."""
     found: list[int] = []
-    renumbered(template, lambda number: found.append(number) or number)  # type: ignore[func-returns-value]
+
+    def kept(number: int) -> int:
+        found.append(number)
+        return number
+
+    renumbered(template, kept)
     return found
 
 

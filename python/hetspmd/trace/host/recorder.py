@@ -255,7 +255,7 @@ def _patch(kind: type) -> bool:
         if not count:
             own = vars(kind).get("__getattribute__", NOTHING)
             try:
-                kind.__getattribute__ = _telling(kind.__getattribute__)  # type: ignore[method-assign, assignment, arg-type]
+                kind.__getattribute__ = _telling(kind.__getattribute__)  # type: ignore[method-assign, assignment, arg-type]  # until _restore
             except TypeError:
                 return False
         _PATCHED[kind] = count + 1, own
@@ -272,7 +272,7 @@ def _restore(kind: type) -> None:
         if own is NOTHING:
             del kind.__getattribute__
         else:
-            kind.__getattribute__ = own  # type: ignore[method-assign]
+            kind.__getattribute__ = own  # type: ignore[method-assign]  # as it was
 
 
 def _telling(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -37,24 +37,27 @@ class _Noticed(Exception):
 class _Counting:
     """Stands for a number that is only added to: ``step`` is what was added."""
 
+    noticed: list[str]
+    step: int | float
+
     def __init__(self, noticed: list[str], step: int | float = 0) -> None:
         object.__setattr__(self, "noticed", noticed)
         object.__setattr__(self, "step", step)
 
-    def __add__(self, other: object) -> _Counting:
+    def __add__(self, other: Any) -> _Counting:
         if type(other) not in (int, float):
-            return self._notice("added to")  # type: ignore[no-any-return]
-        return _Counting(self.noticed, self.step + other)  # type: ignore[attr-defined]
+            self._notice("added to")
+        return _Counting(self.noticed, self.step + other)
 
     __radd__ = __add__
 
-    def __sub__(self, other: object) -> _Counting:
+    def __sub__(self, other: Any) -> _Counting:
         if type(other) not in (int, float):
-            return self._notice("subtracted from")  # type: ignore[no-any-return]
-        return _Counting(self.noticed, self.step - other)  # type: ignore[attr-defined]
+            self._notice("subtracted from")
+        return _Counting(self.noticed, self.step - other)
 
-    def _notice(self, *_args: Any, **_kwargs: Any) -> Any:
-        self.noticed.append("used")  # type: ignore[attr-defined]
+    def _notice(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        self.noticed.append("used")
         raise _Noticed
 
 
