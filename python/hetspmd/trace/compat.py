@@ -91,6 +91,8 @@ __all__ = [
     "outside_modes",
     "parts_of",
     "rehearsal",
+    "replace_node_registration",
+    "same_content",
     "spec_from_text",
     "spec_to_text",
     "unflatten",
@@ -635,6 +637,22 @@ def forget_default_group() -> None:
                 None if isinstance(default, torch.distributed.ProcessGroup) else default
                 for default in function.__defaults__
             )
+
+
+def replace_node_registration(made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let ``made`` replace the method of Python by which the nodes of autograd's graph, of C, register a hook."""
+    mixin: Any = torch.autograd.function._HookMixin
+    mixin._register_hook = staticmethod(made(mixin._register_hook))
+
+
+def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are one, or views of the same elements in the same order."""
+
+    def view(tensor: torch.Tensor) -> tuple[object, ...]:
+        of = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+        return *of, tensor.is_conj(), tensor.is_neg(), memory_of(tensor)
+
+    return one is other or view(one) == view(other)
 
 
 def hosted_by_a_rank(store: Store) -> bool:

@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 from torch import nn
 
-__all__ = ["here", "line_of"]
+__all__ = ["code_at", "frame_line", "here", "line_of"]
 
 _FOREIGN = tuple(
     str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).resolve().parent.parent)
@@ -29,12 +29,22 @@ def here(model: nn.Module) -> str:
     while frame is not None:
         if not line and not _is_foreign(frame.f_code.co_filename):
             name, number = frame.f_code.co_filename, frame.f_lineno
-            line = f"{name}:{number}: {linecache.getline(name, number).strip()}"
+            line = code_at(name, number)
         owner = frame.f_locals.get("self")
         if line and isinstance(owner, nn.Module) and paths.get(id(owner)):
             return f"{line} (in module {paths[id(owner)]})"
         frame = frame.f_back
     return line
+
+
+def code_at(file: str, number: int) -> str:
+    """``file:line: code``."""
+    return f"{file}:{number}: {linecache.getline(file, number).strip()}"
+
+
+def frame_line(frame: FrameType) -> str:
+    """``file:line: code`` of the line that a frame runs."""
+    return code_at(frame.f_code.co_filename, frame.f_lineno)
 
 
 def line_of(error: BaseException) -> str:

@@ -8,7 +8,6 @@ replaced by :mod:`hetspmd.trace.host.bound`.
 
 from __future__ import annotations
 
-import linecache
 import os
 import random
 import sys
@@ -24,6 +23,7 @@ from types import FrameType
 from typing import Any, Final, Literal
 
 from hetspmd.errors import ClockWarning, TraceError
+from hetspmd.trace.frames import frame_line
 from hetspmd.trace.host.code import is_foreign
 
 __all__ = ["SOURCES", "Asked", "Source", "note"]
@@ -122,7 +122,7 @@ def note(kind: Literal["clock", "bytes"], called: str, frame: FrameType) -> None
     if asked is not None and not getattr(asked, kind):
         caller = _of_the_model(frame)
         if caller is not None:
-            setattr(asked, kind, f"({called}){_line(caller)}")
+            setattr(asked, kind, f"({called}) at {frame_line(caller)}")
 
 
 def _replace() -> None:
@@ -169,8 +169,3 @@ def _of_the_model(frame: FrameType | None) -> FrameType | None:
             return None if is_foreign(name) else frame
         frame = frame.f_back
     return None
-
-
-def _line(frame: FrameType) -> str:
-    file, number = frame.f_code.co_filename, frame.f_lineno
-    return f" at {file}:{number}: {linecache.getline(file, number).strip()}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -10,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from hetspmd.trace.frames import code_at
 from hetspmd.trace.host.code import is_foreign
 from hetspmd.trace.host.entropy import Draws
 
@@ -26,9 +26,7 @@ def drawing_line(draws: Draws, model: nn.Module, call: Callable[[], Any]) -> str
         if draws.changed():
             number = last.get(id(frame), frame.f_lineno)
             file = frame.f_code.co_filename
-            found.append(
-                f" at {file}:{number}: {linecache.getline(file, number).strip()}{_module(frame, paths, model)}"
-            )
+            found.append(f" at {code_at(file, number)}{_module(frame, paths, model)}")
             return None
         if event == "line":
             last[id(frame)] = frame.f_lineno
