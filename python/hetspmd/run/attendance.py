@@ -177,11 +177,11 @@ class Attendance:
 
     def meet(self, what: str) -> None:
         """Go on when all ranks do this."""
-        self._meet(Call(what if self._roll.modules == 1 else f"{what} of HAP module {self._module}"))
+        self._meet(Call(self._of_module(what)))
 
-    def announce(self, what: str) -> None:
+    def announce(self, what: str, arguments: tuple[str, ...]) -> None:
         """Say what this rank is about to do with all others, and go on: it is part of many steps."""
-        self._roll.start(Call(what))
+        self._roll.start(Call(self._of_module(what), arguments=arguments))
 
     def _meet(self, call: Call) -> None:
         self._catch_up()
@@ -195,7 +195,10 @@ class Attendance:
             self._roll.meet(taken.add_to(f"what follows {self._name(taken.step)}", "", str))
 
     def _name(self, step: int) -> str:
-        return f"step {step}" if self._roll.modules == 1 else f"step {step} of HAP module {self._module}"
+        return self._of_module(f"step {step}")
+
+    def _of_module(self, what: str) -> str:
+        return what if self._roll.modules == 1 else f"{what} of HAP module {self._module}"
 
     def _take(self, inputs: Sequence[torch.Tensor], paths: Sequence[str], first: bool) -> _Taken:
         pieces = None if self._replicas is None else tuple(self._replicas.take())

@@ -62,7 +62,7 @@ def _clip_grad_norm_(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.
             return inner(given or parameters, *rest)
         gradients = [p.grad for p in others if p.grad is not None]
         parts = [gradients_of(part) for part in grouped(mine)]
-        total = combined_norm(parts, gradients, norm_type, error_if_nonfinite, foreach)
+        total = combined_norm(parts, gradients, norm_type, error_if_nonfinite, foreach, max_norm)
         nn.utils.clip_grads_with_norm_([*(p for p, _ in mine), *others], max_norm, total, foreach)
         return total
 

@@ -344,10 +344,10 @@ class HAP(WholeStates):
         if self._attendance is not None:
             self._attendance.meet(what)
 
-    def announce(self, what: str) -> None:
-        """Say what this rank is about to do with all others, and go on."""
+    def announce(self, what: str, arguments: tuple[str, ...]) -> None:
+        """Say what this rank is about to do with all others, with which arguments, and go on."""
         if self._attendance is not None:
-            self._attendance.announce(what)
+            self._attendance.announce(what, arguments)
 
     def use_randomness(self, randomness: Randomness) -> None:
         """Draw random numbers from ``randomness`` from now on (a restored run, a verification)."""

@@ -39,19 +39,26 @@ def clip_grad_norm_(
     GradientError for parameters of no HAP module, ValueError for another ``norm_type``.
     """
     found = _listed(parameters)
-    total = get_total_norm(found, norm_type, error_if_nonfinite, foreach)
+    total = _norm_of(found, norm_type, error_if_nonfinite, foreach, max_norm)
     nn.utils.clip_grads_with_norm_(found, max_norm, total, foreach)
     return total
 
 
-@torch.no_grad()
 def get_total_norm(
     parameters: Parameters, norm_type: float = 2.0, error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The norm of the whole gradients, the same on every rank; see :func:`clip_grad_norm_`. Changes nothing."""
-    parts = [gradients_of(part) for part in owners(_listed(parameters))]
-    return combined_norm(parts, (), norm_type, error_if_nonfinite, foreach)
+    return _norm_of(_listed(parameters), norm_type, error_if_nonfinite, foreach, None)
+
+
+@torch.no_grad()
+def _norm_of(
+    parameters: list[torch.Tensor], norm_type: float, error_if_nonfinite: bool, foreach: bool | None,
+    max_norm: float | None,
+) -> torch.Tensor:  # fmt: skip
+    parts = [gradients_of(part) for part in owners(parameters)]
+    return combined_norm(parts, (), norm_type, error_if_nonfinite, foreach, max_norm)
 
 
 def gradients_of(part: Owned) -> Owned:
@@ -62,16 +69,22 @@ def gradients_of(part: Owned) -> Owned:
 
 def combined_norm(
     parts: Sequence[Owned], others: Sequence[torch.Tensor], norm_type: float, error_if_nonfinite: bool,
-    foreach: bool | None,
+    foreach: bool | None, max_norm: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The norm over the whole tensors of ``parts`` and over ``others``, which every rank holds alike.
 
-    Every rank must call this, with at least one part; a part may have no tensors.
+    Every rank must call this, with at least one part; a part may have no tensors. ``max_norm``: to what the caller
+    is about to clip; it is compared between the ranks, as the other arguments are.
     """
     p = float(norm_type)
     if not p > 0.0:
         raise ValueError(f"norm_type is a positive number or inf, not {norm_type}")
-    totals = [_total(part, p, foreach) for part in parts]
+    asked = [f"norm_type={p:g}", f"error_if_nonfinite={bool(error_if_nonfinite)}"]
+    if max_norm is not None:
+        asked.append(f"max_norm={float(max_norm):.6g}")
+    if others:
+        asked.append(f"tensors of no HAP module: {len(others)}")
+    totals = [_total(part, p, foreach, asked) for part in parts]
     if others:
         rest: torch.Tensor = nn.utils.get_total_norm(others, p, False, foreach)
         totals.append(rest.to(totals[0].device, torch.float64))
@@ -95,8 +108,8 @@ def _listed(parameters: Parameters) -> list[torch.Tensor]:
     return list({id(p): p for p in parameters}.values())
 
 
-def _total(part: Owned, p: float, foreach: bool | None) -> torch.Tensor:
-    """The norm of the tensors of one HAP module, in float64."""
+def _total(part: Owned, p: float, foreach: bool | None, asked: Sequence[str]) -> torch.Tensor:
+    """The norm of the tensors of one HAP module, in float64; ``asked``: the arguments that all ranks must give."""
     counted = [t.detach() for t in part.counted() if t.numel()]
     if any(t.is_sparse for t in counted):
         raise GradientError("norms of sparse gradients are not supported; clip by value instead")
@@ -106,7 +119,9 @@ def _total(part: Owned, p: float, foreach: bool | None) -> torch.Tensor:
         own = _norm(torch.stack(_norms(counted, p, foreach)), p)
     if part.communicator.world == 1:
         return own
-    part.announce("the norm of all gradients (clip_grad_norm_, get_total_norm)")
+    part.announce(
+        "the norm of all gradients (clip_grad_norm_, get_total_norm)", (*asked, *sorted(part.names))
+    )
     everyone = own.new_empty(part.communicator.world)
     part.communicator.all_gather(everyone, own.reshape(1)).wait()
     return _norm(everyone, p)

@@ -35,16 +35,19 @@ class Place(NamedTuple):
 class Owned:
     """Tensors that lie as parameters of one HAP module do: ``tensors`` in the order given.
 
+    ``names`` are those of the parameters that were given, also of those that have no gradient.
+
     ``shares[i]``: this rank's part of the i-th is no other rank's (a shard; or a whole one, on the first active
     rank). ``communicator`` joins all ranks, idle ones too. ``announce`` tells them what this rank is about
-    to do, and does not wait.
+    to do and with which arguments, and does not wait.
     """
 
     tensors: Sequence[torch.Tensor]
     shares: Sequence[bool]
     communicator: Communicator
     device: torch.device
-    announce: Callable[[str], None]
+    announce: Callable[[str, tuple[str, ...]], None]
+    names: Sequence[str]
 
     def counted(self) -> list[torch.Tensor]:
         """Those that this rank counts, so that over all ranks every element is counted once."""
@@ -77,17 +80,18 @@ def places(*, gradients: bool = False) -> dict[int, Place]:
 
 def grouped(tensors: Iterable[tuple[torch.Tensor, Place]]) -> list[Owned]:
     """Tensors by HAP module, in the order in which the modules first appear."""
-    groups: dict[int, tuple[HAP, list[tuple[torch.Tensor, bool]]]] = {}
+    groups: dict[int, tuple[HAP, list[tuple[torch.Tensor, bool, str]]]] = {}
     for tensor, (module, name) in tensors:
         entry = groups.setdefault(id(module), (module, []))
-        entry[1].append((tensor, module.counts(name)))
+        entry[1].append((tensor, module.counts(name), name))
     return [
         Owned(
-            [t for t, _ in found],
-            [mine for _, mine in found],
+            [t for t, *_ in found],
+            [mine for _, mine, _ in found],
             module.everyone,
             module.device,
             module.announce,
+            [name for *_, name in found],
         )
         for module, found in groups.values()
     ]

@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from hetspmd.errors import (
     BatchMismatchError,
@@ -16,6 +16,9 @@ from hetspmd.errors import (
 )
 
 __all__ = ["Told", "parted", "ranks_text"]
+
+_NAMED: Final = 4
+"""Arguments of which a message speaks."""
 
 Replica = tuple[str, int, float, float]
 """Name, digest, projection and square of a piece of a replicated tensor."""
@@ -32,6 +35,7 @@ class Told:
     inputs: tuple[tuple[str, int], ...]
     replicas: tuple[Replica, ...] | None
     tolerances: tuple[float, ...]
+    arguments: tuple[str, ...]
 
     @classmethod
     def of_json(cls, said: Any) -> Told:
@@ -41,7 +45,7 @@ class Told:
             said["what"], said["key"], said["mode"], said["of"],
             tuple((path, digest) for path, digest in said["inputs"]),
             None if replicas is None else tuple((n, d, _number(p), _number(s)) for n, d, p, s in replicas),
-            tuple(said["tolerances"]),
+            tuple(said["tolerances"]), tuple(said["arguments"]),
         )  # fmt: skip
 
 
@@ -61,7 +65,7 @@ def parted(told: Sequence[Told | None], rank: int) -> HetspmdError | None:
             f"another rank does something else than rank {rank}, which is in {said[rank].what}, but did not "
             "say what"
         )
-    return _calls(said) or _modes(said) or _inputs(said) or _replicas(said)
+    return _calls(said) or _arguments(said) or _modes(said) or _inputs(said) or _replicas(said)
 
 
 def _calls(said: dict[int, Told]) -> HetspmdError | None:
@@ -72,6 +76,23 @@ def _calls(said: dict[int, Told]) -> HetspmdError | None:
     return CollectiveMismatchError(
         f"the ranks have parted: {', '.join(parts)}. Every rank makes the same calls of HAP in the same order; "
         "look for a call under `if rank == 0:`, a loader that is longer on one rank, or a step that one leaves out"
+    )
+
+
+def _arguments(said: dict[int, Told]) -> HetspmdError | None:
+    groups = _groups(said, lambda t: t.arguments)
+    if len(groups) == 1:
+        return None
+    shared = set(groups[0][0]).intersection(*(arguments for arguments, _ in groups))
+    parts = []
+    for arguments, ranks in groups:
+        own = [argument for argument in arguments if argument not in shared]
+        more = f" and {len(own) - _NAMED} more" if len(own) > _NAMED else ""
+        parts.append(f"{ranks_text(ranks)} with {', '.join(own[:_NAMED]) or 'none of these'}{more}")
+    what = next(iter(said.values())).what
+    return CollectiveMismatchError(
+        f"the ranks have parted in {what}: {'; '.join(parts)}. Every rank makes the call with the same arguments, "
+        "over the same parameters"
     )
 
 

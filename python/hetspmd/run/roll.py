@@ -11,7 +11,9 @@ The words travel while the step runs, and are looked at when it has run, before 
 rank that waits in a collective for long. A rank that is about to do other things than in the step before (another
 plan or mode, a state dict, a step after one whose backward was left out) first waits for the others' words: as
 long as one of them does what it did before, or does the same, no two ranks are ever in collectives that do not
-belong together.
+belong together. What belongs to many steps (a norm of all gradients, the skipping of a step with inf or NaN) is
+announced without waiting: if the ranks part there, their one small collective may still pair, and the next call
+of any kind raises before it does anything.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Call:
     ``what`` names the call and ``key`` the plan and mode; ``describe`` says in words in which mode and on which
     shapes. ``inputs`` are (path, digest) of the batch of step ``of``, ``replicas`` (name, digest, projection,
     square) of pieces of replicated tensors then: None on a rank that holds none. ``tolerances``: of each by what
-    part of its norm it may differ between ranks; 0.0: digests must be equal.
+    part of its norm it may differ between ranks; 0.0: digests must be equal. ``arguments`` of the call must be the
+    same on every rank.
     """
 
     what: str
@@ -51,10 +54,12 @@ class Call:
     inputs: tuple[tuple[str, int], ...] = ()
     replicas: tuple[tuple[str, int, float, float], ...] | None = None
     tolerances: tuple[float, ...] = ()
+    arguments: tuple[str, ...] = ()
 
     def numbers(self) -> list[int]:
         """What always travels: digests of what is called and on what, then of replicated tensors, if any."""
-        said = crc32(f"{self.what}\n{self.key}".encode()), self.of, join(d for _, d in self.inputs)
+        words = crc32("\n".join((self.what, self.key, *self.arguments)).encode())
+        said = words, self.of, join(d for _, d in self.inputs)
         if self.replicas is None:
             return [*said, 0, 0, 0, 0, 0]
         pieces = list(zip(self.replicas, self.tolerances, strict=True))
@@ -66,6 +71,7 @@ class Call:
         """All of it, of what JSON knows."""
         return {
             "what": self.what, "key": self.key, "mode": self.describe(), "of": self.of,
+            "arguments": list(self.arguments),
             "inputs": [list(i) for i in self.inputs],
             "replicas": None if self.replicas is None else [
                 [name, digest, _bits(projection), _bits(square)]

@@ -1,8 +1,8 @@
 """Loss scaling (float16) where gradients lie in shards.
 
 A scaler skips a step in which a gradient is not finite. A rank sees its own shards only, so that one would skip
-what another takes, and the ranks would part. Here all ranks share what each has found: one all-gather of one
-number per rank in every step. From the first HAP module on, torch's own scaler does so too.
+what another takes, and the ranks would part. Here all ranks share what each has found, and by what it has scaled:
+one all-gather of two numbers per rank in every step. From the first HAP module on, torch's own scaler does so too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hetspmd.errors import CollectiveMismatchError
 from hetspmd.run.owners import Owned, grouped, owners, places
 
 Found = dict[torch.device, torch.Tensor]
@@ -49,7 +50,7 @@ def reach_torch_scaler() -> None:
             found: Found = _REACHED[0](self, optimizer, inv_scale, found_inf, allow_fp16)
             known = places()
             mine = [(p, known[id(p)]) for p in _parameters(optimizer) if id(p) in known]
-            return _shared(found, grouped(mine))
+            return _shared(found, grouped(mine), inv_scale)
 
         torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]  # on purpose
 
@@ -58,17 +59,27 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _shared(found: Found, parts: list[Owned]) -> Found:
-    """What any rank has found."""
+def _shared(found: Found, parts: list[Owned], inv_scale: torch.Tensor) -> Found:
+    """What any rank has found. Raises CollectiveMismatchError, on every rank, unless all have the same scale."""
     for part in parts:
         if part.communicator.world == 1:
             continue
-        own = torch.zeros(1, device=part.device)
+        own = torch.zeros(2, device=part.device)
         for flag in found.values():
-            own += flag.to(part.device)
-        part.announce("a GradScaler's unscale_ or step")
-        flags = own.new_empty(part.communicator.world)
-        part.communicator.all_gather(flags, own).wait()
+            own[0] += flag.to(part.device)
+        own[1] = inv_scale.to(part.device)
+        part.announce("a GradScaler's unscale_ or step", tuple(sorted(part.names)))
+        everyone = own.new_empty(2 * part.communicator.world)
+        part.communicator.all_gather(everyone, own).wait()
+        flags, scales = everyone.view(-1, 2).unbind(1)
+        if bool((scales != scales[0]).any()):
+            listed = ", ".join(
+                f"{scale:g} on rank {r}" for r, scale in enumerate(scales.reciprocal().tolist())
+            )
+            raise CollectiveMismatchError(
+                f"a GradScaler has another scale on some ranks: {listed}. Make it with the same arguments on every "
+                "rank, and load the same state_dict()"
+            )
         shared = (flags.sum() > 0).to(torch.float32)
         found[part.device] = torch.maximum(found.get(part.device, shared), shared.reshape(()))
     return found
