@@ -95,7 +95,7 @@ PARTING: dict[str, tuple[Act, str]] = {
         r"ranks 0 and 2 with a\.weight; rank 1 with none of these",
     ),
     "other tensors": (
-        lambda a, b, odd: nn.utils.get_total_norm([a.get_parameter("a.weight").grad, *[torch.ones(2)] * odd]),
+        lambda a, b, odd: nn.utils.get_total_norm([gradients(a)[0], *[torch.ones(2)] * odd]),
         r"rank 1 with tensors of no HAP module: 1",
     ),
     "fewer parameters scaled": (
