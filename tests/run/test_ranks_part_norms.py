@@ -6,17 +6,19 @@ import copy
 import math
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from ranks import loss_of
-from small_models import case
+from small_models import Case, case
 from small_plans import random_plan
 from torch import nn
 
 import hetspmd
 from hetspmd.errors import CollectiveMismatchError
+from hetspmd.plan import Plan
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.module import HAP
 from hetspmd.run.simulate import run_ranks
@@ -35,11 +37,17 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def told_of(act: Act, steps: int = 3) -> list[str]:
-    """What every rank is told when ``act(hap, other, odd)`` is called in each step; one of the ranks is odd."""
+@cache
+def planned() -> tuple[Case, Plan]:
     c = case("mlp")
     plan = random_plan(c, WORLD, 2)
     _ = plan.theory, plan.digest
+    return c, plan
+
+
+def told_of(act: Act, steps: int = 3) -> list[str]:
+    """What every rank is told when ``act(hap, other, odd)`` is called in each step; one of the ranks is odd."""
+    c, plan = planned()
     models = [[copy.deepcopy(c.model) for _ in range(2)] for _ in range(WORLD)]
 
     def rank(communicator: Communicator) -> str:
