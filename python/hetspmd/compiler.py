@@ -62,7 +62,7 @@ def compile(
     machines     how machines with several accelerators are planned: across "virtual" devices, "flat", or "auto" for
                  the cheaper way; across virtual devices there is one segment
     host_randomness  what becomes of random numbers that the model's Python draws (random, numpy, generators):
-                 "refuse"; "freeze", the outcome of the trace stays for ever; "trace_each_step", HAP traces anew
+                 "refuse"; "freeze", a plan keeps the outcome of its trace; "trace_each_step", HAP traces anew
     timings      filled with wall seconds: trace, rules, synth, balance, total
     progress     called with the name of each of these stages as it begins
 

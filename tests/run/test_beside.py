@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import secrets
+import uuid
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +17,8 @@ from small_plans import cluster
 from torch import nn
 from torch.nn import functional as F
 
-from hetspmd.errors import HetspmdError, PlanMismatchError, TraceError
+import hetspmd
+from hetspmd.errors import HetspmdError, OptionError, PlanMismatchError, TraceError
 from hetspmd.run.module import HAP
 from hetspmd.run.simulate import run_ranks
 
@@ -296,6 +301,43 @@ def test_an_outcome_may_stay() -> None:
     assert all(rank.plans == 1 for rank in ranks)
     with pytest.raises(HetspmdError, match="host_randomness is 'maybe'; allowed are 'refuse'"):
         train(lambda: Beside(_coin), host_randomness="maybe")
+
+
+BYTES: dict[str, Any] = {
+    "the system": lambda m, x: base(m, x) * (1 + int.from_bytes(os.urandom(4), "big")),
+    "secrets": lambda m, x: base(m, x) * (1 + secrets.randbelow(1 << 32)),
+    "uuid": lambda m, x: base(m, x) * float(uuid.uuid4().int % (1 << 32)),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_random_bytes_that_stay_are_known_as_such(name: str) -> None:
+    """Each trace has other ones: there is nothing to compare a plan with."""
+    model, devices = Beside(BYTES[name]), cluster(1, 2)
+    plan = hetspmd.compile(model, (X,), devices, host_randomness="freeze")
+    assert "test_beside.py" in plan.graph.host.draws
+    with pytest.raises(
+        OptionError, match=r"draws random numbers \(.*test_beside\.py:\d+: .*nothing to compare"
+    ):
+        hetspmd.verify(model, (X,), devices, host_randomness="freeze")
+    with pytest.raises(OptionError, match=r"draws random numbers \(.*here, too"):
+        run_ranks(2, lambda c: HAP(Beside(BYTES[name]), devices, plan=plan, process_group=c)(X))
+
+    def given(communicator: Any, **options: Any) -> list[float]:
+        made = HAP(
+            Beside(BYTES[name]),
+            devices,
+            plan=plan,
+            process_group=communicator,
+            host_randomness="freeze",
+            **options,
+        )
+        return [float(made(X).detach()) for _ in range(2)]
+
+    with pytest.raises(PlanMismatchError, match=r"keeps the outcome of its own trace.*check_plan=False"):
+        run_ranks(2, given)
+    first, second = run_ranks(2, partial(given, check_plan=False))[0]
+    assert first == second
 
 
 # a parameter under another name ----------------------------------------------------------------------------------

@@ -38,6 +38,11 @@ def check_same_model(communicator: Communicator, plan: Graph, trace: Callable[[]
         try:
             with communicator.busy():
                 problem = difference(plan, trace())
+            if problem and plan.host.draws:
+                problem += (
+                    f" (the model's Python draws random numbers{plan.host.draws}, and a plan keeps the outcome of "
+                    "its own trace)"
+                )
         except Exception as error:  # which the other ranks must hear of
             problem = f"the model cannot be traced again ({type(error).__name__}: {error})"
     problem = communicator.exchange(problem)[0]

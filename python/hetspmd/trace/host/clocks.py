@@ -102,7 +102,8 @@ class Asked:
             raise TraceError(
                 f"the forward asks the system for random bytes {self.bytes}: a plan would repeat this one outcome "
                 "for ever, and no two ranks get the same. Draw with torch, as part of the graph (torch.rand(...)), "
-                'or pass host_randomness="freeze", by which the outcome stays as it is'
+                'or pass host_randomness="freeze", by which each plan keeps the outcome of its trace (the one for '
+                "evaluation another one)"
             )
 
     def warn(self) -> None:

@@ -56,7 +56,7 @@ class Host:
     """All of it, of one graph. ``kept`` says of each output beyond the model's own whether it is part of
     autograd's graph.
 
-    ``draws`` is where Python code drew random numbers, "" if it did not.
+    ``draws`` is where Python code drew random numbers, or asked the system for random bytes; "" if it did not.
     """
 
     reads: tuple[Read, ...] = ()

@@ -65,7 +65,7 @@ def with_host(
             for (root, path), found in zip(watch.numbers, numbers, strict=True)
         ),
         kept=tuple(bool(left.tensors[i].requires_grad) for i in kept),
-        draws=watch.draws,
+        draws=watch.draws or (watch.asked.bytes and f" {watch.asked.bytes}"),
     )
     outputs = (*graph.outputs[:own], *(extras[i] for i in kept))
     if constants:

@@ -214,7 +214,8 @@ class Watch:
                 f"the forward draws from {generator}{self.draws}: a plan would repeat this one "
                 "outcome for ever. Draw "
                 'with torch, as part of the graph (torch.rand(...)), or pass host_randomness="trace_each_step", by '
-                'which every step is traced anew, or host_randomness="freeze", by which the outcome stays as it is'
+                'which every step is traced anew, or host_randomness="freeze", by which each plan keeps the '
+                "outcome of its trace"
             )
 
 
