@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import sys
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -89,8 +90,10 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _cell(text: str) -> str:
-    text = re.sub(r"/\S*?/(?:site-packages|foreign-libs)/", "", text)
     text = re.sub(r"/\S*/benches/", "benches/", text)
+    for folder in sorted(filter(None, set(sys.path)), key=len, reverse=True):
+        text = text.replace(folder.rstrip("/") + "/", "")
+    text = re.sub(r"/\S*?/site-packages/", "", text)
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 

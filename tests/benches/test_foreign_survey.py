@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -98,20 +99,23 @@ def test_a_process_that_sleeps_is_hung_and_one_that_dies_has_crashed(tmp_path: P
     assert {o.name: o.detail for o in found}["dies"] == "the process ended with status 3"
 
 
-def test_the_page(tmp_path: Path) -> None:
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, "/data/packages/"])
     page = tmp_path / "page.md"
     page.write_text("Before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n", encoding="utf-8")
     outcomes = [
         Outcome("a", "torch", "model", EQUAL, divided=0.5),
         Outcome("b", "torch", "model", REFUSED, "TraceError: at /home/x/site-packages/m/n.py:3: a | b"),
         Outcome("c", "torch", "loop", WRONG, "losses.0 is off"),
+        Outcome("d", "torch", "loop", REFUSED, "TraceError: at /data/packages/m/n.py:3 and /data/o.py:1"),
     ]
     report.write(page, outcomes, ["nowhere"], "the command", ["later"])
     text = page.read_text(encoding="utf-8")
     assert "2 models: 1 equal, 1 refused, 0 wrong, 0 crashed, 0 hung." in text
-    assert "1 loops: 0 equal, 0 refused, 1 wrong, 0 crashed, 0 hung." in text
+    assert "2 loops: 0 equal, 1 refused, 1 wrong, 0 crashed, 0 hung." in text
     assert "| a | torch | equal | 50% |  |" in text
     assert "at m/n.py:3: a \\| b |" in text
+    assert "TraceError: at m/n.py:3 and /data/o.py:1 |" in text
     assert "Left out, because not installed: nowhere." in text
     assert "without an outcome yet: later." in text
     assert "old" not in text
