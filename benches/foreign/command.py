@@ -18,7 +18,7 @@ from pathlib import Path
 
 from foreign import report
 from foreign.judge import BROKEN, FAULTS, Outcome
-from foreign.registry import Case, load
+from foreign.registry import load
 from foreign.runner import run
 
 FOLDER = Path(__file__).parents[2] / "target" / "bench" / "foreign"
@@ -78,6 +78,3 @@ def _kept(folder: Path) -> dict[str, Outcome]:
 def _keep(folder: Path, outcomes: Mapping[str, Outcome]) -> None:
     text = json.dumps([asdict(o) for o in outcomes.values()], indent=1)
     (folder / "outcomes.json").write_text(text, encoding="utf-8")
-
-
-__all__ = ["Case", "main"]

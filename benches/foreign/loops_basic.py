@@ -323,7 +323,7 @@ def multi_task_with_learned_weights(run: Run, made: Any) -> dict[str, Any]:
 
 
 def _with_optimizer(name: str, make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    """Three steps with an optimizer of torch."""
+    """Four steps with an optimizer of torch."""
 
     def play(run: Run, made: Any) -> dict[str, Any]:
         model, data = made

@@ -179,10 +179,8 @@ def pyg_masked_nodes(run: Run, made: Any) -> dict[str, Any]:
 
 
 def _with_optimizer(name: str, package: str, make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    play = train
-
     def renamed(run: Run, sample: Sample) -> dict[str, Any]:
-        return play(run, sample)
+        return train(run, sample)
 
     renamed.__name__ = f"optimizer_{name}"
     loop(package, lambda: Sample(mlp(), batches(3), classified, make))(renamed)

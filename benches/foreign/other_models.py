@@ -177,8 +177,8 @@ def _masks(name: str, kind: str) -> None:
     def built() -> Sample:
         options: dict[str, Any] = {"encoder_name": "resnet18", "encoder_weights": None, "classes": 3,
                                    "encoder_depth": 3}  # fmt: skip
-        if kind in ("Unet", "UnetPlusPlus", "MAnet", "Linknet"):
-            options |= {} if kind == "Linknet" else {"decoder_channels": (8, 8, 8)}
+        if kind == "Unet":
+            options["decoder_channels"] = (8, 8, 8)
         network = without_dropout(_of("segmentation_models_pytorch", kind)(**options)).train()
         batches = [(torch.randn(4, 3, 32, 32), torch.randint(0, 3, (4, 32, 32))) for _ in range(2)]
         return Sample(network, batches, classify)

@@ -1,4 +1,4 @@
-"""torchvision: classification, segmentation, detection, optical flow and video."""
+"""torchvision: classification, segmentation, detection and video."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _segments(name: str, head: Callable[[Any], nn.Module]) -> None:
         segmentation = torchvision.models.segmentation
         body = torchvision.models.resnet.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1])
         backbone = IntermediateLayerGetter(body, {"layer1": "out"})
-        kind = {"fcn": segmentation.FCN, "deeplab": segmentation.DeepLabV3, "lraspp": segmentation.FCN}[name]
+        kind = {"fcn": segmentation.FCN, "deeplab": segmentation.DeepLabV3}[name]
         network = without_dropout(kind(backbone, head(segmentation))).train()
         batches = [(torch.randn(8, 3, 32, 32), torch.randint(0, CLASSES, (8, 32, 32))) for _ in range(2)]
         return Sample(network, batches, _masks)
@@ -138,18 +138,13 @@ def _detector(name: str) -> None:
         from torchvision.models import detection
 
         options = {"weights": None, "weights_backbone": None, "num_classes": 3}
-        if not name.startswith("ssd300"):
-            options |= {"min_size": 32, "max_size": 32} if "ssd" not in name else {}
+        if "ssd" not in name:
+            options |= {"min_size": 32, "max_size": 32}
         network = getattr(detection, name)(**options).train()
         targets = []
         for _ in range(2):
             corner = torch.rand(1, 2) * 10
-            found = {"boxes": torch.cat([corner, corner + 15], 1), "labels": torch.tensor([1])}
-            if "mask" in name:
-                found["masks"] = torch.ones(1, 32, 32, dtype=torch.uint8)
-            if "keypoint" in name:
-                found["keypoints"] = torch.rand(1, 17, 3) * 10
-            targets.append(found)
+            targets.append({"boxes": torch.cat([corner, corner + 15], 1), "labels": torch.tensor([1])})
         batch = ([torch.rand(3, 32, 32), torch.rand(3, 32, 32)], targets)
         return Sample(network, [batch], _detected)
 

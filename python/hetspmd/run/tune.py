@@ -121,12 +121,11 @@ def tune(
         with communicator.busy():
             plans = agreed_plans(communicator, make)
 
-    drawn = {name: options[name] for name in ("host_randomness",) if name in options}
-
     def measure(plan: Plan, best: float | None) -> list[float]:
         hap = HAP(
             copy.deepcopy(model), devices, plan=plan, loss=loss, process_group=communicator, device=device,
-            check_plan=False, check_batches=False, sync_module_states=False, timeout=timeout, **drawn,
+            check_plan=False, check_batches=False, sync_module_states=False, timeout=timeout,
+            host_randomness=options.get("host_randomness", "refuse"),
         )  # fmt: skip
         if any(p.is_meta for p in model.parameters()):
             _zero(hap)
