@@ -76,6 +76,7 @@ def train(alone: bool, folder: Path) -> dict[str, Any]:
         lit = Lit(tuple(data[:16]), alone, figures)
         trainer = lightning.Trainer(
             accelerator="cpu", devices=1, max_epochs=epochs, gradient_clip_val=0.5, logger=False,
+            default_root_dir=str(where),
             enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
             callbacks=[ModelCheckpoint(dirpath=where, filename=f"epoch{epochs}", enable_version_counter=False)],
         )  # fmt: skip
