@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from foreign.registry import Case
-from foreign.run import RANKS, Run
+from foreign.run import RANKS, Run, in_float64
 from hetspmd.errors import (
     CollectiveMismatchError,
     HetspmdError,
@@ -68,17 +67,6 @@ class Narrowest(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
                 self.unit = max(self.unit, torch.finfo(leaf.dtype).eps)
         return out
-
-
-@contextmanager
-def in_float64() -> Iterator[None]:
-    """New models compute in float64, so that a difference is no rounding."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def judge(case: Case) -> Outcome:

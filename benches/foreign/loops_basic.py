@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -62,6 +62,28 @@ def step(wrapped: Any, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
     return loss.detach().clone()
 
 
+def steps(
+    wrapped: Any,
+    optimizer: torch.optim.Optimizer,
+    data: Iterable[Any],
+    after: Callable[[], object] = lambda: None,
+) -> list[Tensor]:
+    """A step for each batch, and ``after`` behind each; the losses."""
+    losses = []
+    for batch in data:
+        losses.append(step(wrapped, optimizer, batch))
+        after()
+    return losses
+
+
+def evaluated(model: Any, batch: Any) -> Tensor:
+    """The loss of a batch in evaluation, in which the model is left."""
+    model.eval()
+    with torch.no_grad():
+        loss: Tensor = model(*batch).clone()
+    return loss
+
+
 def sgd(model: Any, lr: float = 0.05) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
@@ -71,15 +93,13 @@ def ema_of_a_resnet(run: Run, made: Any) -> dict[str, Any]:
     model, data = made
     wrapped = run.wrap(model, data[0], loss=classified)
     optimizer, average = sgd(wrapped), copy.deepcopy(wrapped)
-    losses = []
-    for batch in data:
-        losses.append(step(wrapped, optimizer, batch))
-        with torch.no_grad():
-            for a, p in zip(average.parameters(), wrapped.parameters(), strict=True):
-                a.lerp_(p, 0.1)
-    average.eval()
-    with torch.no_grad():
-        losses.append(average(*data[0]).clone())
+
+    @torch.no_grad()
+    def follow() -> None:
+        for a, p in zip(average.parameters(), wrapped.parameters(), strict=True):
+            a.lerp_(p, 0.1)
+
+    losses = [*steps(wrapped, optimizer, data, follow), evaluated(average, data[0])]
     return {"losses": losses, "state": run.state(average)}
 
 
@@ -89,14 +109,8 @@ def averaged_model_of_torch(run: Run, made: Any) -> dict[str, Any]:
     wrapped = run.wrap(model, data[0], loss=classified)
     optimizer = sgd(wrapped)
     average = AveragedModel(wrapped, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    losses = []
-    for batch in data:
-        losses.append(step(wrapped, optimizer, batch))
-        average.update_parameters(wrapped)
-    average.eval()
-    with torch.no_grad():
-        losses.append(average(*data[0]).clone())
-    return {"losses": losses}
+    losses = steps(wrapped, optimizer, data, lambda: average.update_parameters(wrapped))
+    return {"losses": [*losses, evaluated(average, data[0])]}
 
 
 @loop("torch", ready)
@@ -155,10 +169,7 @@ def one_cycle(run: Run, made: Any) -> dict[str, Any]:
     wrapped = run.wrap(model, data[0], loss=classified)
     optimizer = sgd(wrapped)
     schedule = OneCycleLR(optimizer, max_lr=0.2, total_steps=6)
-    losses = []
-    for batch in data:
-        losses.append(step(wrapped, optimizer, batch))
-        schedule.step()
+    losses = steps(wrapped, optimizer, data, schedule.step)
     return {"losses": losses, "momentum": optimizer.param_groups[0]["momentum"], "state": run.state(wrapped)}
 
 
@@ -171,9 +182,7 @@ def plateau_after_evaluations(run: Run, made: Any) -> dict[str, Any]:
     losses = []
     for batch in data:
         losses.append(step(wrapped, optimizer, batch))
-        wrapped.eval()
-        with torch.no_grad():
-            losses.append(wrapped(*data[-1]).clone())
+        losses.append(evaluated(wrapped, data[-1]))
         wrapped.train()
         schedule.step(losses[-1].item())
     return {"losses": losses, "rate": optimizer.param_groups[0]["lr"]}
@@ -226,7 +235,7 @@ def checkpoint_and_resume(run: Run, made: Any) -> dict[str, Any]:
     fresh = copy.deepcopy(model)
     wrapped = run.wrap(model, data[0], loss=classified)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01, eps=1e-4)
-    losses = [step(wrapped, optimizer, b) for b in data[:2]]
+    losses = steps(wrapped, optimizer, data[:2])
     file = io.BytesIO()
     torch.save({"model": run.state(wrapped), "optimizer": run.optimizer_state(wrapped, optimizer)}, file)
     file.seek(0)
@@ -250,7 +259,7 @@ def freeze_then_unfreeze(run: Run, made: Any) -> dict[str, Any]:
     for p in wrapped.parameters():
         p.requires_grad_(True)
     optimizer = sgd(wrapped)
-    losses += [step(wrapped, optimizer, b) for b in data[1:]]
+    losses += steps(wrapped, optimizer, data[1:])
     return {"losses": losses, "state": run.state(wrapped)}
 
 
@@ -263,7 +272,7 @@ def curriculum_of_growing_batches(run: Run, made: Any) -> dict[str, Any]:
     model, data = made
     wrapped = run.wrap(model, data[0], loss=classified)
     optimizer = sgd(wrapped)
-    return {"losses": [step(wrapped, optimizer, b) for b in data], "state": run.state(wrapped)}
+    return {"losses": steps(wrapped, optimizer, data), "state": run.state(wrapped)}
 
 
 @loop("transformers", gpt2)
@@ -288,7 +297,7 @@ def groups_without_weight_decay(run: Run, made: Any) -> dict[str, Any]:
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 0.02}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
-    return {"losses": [step(wrapped, optimizer, b) for b in data], "state": run.state(wrapped)}
+    return {"losses": steps(wrapped, optimizer, data), "state": run.state(wrapped)}
 
 
 class Tasks(nn.Module):
@@ -329,7 +338,7 @@ def _with_optimizer(name: str, make: Callable[[Any], torch.optim.Optimizer]) -> 
         model, data = made
         wrapped = run.wrap(model, data[0], loss=classified)
         optimizer = make(wrapped.parameters())
-        return {"losses": [step(wrapped, optimizer, b) for b in data], "state": run.state(wrapped)}
+        return {"losses": steps(wrapped, optimizer, data), "state": run.state(wrapped)}
 
     play.__name__ = f"optimizer_{name}"
     loop("torch", ready)(play)
@@ -367,7 +376,7 @@ def gradient_checkpointing(run: Run, made: Any) -> dict[str, Any]:
     model, data = made
     wrapped = run.wrap(model, data[0])
     optimizer = sgd(wrapped)
-    return {"losses": [step(wrapped, optimizer, b) for b in data], "state": run.state(wrapped)}
+    return {"losses": steps(wrapped, optimizer, data), "state": run.state(wrapped)}
 
 
 @loop("torch", ready)
@@ -378,7 +387,7 @@ def noise_on_the_gradients(run: Run, made: Any) -> dict[str, Any]:
     optimizer = sgd(wrapped)
     for p in wrapped.parameters():
         p.register_hook(lambda g: g * 0.5)
-    return {"losses": [step(wrapped, optimizer, b) for b in data], "state": run.state(wrapped)}
+    return {"losses": steps(wrapped, optimizer, data), "state": run.state(wrapped)}
 
 
 @loop("torch", ready)
@@ -389,9 +398,7 @@ def early_stopping_with_the_best_state(run: Run, made: Any) -> dict[str, Any]:
     losses, best = list[Tensor](), (float("inf"), dict[str, Tensor]())
     for batch in data:
         losses.append(step(wrapped, optimizer, batch))
-        wrapped.eval()
-        with torch.no_grad():
-            value = wrapped(*data[-1]).item()
+        value = evaluated(wrapped, data[-1]).item()
         wrapped.train()
         if value < best[0]:
             best = (value, run.state(wrapped))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foreign.loops_basic import CLASSES, batches, classified, gpt2, mlp, ready, sgd, step
+from foreign.loops_basic import CLASSES, batches, classified, evaluated, gpt2, mlp, ready, sgd, step, steps
 from foreign.registry import Sample, loop, train
 from foreign.run import Run
 
@@ -112,10 +112,7 @@ def torch_ema_average(run: Run, made: Any) -> dict[str, Any]:
         sgd(wrapped),
         _of("torch_ema", "ExponentialMovingAverage")(wrapped.parameters(), decay=0.9),
     )
-    losses = []
-    for batch in data:
-        losses.append(step(wrapped, optimizer, batch))
-        average.update()
+    losses = steps(wrapped, optimizer, data, average.update)
     wrapped.eval()
     with average.average_parameters(), torch.no_grad():
         losses.append(wrapped(*data[0]).clone())
@@ -127,14 +124,8 @@ def timm_model_ema(run: Run, made: Any) -> dict[str, Any]:
     model, data = made
     wrapped = run.wrap(model, data[0], loss=classified)
     optimizer, average = sgd(wrapped), _of("timm.utils", "ModelEmaV3")(wrapped, decay=0.9)
-    losses = []
-    for batch in data:
-        losses.append(step(wrapped, optimizer, batch))
-        average.update(wrapped)
-    average.module.eval()
-    with torch.no_grad():
-        losses.append(average.module(*data[0]).clone())
-    return {"losses": losses}
+    losses = steps(wrapped, optimizer, data, lambda: average.update(wrapped))
+    return {"losses": [*losses, evaluated(average.module, data[0])]}
 
 
 def _graph() -> Any:

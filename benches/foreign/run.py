@@ -8,7 +8,8 @@ method here, and nothing else may differ.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,17 @@ def disturb(model: nn.Module, size: float) -> None:
             if p.is_floating_point():
                 noise = torch.randn(p.shape, generator=generator, dtype=torch.float32)
                 p.mul_(1 + (size * noise).to(p.dtype))
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """New models compute in float64, so that a difference is no rounding."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def called(model: Any, batch: Any) -> Any:

@@ -10,24 +10,18 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import hetspmd
-from hetspmd.cost.cluster import Cluster
+from foreign.run import RANKS, SLOW, called, in_float64, loss_of
 from hetspmd.errors import HetspmdError
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.simulate import run_ranks
-
-RANKS = 4
-SLOW = Cluster.load(Path(__file__).parents[2] / "examples" / "clusters" / "slow.yaml")
-"""Speeds 4 : 2 : 1 : 1, slow beside the network, so that the program divides nearly everything."""
 
 
 @dataclass
@@ -62,36 +56,22 @@ class Run:
 Loop = Callable[[Run, nn.Module, Sequence[Any]], dict[str, Any]]
 
 
-def called(model: Any, batch: Any) -> Any:
-    return model(**batch) if isinstance(batch, dict) else model(*batch)
-
-
-def loss_of(output: Any, loss: Any = None) -> torch.Tensor:
-    """The loss as HAP finds it."""
-    if loss is not None and not callable(loss):
-        return output[loss]
-    if isinstance(output, torch.Tensor):
-        return output
-    if isinstance(output, Mapping):
-        return output["loss"]
-    found = getattr(output, "loss", None)
-    return output[0] if found is None else found
-
-
 def train(run: Run, model: nn.Module, batches: Sequence[Any]) -> dict[str, Any]:
     """The ordinary loop: SGD with momentum over the batches, then the loss in evaluation, then the state."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
     wrapped = run.wrap(model, batches[0])
+    at = run.options.get("loss")
+    at = None if callable(at) else at
     losses = []
     for batch in batches:
         optimizer.zero_grad()
-        loss = loss_of(called(wrapped, batch), run.options.get("loss"))
+        loss = loss_of(called(wrapped, batch), at)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach().clone())
     wrapped.eval()
     with torch.no_grad():
-        losses.append(loss_of(called(wrapped, batches[0]), run.options.get("loss")).clone())
+        losses.append(loss_of(called(wrapped, batches[0]), at).clone())
     return {"losses": losses, "state": run.state(wrapped)}
 
 
@@ -127,16 +107,6 @@ def case(report: str, **facts: Any) -> Callable[[Callable[[], tuple[nn.Module, S
         return make
 
     return add
-
-
-@contextmanager
-def in_float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def check(c: Case) -> None:
