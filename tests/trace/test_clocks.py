@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import random
@@ -10,6 +11,8 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,3 +90,36 @@ def test_the_functions_are_put_back_also_where_a_trace_fails() -> None:
     with pytest.raises(Exception, match="no number"):
         trace(Scaled(fails), (X,), {})
     assert (time.time, time.perf_counter_ns, os.urandom, random._urandom) == before  # type: ignore[attr-defined]  # private
+
+
+LAZY = """
+import time
+from time import perf_counter
+from of_this_test import clock
+
+class Settings:
+    read = perf_counter
+    kept = staticmethod(time.time)
+
+def since(start, clock=time.monotonic):
+    return clock() - start
+"""
+
+
+def test_a_module_that_forward_imports_first_keeps_no_stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_this_test.py").write_text("from time import time_ns as clock\n", encoding="utf-8")
+    (tmp_path / "first_in_forward.py").write_text(LAZY, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def number() -> float:
+        lazy = importlib.import_module("first_in_forward")
+        return 1.0 + 0.0 * float(lazy.perf_counter())
+
+    with pytest.warns(ClockWarning, match=r"\(time\.perf_counter\) at .*test_clocks\.py:\d+: "):
+        trace(Scaled(number), (X,), {})
+    lazy: Any = importlib.import_module("first_in_forward")
+    found = lazy.perf_counter, lazy.clock, lazy.Settings.read, lazy.Settings.kept, lazy.since.__defaults__[0]
+    assert found == (time.perf_counter, time.time_ns, time.perf_counter, time.time, time.monotonic)
+    assert lazy.since(0.0) > 0.0

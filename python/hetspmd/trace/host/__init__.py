@@ -11,6 +11,7 @@ recorder   which attributes are read while a step is traced
 entropy    random numbers that Python code draws
 clocks     clocks, and the system's random bytes, that it asks for
 bound      names that held a clock before
+imported   what a module that forward imports first has taken of these
 stand_ins  what lies there while forward runs
 changes    what forward leaves behind, as writes or as a refusal
 watch      all of these around a trace

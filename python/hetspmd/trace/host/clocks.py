@@ -25,6 +25,7 @@ from typing import Any, Final, Literal
 from hetspmd.errors import ClockWarning, TraceError
 from hetspmd.trace.frames import frame_line
 from hetspmd.trace.host.code import is_foreign
+from hetspmd.trace.host.imported import put_right
 
 __all__ = ["SOURCES", "Asked", "Source", "note"]
 
@@ -34,6 +35,10 @@ _QUIET: Final = frozenset({"logging", "warnings"})
 _LOCK = threading.Lock()
 _REPLACED: list[tuple[Any, str, Any]] = []
 """The functions in whose place others are now."""
+_ORIGINALS: dict[int, Any] = {}
+"""What each of these others stands for, by its id."""
+_known: frozenset[str] = frozenset()
+"""The modules that there were before."""
 _traces = 0
 _ASKED: ContextVar[Asked | None] = ContextVar("hetspmd_asked", default=None)
 
@@ -110,8 +115,9 @@ class Asked:
         """Warn of a clock."""
         if self.clock:
             warnings.warn(
-                f"the forward reads a clock {self.clock}: a plan keeps what the trace has read. Give what depends "
-                "on it to the model as an argument, or measure around the call of the model",
+                f"the forward reads a clock {self.clock}: no step of a plan reads it again, and what depends on it "
+                "stays as the trace has read it. Give that to the model as an argument, or measure around the call "
+                "of the model",
                 ClockWarning,
                 stacklevel=3,
             )
@@ -127,9 +133,10 @@ def note(kind: Literal["clock", "bytes"], called: str, frame: FrameType) -> None
 
 
 def _replace() -> None:
-    global _traces
+    global _traces, _known
     with _LOCK:
         if not _traces:
+            _known = frozenset(sys.modules)
             for holder, name, source in _places():
                 _stand_in(holder, name, source)
         _traces += 1
@@ -139,9 +146,12 @@ def _put_back() -> None:
     global _traces
     with _LOCK:
         _traces -= 1
-        while not _traces and _REPLACED:
-            holder, name, function = _REPLACED.pop()
-            setattr(holder, name, function)
+        if not _traces:
+            put_right(_known, _ORIGINALS)
+            while _REPLACED:
+                holder, name, function = _REPLACED.pop()
+                setattr(holder, name, function)
+            _ORIGINALS.clear()
 
 
 def _stand_in(holder: Any, name: str, source: Source) -> None:
@@ -157,6 +167,7 @@ def _stand_in(holder: Any, name: str, source: Source) -> None:
         return function(*args, **kwargs)
 
     _REPLACED.append((holder, name, function))
+    _ORIGINALS[id(noting)] = function
     setattr(holder, name, noting)
 
 
