@@ -45,7 +45,7 @@ def _place(kind: str, place: Any) -> None:
         raise _fail(kind, f"names the place {place.root!r} {list(place.path)}, which there cannot be")
 
 
-_ROOTS = ("model", "loss", "class", "globals", "closure", "torch")
+_ROOTS = ("model", "loss", "class", "globals", "closure", "function", "torch")
 
 
 def _fail(where: str, problem: str) -> PlanError:

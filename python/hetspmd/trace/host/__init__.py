@@ -7,6 +7,8 @@ steps      which item of a container is meant
 places     where a value lies: on a module, an object, a function's globals or its closure, in torch's own
 settings snapshot   what was there before, and putting it back
 code       which globals and closure variables a function reads
+members    attributes of objects, slots among them
+in_place   objects whose content is changed in place
 recorder   which attributes are read while a step is traced
 entropy    random numbers that Python code draws
 clocks     clocks, and the system's random bytes, that it asks for

@@ -47,6 +47,11 @@ class Left:
         self.changed: dict[tuple[str, Path], tuple[Any, Any]] = {}
         derived = _derived(roots.model)
         for change in changes:
+            if change.instead:
+                raise TraceError(
+                    f"forward changes {where(roots, change.root, change.path)}, which no plan can do again, in "
+                    f"place; {change.instead}"
+                )
             if not _of_torch(change, derived):
                 for inner in self._inner(change):
                     self._add(inner)

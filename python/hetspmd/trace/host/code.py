@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import distributions
 from pathlib import Path as File
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
 
 from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content
-from hetspmd.trace.host.plain import is_container
+from hetspmd.trace.host.plain import is_scalar
 from hetspmd.trace.host.stand_ins import MOMENTS, is_calendar, original
+from hetspmd.trace.host.steps import step_to
 
 _FOREIGN = frozenset(sys.stdlib_module_names - {"__main__", "argparse", "types"}) | {
     "torch",
@@ -66,18 +67,17 @@ def names_in(code: CodeType) -> frozenset[str]:
 class Reader:
     """Finds the variables of functions, and tells ``found(root, path, value, holder)`` each once.
 
-    The holder is a cell, a module or a class. Classes and modules count where they are of dates and the code asks
-    what day it is. ``kept`` is told containers that are defaults of arguments, ``visited`` every function.
+    The holder is a cell, a module, a class, or the function itself for its defaults and attributes. Classes and
+    modules count where they are of dates and the code asks what day it is. ``visited`` is told every function.
     """
 
     def __init__(
         self,
         roots: Roots,
         found: Callable[[str, Path, Any, Any], None],
-        kept: Callable[[str, Path, Any], None],
         visited: Callable[[FunctionType], None] = lambda _: None,
     ) -> None:
-        self._roots, self._found, self._kept, self._visited = roots, found, kept, visited
+        self._roots, self._found, self._visited = roots, found, visited
         self._seen: set[int] = set()
 
     def visit(self, value: Any) -> None:
@@ -106,9 +106,8 @@ class Reader:
         root = self._roots.know(value)
         for name, cell in closure(value).items():
             self._variable(root, name, content(cell), cell, names)
-        for position, default in enumerate(value.__defaults__ or ()):
-            if is_container(default):
-                self._kept(root, (f".default {position}",), default)
+        for path, found in _of_its_own(value, names):
+            self._found(root.replace("closure", "function", 1), path, found, value)
 
     def _variable(self, root: str, name: str, value: Any, holder: Any, names: frozenset[str]) -> None:
         """A variable; of a module or a class what the code names of it."""
@@ -121,7 +120,7 @@ class Reader:
                     self._tell(f"globals {value.__name__}", inner, vars(value)[inner], value)
         elif isinstance(value, type):
             if not is_foreign(value.__module__):
-                of = f"class {value.__module__}:{value.__qualname__}"
+                of = self._roots.know_class(value)
                 for inner in sorted(names & vars(value).keys()):
                     self._tell(of, inner, vars(value)[inner], value)
         else:
@@ -138,9 +137,29 @@ class Reader:
             self.visit(value)
 
 
+def _of_its_own(function: FunctionType, names: frozenset[str]) -> Iterator[tuple[Path, Any]]:
+    """Defaults of arguments that may change, and attributes that the function's code names."""
+    for position, default in enumerate(function.__defaults__ or ()):
+        if _may_change(default):
+            yield (".__defaults__", step_to(position)), default
+    for name, default in (function.__kwdefaults__ or {}).items():
+        if _may_change(default):
+            yield (".__kwdefaults__", step_to(name)), default
+    for name in sorted(names & vars(function).keys()):
+        if not isinstance(vars(function)[name], (ModuleType, type)):
+            yield (f".{name}",), vars(function)[name]
+
+
+def _may_change(default: object) -> bool:
+    default = original(default)  # another thread's trace may have put a stand-in there
+    if isinstance(default, BuiltinFunctionType) and isinstance(default.__self__, (ModuleType, type(None))):
+        return False
+    return not is_scalar(default) and not isinstance(default, (ModuleType, type))
+
+
 def discover(roots: Roots) -> None:
     """Let ``roots`` know the functions of a model, in an order that is the same on every rank."""
-    reader = Reader(roots, lambda *_: None, lambda *_: None)
+    reader = Reader(roots, lambda *_: None)
     kinds: dict[type, None] = {}
     for module in roots.model.modules():
         kinds.update(dict.fromkeys(type(module).__mro__))

@@ -1,8 +1,9 @@
 """Where a value beside the graph lies, as text that every rank can resolve on its own model.
 
 A place is a root and a path. Roots are ``model``, ``loss`` (the function given as ``loss=``), ``class M:C``,
-``globals M``, ``closure M:F`` (of the function F) and ``torch`` (its settings). Steps of a path are
-``.name`` for an attribute or variable and ``[key]`` for an item (:mod:`hetspmd.trace.host.steps`).
+``globals M``, ``closure M:F`` (of the function F), ``function M:F`` (its defaults and attributes) and ``torch``
+(its settings). Steps of a path are ``.name`` for an attribute or variable and ``[key]`` for an item
+(:mod:`hetspmd.trace.host.steps`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from hetspmd.trace.host import raw
+from hetspmd.trace.host.members import is_slot
 from hetspmd.trace.host.plain import is_container, type_name
 from hetspmd.trace.host.steps import ALL, OTHERS, key_of, others, spoken, step_to, told
 
@@ -51,9 +53,18 @@ def text(root: str, path: Path) -> str:
         return f"{name.rpartition(':')[2]}{joined}"
     if kind == "globals":
         return f"{joined.removeprefix('.')} of module {name}"
+    if kind == "function":
+        return _of_function(path, name.rpartition(":")[2])
     if kind == "closure":
         return f"{joined.removeprefix('.')}, a variable around {name.rpartition(':')[2]}"
     return f"torch's {joined.removeprefix('.')}"
+
+
+def _of_function(path: Path, name: str) -> str:
+    spoken = {".__defaults__": "a default", ".__kwdefaults__": "the default"}.get(path[0])
+    if spoken is None:
+        return f"{''.join(path).removeprefix('.')} of function {name}"
+    return f"{spoken} {''.join(path[1:])} of the arguments of {name}"
 
 
 class Roots:
@@ -62,12 +73,22 @@ class Roots:
     def __init__(self, model: nn.Module, loss: object = None) -> None:
         self.model, self.loss = model, loss
         self.functions: dict[str, FunctionType] = {}
+        self._classes: dict[str, type] = {}
 
     def know(self, function: FunctionType) -> str:
         """The root of a function's closure."""
         name = root = f"closure {function.__module__}:{function.__qualname__}"
         number = 1
         while self.functions.setdefault(root, function) is not function:
+            number += 1
+            root = f"{name}#{number}"
+        return root
+
+    def know_class(self, kind: type) -> str:
+        """The root of a class's attributes; one that was made in a function can only be found if it is known."""
+        name = root = f"class {kind.__module__}:{kind.__qualname__}"
+        number = 1
+        while "<locals>" in name and self._classes.setdefault(root, kind) is not kind:
             number += 1
             root = f"{name}#{number}"
         return root
@@ -81,13 +102,12 @@ class Roots:
         elif kind == "loss":
             found = self.loss
         elif kind == "class":
-            home, _, qualified = name.partition(":")
-            found = sys.modules.get(home, NOTHING)
-            for part in qualified.split("."):
-                found = getattr(found, part, NOTHING)
+            found = self._classes.get(root) or _class(name)
         elif kind == "globals":
             module = sys.modules.get(name)
             found = NOTHING if module is None else Variables(vars(module))
+        elif kind == "function":
+            found = self.functions.get(f"closure {name}", NOTHING)
         elif kind == "closure":
             function = self.functions.get(root)
             found = NOTHING if function is None else Variables(closure(function))
@@ -100,6 +120,14 @@ class Roots:
     def value(self, root: str, path: Path) -> Any:
         """The value at a place, NOTHING if there is none."""
         return item(self.holder(root, path), path[-1])
+
+
+def _class(name: str) -> Any:
+    home, _, qualified = name.partition(":")
+    found = sys.modules.get(home, NOTHING)
+    for part in qualified.split("."):
+        found = getattr(found, part, NOTHING)
+    return found
 
 
 class Variables:
@@ -172,6 +200,8 @@ def put(holder: Any, step: str, value: Any) -> None:
         attributes = None if isinstance(holder, type) else getattr(holder, "__dict__", None)
         if value is NOTHING:
             delattr(holder, step[1:])
+        elif is_slot(holder, step[1:]):
+            object.__setattr__(holder, step[1:], value)
         elif attributes is not None:
             attributes[step[1:]] = value
         else:
@@ -194,6 +224,8 @@ def own(holder: Any, step: str) -> Any:
     """What one step from a holder finds that is its own and not its class's."""
     attributes = getattr(holder, "__dict__", None)
     if isinstance(holder, (Variables, type)) or not step.startswith(".") or not isinstance(attributes, dict):
+        return item(holder, step)
+    if is_slot(holder, step[1:]):
         return item(holder, step)
     return attributes.get(step[1:], NOTHING)
 

@@ -20,6 +20,8 @@ from torch import nn
 from hetspmd.trace.host.bound import Bound
 from hetspmd.trace.host.code import Reader, discover, is_foreign, is_installed
 from hetspmd.trace.host.entropy import Draws
+from hetspmd.trace.host.in_place import content_of
+from hetspmd.trace.host.members import members
 from hetspmd.trace.host.places import NOTHING, Path, Roots, items
 from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_scalar
 from hetspmd.trace.host.snapshot import OF_TORCH, Snapshot
@@ -70,7 +72,8 @@ class Recorder:
         self._registered: dict[int, str] = {id(tensor): name for name, tensor in named}
         discover(roots)
         self.bound = Bound(roots)
-        self._reader = Reader(roots, self._variable, snapshot.container, self.bound.defaults)
+        self._roots = roots
+        self._reader = Reader(roots, self._variable, self._visited)
         for name, module in roots.model.named_modules():
             path = tuple(f".{part}" for part in name.split(".") if part)
             self._follow("model", path, module)
@@ -140,6 +143,11 @@ class Recorder:
         followed.seen.add(name)
         self._note((followed.root, (*followed.path, f".{name}")), MISSING, NOTHING)
 
+    def _visited(self, function: FunctionType) -> None:
+        self.bound.defaults(function)
+        root = self._roots.know(function).replace("closure", "function", 1)
+        self._snapshot.attributes(root, (), vars(function))
+
     def _variable(self, root: str, path: Path, value: Any, holder: Any) -> None:
         if isinstance(value, (ModuleType, type)):
             self.bound.look(root, path, value)
@@ -149,10 +157,11 @@ class Recorder:
             if isinstance(holder, ModuleType) and is_installed(holder) and not is_scalar(value):
                 self._snapshot.container(root, path, value)
                 self.bound.look(root, path, value)
+                self._draws.watch(value, root, path)
                 if hasattr(value, "cache_clear"):
                     self._snapshot.cache(value)
                 return
-        else:
+        elif not isinstance(holder, FunctionType):
             self._snapshot.cell(root, path, holder)
         self._found(root, path, value)
 
@@ -182,6 +191,9 @@ class Recorder:
             self._note((root, path), fingerprint(value), value)
             self._snapshot.container(root, path, value)
             self._look_into(root, path, value)
+        elif (content := content_of(value)) is not None:
+            self._note((root, path), fingerprint(value), value)
+            self._snapshot.content(root, path, value, content)
         elif hasattr(value, "__next__"):
             self.iterators[root, path] = type(value).__name__
         elif not (isinstance(value, nn.Module) and id(value) in self._followed):
@@ -205,14 +217,15 @@ class Recorder:
         kind = type(value)
         if id(value) in self._followed or len(path) > _DEEPEST + 8 or isinstance(value, (torch.Tensor, type)):
             return
-        attributes = getattr(value, "__dict__", None)
-        if not isinstance(attributes, dict):
+        attributes = members(value)
+        if attributes is None:
             return
         if not isinstance(value, nn.Module):
-            if is_foreign(kind.__module__) and not kind.__module__.startswith("torch.distributions"):
+            foreign = is_foreign(kind.__module__) and not kind.__module__.startswith("torch.distributions")
+            if foreign and kind.__module__ not in _HOLD_DATA:
                 return
-            if not self._change(kind):
-                self._found(root, (*path, ".__dict__"), attributes)
+            if foreign or not self._change(kind):
+                self._found(root, (*path, ".__dict__"), getattr(value, "__dict__", {}))
                 return
         before = self._snapshot.attributes(root, path, attributes)
         self._followed[id(value)] = _Followed(value, root, path, before)
@@ -235,6 +248,9 @@ class Recorder:
         self._classes.append(kind)
         return True
 
+
+_HOLD_DATA: Final = frozenset({"collections", "queue", "weakref", "_thread"})
+"""Modules of Python's own whose classes keep data in attributes, which are looked at all at once."""
 
 _UNWATCHED = (OF_TORCH | frozenset(dir(nn.Module))) - {"training", "forward"}
 """Attributes of torch's own machinery; hooks and submodules are part of a model's structure."""

@@ -15,7 +15,10 @@ from typing import Any, Final
 
 from torch import nn
 
+from hetspmd.trace.compat import outside_modes
 from hetspmd.trace.host.code import is_installed
+from hetspmd.trace.host.in_place import Content
+from hetspmd.trace.host.members import Members, members
 from hetspmd.trace.host.places import NOTHING, Path, Variables, content
 from hetspmd.trace.host.plain import is_container
 from hetspmd.trace.host.raw import elements, pairs, refill, size
@@ -35,13 +38,14 @@ _STRUCTURE = tuple(
 @dataclass(frozen=True, slots=True)
 class Change:
     """A value that is another than before; NOTHING stands for none. ``inside``: of a container that is the
-    same."""
+    same. ``instead``: what to write, where a change cannot be made again."""
 
     root: str
     path: Path
     before: Any
     after: Any
     inside: bool = False
+    instead: str = ""
 
 
 @dataclass(slots=True)
@@ -61,12 +65,14 @@ class Snapshot:
         self._cells: dict[int, _Held] = {}
         self._variables: dict[tuple[int, str], _Held] = {}
         self._caches: dict[int, tuple[Any, int]] = {}
+        self._contents: dict[int, tuple[_Held, Content]] = {}
 
     def attributes(self, root: str, path: Path, of: MutableMapping[str, Any]) -> dict[str, Any]:
         """Hold the attributes or variables ``of`` a holder; returns the copy."""
-        held = self._attributes.get(id(of))
+        key = id(of.of if isinstance(of, Members) else of)
+        held = self._attributes.get(key)
         if held is None:
-            held = self._attributes[id(of)] = _Held(root, path, of, dict(of))
+            held = self._attributes[key] = _Held(root, path, of, dict(of))
         kept: dict[str, Any] = held.kept
         return kept
 
@@ -106,8 +112,14 @@ class Snapshot:
             self.variable(root, path, holder)
         elif is_container(holder):
             self.container(root, path[:-1], holder)
-        elif isinstance(attributes := getattr(holder, "__dict__", None), dict):
+        elif (attributes := members(holder)) is not None:
             self.attributes(root, path[:-1], attributes)
+
+    def content(self, root: str, path: Path, value: Any, content: Content) -> None:
+        """Hold what an object has in it that is changed in place."""
+        if id(value) not in self._contents:
+            with outside_modes():
+                self._contents[id(value)] = _Held(root, path, value, content.read()), content
 
     def cache(self, function: Any) -> None:
         """Hold a ``functools.lru_cache``: what is put into it is thrown away."""
@@ -126,6 +138,9 @@ class Snapshot:
         for held in self._variables.values():
             if (now := _own(held.live, held.path[-1][1:])) is not held.kept:
                 yield Change(held.root, held.path, held.kept, now)
+        for held, inner in self._contents.values():
+            if not inner.same(held.kept, now := inner.read()):
+                yield Change(held.root, held.path, held.kept, now, instead=inner.instead)
         for held in self._containers.values():
             if not _same(held.live, held.kept):
                 yield Change(held.root, held.path, held.kept, held.live, inside=True)
@@ -152,6 +167,9 @@ class Snapshot:
         for held in self._containers.values():
             if not _same(held.live, held.kept):
                 refill(held.live, held.kept)
+        for held, inner in self._contents.values():
+            if not inner.same(held.kept, inner.read()):
+                inner.set(held.kept)
         for function, misses in self._caches.values():
             if function.cache_info().misses != misses:
                 function.cache_clear()

@@ -20,8 +20,8 @@ from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.facts import Read
 from hetspmd.trace.host.lines import drawing_line
 from hetspmd.trace.host.numbers import AsNumbers
-from hetspmd.trace.host.places import SETTINGS, Path, Roots, item, items, own, put, text
-from hetspmd.trace.host.plain import fingerprint, is_container, is_plain
+from hetspmd.trace.host.places import NOTHING, SETTINGS, Path, Roots, item, items, own, put, text
+from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_plain
 from hetspmd.trace.host.recorder import Place, Recorder
 from hetspmd.trace.host.snapshot import Snapshot, Structure
 from hetspmd.trace.host.steps import ALL, OTHERS
@@ -133,6 +133,9 @@ class Watch:
         found: dict[Place, str] = {
             ("torch", (step,)): fingerprint(value) for step, value in self._settings.items()
         }
+        for place, (before, _) in self.left.changed.items() if self.left else ():
+            if before is NOTHING and place[0].startswith("function "):
+                found[place] = MISSING  # a function that makes an attribute of its own asks for it, too
         written = set(self.left.writes) if self.left else set()
         for (root, path), value in self.recorder.reads.items():
             container = self.recorder.values[root, path]

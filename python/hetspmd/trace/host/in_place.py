@@ -1,0 +1,131 @@
+"""Objects with a content that is changed in place, and that are neither containers nor have attributes.
+
+A trace holds a copy of what such an object had in it, compares and puts it back: arrays of numpy and of
+:mod:`array`, bytes, numbers of :mod:`ctypes` and :mod:`multiprocessing`, files in memory, queues of C, context
+variables.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import io
+import queue
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+__all__ = ["Content", "content_of"]
+
+_MOST: Final = 1 << 30
+"""Bytes of an array of which a copy is held."""
+_ABSENT: Final = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """How the content of an object is read, as a copy, and set; ``instead`` is what to write in its place."""
+
+    read: Callable[[], Any]
+    set: Callable[[Any], object]
+    instead: str
+    same: Callable[[Any, Any], bool] = lambda one, other: bool(one == other)
+
+
+def content_of(value: object) -> Content | None:
+    """The content of an object, None if it has none, or one that cannot change."""
+    found = _array(value)
+    if found is not None:
+        return found
+    if isinstance(value, (bytearray, array.array)):
+        return _sequence(value)
+    if isinstance(value, _CTYPES):
+        return _number(value)
+    inner = getattr(value, "_obj", None) if type(value).__module__ == "multiprocessing.sharedctypes" else None
+    if isinstance(inner, _CTYPES):
+        return _number(inner)
+    if isinstance(value, (io.StringIO, io.BytesIO)):
+        return None if value.closed else _file(value)
+    if isinstance(value, queue.SimpleQueue):
+        return _queue(value)
+    return _variable(value) if isinstance(value, ContextVar) else None
+
+
+_CTYPES: Final = (ctypes.c_double.__mro__[-2], ctypes.Structure, ctypes.Union, ctypes.Array)
+_BUFFER: Final = "keep it in a buffer: self.register_buffer(name, tensor) in __init__, and change that"
+_OUTPUT: Final = "return it as an output of forward, and put it there after the call"
+
+
+def _array(value: Any) -> Content | None:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray):
+        return None
+    if not value.flags.writeable or value.nbytes > _MOST:
+        return None
+
+    def same(one: Any, other: Any) -> bool:
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if one.dtype.hasobject:
+            return all(a is b for a, b in zip(one.flat, other.flat, strict=True))
+        return bool(one.tobytes() == other.tobytes())
+
+    return Content(value.copy, lambda kept: value.__setitem__(..., kept), _BUFFER, same)
+
+
+def _sequence(value: Any) -> Content:
+    return Content(lambda: value[:], lambda kept: value.__setitem__(slice(None), kept), _BUFFER)
+
+
+def _number(value: Any) -> Content:
+    size = ctypes.sizeof(value)
+
+    def read() -> bytes:
+        return ctypes.string_at(ctypes.addressof(value), size)
+
+    return Content(read, lambda kept: ctypes.memmove(ctypes.addressof(value), kept, size), _BUFFER)
+
+
+def _file(value: Any) -> Content:
+    def put_back(kept: tuple[Any, int]) -> None:
+        value.seek(0)
+        value.truncate()
+        value.write(kept[0])
+        value.seek(kept[1])
+
+    return Content(lambda: (value.getvalue(), value.tell()), put_back, _OUTPUT)
+
+
+def _queue(value: queue.SimpleQueue[Any]) -> Content:
+    def taken() -> list[Any]:
+        return [value.get_nowait() for _ in range(value.qsize())]
+
+    def read() -> list[Any]:
+        held = taken()
+        _fill(value, held)
+        return held
+
+    def put_back(kept: list[Any]) -> None:
+        taken()
+        _fill(value, kept)
+
+    def same(one: list[Any], other: list[Any]) -> bool:
+        return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+    return Content(read, put_back, _OUTPUT, same)
+
+
+def _fill(value: queue.SimpleQueue[Any], held: list[Any]) -> None:
+    for item in held:
+        value.put(item)
+
+
+def _variable(value: ContextVar[Any]) -> Content:
+    def put_back(kept: Any) -> None:
+        if kept is not _ABSENT:
+            value.set(kept)
+
+    instead = "set it before the model is called"
+    return Content(lambda: value.get(_ABSENT), put_back, instead, lambda one, other: one is other)
