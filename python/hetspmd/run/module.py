@@ -44,7 +44,7 @@ from hetspmd.run.shards import FULL
 from hetspmd.run.signature import Forward
 from hetspmd.run.store import Store, check_model
 from hetspmd.run.stretches import compile_options
-from hetspmd.run.twin import twin_model, twin_plans, twin_store
+from hetspmd.run.twin import twin_attributes, twin_model, twin_plans, twin_store
 from hetspmd.run.whole_copies import warn_of_copies
 from hetspmd.run.whole_states import WholeStates
 from hetspmd.run.wrappers import refuse_wrapper
@@ -209,7 +209,7 @@ class HAP(WholeStates):
         self._lowered = False
         remember(self)
         reach()
-        self._ready = True
+        self._own = frozenset(vars(self)) - frozenset(vars(nn.Module())) | {"_own"}
 
     @property
     def plan(self) -> Plan:
@@ -376,15 +376,13 @@ class HAP(WholeStates):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HAP:
         """A second HAP in the same shards, for averages of weights and target networks; nothing is sent."""
+        made = memo[id(self)] = type(self).__new__(type(self))
         with self._store.sentry.lifted():
             model = twin_model(self._store, memo)
-        made = type(self).__new__(type(self))
-        made.__dict__.update({k: dict(v) if type(v) is dict else v for k, v in self.__dict__.items()})
-        made.__dict__.update(_modules={"module": model}, _recording=None)
+            made.__dict__.update(twin_attributes(self.__dict__, self._own, memo), _recording=None)
         made._store = twin_store(self._store, model)
         made._store.guard(idle=self._runtime.everyone is not None)
         made._plans = twin_plans(self._plans, made._store)
-        memo[id(self)] = made
         remember(made)
         return made
 
@@ -406,11 +404,11 @@ class HAP(WholeStates):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "module" and "_ready" in self.__dict__:
+        if name == "module" and "_own" in self.__dict__:
             raise ShardError(
                 "the plan runs the model that was wrapped; wrap another one: hetspmd.HAP(model, ...)"
             )
-        if "_ready" in self.__dict__ and forwards(self, name):
+        if "_own" in self.__dict__ and forwards(self, name):
             raise AttributeError(
                 f"{name!r} is an attribute of the model, not of HAP: write hap.module.{name} = ..."
             )

@@ -1,19 +1,30 @@
 """``hap.forward`` with the signature of what it runs.
 
 Libraries look there for the names of the batch's columns and for whether a model takes further arguments (Trainer).
+They also take the method apart, put another one in its place and put it back (Accelerate), so that it is a method
+as any other, of a function of its own with that signature.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
 from inspect import Parameter, Signature, signature
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from hetspmd.trace.losses import PickedLoss
 
 if TYPE_CHECKING:
     from hetspmd.run.module import HAP
 
 __all__ = ["Forward"]
+
+_HAP = Parameter("_hap", Parameter.POSITIONAL_ONLY)
 
 
 class Forward:
@@ -21,23 +32,40 @@ class Forward:
     given, without its model."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        assert isinstance(function, FunctionType)
         self.function = function
         self.__doc__ = function.__doc__
+        self._made: WeakKeyDictionary[HAP, FunctionType] = WeakKeyDictionary()
+        self._lock = threading.Lock()
 
     def __get__(self, hap: HAP | None, _kind: type | None = None) -> Callable[..., Any]:
-        return self.function if hap is None else _Bound(self.function, hap)
+        if hap is None:
+            return self.function
+        made = self._made.get(hap)
+        if made is None:
+            with self._lock:
+                made = self._made.setdefault(hap, _copied(self.function, hap))
+        return MethodType(made, hap)
 
 
-class _Bound(partial[Any]):
-    """The method of one HAP module."""
+def _copied(function: FunctionType, hap: HAP) -> FunctionType:
+    """The function with the signature of what this module runs."""
+    parts = function.__code__, function.__globals__, function.__name__, function.__defaults__
+    made = FunctionType(*parts, function.__closure__)
+    made.__kwdefaults__, made.__doc__ = function.__kwdefaults__, function.__doc__
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    with suppress(ValueError, TypeError):  # a function in C has none
+        of = _signature(hap)
+        made.__signature__ = of.replace(parameters=[_HAP, *of.parameters.values()])  # type: ignore[attr-defined]  # what inspect reads
+    return made
 
-    @property
-    def __signature__(self) -> Signature:
-        hap: HAP = self.args[0]
-        if hap.loss_function is None:
-            return signature(hap.module.forward)
-        of = signature(hap.loss_function)
-        first = next(iter(of.parameters.values()), None)
-        if first is None or first.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
-            return of
-        return of.replace(parameters=list(of.parameters.values())[1:])
+
+def _signature(hap: HAP) -> Signature:
+    loss = hap.loss_function
+    if loss is None or isinstance(loss, PickedLoss):
+        return signature(hap.module.forward)
+    of = signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    first = next(iter(of.parameters.values()), None)
+    if first is None or first.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+        return of
+    return of.replace(parameters=list(of.parameters.values())[1:])

@@ -8,6 +8,7 @@ plans, communicators and random numbers in common; a copy sends nothing.
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from hetspmd.run.shards import attributes, divided, mark, marked
 from hetspmd.run.store import Slot, Store
 from hetspmd.run.whole import copied
 
-__all__ = ["twin_model", "twin_plans", "twin_store"]
+__all__ = ["twin_attributes", "twin_model", "twin_plans", "twin_store"]
 
 
 def twin_model(store: Store, memo: dict[int, Any]) -> nn.Module:
@@ -38,6 +39,18 @@ def twin_model(store: Store, memo: dict[int, Any]) -> nn.Module:
         if layout is not None and divided(layout):
             mark(parameter, name, layout)
     return model
+
+
+def twin_attributes(
+    attributes: Mapping[str, Any], own: Collection[str], memo: dict[int, Any]
+) -> dict[str, Any]:
+    """The attributes of the copy of a HAP module, of which ``own`` were made by HAP itself: they are shared.
+
+    What others have set (hooks, a ``forward`` in front of HAP's, numbers) is copied as ``copy.deepcopy`` of any
+    module copies it: methods of the module are then methods of the copy. ``memo`` knows the copies of the module
+    and of the model.
+    """
+    return {name: value if name in own else copy.deepcopy(value, memo) for name, value in attributes.items()}
 
 
 def twin_store(store: Store, model: nn.Module) -> Store:
