@@ -11,13 +11,15 @@ import pytest
 import torch
 from ranks import lone, loss_of, on_ranks
 from small_models import case
-from small_plans import random_plan
+from small_plans import cluster, random_plan
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import hetspmd
+from hetspmd.compiler import plan_for
 from hetspmd.errors import OptimizerError, ShardError
 from hetspmd.run.module import HAP
+from hetspmd.synth.constraints import Constraints
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -91,6 +93,53 @@ def test_an_optimizers_state_is_whole_and_is_loaded(make: Callable[[Any], torch.
         assert state["param_groups"] == one.state_dict()["param_groups"]
 
     on_ranks(c, random_plan(c, 3, 2), body, gather_state=True)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("idle", [False, True])
+def test_an_optimizers_state_is_saved_before_its_next_step(
+    make: Callable[[Any], torch.optim.Optimizer], idle: bool
+) -> None:
+    """Loaded into the one that was stepped, into a new one, and from a single device, and saved at once."""
+    c = case("mlp")
+    alone = copy.deepcopy(c.model)
+    one = make(alone.parameters())
+    step(alone, one, c.batch)
+    of_one = one.state_dict()
+    plan = random_plan(c, 3, 2)
+    if idle:
+        plan = plan_for(c.theory, cluster(3, 1, 2), Constraints({}), (0.6, 0.4), active=(0, 2))
+
+    def body(hap: HAP) -> None:
+        optimizer, fresh = make(hap.parameters()), make(hap.parameters())
+        step(hap, optimizer, c.batch)
+        for state in (optimizer.state_dict(), of_one):
+            for again in (optimizer, fresh):
+                again.load_state_dict(copy.deepcopy(state))
+                saved = hetspmd.full_optimizer_state_dict(hap, again)
+                found = again.state_dict() if again is optimizer else saved
+                for index, entries in of_one["state"].items():
+                    for key, value in entries.items():
+                        for got in (saved, found):
+                            torch.testing.assert_close(got["state"][index][key], value, rtol=1e-9, atol=1e-11)
+        step(hap, optimizer, c.batch)
+
+    on_ranks(c, plan, body, gather_state=True)
+
+
+def test_an_optimizers_state_of_another_shape_is_refused_on_every_rank() -> None:
+    c = case("mlp")
+
+    def body(hap: HAP) -> str:
+        optimizer = torch.optim.Adam(hap.parameters())
+        step(hap, optimizer, c.batch)
+        if hap.rank == 1:
+            optimizer.state[hap.module.get_parameter("a.weight")]["exp_avg"] = torch.zeros(3, 7)
+        with pytest.raises(OptimizerError, match=r"exp_avg.*a\.weight is of shape \[3, 7\]") as e:
+            hetspmd.full_optimizer_state_dict(hap, optimizer)
+        return str(e.value)
+
+    assert len(set(on_ranks(c, random_plan(c, 3, 2), body))) == 1
 
 
 def test_an_average_of_weights_is_whole_as_well() -> None:

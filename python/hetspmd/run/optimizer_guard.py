@@ -107,7 +107,7 @@ def _check(optimizer: torch.optim.Optimizer, known: Mapping[int, Place], mine: l
         first = next((text for text in (problem, *told) if text), "")
         if first:
             raise OptimizerError(first)
-    if optimizer not in _HOOKED and any(_in_parts(place) for place in mine):
+    if optimizer not in _HOOKED and any(place.in_parts for place in mine):
         _HOOKED.add(optimizer)
         # A wrapper without torch's __init__ (Lookahead) has no hooks; what it holds gets them when it steps.
         with suppress(AttributeError):
@@ -116,13 +116,8 @@ def _check(optimizer: torch.optim.Optimizer, known: Mapping[int, Place], mine: l
             optimizer.register_load_state_dict_post_hook(_look_again)
 
 
-def _in_parts(place: Place) -> bool:
-    layout = place.module.parameter_shards().get(place.name)
-    return layout is not None and (is_sharded(layout.form) or bool(place.module.plan.idle))
-
-
 def _refuse_shards(optimizer: torch.optim.Optimizer) -> None:
-    if not is_own() and any(_in_parts(p) and not p.module.gather_state for p in _places(optimizer)):
+    if not is_own() and any(p.in_parts and not p.module.gather_state for p in _places(optimizer)):
         raise OptimizerError(
             f"{type(optimizer).__name__}.state_dict() would be of this rank's shards alone; call, on every rank, "
             "hetspmd.full_optimizer_state_dict(hap, optimizer), which has the state of the single device; "
@@ -132,7 +127,7 @@ def _refuse_shards(optimizer: torch.optim.Optimizer) -> None:
 
 def _gather(optimizer: torch.optim.Optimizer, _state: dict[str, Any]) -> dict[str, Any] | None:
     """The state of the single device in the place of this rank's shards."""
-    parts = () if is_own() else [place for place in _places(optimizer) if _in_parts(place)]
+    parts = () if is_own() else [place for place in _places(optimizer) if place.in_parts]
     return full_optimizer_state_dict(parts[0].module, optimizer) if parts else None
 
 

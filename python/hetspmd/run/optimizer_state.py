@@ -52,10 +52,12 @@ def full_optimizer_state_dict(
     an empty dict.
 
     Raises OptimizerError, on every rank, for an optimizer without parameters of ``hap``, and for state that is
-    neither of the parameter's shape nor one number.
+    neither of the parameter's shape nor one number. Whole state that was loaded since the last step is
+    cut to shards first.
     """
     known = _known(hap, optimizer)
     hap.meet("full_optimizer_state_dict()")
+    _cut_on_all(hap, optimizer, known)
     with own_state():
         local = optimizer.state_dict()
     keep = not rank0_only or hap.rank == 0
@@ -122,6 +124,18 @@ def cut_whole_state(optimizer: torch.optim.Optimizer, known: Mapping[int, Place]
             if value.numel() == 1 and (key == "step" or tuple(value.shape) != layout.shape):
                 continue
             entries[key] = _part(value, layout, parameter, key, place.name, optimizer)
+
+
+def _cut_on_all(hap: HAP, optimizer: torch.optim.Optimizer, known: Mapping[int, Place]) -> None:
+    """:func:`cut_whole_state`, of which every rank raises what one of them raises."""
+    problem = ""
+    try:
+        cut_whole_state(optimizer, known)
+    except OptimizerError as error:
+        problem = str(error)
+    first = next((text for text in hap.everyone.exchange(problem) if text), "")
+    if first:
+        raise OptimizerError(first)
 
 
 @contextmanager

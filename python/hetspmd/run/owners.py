@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from hetspmd.errors import GradientError
+from hetspmd.forms import is_sharded
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.mismatch import explain
 from hetspmd.run.uncaught import before_the_end
@@ -29,6 +30,14 @@ class Place(NamedTuple):
 
     module: HAP
     name: str
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether some rank does not hold the whole parameter; the same on every rank, whatever this one holds."""
+        layout = self.module.parameter_shards().get(self.name)
+        if layout is None or self.module.everyone.world == 1:
+            return False
+        return is_sharded(layout.form) or bool(self.module.plan.idle)
 
 
 @dataclass(frozen=True)

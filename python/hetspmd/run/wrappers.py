@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from hetspmd.errors import ShardError
-from hetspmd.run.owners import living
+from hetspmd.run.owners import living, places
 from hetspmd.run.shards import marked
 
 _LOCK = threading.Lock()
@@ -62,7 +62,9 @@ def _comparing(update: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(update)
     def updated(self: AveragedModel, model: nn.Module) -> None:
         pairs = zip(self.module.parameters(), model.parameters(), strict=False)
-        if any(a.shape != p.shape and marked(p) is not None for a, p in pairs):
+        known = places()
+        whole = ((a, known.get(id(p))) for a, p in pairs if id(a) not in known and marked(a) is None)
+        if any(place is not None and place.in_parts for _, place in whole):
             raise ShardError(
                 f"this AveragedModel has the whole parameters of {type(self.module).__name__}, and is given this "
                 "rank's shards. Make it after HAP(...): average = AveragedModel(hap), which lies in the same shards"
@@ -73,9 +75,10 @@ def _comparing(update: Callable[..., None]) -> Callable[..., None]:
 
 
 def _has_shards(module: nn.Module) -> bool:
-    """Whether a HAP module of several ranks, or a model that lies in its shards, is in the module."""
+    """Whether a HAP module of several ranks, or what lies in its shards, is in the module; the same on every rank."""
     inside = {id(m) for m in module.modules()}
     shared = (hap for hap in living() if hap.everyone.world > 1)
+    known = places()
     return any(id(hap) in inside or id(hap.module) in inside for hap in shared) or any(
-        marked(p) is not None for p in module.parameters()
+        marked(p) is not None or (id(p) in known and known[id(p)].in_parts) for p in module.parameters()
     )
