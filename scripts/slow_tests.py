@@ -1,7 +1,7 @@
 """Add to tests/slow.txt what takes long in the quick run: ``python scripts/slow_tests.py JUNIT.xml``.
 
-The file is of ``pytest -n 2 -m "not slow" --junitxml=JUNIT.xml``. Of each test function the quickest case stays
-quick unless it takes long itself.
+The file is of ``pytest -n 2 -m "not slow" --junitxml=JUNIT.xml``. A case is slow from ``CASE`` seconds on if
+it is not the quickest of its function, and the quickest, or only, one from ``ONLY`` seconds on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Settings of all tests: one thread per process, fixed seeds, GPU tests only where there is a GPU.
 
-Beside those that are marked in their files, the tests of ``slow.txt`` are slow: they take a second or more, and
-others of the same function, or of the same file, are in the quick run.
+Beside those that are marked in their files, the tests of ``slow.txt`` are slow (``scripts/slow_tests.py``): cases
+that take more than 1.5 s and are not the quickest of their function, and functions whose quickest case takes more
+than 6 s, of which the quick run has no case.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ settings.load_profile("hetspmd")
 
 SLOW = frozenset(Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").splitlines())
 
+COLLECTED = pytest.StashKey[frozenset[str]]()
+"""The node ids of all tests in the files that were asked for, before any is left out."""
+
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
     for item in items:
         if item.nodeid in SLOW:
             item.add_marker(pytest.mark.slow)

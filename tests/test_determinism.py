@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from hetspmd.compiler import compile
 
@@ -55,11 +58,23 @@ def test_plans_do_not_depend_on_the_hash_seed() -> None:
     assert plans("4242") == first
 
 
-def test_plans_do_not_depend_on_what_was_compiled_before() -> None:
-    from workbench import cluster, traced
+@pytest.mark.parametrize(
+    ("one", "other"), [("MLP", "ConvNet"), pytest.param("llama", "vit", marks=pytest.mark.slow)]
+)
+def test_plans_do_not_depend_on_what_was_compiled_before(one: str, other: str) -> None:
+    import workbench
 
-    entry = traced("llama")
-    first = compile(entry.model, entry.example, cluster(2, 1)).to_json()
-    other = traced("vit")
-    compile(other.model, other.example, cluster(4, 2, 1))
-    assert compile(entry.model, entry.example, cluster(2, 1)).to_json() == first
+    def made(name: str) -> tuple[nn.Module, Any]:
+        import small_models
+
+        labels = torch.zeros(9, dtype=torch.long)
+        if name == "MLP":
+            return small_models.MLP(), {"x": torch.randn(9, 6), "labels": labels}
+        if name == "ConvNet":
+            return small_models.ConvNet(), {"image": torch.randn(5, 3, 6, 6), "labels": labels[:5]}
+        entry = workbench.traced(name)
+        return entry.model, entry.example
+
+    first = compile(*made(one), workbench.cluster(2, 1)).to_json()
+    compile(*made(other), workbench.cluster(4, 2, 1))
+    assert compile(*made(one), workbench.cluster(2, 1)).to_json() == first

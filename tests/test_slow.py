@@ -1,9 +1,11 @@
-"""The list of slow tests names tests that there are."""
+"""The list of slow tests names tests that there are, and the quick run has what it is said to have."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,3 +20,35 @@ def test_what_is_listed_exists() -> None:
             tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
             functions[file] = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
         assert name.partition("[")[0].rpartition("::")[2] in functions[file], line
+
+
+def test_every_listed_case_exists(request: pytest.FixtureRequest) -> None:
+    """In the files that this run has collected, so in all of them where the whole suite runs."""
+    if any("::" in argument for argument in request.config.args):
+        pytest.skip("files are collected in part")
+    conftest = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    collected = request.config.stash[conftest.COLLECTED]
+    files = {test.partition("::")[0] for test in collected}
+    listed = (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()
+    assert [t for t in listed if t.partition("::")[0] in files and t not in collected] == []
+
+
+def test_what_becomes_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CONTRIBUTING.md and conftest.py say it."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from slow_tests import slow
+
+    seconds = {
+        "a[quick]": 1.4,
+        "a[slow]": 1.6,
+        "b[least]": 5.9,
+        "b[more]": 6.1,
+        "c": 5.9,
+        "d": 6.1,
+        "e[x]": 7,
+        "e[y]": 8,
+    }
+    cases = "".join(f'<testcase classname="tests.f" name="{n}" time="{s}"/>' for n, s in seconds.items())
+    (tmp_path / "junit.xml").write_text(f"<testsuite>{cases}</testsuite>")
+    found = {test.partition("::")[2] for test in slow(tmp_path / "junit.xml")}
+    assert found == {"a[slow]", "b[more]", "d", "e[x]", "e[y]"}

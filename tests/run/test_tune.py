@@ -119,20 +119,30 @@ def test_the_fastest_as_measured_is_chosen(monkeypatch: pytest.MonkeyPatch) -> N
         assert f"{tuned.predicted[names[0]]:9.4f}" in str(tuned)
 
 
-@pytest.mark.parametrize("meta", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_ranks_agree_and_the_model_stays(meta: bool) -> None:
-    c = case("conv", torch.float32)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("kind", "speeds", "meta"),
+    [
+        ("mlp", (2, 2, 1), True),
+        *(pytest.param("conv", (3, 2, 1), m, marks=SLOW) for m in (False, True)),
+    ],
+)
+def test_ranks_agree_and_the_model_stays(kind: str, speeds: tuple[int, ...], meta: bool) -> None:
+    c = case(kind, torch.float32)
     model = copy.deepcopy(c.model).to("meta") if meta else c.model
     before = {k: v.clone() for k, v in c.model.state_dict().items()}
     models = [model if not meta else copy.deepcopy(model) for _ in range(WORLD)]
 
     def body(communicator: Communicator) -> Tuned:
-        return tune(models[communicator.rank], c.batch, cluster(3, 2, 1), process_group=communicator, steps=1)
+        return tune(models[communicator.rank], c.batch, cluster(*speeds), process_group=communicator, steps=1)
 
     first, *others = on_ranks(body)
     assert all(o.name == first.name and o.seconds == first.seconds for o in others)
     assert all(o.plan == first.plan for o in others)
     assert first.seconds[first.name] == min(first.seconds.values()) > 0
+    assert len(first.seconds) > 1
     assert all(torch.equal(before[k], v) for k, v in c.model.state_dict().items())
     assert all(p.is_meta == meta for p in models[0].parameters())
 
