@@ -76,6 +76,74 @@ def test_an_op_between_two_parameters() -> None:
         assert "belongs into the model or into loss=" in notes[0]
 
 
+class Adapted(nn.Module):
+    """A layer whose weight takes up the product of two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 24), nn.Linear(24, 12)
+
+    def delta(self) -> torch.Tensor:
+        return self.second.weight @ self.first.weight
+
+    def merge(self, whole: torch.Tensor) -> None:
+        whole += self.delta()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).square().mean()
+
+
+def adapted() -> Adapted:
+    torch.manual_seed(1)
+    return Adapted().double()
+
+
+def by_a_method(model: Adapted) -> None:
+    model.merge(torch.zeros(12, 12))
+
+
+def by_a_function(model: Adapted) -> None:
+    torch.zeros(3, 5).copy_(model.first.weight.data)
+
+
+def merge_all(size: int, *models: Adapted) -> None:
+    for model in models:
+        torch.zeros(size, size).add_(model.second.weight.data)
+
+
+def in_a_loop(model: Adapted) -> None:
+    merge_all(7, model)
+
+
+@pytest.mark.parametrize("way", [by_a_method, by_a_function, in_a_loop], ids=lambda w: w.__name__)
+def test_a_method_of_a_module_that_takes_its_parameters_for_whole_ones(
+    way: Callable[[Adapted], None],
+) -> None:
+    def body(hap: HAP) -> list[str]:
+        hap(X).backward()
+        with pytest.raises(RuntimeError) as caught, torch.no_grad():
+            way(hap.module)
+        explain(caught.value)
+        return caught.value.__notes__
+
+    for notes in on_four(body, adapted):
+        assert len(notes) == 1
+        assert ".weight of [" in notes[0]
+        assert "takes hap.full_tensors()['" in notes[0]
+
+
+def test_an_error_beside_a_module_is_left_alone() -> None:
+    def body(hap: HAP) -> None:
+        module = hap.module
+        with pytest.raises(RuntimeError) as caught:
+            torch.zeros(2) + torch.zeros(3)
+        explain(caught.value)
+        assert not hasattr(caught.value, "__notes__"), "the function speaks of no parameter"
+        assert module.training
+
+    on_four(body)
+
+
 def test_other_errors_are_left_alone() -> None:
     def body(hap: HAP) -> None:
         parameters = list(hap.parameters())

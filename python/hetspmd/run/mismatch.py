@@ -63,13 +63,22 @@ def _innermost(error: BaseException) -> list[FrameType]:
 
 
 def _shard(frame: FrameType) -> ShardMark | None:
-    """A shard among what a function's names refer to."""
+    """A shard among what a function's names refer to, or of a module that it speaks of."""
     for value in frame.f_locals.values():
-        for tensor in _tensors(value):
+        for tensor in (*_tensors(value), *_of_module(frame, value)):
             found = marked(tensor)
             if found is not None and found.layout.local_shape != found.layout.shape:
                 return found
     return None
+
+
+def _of_module(frame: FrameType, value: Any) -> Iterator[torch.Tensor]:
+    """The parameters of a module whose method runs, or those that the function names."""
+    if isinstance(value, torch.nn.Module):
+        own = frame.f_locals.get("self") is value
+        for name, parameter in value.named_parameters():
+            if own or name.rpartition(".")[2] in frame.f_code.co_names:
+                yield parameter
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
