@@ -75,7 +75,7 @@ def _comparing(update: Callable[..., None]) -> Callable[..., None]:
 
 
 def _has_shards(module: nn.Module) -> bool:
-    """Whether a HAP module of several ranks, or what lies in its shards, is in the module; the same on every rank."""
+    """Whether a HAP module of several ranks, or what lies in its shards, is in the module; alike on every rank."""
     inside = {id(m) for m in module.modules()}
     shared = (hap for hap in living() if hap.everyone.world > 1)
     known = places()

@@ -19,8 +19,8 @@ __all__ = ["put_right"]
 def put_right(before: Collection[str], originals: Mapping[int, Any]) -> None:
     """Replace stand-ins in the modules that are new since those of ``before``.
 
-    They lie in the modules' variables, in those of their classes and among defaults of their functions. ``originals``
-    are what functions stand for, by the ids of these.
+    They lie in the modules' variables, in those of their classes and among defaults of their functions.
+    ``originals`` are what functions stand for, by the ids of these.
     """
 
     def right(value: Any) -> Any:
