@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ("bert", "bert_moe", "gpt2", "llama", "vit", "vgg19", "resnet50")
 MARKS = ("<!-- models table -->\n", "<!-- end of models table -->")
 
-CLUSTER = ROOT / "examples" / "clusters" / "slow.yaml"
+CLUSTER = ROOT / "examples" / "clusters" / "four-slow.yaml"
 
 Entry = tuple[Any, Any, Any]
 
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", help="models to take (default: all)")
     parser.add_argument(
-        "--cluster", default=CLUSTER, help="cluster file (default: examples/clusters/slow.yaml)"
+        "--cluster", default=CLUSTER, help="cluster file (default: examples/clusters/four-slow.yaml)"
     )
     parser.add_argument("--write", metavar="FILE", help="replace the table in this file")
     options = parser.parse_args()

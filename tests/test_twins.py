@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hetspmd
+from hetspmd.alternatives import alternatives
 from hetspmd.cost.cluster import Cluster
 from hetspmd.errors import FollowerWarning
 from hetspmd.following import follows, warn_of_strays
@@ -25,7 +26,7 @@ from hetspmd.synth.program import Compute
 from hetspmd.twins import followers
 from nets import Net
 
-SLOW = Cluster.load(Path(__file__).parents[1] / "examples" / "clusters" / "slow.yaml")
+SLOW = Cluster.load(Path(__file__).parents[1] / "examples" / "clusters" / "four-slow.yaml")
 KIND = {"memory_bandwidth": 4e6, "launch": 1e-9, "inside": {"bandwidth": 1e9, "latency": 1e-9}}
 MACHINES = Cluster.load({
     "devices": [
@@ -190,6 +191,14 @@ def test_what_else_the_user_has_said_stays(machines: str) -> None:
         if isinstance(step, Compute) and tensor in plan.graph.instructions[step.instruction].outputs
     )
     assert read == (IDENTITY,)
+
+
+def test_so_it_is_in_plans_to_measure() -> None:
+    """Those of :func:`hetspmd.tune`, of which any may be chosen."""
+    torch.manual_seed(0)
+    plans = alternatives(two(), (torch.randn(16, 12),), {}, SLOW)
+    assert len(plans) > 1
+    assert all(follows(plan) for plan in plans.values()), list(plans)
 
 
 def test_what_the_user_has_said_stays() -> None:

@@ -24,7 +24,7 @@ from hetspmd.run.communicator import Communicator
 from hetspmd.synth.program import Compute
 
 RANKS = 4
-SLOW = Cluster.load(Path(__file__).parents[2] / "examples" / "clusters" / "slow.yaml")
+SLOW = Cluster.load(Path(__file__).parents[2] / "examples" / "clusters" / "four-slow.yaml")
 """Speeds 4 : 2 : 1 : 1, slow beside the network, so that the program divides nearly everything."""
 
 

@@ -25,7 +25,7 @@ import hetspmd.run.module  # noqa: F401  # so that no process imports it again
 from hetspmd.cost.cluster import Cluster
 
 RANKS = 4
-CLUSTER = Cluster.load(Path(__file__).parents[2] / "examples" / "clusters" / "slow.yaml")
+CLUSTER = Cluster.load(Path(__file__).parents[2] / "examples" / "clusters" / "four-slow.yaml")
 """Slow devices on a fast network, so that even small models are divided."""
 
 
