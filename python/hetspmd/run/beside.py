@@ -17,7 +17,7 @@ from hetspmd.errors import OptionError, PlanMismatchError, TraceError
 from hetspmd.run.host import Guard
 from hetspmd.run.replan import Replanned, Replanner, differ
 from hetspmd.run.structure import StructureGuard
-from hetspmd.trace.host.code import discover
+from hetspmd.trace.host.code import discover, rediscover
 from hetspmd.trace.host.entropy import State, advance
 from hetspmd.trace.host.places import Roots
 from hetspmd.trace.host.recorder import Place
@@ -74,11 +74,16 @@ class HostSide:
         discover(self._roots)
         self._replanner = Replanner(self._roots)
         self._structure = StructureGuard(setting.model)
+        self._last = self._structure.number()
         self.randomness = setting.options.get("host_randomness", "refuse")
 
     def structure(self) -> int:
         """The number of the model's present structure."""
-        return self._structure.number()
+        number = self._structure.number()
+        if number != self._last:
+            rediscover(self._roots)
+            self._last = number
+        return number
 
     def guard(self, graph: Graph, own_outputs: int, *, given: bool = False) -> Guard:
         """What the trace of a graph found of Python, on this rank's model. Raises OptionError for draws that
@@ -88,6 +93,7 @@ class HostSide:
                 f"the plan was made of a step whose Python draws random numbers{graph.host.draws}; say "
                 'host_randomness="trace_each_step" or host_randomness="freeze" here, too'
             )
+        rediscover(self._roots)
         once = bool(graph.host.draws) and self.randomness == "trace_each_step"
         return Guard(graph, self._roots, self._setting.device, own_outputs, once=once, given=given)
 

@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 
+from hetspmd.errors import PlanMismatchError
 from hetspmd.lower.constants import constant_value
 from hetspmd.trace.graph import Graph
-from hetspmd.trace.host.facts import Host, Read
-from hetspmd.trace.host.places import NOTHING, Roots, Variables, item, own, put
+from hetspmd.trace.host.code import rediscover
+from hetspmd.trace.host.facts import Counter, Host, Read, Write
+from hetspmd.trace.host.places import NOTHING, Roots, Variables, item, own, put, text
 from hetspmd.trace.host.plain import MISSING, fingerprint, from_text, is_scalar, same_function
 
 __all__ = ["Guard"]
@@ -65,11 +67,19 @@ class Guard:
             return False
         if self._bound and self._blocker is None and self._as_bound():
             return self._numbers_fit()
+        self._look_again()
         self._blocker = next((read for read in self.host.reads if not self._is_same(read)), None)
         if self._blocker is not None:
             return False
         self._bind()
         return self._numbers_fit()
+
+    def _look_again(self) -> None:
+        """Find the variables of functions that stand in the place of those that were known."""
+        for read, function in self._functions.items():
+            if self._roots.value(read.root, read.path) is not function:
+                rediscover(self._roots)
+                return
 
     def on(self, roots: Roots) -> Guard:
         """The same of another model, in which nothing has been looked at yet."""
@@ -112,12 +122,22 @@ class Guard:
                 continue
             if (kind := self._number_kinds.get((write.root, write.path))) is not None:
                 value = kind(value)
-            holder = self._roots.holder(write.root, write.path)
-            if holder is not NOTHING and own(holder, write.path[-1]) is not value:
+            holder = self._holder(write)
+            if own(holder, write.path[-1]) is not value:
                 put(holder, write.path[-1], value)
         for counter in self.host.counters:
-            holder = self._roots.holder(counter.root, counter.path)
+            holder = self._holder(counter)
             put(holder, counter.path[-1], item(holder, counter.path[-1]) + counter.step)
+
+    def _holder(self, left: Write | Counter) -> Any:
+        """What forward leaves something in. Raises PlanMismatchError if there is none here."""
+        holder = self._roots.holder(left.root, left.path)
+        if holder is NOTHING or (isinstance(left, Counter) and item(holder, left.path[-1]) is NOTHING):
+            raise PlanMismatchError(
+                f"forward changes {text(left.root, left.path)}, which the model does not have here; give every "
+                "rank's model the same attributes, hooks and functions, at the same time"
+            )
+        return holder
 
     def _adopted(self, read: Read) -> Read:
         """A read, of a function that of the model here."""
@@ -155,7 +175,7 @@ class Guard:
             holder, step = self._roots.holder(read.root, read.path), read.path[-1] if read.path else ""
             value = item(holder, step)
             if isinstance(value, FunctionType):
-                self._functions.setdefault(read, value)
+                self._functions[read] = value
             attributes = getattr(holder, "__dict__", None)
             stays = _stays(value)
             if stays and isinstance(attributes, dict) and attributes.get(step[1:], NOTHING) is value:

@@ -7,6 +7,7 @@ steps      which item of a container is meant
 places     where a value lies: on a module, an object, a function's globals or its closure, in torch's own
 settings snapshot   what was there before, and putting it back
 code       which globals and closure variables a function reads
+callables  which functions a model's attributes hold
 members    attributes of objects, slots among them
 in_place   objects whose content is changed in place
 recorder   which attributes are read while a step is traced

@@ -14,8 +14,7 @@ from pathlib import Path as File
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import nn
-
+from hetspmd.trace.host.callables import Callables
 from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content
 from hetspmd.trace.host.plain import is_scalar
 from hetspmd.trace.host.stand_ins import MOMENTS, is_calendar, original
@@ -168,10 +167,13 @@ def discover(roots: Roots) -> None:
             for value in list(vars(kind).values()):
                 reader.visit(value.fget if isinstance(value, property) else value)
     reader.visit(roots.loss)
+    callables = Callables(is_foreign)
     for module in roots.model.modules():
-        for value in (
-            *vars(module).values(), *module._forward_hooks.values(), *module._forward_pre_hooks.values()
-        ):  # fmt: skip
-            for inner in value if isinstance(value, (list, tuple)) else (value,):
-                if callable(inner) and not isinstance(inner, nn.Module):
-                    reader.visit(inner)
+        for value in callables.of(module):
+            reader.visit(value)
+
+
+def rediscover(roots: Roots) -> None:
+    """Let ``roots`` know the functions that a model has now, by the names that a trace gives them."""
+    roots.forget()
+    discover(roots)

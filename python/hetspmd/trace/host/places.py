@@ -84,6 +84,11 @@ class Roots:
             root = f"{name}#{number}"
         return root
 
+    def forget(self) -> None:
+        """Know no function and no class that was made in one."""
+        self.functions.clear()
+        self._classes.clear()
+
     def know_class(self, kind: type) -> str:
         """The root of a class's attributes; one that was made in a function can only be found if it is known."""
         name = root = f"class {kind.__module__}:{kind.__qualname__}"
