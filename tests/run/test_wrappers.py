@@ -37,6 +37,7 @@ def test_ddp_and_data_parallel_are_refused() -> None:
                     ShardError, match=r"Parallel around a HAP module.*hetspmd\.hide_ranks"
                 ) as e:
                     wrap(module)
+                assert ("CUDA_VISIBLE_DEVICES" in str(e.value)) == (wrap is nn.DataParallel)
                 told.append(str(e.value))
         loss_of(hap(**c.batch)).backward()
         return told

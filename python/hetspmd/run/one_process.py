@@ -33,6 +33,10 @@ def hide_ranks() -> int:
     ``lightning.Trainer(...)`` is made. Every rank then takes the same global batch, clips, evaluates and saves as
     one device does, into a folder that must be the rank's own. Processes that this one starts see no ranks either.
 
+    A library in one process takes the first GPU, or all of them (Trainer: DataParallel, which is refused). Where
+    a machine has several, let each rank see its own alone, before anything uses CUDA:
+    ``os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]``; it is ``cuda:0`` then.
+
     Raises WorldSizeError before ``init_process_group``, and where Accelerate has seen the ranks already.
     """
     if not dist.is_initialized():

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hetspmd.errors import ShardError
 from hetspmd.run.forwarding import without_prefix
 from hetspmd.run.gathered import add_module, gathered_state
+from hetspmd.run.state_hooks import (
+    after_saving,
+    before_saving,
+    loaded_with_hooks,
+    without_pre_hooks,
+)
 from hetspmd.run.whole import full_module, full_state_dict, load_full_state_dict
 
 if TYPE_CHECKING:
@@ -59,23 +66,42 @@ class WholeStates(nn.Module):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """:meth:`full_state_dict` with ``gather_state``; shards are refused without."""
-        if self.gather_state and not args:
-            return gathered_state(self, destination, prefix)
-        return super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        """:meth:`full_state_dict` with ``gather_state``; shards are refused without.
+
+        Hooks on this module are called. Raises ShardError for ``keep_vars``: the parameters are shards.
+        """
+        if not self.gather_state:
+            return super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        old = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))  # torch's order
+        destination, prefix = old.get("destination", destination), old.get("prefix", prefix)
+        keep_vars = old.get("keep_vars", keep_vars)
+        if keep_vars:
+            raise ShardError(
+                "state_dict(keep_vars=True) asks for the parameters themselves, which lie in shards. Leave it "
+                "out for whole copies, or take hap.named_parameters() for this rank's parts"
+            )
+        before_saving(self, prefix)
+        return after_saving(self, gathered_state(self, destination, prefix), prefix)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, *rest)
         add_module(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        with without_pre_hooks(self):
+            super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """:meth:`load_full_state_dict`, also of keys that begin with ``module.``, as those of DDP do."""
-        state = without_prefix(state_dict, self.module)
-        if not assign:
-            return self.load_full_state_dict(state, strict=strict)
-        return self.module.load_state_dict(state, strict=strict, assign=True)
+
+        def load(state: Mapping[str, Any], strict: bool) -> Any:
+            state = without_prefix(state, self.module)
+            if not assign:
+                return self.load_full_state_dict(state, strict=strict)
+            return self.module.load_state_dict(state, strict=strict, assign=True)
+
+        return loaded_with_hooks(self, state_dict, strict, load)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a single-device state dict into this rank's shards; no communication.

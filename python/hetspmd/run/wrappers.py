@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -36,8 +36,18 @@ def reach_wrappers() -> None:
             AveragedModel.update_parameters = _comparing(update)  # type: ignore[method-assign]  # it knows no HAP
 
 
+_GPUS: Final = (
+    "DataParallel around a HAP module would copy this rank's shards to further GPUs. HAP has one GPU for each "
+    "rank: leave DataParallel out. Hugging Face Trainer makes it where a process sees several GPUs. Let each rank "
+    'see its own alone, before anything uses CUDA: os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"], '
+    "above init_process_group(...) and hetspmd.hide_ranks(); it is cuda:0 then"
+)
+
+
 def refuse_wrapper(wrapper: str) -> NoReturn:
     """Raise ShardError: ``wrapper`` cannot be around a HAP module."""
+    if wrapper == nn.DataParallel.__name__:
+        raise ShardError(_GPUS)
     raise ShardError(
         f"{wrapper} around a HAP module would take this rank's shards for the whole model. HAP stands in its "
         "place: call, step and save the HAP module itself. Accelerate, Hugging Face Trainer and Lightning make "
