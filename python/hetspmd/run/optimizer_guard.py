@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hetspmd.errors import OptimizerError
 from hetspmd.forms import is_sharded, sharded_dim
 from hetspmd.run.elementwise import Untestable, is_elementwise, steps_nothing, trial_shape
 from hetspmd.run.optimizer_state import cut_whole_state, full_optimizer_state_dict, is_own
 from hetspmd.run.owners import Place, living, places
+from hetspmd.run.shard_tensors import begin_step, end_step
 
 _optim = torch.optim
 ELEMENTWISE: Final[frozenset[type]] = frozenset(
@@ -68,9 +69,19 @@ def watch_optimizers() -> None:
     with _LOCK:
         if not _HOOK:
             _HOOK.append(register_optimizer_step_pre_hook(_before_step))
+            _HOOK.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _after_step(*_: Any) -> None:
+    end_step()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    _look(optimizer)
+    begin_step(_parameters(optimizer))
+
+
+def _look(optimizer: torch.optim.Optimizer) -> None:
     held = tuple(len(group["params"]) for group in optimizer.param_groups)
     alive = tuple(id(module) for module in living())
     last = _CHECKED.get(optimizer)

@@ -1,9 +1,10 @@
 """Parameters that lie in shards, as code that takes them for whole ones meets them.
 
-A shard is an ordinary ``nn.Parameter``, so that optimizers, hooks and everything elementwise work on it at no cost.
-What would be wrong in silence is refused by the parameter itself: a copy or a pickle of it, random numbers (each
-rank would draw others than one device), and reductions, which would be of this rank's elements alone. They are
-refused by attributes of the instance, which hide the methods of the class and cost nothing where nobody calls them.
+A shard is an ``nn.Parameter``, so that optimizers, hooks and everything elementwise work on it at no cost. What
+would be wrong in silence is refused by the parameter itself: a copy or a pickle of it, random numbers (each rank
+would draw others than one device), and reductions, which would be of this rank's elements alone. Its class
+(:mod:`hetspmd.run.shard_tensors`) refuses them; a parameter of a class of the user's own keeps that, and refuses
+most of them by attributes of the instance, which hide the methods of the class.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from torch import nn
 from hetspmd.errors import ShardError
 from hetspmd.forms import is_sharded
 from hetspmd.lower.program import LocalTensor
+from hetspmd.run.shard_tensors import MARK, Shard
 
 __all__ = ["FULL", "ShardMark", "attributes", "divided", "mark", "marked"]
 
 FULL: Final = "on every rank: model = hap.full_module(), a single-device copy"
 """How to get at a model that can be called, copied and saved as it is."""
-
-_MARK: Final = "hetspmd_shard"
 
 _REDUCTIONS: Final = (
     "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "cumprod", "cumsum", "det",
@@ -58,27 +58,47 @@ class ShardMark:
             "torch.save(state, FILE) on one"
         )
 
-    def reduced(self, method: str) -> Callable[..., NoReturn]:
-        """In the place of a reduction."""
-
-        def refuse(*_: Any, **__: Any) -> NoReturn:
-            raise ShardError(
-                f"{self}: .{method}() would see no more. Write hap.full_tensors()[{self.name!r}].{method}() (every "
-                "rank calls it) to look at it; what is differentiated belongs into the model or into loss="
-            )
-
-        return refuse
-
-    def drawn(self, method: str) -> Callable[..., NoReturn]:
-        """In the place of an op that fills the parameter with random numbers."""
-
-        def refuse(*_: Any, **__: Any) -> NoReturn:
-            raise ShardError(
-                f"{self}: .{method}() would draw other numbers than one device does. Initialize the model before "
+    def refusal(self, what: str, kind: str) -> ShardError:
+        """The error of an op that would "read" no more than the shard, "write" to other elements than on one
+        device, or "draw" other numbers."""
+        whole = f"hap.full_tensors()[{self.name!r}]"
+        if kind == "draw":
+            return ShardError(
+                f"{self}: .{what}() would draw other numbers than one device does. Initialize the model before "
                 "HAP(...), or load values: hap.load_state_dict({name: whole, ...}, strict=False)"
             )
+        if kind == "write":
+            return ShardError(
+                f"{self}: {what} would write to other elements than on one device. Write, on every rank, "
+                f"whole = {whole}, change it, then hap.load_state_dict({{{self.name!r}: whole}}, strict=False)"
+            )
+        attribute = what.isidentifier() and not what.startswith("_") and hasattr(torch.Tensor, what)
+        called = attribute and callable(getattr(torch.Tensor, what))
+        text = f".{what}()" if called else f".{what}" if attribute else what
+        return ShardError(
+            f"{self}: {text} would see no more. Write {whole}{text if attribute else ''} (every rank calls it) to "
+            "look at it; what is differentiated, as a penalty, belongs into the model or into loss= (a sum of "
+            "squares: weight_decay of the optimizer)"
+        )
+
+    def refused(self, method: str, kind: str) -> Callable[..., NoReturn]:
+        """In the place of a method."""
+
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise self.refusal(method, kind)
 
         return refuse
+
+    def part_of(self, source: Any) -> Any:
+        """This rank's part of what ``copy_`` is given: a whole tensor is cut."""
+        if not isinstance(source, torch.Tensor):
+            return source
+        shape = tuple(source.shape)
+        if shape == self.layout.shape:
+            return self.layout.slice(source)
+        if shape != self.layout.local_shape and source.numel() != 1:
+            raise ShardError(f"{self}; copy_ takes the whole parameter, not a tensor of {list(shape)}")
+        return source
 
     def filled(self, parameter: nn.Parameter) -> Callable[..., torch.Tensor]:
         """In the place of ``copy_``: of a whole tensor the shard is taken."""
@@ -87,14 +107,7 @@ class ShardMark:
         def copy_(source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
             own = to()
             assert own is not None, "the method is called on the parameter"
-            if isinstance(source, torch.Tensor):
-                shape = tuple(source.shape)
-                if shape == self.layout.shape:
-                    source = self.layout.slice(source)
-                elif shape != self.layout.local_shape and source.numel() != 1:
-                    raise ShardError(
-                        f"{self}; copy_ takes the whole parameter, not a tensor of {list(shape)}"
-                    )
+            source = self.part_of(source)
             return torch.Tensor.copy_(own, source, non_blocking)
 
         return copy_
@@ -115,25 +128,25 @@ def mark(parameter: nn.Parameter, name: str, layout: LocalTensor) -> None:
     """Let a shard say what it is."""
     found = ShardMark(name, layout)
     own = parameter.__dict__
-    own[_MARK] = found
-    own["__deepcopy__"], own["__reduce_ex__"], own["copy_"] = (
-        found.copied,
-        found.pickled,
-        found.filled(parameter),
-    )
-    own.update({method: found.reduced(method) for method in _REDUCTIONS})
-    own.update({method: found.drawn(method) for method in _RANDOM})
+    own[MARK] = found
+    own["__deepcopy__"], own["__reduce_ex__"] = found.copied, found.pickled
+    if type(parameter) in (nn.Parameter, Shard):
+        parameter.__class__ = Shard
+        return
+    own["copy_"] = found.filled(parameter)
+    own.update({method: found.refused(method, "read") for method in _REDUCTIONS})
+    own.update({method: found.refused(method, "draw") for method in _RANDOM})
 
 
 def marked(parameter: torch.Tensor) -> ShardMark | None:
     """What a parameter is a shard of, if it is one."""
-    found: ShardMark | None = parameter.__dict__.get(_MARK)
+    found: ShardMark | None = parameter.__dict__.get(MARK)
     return found
 
 
 def attributes(parameter: torch.Tensor) -> dict[str, Any]:
     """What others have set on a parameter."""
-    ours = {_MARK, "__deepcopy__", "__reduce_ex__", "copy_", *_REDUCTIONS, *_RANDOM}
+    ours = {MARK, "__deepcopy__", "__reduce_ex__", "copy_", *_REDUCTIONS, *_RANDOM}
     return {
         key: value
         for key, value in parameter.__dict__.items()

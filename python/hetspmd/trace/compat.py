@@ -75,6 +75,7 @@ __all__ = [
     "OpOverload",
     "OutputRole",
     "TorchDispatchMode",
+    "as_plain",
     "assign_data",
     "decomposition_table",
     "export_joint",
@@ -95,6 +96,7 @@ __all__ = [
     "same_content",
     "spec_from_text",
     "spec_to_text",
+    "stays_scriptable",
     "unflatten",
 ]
 
@@ -673,3 +675,18 @@ def graph_is_kept() -> bool:
 def is_op(target: object) -> TypeGuard[OpOverload]:
     """Whether a node's target is a plain op overload (not a higher-order op or a Python function)."""
     return isinstance(target, OpOverload)
+
+
+def as_plain() -> AbstractContextManager[None]:
+    """A context in which tensors of a class of their own are plain tensors for torch's functions."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def stays_scriptable(made: Callable[..., Any], original: Callable[..., Any]) -> None:
+    """Let ``torch.jit.script`` take ``made`` for the op that it takes ``original`` for, if it knows one."""
+    from torch.jit import _builtins
+
+    name = _builtins._find_builtin(original)  # type: ignore[no-untyped-call]  # torch says no types
+    if name is not None:
+        _builtins._register_builtin(made, name)
