@@ -22,6 +22,7 @@ __all__ = [
     "InfeasibleError",
     "MemoryLimitError",
     "MissingRuleError",
+    "KeptRowsWarning",
     "MissingRuleWarning",
     "NanError",
     "OptimizerError",
@@ -98,6 +99,10 @@ class CheckpointWarning(UserWarning):
 
 class DroppedOutputWarning(UserWarning):
     """A part of the model's output does not come back."""
+
+
+class KeptRowsWarning(UserWarning):
+    """What the model's forward leaves on it is this rank's rows."""
 
 
 class ConstraintError(HetspmdError):

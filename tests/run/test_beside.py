@@ -191,16 +191,6 @@ def test_what_forward_leaves_is_there(name: str) -> None:
     equal(lambda: Beside(forward, **members), look=look, plans=plans)
 
 
-def test_an_activation_that_is_kept_has_this_ranks_rows() -> None:
-    def keep(model: Any, x: torch.Tensor) -> torch.Tensor:
-        model.last = model.up(x)
-        return model.down(model.last).square().mean()
-
-    single, ranks = train(lambda: Beside(keep, last=None), look=lambda m: m.last.detach())
-    rows = torch.cat([rank.seen for rank in ranks])
-    torch.testing.assert_close(rows, single.seen, rtol=1e-5, atol=1e-6)
-
-
 def _recurrent(model: Any, x: torch.Tensor) -> torch.Tensor:
     if model.state is None:
         model.state = torch.zeros(16, 24)

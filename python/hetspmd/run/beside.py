@@ -75,6 +75,7 @@ class HostSide:
         self._replanner = Replanner(self._roots)
         self._structure = StructureGuard(setting.model)
         self._last = self._structure.number()
+        self._told: set[str] | None = set() if setting.communicator.rank == 0 else None
         self.randomness = setting.options.get("host_randomness", "refuse")
 
     def structure(self) -> int:
@@ -95,7 +96,8 @@ class HostSide:
             )
         rediscover(self._roots)
         once = bool(graph.host.draws) and self.randomness == "trace_each_step"
-        return Guard(graph, self._roots, self._setting.device, own_outputs, once=once, given=given)
+        of = graph, self._roots, self._setting.device, own_outputs
+        return Guard(*of, once=once, given=given, told=self._told)
 
     def moved(self, served: Served, structure: int) -> Served:
         """The states of another model's plan, as those of this model, which is a copy of that one in its

@@ -21,6 +21,7 @@ import torch
 
 from hetspmd.errors import PlanMismatchError
 from hetspmd.lower.constants import constant_value
+from hetspmd.run.kept_rows import KeptRows
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.code import rediscover
 from hetspmd.trace.host.facts import Counter, Host, Read, Write
@@ -35,7 +36,8 @@ _KINDS = {"float64": float, "int64": int}
 class Guard:
     """What one trace found of Python, on one model. ``own_outputs`` is the number of outputs that are the
     model's own. ``once``: it serves the step for which it was traced and no other. ``given``: the plan may be of
-    other code than the model here, which is another check's business."""
+    other code than the model here, which is another check's business. ``told``: see
+    :class:`hetspmd.run.kept_rows.KeptRows`."""
 
     def __init__(
         self,
@@ -46,10 +48,12 @@ class Guard:
         *,
         once: bool = False,
         given: bool = False,
+        told: set[str] | None = None,
     ) -> None:
         self.host: Host = graph.host
         self.once = once
         self._roots, self._device, self._own = roots, device, own_outputs
+        self._rows = KeptRows(graph, own_outputs, told)
         self._constants = [constant_value(graph, c, device) for c in graph.left_behind]
         self._number_kinds = {(n.root, n.path): _KINDS[n.kind] for n in graph.host.numbers}
         self._blocker: Read | None = None
@@ -115,6 +119,7 @@ class Guard:
                 raise LookupError
             return value if self.host.kept[number] else value.detach()
 
+        self._rows.look(outputs)
         for write in self.host.writes:
             try:
                 value = NOTHING if write.removed else from_text(write.value, tensor)
