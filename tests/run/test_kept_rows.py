@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from beside import X, Beside, train
+from beside import Beside, X, train
 
 from hetspmd.errors import KeptRowsWarning
 

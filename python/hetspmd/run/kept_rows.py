@@ -1,7 +1,7 @@
 """Warns of what forward leaves on the model where it is this rank's rows alone.
 
-``self.last = h.detach()`` is put there after each step, as on one device. Where the program divides ``h`` along dim 0
-it has this rank's rows, so that whatever is computed from it (a norm, a plot) is of a part of the batch.
+``self.last = h.detach()`` is put there after each step, as on one device. Where the program divides ``h`` along
+dim 0 it has this rank's rows, so that whatever is computed from it (a norm, a plot) is of a part of the batch.
 """
 
 from __future__ import annotations
