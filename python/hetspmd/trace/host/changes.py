@@ -61,6 +61,11 @@ class Left:
         if _alike(change.before, after):
             return
         self._check_keys(root, path)
+        if not self._roots.lasts(root):
+            raise TraceError(
+                f"forward changes {where(self._roots, root, path)}, which no plan can find again; keep it on a "
+                "module of the model, or in a module or class that can be imported"
+            )
         if (root, path) in self._numbers and isinstance(after, torch.Tensor):
             self.writes[root, path] = Write(root, path, number_of(self._number(after)))
         elif after is NOTHING:

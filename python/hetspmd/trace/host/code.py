@@ -63,6 +63,16 @@ def names_in(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
+def names_of_methods(kind: type) -> frozenset[str]:
+    """Names of variables and attributes in a class's own methods, but for what makes an object."""
+    found: set[str] = set()
+    for name, value in vars(kind).items():
+        inner = getattr(value, "fget", getattr(value, "__func__", value))
+        if isinstance(inner, FunctionType) and name not in ("__init__", "__new__", "__init_subclass__"):
+            found |= names_in(inner.__code__)
+    return frozenset(found)
+
+
 class Reader:
     """Finds the variables of functions, and tells ``found(root, path, value, holder)`` each once.
 
@@ -98,10 +108,10 @@ class Reader:
             return
         self._visited(value)
         names = names_in(value.__code__)
-        module = sys.modules.get(str(home))
+        root, module = self._roots.know_variables(value.__globals__)
         for name in sorted(names):
-            if module is not None and name in value.__globals__:
-                self._variable(f"globals {home}", name, value.__globals__[name], module, names)
+            if name in value.__globals__:
+                self._variable(root, name, value.__globals__[name], module, names)
         root = self._roots.know(value)
         for name, cell in closure(value).items():
             self._variable(root, name, content(cell), cell, names)
@@ -164,6 +174,7 @@ def discover(roots: Roots) -> None:
         kinds.update(dict.fromkeys(type(module).__mro__))
     for kind in kinds:
         if not is_foreign(kind.__module__):
+            roots.know_class(kind)
             for value in list(vars(kind).values()):
                 reader.visit(value.fget if isinstance(value, property) else value)
     reader.visit(roots.loss)
@@ -171,6 +182,7 @@ def discover(roots: Roots) -> None:
     for module in roots.model.modules():
         for value in callables.of(module):
             reader.visit(value)
+    roots.all_known()
 
 
 def rediscover(roots: Roots) -> None:

@@ -74,6 +74,8 @@ class Roots:
         self.model, self.loss = model, loss
         self.functions: dict[str, FunctionType] = {}
         self._classes: dict[str, type] = {}
+        self.namespaces: dict[str, Namespace] = {}
+        self._lasting: frozenset[str] = frozenset()
 
     def know(self, function: FunctionType) -> str:
         """The root of a function's closure."""
@@ -88,15 +90,40 @@ class Roots:
         """Know no function and no class that was made in one."""
         self.functions.clear()
         self._classes.clear()
+        self.namespaces.clear()
 
     def know_class(self, kind: type) -> str:
-        """The root of a class's attributes; one that was made in a function can only be found if it is known."""
+        """The root of a class's attributes; one that no name leads to is found if it is known."""
         name = root = f"class {kind.__module__}:{kind.__qualname__}"
+        if "<locals>" not in name and _class(name) is kind:
+            return root
         number = 1
-        while "<locals>" in name and self._classes.setdefault(root, kind) is not kind:
+        while self._classes.setdefault(root, kind) is not kind:
             number += 1
             root = f"{name}#{number}"
         return root
+
+    def know_variables(self, of: dict[str, Any]) -> tuple[str, Any]:
+        """The root of a module's variables, and what holds them: the module, if it can be imported by its name."""
+        name = of["__name__"]
+        module = sys.modules.get(name)
+        if module is not None and vars(module) is of:
+            return f"globals {name}", module
+        number = 1 if module is None else 2
+        while True:
+            root = f"globals {name}#{number}"
+            known = self.namespaces.setdefault(root, Namespace(of))
+            if vars(known) is of:
+                return root, known
+            number += 1
+
+    def all_known(self) -> None:
+        """From now on :meth:`lasts` tells what was known until now."""
+        self._lasting = frozenset((*self._classes, *self.namespaces))
+
+    def lasts(self, root: str) -> bool:
+        """Whether every rank finds this root on its own model: by its name, or where all of a model's are known."""
+        return root in self._lasting or root not in (*self._classes, *self.namespaces)
 
     def holder(self, root: str, path: Path) -> Any:
         """What holds the last step of a path: an object, a mapping of variables, a container; NOTHING if
@@ -108,6 +135,8 @@ class Roots:
             found = self.loss
         elif kind == "class":
             found = self._classes.get(root) or _class(name)
+        elif root in self.namespaces:
+            found = Variables(vars(self.namespaces[root]))
         elif kind == "globals":
             module = sys.modules.get(name)
             found = NOTHING if module is None else Variables(vars(module))
@@ -125,6 +154,13 @@ class Roots:
     def value(self, root: str, path: Path) -> Any:
         """The value at a place, NOTHING if there is none."""
         return item(self.holder(root, path), path[-1])
+
+
+class Namespace:
+    """Holds the variables of a module that cannot be imported: of a file that was executed."""
+
+    def __init__(self, of: dict[str, Any]) -> None:
+        self.__dict__ = of
 
 
 def _class(name: str) -> Any:

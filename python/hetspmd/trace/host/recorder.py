@@ -7,6 +7,7 @@ is read before it is written is part of what the graph was made of.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,11 +19,11 @@ import torch
 from torch import nn
 
 from hetspmd.trace.host.bound import Bound
-from hetspmd.trace.host.code import Reader, discover, is_foreign, is_installed
+from hetspmd.trace.host.code import Reader, discover, is_foreign, is_installed, names_of_methods
 from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.in_place import content_of
 from hetspmd.trace.host.members import members
-from hetspmd.trace.host.places import NOTHING, Path, Roots, items
+from hetspmd.trace.host.places import NOTHING, Namespace, Path, Roots, items
 from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_scalar
 from hetspmd.trace.host.snapshot import OF_TORCH, Snapshot
 
@@ -68,6 +69,8 @@ class Recorder:
         self.touched = False
         self._followed: dict[int, _Followed] = {}
         self._classes: list[type] = []
+        self._roots = roots
+        self._held: set[type] = set()
         named = (*roots.model.named_parameters(), *roots.model.named_buffers())
         self._registered: dict[int, str] = {id(tensor): name for name, tensor in named}
         discover(roots)
@@ -125,7 +128,7 @@ class Recorder:
                 self._found(followed.root, (*followed.path, f".{name}"), value)
         elif isinstance(value, MethodType) or type(value) is FunctionType:
             self._reader.visit(value)
-        elif _is_data(type(of), name):
+        elif (home := _home_of_data(type(of), name)) is not None and self._snapshot.is_as_held(home, name):
             self._found(followed.root, (*followed.path, f".{name}"), value)
 
     def missed(self, of: Any, name: str) -> None:
@@ -152,7 +155,7 @@ class Recorder:
         if isinstance(value, (ModuleType, type)):
             self.bound.look(root, path, value)
             return
-        if isinstance(holder, (ModuleType, type)):
+        if isinstance(holder, (ModuleType, Namespace, type)):
             self._snapshot.variable(root, path, holder)
             if isinstance(holder, ModuleType) and is_installed(holder) and not is_scalar(value):
                 self._snapshot.container(root, path, value)
@@ -199,6 +202,8 @@ class Recorder:
         elif not (isinstance(value, nn.Module) and id(value) in self._followed):
             if path:
                 self._note((root, path), fingerprint(value), value)
+            if isinstance(value, type):
+                self._hold_classes(value, all_names=True)
             self._follow(root, path, value)
 
     def _look_into(self, root: str, path: Path, container: Any) -> None:
@@ -227,6 +232,7 @@ class Recorder:
             if foreign or not self._change(kind):
                 self._found(root, (*path, ".__dict__"), getattr(value, "__dict__", {}))
                 return
+        self._hold_classes(kind)
         before = self._snapshot.attributes(root, path, attributes)
         self._followed[id(value)] = _Followed(value, root, path, before)
         if (isinstance(value, nn.Module) and root != "model") or not isinstance(value, nn.Module):
@@ -239,6 +245,29 @@ class Recorder:
             for name, tensor in getattr(value, kind, {}).items() if isinstance(value, nn.Module) else ():
                 if tensor is not None:
                     self._note((root, (*path, f".{name}")), fingerprint(tensor), tensor)
+
+    def _hold_classes(self, kind: type, *, all_names: bool = False) -> None:
+        """Hold what methods may change of an object's classes (``type(self).count += 1``), by the names in them.
+
+        Numbers and the like are read as well.
+        """
+        bases = [base for base in kind.__mro__ if not is_foreign(base.__module__)]
+        if kind in self._held or not bases:
+            return
+        self._held.add(kind)
+        names = frozenset[str]().union(*map(names_of_methods, bases))
+        for base in bases:
+            module = sys.modules.get(base.__module__)
+            installed = module is not None and is_installed(module)
+            of, own = self._roots.know_class(base), vars(base)
+            for name in sorted(names | own.keys() if all_names else names):
+                value = own.get(name, NOTHING)
+                if name.startswith("__") or not (value is NOTHING or is_scalar(value)):
+                    continue
+                self._snapshot.variable(of, (f".{name}",), base)
+                inherited = next((vars(b)[name] for b in base.__mro__ if name in vars(b)), NOTHING)
+                if is_scalar(inherited) and not installed:
+                    self._note((of, (f".{name}",)), fingerprint(inherited), inherited)
 
     def _change(self, kind: type) -> bool:
         if kind in self._classes:
@@ -256,13 +285,14 @@ _UNWATCHED = (OF_TORCH | frozenset(dir(nn.Module))) - {"training", "forward"}
 """Attributes of torch's own machinery; hooks and submodules are part of a model's structure."""
 
 
-def _is_data(kind: type, name: str) -> bool:
-    """Whether a class attribute is a value, no function, property or other descriptor."""
+def _home_of_data(kind: type, name: str) -> type | None:
+    """The class that has an attribute which is a value, no function, property or other descriptor."""
     for base in kind.__mro__:
         if name in vars(base):
             value = vars(base)[name]
-            return not hasattr(value, "__get__") or type(value).__name__ == "member_descriptor"
-    return False
+            is_data = not hasattr(value, "__get__") or type(value).__name__ == "member_descriptor"
+            return base if is_data else None
+    return None
 
 
 def _patch(kind: type) -> bool:

@@ -121,6 +121,11 @@ class Snapshot:
             with outside_modes():
                 self._contents[id(value)] = _Held(root, path, value, content.read()), content
 
+    def is_as_held(self, holder: Any, name: str) -> bool:
+        """Whether a variable is still what it was when it was held."""
+        held = self._variables.get((id(holder), f".{name}"))
+        return held is None or _own(holder, name) is held.kept
+
     def cache(self, function: Any) -> None:
         """Hold a ``functools.lru_cache``: what is put into it is thrown away."""
         self._caches.setdefault(id(function), (function, function.cache_info().misses))
