@@ -64,7 +64,7 @@ def named_error(error: Exception, model: nn.Module) -> HetspmdError:
     return ExampleError(
         f"{type(model).__name__} fails on the example{where}: {kind}: {text}; try model(batch) on one device "
         "first. If it works there, the model takes another way while it is traced, as under torch.compile: look "
-        "for torch.compiler.is_compiling() and for checks of a tensor's class"
+        "for checks of a tensor's class"
     )
 
 

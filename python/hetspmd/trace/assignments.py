@@ -8,8 +8,10 @@ written to is remembered for the error that refuses it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -18,10 +20,14 @@ from torch.overrides import TorchFunctionMode
 
 from hetspmd.errors import TraceError
 from hetspmd.trace.compat import assign_data, is_traced, memory_of
-from hetspmd.trace.frames import here, line_of
+from hetspmd.trace.frames import frame_line, here, line_of
+from hetspmd.trace.host.code import is_foreign
+from hetspmd.trace.host.seeds import refuse_generator
 
 __all__ = ["Assignments", "named_writes"]
 
+_GRADIENT: Final = tuple(getattr(torch.Tensor.grad, f"__{how}__") for how in ("get", "set", "delete"))
+_VERSION: Final = torch.Tensor._version.__get__  # type: ignore[attr-defined]  # a getset descriptor of C
 _SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a getset descriptor of C
 _OPERATORS: Final = frozenset(
     f"__i{name}__"
@@ -64,6 +70,10 @@ class Assignments(TorchFunctionMode):
         given = {} if kwargs is None else kwargs
         if func == _SET_DATA:
             return self._assign(*args)
+        if func in _GRADIENT or func == _VERSION:
+            self._refuse_reading(func, args[0], sys._getframe(1))
+        if any(isinstance(value, torch.Generator) for value in given.values()):
+            given = self._without_generator(given)
         written = _written(func, args, given)
         if written is not None:
             self._look_at(written, getattr(func, "__name__", ""))
@@ -80,6 +90,30 @@ class Assignments(TorchFunctionMode):
             )
         assign_data(tensor, value)
         self.assigned.append(tensor)
+
+    def _refuse_reading(self, func: Any, tensor: torch.Tensor, frame: FrameType) -> None:
+        """Refuse the gradient and the version of a parameter to the model's own code: a plan has neither."""
+        name = frame.f_globals.get("__name__")
+        path = self._path(tensor)
+        if not path or is_foreign(name):
+            return
+        if func in _GRADIENT:
+            raise TraceError(
+                f"forward uses {path}.grad at {frame_line(frame)}, the gradient of the step before, which is no "
+                "part of a step; use it after loss.backward(), outside of forward: hap.full_gradients(), or "
+                "hetspmd.get_total_norm(hap) for its norm"
+            )
+        raise TraceError(
+            f"forward asks {path}._version at {frame_line(frame)}, which a plan does not count; count the steps in "
+            "a buffer: self.register_buffer(name, torch.zeros(())) in __init__"
+        )
+
+    def _without_generator(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call that draws from torch's default generator, as those that name none do."""
+        kept = {k: v for k, v in given.items() if not isinstance(v, torch.Generator)}
+        if any(v is not torch.default_generator for k, v in given.items() if k not in kept):
+            raise refuse_generator(here(self._model))
+        return kept
 
     def _look_at(self, written: torch.Tensor, how: str) -> None:
         if not is_traced(written):

@@ -25,6 +25,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from hetspmd.errors import HetspmdError, PlanError, TraceError
+from hetspmd.trace.compiling import libraries_told
 from hetspmd.trace.containers import Held, unwrap, wrap
 
 OLDEST, NEWEST = (2, 11), (2, 15)
@@ -147,17 +148,6 @@ def _output_role(descriptor: Any) -> OutputRole:
         mutated = _input_role(descriptor.mutated_input)
         return OutputRole(f"{mutated.kind}_mutation", name=mutated.name, index=mutated.index)
     return OutputRole("unknown", name=repr(descriptor))
-
-
-@contextmanager
-def _told_that_it_is_traced() -> Iterator[None]:
-    """Models that branch on data unless they are traced ask ``torch.compiler.is_compiling()``."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
 
 
 def _plain_recurrence() -> AbstractContextManager[None]:
@@ -287,7 +277,7 @@ def _export(
 ) -> tuple[GraphModule, list[InputRole], list[OutputRole]]:
     with ExitStack() as stack:
         for context in (
-            _told_that_it_is_traced(),
+            libraries_told(),
             _named_modules(module),
             _plain_recurrence(),
             _without_log_of_shapes(),
@@ -456,7 +446,7 @@ def rehearsal(mode: FakeTensorMode) -> Iterator[None]:
     traced."""
     with ExitStack() as stack:
         for context in (
-            _told_that_it_is_traced(), _without_log_of_shapes(), _backward_without_autocast(),
+            libraries_told(), _without_log_of_shapes(), _backward_without_autocast(),
             warnings.catch_warnings(), mode,
         ):  # fmt: skip
             stack.enter_context(context)

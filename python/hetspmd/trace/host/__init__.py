@@ -12,6 +12,7 @@ members    attributes of objects, slots among them
 in_place   objects whose content is changed in place
 recorder   which attributes are read while a step is traced
 entropy    random numbers that Python code draws
+seeds      torch's random state, which forward must not set
 clocks     clocks, and the system's random bytes, that it asks for
 bound      names that held a clock before
 imported   what a module that forward imports first has taken of these

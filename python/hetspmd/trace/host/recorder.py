@@ -197,7 +197,7 @@ class Recorder:
         elif (content := content_of(value)) is not None:
             self._note((root, path), fingerprint(value), value)
             self._snapshot.content(root, path, value, content)
-        elif hasattr(value, "__next__"):
+        elif hasattr(value, "__next__") and not isinstance(value, type):
             self.iterators[root, path] = type(value).__name__
         elif not (isinstance(value, nn.Module) and id(value) in self._followed):
             if path:

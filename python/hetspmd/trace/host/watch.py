@@ -23,6 +23,7 @@ from hetspmd.trace.host.numbers import AsNumbers
 from hetspmd.trace.host.places import NOTHING, SETTINGS, Path, Roots, item, items, own, put, text
 from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_plain
 from hetspmd.trace.host.recorder import Place, Recorder
+from hetspmd.trace.host.seeds import seeds_refused
 from hetspmd.trace.host.snapshot import Snapshot, Structure
 from hetspmd.trace.host.steps import ALL, OTHERS
 from hetspmd.trace.host.tensor_hooks import observers_refused
@@ -67,7 +68,7 @@ class Watch:
     def tracing(self) -> Iterator[None]:
         """Around all runs of the Python, and the backward; afterwards, also if it fails, all is as it was."""
         try:
-            with self.recorder.recording(), observers_refused(), self.asked.noted():
+            with self.recorder.recording(), observers_refused(), self.asked.noted(), seeds_refused():
                 yield
             changed = next(self._snapshot.changes(), None)
             if changed is not None:

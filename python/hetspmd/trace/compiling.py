@@ -1,0 +1,55 @@
+"""What ``torch.compiler.is_compiling()`` answers while a model is traced.
+
+The user's own code gets the answer of eager PyTorch, whose results a plan has. Libraries ask it to take a way that
+computes the same and does not look at values (a mask that is all ones, a length), and are told that it is so.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
+
+import torch
+
+__all__ = ["libraries_told"]
+
+_LOCK = threading.Lock()
+_TOLD: ContextVar[bool] = ContextVar("hetspmd_told_that_it_compiles", default=False)
+_traces = 0
+_original: Callable[[], bool] = torch.compiler.is_compiling
+
+
+@contextmanager
+def libraries_told() -> Iterator[None]:
+    """Within the context libraries that this thread runs are told that they are compiled."""
+    global _traces, _original
+    compiler = cast(Any, torch.compiler)
+    with _LOCK:
+        if not _traces:
+            _original = compiler.is_compiling
+            compiler.is_compiling = _is_compiling
+        _traces += 1
+    token = _TOLD.set(True)
+    try:
+        yield
+    finally:
+        _TOLD.reset(token)
+        with _LOCK:
+            _traces -= 1
+            if not _traces:
+                compiler.is_compiling = _original
+
+
+def _is_compiling() -> bool:
+    return _original() or (_TOLD.get() and _is_library(sys._getframe(1).f_globals.get("__name__")))
+
+
+def _is_library(name: object) -> bool:
+    from hetspmd.trace.host.code import is_foreign, is_installed
+
+    module = sys.modules.get(str(name))
+    return name != "__main__" and (is_foreign(name) or (module is not None and is_installed(module)))
