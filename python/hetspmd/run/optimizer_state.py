@@ -57,9 +57,9 @@ def full_optimizer_state_dict(
     """
     known = _known(hap, optimizer)
     hap.meet("full_optimizer_state_dict()")
-    _cut_on_all(hap, optimizer, known)
     with own_state():
         local = optimizer.state_dict()
+    local = {**local, "state": _cut_on_all(hap, optimizer, known, local["state"])}
     keep = not rank0_only or hap.rank == 0
     state: dict[Any, Any] = {}
     listed = _parameters(optimizer)
@@ -114,28 +114,43 @@ def cut_whole_state(optimizer: torch.optim.Optimizer, known: Mapping[int, Place]
     another shape.
     """
     for parameter, entries in list(optimizer.state.items()):
-        place = known.get(id(parameter)) if isinstance(parameter, torch.Tensor) else None
-        layout = None if place is None else place.module.parameter_shards().get(place.name)
-        if place is None or layout is None or layout.region is None or not isinstance(entries, dict):
+        if isinstance(parameter, torch.Tensor) and isinstance(entries, dict):
+            entries.update(_whole_parts(entries, parameter, known.get(id(parameter)), optimizer))
+
+
+def _whole_parts(
+    entries: Mapping[str, Any], parameter: torch.Tensor, place: Place | None, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """This rank's parts of those entries that are whole. Raises OptimizerError for one of another shape."""
+    layout = None if place is None else place.module.parameter_shards().get(place.name)
+    if place is None or layout is None or layout.region is None:
+        return {}
+    found: dict[str, Any] = {}
+    for key, value in entries.items():
+        if not isinstance(value, torch.Tensor) or value.shape == parameter.shape:
             continue
-        for key, value in entries.items():
-            if not isinstance(value, torch.Tensor) or value.shape == parameter.shape:
-                continue
-            if value.numel() == 1 and (key == "step" or tuple(value.shape) != layout.shape):
-                continue
-            entries[key] = _part(value, layout, parameter, key, place.name, optimizer)
+        if value.numel() == 1 and (key == "step" or tuple(value.shape) != layout.shape):
+            continue
+        found[key] = _part(value, layout, parameter, key, place.name, optimizer)
+    return found
 
 
-def _cut_on_all(hap: HAP, optimizer: torch.optim.Optimizer, known: Mapping[int, Place]) -> None:
-    """:func:`cut_whole_state`, of which every rank raises what one of them raises."""
-    problem = ""
+def _cut_on_all(
+    hap: HAP, optimizer: torch.optim.Optimizer, known: Mapping[int, Place], state: Mapping[Any, Any]
+) -> dict[Any, Any]:
+    """The ``state`` of this rank's shards. The optimizer's own is left as it is: one that was never stepped has no
+    hooks yet that would gather shards. Every rank raises what one of them raises."""
+    made, problem = dict(state), ""
     try:
-        cut_whole_state(optimizer, known)
+        for index, parameter in enumerate(_parameters(optimizer)):
+            if isinstance(entries := state.get(index), dict):
+                made[index] = entries | _whole_parts(entries, parameter, known.get(id(parameter)), optimizer)
     except OptimizerError as error:
         problem = str(error)
     first = next((text for text in hap.everyone.exchange(problem) if text), "")
     if first:
         raise OptimizerError(first)
+    return made
 
 
 @contextmanager
