@@ -358,6 +358,12 @@ def other_randomness(hap: HAP, c: Case) -> None:
 def test_copies_that_part(body: Body) -> None:
     c = case("mlp")
     for text in errors_of(c, even_plan(c), body, ParameterMismatchError):
+        if body in (other_rate, loaded_alone):
+            assert (
+                f"rank {ODD}: {'a step of SGD with lr 0.11' if body is other_rate else 'load_state_dict'}"
+                in text
+            )
+            continue
         assert "a whole copy of it on every rank" in text
         if body is not own_clipping:
             assert f"rank {ODD} held another" in text

@@ -10,13 +10,14 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from hetspmd.errors import CollectiveMismatchError, HetspmdError, OptionError, RankFailedError
 from hetspmd.run.digest import digest
+from hetspmd.run.doings import Doing, backward_onto
 from hetspmd.run.parting import ranks_text
 from hetspmd.run.replicas import Piece, Replicas, device_kind
 from hetspmd.run.roll import Call, Roll
@@ -110,6 +111,8 @@ class Attendance:
         self._last = ""
         self._owing = False
         self._behind: _Taken | None = None
+        self._doings: list[Doing] = []
+        self._first: torch.Tensor | None = None
         self._backwards: deque[int] = deque(maxlen=_REMEMBERED)
         self.step = 0
 
@@ -138,6 +141,7 @@ class Attendance:
     ) -> Iterator[None]:
         """Around a step of this plan; ``state`` is what must be the same beside the plan."""
         entry.runner.attendance = self
+        self._first = None if entry.plan.idle else entry.known.first
         self._begin(entry, inputs, f"gradients {torch.is_grad_enabled()}, {state}", describe)
         yield
         self._owing = torch.is_grad_enabled() and entry.differentiable and not entry.model
@@ -161,6 +165,9 @@ class Attendance:
             self._catch_up()
             call = taken.add_to(what, key, describe)
         self._owing = False
+        if self._doings:
+            call = replace(call, doings=tuple(self._doings))
+            self._doings.clear()
         self._roll.start(call)
         self._roll.last = place
         if wait:
@@ -172,8 +179,14 @@ class Attendance:
             self._meet(Call(f"another backward of {self._name(step)}"))
         else:
             self._roll.happens(f"the backward of {self._name(step)}")
+        if self._first is not None:
+            self.did(backward_onto(self._first.grad is not None))
         self._backwards.append(step)
         self._owing = self._owing and step != self.step
+
+    def did(self, doing: Doing) -> None:
+        """Say at the next step what this rank does now."""
+        self._doings.append(doing)
 
     def meet(self, what: str) -> None:
         """Go on when all ranks do this."""

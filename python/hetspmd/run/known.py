@@ -48,6 +48,7 @@ class KnownParameters:
         self._paths = [path for _, _, path in links]
         self._children = [modules[key] for modules, key in self._places]
         self._parameters = [owner._parameters[leaf] for owner, leaf in slots]
+        self.first = next((p for p in self._parameters if p is not None and p.requires_grad), None)
         self._computed = any(isinstance(p, ShardValues) for p in self._parameters)
         self._facts = [_facts(p) for p in self._parameters]
         self._dtypes = [p.dtype for p in self._parameters if p is not None]

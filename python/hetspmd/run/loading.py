@@ -7,11 +7,13 @@ read theirs when that happens, and let go of it right afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from hetspmd.lower.program import LocalTensor
+from hetspmd.run.doings import Loaded
 
 __all__ = ["local_state"]
 
@@ -19,8 +21,8 @@ __all__ = ["local_state"]
 class _Unread:
     """This rank's shard of a tensor that nobody has read yet; torch takes it for a tensor."""
 
-    def __init__(self, read: Callable[[], Any], key: str, layout: LocalTensor) -> None:
-        self._read, self._key, self._layout = read, key, layout
+    def __init__(self, read: Callable[[], Any], key: str, layout: LocalTensor, loaded: Loaded) -> None:
+        self._read, self._key, self._layout, self._loaded = read, key, layout, loaded
         self.shape, self.is_meta = torch.Size(layout.local_shape), False
 
     def size(self) -> torch.Size:
@@ -31,6 +33,7 @@ class _Unread:
         whole = self._read()
         if wrong := _misfit(self._key, whole, self._layout):
             raise RuntimeError(wrong)
+        self._loaded.add(self._key, whole)
         return self._layout.slice(whole)
 
     @classmethod
@@ -41,18 +44,22 @@ class _Unread:
         return function(*found, **(kwargs or {}))
 
 
-def local_state(state: Mapping[str, Any], shards: Mapping[str, LocalTensor]) -> dict[str, Any]:
+def local_state(
+    state: Mapping[str, Any], shards: Mapping[str, LocalTensor], loaded: Loaded
+) -> dict[str, Any]:
     """What ``load_state_dict`` of the sharded module is given for a single-device ``state``.
 
-    A mapping other than a dict is asked for each parameter once, when it is copied. Raises RuntimeError, before
-    anything is loaded, if tensors of a dict have other shapes than the model's.
+    A mapping other than a dict is asked for each parameter once, when it is copied; ``loaded`` is told. Raises
+    RuntimeError, before anything is loaded, if tensors of a dict have other shapes than the model's.
     """
     if isinstance(state, dict):
         checks = ((k, _misfit(k, v, shards[k])) for k, v in state.items() if k in shards)
         if wrong := [text for _, text in checks if text]:
             raise RuntimeError("the state dict does not fit the model: " + "; ".join(wrong))
     return {
-        key: _Unread(lambda key=key: state[key], key, shards[key]) if key in shards else state[key]  # type: ignore[misc]  # key is bound
+        key: _Unread(partial(state.__getitem__, key), key, shards[key], loaded)
+        if key in shards
+        else state[key]
         for key in state
     }
 

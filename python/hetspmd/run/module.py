@@ -27,6 +27,7 @@ from hetspmd.run.agreement import agreed_plan, loaded_plan
 from hetspmd.run.anomaly import is_looked_for
 from hetspmd.run.attendance import Attendance, meet_ranks
 from hetspmd.run.communicator import Communicator
+from hetspmd.run.doings import Doing
 from hetspmd.run.forwarding import forwards
 from hetspmd.run.gradient_hooks import give_whole, tell_module_hooks
 from hetspmd.run.guard import check_same_batch, check_tensors
@@ -345,6 +346,11 @@ class HAP(WholeStates):
         """Go on when all ranks do the same, which has collectives of its own."""
         if self._attendance is not None:
             self._attendance.meet(what)
+
+    def did(self, doing: Doing) -> None:
+        """Say at the next step what this rank does now."""
+        if self._attendance is not None:
+            self._attendance.did(doing)
 
     def announce(self, what: str, arguments: tuple[str, ...]) -> None:
         """Say what this rank is about to do with all others, with which arguments, and go on."""

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hetspmd.errors import OptimizerError
 from hetspmd.forms import is_sharded, sharded_dim
+from hetspmd.run.doings import step_of
 from hetspmd.run.elementwise import Untestable, is_elementwise, steps_nothing, trial_shape
 from hetspmd.run.optimizer_state import cut_whole_state, full_optimizer_state_dict, is_own
 from hetspmd.run.owners import Place, living, places
@@ -78,6 +79,12 @@ def _after_step(*_: Any) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     _look(optimizer)
+    modules = _CHECKED[optimizer].modules
+    if modules:
+        doing = step_of(optimizer)
+        for module in living():
+            if id(module) in modules:
+                module.did(doing)
     begin_step(_parameters(optimizer))
 
 

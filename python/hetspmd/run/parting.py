@@ -36,6 +36,7 @@ class Told:
     replicas: tuple[Replica, ...] | None
     tolerances: tuple[float, ...]
     arguments: tuple[str, ...]
+    doings: tuple[tuple[str, int, dict[str, str]], ...]
 
     @classmethod
     def of_json(cls, said: Any) -> Told:
@@ -46,6 +47,7 @@ class Told:
             tuple((path, digest) for path, digest in said["inputs"]),
             None if replicas is None else tuple((n, d, _number(p), _number(s)) for n, d, p, s in replicas),
             tuple(said["tolerances"]), tuple(said["arguments"]),
+            tuple((what, number, details) for what, number, details in said["doings"]),
         )  # fmt: skip
 
 
@@ -65,7 +67,9 @@ def parted(told: Sequence[Told | None], rank: int) -> HetspmdError | None:
             f"another rank does something else than rank {rank}, which is in {said[rank].what}, but did not "
             "say what"
         )
-    return _calls(said) or _arguments(said) or _modes(said) or _inputs(said) or _replicas(said)
+    return (
+        _calls(said) or _arguments(said) or _modes(said) or _doings(said) or _inputs(said) or _replicas(said)
+    )
 
 
 def _calls(said: dict[int, Told]) -> HetspmdError | None:
@@ -109,6 +113,30 @@ def _modes(said: dict[int, Told]) -> HetspmdError | None:
         "same mode, and HAP uses its own share of it: no DistributedSampler, and train(), eval(), no_grad() and "
         "autocast alike"
     )
+
+
+def _doings(said: dict[int, Told]) -> HetspmdError | None:
+    for place in range(max(len(told.doings) for told in said.values())):
+        did = {r: t.doings[place] if place < len(t.doings) else None for r, t in said.items()}
+        groups = _groups(did, lambda doing: None if doing is None else doing[:2])
+        if len(groups) == 1:
+            continue
+        named = [(did[ranks[0]], ranks) for _, ranks in groups]
+        details = [doing[2] for doing, _ in named if doing is not None]
+        keys = dict.fromkeys(key for found in details for key in found)
+        differing = [key for key in keys if len({found.get(key) for found in details}) > 1][:3]
+        parts = []
+        for doing, ranks in named:
+            values = [f"{key} {doing[2][key]}" for key in differing if key in doing[2]] if doing else []
+            what = doing[0] if doing else "nothing (more)"
+            parts.append(f"{ranks_text(ranks)}: {what}{' with ' if values else ''}{', '.join(values)}")
+        return ParameterMismatchError(
+            f"before {next(iter(said.values())).what} the ranks did not do the same to the model's parameters "
+            f"({'; '.join(parts)}). Every rank calls zero_grad(), backward(), step() of optimizers and schedulers "
+            "and load_state_dict(state) alike, with the same options, learning rates and states. Go on from the "
+            "last checkpoint: hap.load_full_state_dict(state) on every rank"
+        )
+    return None
 
 
 def _inputs(said: dict[int, Told]) -> HetspmdError | None:

@@ -5,7 +5,8 @@ replicated parameters; where they part, collectives hang, fail in the backend, o
 together. So every call of a HAP module says, in a round of the channel (:mod:`hetspmd.run.channel`),
 
     what it is ("step 17 of module 0", "full_state_dict()") and in which plan and mode it runs,
-    a digest of each input, and one of a part of the replicated tensors.
+    a digest of each input, and one of a part of the replicated tensors,
+    what it did to its parameters since the step before (:mod:`hetspmd.run.doings`).
 
 The words travel while the step runs, and are looked at when it has run, before the loss is returned, and by a
 rank that waits in a collective for long. A rank that is about to do other things than in the step before (another
@@ -28,6 +29,7 @@ from zlib import crc32
 
 from hetspmd.run.channel import Answer, Channel
 from hetspmd.run.digest import join
+from hetspmd.run.doings import Doing
 from hetspmd.run.parting import Told, parted
 
 __all__ = ["Call", "Roll"]
@@ -44,7 +46,7 @@ class Call:
     shapes. ``inputs`` are (path, digest) of the batch of step ``of``, ``replicas`` (name, digest, projection,
     square) of pieces of replicated tensors then: None on a rank that holds none. ``tolerances``: of each by what
     part of its norm it may differ between ranks; 0.0: digests must be equal. ``arguments`` of the call must be the
-    same on every rank.
+    same on every rank, and so must ``doings``: what the rank did since the step before.
     """
 
     what: str
@@ -55,17 +57,19 @@ class Call:
     replicas: tuple[tuple[str, int, float, float], ...] | None = None
     tolerances: tuple[float, ...] = ()
     arguments: tuple[str, ...] = ()
+    doings: tuple[Doing, ...] = ()
 
     def numbers(self) -> list[int]:
         """What always travels: digests of what is called and on what, then of replicated tensors, if any."""
         words = crc32("\n".join((self.what, self.key, *self.arguments)).encode())
         said = words, self.of, join(d for _, d in self.inputs)
+        did = join(doing.number for doing in self.doings)
         if self.replicas is None:
-            return [*said, 0, 0, 0, 0, 0]
+            return [*said, 0, 0, 0, did, 0]
         pieces = list(zip(self.replicas, self.tolerances, strict=True))
         exact = join(r[1] for r, tolerance in pieces if tolerance == 0.0)
         scaled = sum(r[2] / (tolerance * math.sqrt(r[3])) for r, tolerance in pieces if tolerance and r[3])
-        return [*said, 1, exact, *struct.unpack("<q", struct.pack("<d", scaled)), 0, 0]
+        return [*said, 1, exact, *struct.unpack("<q", struct.pack("<d", scaled)), did, 0]
 
     def told(self) -> dict[str, Any]:
         """All of it, of what JSON knows."""
@@ -78,6 +82,7 @@ class Call:
                 for name, digest, projection, square in self.replicas
             ],
             "tolerances": list(self.tolerances),
+            "doings": [doing.told() for doing in self.doings],
         }  # fmt: skip
 
 
@@ -153,7 +158,7 @@ class Roll:
 
 def _alike(numbers: list[list[int]]) -> bool:
     """Whether all ranks said the same; ranks that hold no replicated tensors say nothing of them."""
-    if any(said[:3] != numbers[0][:3] for said in numbers):
+    if any(said[:3] != numbers[0][:3] or said[6] != numbers[0][6] for said in numbers):
         return False
     holding = [said for said in numbers if said[3]]
     if len({said[4] for said in holding}) > 1:

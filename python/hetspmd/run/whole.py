@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetspmd.run.doings import Loaded
 from hetspmd.run.loading import local_state
 from hetspmd.run.runtime import Runtime
 from hetspmd.run.shards import attributes
@@ -58,14 +59,17 @@ def copied(
     return copy.deepcopy(model, memo)
 
 
-def load_full_state_dict(store: Store, state: Mapping[str, Any], *, strict: bool) -> Any:
-    """Load a single-device state dict; returns torch's report of missing and unexpected keys.
+def load_full_state_dict(store: Store, state: Mapping[str, Any], loaded: Loaded, *, strict: bool) -> Any:
+    """Load a single-device state dict; returns torch's report of missing and unexpected keys. ``loaded`` is told of
+    what there is.
 
     Tensors are cut when they are read, unless hooks or methods of the model's own change a state dict while it is
     loaded: they are given whole tensors, and the sentry cuts what they leave. Raises RuntimeError for wrong keys or
     shapes, as ``Module.load_state_dict`` does.
     """
-    given = dict(state) if _changes_states(store.module) else local_state(state, store.shards)
+    given = dict(state) if _changes_states(store.module) else local_state(state, store.shards, loaded)
+    for key, value in given.items():
+        loaded.add(key, value)
     local = OrderedDict(given)
     if (versions := getattr(state, "_metadata", None)) is not None:
         local._metadata = versions  # type: ignore[attr-defined]  # as torch's own state dicts have it

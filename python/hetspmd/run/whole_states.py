@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hetspmd.errors import ShardError
+from hetspmd.run.doings import Doing, Loaded
 from hetspmd.run.forwarding import without_prefix
 from hetspmd.run.gathered import add_module, gathered_state
 from hetspmd.run.state_hooks import (
@@ -42,6 +43,10 @@ class WholeStates(nn.Module):
 
     def meet(self, what: str) -> None:
         """Go on when all ranks do the same, which has collectives of its own."""
+        raise NotImplementedError
+
+    def did(self, doing: Doing) -> None:
+        """Say at the next step what this rank does now."""
         raise NotImplementedError
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -111,7 +116,10 @@ class WholeStates(nn.Module):
         Returns torch's report of missing and unexpected keys; raises RuntimeError as
         ``Module.load_state_dict`` does.
         """
-        return load_full_state_dict(self._store, state_dict, strict=strict)
+        loaded = Loaded()
+        found = load_full_state_dict(self._store, state_dict, loaded, strict=strict)
+        self.did(loaded.doing())
+        return found
 
     def full_tensors(self) -> dict[str, torch.Tensor]:
         """Whole copies of all parameters and buffers by (first) name; every rank must call this."""
