@@ -22,6 +22,7 @@ from hetspmd.trace.host.lines import drawing_line
 from hetspmd.trace.host.numbers import AsNumbers
 from hetspmd.trace.host.places import NOTHING, SETTINGS, Path, Roots, item, items, own, put, text
 from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_plain
+from hetspmd.trace.host.process import ProcessSettings
 from hetspmd.trace.host.recorder import Place, Recorder
 from hetspmd.trace.host.seeds import seeds_refused
 from hetspmd.trace.host.snapshot import Snapshot, Structure
@@ -84,13 +85,14 @@ class Watch:
     def run(self, call: Callable[[], Any], numbers: Sequence[torch.Tensor] = ()) -> Any:
         """One run of the Python: what ``call`` returns. Raises TraceError for what cannot be kept right."""
         structure, grad = Structure(self._modules), torch.is_grad_enabled()
+        process = ProcessSettings()
         self._rewind()
         self._hold_numbers()
         originals = self._place(numbers)
         try:
             with AsNumbers(numbers) if numbers else nullcontext(), self.recorder.bound.placed():
                 output = call()
-            self._check(structure, grad)
+            self._check(structure, grad, process)
             self.asked.check(frozen=self._randomness == "freeze")
             drawn = self._draws.changed()
             if drawn:
@@ -100,6 +102,7 @@ class Watch:
             self.left = Left(self.roots, self._snapshot.changes(), self.numbers)
             return output
         finally:
+            process.rewind()
             structure.rewind()
             self._rewind()
 
@@ -172,7 +175,7 @@ class Watch:
         if self._settings[".default_dtype"] != torch.get_default_dtype():
             torch.set_default_dtype(self._settings[".default_dtype"])
 
-    def _check(self, structure: Structure, grad: bool) -> None:
+    def _check(self, structure: Structure, grad: bool, process: ProcessSettings) -> None:
         """Raise TraceError for what forward does to modules, torch's settings and iterators."""
         name = type(self.roots.model).__name__
         for path, kind in structure.changes():
@@ -189,13 +192,10 @@ class Watch:
                 f"the forward of {name} leaves gradients switched {'off' if grad else 'on'}; use "
                 "`with torch.no_grad():` around what needs it instead of torch.set_grad_enabled"
             )
-        for step, read in SETTINGS.items():
-            if (now := read()) != self._settings[step]:
-                raise TraceError(
-                    f"the forward of {name} changes torch's {step[1:]} from {self._settings[step]} to "
-                    f"{now}; set it "
-                    "before the model is called"
-                )
+        for what, before, now in process.changes():
+            raise TraceError(
+                f"the forward of {name} changes {what} from {before} to {now}; set it before the model is called"
+            )
         for (root, path), tensor in self.recorder.aliases.items():
             raise TraceError(
                 f"forward reads {where(self.roots, root, path)}, which is {tensor} under another name; a plan "
