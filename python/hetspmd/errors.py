@@ -36,6 +36,7 @@ __all__ = [
     "ProofError",
     "RandomOpError",
     "RankFailedError",
+    "RetraceWarning",
     "RuleError",
     "SearchError",
     "ShardError",
@@ -79,6 +80,10 @@ class MissingRuleError(RuleError):
 
 class MissingRuleWarning(UserWarning):
     """An op has no rule and runs replicated on every device."""
+
+
+class RetraceWarning(UserWarning):
+    """Every step is traced anew, since Python draws random numbers in it."""
 
 
 class PlanPerValueWarning(UserWarning):

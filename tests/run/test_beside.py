@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hetspmd
-from hetspmd.errors import HetspmdError, OptionError, PlanMismatchError, TraceError
+from hetspmd.errors import HetspmdError, OptionError, PlanMismatchError, RetraceWarning, TraceError
 from hetspmd.run.module import HAP
 from hetspmd.run.simulate import run_ranks
 
@@ -283,7 +283,11 @@ def test_draws_are_refused_or_traced_each_step(name: str) -> None:
     with pytest.raises(TraceError, match=r"draws from .* at .*test_beside\.py:\d+: .*, in module Beside"):
         train(lambda: Beside(forward, **members), steps=1)
     random.setstate(before)
-    equal(lambda: Beside(forward, **members), steps=6, plans=2, host_randomness="trace_each_step")
+    with pytest.warns(
+        RetraceWarning, match=r"draws .* at .*test_beside\.py:\d+.* traces every step anew"
+    ) as found:
+        equal(lambda: Beside(forward, **members), steps=6, plans=2, host_randomness="trace_each_step")
+    assert len(found) == 1
 
 
 def test_an_outcome_may_stay() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from equal import assert_equal_to_one_device
+from small_plans import cluster
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+import hetspmd
 from hetspmd.errors import CheckpointWarning, TraceError
+from hetspmd.trace.trace import trace
 from nets import traced
 
 WIDE = torch.float64
@@ -111,3 +115,51 @@ def test_torchs_own_functions_are_put_back() -> None:
     with pytest.warns(CheckpointWarning):
         traced(lambda m, x: m.model(x), torch.randn(16, 12, dtype=WIDE), model=Model(CASES["reentrant"]))
     assert of_torch.CheckpointFunction is before
+
+
+def _counts(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.calls += 1
+    return torch.tanh(m.layers(h))
+
+
+def _counts_in_a_dict(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.table["calls"] += 1
+    return torch.tanh(m.layers(h))
+
+
+def _collects(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.rows.append(len(h))
+    return torch.tanh(m.layers(h))
+
+
+@pytest.mark.parametrize("region", [_counts, _counts_in_a_dict, _collects])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_region_that_counts_is_refused(region: Any, reentrant: bool) -> None:
+    model = Model(
+        lambda m, x: m.b(checkpoint(partial(region, m), m.a(x), use_reentrant=reentrant)).square().mean()
+    )
+    model.calls, model.table, model.rows = 0, {"calls": 0}, []
+    message = r"torch\.utils\.checkpoint at .*test_checkpoints\.py.* changes (calls|table|rows)"
+    with pytest.raises(TraceError, match=message):
+        hetspmd.compile(model, (torch.randn(16, 12, dtype=WIDE),), cluster(4, 2, 1, 1))
+
+
+def _keeps(m: Any, h: torch.Tensor) -> torch.Tensor:
+    if m.scale is None:
+        m.scale = torch.full((), 2.0, dtype=WIDE)
+    m.width, m.ready = h.shape[1], True
+    return torch.tanh(m.layers(h)) * m.scale
+
+
+@pytest.mark.filterwarnings("ignore::hetspmd.errors.CheckpointWarning")
+def test_a_region_may_keep_what_its_second_run_keeps_alike() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.calls += 1
+        loss = m.b(checkpoint(partial(_keeps, m), m.a(x), use_reentrant=False)).square().mean()
+        m.calls += 1
+        return loss  # type: ignore[no-any-return]
+
+    model = Model(forward)
+    model.calls, model.scale, model.width, model.ready = 0, None, 0, False
+    graph = trace(model, (torch.randn(16, 12, dtype=WIDE),), {})
+    assert {c.path: c.step for c in graph.host.counters} == {(".calls",): 2}

@@ -200,6 +200,7 @@ def test_steps_count_from_where_they_get_no_shorter(
     assert not list(left), "no step more"
 
 
+@pytest.mark.filterwarnings("ignore::hetspmd.errors.RetraceWarning")
 def test_a_model_that_draws_as_it_was_allowed() -> None:
     class Coin(nn.Module):
         def __init__(self) -> None:

@@ -7,13 +7,14 @@ everything that its trace read is as it was. The same plan may serve several.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from hetspmd.errors import OptionError, PlanMismatchError, TraceError
+from hetspmd.errors import OptionError, PlanMismatchError, RetraceWarning, TraceError
 from hetspmd.run.host import Guard
 from hetspmd.run.replan import Replanned, Replanner, differ
 from hetspmd.run.structure import StructureGuard
@@ -77,6 +78,7 @@ class HostSide:
         self._last = self._structure.number()
         self._told: set[str] | None = set() if setting.communicator.rank == 0 else None
         self.randomness = setting.options.get("host_randomness", "refuse")
+        self._warned = False
 
     def structure(self) -> int:
         """The number of the model's present structure."""
@@ -95,9 +97,24 @@ class HostSide:
                 'host_randomness="trace_each_step" or host_randomness="freeze" here, too'
             )
         rediscover(self._roots)
+        self._warn_of_draws(graph.host.draws)
         once = bool(graph.host.draws) and self.randomness == "trace_each_step"
         of = graph, self._roots, self._setting.device, own_outputs
         return Guard(*of, once=once, given=given, told=self._told)
+
+    def _warn_of_draws(self, draws: str) -> None:
+        """Say once, on the first rank, what it costs that every step is traced anew."""
+        if self._warned or not draws or self.randomness != "trace_each_step":
+            return
+        self._warned = True
+        if self._setting.communicator.rank == 0:
+            warnings.warn(
+                f'the forward draws random numbers in Python{draws}, and host_randomness="trace_each_step" traces '
+                "every step anew, which takes as long as the first trace; an outcome that was not met before is "
+                "compiled, too. Draw with torch, as part of the graph, or before the call and pass it in the batch",
+                RetraceWarning,
+                stacklevel=2,
+            )
 
     def moved(self, served: Served, structure: int) -> Served:
         """The states of another model's plan, as those of this model, which is a copy of that one in its

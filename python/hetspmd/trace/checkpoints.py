@@ -2,7 +2,8 @@
 
 A plan keeps activations, so a region is traced as the plain call that it is. What the second run does besides
 computing activations has to be kept: it updates running statistics once more. It is traced after the forward, the
-last region first, as the backward does it. A region that changes buffers and draws random numbers is refused, since
+last region first, as the backward does it. How far that run gets depends on what autograd saves, so a number that a
+region counts on in Python is refused. A region that changes buffers and draws random numbers is refused, since
 its second run would draw others. With ``use_reentrant=True`` a region of which no argument requires a gradient
 gives none, in the plan as in eager PyTorch.
 """
@@ -19,15 +20,20 @@ from torch import nn
 from hetspmd.errors import TraceError
 from hetspmd.trace.compat import TorchDispatchMode, checkpoints_replaced
 from hetspmd.trace.frames import here
+from hetspmd.trace.host.places import text
+from hetspmd.trace.host.recorder import Place
 
 __all__ = ["Checkpoints"]
 
 
 class Checkpoints:
-    """The regions of a step. ``count`` of them recompute something in eager PyTorch; ``line`` is the first's."""
+    """The regions of a step. ``count`` of them recompute something in eager PyTorch; ``line`` is the first's.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    ``counted`` tells the numbers that forward has changed so far, by their places.
+    """
+
+    def __init__(self, model: nn.Module, counted: Callable[[], Mapping[Place, object]] = dict) -> None:
+        self._model, self._counted = model, counted
         self.count = 0
         self.line = ""
         self._again: list[Callable[[], Any]] = []
@@ -52,9 +58,15 @@ class Checkpoints:
             return lambda: None
         self.line = self.line or here(self._model)
         self.count += 1
-        before = self._buffers()
+        before, numbers = self._buffers(), dict(self._counted())
 
         def end() -> None:
+            for place, value in self._counted().items():
+                if numbers.get(place) != value:
+                    raise TraceError(
+                        f"the region of torch.utils.checkpoint at {here(self._model)} changes {text(*place)}, "
+                        "which the backward would change again when it recomputes the region; change it outside of it"
+                    )
             changed = [name for name, state in self._buffers().items() if before.get(name) != state]
             if changed:
                 self._refuse_others(changed)

@@ -82,7 +82,7 @@ class Step(nn.Module):
         count = len(tensors) - len(self._watch.numbers)
         batch, numbers = tensors[:count], tensors[count:]
         with self._places.kept():
-            self.checkpoints = Checkpoints(self.model)
+            self.checkpoints = Checkpoints(self.model, self._watch.counted)
             with Assignments(self.model, batch) as assignments, named_writes(), self.checkpoints.plain():
                 output = self._watch.run(partial(self._run, self.call_on(batch)), numbers)
             updates = self._places.updates(assignments.assigned)

@@ -5,7 +5,8 @@ plain      values as text: which are equal, and which can be put on another rank
 raw        what containers hold, whatever their classes do when asked
 steps      which item of a container is meant
 places     where a value lies: on a module, an object, a function's globals or its closure, in torch's own
-settings snapshot   what was there before, and putting it back
+process    settings of torch that forward must not change
+snapshot   what was there before, and putting it back
 code       which globals and closure variables a function reads
 callables  which functions a model's attributes hold
 members    attributes of objects, slots among them

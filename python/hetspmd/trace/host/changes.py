@@ -138,6 +138,19 @@ class Left:
             yield Change(change.root, (*change.path, ALL), before, elements(after))
 
 
+def numbers_of(change: Change) -> list[object]:
+    """The numbers of a value that has changed, or of a container's items, if they were numbers before, too."""
+    if not change.inside:
+        return [change.after] if _is_number(change.before) and _is_number(change.after) else []
+    after = change.after
+    held = [v for _, v in pairs(after)] if isinstance(after, dict) else elements(after)
+    return [value for value in held if _is_number(value)]
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
 def _of_torch(change: Change, derived: set[tuple[Path, str]]) -> bool:
     """Whether a module's attribute is torch's own, or one that torch's own hooks compute anew in every
     step."""

@@ -41,11 +41,7 @@ _UNKNOWN: Final = object()
 def _read(read: Callable[[], Any]) -> Any:
     try:
         return read()
-    except (
-        RuntimeError,
-        AttributeError,
-        AssertionError,
-    ):  # set in two ways, or of a backend that is not there
+    except (RuntimeError, AttributeError, AssertionError):  # set in two ways, or of no backend here
         return _UNKNOWN
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hetspmd.errors import OptionError, TraceError
-from hetspmd.trace.host.changes import Left, owner_of, where
+from hetspmd.trace.host.changes import Left, numbers_of, owner_of, where
 from hetspmd.trace.host.clocks import Asked
 from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.facts import Read
@@ -120,6 +120,16 @@ class Watch:
         finally:
             structure.rewind()
             self._rewind()
+
+    def counted(self) -> dict[Place, object]:
+        """The numbers that the present run has read and changed so far, by their places."""
+        found: dict[Place, object] = {}
+        for change in self._snapshot.changes():
+            if change.inside or (change.root, change.path) in self.recorder.reads:
+                numbers = numbers_of(change)
+                if numbers:
+                    found[change.root, change.path] = numbers
+        return found
 
     def number_tensors(self) -> list[torch.Tensor]:
         """A tensor for each number, as wide as a Python number is."""
