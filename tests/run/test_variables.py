@@ -13,7 +13,6 @@ import torch
 from small_plans import cluster
 from torch import nn
 
-from hetspmd.errors import TraceError
 from hetspmd.run.module import HAP
 from hetspmd.trace.trace import trace
 
@@ -176,7 +175,7 @@ def test_an_attribute_of_a_class_that_only_forward_makes() -> None:
     del Leaves.last
 
 
-def test_a_class_that_only_forward_makes_known_is_refused() -> None:
+def test_a_class_in_lists_is_found_by_every_rank() -> None:
     def hidden() -> Any:
         class Kept:
             count = 0
@@ -194,5 +193,6 @@ def test_a_class_that_only_forward_makes_known_is_refused() -> None:
             return self.loss(x)
 
     model = Net()
-    with pytest.raises(TraceError, match=r"changes .*Kept\.count at .*can be imported"):
-        trace(model, (X,), {})
+    graph = trace(model, (X,), {})
+    assert [place.path for place in (*graph.host.writes, *graph.host.counters)] == [(".count",)]
+    assert model.inside[0][0].count == 0

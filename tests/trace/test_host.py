@@ -18,8 +18,9 @@ from hetspmd.errors import HetspmdError, TraceError
 from hetspmd.run.host import Guard
 from hetspmd.trace.compat import is_traced
 from hetspmd.trace.graph import Graph
-from hetspmd.trace.host.code import discover, is_installed
+from hetspmd.trace.host.discovery import discover
 from hetspmd.trace.host.equal import differ_in_numbers, digest
+from hetspmd.trace.host.foreign import is_installed
 from hetspmd.trace.host.places import Roots
 from hetspmd.trace.host.plain import fingerprint, from_text, to_text
 from hetspmd.trace.host.steps import key_of, step_to

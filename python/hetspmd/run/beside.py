@@ -18,7 +18,7 @@ from hetspmd.errors import OptionError, PlanMismatchError, RetraceWarning, Trace
 from hetspmd.run.host import Guard
 from hetspmd.run.replan import Replanned, Replanner, differ
 from hetspmd.run.structure import StructureGuard
-from hetspmd.trace.host.code import discover, rediscover
+from hetspmd.trace.host.discovery import discover, rediscover
 from hetspmd.trace.host.entropy import State, advance
 from hetspmd.trace.host.places import Roots
 from hetspmd.trace.host.recorder import Place

@@ -9,11 +9,9 @@ can change them in place; after it, what forward leaves behind is put where it l
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import is_
 from types import FunctionType
 from typing import Any
 
@@ -22,11 +20,12 @@ import torch
 from hetspmd.errors import PlanMismatchError
 from hetspmd.lower.constants import constant_value
 from hetspmd.run.kept_rows import KeptRows
+from hetspmd.run.still import comparison, stays
 from hetspmd.trace.graph import Graph
-from hetspmd.trace.host.code import rediscover
+from hetspmd.trace.host.discovery import rediscover
 from hetspmd.trace.host.facts import Counter, Host, Read, Write
 from hetspmd.trace.host.places import NOTHING, Roots, Variables, item, own, put, text
-from hetspmd.trace.host.plain import MISSING, fingerprint, from_text, is_scalar, same_function
+from hetspmd.trace.host.plain import MISSING, fingerprint, from_text, same_function
 
 __all__ = ["Guard"]
 
@@ -182,40 +181,15 @@ class Guard:
             if isinstance(value, FunctionType):
                 self._functions[read] = value
             attributes = getattr(holder, "__dict__", None)
-            stays = _stays(value)
-            if stays and isinstance(attributes, dict) and attributes.get(step[1:], NOTHING) is value:
+            unchanging = stays(value)
+            if unchanging and isinstance(attributes, dict) and attributes.get(step[1:], NOTHING) is value:
                 self._same.append((attributes, step[1:], value))
             else:
-                self._equal.append((_reader(holder, step), _comparison(value, read.value)))
+                self._equal.append((_reader(holder, step), comparison(value, read.value)))
         self._bound = True
-
-
-def _stays(value: object) -> bool:
-    """Whether nothing that counts of a value can change while it is the same object."""
-    if isinstance(value, tuple):
-        return all(map(_stays, value))
-    return is_scalar(value) or not (
-        isinstance(value, (torch.Tensor, list, dict, set, frozenset, deque))
-        or (hasattr(value, "dtype") and hasattr(value, "tobytes"))
-    )
 
 
 def _reader(holder: Any, step: str) -> Callable[[], Any]:
     if step.startswith(".") and not isinstance(holder, Variables):
         return partial(getattr, holder, step[1:], NOTHING)
     return partial(item, holder, step)
-
-
-def _comparison(value: Any, text: str) -> Callable[[Any], bool]:
-    """Whether another value is as this one, whose fingerprint is ``text``."""
-    if isinstance(value, torch.Tensor):
-        version = value._version
-        return lambda now: now is value and value._version == version
-    if isinstance(value, FunctionType):
-        return lambda now: now is value
-    if value is NOTHING or is_scalar(value) or callable(value):
-        return lambda now: now is value or (now is not NOTHING and fingerprint(now) == text)
-    if type(value) is list and all(map(is_scalar, value)):
-        items = list(value)
-        return lambda now: now is value and len(now) == len(items) and all(map(is_, now, items))
-    return lambda now: now is not NOTHING and fingerprint(now) == text

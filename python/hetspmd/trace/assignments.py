@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from hetspmd.errors import TraceError
 from hetspmd.trace.compat import assign_data, is_traced, memory_of
 from hetspmd.trace.frames import frame_line, here, line_of
-from hetspmd.trace.host.code import is_foreign
+from hetspmd.trace.host.foreign import is_foreign
 from hetspmd.trace.host.seeds import refuse_generator
 
 __all__ = ["Assignments", "named_writes"]

@@ -49,7 +49,7 @@ def _is_compiling() -> bool:
 
 
 def _is_library(name: object) -> bool:
-    from hetspmd.trace.host.code import is_foreign, is_installed
+    from hetspmd.trace.host.foreign import is_foreign, is_installed
 
     module = sys.modules.get(str(name))
     return name != "__main__" and (is_foreign(name) or (module is not None and is_installed(module)))

@@ -7,8 +7,13 @@ steps      which item of a container is meant
 places     where a value lies: on a module, an object, a function's globals or its closure, in torch's own
 process    settings of torch that forward must not change
 snapshot   what was there before, and putting it back
+foreign    whose code a module is
+names      what a function's code names
+classes    the classes that a model's code meets
+discovery  all functions and classes of a model, before anything runs
+content    what an object holds that nothing follows
+kinds      functions and what they are bound to, iterators
 code       which globals and closure variables a function reads
-callables  which functions a model's attributes hold
 members    attributes of objects, slots among them
 in_place   objects whose content is changed in place
 recorder   which attributes are read while a step is traced

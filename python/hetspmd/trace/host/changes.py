@@ -16,8 +16,8 @@ from torch import nn
 
 from hetspmd.errors import TraceError
 from hetspmd.trace.compat import is_class_of_trace
-from hetspmd.trace.host.code import is_installed
 from hetspmd.trace.host.facts import Write
+from hetspmd.trace.host.foreign import is_installed
 from hetspmd.trace.host.places import NOTHING, Path, Roots, text
 from hetspmd.trace.host.plain import (
     NoTemplateError,

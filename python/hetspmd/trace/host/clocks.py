@@ -24,7 +24,7 @@ from typing import Any, Final, Literal
 
 from hetspmd.errors import ClockWarning, TraceError
 from hetspmd.trace.frames import frame_line
-from hetspmd.trace.host.code import is_foreign
+from hetspmd.trace.host.foreign import is_foreign
 from hetspmd.trace.host.imported import put_right
 
 __all__ = ["SOURCES", "Asked", "Source", "note"]

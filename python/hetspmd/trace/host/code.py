@@ -7,60 +7,22 @@ library's. An attribute of a class, a module or an object counts if the code has
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import distributions
-from pathlib import Path as File
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from hetspmd.trace.host.callables import Callables
+from hetspmd.trace.host.classes import Classes, Met
+from hetspmd.trace.host.content import own_attributes
+from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
+from hetspmd.trace.host.names import constants_in, globals_in, names_in
 from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content
 from hetspmd.trace.host.plain import is_scalar
 from hetspmd.trace.host.stand_ins import MOMENTS, is_calendar, original
 from hetspmd.trace.host.steps import step_to
 
-_FOREIGN = frozenset(sys.stdlib_module_names - {"__main__", "argparse", "types"}) | {
-    "torch",
-    "hetspmd",
-    "numpy",
-}
-
-
-def is_foreign(module: object) -> bool:
-    """Whether a module of this name is torch's, the standard library's or our own: no part of a user's
-    model."""
-    return not isinstance(module, str) or module.partition(".")[0] in _FOREIGN
-
-
-@functools.cache
-def is_installed(module: ModuleType) -> bool:
-    """Whether a module belongs to an installed package, whose registries are no part of a model."""
-    file = getattr(module, "__file__", None) or ""
-    above = File(file).parents
-    if any(folder.name in ("site-packages", "dist-packages") for folder in above):
-        return True
-    depth = module.__name__.count(".") + (File(file).stem == "__init__")
-    return depth < len(above) and module.__name__.partition(".")[0] in _installed_in(above[depth])
-
-
-@functools.cache
-def _installed_in(folder: File) -> frozenset[str]:
-    """Packages that ``pip install --target`` has put into a folder, where a user's own modules may lie too.
-
-    What was put there has a RECORD. A user's sources that ``pip install -e .`` has linked have none; only a
-    ``*.egg-info`` with their names may lie beside them.
-    """
-    put_there = (d for d in distributions(path=[str(folder)]) if d.read_text("RECORD"))
-    files = (file.parts for d in put_there for file in d.files or ())
-    return frozenset(parts[0].removesuffix(".py") for parts in files)
-
-
-@functools.cache
-def names_in(code: CodeType) -> frozenset[str]:
-    """Names of variables and attributes in a function's code, and in functions inside it."""
-    inner = (names_in(c) for c in code.co_consts if isinstance(c, CodeType))
-    return frozenset(code.co_names).union(*inner)
+__all__ = ["Reader", "is_foreign", "is_installed", "names_of_methods"]
 
 
 def names_of_methods(kind: type) -> frozenset[str]:
@@ -78,6 +40,7 @@ class Reader:
 
     The holder is a cell, a module, a class, or the function itself for its defaults and attributes. Classes and
     modules count where they are of dates and the code asks what day it is. ``visited`` is told every function.
+    ``everything``: all members of classes count.
     """
 
     def __init__(
@@ -85,9 +48,15 @@ class Reader:
         roots: Roots,
         found: Callable[[str, Path, Any, Any], None],
         visited: Callable[[FunctionType], None] = lambda _: None,
+        *,
+        everything: bool = False,
     ) -> None:
         self._roots, self._found, self._visited = roots, found, visited
         self._seen: set[int] = set()
+        self._told: set[tuple[str, str]] = set()
+        self._classes = Classes(roots)
+        self._names: set[str] = set()
+        self._everything, self._settling, self._settled = everything, False, -1
 
     def visit(self, value: Any) -> None:
         """Look at a function, a method, or what wraps one."""
@@ -95,7 +64,7 @@ class Reader:
         if isinstance(value, functools.partial):
             self.visit(value.func)
             return
-        wrapped = getattr(value, "__wrapped__", None)
+        wrapped = own_attributes(value).get("__wrapped__")
         if wrapped is not None and wrapped is not value:
             self.visit(wrapped)
         if not isinstance(value, FunctionType) or id(value) in self._seen:
@@ -107,16 +76,33 @@ class Reader:
         if is_foreign(home):
             return
         self._visited(value)
-        names = names_in(value.__code__)
-        root, module = self._roots.know_variables(value.__globals__)
-        for name in sorted(names):
-            if name in value.__globals__:
-                self._variable(root, name, value.__globals__[name], module, names)
-        root = self._roots.know(value)
-        for name, cell in closure(value).items():
+        self._look_at(value, str(home))
+        self._settle()
+
+    def meet(self, kind: type, root: str, path: Path, *, made: bool = False) -> None:
+        """Look at a class of the user's that lies at a place; ``made``: the code may make objects of it."""
+        if self._classes.meet(kind, root, path, made=made):
+            self._settle(new=True)
+
+    def _look_at(self, function: FunctionType, home: str) -> None:
+        names = names_in(function.__code__)
+        root, module = self._roots.know_variables(function.__globals__)
+        for name in sorted(globals_in(function.__code__)):
+            if name in function.__globals__:
+                self._variable(root, name, function.__globals__[name], module, names)
+            elif (imported := _imported(name, home)) is not None:
+                self._variable(root, name, imported, module, names)
+        root = self._roots.know(function)
+        for name, cell in closure(function).items():
             self._variable(root, name, content(cell), cell, names)
-        for path, found in _of_its_own(value, names):
-            self._found(root.replace("closure", "function", 1), path, found, value)
+        for path, found in _of_its_own(function, names):
+            self._found(root.replace("closure", "function", 1), path, found, function)
+        if is_own(home):
+            self._names |= names
+            if names & _ENVIRONMENT:
+                for key in sorted(constants_in(function.__code__) - _OF_A_RANK):
+                    place = "globals os", (".environ", step_to(key))
+                    self._found(*place, os.environ.get(key, NOTHING), os.environ)
 
     def _variable(self, root: str, name: str, value: Any, holder: Any, names: frozenset[str]) -> None:
         """A variable; of a module or a class what the code names of it."""
@@ -125,25 +111,86 @@ class Reader:
             self._found(root, (f".{name}",), value, holder)
         elif isinstance(value, ModuleType):
             if not is_foreign(value.__name__):
-                for inner in sorted(names & vars(value).keys()):
-                    self._tell(f"globals {value.__name__}", inner, vars(value)[inner], value)
+                self._inner(f"globals {value.__name__}", value, names)
         elif isinstance(value, type):
-            if not is_foreign(value.__module__):
-                of = self._roots.know_class(value)
-                for inner in sorted(names & vars(value).keys()):
-                    self._tell(of, inner, vars(value)[inner], value)
+            if is_own(value.__module__):
+                self._found(root, (f".{name}",), value, holder)
+                self.meet(value, root, (f".{name}",), made=True)
+            elif not is_foreign(value.__module__):
+                self._inner(self._roots.know_class(value), value, names)
         else:
-            self._tell(root, name, value, holder)
+            self._tell(root, (f".{name}",), value, holder)
 
-    def _tell(self, root: str, name: str, value: Any, holder: Any) -> None:
+    def _inner(self, root: str, holder: Any, names: frozenset[str]) -> None:
+        """What the code names of a module, or of a class of an installed package."""
+        for name in sorted(names & vars(holder).keys()):
+            value = vars(holder)[name]
+            if isinstance(value, (ModuleType, type)) and isinstance(holder, ModuleType):
+                if (root, name) not in self._told:
+                    self._told.add((root, name))
+                    self._variable(root, name, value, holder, names)
+            else:
+                self._tell(root, (f".{name}",), value, holder)
+
+    def _tell(self, root: str, path: Path, value: Any, holder: Any) -> None:
         value = original(
             value.__get__(None, holder) if isinstance(value, (staticmethod, classmethod)) else value
         )
         if value is NOTHING or isinstance(value, (ModuleType, type, property)):
             return
-        self._found(root, (f".{name}",), value, holder)
+        self._found(root, path, value, holder)
         if callable(value):
             self.visit(value)
+
+    def _settle(self, *, new: bool = False) -> None:
+        """Look at members of classes until none counts that has not been looked at."""
+        if self._settling:
+            return
+        self._settling, known = True, -1 if new else self._settled
+        try:
+            while known != (known := self._extent()):
+                for met in self._classes:
+                    for name, value in met.due(None if self._everything else self._names):
+                        self._member(met, name, value)
+        finally:
+            self._settling, self._settled = False, known
+
+    def _extent(self) -> int:
+        """A number that is another one whenever there is anything new to look at."""
+        return len(self._names) + sum(1 + met.made for met in self._classes)
+
+    def _member(self, met: Met, name: str, value: Any) -> None:
+        """A member of a class counts."""
+        place = (*met.path, f".{name}")
+        if isinstance(value, property):
+            for function in (value.fget, value.fset):
+                self.visit(function)
+        elif isinstance(
+            value, (functools.cached_property, functools.partialmethod, functools.singledispatchmethod)
+        ):
+            self.visit(value.func)
+        elif name.startswith("__") and name.endswith("__"):
+            self.visit(value.__func__ if isinstance(value, (staticmethod, classmethod)) else value)
+        elif isinstance(value, type):
+            self._found(met.root, place, value, met.kind)
+            self.meet(value, met.root, place, made=True)
+        elif hasattr(type(value), "__get__") and is_own(type(value).__module__):
+            self._found(met.root, (*met.path, ".__dict__", step_to(name)), value, value)
+        elif not hasattr(type(value), "__get__") or isinstance(
+            value, (FunctionType, staticmethod, classmethod)
+        ):
+            self._tell(met.root, place, value, met.kind)
+
+
+_ENVIRONMENT = frozenset({"environ", "getenv"})
+_OF_A_RANK = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "CUDA_VISIBLE_DEVICES"})
+"""Variables of the environment that differ between ranks as they should."""
+
+
+def _imported(name: str, home: str) -> ModuleType | None:
+    """A module that a function of the module ``home`` imports by this name, if it has been imported before."""
+    package = home.rpartition(".")[0]
+    return sys.modules.get(name) or (sys.modules.get(f"{package}.{name}") if package else None)
 
 
 def _of_its_own(function: FunctionType, names: frozenset[str]) -> Iterator[tuple[Path, Any]]:
@@ -164,28 +211,3 @@ def _may_change(default: object) -> bool:
     if isinstance(default, BuiltinFunctionType) and isinstance(default.__self__, (ModuleType, type(None))):
         return False
     return not is_scalar(default) and not isinstance(default, (ModuleType, type))
-
-
-def discover(roots: Roots) -> None:
-    """Let ``roots`` know the functions of a model, in an order that is the same on every rank."""
-    reader = Reader(roots, lambda *_: None)
-    kinds: dict[type, None] = {}
-    for module in roots.model.modules():
-        kinds.update(dict.fromkeys(type(module).__mro__))
-    for kind in kinds:
-        if not is_foreign(kind.__module__):
-            roots.know_class(kind)
-            for value in list(vars(kind).values()):
-                reader.visit(value.fget if isinstance(value, property) else value)
-    reader.visit(roots.loss)
-    callables = Callables(is_foreign)
-    for module in roots.model.modules():
-        for value in callables.of(module):
-            reader.visit(value)
-    roots.all_known()
-
-
-def rediscover(roots: Roots) -> None:
-    """Let ``roots`` know the functions that a model has now, by the names that a trace gives them."""
-    roots.forget()
-    discover(roots)

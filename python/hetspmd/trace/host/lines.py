@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from hetspmd.trace.frames import code_at
-from hetspmd.trace.host.code import is_foreign
 from hetspmd.trace.host.entropy import Draws
+from hetspmd.trace.host.foreign import is_foreign
 
 
 def drawing_line(draws: Draws, model: nn.Module, call: Callable[[], Any]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, MutableMapping
 from types import MemberDescriptorType
 from typing import Any
 
-__all__ = ["Members", "is_slot", "members"]
+__all__ = ["Members", "is_slot", "members", "slots_of"]
 
 
 class Members(MutableMapping[str, Any]):
@@ -14,7 +14,7 @@ class Members(MutableMapping[str, Any]):
 
     def __init__(self, of: Any) -> None:
         self.of = of
-        self._slots = _slots(type(of))
+        self._slots = slots_of(type(of))
         self._rest: dict[str, Any] = getattr(of, "__dict__", {})
 
     def __getitem__(self, name: str) -> Any:
@@ -51,17 +51,17 @@ class Members(MutableMapping[str, Any]):
 def members(value: object) -> MutableMapping[str, Any] | None:
     """The attributes of an object, None if it can have none: its ``__dict__`` where it has no slots."""
     attributes = getattr(value, "__dict__", None)
-    if _slots(type(value)):
+    if slots_of(type(value)):
         return Members(value)
     return attributes if isinstance(attributes, dict) else None
 
 
 def is_slot(holder: object, name: str) -> bool:
     """Whether an attribute of an object lies in one of its ``__slots__``."""
-    return name in _slots(type(holder))
+    return name in slots_of(type(holder))
 
 
-def _slots(kind: type) -> dict[str, MemberDescriptorType]:
+def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
     """The slots of a class, as Python made them: a name that begins with two underscores as it is found."""
     found: dict[str, MemberDescriptorType] = {}
     for base in kind.__mro__:

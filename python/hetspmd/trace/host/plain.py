@@ -14,8 +14,9 @@ import hashlib
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterable
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, Final
 
 import torch
@@ -23,6 +24,7 @@ from torch import nn
 
 from hetspmd.errors import PlanError
 from hetspmd.trace.compat import outside_modes
+from hetspmd.trace.host.content import basis, content, has_basis, is_followed_kind, own_attributes
 from hetspmd.trace.host.raw import elements, pairs
 
 MISSING: Final = "missing"
@@ -31,9 +33,9 @@ MISSING: Final = "missing"
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
-_LONGEST, _DEEPEST = 160, 6
-_SAMPLED = 1 << 20
-"""Bytes of an array of more than this are sampled."""
+_LONGEST = 160
+_TOLD = (int, str, bool, float, type(None), tuple, enum.Enum, *_TORCH)
+"""Keys of a dict to whose values steps lead (:mod:`hetspmd.trace.host.steps`)."""
 
 
 def type_name(kind: type) -> str:
@@ -44,7 +46,12 @@ def type_name(kind: type) -> str:
 def is_scalar(value: object) -> bool:
     """Whether a value is a number, string, None, enum, dtype or the like, which nothing can change in
     place."""
-    return type(value) in _SCALARS or isinstance(value, (*_TORCH, enum.Enum))
+    return type(value) in _SCALARS or isinstance(value, (*_TORCH, enum.Enum)) or _is_derived(value)
+
+
+def _is_derived(value: object) -> bool:
+    """Whether a value is of a class that a user has derived from that of a number or a string."""
+    return isinstance(value, _SCALARS[:-1]) and not hasattr(type(value), "tobytes")
 
 
 def is_container(value: object) -> bool:
@@ -72,16 +79,44 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [t for inner in parts for t in tensors_in(inner)]
 
 
-def fingerprint(value: object) -> str:
-    """The value's text. Modules and objects with attributes have only their type's: what is read of them
-    counts."""
-    text = _text(value, 0)
+def fingerprint(value: object, opaque: list[str] | None = None) -> str:
+    """The value's text. Modules and objects that are followed have only their type's: what is read of them
+    counts. ``opaque`` is filled with the classes of objects in it of which nothing can be told."""
+    text = _text(value, _Walk(opaque))
     if len(text) <= _LONGEST:
         return text
     return f"{text[: _LONGEST // 2]}... #{hashlib.sha1(text.encode(errors='replace')).hexdigest()[:16]}"
 
 
-def _text(value: object, depth: int) -> str:
+class _Walk:
+    """One walk through a value: ``within`` are the objects on the way; ``whole``: what no step leads to, so that
+    nothing follows it."""
+
+    def __init__(self, opaque: list[str] | None) -> None:
+        self.opaque: list[str] = [] if opaque is None else opaque
+        self.within: list[int] = []
+        self.whole = False
+
+    def into(self, value: object, part: Callable[[], str]) -> str:
+        """The text of a part of a value, "..." if that is on the way already."""
+        if id(value) in self.within:
+            return "..."
+        self.within.append(id(value))
+        try:
+            return part()
+        finally:
+            self.within.pop()
+
+    def wholly(self, part: Callable[[], str]) -> str:
+        """The text of a part with all that it holds."""
+        before, self.whole = self.whole, True
+        try:
+            return part()
+        finally:
+            self.whole = before
+
+
+def _text(value: object, walk: _Walk) -> str:
     kind = type(value)
     if kind in _SCALARS:
         return f"{value!r}"
@@ -94,32 +129,62 @@ def _text(value: object, depth: int) -> str:
     if isinstance(value, nn.Module):
         return f"module {type_name(kind)}"
     if isinstance(value, _CONTAINERS):
-        return "..." if depth >= _DEEPEST else _container(value, depth)
+        return walk.into(value, lambda: _container(value, walk))
+    if _is_derived(value):
+        return f"{type_name(kind)} {_of_base(value)}"
     if isinstance(value, type):
         return f"class {type_name(value)}"
     if isinstance(value, ModuleType):
         return f"module {value.__name__}"
-    if callable(value) and (function := _callable(value, depth)):
+    if callable(value) and (function := _callable(value, walk)):
         return function
-    if hasattr(value, "dtype") and hasattr(value, "tobytes"):
-        return _array(value)
+    if hasattr(kind, "dtype") and hasattr(kind, "tobytes"):
+        return _array(value, walk)
     if isinstance(value, (slice, range)):
         return repr(value)
-    return f"object {type_name(kind)}"
+    return walk.into(value, lambda: _object(value, walk))
 
 
-def _container(value: Any, depth: int) -> str:
+def _object(value: object, walk: _Walk) -> str:
+    """An object whose attributes are followed, or all that it holds."""
+    kind = type(value)
+    if not walk.whole and is_followed_kind(kind):
+        held = basis(value, lambda part: _text(part, walk)) if has_basis(kind) else ""
+    else:
+        held = walk.wholly(lambda: _told(value, walk))
+    return f"object {type_name(kind)} {held or ''}".rstrip()
+
+
+def _told(value: object, walk: _Walk) -> str:
+    found = content(value, lambda part: _text(part, walk))
+    if found is None:
+        walk.opaque.append(type_name(type(value)))
+    return found or ""
+
+
+def _of_base(value: Any) -> str:
+    base: Any = next(base for base in _SCALARS if isinstance(value, base))
+    return str(base.__repr__(value))
+
+
+def _container(value: Any, walk: _Walk) -> str:
     kind = type(value)
     name = "" if kind in _CONTAINERS else type_name(kind)
     if isinstance(value, dict):
-        return (
-            f"{name}{{{', '.join(f'{_text(k, depth + 1)}: {_text(v, depth + 1)}' for k, v in pairs(value))}}}"
-        )
-    parts: Iterable[str] = (_text(v, depth + 1) for v in elements(value))
+        return f"{name}{{{', '.join(f'{_key(k, walk)}: {_item(k, v, walk)}' for k, v in pairs(value))}}}"
     if isinstance(value, (set, frozenset)):
-        return f"{name or kind.__name__}({', '.join(sorted(parts))})"
+        parts = sorted(walk.wholly(partial(_text, v, walk)) for v in elements(value))
+        return f"{name or kind.__name__}({', '.join(parts)})"
     opening, closing = "[]" if isinstance(value, list) else "()"
-    return f"{name}{opening}{', '.join(parts)}{closing}"
+    return f"{name}{opening}{', '.join(_text(v, walk) for v in elements(value))}{closing}"
+
+
+def _key(key: Any, walk: _Walk) -> str:
+    return _text(key, walk) if isinstance(key, _TOLD) else walk.wholly(lambda: _text(key, walk))
+
+
+def _item(key: Any, value: Any, walk: _Walk) -> str:
+    return _text(value, walk) if isinstance(key, _TOLD) else walk.wholly(lambda: _text(value, walk))
 
 
 def _tensor(value: torch.Tensor) -> str:
@@ -131,26 +196,31 @@ def _tensor(value: torch.Tensor) -> str:
         return f"{about} {zlib.crc32(raw.numpy().data)}" if raw.numel() else about
 
 
-def _array(value: Any) -> str:
-    flat = value.reshape(-1) if hasattr(value, "reshape") else value
-    if getattr(value, "nbytes", 0) > _SAMPLED:
-        flat = flat[:: max(1, value.nbytes // _SAMPLED)]
-    return f"array {value.dtype}{list(value.shape)} {zlib.crc32(flat.tobytes())}"
+def _array(value: Any, walk: _Walk) -> str:
+    about = f"array {value.dtype}{list(value.shape)}"
+    if getattr(value.dtype, "hasobject", False):
+        return f"{about} {walk.wholly(lambda: _text(value.tolist(), walk))}"
+    return f"{about} {zlib.crc32(value.tobytes())}"
 
 
-def _callable(value: Any, depth: int) -> str:
+def _callable(value: Any, walk: _Walk) -> str:
     if isinstance(value, MethodType):
         owner = value.__self__
         owner_name = f"class {type_name(owner)}" if isinstance(owner, type) else type_name(type(owner))
-        return f"method {_callable(value.__func__, depth)} of {owner_name}"
+        return f"method {_callable(value.__func__, walk)} of {owner_name}"
     if isinstance(value, functools.partial):
-        parts = (_text(part, depth + 1) for part in (value.func, value.args, value.keywords))
+        parts = (_text(part, walk) for part in (value.func, value.args, value.keywords))
         return f"partial {' '.join(parts)}"
     if isinstance(value, FunctionType):
         return f"function {value.__module__}.{value.__qualname__}"
-    if isinstance(value, BuiltinFunctionType) or hasattr(value, "__qualname__"):
+    if isinstance(value, (BuiltinFunctionType, MethodWrapperType)) or _is_named(value):
         return f"function {getattr(value, '__module__', '')}.{value.__qualname__}"
     return ""
+
+
+def _is_named(value: Any) -> bool:
+    """Whether a callable has a name of its own, as methods of C and what ``functools`` makes of a function."""
+    return "__qualname__" in vars(type(value)) or "__qualname__" in own_attributes(value)
 
 
 def same_function(one: FunctionType, other: object) -> bool:

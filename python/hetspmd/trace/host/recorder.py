@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from enum import Enum
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from hetspmd.trace.host.bound import Bound
-from hetspmd.trace.host.code import Reader, discover, is_foreign, is_installed, names_of_methods
+from hetspmd.trace.host.code import Reader, names_of_methods
+from hetspmd.trace.host.content import own_attributes
+from hetspmd.trace.host.discovery import discover
 from hetspmd.trace.host.entropy import Draws
+from hetspmd.trace.host.foreign import is_foreign, is_installed
 from hetspmd.trace.host.in_place import content_of
+from hetspmd.trace.host.kinds import bound_to, is_function, is_iterator
 from hetspmd.trace.host.members import members
 from hetspmd.trace.host.places import NOTHING, Namespace, Path, Roots, items
-from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_scalar
+from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_scalar, type_name
+from hetspmd.trace.host.raw import size
 from hetspmd.trace.host.snapshot import OF_TORCH, Snapshot
+from hetspmd.trace.host.stand_ins import is_calendar
+from hetspmd.trace.host.steps import ALL
 
 Place = tuple[str, Path]
 
@@ -37,7 +45,7 @@ _PATCHED: dict[type, tuple[int, Any]] = {}
 """Class to the number of recorders that need it changed, and its own ``__getattribute__`` (NOTHING:
 inherited)."""
 
-_DEEPEST: Final = 8
+_DEEPEST: Final = 40
 """Steps of a path to an object that is followed."""
 _LONGEST: Final = 10_000
 """Elements of a container that is looked into."""
@@ -50,8 +58,14 @@ class _Followed:
     of: Any
     root: str
     path: Path
+    live: MutableMapping[str, Any]
     before: dict[str, Any]
     seen: set[str] = field(default_factory=set)
+
+    @property
+    def own(self) -> set[str]:
+        """The attributes that are not torch's."""
+        return {name for name in self.before if name not in OF_TORCH or name == "training"}
 
 
 class Recorder:
@@ -64,6 +78,7 @@ class Recorder:
         self.values: dict[Place, Any] = {}
         self.iterators: dict[Place, str] = {}
         self.aliases: dict[Place, str] = {}
+        self.opaque: dict[Place, str] = {}
         self.placed: set[Place] = set()
         self.probes: dict[int, torch.Tensor] = {}
         self.touched = False
@@ -71,6 +86,7 @@ class Recorder:
         self._classes: list[type] = []
         self._roots = roots
         self._held: set[type] = set()
+        self._looking: set[int] = set()
         named = (*roots.model.named_parameters(), *roots.model.named_buffers())
         self._registered: dict[int, str] = {id(tensor): name for name, tensor in named}
         discover(roots)
@@ -118,18 +134,42 @@ class Recorder:
         if self.probes and id(value) in self.probes:
             self.touched = True
         followed = self._followed.get(id(of))
-        if followed is None or name in followed.seen or name in _UNWATCHED:
+        if followed is None or name in followed.seen:
             return
-        followed.seen.add(name)
-        if name.startswith("__"):
-            return
+        if name == "__dict__":
+            self._all(followed)
+        elif not name.startswith("__") and (name not in _UNWATCHED or name in followed.own):
+            followed.seen.add(name)
+            try:
+                self._read(followed, of, name, value)
+            except Exception:  # the next run of the model finds it again
+                followed.seen.discard(name)
+                raise
+
+    def _read(self, followed: _Followed, of: Any, name: str, value: Any) -> None:
         if name in followed.before:
-            if followed.before[name] is value:
+            if followed.live.get(name, NOTHING) is followed.before[name]:
                 self._found(followed.root, (*followed.path, f".{name}"), value)
         elif isinstance(value, MethodType) or type(value) is FunctionType:
             self._reader.visit(value)
         elif (home := _home_of_data(type(of), name)) is not None and self._snapshot.is_as_held(home, name):
             self._found(followed.root, (*followed.path, f".{name}"), value)
+
+    def _all(self, followed: _Followed) -> None:
+        """The attributes of an object were taken together, by the model's own code (``vars(self)``)."""
+        frame = sys._getframe(3)
+        if is_foreign(frame.f_globals.get("__name__")):
+            return
+        followed.seen.add("__dict__")
+        if not isinstance(followed.of, nn.Module):
+            keys = fingerprint((type_name(dict), *followed.before))
+            self._note((followed.root, (*followed.path, ".__dict__", ALL)), keys, NOTHING)
+        for name in sorted(followed.own - followed.seen):
+            followed.seen.add(name)
+            self._found(followed.root, (*followed.path, f".{name}"), followed.before[name])
+        for name in frame.f_code.co_consts:  # "name" in self.__dict__
+            if isinstance(name, str) and name.isidentifier() and name not in followed.before:
+                self._note((followed.root, (*followed.path, f".{name}")), MISSING, NOTHING)
 
     def missed(self, of: Any, name: str) -> None:
         """An attribute was asked for that is not there."""
@@ -154,6 +194,11 @@ class Recorder:
     def _variable(self, root: str, path: Path, value: Any, holder: Any) -> None:
         if isinstance(value, (ModuleType, type)):
             self.bound.look(root, path, value)
+            if isinstance(value, type) and not is_calendar(value):
+                self._note((root, path), fingerprint(value), value)
+            return
+        if value is NOTHING:
+            self._note((root, path), MISSING, NOTHING)
             return
         if isinstance(holder, (ModuleType, Namespace, type)):
             self._snapshot.variable(root, path, holder)
@@ -164,7 +209,7 @@ class Recorder:
                 if hasattr(value, "cache_clear"):
                     self._snapshot.cache(value)
                 return
-        elif not isinstance(holder, FunctionType):
+        elif isinstance(holder, CellType):
             self._snapshot.cell(root, path, holder)
         self._found(root, path, value)
 
@@ -180,35 +225,57 @@ class Recorder:
         self.bound.look(root, path, value)
         if is_scalar(value):
             self._note((root, path), fingerprint(value), value)
+            self._beside(root, path, value)
+        elif isinstance(value, type):
+            self._note((root, path), fingerprint(value), value)
+            self._hold_classes(value, all_names=True)
+            self._reader.meet(value, root, path, made=True)
         elif self._draws.watch(value, root, path):
             return
-        elif isinstance(value, (MethodType, FunctionType, BuiltinFunctionType)) or hasattr(
-            value, "__wrapped__"
-        ):
-            if path:
-                self._note((root, path), fingerprint(value), value)
-            if hasattr(value, "cache_clear"):
-                self._snapshot.cache(value)
-            self._reader.visit(value)
+        elif is_function(value):
+            self._function(root, path, value)
         elif is_container(value):
             self._note((root, path), fingerprint(value), value)
             self._snapshot.container(root, path, value)
             self._look_into(root, path, value)
+            self._beside(root, path, value)
         elif (content := content_of(value)) is not None:
             self._note((root, path), fingerprint(value), value)
             self._snapshot.content(root, path, value, content)
-        elif hasattr(value, "__next__") and not isinstance(value, type):
+        elif is_iterator(value):
             self.iterators[root, path] = type(value).__name__
         elif not (isinstance(value, nn.Module) and id(value) in self._followed):
             if path:
-                self._note((root, path), fingerprint(value), value)
-            if isinstance(value, type):
-                self._hold_classes(value, all_names=True)
+                self._object(root, path, value)
             self._follow(root, path, value)
 
+    def _function(self, root: str, path: Path, value: Any) -> None:
+        """What can be called was found: its code counts, and what it is bound to."""
+        if path:
+            self._note((root, path), fingerprint(value), value)
+        if hasattr(type(value), "cache_clear"):
+            self._snapshot.cache(value)
+        self._reader.visit(value)
+        for step, part in bound_to(value):
+            self._found(root, (*path, step), part)
+        self._follow(root, path, value)
+
+    def _beside(self, root: str, path: Path, value: Any) -> None:
+        """A container, number or string was found, which may have attributes as well."""
+        attributes = own_attributes(value)
+        if attributes and attributes is not value and not isinstance(value, Enum):
+            self._follow(root, path, value)
+
+    def _object(self, root: str, path: Path, value: Any) -> None:
+        opaque: list[str] = []
+        self._note((root, path), fingerprint(value, opaque), value)
+        if opaque:
+            self.opaque.setdefault((root, path), opaque[0])
+
     def _look_into(self, root: str, path: Path, container: Any) -> None:
-        if len(container) > _LONGEST or len(path) > _DEEPEST:
+        if size(container) > _LONGEST or len(path) > _DEEPEST or id(container) in self._looking:
             return
+        self._looking.add(id(container))
         for step, value in items(container):
             if is_container(value):
                 self._look_into(root, (*path, step), value)
@@ -216,11 +283,12 @@ class Recorder:
                 self.aliases[root, (*path, step)] = self._registered[id(value)]
             elif not is_scalar(value) and not isinstance(value, torch.Tensor):
                 self._found(root, (*path, step), value)
+        self._looking.discard(id(container))
 
     def _follow(self, root: str, path: Path, value: Any) -> None:
         """Record the attributes of an object, and hold them."""
         kind = type(value)
-        if id(value) in self._followed or len(path) > _DEEPEST + 8 or isinstance(value, (torch.Tensor, type)):
+        if id(value) in self._followed or len(path) > _DEEPEST or isinstance(value, (torch.Tensor, type)):
             return
         attributes = members(value)
         if attributes is None:
@@ -234,7 +302,8 @@ class Recorder:
                 return
         self._hold_classes(kind)
         before = self._snapshot.attributes(root, path, attributes)
-        self._followed[id(value)] = _Followed(value, root, path, before)
+        self._followed[id(value)] = _Followed(value, root, path, attributes, before)
+        self._reader.meet(kind, root, (*path, ".__class__"))
         if (isinstance(value, nn.Module) and root != "model") or not isinstance(value, nn.Module):
             self._tensors(root, path, value)
 

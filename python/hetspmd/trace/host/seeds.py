@@ -19,7 +19,7 @@ import torch
 
 from hetspmd.errors import TraceError
 from hetspmd.trace.frames import frame_line
-from hetspmd.trace.host.code import is_foreign
+from hetspmd.trace.host.foreign import is_foreign
 
 __all__ = ["refuse_generator", "seeds_refused"]
 

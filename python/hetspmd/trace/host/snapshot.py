@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch import nn
 
 from hetspmd.trace.compat import outside_modes
-from hetspmd.trace.host.code import is_installed
+from hetspmd.trace.host.foreign import is_installed
 from hetspmd.trace.host.in_place import Content
 from hetspmd.trace.host.members import Members, members
 from hetspmd.trace.host.places import NOTHING, Path, Variables, content

@@ -62,6 +62,7 @@ class Watch:
         ]
         self._settings = {step: read() for step, read in SETTINGS.items()}
         self.left: Left | None = None
+        self._behind: list[tuple[Place, Any]] = []
         self.draws = ""
         self.states: list[Any] = []
 
@@ -71,6 +72,8 @@ class Watch:
         try:
             with self.recorder.recording(), observers_refused(), self.asked.noted(), seeds_refused():
                 yield
+            for (root, path), value in self._behind:
+                put(self.roots.holder(root, path), path[-1], value)
             changed = next(self._snapshot.changes(), None)
             if changed is not None:
                 name = where(self.roots, changed.root, changed.path)
@@ -100,11 +103,14 @@ class Watch:
                 self._refuse_draws(drawn[0].name, call)
             self._take_back(numbers, originals)
             self.left = Left(self.roots, self._snapshot.changes(), self.numbers)
-            return output
         finally:
             process.rewind()
             structure.rewind()
             self._rewind()
+        self._behind = list(
+            zip(self.numbers, self._place(numbers), strict=True)
+        )  # the backward reads them, too
+        return output
 
     def rehearse(self, values: Mapping[Place, Any], call: Callable[[], Any]) -> tuple[Any, dict[Place, Any]]:
         """What ``call`` returns with ``values`` at these places, and what it leaves, by place."""
@@ -216,6 +222,13 @@ class Watch:
                 f"forward reads {where(self.roots, root, path)}, a {kind} that another step "
                 "continues; keep a list, "
                 "and a buffer that counts"
+            )
+
+        for (root, path), kind in self.recorder.opaque.items():
+            raise TraceError(
+                f"forward reads {where(self.roots, root, path)}, and a plan cannot tell when the {kind} in it "
+                "changes; keep what forward needs of it as a number, or as a tensor with register_buffer, on the "
+                "module"
             )
 
     def _refuse_draws(self, generator: str, call: Callable[[], Any]) -> None:

@@ -1,0 +1,126 @@
+"""Whether a value that a plan's trace has read is still what it was, as quickly as its kind allows.
+
+A comparison is made once, of the right value, and asked before each step. What nothing can change in place is
+compared by reference alone, everything else by its content: tensors and arrays with a copy or their sums, since
+``.data``, ``.numpy()`` and views of other libraries change them without a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from hetspmd.trace.host.content import has_basis, is_followed_kind
+from hetspmd.trace.host.places import NOTHING
+from hetspmd.trace.host.plain import fingerprint, is_container, is_scalar
+from hetspmd.trace.host.raw import elements, pairs, size
+
+__all__ = ["comparison", "stays"]
+
+Comparison = Callable[[Any], bool]
+
+_COPIED: Final = 1 << 20
+"""Bytes of a tensor or array up to which a copy is compared; of a larger one sums."""
+_ROW: Final = 1 << 12
+"""Bytes of a larger one of which there is one sum."""
+
+
+def stays(value: object) -> bool:
+    """Whether nothing that counts of a value can change while it is the same object. What is read of a module,
+    a function or an object that is followed is compared by itself."""
+    if type(value) is tuple:
+        return all(map(stays, value))
+    if is_scalar(value) or isinstance(value, (FunctionType, MethodType, type, ModuleType, nn.Module)):
+        return True
+    if isinstance(value, torch.Tensor) or is_container(value):
+        return False
+    return is_followed_kind(type(value)) and not has_basis(type(value))
+
+
+def comparison(value: Any, text: str) -> Comparison:
+    """Whether another value is as this one, whose fingerprint is ``text``.
+
+    An object that holds others must be the same one, since what is read of it is looked for there.
+    """
+    if isinstance(value, torch.Tensor):
+        return _tensor(value)
+    if value is NOTHING or is_scalar(value):
+        return lambda now: now is value or (now is not NOTHING and fingerprint(now) == text)
+    if isinstance(value, (MethodType, BuiltinFunctionType)):
+        return lambda now: now is value or (now == value and fingerprint(now) == text)
+    if stays(value):
+        return lambda now: now is value
+    if is_container(value):
+        return _container(value, text)
+    if hasattr(type(value), "dtype") and hasattr(type(value), "tobytes"):
+        return _array(value, text)
+    return lambda now: now is value and fingerprint(now) == text
+
+
+def _container(value: Any, text: str) -> Comparison:
+    """By the elements of lists and dicts of values that stay; by text of anything else."""
+    if isinstance(value, dict):
+        held = dict(pairs(value))
+        if all(map(stays, held.values())) and all(map(is_scalar, held)):
+            return lambda now: now is value and _same_items(now, held)
+    elif isinstance(value, (list, tuple)):
+        items = elements(value)
+        if all(map(stays, items)):
+            return lambda now: now is value and _same_elements(now, items)
+    return lambda now: now is value and fingerprint(now) == text
+
+
+def _same_items(now: Any, held: dict[Any, Any]) -> bool:
+    if size(now) != len(held):
+        return False
+    return all(a == c and b is d for (a, b), (c, d) in zip(pairs(now), held.items(), strict=True))
+
+
+def _same_elements(now: Any, held: list[Any]) -> bool:
+    return size(now) == len(held) and all(a is b for a, b in zip(elements(now), held, strict=True))
+
+
+def _tensor(value: torch.Tensor) -> Comparison:
+    if value.is_meta or value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter):
+        version = value._version
+        return lambda now: now is value and value._version == version
+    look = _copy if value.numel() * value.element_size() <= _COPIED else _sums
+    about, held = (value.dtype, value.shape, value.device), look(value)
+
+    def same(now: Any) -> bool:
+        if now is not value or (value.dtype, value.shape, value.device) != about:
+            return False
+        return torch.equal(look(value), held)
+
+    return same
+
+
+def _array(value: Any, text: str) -> Comparison:
+    """An array of numpy, by the same means."""
+    try:
+        view = torch.from_numpy(value)
+    except (TypeError, ValueError, RuntimeError):  # of another library, of objects, or turned round
+        return lambda now: now is value and fingerprint(now) == text
+    same, about = _tensor(view), (value.shape, value.dtype, value.ctypes.data)
+    return lambda now: now is value and (value.shape, value.dtype, value.ctypes.data) == about and same(view)
+
+
+def _bytes(value: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        flat = value.detach().contiguous().reshape(-1)
+        return flat.view(torch.uint8)
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    return _bytes(value).clone()
+
+
+def _sums(value: torch.Tensor) -> torch.Tensor:
+    flat = _bytes(value)
+    whole = len(flat) // _ROW * _ROW
+    rows = flat[:whole].view(torch.int32).view(-1, _ROW // 4).sum(1)
+    return torch.cat([rows, flat[whole:].to(torch.int64)])

@@ -1,0 +1,121 @@
+"""What an object holds, as text, where nothing follows its attributes: all of it.
+
+An object is asked for its attributes and slots, and for what its class would pickle. Locks, files, loggers and the
+like have nothing that a forward could compute with. What can say nothing of itself is opaque: no comparison would
+notice that it has changed.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import weakref
+from collections.abc import Callable, ItemsView, KeysView, Mapping, ValuesView
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+
+from hetspmd.trace.host.foreign import is_foreign
+from hetspmd.trace.host.members import members, slots_of
+
+__all__ = ["basis", "content", "has_basis", "is_followed_kind", "own_attributes"]
+
+_STATELESS: Final = frozenset({
+    "_asyncio", "_ctypes", "_io", "_socket", "_thread", "abc", "asyncio", "concurrent", "contextlib",
+    "inspect", "io", "logging", "select", "selectors", "signal", "socket", "ssl", "subprocess", "tempfile",
+    "threading", "typing", "unittest", "warnings",
+})  # fmt: skip
+"""Modules of the standard library whose objects are tools: no forward computes with what they hold."""
+_IMMUTABLE, _HEAP = 1 << 8, 1 << 9
+"""Flags of classes: those of C are immutable, or do not lie on the heap."""
+
+Inner = Callable[[object], str]
+
+
+def is_followed_kind(kind: type) -> bool:
+    """Whether attributes of the objects of a class are recorded one by one as they are read."""
+    if is_foreign(kind.__module__) and not kind.__module__.startswith("torch.distributions"):
+        return False
+    return bool(getattr(kind, "__dictoffset__", 0)) or bool(slots_of(kind))
+
+
+def content(value: Any, inner: Inner) -> str | None:
+    """All that an object holds, as text; ``inner`` is the text of a part. None if it is opaque."""
+    kind = type(value)
+    if isinstance(value, weakref.ref):
+        return inner(value())
+    if isinstance(value, ContextVar):
+        return inner(value.get(None))
+    if isinstance(value, torch.optim.Optimizer):
+        return inner([{k: v for k, v in g.items() if k != "params"} for g in value.param_groups])
+    plain = _plain(value)
+    if plain is not None:
+        return inner(plain)
+    if kind.__module__.partition(".")[0] in _STATELESS:
+        return ""
+    found = dict(members(value) or {})
+    parts = [inner(found)] if found else []
+    if not found or has_basis(kind):
+        pickled = basis(value, inner, state=not found)
+        if pickled is None and not found:
+            return "" if is_foreign(kind.__module__) and kind.__module__ not in _OPAQUE else None
+        parts.append(pickled or "")
+    return " ".join(parts)
+
+
+_OPAQUE: Final = frozenset({"_queue", "_csv", "mmap"})
+"""Modules of the standard library whose objects hold what nothing but taking it out tells."""
+
+
+def has_basis(kind: type) -> bool:
+    """Whether a class derives from one of C that holds something of its own."""
+    return any(
+        base is not object and (base.__flags__ & _IMMUTABLE or not base.__flags__ & _HEAP)
+        for base in kind.__mro__
+    )
+
+
+def basis(value: Any, inner: Inner, *, state: bool = False) -> str | None:
+    """What an object would be made of again, ``state``: with its attributes; None if it cannot be."""
+    try:
+        special = copyreg.dispatch_table.get(type(value))
+        made = special(value) if special is not None else value.__reduce_ex__(4)
+        if isinstance(made, str):
+            return made
+        function, arguments, attributes, items, pairs = (*made, None, None, None)[:5]
+        parts = [getattr(function, "__qualname__", ""), inner(arguments)]
+        parts += [inner(list(more)) for more in (items, pairs) if more is not None]
+    except Exception:  # a class may raise anything where it cannot be pickled
+        return None
+    if state and attributes is not None:
+        parts.append(inner(attributes))
+    return " ".join(parts)
+
+
+def _plain(value: Any) -> Any:
+    """What a view of something else, or a table of C, shows; None for anything else."""
+    if isinstance(value, (io.StringIO, io.BytesIO)):
+        return None if value.closed else value.getvalue()
+    if isinstance(value, (KeysView, ValuesView, ItemsView)):
+        return list(value)
+    if isinstance(value, MappingProxyType):
+        return dict(value)
+    if type(value).__module__ == "os" and isinstance(value, Mapping):
+        return dict(value)
+    if type(value).__module__ == "multiprocessing.sharedctypes":
+        return value.get_obj()
+    try:
+        return memoryview(value).tobytes()
+    except (TypeError, ValueError, BufferError):
+        return None
+
+
+def own_attributes(value: object) -> dict[str, Any]:
+    """An object's ``__dict__``, past what its class does when asked; an empty one if it has none."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,93 @@
+"""All functions and classes that a model can reach, before anything runs: every rank gives them the same names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hetspmd.trace.host.code import Reader
+from hetspmd.trace.host.content import is_followed_kind, own_attributes
+from hetspmd.trace.host.foreign import is_foreign
+from hetspmd.trace.host.kinds import bound_to, is_function
+from hetspmd.trace.host.members import members
+from hetspmd.trace.host.places import Path, Roots
+from hetspmd.trace.host.plain import is_container, is_scalar
+from hetspmd.trace.host.raw import elements, pairs, size
+from hetspmd.trace.host.snapshot import OF_TORCH
+
+__all__ = ["discover", "rediscover"]
+
+_LONGEST = 1000
+"""Elements of a container that is looked into."""
+
+
+def discover(roots: Roots) -> None:
+    """Let ``roots`` know the functions and classes of a model, in an order that is the same on every rank."""
+    walk = _Walk(roots)
+    for module in roots.model.modules():
+        for kind in type(module).__mro__:
+            walk.kind(kind)
+    walk.value(roots.loss)
+    for module in roots.model.modules():
+        walk.module(module)
+    roots.all_known()
+
+
+def rediscover(roots: Roots) -> None:
+    """Let ``roots`` know the functions that a model has now, by the names that a trace gives them."""
+    roots.forget()
+    discover(roots)
+
+
+class _Walk:
+    """One walk through a model and what its code names; what was met is kept, so that no id is used twice."""
+
+    def __init__(self, roots: Roots) -> None:
+        self._reader = Reader(roots, self._found, everything=True)
+        self._seen: dict[int, Any] = {}
+        self._kinds: set[type] = set()
+
+    def kind(self, kind: type) -> None:
+        """The functions of a class of a module."""
+        if kind not in self._kinds and not is_foreign(kind.__module__):
+            self._kinds.add(kind)
+            for value in list(vars(kind).values()):
+                self._reader.visit(value.fget if isinstance(value, property) else value)
+            self._reader.meet(kind, "", (), made=True)
+
+    def module(self, module: nn.Module) -> None:
+        """What lies on a module of the model."""
+        self._seen[id(module)] = module
+        hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
+        for value in (*(v for n, v in vars(module).items() if n not in OF_TORCH), *hooks):
+            self.value(value)
+
+    def value(self, value: Any) -> None:
+        """What a value leads to."""
+        if is_scalar(value) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, type):
+            self._reader.meet(value, "", (), made=True)
+        elif is_function(value):
+            self._reader.visit(value)
+            for _, part in bound_to(value):
+                self.value(part)
+        elif is_container(value) and size(value) <= _LONGEST and not isinstance(value, (set, frozenset)):
+            held = [part for _, part in pairs(value)] if isinstance(value, dict) else elements(value)
+            for part in held:
+                self.value(part)
+        elif isinstance(value, nn.Module):
+            for kind in type(value).__mro__:
+                self.kind(kind)
+            self.module(value)
+            for inner in value.children():
+                self.value(inner)
+        if is_followed_kind(type(value)) and own_attributes(value) is not value:
+            self._reader.meet(type(value), "", (), made=True)
+            for part in list((members(value) or {}).values()):
+                self.value(part)
+
+    def _found(self, _root: str, _path: Path, value: Any, _holder: Any) -> None:
+        self.value(value)

@@ -1,0 +1,59 @@
+"""What a function's code names: variables of its module, attributes, modules that it imports."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import re
+from collections.abc import Iterator
+from types import CodeType
+
+__all__ = ["constants_in", "globals_in", "names_in"]
+
+_EXTENDED = dis.opmap["EXTENDED_ARG"]
+_GLOBALS = {
+    dis.opmap[name]: 0
+    for name in ("LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME", "IMPORT_FROM")
+}
+_GLOBALS |= {dis.opmap["LOAD_GLOBAL"]: 1}
+if "LOAD_FROM_DICT_OR_GLOBALS" in dis.opmap:
+    _GLOBALS[dis.opmap["LOAD_FROM_DICT_OR_GLOBALS"]] = 0
+"""Instructions with the name of a variable, and by how many bits its number is shifted."""
+_BY_TEXT = frozenset({"eval", "exec", "globals", "vars", "locals", "getattr", "import_module", "__import__"})
+"""What reaches variables by their names as text."""
+
+
+@functools.cache
+def names_in(code: CodeType) -> frozenset[str]:
+    """Names of variables and attributes in a function's code, and in functions inside it; of attributes also as
+    text (``getattr(self, "name")``)."""
+    inner = (names_in(c) for c in code.co_consts if isinstance(c, CodeType))
+    texts = (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+    return frozenset(code.co_names).union(texts, *inner)
+
+
+@functools.cache
+def globals_in(code: CodeType) -> frozenset[str]:
+    """Names of variables that are not the function's own, and of what it imports."""
+    inner = (globals_in(c) for c in code.co_consts if isinstance(c, CodeType))
+    found = frozenset(_loaded(code)).union(*inner)
+    if found & _BY_TEXT:
+        texts = " ".join(c for c in code.co_consts if isinstance(c, str))
+        found |= frozenset(re.findall(r"[^\W\d]\w*", texts))
+    return found
+
+
+@functools.cache
+def constants_in(code: CodeType) -> frozenset[str]:
+    """The strings in a function's code, and in functions inside it."""
+    inner = (constants_in(c) for c in code.co_consts if isinstance(c, CodeType))
+    return frozenset(c for c in code.co_consts if isinstance(c, str)).union(*inner)
+
+
+def _loaded(code: CodeType) -> Iterator[str]:
+    raw, more = code.co_code, 0
+    for position in range(0, len(raw), 2):
+        kind, number = raw[position], raw[position + 1] | more
+        more = number << 8 if kind == _EXTENDED else 0
+        if kind in _GLOBALS:
+            yield code.co_names[number >> _GLOBALS[kind]]
