@@ -65,7 +65,7 @@ class Checkpoints:
                 if numbers.get(place) != value:
                     raise TraceError(
                         f"the region of torch.utils.checkpoint at {here(self._model)} changes {text(*place)}, "
-                        "which the backward would change again when it recomputes the region; change it outside of it"
+                        "which the backward would change again; change it outside of the region"
                     )
             changed = [name for name, state in self._buffers().items() if before.get(name) != state]
             if changed:
