@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,7 +13,10 @@ from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.compat import flatten
 from hetspmd.trace.values import dtype_name
 
-__all__ = ["calling_text"]
+if TYPE_CHECKING:
+    from hetspmd.run.host import Guard
+
+__all__ = ["calling_text", "changing"]
 
 _MOST = 12
 
@@ -40,6 +43,17 @@ def calling_text(
     if why:
         parts.append(f"for which there is no plan yet: {why}")
     return "; ".join(parts)
+
+
+def changing(guards: Iterable[Guard]) -> list[str]:
+    """What of Python is not the same in all the plans that were made and now, with its value now."""
+    known: dict[str, set[str]] = {}
+    now: dict[str, str] = {}
+    for guard in guards:
+        for name, was, value in guard.values():
+            known.setdefault(name, set()).add(was)
+            now[name] = value
+    return [f"{name} is {now[name][:80]}" for name, was in known.items() if was != {now[name]}][:_MOST]
 
 
 def _leaf(leaf: Any) -> str:

@@ -99,6 +99,10 @@ class Guard:
             if not self._is_same(read)
         ]
 
+    def values(self) -> list[tuple[str, str, str]]:
+        """Of each value that was read its name, what it was and what it is."""
+        return [(text(r.root, r.path), r.value, self._now(r)) for r in self.host.reads]
+
     def numbers(self) -> list[torch.Tensor]:
         """The numbers of the model that are inputs of the graph."""
         return [

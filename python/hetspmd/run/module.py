@@ -46,6 +46,7 @@ from hetspmd.run.shards import FULL
 from hetspmd.run.signature import Forward
 from hetspmd.run.store import Store, check_model
 from hetspmd.run.stretches import compile_options
+from hetspmd.run.transforms import refuse_transforms
 from hetspmd.run.twin import twin_attributes, twin_model, twin_plans, twin_store
 from hetspmd.run.whole_copies import warn_of_copies
 from hetspmd.run.whole_states import WholeStates
@@ -264,6 +265,7 @@ class HAP(WholeStates):
     ) -> tuple[Entry, list[torch.Tensor], list[torch.Tensor]]:
         """The plan for a batch, the batch's tensors, and the parameters as they are now."""
         end_step()
+        refuse_transforms()
         entry, inputs = self._plans.select(args, kwargs, self._recording)
         check_tensors(inputs, entry.inputs, self.device)
         try:

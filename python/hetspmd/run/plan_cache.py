@@ -21,7 +21,7 @@ from hetspmd.lower.nested import lower_nested
 from hetspmd.run.agreement import agreed_plan
 from hetspmd.run.autograd import Runner
 from hetspmd.run.beside import HostSide, Served
-from hetspmd.run.calling import calling_text
+from hetspmd.run.calling import calling_text, changing
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.guard import Expected, expected, match, refuse_own_rows
 from hetspmd.run.host import Guard
@@ -167,7 +167,9 @@ class PlanCache:
     def calling(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str = "") -> str:
         """How the model is called, in words; ``why`` no plan fits."""
         setting = self.setting
-        return calling_text(setting.model, setting.called, setting.device, args, kwargs, why)
+        said = calling_text(setting.model, setting.called, setting.device, args, kwargs, why)
+        guards = (guard for entry in self.entries for _, guard in entry.served.states)
+        return "; ".join((said, *changing(guards)))
 
     def check_model(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise PlanMismatchError on every rank unless the plan computes the model; once. Blocks."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.autograd import forward_ad
 from torch.fx import Graph, GraphModule, Node
 
 from hetspmd.errors import HetspmdError, PlanError, TraceError
@@ -98,6 +99,7 @@ __all__ = [
     "spec_from_text",
     "spec_to_text",
     "stays_scriptable",
+    "transform_around",
     "unflatten",
 ]
 
@@ -680,3 +682,18 @@ def stays_scriptable(made: Callable[..., Any], original: Callable[..., Any]) -> 
     name = _builtins._find_builtin(original)  # type: ignore[no-untyped-call]  # torch says no types
     if name is not None:
         _builtins._register_builtin(made, name)
+
+
+def transform_around() -> str:
+    """Which transform of torch the running code is under; "" if under none."""
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    if torch.compiler.is_dynamo_compiling():  # which reads this code, and then calls it
+        return ""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func (vmap, grad, jvp)"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation (torch.autograd.forward_ad)"
+    return ""
