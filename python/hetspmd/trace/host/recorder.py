@@ -333,6 +333,8 @@ class Recorder:
                 value = own.get(name, NOTHING)
                 if name.startswith("__") or not (value is NOTHING or is_scalar(value)):
                     continue
+                if installed and value is NOTHING:  # a large library's methods have thousands of names
+                    continue
                 self._snapshot.variable(of, (f".{name}",), base)
                 inherited = next((vars(b)[name] for b in base.__mro__ if name in vars(b)), NOTHING)
                 if is_scalar(inherited) and not installed:
