@@ -194,14 +194,15 @@ def _imported(name: str, home: str) -> ModuleType | None:
 
 
 def _of_its_own(function: FunctionType, names: frozenset[str]) -> Iterator[tuple[Path, Any]]:
-    """Defaults of arguments that may change, and attributes that the function's code names."""
+    """Defaults of arguments that may change, and attributes: of the user's functions all, which another may read."""
     for position, default in enumerate(function.__defaults__ or ()):
         if _may_change(default):
             yield (".__defaults__", step_to(position)), default
     for name, default in (function.__kwdefaults__ or {}).items():
         if _may_change(default):
             yield (".__kwdefaults__", step_to(name)), default
-    for name in sorted(names & vars(function).keys()):
+    own = is_own(function.__globals__.get("__name__"))
+    for name in sorted(n for n in vars(function) if n in names or (own and not n.startswith("__"))):
         if not isinstance(vars(function)[name], (ModuleType, type)):
             yield (f".{name}",), vars(function)[name]
 
