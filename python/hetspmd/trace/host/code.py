@@ -194,7 +194,7 @@ def _imported(name: str, home: str) -> ModuleType | None:
 
 
 def _of_its_own(function: FunctionType, names: frozenset[str]) -> Iterator[tuple[Path, Any]]:
-    """Defaults of arguments that may change, and attributes: of the user's functions all, which another may read."""
+    """Defaults of arguments that may change, and attributes: all of the user's functions, which others may read."""
     for position, default in enumerate(function.__defaults__ or ()):
         if _may_change(default):
             yield (".__defaults__", step_to(position)), default
