@@ -77,14 +77,14 @@ def test_an_op_between_two_parameters() -> None:
 
 
 class Adapted(nn.Module):
-    """A layer whose weight takes up the product of two others."""
+    """A model whose method adds one of its weights to a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(12, 24), nn.Linear(24, 12)
 
     def delta(self) -> torch.Tensor:
-        return self.second.weight @ self.first.weight
+        return self.second.weight * 2
 
     def merge(self, whole: torch.Tensor) -> None:
         whole += self.delta()
@@ -99,7 +99,7 @@ def adapted() -> Adapted:
 
 
 def by_a_method(model: Adapted) -> None:
-    model.merge(torch.zeros(12, 12))
+    model.merge(torch.zeros(7, 5))
 
 
 def by_a_function(model: Adapted) -> None:
