@@ -132,7 +132,7 @@ def nested_case(of: Subject, seed: int) -> tuple[Nested, NestedLayout]:
     ("name", "count"),
     [
         *(("mlp", 12), ("conv", 4), ("attention", 2), ("vocabulary", 6), ("experts", 4)),
-        *(pytest.param(name, 50, marks=pytest.mark.slow)
+        *(pytest.param(name, 30, marks=pytest.mark.slow)
           for name in ("mlp", "conv", "attention", "vocabulary", "experts")),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""1,000 random programs over small graphs: each is proven by the checker and equals the single device.
+"""Hundreds of random programs over small graphs: each is proven by the checker and equals the single device.
 
 Half are written step by step with random triples and collectives, half come from the search: under random
 costs, random stored forms and with random triples forbidden. Worlds of 1 to 5 devices; the lengths of every
@@ -39,7 +39,7 @@ from workbench import simulated_error, single_device
 from program_builder import cheap_random_program, random_program, uneven  # isort: skip  # found by workbench
 from small_models import case  # isort: skip
 
-PROGRAMS = 600
+PROGRAMS = 400
 BUCKETS = (0, 200, 10_000)
 """Sizes of buckets, in bytes."""
 TOLERANCE = 1e-9
