@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import threading
 import uuid
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ import hetspmd
 from hetspmd.errors import HetspmdError, OptionError, PlanMismatchError, RetraceWarning, TraceError
 from hetspmd.run.module import HAP
 from hetspmd.run.simulate import run_ranks
+from hetspmd.trace.host.watch import Watch
 
 # what forward reads ----------------------------------------------------------------------------------------------
 
@@ -122,6 +124,27 @@ def test_a_rank_with_another_attribute_is_named() -> None:
 
     with pytest.raises(PlanMismatchError, match=r"rank 2 has another model than rank 0: its k is 2\.0"):
         run_ranks(4, rank)
+
+
+def test_another_thread_that_draws_is_not_the_forward() -> None:
+    """The state of a generator is the process's, and changes while a trace runs."""
+    others = iter([True])
+
+    def meanwhile(model: Any) -> Any:
+        if next(others, False):
+            thread = threading.Thread(target=lambda: (torch.randn(1), random.random()))
+            thread.start()
+            thread.join()
+        return model(X)
+
+    still = Beside(base)
+    watch = Watch(still)
+    watch.run(lambda: meanwhile(still))
+    assert watch.draws == ""
+    assert next(others, None) is None, "it drew"
+    drawing = Beside(lambda m, x: base(m, x) * random.random())
+    with pytest.raises(TraceError, match=r"draws from Python's random at .*random\.random\(\)"):
+        Watch(drawing).run(lambda: drawing(X))
 
 
 # what forward leaves ---------------------------------------------------------------------------------------------

@@ -171,7 +171,10 @@ def check(seed: int) -> None:
         assert rank.seen == single.seen
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::hetspmd.errors.PlanPerValueWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::hetspmd.errors.PlanPerValueWarning"),
+    pytest.mark.filterwarnings("ignore::hetspmd.errors.KeptRowsWarning"),
+]
 
 
 @pytest.mark.parametrize("seed", range(24))

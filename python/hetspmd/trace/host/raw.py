@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 _BASES: Final = (list, tuple, set, frozenset, collections.deque, collections.OrderedDict, dict)
+_EXACT: Final = frozenset(_BASES)
 
 
 def _base(container: Any) -> Any:
-    return next(base for base in _BASES if isinstance(container, base))
+    kind = type(container)
+    return kind if kind in _EXACT else next(base for base in _BASES if isinstance(container, base))
 
 
 def elements(container: Any) -> list[Any]:
@@ -25,6 +27,8 @@ def elements(container: Any) -> list[Any]:
 
 def pairs(mapping: dict[Any, Any]) -> list[tuple[Any, Any]]:
     """The keys and values of a dict."""
+    if type(mapping) is dict:
+        return list(mapping.items())
     return [(key, dict.__getitem__(mapping, key)) for key in elements(mapping)]
 
 

@@ -61,11 +61,11 @@ class _Followed:
     live: MutableMapping[str, Any]
     before: dict[str, Any]
     seen: set[str] = field(default_factory=set)
+    own: set[str] = field(init=False)
+    """The attributes that are not torch's."""
 
-    @property
-    def own(self) -> set[str]:
-        """The attributes that are not torch's."""
-        return {name for name in self.before if name not in OF_TORCH or name == "training"}
+    def __post_init__(self) -> None:
+        self.own = {name for name in self.before if name not in OF_TORCH or name == "training"}
 
 
 class Recorder:
@@ -138,8 +138,10 @@ class Recorder:
             return
         if name == "__dict__":
             self._all(followed)
-        elif not name.startswith("__") and (name not in _UNWATCHED or name in followed.own):
+        elif not name.startswith("__"):
             followed.seen.add(name)
+            if name in _UNWATCHED and name not in followed.own:
+                return
             try:
                 self._read(followed, of, name, value)
             except Exception:  # the next run of the model finds it again

@@ -99,8 +99,9 @@ class Watch:
             self.asked.check(frozen=self._randomness == "freeze")
             drawn = self._draws.changed()
             if drawn:
-                self.states = self._draws.states()
-                self._refuse_draws(drawn[0].name, call)
+                states = self._draws.states()
+                if self._found_draws(drawn[0].name, call):
+                    self.states = states
             self._take_back(numbers, originals)
             self.left = Left(self.roots, self._snapshot.changes(), self.numbers)
         finally:
@@ -231,11 +232,15 @@ class Watch:
                 "module"
             )
 
-    def _refuse_draws(self, generator: str, call: Callable[[], Any]) -> None:
+    def _found_draws(self, generator: str, call: Callable[[], Any]) -> bool:
+        """Whether forward draws from a generator that has changed, and not another thread of the process."""
         if self.draws and self._randomness != "refuse":
-            return
+            return True
         self._rewind()
-        self.draws = drawing_line(self._draws, self.roots.model, call)
+        line = drawing_line(self._draws, self.roots.model, call)
+        if not line and not self._draws.changed():
+            return False
+        self.draws = line
         if self._randomness == "refuse":
             raise TraceError(
                 f"the forward draws from {generator}{self.draws}: a plan would repeat this one "
@@ -244,6 +249,7 @@ class Watch:
                 'which every step is traced anew, or host_randomness="freeze", by which each plan keeps the '
                 "outcome of its trace"
             )
+        return True
 
 
 def _wide(value: object) -> torch.dtype:
