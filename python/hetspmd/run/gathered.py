@@ -54,7 +54,7 @@ def reach_loading() -> None:
             finally:
                 _VERSIONS.reset(token)
 
-        nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+        nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]  # on purpose
 
 
 def _holds(module: nn.Module) -> bool:

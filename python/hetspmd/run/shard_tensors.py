@@ -179,7 +179,7 @@ def values_of(parameter: torch.Tensor) -> ShardValues:
     return _as_values(parameter, parameter.__dict__[MARK])
 
 
-_data: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_data: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # of C
 _detach: Final = torch.Tensor.detach
 _as_subclass: Final = torch.Tensor.as_subclass
 
@@ -202,7 +202,7 @@ class Shard(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         if sys._getframe(1).f_code.co_name == "vector_to_parameters":
             raise self.__dict__[MARK].refusal("vector_to_parameters", "write")
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # of C
 
     def detach(self) -> torch.Tensor:
         found = _detach(self)
@@ -260,7 +260,7 @@ for _each in _methods():
 def _name(func: Callable[..., Any]) -> str:
     """How a function of torch is called; a property, as which attribute."""
     name: str = getattr(func, "__name__", "")
-    return getattr(func.__self__, "__name__", name) if name == "__get__" else name  # type: ignore[attr-defined]
+    return getattr(func.__self__, "__name__", name) if name == "__get__" else name  # type: ignore[attr-defined]  # of C
 
 
 def _kind(name: str) -> str:

@@ -39,15 +39,15 @@ class WholeStates(nn.Module):
     @property
     def rank(self) -> int:
         """This rank in the cluster."""
-        raise NotImplementedError
+        raise NotImplementedError  # HAP has it
 
     def meet(self, what: str) -> None:
         """Go on when all ranks do the same, which has collectives of its own."""
-        raise NotImplementedError
+        raise NotImplementedError  # HAP has it
 
     def did(self, doing: Doing) -> None:
         """Say at the next step what this rank does now."""
-        raise NotImplementedError
+        raise NotImplementedError  # HAP has it
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The single-device model's state dict, whole tensors on the CPU; every rank must call this.
