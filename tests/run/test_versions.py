@@ -153,11 +153,12 @@ def test_an_old_state_is_changed_once() -> None:
 
 def test_keys_with_module_keep_their_versions() -> None:
     """As DistributedDataParallel writes them."""
-    state = Holder(nn.ModuleDict({"module": made(Plain)})).state_dict()
+    one = made(Plain)
+    state, loss = Holder(nn.ModuleDict({"module": one})).state_dict(), one(X).item()
 
     def body(hap: HAP) -> None:
         Holder(hap).load_state_dict(state)
         assert all(torch.equal(v, state[f"net.module.{k}"]) for k, v in hap.full_state_dict().items())
-        assert hap(X).item() == pytest.approx(made(Plain)(X).item())
+        assert hap(X).item() == pytest.approx(loss)
 
     on_four(body, lambda: made(Plain), plan(Plain), gather_state=True)
