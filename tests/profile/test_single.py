@@ -76,5 +76,7 @@ def test_code_and_memory_are_cold() -> None:
     before = cold.clone()
     calls._cold = Touched()  # type: ignore[assignment]
     calls.sample(lambda: order.append("call"))
-    assert order == ["other memory", "call"] * (len(order) // 2) and order
-    assert cold.nbytes == single.COLD >= 2**21 and not torch.equal(cold, before)
+    assert order == ["other memory", "call"] * (len(order) // 2)
+    assert order
+    assert cold.nbytes == single.COLD >= 2**21
+    assert not torch.equal(cold, before)
