@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -104,3 +105,37 @@ def test_own_rows_that_are_fed_back_name_gather_outputs() -> None:
     model = Recurrent()
     single = float(model(X, model(X, start)["hidden"].detach())["loss"].detach())
     assert run_ranks(3, whole) == pytest.approx([single] * 3)
+
+
+class Natural(Recurrent):
+    """Its first call has no hidden state, as most scripts write it."""
+
+    def forward(self, x: torch.Tensor, state: Any = None, *, scale: float = 1.0) -> Any:  # type: ignore[override]
+        hidden = torch.zeros(6) if state is None else state["h"] if isinstance(state, dict) else state
+        new = torch.tanh(self.a(x + hidden.mean(0))) * scale
+        return {"loss": new.pow(2).mean(), "hidden": new}
+
+
+FED_BACK: dict[str, tuple[str, Callable[[torch.Tensor], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
+    "a keyword": ("state", lambda h: ((X,), {"state": h})),
+    "one more argument": ("state (args[1])", lambda h: ((X, h), {})),
+    "in a container": ("state['h'] (args[1]['h'])", lambda h: ((X, {"h": h}), {})),
+    "beside another change": ("state", lambda h: ((X,), {"state": h, "scale": 2.0})),
+}
+
+
+@pytest.mark.parametrize("how", FED_BACK)
+def test_own_rows_are_named_where_the_first_call_had_none(how: str) -> None:
+    """Also where forward could compute with a part of the rows."""
+    name, batch = FED_BACK[how]
+
+    def rank(communicator: Communicator) -> str:
+        hap = HAP(Natural(), cluster(2, 1, 1), example=(X,), process_group=communicator)
+        args, kwargs = batch(hap(X)["hidden"].detach())
+        with pytest.raises(BatchMismatchError) as caught:
+            hap(*args, **kwargs)
+        return str(caught.value)
+
+    for text in run_ranks(3, rank):
+        assert text.startswith(f"{name} is float32[")
+        assert "HAP(..., gather_outputs=True)" in text

@@ -14,8 +14,9 @@ from hetspmd.forms import all_gather
 from hetspmd.lower.program import LocalTensor
 from hetspmd.run.communicator import Communicator
 from hetspmd.trace.admissible import argument_names, spoken
-from hetspmd.trace.compat import flatten, parts_of, spec_from_text
+from hetspmd.trace.compat import flatten, flatten_with_names, parts_of, spec_from_text
 from hetspmd.trace.graph import Graph
+from hetspmd.trace.trace import leaf_path
 from hetspmd.trace.values import dtype_name
 
 _LITERALS = (type(None), bool, int, float, str)
@@ -85,25 +86,23 @@ def match(
 
 
 def refuse_own_rows(
-    wanted: Expected, outputs: Sequence[LocalTensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    outputs: Sequence[LocalTensor], called: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Raise BatchMismatchError for a batch of which one tensor has this rank's rows of an output, such as a hidden
-    state that is fed back, while others have the rows of the whole batch."""
-    if set(kwargs) != set(wanted.keywords):
-        return
-    leaves, spec = flatten((args, {k: kwargs[k] for k in wanted.keywords}))
-    if spec != wanted.spec:
-        return
+    state that is fed back, while others have the rows of the whole batch. ``called`` is what the batch is given to:
+    whether the plan has such an argument does not matter, since the first call often goes without."""
     rows = {tuple(o.local_shape): tuple(o.shape) for o in outputs if o.form == all_gather(0)}
-    shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-    for shape, want, name in zip(shapes, wanted.leaves, wanted.names, strict=True):
-        if shape is None or not isinstance(want, tuple) or rows.get(shape, shape) == shape:
-            continue
-        if rows[shape] == want[0] and want[0][:1] in [s[:1] for s in shapes if s is not None]:
+    named = flatten_with_names((args, dict(kwargs)))
+    tensors = [(leaf_path(name), leaf) for name, leaf in named if isinstance(leaf, torch.Tensor)]
+    for path, leaf in tensors:
+        shape = tuple(leaf.shape)
+        whole = rows.get(shape, shape)
+        if whole != shape and any(other.shape[:1] == whole[:1] for _, other in tensors):
             raise BatchMismatchError(
-                f"{name} is {_text((shape, want[1]))}, this rank's rows of an output of {list(want[0])}; outputs "
-                "that are divided along dim 0 come back as this rank's rows, and a batch is whole on every rank: "
-                "HAP(..., gather_outputs=True) returns whole outputs, which can be fed back"
+                f"{spoken(path, argument_names(called, args))} is {_text((shape, dtype_name(leaf.dtype)))}, "
+                f"this rank's rows of an output of {list(whole)}; outputs that are divided along dim 0 come back "
+                "as this rank's rows, and a batch is whole on every rank: HAP(..., gather_outputs=True) returns "
+                "whole outputs, which can be fed back"
             )
 
 

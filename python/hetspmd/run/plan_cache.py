@@ -259,7 +259,7 @@ class PlanCache:
         setting = self.setting
         self.entries[0].known.now()
         for entry in self.entries:
-            refuse_own_rows(entry.expected, entry.runner.program.outputs, args, kwargs)
+            refuse_own_rows(entry.runner.program.outputs, setting.called, args, kwargs)
         if self.attendance is not None:
             self.attendance.unplanned(self.calling(args, kwargs, why or "the mode of the model changed"))
 
