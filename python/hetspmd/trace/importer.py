@@ -90,6 +90,7 @@ class _Importer:
         self.calls: dict[tuple[object, ...], tuple[Value | None, ...]] = {}
         self.view_of: dict[Value, Value] = {}
         self.transpose_of: dict[Value, Value] = {}
+        self.numbers: dict[Value, int] = {}
 
     def run(self) -> Draft:
         for node in self.module.graph.nodes:
@@ -119,6 +120,10 @@ class _Importer:
         outputs: list[Value | None] = []
         for i, tensor in enumerate(meta if isinstance(meta, (tuple, list)) else [meta]):
             if tensor is None:
+                outputs.append(None)
+                continue
+            if type(tensor) is int:  # of shapes alone, such as the longest sequence of an attention kernel
+                self.numbers[(node, i)] = tensor
                 outputs.append(None)
                 continue
             if not isinstance(tensor, torch.Tensor):
@@ -162,7 +167,8 @@ class _Importer:
 
     def _argument(self, value: Any) -> Argument:
         if isinstance(value, Node):
-            return Hole(self._resolve((value, 0)))
+            found = self._resolve((value, 0))
+            return self.numbers[found] if found in self.numbers else Hole(found)
         if isinstance(value, (list, tuple)):
             return tuple(self._argument(v) for v in value)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
