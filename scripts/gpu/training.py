@@ -120,16 +120,19 @@ class Script:
         return float(loss)
 
 
+def matrices_in_shards(model: nn.Module) -> dict[str, str]:
+    """Constraints of a compile that divide every matrix."""
+    named = model.named_parameters()
+    return {name: "shard(0)" for name, p in named if p.dim() == 2 and p.shape[0] >= len(SPEEDS)}
+
+
 def compared(case: Case, device: torch.device) -> str:
     """What is wrong with the case, or nothing."""
     model, batch = built(case, device)
     one = Script(case, copy.deepcopy(model), batch)
     want = [*one.train(3), one.evaluate(), *one.train(2), one.evaluate()]
 
-    matrices = {
-        name: "shard(0)" for name, p in model.named_parameters() if p.dim() == 2 and p.shape[0] >= len(SPEEDS)
-    }
-    hap = hetspmd.HAP(model, CLUSTER, example=batch, constraints=matrices)
+    hap = hetspmd.HAP(model, CLUSTER, example=batch, constraints=matrices_in_shards(model))
     layout = hap.plan.parameter_layout()
     if not any(0 < max(extents) < sum(extents) for _, extents in layout.values()):
         return "no parameter is divided"
@@ -168,8 +171,7 @@ def refusals(device: torch.device) -> list[str]:
     case = CASES[0]
     model, on_host = build(case.model, **case.options)
     batch = {name: value.to(device) for name, value in on_host.items()}
-    matrices = {name: "shard(0)" for name, p in model.named_parameters() if p.dim() == 2}
-    hap = hetspmd.HAP(model.to(device), CLUSTER, example=batch, constraints=matrices)
+    hap = hetspmd.HAP(model.to(device), CLUSTER, example=batch, constraints=matrices_in_shards(model))
     hap(**batch).backward()
     weight = max(hap.parameters(), key=lambda p: p.numel())
 
@@ -196,11 +198,25 @@ def refusals(device: torch.device) -> list[str]:
     return failures
 
 
-def planned_elsewhere(device: torch.device) -> str:
+ODD = {**GPT, "tokens": 30}
+ELSEWHERE = [
+    Case("GPT-2, float32", "GPT-2", ODD, lambda p: AdamW(p, lr=1e-3, eps=1e-4), 1e-4),
+    Case("GPT-2, float64", "GPT-2", ODD, lambda p: AdamW(p, lr=1e-3, eps=1e-4), 1e-6, double=True),
+    Case("GPT-2, bfloat16", "GPT-2", ODD, lambda p: AdamW(p, lr=1e-3, eps=1e-4), 2e-2, torch.bfloat16),
+    Case("BERT with a mask, float32", "BERT", {"batch": 8}, lambda p: AdamW(p, lr=1e-3, eps=1e-4), 1e-4),
+]
+
+
+def planned_elsewhere(case: Case, device: torch.device) -> str:
     """A plan of a model on the CPU, which runs on the GPUs; what is wrong, or nothing."""
-    case = CASES[0]
-    model, batch = built(case, torch.device("cpu"))
-    plan = hetspmd.compile(model, batch, CLUSTER)
+    host = torch.device("cpu")
+    model, batch = built(case, host)
+    if case.model == "BERT":
+        seen = torch.ones_like(batch["input_ids"])
+        seen[::2, -3:] = 0
+        batch["attention_mask"] = seen
+    with case.autocast(host):
+        plan = hetspmd.compile(model, batch, CLUSTER, constraints=matrices_in_shards(model))
     batch = {name: value.to(device) for name, value in batch.items()}
     model = model.to(device)
     want = Script(case, copy.deepcopy(model), batch).train(2)
@@ -243,7 +259,9 @@ def main() -> int:
     for case in CASES:
         if options.only in case.name:
             failed |= attempted(case.name, partial(compared, case, device))
-    failed |= attempted("a plan made on a CPU", partial(planned_elsewhere, device))
+    for case in ELSEWHERE:
+        if options.only in (title := f"{case.name}, planned on a CPU"):
+            failed |= attempted(title, partial(planned_elsewhere, case, device))
     refused = refusals(device)
     say(f"{'WRONG' if refused else 'ok'} refusals {refused or ''}")
     dist.destroy_process_group()

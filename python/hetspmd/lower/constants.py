@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from hetspmd.errors import PlanError
+from hetspmd.lower.attention import ON_GPU
 from hetspmd.trace.assemble import constant_data
+from hetspmd.trace.compat import has_kernel
 from hetspmd.trace.graph import CONSTANT, Constant, Graph, Instruction, Ref, map_refs
 from hetspmd.trace.values import to_torch, torch_dtype, torch_op
 
@@ -54,7 +56,7 @@ def run_instruction(
     def value(ref: Ref) -> torch.Tensor:
         return environment[ref.id]
 
-    op = local_op(instruction.op)
+    op = local_op(instruction.op, device)
     args = [_torch(map_refs(a, value), device) for a in instruction.args]
     kwargs = {k: _torch(map_refs(v, value), device) for k, v in instruction.kwargs}
     return as_list(op(*args, **kwargs), len(instruction.outputs))
@@ -77,6 +79,19 @@ def as_list(result: Any, count: int) -> list[Any]:
 _REPLACED = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}
 
 
-def local_op(name: str) -> Any:
-    """The op that computes ``name`` on any strides (``reshape`` for ``view``)."""
-    return torch_op(_REPLACED.get(name, name))
+def local_op(name: str, device: torch.device | None = None) -> Any:
+    """The op that computes ``name`` on any strides (``reshape`` for ``view``), on ``device`` if one is given.
+
+    Raises PlanError if the device has no such op: kernels of one kind of device are part of a plan.
+    """
+    if device is None or device.type in ("cpu", "meta"):
+        return torch_op(_REPLACED.get(name, name))
+    if name in ON_GPU and device.type == "cuda":
+        return ON_GPU[name]
+    op = torch_op(_REPLACED.get(name, name))
+    if not has_kernel(op, device.type):
+        raise PlanError(
+            f"{name}, which the plan calls, has no kernel for {device.type}: the plan was compiled for a model on "
+            f"another kind of device; compile it where the model lies on {device.type}"
+        )
+    return op

@@ -196,7 +196,7 @@ class GraphWriter:
         single = len(instruction.outputs) == 1 and not _returns_many(instruction)
         name = identifier(instruction.name)
         if isinstance(target, str):
-            function = local_op(target)
+            function = local_op(target, self.device)
             if rule.random:
                 node = self._draw(step, instruction, name, function, local_args, local_kwargs)
             else:

@@ -204,7 +204,7 @@ class NestedWriter:
             (t, outer, inner)
             for t, outer, inner in zip(instruction.outputs, step.outer.post, step.inner.post, strict=True)
         ]
-        function: Any = local_op(target) if isinstance(target, str) else target
+        function: Any = local_op(target, self.device) if isinstance(target, str) else target
         if theory.rules[instruction.id].random and isinstance(target, str):
             shape = list(theory.graph.tensors[keys[0][0]].shape)
             regions = [(r.dim, r.start, r.extent) for r in self.layout.regions(keys[0], self.at)]

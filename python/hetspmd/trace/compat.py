@@ -85,6 +85,7 @@ __all__ = [
     "flatten",
     "flatten_with_names",
     "graph_is_kept",
+    "has_kernel",
     "is_class_of_trace",
     "is_op",
     "is_traced",
@@ -511,6 +512,12 @@ pytree.register_pytree_node(
     Held, _held_parts, _held_again, serialized_type_name="hetspmd.Held", to_dumpable_context=_held_text,
     from_dumpable_context=_held_context, flatten_with_keys_fn=_held_keys,
 )  # fmt: skip
+
+
+def has_kernel(op: Any, kind: str) -> bool:
+    """Whether an op overload can run on devices of this kind (``cuda``), by a kernel of its own or in parts."""
+    name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
+    return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, kind.upper()))
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
