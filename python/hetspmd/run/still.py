@@ -1,7 +1,7 @@
 """Whether a value that a plan's trace has read is still what it was, as quickly as its kind allows.
 
 A comparison is made once, of the right value, and asked before each step. What nothing can change in place is
-compared by reference alone, everything else by its content: tensors and arrays with a copy or their sums, since
+compared by reference alone, everything else by its content: tensors and arrays with a copy or a digest, since
 ``.data``, ``.numpy()`` and views of other libraries change them without a trace.
 """
 
@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from hetspmd.run.digest import digest
 from hetspmd.trace.host.content import has_basis, is_followed_kind
 from hetspmd.trace.host.places import NOTHING
 from hetspmd.trace.host.plain import fingerprint, is_container, is_scalar
@@ -24,9 +25,7 @@ __all__ = ["comparison", "stays"]
 Comparison = Callable[[Any], bool]
 
 _COPIED: Final = 1 << 20
-"""Bytes of a tensor or array up to which a copy is compared; of a larger one sums."""
-_ROW: Final = 1 << 12
-"""Bytes of a larger one of which there is one sum."""
+"""Bytes of a tensor or array up to which a copy is compared; of a larger one a digest."""
 
 
 def stays(value: object) -> bool:
@@ -88,7 +87,7 @@ def _tensor(value: torch.Tensor) -> Comparison:
     if value.is_meta or value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter):
         version = value._version
         return lambda now: now is value and value._version == version
-    look = _copy if value.numel() * value.element_size() <= _COPIED else _sums
+    look = _copy if value.numel() * value.element_size() <= _COPIED else _digest
     about, held = (value.dtype, value.shape, value.device), look(value)
 
     def same(now: Any) -> bool:
@@ -102,8 +101,15 @@ def _tensor(value: torch.Tensor) -> Comparison:
 def _array(value: Any, text: str) -> Comparison:
     """An array of numpy, by the same means."""
     try:
-        view = torch.from_numpy(value)
-    except (TypeError, ValueError, RuntimeError):  # of another library, of objects, or turned round
+        view = torch.from_numpy(value) if value.flags.writeable else None  # torch warns of others
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        AttributeError,
+    ):  # of another library, of objects, turned round
+        view = None
+    if view is None:
         return lambda now: now is value and fingerprint(now) == text
     same, about = _tensor(view), (value.shape, value.dtype, value.ctypes.data)
     return lambda now: now is value and (value.shape, value.dtype, value.ctypes.data) == about and same(view)
@@ -119,8 +125,5 @@ def _copy(value: torch.Tensor) -> torch.Tensor:
     return _bytes(value).clone()
 
 
-def _sums(value: torch.Tensor) -> torch.Tensor:
-    flat = _bytes(value)
-    whole = len(flat) // _ROW * _ROW
-    rows = flat[:whole].view(torch.int32).view(-1, _ROW // 4).sum(1)
-    return torch.cat([rows, flat[whole:].to(torch.int64)])
+def _digest(value: torch.Tensor) -> torch.Tensor:
+    return digest(value.detach(), whole=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, MutableMapping
 from types import MemberDescriptorType
 from typing import Any
 
-__all__ = ["Members", "is_slot", "members", "slots_of"]
+__all__ = ["Members", "home_of_data", "is_slot", "members", "slots_of"]
 
 
 class Members(MutableMapping[str, Any]):
@@ -71,6 +71,16 @@ def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
             if isinstance(descriptor, MemberDescriptorType):
                 found.setdefault(full, descriptor)
     return found
+
+
+def home_of_data(kind: type, name: str) -> type | None:
+    """The class that has an attribute which is a value, no function, property or other descriptor."""
+    for base in kind.__mro__:
+        if name in vars(base):
+            value = vars(base)[name]
+            is_data = not hasattr(value, "__get__") or type(value).__name__ == "member_descriptor"
+            return base if is_data else None
+    return None
 
 
 def _named(slots: Any) -> tuple[str, ...]:

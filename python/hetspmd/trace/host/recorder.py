@@ -27,7 +27,7 @@ from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.foreign import is_foreign, is_installed
 from hetspmd.trace.host.in_place import content_of
 from hetspmd.trace.host.kinds import bound_to, is_function, is_iterator
-from hetspmd.trace.host.members import members
+from hetspmd.trace.host.members import home_of_data, members, slots_of
 from hetspmd.trace.host.places import NOTHING, Namespace, Path, Roots, items
 from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_scalar, type_name
 from hetspmd.trace.host.raw import size
@@ -136,8 +136,8 @@ class Recorder:
         followed = self._followed.get(id(of))
         if followed is None or name in followed.seen:
             return
-        if name == "__dict__":
-            self._all(followed)
+        if name in _WHOLE:
+            self._all(followed, name)
         elif not name.startswith("__"):
             followed.seen.add(name)
             if name in _UNWATCHED and name not in followed.own:
@@ -154,22 +154,25 @@ class Recorder:
                 self._found(followed.root, (*followed.path, f".{name}"), value)
         elif isinstance(value, MethodType) or type(value) is FunctionType:
             self._reader.visit(value)
-        elif (home := _home_of_data(type(of), name)) is not None and self._snapshot.is_as_held(home, name):
+        elif (home := home_of_data(type(of), name)) is not None and self._snapshot.is_as_held(home, name):
             self._found(followed.root, (*followed.path, f".{name}"), value)
 
-    def _all(self, followed: _Followed) -> None:
-        """The attributes of an object were taken together, by the model's own code (``vars(self)``)."""
+    def _all(self, followed: _Followed, asked: str) -> None:
+        """The attributes of an object were taken together: by the model's own code (``vars(self)``), or by whoever
+        makes a copy of it."""
         frame = sys._getframe(3)
-        if is_foreign(frame.f_globals.get("__name__")):
+        home = str(frame.f_globals.get("__name__"))
+        if is_foreign(home) if asked == "__dict__" else home.startswith("hetspmd."):
             return
         followed.seen.add("__dict__")
-        if not isinstance(followed.of, nn.Module):
-            keys = fingerprint((type_name(dict), *followed.before))
+        if not isinstance(followed.of, nn.Module) and type(followed.of).__dictoffset__:
+            slots = slots_of(type(followed.of))
+            keys = fingerprint((type_name(dict), *(name for name in followed.before if name not in slots)))
             self._note((followed.root, (*followed.path, ".__dict__", ALL)), keys, NOTHING)
         for name in sorted(followed.own - followed.seen):
             followed.seen.add(name)
             self._found(followed.root, (*followed.path, f".{name}"), followed.before[name])
-        for name in frame.f_code.co_consts:  # "name" in self.__dict__
+        for name in frame.f_code.co_consts if asked == "__dict__" else ():  # "name" in self.__dict__
             if isinstance(name, str) and name.isidentifier() and name not in followed.before:
                 self._note((followed.root, (*followed.path, f".{name}")), MISSING, NOTHING)
 
@@ -351,21 +354,14 @@ class Recorder:
         return True
 
 
+_WHOLE: Final = frozenset({"__dict__", "__getstate__", "__reduce__", "__reduce_ex__"})
+"""Attributes by which all others are taken together; ``copy`` and ``pickle`` ask for the last three."""
+
 _HOLD_DATA: Final = frozenset({"collections", "queue", "weakref", "_thread"})
 """Modules of Python's own whose classes keep data in attributes, which are looked at all at once."""
 
 _UNWATCHED = (OF_TORCH | frozenset(dir(nn.Module))) - {"training", "forward"}
 """Attributes of torch's own machinery; hooks and submodules are part of a model's structure."""
-
-
-def _home_of_data(kind: type, name: str) -> type | None:
-    """The class that has an attribute which is a value, no function, property or other descriptor."""
-    for base in kind.__mro__:
-        if name in vars(base):
-            value = vars(base)[name]
-            is_data = not hasattr(value, "__get__") or type(value).__name__ == "member_descriptor"
-            return base if is_data else None
-    return None
 
 
 def _patch(kind: type) -> bool:
