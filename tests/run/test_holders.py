@@ -59,3 +59,21 @@ def test_every_holder_is_found() -> None:
     held = holders.held_elsewhere(model)
     assert [(m, names) for m, names in held.modules] == [(other, {"weight": "1.weight"})]
     assert held.optimizers == [optimizer]
+
+
+class Comparing(type):
+    """A class of classes that are equal by name, and so have no hash."""
+
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, type) and cls.__name__ == other.__name__
+
+
+class Unhashable(metaclass=Comparing):
+    """A class without a hash."""
+
+
+def test_objects_of_a_class_that_has_no_hash_are_passed_over() -> None:
+    there = Unhashable()
+    found = instances(type(there), nn.Linear)
+    assert any(one is there for one in found)
+    assert all(one is not there for one in instances(nn.Module))
