@@ -43,6 +43,19 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
     "numpy": lambda w: w.detach().numpy(),
     "numbers": lambda w: w.tolist(),
     "not a number": lambda w: torch.isnan(w).any(),
+    "of exponents": lambda w: torch.exp(w).sum(),
+    "of signs": lambda w: torch.sign(w).mean(),
+    "of gates": lambda w: torch.sigmoid(w).sum(),
+    "clamped": lambda w: torch.clamp(w, min=0.0).sum(),
+    "zeros": lambda w: (w == 0).sum(),
+    "torch.ne": lambda w: torch.ne(w, 0).all(),
+    "torch.flatten": lambda w: torch.flatten(w),
+    "torch.cat": lambda w: torch.cat([w, w]),
+    "torch.stack": lambda w: torch.stack([w, w.detach()]),
+    "torch.log_softmax": lambda w: torch.log_softmax(w, 0),
+    "torch.chunk": lambda w: torch.chunk(w, 2),
+    "torch.unique": lambda w: torch.unique(w),
+    "F.linear": lambda w: F.linear(X, w),
     "adaptive clipping": lambda w: w.detach().norm(dim=-1, keepdim=True),
 }
 PENALTIES: dict[str, Callable[[HAP], Any]] = {
@@ -235,6 +248,18 @@ def test_they_can_be_printed_copied_and_compared() -> None:
 
 def of_functions(x: torch.Tensor) -> torch.Tensor:
     return torch.sum(x) + torch.linalg.norm(x) + torch.norm(x) + F.mse_loss(x, x) + torch.matmul(x, x)
+
+
+def test_functions_of_torch_are_pickled_by_their_names() -> None:
+    """So a model that has one as its activation is saved, and processes are sent one."""
+    on_four(lambda hap: hap(X))
+    for function in (torch.square, torch.abs, torch.norm, torch.linalg.norm, F.mse_loss, nn.init.orthogonal_):
+        assert pickle.loads(pickle.dumps(function)) is function
+    layer = nn.Linear(2, 2)
+    layer.activation = torch.tanh
+    torch.save(layer, file := io.BytesIO())
+    file.seek(0)
+    assert torch.load(file, weights_only=False).activation is torch.tanh
 
 
 def test_functions_of_torch_are_as_they_were_for_other_tensors() -> None:

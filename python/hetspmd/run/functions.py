@@ -9,6 +9,7 @@ the whole; for all other arguments they are as they were. Plans, whose ops are c
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
@@ -22,13 +23,17 @@ from hetspmd.trace.compat import stays_scriptable
 
 _OF_TORCH: Final = words(
     """
-    abs all any argmax argmin bernoulli cdist clone corrcoef count_nonzero cov cumsum dist dot einsum eye
-    histc isfinite isinf isnan logsumexp matmul max mean median min mm mul mv nanmean nansum norm pow prod
-    quantile rand_like randn_like renorm sort square std std_mean sum svd tensordot topk trace var var_mean
+    abs add all amax amin aminmax any argmax argmin argsort bernoulli bmm cat cdist chunk clamp clone concat
+    corrcoef count_nonzero cov cumprod cumsum diag diagonal diff dist div dot einsum eq exp eye flatten flip ge
+    gt histc hstack isclose isfinite isinf isnan le log log_softmax logical_not logsumexp lt masked_select
+    matmul max maximum mean median min minimum mm mul mv nanmean nansum ne nonzero norm outer permute pow prod
+    quantile rand_like randn_like randint_like relu renorm reshape roll round sigmoid sign softmax sort split
+    sqrt square stack std std_mean sub sum svd tanh tensordot topk trace transpose tril triu unbind unique var
+    var_mean vstack where
     _foreach_norm _foreach_mul _foreach_pow _foreach_abs
     """
 )
-_OF_FUNCTIONAL: Final = words("cosine_similarity l1_loss mse_loss smooth_l1_loss")
+_OF_FUNCTIONAL: Final = words("cosine_similarity l1_loss linear mse_loss smooth_l1_loss")
 _OF_INIT: Final = words("dirac_ orthogonal_ sparse_")
 """Those that would write a part before they are refused."""
 
@@ -47,7 +52,20 @@ def reach_functions() -> None:
                     made = _knowing(original, refuse=module is nn.init)
                     stays_scriptable(made, original)
                     setattr(module, name, made)
+                    _let_pickle_find(made, original, module, name)
                     _REACHED.append(original)
+
+
+def _let_pickle_find(
+    made: Callable[..., Any], original: Callable[..., Any], module: ModuleType, name: str
+) -> None:
+    """Let ``made`` lie where its module and name say: models have functions as activations, and are saved."""
+    if not isinstance(original, FunctionType):
+        made.__module__, made.__qualname__ = module.__name__, name
+        return
+    home = sys.modules[original.__module__]  # torch.jit.script looks for overloads by its name
+    if getattr(home, original.__qualname__, None) is original:
+        setattr(home, original.__qualname__, made)
 
 
 def _places() -> Iterator[tuple[ModuleType, str]]:
