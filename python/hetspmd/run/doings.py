@@ -41,9 +41,10 @@ class Doing:
         return [self.what, self.number, self.details()]
 
 
-def step_of(optimizer: torch.optim.Optimizer) -> Doing:
-    """A step of this optimizer with the numbers in its groups (learning rates, betas, weight decay)."""
-    pairs = list(_numbers(optimizer))
+def step_of(optimizer: torch.optim.Optimizer, *, alike: bool = True) -> Doing:
+    """A step of this optimizer, with the numbers in its groups (learning rates, betas, weight decay) where they are
+    ``alike`` on all ranks. One that is none of elements may keep there what it has computed of its shards."""
+    pairs = list(_numbers(optimizer)) if alike else []
     words = array("d", (number for _, number in pairs)).tobytes()
     name = type(optimizer).__name__
     return Doing(f"a step of {name}", crc32(words, crc32(name.encode())), partial(_spoken, pairs))

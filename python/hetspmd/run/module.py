@@ -41,7 +41,7 @@ from hetspmd.run.random import Randomness, next_seed
 from hetspmd.run.reach import reach
 from hetspmd.run.replicas import replicas_of
 from hetspmd.run.runtime import Runtime
-from hetspmd.run.shard_tensors import end_step
+from hetspmd.run.shard_tensors import no_step
 from hetspmd.run.shards import FULL
 from hetspmd.run.signature import Forward
 from hetspmd.run.store import Store, check_model
@@ -264,7 +264,7 @@ class HAP(WholeStates):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Entry, list[torch.Tensor], list[torch.Tensor]]:
         """The plan for a batch, the batch's tensors, and the parameters as they are now."""
-        end_step()
+        no_step()
         refuse_transforms()
         entry, inputs = self._plans.select(args, kwargs, self._recording)
         check_tensors(inputs, entry.inputs, self.device)

@@ -24,7 +24,7 @@ from hetspmd.run.doings import step_of
 from hetspmd.run.elementwise import Untestable, is_elementwise, steps_nothing, trial_shape
 from hetspmd.run.optimizer_state import cut_whole_state, full_optimizer_state_dict, is_own
 from hetspmd.run.owners import Place, living, places
-from hetspmd.run.shard_tensors import begin_step, end_step
+from hetspmd.run.stepping import Call, begin, end
 
 _optim = torch.optim
 ELEMENTWISE: Final[frozenset[type]] = frozenset(
@@ -73,19 +73,21 @@ def watch_optimizers() -> None:
             _HOOK.append(register_optimizer_step_post_hook(_after_step))
 
 
-def _after_step(*_: Any) -> None:
-    end_step()
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    end(optimizer)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Call | None:
     _look(optimizer)
     modules = _CHECKED[optimizer].modules
     if modules:
-        doing = step_of(optimizer)
+        doing = step_of(optimizer, alike=type(optimizer) not in _ALLOWED)
         for module in living():
             if id(module) in modules:
                 module.did(doing)
-    begin_step(_parameters(optimizer))
+    return begin(optimizer, args, kwargs)
 
 
 def _look(optimizer: torch.optim.Optimizer) -> None:

@@ -11,9 +11,11 @@ Optimizers, which are looked at by themselves (:mod:`hetspmd.run.optimizer_guard
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
@@ -26,7 +28,9 @@ from hetspmd.trace.compat import as_plain
 if TYPE_CHECKING:
     from hetspmd.run.shards import ShardMark
 
-__all__ = ["MARK", "Shard", "ShardValues", "begin_step", "end_step", "values_of", "words"]
+__all__ = [
+    "MARK", "Shard", "ShardValues", "begin_step", "end_step", "no_step", "outside_steps", "values_of", "words",
+]  # fmt: skip
 
 MARK: Final = "hetspmd_shard"
 """The attribute that says of which parameter a tensor is a shard."""
@@ -96,8 +100,8 @@ _IN_PLACE: Final = frozenset(
 )
 """What changes values element by element, and returns what it has changed."""
 
-_PACKAGE: Final = str(Path(__file__).parents[1])
-_TORCH: Final = str(Path(torch.__file__).parent)
+_PACKAGE: Final = str(Path(__file__).parents[1]) + os.sep
+_TORCH: Final = str(Path(torch.__file__).parent) + os.sep
 _SERVED: Final = tuple(
     str(Path(_TORCH) / part)
     for part in ("optim", "testing", "_tensor_str.py", "_dynamo", "_inductor", "_subclasses")
@@ -105,11 +109,24 @@ _SERVED: Final = tuple(
 
 
 class _Stepping(threading.local):
-    """Whether an optimizer steps in this thread, and the shards that are plain parameters as long."""
+    """How many optimizers step in this thread, one within the other, and the shards that are plain parameters as
+    long."""
 
     def __init__(self) -> None:
-        self.on = False
+        self.depth = 0
         self.shards: list[torch.Tensor] = []
+
+    def plain(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if type(parameter) is Shard:
+                parameter.__class__ = nn.Parameter  # type: ignore[assignment]  # which it is a case of
+                self.shards.append(parameter)
+
+    def over(self) -> None:
+        self.depth = 0
+        for parameter in self.shards:
+            parameter.__class__ = Shard
+        self.shards = []
 
 
 _STEPPING: Final = _Stepping()
@@ -117,20 +134,32 @@ _STEPPING: Final = _Stepping()
 
 def begin_step(parameters: Iterable[torch.Tensor]) -> None:
     """Say that an optimizer's step begins in this thread, for which its parameters are plain ones."""
-    _STEPPING.on = True
-    for parameter in parameters:
-        if type(parameter) is Shard:
-            parameter.__class__ = nn.Parameter  # type: ignore[assignment]  # which it is a case of
-            _STEPPING.shards.append(parameter)
+    _STEPPING.depth += 1
+    _STEPPING.plain(parameters)
 
 
 def end_step() -> None:
-    """Say that no optimizer steps in this thread (any more)."""
-    if _STEPPING.on:
-        _STEPPING.on = False
-        for parameter in _STEPPING.shards:
-            parameter.__class__ = Shard
-        _STEPPING.shards.clear()
+    """Say that the innermost step is over."""
+    if _STEPPING.depth <= 1:
+        no_step()
+    else:
+        _STEPPING.depth -= 1
+
+
+def no_step() -> None:
+    """Say that no optimizer steps in this thread, whatever has ended its step."""
+    if _STEPPING.depth:
+        _STEPPING.over()
+
+
+@contextmanager
+def outside_steps() -> Iterator[None]:
+    """Within the context no optimizer steps in this thread; those that did go on afterwards, unless it fails."""
+    depth, shards = _STEPPING.depth, _STEPPING.shards
+    no_step()
+    yield
+    _STEPPING.depth = depth
+    _STEPPING.plain(shards)
 
 
 class ShardValues(torch.Tensor):
@@ -208,7 +237,7 @@ class Shard(nn.Parameter):
         found = _detach(self)
         if _is_served():
             return found
-        if sys._getframe(1).f_code.co_filename.startswith(_TORCH + "/nn/parameter"):
+        if sys._getframe(1).f_code.co_filename.startswith(_TORCH + "nn/parameter"):
             made = found.as_subclass(Shard)  # nn.Parameter(shard) wants its class
             made.__dict__[MARK] = self.__dict__[MARK]
             return made
@@ -221,7 +250,7 @@ class Shard(nn.Parameter):
 
 
 def _property(shard: Shard, name: str) -> Any:
-    plainly = _STEPPING.on
+    plainly = _STEPPING.depth > 0
     return getattr(torch.Tensor, name).__get__(shard) if plainly else getattr(values_of(shard), name)
 
 
@@ -248,7 +277,7 @@ def _methods() -> Iterator[str]:
             yield name
     arithmetic = words("add sub mul truediv floordiv mod pow matmul")
     for name in (*arithmetic, *(f"r{name}" for name in arithmetic), "neg", "abs", "lt", "le", "gt", "ge",
-                 "getitem", "setitem", "iter", "float", "int", "bool", "array"):  # fmt: skip
+                 "eq", "ne", "getitem", "setitem", "iter", "float", "int", "bool", "array"):  # fmt: skip
         if hasattr(torch.Tensor, f"__{name}__"):
             yield f"__{name}__"
 
@@ -315,7 +344,7 @@ def _marked(found: Any, own: ShardMark, name: str) -> Any:
 
 def _is_served() -> bool:
     """Whether the caller of a shard's method is an optimizer's step, or hetspmd itself."""
-    return _STEPPING.on or sys._getframe(2).f_code.co_filename.startswith(_PACKAGE)
+    return _STEPPING.depth > 0 or sys._getframe(2).f_code.co_filename.startswith(_PACKAGE)
 
 
 def _is_asked_by_user() -> bool:
