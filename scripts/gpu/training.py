@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import os
 import sys
 import time
@@ -161,8 +162,10 @@ def differs(found: list[float], want: list[float], tolerance: float) -> str:
     dist.all_gather_object(everyone, found)
     if any(of != found for of in everyone):
         return f"the ranks part: {everyone}"
+    if not all(math.isfinite(value) for value in (*found, *want)):
+        return f"{found} where one device has {want}"
     error = max(abs(f - w) / max(abs(w), 1e-6) for f, w in zip(found, want, strict=True))
-    say(f"   largest relative error {error:.2e} of {len(want)} losses and norms")
+    say(f"   largest relative error {error:.2e} of {len(want)} losses and norms, the last {found[-1]:.17g}")
     return "" if error <= tolerance else f"{found} where one device has {want}"
 
 
