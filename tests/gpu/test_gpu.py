@@ -1,6 +1,6 @@
 """With a GPU: what a step costs beside eager PyTorch, NCCL with one rank, several ranks on one GPU over gloo.
 
-Nothing of this has run on a GPU yet; the last test runs the same worker on CPUs.
+The last test runs the same worker on CPUs.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class HostCopies:
 
 
 class CudaCopies:
-    """Copies of a GPU, in both directions at a time. It has never run on a GPU."""
+    """Copies of a GPU, in both directions at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
