@@ -79,6 +79,12 @@ def another_part(hap: HAP) -> None:
     hap(X)
 
 
+def into_the_model(hap: HAP) -> None:
+    if hap.rank == 1:
+        hap.module.a.load_state_dict({n: STATE[f"a.{n}"] * 0.5 for n in ("weight", "bias")})
+    hap(X)
+
+
 ALONE: dict[Callable[[HAP], None], str] = {
     rate: r"before step 2 .*\(ranks 0, 2 and 3: a step of SGD with lr 0\.1; rank 1: a step of SGD with lr 0\.2\)",
     schedule: r"before step 3 .*rank 2: a step of AdamW with lr 0\.01",
@@ -88,6 +94,7 @@ ALONE: dict[Callable[[HAP], None], str] = {
     a_step: r"before step 3 .*rank 2: nothing \(more\)\)",
     loads: r"before step 1 .*ranks 0, 1 and 3: nothing \(more\); rank 2: load_state_dict\)",
     other_states: r"before step 1 .*rank 3: load_state_dict with a\.bias [0-9a-f]{16}, a\.weight [0-9a-f]{16}",
+    into_the_model: r"before step 1 .*ranks 0, 2 and 3: nothing \(more\); rank 1: load_state_dict\)",
     another_part: r"before step 1 .*rank 0: load_state_dict with b\.0\.weight",
 }
 
@@ -118,7 +125,8 @@ def test_what_all_ranks_do_is_not() -> None:
                     each.step()
                     each.zero_grad()
                 following.step()
-        hap.load_state_dict(STATE)
+        hap.load_state_dict({name: value * 2 for name, value in STATE.items()})
+        hap.module.load_state_dict(STATE)
         hap.eval()
         with torch.no_grad():
             return float(hap(X))

@@ -85,6 +85,11 @@ class Loaded:
     def __init__(self) -> None:
         self._digests: dict[str, int] = {}
 
+    @property
+    def keys(self) -> list[str]:
+        """What was loaded."""
+        return list(self._digests)
+
     def add(self, key: str, whole: Any) -> None:
         """``whole`` is what the state dict has for ``key``."""
         if isinstance(whole, torch.Tensor) and whole.layout == torch.strided and not whole.is_meta:

@@ -17,7 +17,10 @@ import torch
 from torch import nn
 
 from hetspmd.errors import ShardError
+from hetspmd.forms import is_sharded
 from hetspmd.lower.program import LocalTensor
+from hetspmd.run.doings import Loaded
+from hetspmd.run.owners import living
 from hetspmd.run.shards import FULL, divided, marked
 
 __all__ = ["Post", "Sentry", "outside_posts", "posts"]
@@ -135,11 +138,13 @@ def _random_states(module: nn.Module) -> list[torch.Tensor]:
 
 
 class _LoadHook(_Hook):
-    """In front of ``load_state_dict``: of whole tensors this rank's part is loaded."""
+    """In front of ``load_state_dict``: of whole tensors this rank's part is loaded. What they are is said at the
+    next step, since no rank has what another one loads."""
 
     def __call__(
-        self, _module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
     ) -> None:
+        loaded = Loaded()
         for leaf, layout in self.post.own.items():
             key = prefix + leaf
             given = state.get(key)
@@ -152,6 +157,8 @@ class _LoadHook(_Hook):
                         "shard; write assign=False"
                     )
                 state[key] = layout.slice(given)
+                if is_sharded(layout.form):  # others are in parts on idle ranks alone
+                    loaded.add(key, given)
             elif tuple(given.shape) == layout.local_shape:
                 raise ShardError(
                     f"{key} of {list(given.shape)} is a shard, whose rank and plan nobody knows; load whole "
@@ -162,6 +169,10 @@ class _LoadHook(_Hook):
                     f"the state dict does not fit the model: {key} has shape {list(given.shape)}, the model's is "
                     f"{list(layout.shape)}"
                 )
+        if loaded.keys:
+            for hap in living():
+                if any(part is module for part in hap.module.modules()):
+                    hap.did(loaded.doing())
 
 
 class Sentry:
