@@ -82,6 +82,9 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
     "sparse_": lambda w: nn.init.sparse_(w, 0.5),
     "trunc_normal_": lambda w: nn.init.trunc_normal_(w),
     "noise": lambda w: torch.no_grad()(lambda: w.add_(torch.randn_like(w)))(),
+    "torch.normal": lambda w: torch.normal(w, 0.1),
+    "normal of data": lambda w: torch.normal(w.data, 0.1),
+    "dropout": lambda w: F.dropout(w, 0.5),
     "noise of data": lambda w: w.data.add_(torch.rand_like(w.data)),
 }
 FILES: dict[str, Callable[[Any], Any]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,16 @@ def test_a_class_in_lists_is_found_by_every_rank() -> None:
     graph = trace(model, (X,), {})
     assert [place.path for place in (*graph.host.writes, *graph.host.counters)] == [(".count",)]
     assert model.inside[0][0].count == 0
+
+
+def test_variables_of_the_environment_that_name_a_rank_are_no_part_of_a_plan() -> None:
+    """Each rank has others, as it should: a line that the first alone prints."""
+
+    class Net(Base):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = os.environ.get("SLURM_PROCID", "0") == "0" and os.getenv("NODE_RANK", "0") == "0"
+            return self.loss(x) * float(os.getenv("HETSPMD_TEST_SCALE", "1") if first else 1)
+
+    read = [path for _, *path in ((r.root, *r.path) for r in trace(Net(), (X,), {}).host.reads)]
+    assert [".environ", '["HETSPMD_TEST_SCALE"]'] in read
+    assert not any("RANK" in step or "PROCID" in step for path in read for step in path)

@@ -23,17 +23,17 @@ from hetspmd.trace.compat import stays_scriptable
 
 _OF_TORCH: Final = words(
     """
-    abs add all amax amin aminmax any argmax argmin argsort bernoulli bmm cat cdist chunk clamp clone concat
-    corrcoef count_nonzero cov cumprod cumsum diag diagonal diff dist div dot einsum eq exp eye flatten flip ge
-    gt histc hstack isclose isfinite isinf isnan le log log_softmax logical_not logsumexp lt masked_select
-    matmul max maximum mean median min minimum mm mul mv nanmean nansum ne nonzero norm outer permute pow prod
-    quantile rand_like randn_like randint_like relu renorm reshape roll round sigmoid sign softmax sort split
-    sqrt square stack std std_mean sub sum svd tanh tensordot topk trace transpose tril triu unbind unique var
-    var_mean vstack where
+    abs add all amax amin aminmax any argmax argmin argsort bernoulli bmm cat cdist chunk clamp clone
+    concat corrcoef count_nonzero cov dropout cumprod cumsum diag diagonal diff dist div dot einsum eq
+    exp eye flatten flip ge gt histc hstack isclose isfinite isinf isnan le log log_softmax logical_not
+    logsumexp lt masked_select matmul max maximum mean median min minimum mm mul mv nanmean nansum ne
+    nonzero norm normal outer permute poisson pow prod quantile rand_like randn_like randint_like relu
+    renorm reshape roll round sigmoid sign softmax sort split sqrt square stack std std_mean sub sum svd
+    tanh tensordot topk trace transpose tril triu unbind unique var var_mean vstack where
     _foreach_norm _foreach_mul _foreach_pow _foreach_abs
     """
 )
-_OF_FUNCTIONAL: Final = words("cosine_similarity l1_loss linear mse_loss smooth_l1_loss")
+_OF_FUNCTIONAL: Final = words("cosine_similarity dropout l1_loss linear mse_loss smooth_l1_loss")
 _OF_INIT: Final = words("dirac_ orthogonal_ sparse_")
 """Those that would write a part before they are refused."""
 

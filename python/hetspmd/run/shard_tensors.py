@@ -44,8 +44,9 @@ def words(text: str) -> list[str]:
 _DRAWING: Final = frozenset(
     words(
         """
-        bernoulli bernoulli_ cauchy_ dropout dropout_ alpha_dropout feature_dropout exponential_ geometric_
-        log_normal_ multinomial normal_ random_ uniform_ rand_like randn_like randint_like rrelu rrelu_
+        bernoulli bernoulli_ binomial cauchy_ dropout dropout_ alpha_dropout feature_dropout exponential_
+        geometric_ log_normal_ multinomial normal normal_ poisson random_ uniform_ rand_like randn_like
+        randint_like rrelu rrelu_
         """
     )
 )
