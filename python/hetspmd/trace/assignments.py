@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from functools import cache
+from types import FrameType, MethodWrapperType
 from typing import Any, Final
 
 import torch
@@ -67,12 +68,13 @@ class Assignments(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
-        given = {} if kwargs is None else kwargs
-        if func == _SET_DATA:
-            return self._assign(*args)
-        if func in _GRADIENT or func == _VERSION:
-            self._refuse_reading(func, args[0], sys._getframe(1))
-        if any(isinstance(value, torch.Generator) for value in given.values()):
+        given = kwargs or {}
+        if type(func) is MethodWrapperType:
+            if func == _SET_DATA:
+                return self._assign(*args)
+            if func in _GRADIENT or func == _VERSION:
+                self._refuse_reading(func, args[0], sys._getframe(1))
+        if given and any(isinstance(value, torch.Generator) for value in given.values()):
             given = self._without_generator(given)
         written = _written(func, args, given)
         if written is not None:
@@ -166,16 +168,18 @@ def named_writes() -> Iterator[None]:
 
 def _written(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """The tensor that a call changes in place, as far as its name says so."""
-    out = kwargs.get("out")
-    if isinstance(out, torch.Tensor):
+    if kwargs and isinstance(out := kwargs.get("out"), torch.Tensor):
         return out
-    name = getattr(func, "__name__", "")
-    in_place = name in _OPERATORS or (
-        name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
-    )
-    if (in_place or kwargs.get("inplace") is True) and args and isinstance(args[0], torch.Tensor):
+    in_place = _is_in_place(getattr(func, "__name__", "")) or (kwargs and kwargs.get("inplace") is True)
+    if in_place and args and isinstance(args[0], torch.Tensor):
         return args[0]
     return None
+
+
+@cache
+def _is_in_place(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    return name in _OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES)
 
 
 def _meta(tensor: torch.Tensor) -> str:

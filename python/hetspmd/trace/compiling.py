@@ -15,6 +15,8 @@ from typing import Any, cast
 
 import torch
 
+from hetspmd.trace.host.foreign import is_foreign, is_installed
+
 __all__ = ["libraries_told"]
 
 _LOCK = threading.Lock()
@@ -49,7 +51,5 @@ def _is_compiling() -> bool:
 
 
 def _is_library(name: object) -> bool:
-    from hetspmd.trace.host.foreign import is_foreign, is_installed
-
     module = sys.modules.get(str(name))
     return name != "__main__" and (is_foreign(name) or (module is not None and is_installed(module)))

@@ -16,6 +16,7 @@ kinds      functions and what they are bound to, iterators
 code       which globals and closure variables a function reads
 members    attributes of objects, slots among them
 in_place   objects whose content is changed in place
+reads      telling of attributes that are read
 recorder   which attributes are read while a step is traced
 entropy    random numbers that Python code draws
 seeds      torch's random state, which forward must not set

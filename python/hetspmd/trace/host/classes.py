@@ -63,10 +63,12 @@ class Classes:
     def __init__(self, roots: Roots) -> None:
         self._roots = roots
         self._met: dict[type, Met] = {}
+        self.extent = 0
+        """A number that grows whenever there is anything new about these classes."""
 
     def meet(self, kind: type, root: str, path: Path, *, made: bool) -> bool:
         """Meet a class that lies at a place, and its bases; whether anything is new about that."""
-        new = False
+        before = self.extent
         for index, base in enumerate(kind.__mro__):
             if not is_own(base.__module__):
                 continue
@@ -74,10 +76,11 @@ class Classes:
             if met is None:
                 place = self._place(base, root, (*path, ".__mro__", f"[{index}]") if index else path)
                 met = self._met[base] = Met(base, *place, made, dict(vars(base)))
-                new = True
+                self.extent += 1 + made
             elif made and not met.made:
-                met.made = new = True
-        return new
+                met.made = True
+                self.extent += 1
+        return self.extent > before
 
     def __iter__(self) -> Iterator[Met]:
         return iter(list(self._met.values()))

@@ -16,7 +16,7 @@ from typing import Any
 from hetspmd.trace.host.classes import Classes, Met
 from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
-from hetspmd.trace.host.names import constants_in, globals_in, names_in
+from hetspmd.trace.host.names import constants_in, names_in, variables_in
 from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content
 from hetspmd.trace.host.plain import is_scalar
 from hetspmd.trace.host.stand_ins import MOMENTS, is_calendar, original
@@ -61,13 +61,14 @@ class Reader:
     def visit(self, value: Any) -> None:
         """Look at a function, a method, or what wraps one."""
         value = value.__func__ if isinstance(value, MethodType) else value
-        if isinstance(value, functools.partial):
+        is_plain = type(value) is FunctionType
+        if not is_plain and isinstance(value, functools.partial):
             self.visit(value.func)
             return
-        wrapped = own_attributes(value).get("__wrapped__")
+        wrapped = (value.__dict__ if is_plain else own_attributes(value)).get("__wrapped__")
         if wrapped is not None and wrapped is not value:
             self.visit(wrapped)
-        if not isinstance(value, FunctionType) or id(value) in self._seen:
+        if not is_plain or id(value) in self._seen:
             return
         self._seen.add(id(value))
         home = value.__globals__.get(
@@ -85,18 +86,18 @@ class Reader:
             self._settle(new=True)
 
     def _look_at(self, function: FunctionType, home: str) -> None:
-        names = names_in(function.__code__)
-        root, module = self._roots.know_variables(function.__globals__)
-        for name in sorted(globals_in(function.__code__)):
-            if name in function.__globals__:
-                self._variable(root, name, function.__globals__[name], module, names)
-            elif (imported := _imported(name, home)) is not None:
-                self._variable(root, name, imported, module, names)
+        names, variables, imported = names_in(function.__code__), function.__globals__, sys.modules
+        root, module = self._roots.know_variables(variables)
+        for name, qualified in variables_in(function.__code__, home):
+            if name in variables:
+                self._variable(root, name, variables[name], module, names)
+            elif (found := imported.get(name) or imported.get(qualified)) is not None:
+                self._variable(root, name, found, module, names)
         root = self._roots.know(function)
         for name, cell in closure(function).items():
             self._variable(root, name, content(cell), cell, names)
-        for path, found in _of_its_own(function, names):
-            self._found(root.replace("closure", "function", 1), path, found, function)
+        for path, value in _of_its_own(function, names):
+            self._found(root.replace("closure", "function", 1), path, value, function)
         if is_own(home):
             self._names |= names
             if names & _ENVIRONMENT:
@@ -107,7 +108,9 @@ class Reader:
     def _variable(self, root: str, name: str, value: Any, holder: Any, names: frozenset[str]) -> None:
         """A variable; of a module or a class what the code names of it."""
         value = original(value)
-        if is_calendar(value) and names & MOMENTS:
+        if type(value) is FunctionType:
+            self._tell(root, (f".{name}",), value, holder)
+        elif is_calendar(value) and names & MOMENTS:
             self._found(root, (f".{name}",), value, holder)
         elif isinstance(value, ModuleType):
             if not is_foreign(value.__name__):
@@ -133,11 +136,12 @@ class Reader:
                 self._tell(root, (f".{name}",), value, holder)
 
     def _tell(self, root: str, path: Path, value: Any, holder: Any) -> None:
-        value = original(
-            value.__get__(None, holder) if isinstance(value, (staticmethod, classmethod)) else value
-        )
-        if value is NOTHING or isinstance(value, (ModuleType, type, property)):
-            return
+        if type(value) is not FunctionType:
+            value = original(
+                value.__get__(None, holder) if isinstance(value, (staticmethod, classmethod)) else value
+            )
+            if value is NOTHING or isinstance(value, (ModuleType, type, property)):
+                return
         self._found(root, path, value, holder)
         if callable(value):
             self.visit(value)
@@ -157,7 +161,7 @@ class Reader:
 
     def _extent(self) -> int:
         """A number that is another one whenever there is anything new to look at."""
-        return len(self._names) + sum(1 + met.made for met in self._classes)
+        return len(self._names) + self._classes.extent
 
     def _member(self, met: Met, name: str, value: Any) -> None:
         """A member of a class counts."""
@@ -192,12 +196,6 @@ _OF_A_RANK = frozenset({
 """Variables of the environment that differ between ranks as they should."""
 
 
-def _imported(name: str, home: str) -> ModuleType | None:
-    """A module that a function of the module ``home`` imports by this name, if it has been imported before."""
-    package = home.rpartition(".")[0]
-    return sys.modules.get(name) or (sys.modules.get(f"{package}.{name}") if package else None)
-
-
 def _of_its_own(function: FunctionType, names: frozenset[str]) -> Iterator[tuple[Path, Any]]:
     """Defaults of arguments that may change, and attributes: all of the user's functions, which others may read."""
     for position, default in enumerate(function.__defaults__ or ()):
@@ -206,13 +204,18 @@ def _of_its_own(function: FunctionType, names: frozenset[str]) -> Iterator[tuple
     for name, default in (function.__kwdefaults__ or {}).items():
         if _may_change(default):
             yield (".__kwdefaults__", step_to(name)), default
-    own = is_own(function.__globals__.get("__name__"))
-    for name in sorted(n for n in vars(function) if n in names or (own and not n.startswith("__"))):
-        if not isinstance(vars(function)[name], (ModuleType, type)):
-            yield (f".{name}",), vars(function)[name]
+    attributes = vars(function)
+    own = bool(attributes) and is_own(function.__globals__.get("__name__"))
+    for name in (
+        sorted(n for n in attributes if n in names or (own and not n.startswith("__"))) if attributes else ()
+    ):
+        if not isinstance(attributes[name], (ModuleType, type)):
+            yield (f".{name}",), attributes[name]
 
 
 def _may_change(default: object) -> bool:
+    if is_scalar(default):
+        return False
     default = original(default)  # another thread's trace may have put a stand-in there
     if isinstance(default, BuiltinFunctionType) and isinstance(default.__self__, (ModuleType, type(None))):
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -65,9 +66,12 @@ class _Walk:
 
     def value(self, value: Any) -> None:
         """What a value leads to."""
-        if is_scalar(value) or id(value) in self._seen:
+        if id(value) in self._seen or is_scalar(value):
             return
         self._seen[id(value)] = value
+        if type(value) is FunctionType:
+            self._reader.visit(value)
+            return
         if isinstance(value, type):
             self._reader.meet(value, "", (), made=True)
         elif is_function(value):

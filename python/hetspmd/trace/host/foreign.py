@@ -20,7 +20,12 @@ _FOREIGN = frozenset(sys.stdlib_module_names - {"__main__", "argparse", "types"}
 def is_foreign(module: object) -> bool:
     """Whether a module of this name is torch's, the standard library's or our own: no part of a user's
     model."""
-    return not isinstance(module, str) or module.partition(".")[0] in _FOREIGN
+    return not isinstance(module, str) or _is_foreign(module)
+
+
+@functools.cache
+def _is_foreign(module: str) -> bool:
+    return module.partition(".")[0] in _FOREIGN
 
 
 def is_own(module: object) -> bool:

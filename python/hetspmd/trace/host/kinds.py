@@ -17,13 +17,15 @@ from hetspmd.trace.host.content import own_attributes
 __all__ = ["bound_to", "is_function", "is_iterator"]
 
 _BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
+_FUNCTIONS = (*_BOUND, FunctionType, functools.partial)
 
 
 def is_function(value: Any) -> bool:
     """Whether a value is a function, a method, a partial function, or wraps one."""
-    return isinstance(value, (*_BOUND, FunctionType, functools.partial)) or "__wrapped__" in own_attributes(
-        value
-    )
+    kind = type(value)
+    if kind is dict or kind is list or kind is tuple:
+        return False
+    return isinstance(value, _FUNCTIONS) or "__wrapped__" in own_attributes(value)
 
 
 def bound_to(value: Any) -> Iterator[tuple[str, Any]]:

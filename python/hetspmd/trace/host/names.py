@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from types import CodeType
 
-__all__ = ["constants_in", "globals_in", "names_in"]
+__all__ = ["constants_in", "names_in", "variables_in"]
 
 _EXTENDED = dis.opmap["EXTENDED_ARG"]
 _GLOBALS = {
@@ -33,9 +33,16 @@ def names_in(code: CodeType) -> frozenset[str]:
 
 
 @functools.cache
-def globals_in(code: CodeType) -> frozenset[str]:
-    """Names of variables that are not the function's own, and of what it imports."""
-    inner = (globals_in(c) for c in code.co_consts if isinstance(c, CodeType))
+def variables_in(code: CodeType, home: str) -> tuple[tuple[str, str], ...]:
+    """Names of variables that are not the function's own, and of what it imports, in order; each with the name that
+    a module of the package of ``home``, the function's module, has under it."""
+    package = home.rpartition(".")[0]
+    return tuple((name, f"{package}.{name}" if package else name) for name in sorted(_globals_in(code)))
+
+
+@functools.cache
+def _globals_in(code: CodeType) -> frozenset[str]:
+    inner = (_globals_in(c) for c in code.co_consts if isinstance(c, CodeType))
     found = frozenset(_loaded(code)).union(*inner)
     if found & _BY_TEXT:
         texts = " ".join(c for c in code.co_consts if isinstance(c, str))

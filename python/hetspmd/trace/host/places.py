@@ -180,7 +180,8 @@ class Variables:
 
 def closure(function: FunctionType) -> dict[str, CellType]:
     """The cells around a function, by name."""
-    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cells = function.__closure__
+    return {} if cells is None else dict(zip(function.__code__.co_freevars, cells, strict=True))
 
 
 def item(holder: Any, step: str) -> Any:

@@ -33,6 +33,12 @@ MISSING: Final = "missing"
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
+_ENUMERATED = (*_TORCH, enum.Enum)
+_KNOWN: Final = {id(kind): True for kind in _SCALARS} | {
+    id(kind): False
+    for kind in (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, *_CONTAINERS, torch.Tensor)
+}
+"""Whether values of just these classes are scalars, by the ids of the classes: no value needs to be asked."""
 _LONGEST = 160
 _TOLD = (int, str, bool, float, type(None), tuple, enum.Enum, *_TORCH)
 """Keys of a dict to whose values steps lead (:mod:`hetspmd.trace.host.steps`)."""
@@ -46,7 +52,8 @@ def type_name(kind: type) -> str:
 def is_scalar(value: object) -> bool:
     """Whether a value is a number, string, None, enum, dtype or the like, which nothing can change in
     place."""
-    return type(value) in _SCALARS or isinstance(value, (*_TORCH, enum.Enum)) or _is_derived(value)
+    known = _KNOWN.get(id(type(value)))
+    return isinstance(value, _ENUMERATED) or _is_derived(value) if known is None else known
 
 
 def _is_derived(value: object) -> bool:
@@ -82,7 +89,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def fingerprint(value: object, opaque: list[str] | None = None) -> str:
     """The value's text. Modules and objects that are followed have only their type's: what is read of them
     counts. ``opaque`` is filled with the classes of objects in it of which nothing can be told."""
-    text = _text(value, _Walk(opaque))
+    text = repr(value) if type(value) in _SCALARS else _text(value, _Walk(opaque))
     if len(text) <= _LONGEST:
         return text
     return f"{text[: _LONGEST // 2]}... #{hashlib.sha1(text.encode(errors='replace')).hexdigest()[:16]}"

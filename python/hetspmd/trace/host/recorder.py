@@ -8,8 +8,7 @@ is read before it is written is part of what the graph was made of.
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -31,20 +30,14 @@ from hetspmd.trace.host.members import home_of_data, members, slots_of
 from hetspmd.trace.host.places import NOTHING, Namespace, Path, Roots, items
 from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_scalar, type_name
 from hetspmd.trace.host.raw import size
+from hetspmd.trace.host.reads import OWN_OF_MODULES, restore, tell, told
 from hetspmd.trace.host.snapshot import OF_TORCH, Snapshot
 from hetspmd.trace.host.stand_ins import is_calendar
 from hetspmd.trace.host.steps import ALL
 
 Place = tuple[str, Path]
 
-_RECORDERS: dict[int, Recorder] = {}
-"""Thread to its recorder, while that records."""
-
-_LOCK = threading.Lock()
-_PATCHED: dict[type, tuple[int, Any]] = {}
-"""Class to the number of recorders that need it changed, and its own ``__getattribute__`` (NOTHING:
-inherited)."""
-
+_SLOTS: Final = ("_parameters", "_buffers", "_modules")
 _DEEPEST: Final = 40
 """Steps of a path to an object that is followed."""
 _LONGEST: Final = 10_000
@@ -63,9 +56,13 @@ class _Followed:
     seen: set[str] = field(default_factory=set)
     own: set[str] = field(init=False)
     """The attributes that are not torch's."""
+    slots: tuple[dict[str, Any], ...] = field(init=False)
+    """What holds the parameters, buffers and submodules of a module."""
 
     def __post_init__(self) -> None:
-        self.own = {name for name in self.before if name not in OF_TORCH or name == "training"}
+        self.own = self.before.keys() - OWN_OF_MODULES
+        slots = (self.before.get(kind) for kind in _SLOTS)
+        self.slots = tuple(slot for slot in slots if isinstance(slot, dict))
 
 
 class Recorder:
@@ -86,6 +83,7 @@ class Recorder:
         self._classes: list[type] = []
         self._roots = roots
         self._held: set[type] = set()
+        self._in_methods: dict[type, frozenset[str]] = {}
         self._looking: set[int] = set()
         named = (*roots.model.named_parameters(), *roots.model.named_buffers())
         self._registered: dict[int, str] = {id(tensor): name for name, tensor in named}
@@ -107,18 +105,12 @@ class Recorder:
     def recording(self) -> Iterator[None]:
         """Within the context what this thread reads is recorded."""
         self._change(nn.Module)
-        thread = threading.get_ident()
-        outer = _RECORDERS.get(thread)
-        _RECORDERS[thread] = self
         try:
-            yield
+            with told(self):
+                yield
         finally:
-            if outer is None:
-                del _RECORDERS[thread]
-            else:
-                _RECORDERS[thread] = outer
             while self._classes:
-                _restore(self._classes.pop())
+                restore(self._classes.pop())
 
     def is_followed(self, value: object) -> bool:
         """Whether an object's attributes are recorded."""
@@ -181,12 +173,11 @@ class Recorder:
         followed = self._followed.get(id(of))
         if followed is None or name in followed.seen or name.startswith("__"):
             return
+        for slot in followed.slots:
+            if name in slot:
+                return
         own = getattr(type(of), "__getattr__", None)
-        if own is not None and own is not nn.Module.__getattr__:
-            return
-        attributes = followed.before
-        slots = (attributes.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
-        if name in attributes or any(name in slot for slot in slots):
+        if name in followed.before or (own is not None and own is not nn.Module.__getattr__):
             return
         followed.seen.add(name)
         self._note((followed.root, (*followed.path, f".{name}")), MISSING, NOTHING)
@@ -329,16 +320,21 @@ class Recorder:
         if kind in self._held or not bases:
             return
         self._held.add(kind)
-        names = frozenset[str]().union(*map(names_of_methods, bases))
+        for base in bases:
+            if base not in self._in_methods:
+                self._in_methods[base] = names_of_methods(base)
+        names = frozenset[str]().union(*(self._in_methods[base] for base in bases))
         for base in bases:
             module = sys.modules.get(base.__module__)
             installed = module is not None and is_installed(module)
             of, own = self._roots.know_class(base), vars(base)
-            for name in sorted(names | own.keys() if all_names else names):
+            if installed:  # a large library's methods have thousands of names
+                counting = own.keys() if all_names else names & own.keys()
+            else:
+                counting = names | own.keys() if all_names else names
+            for name in sorted(counting):
                 value = own.get(name, NOTHING)
                 if name.startswith("__") or not (value is NOTHING or is_scalar(value)):
-                    continue
-                if installed and value is NOTHING:  # a large library's methods have thousands of names
                     continue
                 self._snapshot.variable(of, (f".{name}",), base)
                 inherited = next((vars(b)[name] for b in base.__mro__ if name in vars(b)), NOTHING)
@@ -348,7 +344,7 @@ class Recorder:
     def _change(self, kind: type) -> bool:
         if kind in self._classes:
             return True
-        if not _patch(kind):
+        if not tell(kind):
             return False
         self._classes.append(kind)
         return True
@@ -362,46 +358,3 @@ _HOLD_DATA: Final = frozenset({"collections", "queue", "weakref", "_thread"})
 
 _UNWATCHED = (OF_TORCH | frozenset(dir(nn.Module))) - {"training", "forward"}
 """Attributes of torch's own machinery; hooks and submodules are part of a model's structure."""
-
-
-def _patch(kind: type) -> bool:
-    with _LOCK:
-        count, own = _PATCHED.get(kind, (0, NOTHING))
-        if not count:
-            own = vars(kind).get("__getattribute__", NOTHING)
-            try:
-                kind.__getattribute__ = _telling(kind.__getattribute__)  # type: ignore[method-assign, assignment, arg-type]  # until _restore
-            except TypeError:
-                return False
-        _PATCHED[kind] = count + 1, own
-    return True
-
-
-def _restore(kind: type) -> None:
-    with _LOCK:
-        count, own = _PATCHED[kind]
-        if count > 1:
-            _PATCHED[kind] = count - 1, own
-            return
-        del _PATCHED[kind]
-        if own is NOTHING:
-            del kind.__getattribute__
-        else:
-            kind.__getattribute__ = own  # type: ignore[method-assign]  # as it was
-
-
-def _telling(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    recorders, thread = _RECORDERS, threading.get_ident
-
-    def __getattribute__(self: Any, name: str) -> Any:
-        try:
-            value = read(self, name)
-        except AttributeError:
-            if (recorder := recorders.get(thread())) is not None:
-                recorder.missed(self, name)
-            raise
-        if (recorder := recorders.get(thread())) is not None:
-            recorder.saw(self, name, value)
-        return value
-
-    return __getattribute__

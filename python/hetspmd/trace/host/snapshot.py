@@ -7,6 +7,8 @@ references, so that nothing is copied but lists. Slots of parameters and buffers
 
 from __future__ import annotations
 
+import collections
+import operator
 import sys
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any, Final
 from torch import nn
 
 from hetspmd.trace.compat import outside_modes
+from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.foreign import is_installed
 from hetspmd.trace.host.in_place import Content
 from hetspmd.trace.host.members import Members, members
@@ -133,6 +136,8 @@ class Snapshot:
     def changes(self) -> Iterator[Change]:
         """What is not as it was."""
         for held in self._attributes.values():
+            if _identical(held.live, held.kept):
+                continue
             for name in [*held.kept, *(n for n in held.live if n not in held.kept)]:
                 before, after = held.kept.get(name, NOTHING), held.live.get(name, NOTHING)
                 if before is not after:
@@ -153,6 +158,8 @@ class Snapshot:
     def rewind(self) -> None:
         """Put everything back."""
         for held in self._attributes.values():
+            if _identical(held.live, held.kept):
+                continue
             for name, value in held.kept.items():
                 if held.live.get(name, NOTHING) is not value:
                     held.live[name] = value
@@ -185,10 +192,11 @@ class Structure:
 
     def __init__(self, modules: list[tuple[Path, nn.Module]]) -> None:
         self._held = [
-            (path, name, vars(module)[name], dict(vars(module)[name]))
+            (path, name, live, dict(live))
             for path, module in modules
+            for attributes in (own_attributes(module),)
             for name in _STRUCTURE
-            if name in vars(module)
+            if (live := attributes.get(name)) is not None
         ]
 
     def changes(self) -> Iterator[tuple[Path, str]]:
@@ -197,12 +205,11 @@ class Structure:
         Hooks that an installed package adds when a model is first called, to look on, do not count.
         """
         for path, name, live, kept in self._held:
-            added = [value for key, value in live.items() if key not in kept]
-            if _same(live, kept) or (
-                added and all(map(_of_a_package, added)) and kept.items() <= live.items()
-            ):
+            if _same(live, kept):
                 continue
-            yield path, name
+            added = [value for key, value in live.items() if key not in kept]
+            if not (added and all(map(_of_a_package, added)) and kept.items() <= live.items()):
+                yield path, name
 
     def rewind(self) -> None:
         """Put everything back."""
@@ -227,6 +234,8 @@ def _copied(value: Any) -> Any:
 
 
 def _same(live: Any, kept: Any) -> bool:
+    if _identical(live, kept):
+        return True
     if size(live) != len(kept):
         return False
     if isinstance(kept, dict):
@@ -234,3 +243,13 @@ def _same(live: Any, kept: Any) -> bool:
     if isinstance(kept, set):
         return set(elements(live)) == kept
     return all(a is b for a, b in zip(elements(live), kept, strict=True))
+
+
+def _identical(live: Any, kept: Any) -> bool:
+    """Whether an ordinary dict has the very keys and values of another one, in its order; False for all else."""
+    if type(live) is not dict and type(live) is not collections.OrderedDict:
+        return False
+    return len(live) == len(kept) and (
+        not kept
+        or (all(map(operator.is_, live, kept)) and all(map(operator.is_, live.values(), kept.values())))
+    )

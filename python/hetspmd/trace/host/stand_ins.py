@@ -74,9 +74,8 @@ def calendar(value: Any, note: Note) -> Any:
 
 def original(value: Any) -> Any:
     """What a value stands for, if it is a stand-in; else the value."""
-    return (
-        value.of if isinstance(type(value), type) and type(value) in (StandIn, _Calendar, _Module) else value
-    )
+    kind = type(value)
+    return value.of if kind is StandIn or kind is _Calendar or kind is _Module else value
 
 
 @cache
