@@ -16,7 +16,7 @@ from typing import Any
 from hetspmd.trace.host.classes import Classes, Met
 from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
-from hetspmd.trace.host.names import constants_in, names_in, variables_in
+from hetspmd.trace.host.names import constants_in, named_in, names_in
 from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content
 from hetspmd.trace.host.plain import is_scalar
 from hetspmd.trace.host.stand_ins import MOMENTS, is_calendar, original
@@ -86,9 +86,10 @@ class Reader:
             self._settle(new=True)
 
     def _look_at(self, function: FunctionType, home: str) -> None:
-        names, variables, imported = names_in(function.__code__), function.__globals__, sys.modules
+        names, named = named_in(function.__code__, home)
+        variables, imported = function.__globals__, sys.modules
         root, module = self._roots.know_variables(variables)
-        for name, qualified in variables_in(function.__code__, home):
+        for name, qualified in named:
             if name in variables:
                 self._variable(root, name, variables[name], module, names)
             elif (found := imported.get(name) or imported.get(qualified)) is not None:

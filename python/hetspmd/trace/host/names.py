@@ -7,8 +7,9 @@ import functools
 import re
 from collections.abc import Iterator
 from types import CodeType
+from typing import NamedTuple
 
-__all__ = ["constants_in", "names_in", "variables_in"]
+__all__ = ["Named", "constants_in", "named_in", "names_in"]
 
 _EXTENDED = dis.opmap["EXTENDED_ARG"]
 _GLOBALS = {
@@ -32,12 +33,20 @@ def names_in(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(texts, *inner)
 
 
+class Named(NamedTuple):
+    """What a function's code names: all names, and those of variables that are not its own and of what it imports,
+    in order, each with the name that a module of its package has by it."""
+
+    names: frozenset[str]
+    variables: tuple[tuple[str, str], ...]
+
+
 @functools.cache
-def variables_in(code: CodeType, home: str) -> tuple[tuple[str, str], ...]:
-    """Names of variables that are not the function's own, and of what it imports, in order; each with the name that
-    a module of the package of ``home``, the function's module, has under it."""
+def named_in(code: CodeType, home: str) -> Named:
+    """What the code of a function of the module ``home`` names."""
     package = home.rpartition(".")[0]
-    return tuple((name, f"{package}.{name}" if package else name) for name in sorted(_globals_in(code)))
+    names = ((name, f"{package}.{name}" if package else name) for name in sorted(_globals_in(code)))
+    return Named(names_in(code), tuple(names))
 
 
 @functools.cache
