@@ -139,6 +139,33 @@ def test_the_next_call_ends_a_step_that_failed() -> None:
     on_four(body)
 
 
+class Failing(torch.optim.SGD):
+    """Fails in its first step."""
+
+    failed = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if not self.failed:
+            self.failed = True
+            raise ValueError("in the step")
+        return super().step(closure)
+
+
+def test_so_does_the_next_step() -> None:
+    hetspmd.allow_optimizer(Failing)
+
+    def body(hap: HAP) -> None:
+        optimizer = Failing(hap.parameters(), lr=0.1)
+        hap(X).backward()
+        with pytest.raises(ValueError, match="in the step"):
+            optimizer.step()
+        optimizer.step()
+        assert type(hap.module.a.weight) is Shard
+
+    on_four(body)
+
+
 class Adapting(torch.optim.Optimizer):
     """Keeps among its options what it has computed of its shards (Prodigy)."""
 

@@ -110,8 +110,8 @@ _SERVED: Final = tuple(
 
 
 class _Stepping(threading.local):
-    """How many optimizers step in this thread, one within the other, and the shards that are plain parameters as
-    long."""
+    """How many steps of optimizers this thread is in, one within the other, and the shards that are plain
+    parameters as long."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -135,8 +135,19 @@ _STEPPING: Final = _Stepping()
 
 def begin_step(parameters: Iterable[torch.Tensor]) -> None:
     """Say that an optimizer's step begins in this thread, for which its parameters are plain ones."""
+    if _STEPPING.depth and not _is_within_a_step():
+        no_step()  # it failed
     _STEPPING.depth += 1
     _STEPPING.plain(parameters)
+
+
+def _is_within_a_step() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def end_step() -> None:
