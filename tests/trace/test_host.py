@@ -238,6 +238,10 @@ def test_what_pip_has_put_into_a_folder_is_installed_and_what_lies_beside_it_is_
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: its\nVersion: 1.0\n", encoding="utf-8")
     (info / "RECORD").write_text("its/__init__.py,,\nits/inner.py,,\nalone.py,,\n", encoding="utf-8")
 
+    (tmp_path / "its").mkdir()
+    for name in ("its/__init__.py", "its/inner.py", "alone.py"):
+        (tmp_path / name).touch()
+
     assert is_installed(module("its", tmp_path / "its/__init__.py"))
     assert is_installed(module("its.inner", tmp_path / "its/inner.py"))
     assert is_installed(module("alone", tmp_path / "alone.py"))

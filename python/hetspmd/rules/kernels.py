@@ -8,6 +8,7 @@ import torch
 
 DENSE: Final = frozenset(
     {
+        "aten.native_group_norm.default", "aten.native_group_norm_backward.default",
         "aten.native_layer_norm_backward.default", "aten._fused_rms_norm_backward.default",
         "aten._weight_norm_interface.default", "aten._weight_norm_interface_backward.default",
         "aten.adaptive_max_pool3d_backward.default", "aten.fractional_max_pool2d_backward.default",

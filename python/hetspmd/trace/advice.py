@@ -34,6 +34,7 @@ _REWRITES: tuple[tuple[str, str], ...] = (
         r"\.item\(\)|\b(float|int|bool)\(",
         "leave out .item(), float() and int(): a tensor without dimensions computes as a number does",
     ),
+    (r"quantize_per_", "use torch.fake_quantize_per_tensor_affine, which keeps floating-point numbers"),
     (r"\.nonzero\(|\bunique\b|\bmasked_select\b|\bargwhere\b", "use a mask or fixed sizes instead"),
     (
         r"[\w)]\[[^\]]*(<|>|==|!=|~|mask)[^\]]*\]",

@@ -50,6 +50,7 @@ if VERSION > NEWEST:
     )
 
 import torch._functorch.config as functorch_config  # noqa: E402  # after the version check
+from torch._C import DispatchKey  # noqa: E402  # after the version check
 from torch._decomp import get_decompositions  # noqa: E402  # after the version check
 from torch._functorch._aot_autograd.descriptors import (  # noqa: E402  # after the version check
     BufferAOTInput,
@@ -285,6 +286,7 @@ def _export(
             _plain_recurrence(),
             _without_log_of_shapes(),
             _backward_without_autocast(),
+            _before_autograd(decompositions),
         ):
             stack.enter_context(context)
         joint = aot_export_joint_with_descriptors(
@@ -299,6 +301,41 @@ def _export(
     in_roles = [_input_role(n.meta.get("desc")) for n in nodes if n.op == "placeholder"]
     out_roles = [_output_role(d) for d in nodes[-1].meta["desc"]]
     return graph_module, in_roles, out_roles
+
+
+@contextmanager
+def _before_autograd(decompositions: Decompositions) -> Iterator[None]:
+    """Let own decompositions of a table stand where torch has one of its own, which it takes before the table."""
+    own = {
+        op: function
+        for op, function in decompositions.items()
+        if DispatchKey.Autograd in op.py_kernels and function.__module__.startswith("hetspmd.")
+    }
+    with _KERNELS_LOCK:
+        for op, function in own.items():
+            before, users = _KERNELS.get(op, (op.py_kernels[DispatchKey.Autograd], 0))
+            _KERNELS[op] = before, users + 1
+            _set_kernel(op, function)
+    try:
+        yield
+    finally:
+        with _KERNELS_LOCK:
+            for op in own:
+                before, users = _KERNELS.pop(op)
+                if users > 1:
+                    _KERNELS[op] = before, users - 1
+                else:
+                    _set_kernel(op, before)
+
+
+def _set_kernel(op: Any, function: Callable[..., Any]) -> None:
+    op.py_kernels[DispatchKey.Autograd] = function
+    op._dispatch_cache.clear()
+
+
+_KERNELS_LOCK = threading.Lock()
+_KERNELS: dict[Any, tuple[Callable[..., Any], int]] = {}
+"""torch's own kernels of ops that a trace computes in another way, and how many traces do so now."""
 
 
 def is_traced(tensor: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ _FROM_TORCH = (
     aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss, aten.smooth_l1_loss_backward,
     aten.huber_loss, aten.huber_loss_backward, aten.binary_cross_entropy,
     aten.binary_cross_entropy_backward, aten.binary_cross_entropy_with_logits, aten.soft_margin_loss,
-    aten.soft_margin_loss_backward, aten.multi_margin_loss, aten.multilabel_margin_loss_forward,
+    aten.soft_margin_loss_backward,
     aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_functional,
     aten._native_batch_norm_legit_no_training, aten.native_batch_norm_backward, aten.batch_norm_backward,
     aten._batch_norm_with_update, aten._batch_norm_with_update_functional, aten._batch_norm_no_update,
@@ -55,6 +55,8 @@ def _own() -> dict[Any, Callable[..., Any]]:
         aten.new_zeros.default: partial(_new, 0),
         aten.new_ones.default: partial(_new, 1),
         aten.new_full.default: _new_full,
+        aten.multi_margin_loss.default: _multi_margin_loss,
+        aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     }
 
 
@@ -151,3 +153,48 @@ def _new_full(
 
 def _new(fill_value: float, x: torch.Tensor, size: Sequence[int], **kwargs: Any) -> torch.Tensor:
     return _new_full(x, size, fill_value, **kwargs)
+
+
+def _reduced(rows: torch.Tensor, reduction: int) -> torch.Tensor:
+    """The losses of the samples as they are (0), their mean (1) or their sum (2)."""
+    return rows if reduction == 0 else rows.mean() if reduction == 1 else rows.sum()
+
+
+def _multi_margin_loss(
+    x: torch.Tensor, target: torch.Tensor, p: float = 1, margin: float = 1,
+    weight: torch.Tensor | None = None, reduction: int = 1,
+) -> torch.Tensor:  # fmt: skip
+    """``sum(max(0, margin - x[target] + x[others]) ** p) / classes`` of each sample.
+
+    A margin that is just met has no gradient, as in the kernel: ``clamp`` gives it one in torch 2.11.
+    """
+    rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    violated = torch.relu(margin - rows.gather(1, labels[:, None]) + rows)
+    if p == 2:
+        violated = violated * violated
+    if weight is not None:
+        violated = violated * weight[labels][:, None]
+    classes = torch.arange(rows.shape[1], device=x.device)
+    losses = torch.where(classes != labels[:, None], violated, 0).sum(1) / rows.shape[1]
+    return _reduced(losses if x.ndim > 1 else losses[0], reduction)
+
+
+def _multilabel_margin_loss(
+    x: torch.Tensor, target: torch.Tensor, reduction: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``sum(max(0, 1 - x[a label] + x[no label])) / classes`` of each sample, and 1 where a class is a label.
+
+    A sample's labels end at its first -1. torch 2.11's own decomposition counts what follows as well.
+    """
+    rows, labels = (t.reshape(-1, x.shape[-1]) for t in (x, target))
+    classes = torch.arange(rows.shape[1], device=x.device)
+    ends = torch.where(labels == -1, classes, rows.shape[1]).amin(1, keepdim=True)
+    given = classes < ends
+    known = rows.gather(1, torch.where(given, labels, 0))
+    is_label = (classes == torch.where(given, labels, -1)[:, :, None]).any(1)
+    violated = torch.relu(1.0 - known[:, :, None] + rows[:, None, :])
+    counted = given[:, :, None] & ~is_label[:, None, :]
+    losses = torch.where(counted, violated, 0).sum((1, 2)) / rows.shape[1]
+    return _reduced(losses if x.ndim > 1 else losses[0], reduction), is_label.to(x.dtype).reshape(
+        target.shape
+    )

@@ -99,18 +99,19 @@ _ALIASES: Final = frozenset({"_conj", "_neg_view", "alias", "detach", "imag", "l
 
 UNTAGGED: Final = frozenset({
     "__and__.Scalar", "__and__.Tensor", "__or__.Scalar", "__or__.Tensor", "_conj.default",
-    "_neg_view.default", "_prelu_kernel.default", "_prelu_kernel_backward.default", "_to_copy.default",
+    "_conj_physical.default", "_neg_view.default", "_prelu_kernel.default",
+    "_prelu_kernel_backward.default", "_to_copy.default",
     "alias.default", "complex.default", "copy.default", "detach.default", "elu_backward.default",
     "floor_divide.Scalar", "floor_divide.default", "hardshrink_backward.default",
     "hardsigmoid_backward.default", "hardswish.default",
     "hardswish_backward.default", "hardtanh_backward.default", "imag.default", "isclose.default",
-    "isin.Tensor_Scalar", "leaky_relu_backward.default", "lift.default", "lift_fresh.default",
+    "isin.Tensor_Scalar", "leaky_relu.default", "leaky_relu_backward.default", "lift.default", "lift_fresh.default",
     "lift_fresh_copy.default", "log_sigmoid_backward.default", "log_sigmoid_forward.default",
     "masked_fill.Tensor", "mish_backward.default", "polar.default", "real.default",
     "rrelu_with_noise_backward.default", "rsub.Tensor", "softplus_backward.default",
     "softshrink_backward.default", "where.Scalar", "where.ScalarOther", "where.ScalarSelf",
 })  # fmt: skip
-"""Elementwise ops that torch does not tag."""
+"""Elementwise ops that torch does not tag, in one of its versions at least."""
 
 # Tagged pointwise, but the result is no tensor, or random.
 _EXCLUDED: Final = frozenset({"equal.default", "rrelu.default"})
