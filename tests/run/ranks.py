@@ -31,6 +31,12 @@ def on_ranks(c: Case, plan: Plan, body: Callable[[HAP], T], **options: Any) -> l
     return run_ranks(plan.cluster.ranks, rank)
 
 
+def own_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a gradient, as a plain tensor."""
+    found: torch.Tensor = torch.Tensor.grad.__get__(parameter)  # type: ignore[attr-defined]  # of C
+    return found
+
+
 def loss_of(output: Any) -> torch.Tensor:
     if isinstance(output, dict):
         return output["loss"]

@@ -69,6 +69,15 @@ def test_a_seed_in_forward_is_refused(forward: Any, randomness: str) -> None:
         train(lambda: model, steps=1)
 
 
+@pytest.mark.parametrize(
+    "read", [torch.initial_seed, torch.random.initial_seed], ids=["torch", "torch.random"]
+)
+def test_a_seed_that_forward_reads_is_named(read: Any) -> None:
+    model = Beside(lambda m, x: m.down(m.up(x)).square().mean() * (1 + read() % 3))
+    with pytest.raises(TraceError, match=r"reads torch's seed at .*test_asked\.py:\d+: .*as an argument"):
+        hetspmd.compile(model, (X,), cluster(4, 2, 1, 1))
+
+
 class Drawing(Beside):
     """Has a generator, which cannot be copied."""
 

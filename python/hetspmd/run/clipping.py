@@ -21,6 +21,7 @@ from torch import nn
 from hetspmd.errors import GradientError, HetspmdError
 from hetspmd.run.norms import combined_norm, gradients_of
 from hetspmd.run.owners import Place, grouped, living, places
+from hetspmd.run.shards import gradient_of
 
 _LOCK = threading.Lock()
 _REACHED: list[Callable[..., Any]] = []
@@ -77,7 +78,7 @@ def _get_total_norm(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.T
         rest = norm_type, error_if_nonfinite, foreach
         if not _shared():
             return inner(tensors, *rest)
-        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given = [gradient_of(t) for t in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)]
         known = places(gradients=True)
         mine, others = _divided(given, known)
         _check_no_views(others, known)

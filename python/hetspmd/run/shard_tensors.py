@@ -221,6 +221,7 @@ def values_of(parameter: torch.Tensor) -> ShardValues:
 
 
 _data: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # of C
+_grad: Final = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # of C
 _detach: Final = torch.Tensor.detach
 _as_subclass: Final = torch.Tensor.as_subclass
 
@@ -254,6 +255,28 @@ class Shard(nn.Parameter):
             made.__dict__[MARK] = self.__dict__[MARK]
             return made
         return _as_values(found, self.__dict__[MARK])
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """As values are: torch's own functions take it as it is, others learn that it is a part."""
+        found: torch.Tensor | None = _grad(self)
+        if (
+            found is None
+            or _STEPPING.depth
+            or sys._getframe(1).f_code.co_filename.startswith((_PACKAGE, _TORCH))
+        ):
+            return found
+        return _as_values(found, self.__dict__[MARK].of_gradient(self))
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if type(value) is ShardValues:
+            value = _as_subclass(value, torch.Tensor)
+        torch.Tensor.grad.__set__(self, value)  # type: ignore[union-attr]  # of C
+
+    @grad.deleter
+    def grad(self) -> None:
+        torch.Tensor.grad.__delete__(self)  # type: ignore[union-attr]  # of C
 
     T = property(lambda self: _property(self, "T"))
     H = property(lambda self: _property(self, "H"))

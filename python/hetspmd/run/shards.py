@@ -21,7 +21,7 @@ from hetspmd.forms import is_sharded
 from hetspmd.lower.program import LocalTensor
 from hetspmd.run.shard_tensors import MARK, Shard
 
-__all__ = ["FULL", "ShardMark", "attributes", "divided", "mark", "marked"]
+__all__ = ["FULL", "GradientMark", "ShardMark", "attributes", "divided", "gradient_of", "mark", "marked"]
 
 FULL: Final = "on every rank: model = hap.full_module(), a single-device copy"
 """How to get at a model that can be called, copied and saved as it is."""
@@ -42,6 +42,10 @@ class ShardMark:
 
     def __init__(self, name: str, layout: LocalTensor) -> None:
         self.name, self.layout = name, layout
+
+    def of_gradient(self, parameter: torch.Tensor) -> GradientMark:
+        """The mark of the gradient of ``parameter``, which this is the mark of."""
+        return GradientMark(self, parameter)
 
     def copied(self, *_: Any) -> NoReturn:
         """In the place of ``__deepcopy__``."""
@@ -72,11 +76,9 @@ class ShardMark:
                 f"{self}: {what} would write to other elements than on one device. Write, on every rank, "
                 f"whole = {whole}, change it, then hap.load_state_dict({{{self.name!r}: whole}}, strict=False)"
             )
-        attribute = what.isidentifier() and not what.startswith("_") and hasattr(torch.Tensor, what)
-        called = attribute and callable(getattr(torch.Tensor, what))
-        text = f".{what}()" if called else f".{what}" if attribute else what
+        text = _written(what)
         return ShardError(
-            f"{self}: {text} would see no more. Write {whole}{text if attribute else ''} (every rank calls it) to "
+            f"{self}: {text or what} would see no more. Write {whole}{text} (every rank calls it) to "
             "look at it; what is differentiated, as a penalty, belongs into the model or into loss= (a sum of "
             "squares: weight_decay of the optimizer)"
         )
@@ -117,6 +119,68 @@ class ShardMark:
             f"parameter {self.name} of {list(self.layout.shape)} lies in shards, of which this rank holds "
             f"{list(self.layout.local_shape)}"
         )
+
+
+class GradientMark(ShardMark):
+    """Says of a tensor that it is the gradient of a shard, or was computed from one element by element."""
+
+    def __init__(self, of: ShardMark, parameter: torch.Tensor) -> None:
+        super().__init__(of.name, of.layout)
+        self._parameter = weakref.ref(parameter)
+
+    def gradient(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The parameter's gradient, if ``tensor`` is another name for it."""
+        parameter = self._parameter()
+        found = None if parameter is None else parameter.grad
+        if found is None or tensor.shape != found.shape or tensor.data_ptr() != found.data_ptr():
+            return None
+        return found
+
+    def pickled(self, *_: Any) -> NoReturn:
+        raise ShardError(
+            f"{self} and cannot be saved by itself. Write gradients = hap.full_gradients() on every rank, then "
+            "torch.save(gradients, FILE) on one"
+        )
+
+    def refusal(self, what: str, kind: str) -> ShardError:
+        whole = f"hap.full_gradients()[{self.name!r}]"
+        if kind == "draw":
+            return ShardError(
+                f"{self}: .{what}() would draw other numbers than one device does. Write, on every rank, "
+                f"torch.manual_seed(step), noise = torch.randn({list(self.layout.shape)}), and "
+                "hetspmd.on_full_gradient(hap, NAME, lambda gradient: gradient + noise) before the backward"
+            )
+        if kind == "write":
+            return ShardError(
+                f"{self}: {what} would write to other elements than on one device. Write "
+                "hetspmd.on_full_gradient(hap, NAME, function): it is given the whole gradient and returns another"
+            )
+        text = _written(what)
+        return ShardError(
+            f"{self}: {text or what} would see no more. Write {whole}{text} (every rank calls it) to look at it; "
+            "the norm of all gradients is hetspmd.get_total_norm(hap), or what "
+            "torch.nn.utils.clip_grad_norm_(...) returns"
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"the gradient of {self.name} of {list(self.layout.shape)} lies in shards, of which this rank holds "
+            f"{list(self.layout.local_shape)}"
+        )
+
+
+def _written(what: str) -> str:
+    """An attribute or method of a tensor as it is written after one, or nothing for what is none."""
+    if not what.isidentifier() or what.startswith("_") or not hasattr(torch.Tensor, what):
+        return ""
+    return f".{what}()" if callable(getattr(torch.Tensor, what)) else f".{what}"
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter of which ``tensor`` is another name (``p.grad`` makes one), or ``tensor``."""
+    own = tensor.__dict__.get(MARK)
+    found = own.gradient(tensor) if isinstance(own, GradientMark) else None
+    return tensor if found is None else found
 
 
 def divided(layout: LocalTensor) -> bool:

@@ -42,8 +42,13 @@ class _Default:
         self.of = of
 
     def __getattr__(self, name: str) -> Any:
-        if name in _SETTERS and _TRACING.get():
+        if (name in _SETTERS or name == "initial_seed") and _TRACING.get():
             frame = _of_the_model(sys._getframe(1))
+            if frame is not None and name == "initial_seed":
+                raise TraceError(
+                    f"the forward reads torch's seed at {frame_line(frame)}: a plan would keep the one of its trace. "
+                    "Give the number to the model as an argument, or set it as an attribute"
+                )
             if frame is not None:
                 raise TraceError(f"the forward sets torch's random state at {frame_line(frame)}: {_INSTEAD}")
         return getattr(self.of, name)
