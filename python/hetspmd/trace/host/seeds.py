@@ -46,8 +46,8 @@ class _Default:
             frame = _of_the_model(sys._getframe(1))
             if frame is not None and name == "initial_seed":
                 raise TraceError(
-                    f"the forward reads torch's seed at {frame_line(frame)}: a plan would keep the one of its trace. "
-                    "Give the number to the model as an argument, or set it as an attribute"
+                    f"the forward reads torch's seed at {frame_line(frame)}: a plan would keep the one of its "
+                    "trace. Give the number to the model as an argument, or set it as an attribute"
                 )
             if frame is not None:
                 raise TraceError(f"the forward sets torch's random state at {frame_line(frame)}: {_INSTEAD}")
