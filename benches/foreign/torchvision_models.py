@@ -91,7 +91,13 @@ _classifier("efficientnet", 32, _efficient)
 _classifier("convnext", 32, _convnext)
 _classifier("regnet", 32, _regnet)
 _classifier("vit", 16, lambda m: m.VisionTransformer(16, 8, 1, 3, 24, 40, num_classes=CLASSES))
-_classifier("swin", 32, lambda m: m.SwinTransformer([4, 4], 12, [2, 1], [2, 2], [4, 4], num_classes=CLASSES))
+_classifier(
+    "swin",
+    32,
+    lambda m: m.SwinTransformer(
+        [4, 4], 12, [2, 1], [2, 2], [4, 4], stochastic_depth_prob=0.0, num_classes=CLASSES
+    ),
+)
 _classifier(
     "maxvit",
     32,
