@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,6 +250,24 @@ def test_they_can_be_printed_copied_and_compared() -> None:
             copy.deepcopy(weight.data).norm()
 
     on_four(body)
+
+
+def test_the_default_device_is_still_obeyed(tmp_path: Path) -> None:
+    """By functions that a HAP has replaced; torch lists them when a default device is first set."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import torch
+from hetspmd.run.functions import reach_functions
+
+reach_functions()
+with torch.device("meta"):
+    made = (torch.eye(3), torch.ones(3), torch.empty(3))
+assert all(tensor.is_meta for tensor in made), made
+""",
+        encoding="utf-8",
+    )
+    subprocess.run([sys.executable, str(script)], check=True)
 
 
 def of_functions(x: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hetspmd.run.shard_tensors import MARK, Shard, values_of, words
-from hetspmd.trace.compat import stays_scriptable
+from hetspmd.trace.compat import know_constructors, stays_scriptable
 
 _OF_TORCH: Final = words(
     """
@@ -46,6 +46,7 @@ def reach_functions() -> None:
     """Let torch's functions know shards, from the first call on."""
     with _LOCK:
         if not _REACHED:
+            know_constructors()
             for module, name in _places():
                 original = getattr(module, name, None)
                 if original is not None:

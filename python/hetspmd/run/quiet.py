@@ -30,10 +30,10 @@ from hetspmd.trace.trace import trace
 __all__ = ["quiet_error", "wide_trace"]
 
 _P = {
-    F.dropout: 1, F.dropout1d: 1, F.dropout2d: 1, F.dropout3d: 1, F.alpha_dropout: 1, F.feature_alpha_dropout: 1,
-    F.scaled_dot_product_attention: 4,
+    "dropout": 1, "dropout1d": 1, "dropout2d": 1, "dropout3d": 1, "alpha_dropout": 1, "feature_alpha_dropout": 1,
+    "scaled_dot_product_attention": 4,
 }  # fmt: skip
-"""Functions that drop, and the position of the probability."""
+"""Functions of torch.nn.functional that drop, and the position of the probability."""
 
 
 def quiet_error(setting: Setting, noise: float) -> tuple[str, float, float, str]:
@@ -103,8 +103,8 @@ class _Off(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        position = _P.get(func)
-        if position is not None:
+        position = _P.get(getattr(func, "__name__", ""))
+        if position is not None and getattr(func, "__module__", "") in (F.__name__, "torch._C._nn"):
             name = "dropout_p" if position > 1 else "p"
             if len(args) > position:
                 args = (*args[:position], 0.0, *args[position + 1 :])

@@ -67,6 +67,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E4
 from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: E402  # after the version check
 from torch.fx._lazy_graph_module import _use_lazy_graph_module  # noqa: E402  # after the version check
 from torch.utils import _pytree as pytree  # noqa: E402  # after the version check
+from torch.utils._device import _device_constructors  # noqa: E402  # after the version check
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402  # after the version check
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ __all__ = [
     "is_class_of_trace",
     "is_op",
     "is_traced",
+    "know_constructors",
     "memory_of",
     "merge_tied",
     "module_path",
@@ -549,6 +551,11 @@ pytree.register_pytree_node(
     Held, _held_parts, _held_again, serialized_type_name="hetspmd.Held", to_dumpable_context=_held_text,
     from_dumpable_context=_held_context, flatten_with_keys_fn=_held_keys,
 )  # fmt: skip
+
+
+def know_constructors() -> None:
+    """Let torch list the functions that obey its default device, before any of them has another in its place."""
+    _device_constructors()
 
 
 def has_kernel(op: Any, kind: str) -> bool:
