@@ -8,7 +8,7 @@ of the checks are those of a HAP with ``check_batches=False`` and without, likew
 counted by PyTorch's profiler in one step of each.
 """
 
-# ruff: noqa: E402
+# ruff: noqa: E402  # the benches are put on the path first
 from __future__ import annotations
 
 import argparse

@@ -10,7 +10,7 @@ on every rank. Losses and norms must be equal to it, and bit for bit equal on al
 be refused by name. ``--device cpu`` tries the script itself, over gloo.
 """
 
-# ruff: noqa: E402
+# ruff: noqa: E402  # the benches are put on the path first
 from __future__ import annotations
 
 import argparse

@@ -110,7 +110,7 @@ def test_own_rows_that_are_fed_back_name_gather_outputs() -> None:
 class Natural(Recurrent):
     """Its first call has no hidden state, as most scripts write it."""
 
-    def forward(self, x: torch.Tensor, state: Any = None, *, scale: float = 1.0) -> Any:  # type: ignore[override]
+    def forward(self, x: torch.Tensor, state: Any = None, *, scale: float = 1.0) -> Any:  # type: ignore[override]  # another model than its base
         hidden = torch.zeros(6) if state is None else state["h"] if isinstance(state, dict) else state
         new = torch.tanh(self.a(x + hidden.mean(0))) * scale
         return {"loss": new.pow(2).mean(), "hidden": new}
