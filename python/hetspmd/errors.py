@@ -41,6 +41,7 @@ __all__ = [
     "SearchError",
     "ShardError",
     "TargetError",
+    "TensorTypeWarning",
     "TraceError",
     "WorldSizeError",
 ]
@@ -92,6 +93,10 @@ class PlanPerValueWarning(UserWarning):
 
 class ClockWarning(UserWarning):
     """The model's forward reads a clock, of which a plan keeps one reading."""
+
+
+class TensorTypeWarning(UserWarning):
+    """The model's forward asks whether the class of a value is just that of tensors."""
 
 
 class FollowerWarning(UserWarning):
@@ -188,10 +193,6 @@ class ShardError(HetspmdError):
 
 class GradientHookWarning(UserWarning):
     """A hook is on a parameter that lies in shards."""
-
-
-class BroadcastWarning(UserWarning):
-    """Every rank holds one row of a parameter, which would broadcast to a whole copy that exists."""
 
 
 class NanError(HetspmdError):

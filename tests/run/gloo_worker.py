@@ -24,6 +24,7 @@ from hetspmd.run.communicator import Work
 from hetspmd.run.module import HAP
 from hetspmd.run.process_group import ProcessGroupCommunicator, communicator_for
 from hetspmd.run.random import Randomness
+from hetspmd.run.shard_tensors import plain
 from hetspmd.synth.constraints import Constraints
 from hetspmd.trace.trace import trace
 
@@ -147,7 +148,7 @@ def idle() -> list[dict[str, Any]]:
         with torch.no_grad():
             losses.append(hap(**c.batch).item())
         state = hap.full_state_dict()
-        local = sum(p.numel() for p in hap.parameters())
+        local = sum(p.numel() for p in plain(hap.parameters()))
         found.append({"losses": losses, "state": state, "elements": local})
     return found
 

@@ -14,6 +14,7 @@ from hetspmd.plan import Plan
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.module import HAP
 from hetspmd.run.simulate import run_ranks
+from hetspmd.trace.compat import as_plain
 
 T = TypeVar("T")
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
@@ -33,7 +34,8 @@ def on_ranks(c: Case, plan: Plan, body: Callable[[HAP], T], **options: Any) -> l
 
 def own_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of a gradient, as a plain tensor."""
-    found: torch.Tensor = torch.Tensor.grad.__get__(parameter)  # type: ignore[attr-defined]  # of C
+    with as_plain():
+        found: torch.Tensor = torch.Tensor.grad.__get__(parameter)  # type: ignore[attr-defined]  # of C
     return found
 
 

@@ -20,6 +20,7 @@ from hetspmd.plan import Plan
 from hetspmd.run.measured import Measured
 from hetspmd.run.module import HAP
 from hetspmd.run.random import Randomness
+from hetspmd.run.shard_tensors import plain
 from hetspmd.synth import constraints as known
 from hetspmd.synth.program import Compute
 
@@ -35,7 +36,8 @@ def train(hap: HAP, batch: dict[str, Any]) -> list[torch.Tensor]:
         optimizer.zero_grad()
         loss = loss_of(hap(**batch))
         loss.backward()
-        found += [loss.detach(), *(p.grad.clone() for p in hap.parameters() if p.grad is not None)]
+        gradients = plain(p.grad for p in hap.parameters() if p.grad is not None)
+        found += [loss.detach(), *(g.clone() for g in gradients)]
         optimizer.step()
     return found
 

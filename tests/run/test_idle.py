@@ -20,6 +20,7 @@ from hetspmd.lower import lower_plan
 from hetspmd.plan import Plan
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.module import HAP
+from hetspmd.run.shard_tensors import plain
 from hetspmd.run.simulate import run_ranks
 from hetspmd.run.verify import verify
 from hetspmd.synth.constraints import Constraints, named_tensors
@@ -61,7 +62,7 @@ def test_training_equals_the_single_device(name: str, active: tuple[int, ...]) -
 
     def body(hap: HAP) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]:
         seen = trained(hap, c.batch)
-        return seen, hap.full_tensors(), hap.full_state_dict(), [p.numel() for p in hap.parameters()]
+        return seen, hap.full_tensors(), hap.full_state_dict(), [p.numel() for p in plain(hap.parameters())]
 
     for rank, (seen, tensors, state, sizes) in enumerate(on_ranks(c, plan, body)):
         assert seen == pytest.approx(losses, rel=1e-10)
@@ -133,7 +134,7 @@ def test_scalar_parameters_and_whole_outputs() -> None:
         out = hap(**batch)
         out[0].backward()
         module: Any = hap.module
-        return [o.detach() for o in out], module.scale.shape, hap.full_gradients()["scale"]
+        return [o.detach() for o in out], plain([module.scale])[0].shape, hap.full_gradients()["scale"]
 
     want[0].backward()
     for gather in (False, True):

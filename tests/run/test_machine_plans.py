@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from machine_plans import machine_plan, machines
-from ranks import CLOSE, loss_of, on_ranks
+from ranks import CLOSE, loss_of, on_ranks, own_gradient
 from small_models import Case, case
 from torch import nn
 
@@ -94,7 +94,7 @@ def test_accelerators_of_a_machine_store_the_same() -> None:
 
     def body(hap: HAP) -> dict[str, torch.Tensor]:
         loss_of(hap(**c.batch)).backward()
-        found = {n: p.grad for n, p in hap.module.named_parameters() if p.grad is not None}
+        found = {n: own_gradient(p) for n, p in hap.module.named_parameters() if p.grad is not None}
         counted = {n: hap.counts(n) for n in layout}
         return {"counted": counted, **found}
 

@@ -6,16 +6,22 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from divided import X, net, on_four
+from small_plans import cluster
 from torch import nn
 
+import hetspmd
 from hetspmd.errors import ShardError
+from hetspmd.run.communicator import Communicator
 from hetspmd.run.mismatch import explain
 from hetspmd.run.module import HAP
-from hetspmd.run.shards import marked
+from hetspmd.run.shards import mark, marked
+from hetspmd.run.simulate import run_ranks
 
 
 def by_name(hap: HAP, whole: nn.Module) -> None:
@@ -29,107 +35,151 @@ def lerp(hap: HAP, whole: nn.Module) -> None:
         mine.data.lerp_(theirs.data, 0.1)
 
 
-def in_a_comprehension(hap: HAP, whole: nn.Module) -> None:
-    _ = [a - b for a, b in zip(whole.parameters(), hap.parameters(), strict=True)]
-
-
 def foreach(hap: HAP, whole: nn.Module) -> None:
     mine, theirs = list(whole.parameters()), list(hap.parameters())
     torch._foreach_lerp_([p.data for p in mine], [p.data for p in theirs], 0.1)
 
 
-def two_parameters(hap: HAP, whole: nn.Module) -> None:
-    encoder, decoder = hap.module.a.weight, hap.module.b[2].weight  # [24, 12] and [12, 16]
-    with torch.no_grad():
-        torch.addmm(torch.zeros(24, 16).double(), encoder, decoder)
+def by_an_operator(hap: HAP, whole: nn.Module) -> None:
+    for mine, theirs in zip(whole.parameters(), hap.parameters(), strict=True):
+        mine *= theirs
 
 
-WAYS = (by_name, lerp, in_a_comprehension, foreach)
+def an_output(hap: HAP, whole: nn.Module) -> None:
+    for mine, theirs in zip(whole.parameters(), hap.parameters(), strict=True):
+        torch.mul(theirs, 2.0, out=mine)
+
+
+WAYS = (by_name, lerp, foreach, by_an_operator, an_output)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda w: w.__name__)
-def test_an_average_of_whole_tensors(way: Callable[[HAP, nn.Module], None]) -> None:
-    def body(hap: HAP, whole: nn.Module) -> tuple[str, list[str]]:
+def test_an_average_of_whole_tensors_is_refused(way: Callable[[HAP, nn.Module], None]) -> None:
+    def body(hap: HAP, whole: nn.Module) -> str:
         hap(X).backward()
-        with pytest.raises((RuntimeError, ValueError)) as caught, torch.no_grad():
+        before = copy.deepcopy(whole)
+        with pytest.raises(ShardError) as caught, torch.no_grad():
             way(hap, whole)
-        explain(caught.value)
-        return str(caught.value), caught.value.__notes__
+        torch.testing.assert_close(whole.a.weight, before.a.weight)  # type: ignore[union-attr, arg-type]  # a layer
+        return str(caught.value)
 
-    for message, notes in on_four(body, before=copy.deepcopy):
-        assert "size" in message or "shape" in message
-        (note,) = notes
-        assert "hetspmd: parameter a.weight of [24, 12] lies in shards, of which this rank holds [" in note
-        assert "average = copy.deepcopy(hap)" in note
-        assert "hap.full_tensors()['a.weight']" in note
+    for text in on_four(body, before=copy.deepcopy):
+        assert "parameter a.weight of [24, 12] lies in shards, of which this rank holds [" in text
+        assert "copy.deepcopy(hap)" in text
+        assert "hap.full_tensors()['a.weight']" in text
 
 
-def test_an_op_between_two_parameters() -> None:
+class Experts(nn.Module):
+    """One for each rank, as many mixtures of experts have: torch broadcasts a row to all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.linspace(0, 1, 144, dtype=torch.float64).reshape(4, 6, 6).sin())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bi,eij->ebj", x[:, :6], self.stack).relu().square().mean()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda w: w.__name__)
+def test_one_row_of_whole_tensors_is_refused(way: Callable[[HAP, nn.Module], None]) -> None:
+    plan = hetspmd.compile(Experts(), (X,), cluster(1, 1, 1, 1), constraints={"stack": "shard(0)"})
+
+    def body(communicator: Communicator) -> None:
+        model = Experts()
+        whole = copy.deepcopy(model)
+        hap = HAP(model, plan.cluster, plan=plan, process_group=communicator)
+        with pytest.raises(ShardError, match=r"stack of \[4, 6, 6\].* holds \[1, 6, 6\]"), torch.no_grad():
+            way(hap, whole)
+        torch.testing.assert_close(whole.stack, Experts().stack)
+
+    run_ranks(4, body)
+
+
+def towards(model: nn.Module, whole: nn.Module) -> list[float]:
+    """What reads whole tensors beside the model's parameters."""
+    losses = []
+    for _ in range(3):
+        model.zero_grad()
+        loss = model(X)
+        loss.backward()
+        losses.append(loss.item())
+        noise = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for mine, theirs in zip(whole.parameters(), model.parameters(), strict=True):
+                assert mine.shape == theirs.shape == theirs.grad.shape == theirs.data.shape  # type: ignore[union-attr]  # it has one
+                assert (mine.numel(), mine.size(0)) == (theirs.numel(), theirs.data.size(0))
+                assert (len(mine), mine.nbytes) == (len(theirs), theirs.nbytes)
+                theirs -= 0.1 * (theirs - mine)
+                theirs.grad.mul_(mine.abs()).add_(torch.where(mine > 0, mine, theirs), alpha=0.01)  # type: ignore[union-attr]
+                theirs.add_(theirs.grad + 2 * mine[0], alpha=-0.1)  # broadcast along the first dim
+                theirs += 1e-2 * torch.randn(theirs.shape, generator=noise, dtype=theirs.dtype)
+                theirs.data.copy_(theirs.data.clamp(min=-mine.abs() - 1, max=mine.abs() + 1))
+                if mine.dim() == 2:
+                    theirs *= 1 + 0.01 * mine[:, :1]
+    return losses
+
+
+def test_what_reads_whole_tensors_is_that_of_one_device() -> None:
+    single = net()
+    want = towards(single, copy.deepcopy(single))
+    for losses in on_four(towards, before=copy.deepcopy):
+        assert losses == pytest.approx(want, rel=1e-9)
+
+
+def test_an_op_between_two_parameters_is_refused() -> None:
+    def body(hap: HAP) -> str:
+        encoder, decoder = hap.module.a.weight, hap.module.b[2].weight  # [24, 12] and [12, 16]
+        with pytest.raises(ShardError, match="lies in shards"), torch.no_grad():
+            encoder + decoder.reshape(-1)[:12]
+        with pytest.raises(ShardError) as caught, torch.no_grad():
+            torch.addmm(torch.zeros(24, 16).double(), encoder, decoder)
+        return str(caught.value)
+
+    for text in on_four(body):
+        assert "belongs into the model or into loss=" in text
+
+
+def test_parameters_that_lie_otherwise_do_not_meet() -> None:
+    """Two of equal shape, of which a rank holds other rows."""
+
+    def body(hap: HAP) -> None:
+        square = nn.Parameter(hap.module.a.weight.detach().clone())
+        mark(square, "other", replace(hap.parameter_shards()["a.weight"], extents=(1, 1, 1, 21)))
+        with pytest.raises(ShardError, match=r"\.add\(\) would see no more"):
+            _ = hap.module.a.weight + square
+
+    on_four(body)
+
+
+class Anchored(torch.optim.Optimizer):
+    """It draws parameters to values that it was given, whole ones."""
+
+    def __init__(self, parameters: Any, anchors: list[torch.Tensor]) -> None:
+        super().__init__(parameters, {})
+        self.anchors = anchors
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it returns no loss
+        for p, anchor in zip(self.param_groups[0]["params"], self.anchors, strict=True):
+            p.sub_(0.1 * (p - anchor))
+
+
+def test_an_error_in_a_step_is_given_the_cause() -> None:
+    hetspmd.allow_optimizer(Anchored)
+
     def body(hap: HAP, whole: nn.Module) -> list[str]:
-        with pytest.raises(RuntimeError) as caught:
-            two_parameters(hap, whole)
+        optimizer = Anchored(hap.parameters(), [p.detach() for p in whole.parameters()])
+        hap(X).backward()
+        with pytest.raises(RuntimeError, match="size") as caught:
+            optimizer.step()
         explain(caught.value)
         return caught.value.__notes__
 
     for notes in on_four(body, before=copy.deepcopy):
         assert len(notes) == 1
-        assert "belongs into the model or into loss=" in notes[0]
-
-
-class Adapted(nn.Module):
-    """A model whose method adds one of its weights to a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(12, 24), nn.Linear(24, 12)
-
-    def delta(self) -> torch.Tensor:
-        return self.second.weight * 2
-
-    def merge(self, whole: torch.Tensor) -> None:
-        whole += self.delta()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x)).square().mean()
-
-
-def adapted() -> Adapted:
-    torch.manual_seed(1)
-    return Adapted().double()
-
-
-def by_a_method(model: Adapted) -> None:
-    model.merge(torch.zeros(7, 5))
-
-
-def by_a_function(model: Adapted) -> None:
-    torch.zeros(3, 5).copy_(model.first.weight.data)
-
-
-def merge_all(size: int, *models: Adapted) -> None:
-    for model in models:
-        torch.zeros(size, size).add_(model.second.weight.data)
-
-
-def in_a_loop(model: Adapted) -> None:
-    merge_all(7, model)
-
-
-@pytest.mark.parametrize("way", [by_a_method, by_a_function, in_a_loop], ids=lambda w: w.__name__)
-def test_a_method_of_a_module_that_takes_its_parameters_for_whole_ones(
-    way: Callable[[Adapted], None],
-) -> None:
-    def body(hap: HAP) -> list[str]:
-        hap(X).backward()
-        with pytest.raises(RuntimeError) as caught, torch.no_grad():
-            way(hap.module)
-        explain(caught.value)
-        return caught.value.__notes__
-
-    for notes in on_four(body, adapted):
-        assert len(notes) == 1
-        assert ".weight of [" in notes[0]
-        assert "takes hap.full_tensors()['" in notes[0]
+        assert (
+            "hetspmd: parameter a.weight of [24, 12] lies in shards, of which this rank holds [" in notes[0]
+        )
 
 
 def test_an_error_beside_a_module_is_left_alone() -> None:

@@ -301,9 +301,19 @@ def test_a_class_of_parameters_stays() -> None:
 
     want = train(make())
 
-    def body(hap: Any) -> tuple[list[float], type, str]:
-        return train(hap), type(hap.module.a.weight), hap.module.a.weight.label
+    def body(hap: Any) -> tuple[list[float], str]:
+        assert isinstance(hap.module.a.weight, Labelled)
+        with pytest.raises(ShardError, match=r"Write hap\.full_tensors\(\)\['a\.weight'\]\.norm"):
+            hap.module.a.weight.norm()
+        hap(X).backward()
+        with pytest.raises(ShardError, match=r"Write hap\.full_gradients\(\)"):
+            hap.module.a.weight.grad.norm()
+        hap.zero_grad()
+        for copied in (copy.deepcopy(hap).module, hap.full_module()):
+            assert isinstance(copied.a.weight, Labelled)
+        assert type(hap.full_module().a.weight) is Labelled
+        return train(hap), hap.module.a.weight.label
 
-    for losses, kind, label in on_four(body, make):
+    for losses, label in on_four(body, make):
         assert losses == pytest.approx(want, rel=1e-10)
-        assert (kind, label) == (Labelled, "mine")
+        assert label == "mine"

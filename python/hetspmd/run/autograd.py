@@ -20,6 +20,7 @@ from hetspmd.lower.program import LocalProgram, LocalTensor
 from hetspmd.run import anomaly, collectives
 from hetspmd.run.origin import Origin, annotate
 from hetspmd.run.runtime import Runtime
+from hetspmd.run.shard_tensors import plain
 from hetspmd.run.stretches import in_stretches
 from hetspmd.trace.autocast import without_autocast
 from hetspmd.trace.compat import graph_is_kept
@@ -85,7 +86,7 @@ class Runner:
             results = _Step.apply(self, buffers, inputs, *parameters)
         else:
             with torch.no_grad():
-                results, _ = self.forward(parameters, buffers, inputs)
+                results, _ = self.forward(plain(parameters), buffers, inputs)
         loss, *outputs = results
         ids = [self.program.outputs[i].tensor for i in self.outputs]
         return (None if self.loss is None else loss), dict(zip(ids, outputs, strict=True))
@@ -233,8 +234,9 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, runner: Runner, buffers: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
-        *parameters: torch.Tensor,
+        *shards: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+        parameters = plain(shards)
         results, saved = runner.forward(parameters, buffers, inputs)
         ctx.runner = runner
         ctx.step = 0 if runner.attendance is None else runner.attendance.step

@@ -14,7 +14,6 @@ from torch import nn
 
 from hetspmd.errors import ShardError
 from hetspmd.lower.program import LocalTensor
-from hetspmd.run.shard_tensors import ShardValues
 from hetspmd.run.shards import divided, mark, marked
 from hetspmd.trace.compat import as_plain
 from hetspmd.trace.values import dtype_name
@@ -49,7 +48,6 @@ class KnownParameters:
         self._children = [modules[key] for modules, key in self._places]
         self._parameters = [owner._parameters[leaf] for owner, leaf in slots]
         self.first = next((p for p in self._parameters if p is not None and p.requires_grad), None)
-        self._computed = any(isinstance(p, ShardValues) for p in self._parameters)
         self._facts = [_facts(p) for p in self._parameters]
         self._dtypes = [p.dtype for p in self._parameters if p is not None]
         self._shapes = [p.shape for p in self._parameters if p is not None]
@@ -60,16 +58,15 @@ class KnownParameters:
             found = [owner._parameters[leaf] for owner, leaf in self._slots]
         except KeyError:
             found = [owner._parameters.get(leaf) for owner, leaf in self._slots]
-        if not (
-            all(map(is_, found, self._parameters))
-            and [p.dtype for p in found] == self._dtypes  # type: ignore[union-attr]  # none is None
-            and [p.shape for p in found] == self._shapes  # type: ignore[union-attr]  # none is None
-            and [modules.get(key) for modules, key in self._places] == self._children
-            and (not found or found[0].device == self._facts[0][2])  # type: ignore[union-attr, index]  # none is None
-        ):
-            self._look(found)
-        if self._computed:
-            return [_plain(p) for p in found]  # type: ignore[arg-type]  # none is None
+        with as_plain():
+            if not (
+                all(map(is_, found, self._parameters))
+                and [p.dtype for p in found] == self._dtypes  # type: ignore[union-attr]  # none is None
+                and [p.shape for p in found] == self._shapes  # type: ignore[union-attr]  # none is None
+                and [modules.get(key) for modules, key in self._places] == self._children
+                and (not found or found[0].device == self._facts[0][2])  # type: ignore[union-attr, index]  # none is None
+            ):
+                self._look(found)
         return found  # type: ignore[return-value]  # none is None
 
     def _look(self, found: Sequence[nn.Parameter | None]) -> None:
@@ -95,7 +92,6 @@ class KnownParameters:
                     f"{own}, and cannot stand for {name}, which lies otherwise; share it before HAP(...)"
                 )
             self._parameters[index] = parameter
-            self._computed = self._computed or isinstance(parameter, ShardValues)
 
     def _changed(self, name: str, parameter: torch.Tensor, facts: _Facts | None) -> str:
         assert facts is not None, "a plan reads no parameter that there is not"
@@ -113,14 +109,6 @@ class KnownParameters:
             f"parameter {name} has shape {list(parameter.shape)} now, where this rank stores {list(shape)} of "
             f"{whole}; write hap.load_state_dict({{{name!r}: whole}}, strict=False) to change its values"
         )
-
-
-def _plain(parameter: torch.Tensor) -> torch.Tensor:
-    """What stands for a parameter and was computed from it, as a tensor that ops take as it is."""
-    if not isinstance(parameter, ShardValues):
-        return parameter
-    with as_plain():
-        return parameter.as_subclass(torch.Tensor)
 
 
 def _facts(parameter: torch.Tensor | None) -> _Facts | None:

@@ -25,6 +25,7 @@ from hetspmd.forms import is_sharded
 from hetspmd.lower import LocalTensor
 from hetspmd.run.agreement import agreed_plan, loaded_plan
 from hetspmd.run.anomaly import is_looked_for
+from hetspmd.run.asking import no_step
 from hetspmd.run.attendance import Attendance, meet_ranks
 from hetspmd.run.communicator import Communicator
 from hetspmd.run.doings import Doing
@@ -41,14 +42,12 @@ from hetspmd.run.random import Randomness, next_seed
 from hetspmd.run.reach import reach
 from hetspmd.run.replicas import replicas_of
 from hetspmd.run.runtime import Runtime
-from hetspmd.run.shard_tensors import no_step
 from hetspmd.run.shards import FULL
 from hetspmd.run.signature import Forward
 from hetspmd.run.store import Store, check_model
 from hetspmd.run.stretches import compile_options
 from hetspmd.run.transforms import refuse_transforms
 from hetspmd.run.twin import twin_attributes, twin_model, twin_plans, twin_store
-from hetspmd.run.whole_copies import warn_of_copies
 from hetspmd.run.whole_states import WholeStates
 from hetspmd.run.wrappers import refuse_wrapper
 from hetspmd.trace.admissible import check_model as check_admissible
@@ -187,8 +186,6 @@ class HAP(WholeStates):
         self._store = Store(model, first.graph, program.parameters)
         if sync_module_states:
             self._store.synchronize(communicator, self.device)
-        if process_group is not communicator:  # ranks that are threads of a process hold copies of one model
-            warn_of_copies(model, self._store.shards)
         self._store.shard(self.device)
         traced = plan is None or not check_plan
         self._store.guard(idle=self._runtime.everyone is not None)

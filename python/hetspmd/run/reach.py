@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hetspmd.run.clipping import reach_torch
-from hetspmd.run.functions import reach_functions
 from hetspmd.run.gathered import reach_loading
 from hetspmd.run.optimizer_guard import watch_optimizers
 from hetspmd.run.scaler import reach_torch_scaler
@@ -19,4 +18,3 @@ def reach() -> None:
     watch_optimizers()
     reach_wrappers()
     reach_loading()
-    reach_functions()

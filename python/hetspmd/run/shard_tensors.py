@@ -1,257 +1,130 @@
 """The classes of what lies in shards: parameters, and values that are computed from them element by element.
 
-A parameter that is cut becomes a :class:`Shard`, an ``nn.Parameter`` whose methods that write in place are torch's
-own, so that optimizers step it at no cost. Its other methods, operators and properties go through
-:class:`ShardValues`, which is also what ``p.data``, ``p.detach()`` and ``p * 2`` are: a tensor that knows of which
-parameter it is a part. Whatever is of its own shape is computed element by element and stays one. What mixes
-elements (norms, products, indices, random numbers), and what has another shape, is refused with the line to write.
+A parameter that is cut becomes a :class:`Shard`; its values, gradients, and whatever is computed from them element
+by element are :class:`ShardValues`. Both know of which parameter they are a part. torch asks the class of a tensor
+what a function does to it, whichever way the function is called: one that is element by element is computed of the
+part (a whole tensor that it meets is cut to the same part), sizes are those of the whole parameter, and what mixes
+elements (norms, products, indices, random numbers) is refused with the line to write.
 
-Optimizers, which are looked at by themselves (:mod:`hetspmd.run.optimizer_guard`), and hetspmd are served as ever.
+Optimizers' steps, for which the parameters are plain ones, and hetspmd are served as ever.
 """
 
 from __future__ import annotations
 
-import os
+import math
+import re
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 
+from hetspmd.run.asking import OF_HETSPMD, OF_TORCH, is_asked_by_user, is_stepping
+from hetspmd.run.shard_functions import Role, is_of_two, kind_of, name_of, role_of, writes
 from hetspmd.trace.compat import as_plain
 
 if TYPE_CHECKING:
     from hetspmd.run.shards import ShardMark
 
-__all__ = [
-    "MARK", "Shard", "ShardValues", "begin_step", "end_step", "no_step", "outside_steps", "values_of", "words",
-]  # fmt: skip
+__all__ = ["MARK", "Shard", "ShardValues", "plain", "shard_class"]
 
 MARK: Final = "hetspmd_shard"
 """The attribute that says of which parameter a tensor is a shard."""
 
-
-def words(text: str) -> list[str]:
-    """The words of a text."""
-    return text.split()
-
-
-_DRAWING: Final = frozenset(
-    words(
-        """
-        bernoulli bernoulli_ binomial cauchy_ dropout dropout_ alpha_dropout feature_dropout exponential_
-        geometric_ log_normal_ multinomial normal normal_ poisson random_ uniform_ rand_like randn_like
-        randint_like rrelu rrelu_
-        """
-    )
-)
-_WRITING: Final = frozenset(
-    words(
-        """
-        __setitem__ addbmm_ addmm_ addmv_ addr_ baddbmm_ cumprod_ cumsum_ eye fill_diagonal_ index_add_
-        index_copy_ index_fill_ index_put_ index_reduce_ masked_scatter_ put_ renorm_ resize_ resize_as_
-        scatter_ scatter_add_ scatter_reduce_ set_ squeeze_ swapaxes_ swapdims_ t_ transpose_ tril_ triu_
-        unsqueeze_ as_strided_
-        """
-    )
-)
-_MIXING: Final = frozenset(
-    words(
-        """
-        H T mH mT __getitem__ __iter__ __matmul__ __rmatmul__ __array__ __float__ __int__ __bool__ __index__
-        adjoint addmm addmv addbmm baddbmm bmm all any amax amin aminmax argmax argmin argsort as_strided
-        as_strided_scatter batch_norm cdist cholesky chunk corrcoef cosine_similarity count_nonzero cov cross
-        cummax cummin cumprod cumsum det diagonal diff dist dot dsplit einsum embedding flip fliplr flipud
-        gather group_norm histc histogram hsplit index_add index_copy index_fill index_put index_reduce
-        index_select inner instance_norm inverse item kron kthvalue l1_loss layer_norm linear log_softmax
-        logcumsumexp logdet logsumexp matmul matrix_exp matrix_power max mean median min mm mode moveaxis
-        movedim mse_loss msort mv nanmean nanmedian nanquantile nansum narrow narrow_copy norm normalize
-        nuclear_norm numpy outer pdist permute pinverse prod qr quantile renorm rms_norm roll rot90 scatter
-        scatter_add scatter_reduce select slogdet smooth_l1_loss softmax softmin sort split split_with_sizes std
-        std_mean sum svd swapaxes swapdims t take take_along_dim tensor_split tensordot tolist topk trace
-        transpose tril triu unbind unique unsafe_chunk unsafe_split var var_mean vdot vector_norm view_as vsplit
-        _foreach_norm _foreach_max
-        """
-    )
-)
-_OF_TWO: Final = frozenset(("amax", "amin", "max", "min"))
-"""Of two tensors these are element by element."""
-_DESCRIBING: Final = frozenset(
-    words(
-        """
-        as_subclass backward const_data_ptr data_ptr dense_dim detach dim dim_order element_size get_device
-        has_names module_load ndimension nelement new new_empty new_empty_strided new_full new_ones new_tensor
-        new_zeros numel q_per_channel_axis qscheme record_stream register_hook
-        register_post_accumulate_grad_hook reinforce retain_grad size sparse_dim storage storage_offset
-        storage_type stride type untyped_storage
-        """
-    )
-)
-"""Methods that are neither values nor change them, and ``detach``, which is defined below."""
-
-_HERE: Final = (__file__, str(Path(__file__).with_name("functions.py")))
-_IN_PLACE: Final = frozenset(
-    getattr(torch.Tensor, name)
-    for name in words("add_ addcdiv_ addcmul_ clamp_ div_ fill_ lerp_ mul_ sub_ zero_")
-)
-"""What changes values element by element, and returns what it has changed."""
-
-_PACKAGE: Final = str(Path(__file__).parents[1]) + os.sep
-_TORCH: Final = str(Path(torch.__file__).parent) + os.sep
-_SERVED: Final = tuple(
-    str(Path(_TORCH) / part)
-    for part in ("optim", "testing", "_tensor_str.py", "_dynamo", "_inductor", "_subclasses")
-)
+_PLAIN: Final = (torch.Tensor, nn.Parameter)
+_PASSING: Final = (OF_TORCH + "overrides.py", OF_TORCH + "_tensor.py")
+_INIT: Final = OF_TORCH + "nn/init.py"
+_COLLECTIVES: Final = OF_TORCH + "distributed/distributed_c10d.py"
+_ABOUT_SIZES: Final = re.compile(r"\b(sizes?|shapes?|dimensions?|broadcast|elements)\b", re.IGNORECASE)
+_BY_TYPE: Final = frozenset(("to", "type", "type_as"))
+"""Functions that take of another tensor no more than its type."""
 
 
-class _Stepping(threading.local):
-    """How many steps of optimizers this thread is in, one within the other, and the shards that are plain
-    parameters as long."""
+class Part:
+    """What is a part of a tensor."""
 
-    def __init__(self) -> None:
-        self.depth = 0
-        self.shards: list[torch.Tensor] = []
-
-    def plain(self, parameters: Iterable[torch.Tensor]) -> None:
-        for parameter in parameters:
-            if type(parameter) is Shard:
-                parameter.__class__ = nn.Parameter  # type: ignore[assignment]  # which it is a case of
-                self.shards.append(parameter)
-
-    def over(self) -> None:
-        self.depth = 0
-        for parameter in self.shards:
-            parameter.__class__ = Shard
-        self.shards = []
-
-
-_STEPPING: Final = _Stepping()
-
-
-def begin_step(parameters: Iterable[torch.Tensor]) -> None:
-    """Say that an optimizer's step begins in this thread, for which its parameters are plain ones."""
-    if _STEPPING.depth and not _is_within_a_step():
-        no_step()  # it failed
-    _STEPPING.depth += 1
-    _STEPPING.plain(parameters)
-
-
-def _is_within_a_step() -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def end_step() -> None:
-    """Say that the innermost step is over."""
-    if _STEPPING.depth <= 1:
-        no_step()
-    else:
-        _STEPPING.depth -= 1
-
-
-def no_step() -> None:
-    """Say that no optimizer steps in this thread, whatever has ended its step."""
-    if _STEPPING.depth:
-        _STEPPING.over()
-
-
-@contextmanager
-def outside_steps() -> Iterator[None]:
-    """Within the context no optimizer steps in this thread; those that did go on afterwards, unless it fails."""
-    depth, shards = _STEPPING.depth, _STEPPING.shards
-    no_step()
-    yield
-    _STEPPING.depth = depth
-    _STEPPING.plain(shards)
-
-
-class ShardValues(torch.Tensor):
-    """This rank's part of what lies as a parameter does."""
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _IN_PLACE and type(args[0]) is ShardValues:
+        frame = sys._getframe(1)
+        if is_stepping() or frame.f_code.co_filename.startswith(OF_HETSPMD):
             with as_plain():
                 return func(*args, **kwargs)
-        if not all(issubclass(cls, kind) or issubclass(kind, nn.Parameter) for kind in types):
+        if not all(issubclass(kind, Part) or kind in _PLAIN for kind in types):
             return NotImplemented
-        own = next((mark for mark in map(_mark_of, _tensors((*args, *kwargs.values()))) if mark), None)
-        name = _name(func)
-        if own is None or name == "grad":
-            with as_plain():
-                return func(*args, **kwargs)
-        if _is_refused(name, args, kwargs) and _is_asked_by_user():
-            raise own.refusal(name, _kind(name))
-        if name == "copy_":
-            args = (args[0], *(own.part_of(a) for a in args[1:]))
-        with as_plain():
-            found = func(*args, **kwargs)
-            return _marked(found, own, name)
+        return _Use(func, args, kwargs, frame).result()
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, which does not ask the class."""
+        if is_asked_by_user(sys._getframe(1)):
+            raise self.__dict__[MARK].refusal("set_", "write")
+        tensor: Any = super()
+        return tensor.set_(*args, **kwargs)
+
+
+class ShardValues(Part, torch.Tensor):
+    """This rank's part of what lies as a parameter does."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardValues:
-        made: Any = self.detach().clone()
-        memo[id(self)] = made
-        made.requires_grad_(self.requires_grad)
-        return made  # type: ignore[no-any-return]  # torch says Tensor
+        with as_plain():
+            made = _as_values(self.detach().clone(), self.__dict__[MARK])
+            memo[id(self)] = made
+            made.requires_grad_(self.requires_grad)
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        own = _mark_of(self)
-        if own is not None and _is_asked_by_user():
-            own.pickled()
+        if is_asked_by_user(sys._getframe(1)):
+            self.__dict__[MARK].pickled()
         with as_plain():
             plain: Any = self.as_subclass(torch.Tensor)
             return plain.__reduce_ex__(protocol)
 
 
-def values_of(parameter: torch.Tensor) -> ShardValues:
-    """A shard's values, as a part of the autograd graph."""
-    return _as_values(parameter, parameter.__dict__[MARK])
-
-
 _data: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # of C
 _grad: Final = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # of C
-_detach: Final = torch.Tensor.detach
-_as_subclass: Final = torch.Tensor.as_subclass
 
 
 def _as_values(tensor: torch.Tensor, mark: ShardMark) -> ShardValues:
-    made = _as_subclass(tensor, ShardValues)
+    with as_plain():
+        made = tensor.as_subclass(ShardValues)
     made.__dict__[MARK] = mark
     return made
 
 
-class Shard(nn.Parameter):
+class Shard(Part, nn.Parameter):
     """A parameter of which this rank holds a part."""
+
+    plain_class: type = nn.Parameter
+    """What it is while an optimizer steps it."""
 
     @property
     def data(self) -> torch.Tensor:
-        found: torch.Tensor = _data(self)
-        return found if _is_served() else _as_values(found, self.__dict__[MARK])
+        with as_plain():
+            found: torch.Tensor = _data(self)
+        return found if _is_served(sys._getframe(1)) else _as_values(found, self.__dict__[MARK])
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if sys._getframe(1).f_code.co_name == "vector_to_parameters":
             raise self.__dict__[MARK].refusal("vector_to_parameters", "write")
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # of C
+        with as_plain():
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # of C
 
     def detach(self) -> torch.Tensor:
-        found = _detach(self)
-        if _is_served():
+        with as_plain():
+            found = torch.Tensor.detach(self)
+        frame = sys._getframe(1)
+        if _is_served(frame):
             return found
-        if sys._getframe(1).f_code.co_filename.startswith(_TORCH + "nn/parameter"):
-            made = found.as_subclass(Shard)  # nn.Parameter(shard) wants its class
+        if frame.f_code.co_filename.startswith(OF_TORCH + "nn/parameter"):
+            with as_plain():
+                made = found.as_subclass(type(self))  # nn.Parameter(shard) wants its class
             made.__dict__[MARK] = self.__dict__[MARK]
             return made
         return _as_values(found, self.__dict__[MARK])
@@ -259,86 +132,260 @@ class Shard(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         """As values are: torch's own functions take it as it is, others learn that it is a part."""
-        found: torch.Tensor | None = _grad(self)
+        with as_plain():
+            found: torch.Tensor | None = _grad(self)
         if (
             found is None
-            or _STEPPING.depth
-            or sys._getframe(1).f_code.co_filename.startswith((_PACKAGE, _TORCH))
+            or is_stepping()
+            or sys._getframe(1).f_code.co_filename.startswith((OF_HETSPMD, OF_TORCH))
         ):
             return found
         return _as_values(found, self.__dict__[MARK].of_gradient(self))
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if type(value) is ShardValues:
-            value = _as_subclass(value, torch.Tensor)
-        torch.Tensor.grad.__set__(self, value)  # type: ignore[union-attr]  # of C
+        with as_plain():
+            if isinstance(value, ShardValues):
+                value = value.as_subclass(torch.Tensor)
+            torch.Tensor.grad.__set__(self, value)  # type: ignore[union-attr]  # of C
 
     @grad.deleter
     def grad(self) -> None:
-        torch.Tensor.grad.__delete__(self)  # type: ignore[union-attr]  # of C
+        with as_plain():
+            torch.Tensor.grad.__delete__(self)  # type: ignore[union-attr]  # of C
 
-    T = property(lambda self: _property(self, "T"))
-    H = property(lambda self: _property(self, "H"))
-    mT = property(lambda self: _property(self, "mT"))
-    mH = property(lambda self: _property(self, "mH"))
-
-
-def _property(shard: Shard, name: str) -> Any:
-    plainly = _STEPPING.depth > 0
-    return getattr(torch.Tensor, name).__get__(shard) if plainly else getattr(values_of(shard), name)
+    def __copy__(self) -> Shard:
+        return self.__dict__[MARK].copied()  # type: ignore[no-any-return]  # it raises
 
 
-def _method(name: str) -> Callable[..., Any]:
-    original = getattr(torch.Tensor, name)
-
-    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _is_served() or MARK not in self.__dict__:
-            return original(self, *args, **kwargs)
-        return getattr(values_of(self), name)(*args, **kwargs)
-
-    method.__name__, method.__doc__ = name, getattr(original, "__doc__", None)
-    return method
+def plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, with parts as tensors of no class of their own, for code that runs many ops on them."""
+    with as_plain():
+        return [t.detach().as_subclass(torch.Tensor) if isinstance(t, Part) else t for t in tensors]
 
 
-def _methods() -> Iterator[str]:
-    """The methods of a tensor that a shard hands to its values."""
-    for name in dir(torch.Tensor):
-        if name.startswith("_") or not callable(getattr(torch.Tensor, name)):
-            continue
-        ours = name in _DRAWING or name in _WRITING or name == "copy_"
-        left = name.endswith("_") or name in _DESCRIBING or name.startswith(("is_", "q_", "to_sparse"))
-        if ours or not left:
-            yield name
-    arithmetic = words("add sub mul truediv floordiv mod pow matmul")
-    for name in (*arithmetic, *(f"r{name}" for name in arithmetic), "neg", "abs", "lt", "le", "gt", "ge",
-                 "eq", "ne", "getitem", "setitem", "iter", "float", "int", "bool", "array"):  # fmt: skip
-        if hasattr(torch.Tensor, f"__{name}__"):
-            yield f"__{name}__"
+def _is_served(frame: FrameType) -> bool:
+    return is_stepping() or frame.f_code.co_filename.startswith(OF_HETSPMD)
 
 
-for _each in _methods():
-    setattr(Shard, _each, _method(_each))
+_CLASSES: dict[type, type[Shard]] = {nn.Parameter: Shard}
 
 
-def _name(func: Callable[..., Any]) -> str:
-    """How a function of torch is called; a property, as which attribute."""
-    name: str = getattr(func, "__name__", "")
-    return getattr(func.__self__, "__name__", name) if name == "__get__" else name  # type: ignore[attr-defined]  # of C
+def shard_class(kind: type) -> type[Shard]:
+    """The class that a parameter of class ``kind`` gets when it is cut."""
+    if kind not in _CLASSES:
+        _CLASSES[kind] = type(kind)(kind.__name__, (Shard, kind), {"plain_class": kind})
+    return _CLASSES[kind]
 
 
-def _kind(name: str) -> str:
-    return "draw" if name in _DRAWING else "write" if name in _WRITING else "read"
+class _Use:
+    """A function of torch that is called on parts, by the code in ``frame``."""
+
+    def __init__(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        while frame.f_code.co_filename in _PASSING and frame.f_back is not None:
+            frame = frame.f_back
+        self.frame = frame
+        self.name = name_of(func)
+        self.own = next(mark for mark in map(_mark_of, _tensors((*args, *kwargs.values()))) if mark)
+
+    def result(self) -> Any:
+        """What the function yields. Raises ShardError if that is not a part of what it yields on one device."""
+        role = role_of(self.func)
+        file = self.frame.f_code.co_filename
+        if file == _INIT and role is not Role.DESCRIBES and role is not Role.SIZE:
+            if self.frame.f_code.co_name not in ("_no_grad_fill_", "_no_grad_zero_", "constant_"):
+                self._refuse("write" if self.frame.f_code.co_name in ("dirac_", "eye_") else "draw")
+        elif file == _COLLECTIVES:
+            self._refuse(name=self.frame.f_code.co_name)
+        elif role is Role.SIZE:
+            return self._size(file)
+        elif role is Role.GRADIENT:
+            return self._gradients(file)
+        elif role is Role.INDEX:
+            return self._indexed()
+        elif role is Role.VIEW:
+            return self._viewed()
+        elif role is Role.LIST:
+            return self._of_lists()
+        elif (role is Role.ELEMENTWISE and self._is_whole_call()) or is_of_two(self.name, self.args):
+            return self._elementwise()
+        elif role is not Role.DESCRIBES or (self.name.startswith("new") and self._is_of_parts()):
+            self._refuse()
+        return self._plainly(self.args, self.kwargs)
+
+    def _plainly(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        with as_plain():
+            return self.func(*args, **kwargs)
+
+    def _refuse(self, kind: str = "", name: str = "") -> None:
+        if is_asked_by_user(self.frame):
+            raise self.own.refusal(name or self.name, kind or kind_of(self.name))
+
+    def _is_of_parts(self) -> bool:
+        """Whether there is a part among the arguments but the first."""
+        return any(isinstance(value, Part) for value in _tensors((*self.args[1:], *self.kwargs.values())))
+
+    def _is_whole_call(self) -> bool:
+        return self.name != "where" or len(self.args) + len(self.kwargs) > 1
+
+    def _size(self, file: str) -> Any:
+        """Of the whole, for whom it is not torch that asks."""
+        values = self.args[0]
+        if file.startswith(OF_TORCH) or not isinstance(values, Part) or not is_asked_by_user(self.frame):
+            return self._plainly(self.args, self.kwargs)
+        shape = torch.Size(self.own.layout.shape)
+        if self.name in ("numel", "nelement"):
+            return math.prod(shape)
+        if self.name == "nbytes":
+            return math.prod(shape) * values.element_size()  # type: ignore[attr-defined]  # a tensor
+        if self.name == "__len__":
+            return len(torch.empty(shape, device="meta"))
+        if self.name == "size":
+            return torch.empty(shape, device="meta").size(*self.args[1:], **self.kwargs)
+        return shape
+
+    def _gradients(self, file: str) -> Any:
+        """``values.grad``, and what ``torch.autograd.grad`` yields."""
+        found = self._plainly(self.args, self.kwargs)
+        if self.name == "grad" and self.func is not torch.autograd.grad:
+            is_own = isinstance(found, torch.Tensor) and not file.startswith(OF_TORCH)
+            return _as_values(found, self.own.of_gradient(self.args[0])) if is_own else found
+        given = self.args[1] if len(self.args) > 1 else self.kwargs["inputs"]
+        given = [given] if isinstance(given, torch.Tensor) else given
+        return tuple(
+            gradient
+            if gradient is None or not isinstance(of, Part)
+            else _as_values(gradient, of.__dict__[MARK].of_gradient(of))
+            for of, gradient in zip(given, found, strict=True)
+        )
+
+    def _indexed(self) -> Any:
+        values, index = self.args[0], self.args[1]
+        if not _is_all(index) or not isinstance(values, Part):
+            self._refuse()
+        args = (values, index, *(self._fit(value) for value in self.args[2:]))
+        return self._marked(self._sized(args, {}))
+
+    def _viewed(self) -> Any:
+        """It is a part as well, if it has the shape of the whole on one device."""
+        values: Any = self.args[0]
+        whole = self.own.layout.shape
+        others = [
+            torch.empty(a.__dict__[MARK].layout.shape, device="meta") if isinstance(a, Part) else a
+            for a in self.args[1:]
+        ]
+        if not isinstance(values, Part):
+            if self.frame.f_code.co_name == "vector_to_parameters":
+                self._refuse("write", "vector_to_parameters")
+            if is_asked_by_user(self.frame):
+                return self.func(values, *others, **self.kwargs)
+        else:
+            with as_plain():
+                same = torch.empty(whole, device="meta")
+                try:
+                    found = self.func(same, *others, **self.kwargs).shape
+                except RuntimeError as error:
+                    raise self.own.refusal(self.name, "read") from error
+                if torch.dtype in map(type, self.args):
+                    return self._marked(self.func(*self.args, **self.kwargs))
+                if tuple(found) == tuple(whole):
+                    return self._marked(self.args[0].view(self.args[0].shape))
+        self._refuse()
+        return self._plainly(self.args, self.kwargs)
+
+    def _elementwise(self) -> Any:
+        into = self.args[0] if writes(self.name) and self.args else self.kwargs.get("out")
+        if isinstance(into, torch.Tensor) and not isinstance(into, Part):
+            self._into(into, self.own)
+        if self.name in _BY_TYPE or self.name.endswith("_like"):
+            args, kwargs = self.args, self.kwargs
+        elif self.name == "copy_" and isinstance(into, Part):
+            args, kwargs = (into, *(self._source(a) for a in self.args[1:])), self.kwargs
+        else:
+            args = tuple(self._fit(arg) for arg in self.args)
+            kwargs = {key: self._fit(value) for key, value in self.kwargs.items()}
+        return self._marked(self._sized(args, kwargs))
+
+    def _of_lists(self) -> Any:
+        """Element by element, of the tensors that stand in one place of all lists."""
+        lists = [a for a in (*self.args, *self.kwargs.values()) if _is_list(a)]
+        owns = [
+            next((m for m in map(_mark_of, _tensors(row)) if m), None) for row in zip(*lists, strict=False)
+        ]
+
+        def fit(values: Any) -> Any:
+            if not _is_list(values):
+                return values
+            return [v if own is None else self._fit(v, own) for v, own in zip(values, owns, strict=False)]
+
+        for value, own in zip(lists[0], owns, strict=False):
+            if own is not None and writes(self.name) and not isinstance(value, Part):
+                self._into(value, own)
+        found = self._sized([fit(a) for a in self.args], {key: fit(v) for key, v in self.kwargs.items()})
+        if not _is_list(found):
+            return found
+        return type(found)(
+            f if own is None else self._marked(f, own) for f, own in zip(found, owns, strict=True)
+        )
+
+    def _sized(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The function's result; an error of torch about sizes is one about shards."""
+        try:
+            return self._plainly(args, kwargs)
+        except RuntimeError as error:
+            if _ABOUT_SIZES.search(str(error)) and is_asked_by_user(self.frame):
+                raise self.own.refusal(self.name, "read") from error
+            raise
+
+    def _fit(self, value: Any, own: ShardMark | None = None) -> Any:
+        """What meets the part: the same part of a whole tensor."""
+        own = self.own if own is None else own
+        if not isinstance(value, torch.Tensor):
+            return value
+        with as_plain():
+            if value.dim() == 0:
+                return value
+            mark = _mark_of(value)
+            if mark is None:
+                return own.cut(value)
+            if not mark.lies_as(own):
+                self._refuse("read")
+            return value
+
+    def _source(self, value: Any) -> Any:
+        """What is copied into the part."""
+        with as_plain():
+            is_part = isinstance(value, Part)
+            return self._fit(value) if is_part else self.own.part_of(value)
+
+    def _into(self, value: torch.Tensor, own: ShardMark) -> None:
+        """A tensor of none of our classes is written to: it must be a part by its shape."""
+        with as_plain():
+            is_part = tuple(value.shape) == own.layout.local_shape
+        if not is_part and is_asked_by_user(self.frame):
+            raise own.into(self.name)
+
+    def _marked(self, found: Any, own: ShardMark | None = None) -> Any:
+        """The result as what it is: of the part's shape, a part as well."""
+        own = self.own if own is None else own
+        if isinstance(found, torch.Tensor):
+            with as_plain():
+                if isinstance(found, (Part, nn.Parameter)) or any(found is t for t in _tensors(self.args)):
+                    return found
+                if tuple(found.shape) == own.layout.local_shape:
+                    return _as_values(found, own)
+            self._refuse()
+            return found
+        if isinstance(found, (list, tuple)) and any(isinstance(f, torch.Tensor) for f in found):
+            return type(found)([self._marked(f, own) for f in found])
+        return found
 
 
-def _is_refused(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if name in ("__getitem__", "__setitem__"):
-        return not _is_all(args[1])
-    if name in _OF_TWO and len(args) > 1 and isinstance(args[1], torch.Tensor):
-        return False
-    if name == "eye":
-        return kwargs.get("out") is not None
-    return name in _MIXING or name in _WRITING or name in _DRAWING or name.startswith(("linalg_", "fft_"))
+def _is_list(value: Any) -> bool:
+    return type(value) in (list, tuple)
 
 
 def _is_all(index: Any) -> bool:
@@ -356,48 +403,5 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
-        elif type(value) in (list, tuple):
+        elif _is_list(value):
             yield from _tensors(value)
-
-
-def _marked(found: Any, own: ShardMark, name: str) -> Any:
-    """The result as what it is: of the shard's shape, its part as well; plain, if the shape says nothing."""
-    if isinstance(found, torch.Tensor):
-        if MARK in found.__dict__ or isinstance(found, nn.Parameter):
-            return found
-        if tuple(found.shape) == own.layout.local_shape:
-            return _as_values(found, own)
-        if found.dim() == 0 and name.endswith("_"):
-            return found
-        if name.startswith("new_") or not _is_asked_by_user():
-            return found
-        raise own.refusal(name, _kind(name))
-    if type(found) in (list, tuple) and any(isinstance(f, torch.Tensor) for f in found):
-        return type(found)(_marked(f, own, name) for f in found)
-    return found
-
-
-def _is_served() -> bool:
-    """Whether the caller of a shard's method is an optimizer's step, or hetspmd itself."""
-    return _STEPPING.depth > 0 or sys._getframe(2).f_code.co_filename.startswith(_PACKAGE)
-
-
-def _is_asked_by_user() -> bool:
-    """Whether it is neither hetspmd nor an optimizer's step that asks."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file not in _HERE:
-            if file.startswith((_PACKAGE, *_SERVED)):
-                return False
-            if not file.startswith(_TORCH):
-                break
-        frame = frame.f_back
-    passed = set()
-    while frame is not None:
-        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
-            closure = frame.f_locals.get("closure")
-            return getattr(closure, "__code__", None) in passed
-        passed.add(frame.f_code)
-        frame = frame.f_back
-    return True

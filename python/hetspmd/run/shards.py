@@ -3,14 +3,12 @@
 A shard is an ``nn.Parameter``, so that optimizers, hooks and everything elementwise work on it at no cost. What
 would be wrong in silence is refused by the parameter itself: a copy or a pickle of it, random numbers (each rank
 would draw others than one device), and reductions, which would be of this rank's elements alone. Its class
-(:mod:`hetspmd.run.shard_tensors`) refuses them; a parameter of a class of the user's own keeps that, and refuses
-most of them by attributes of the instance, which hide the methods of the class.
+(:mod:`hetspmd.run.shard_tensors`) refuses them; the words are here.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 import torch
@@ -19,22 +17,22 @@ from torch import nn
 from hetspmd.errors import ShardError
 from hetspmd.forms import is_sharded
 from hetspmd.lower.program import LocalTensor
-from hetspmd.run.shard_tensors import MARK, Shard
+from hetspmd.run.shard_tensors import MARK, Shard, shard_class
 
-__all__ = ["FULL", "GradientMark", "ShardMark", "attributes", "divided", "gradient_of", "mark", "marked"]
+__all__ = [
+    "FULL",
+    "GradientMark",
+    "ShardMark",
+    "attributes",
+    "divided",
+    "gradient_of",
+    "mark",
+    "marked",
+    "parameter_like",
+]
 
 FULL: Final = "on every rank: model = hap.full_module(), a single-device copy"
 """How to get at a model that can be called, copied and saved as it is."""
-
-_REDUCTIONS: Final = (
-    "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "cumprod", "cumsum", "det",
-    "kthvalue", "log_softmax", "logsumexp", "max", "mean", "median", "min", "nanmean", "nansum", "norm", "prod",
-    "quantile", "renorm", "softmax", "sort", "std", "sum", "svd", "topk", "trace", "var",
-)  # fmt: skip
-
-_RANDOM: Final = (
-    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
-)  # fmt: skip
 
 
 class ShardMark:
@@ -83,36 +81,39 @@ class ShardMark:
             "squares: weight_decay of the optimizer)"
         )
 
-    def refused(self, method: str, kind: str) -> Callable[..., NoReturn]:
-        """In the place of a method."""
+    def into(self, name: str) -> ShardError:
+        """The error of a function that would write the part to a whole tensor."""
+        return ShardError(
+            f"{self}: .{name}() would write it to a tensor of another size. Make that of the same shards: of the "
+            "HAP module (copy.deepcopy(hap), for an average of weights) or of the parameter (torch.zeros_like(p)); "
+            f"or write hap.full_tensors()[{self.name!r}] (every rank calls it) in the place of the shard"
+        )
 
-        def refuse(*_: Any, **__: Any) -> NoReturn:
-            raise self.refusal(method, kind)
+    def lies_as(self, other: ShardMark) -> bool:
+        """Whether every rank has the same part of both."""
+        one, two = self.layout, other.layout
+        return (one.shape, one.form, one.extents, one.region) == (
+            two.shape,
+            two.form,
+            two.extents,
+            two.region,
+        )
 
-        return refuse
+    def cut(self, source: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor that can be broadcast to the whole; any other as it is."""
+        shape, whole = tuple(source.shape), self.layout.shape
+        if shape == self.layout.local_shape or source.numel() == 1 or not _broadcasts(shape, whole):
+            return source
+        return self.layout.slice(source.expand(whole))
 
     def part_of(self, source: Any) -> Any:
         """This rank's part of what ``copy_`` is given: a whole tensor is cut."""
         if not isinstance(source, torch.Tensor):
             return source
-        shape = tuple(source.shape)
-        if shape == self.layout.shape:
-            return self.layout.slice(source)
-        if shape != self.layout.local_shape and source.numel() != 1:
-            raise ShardError(f"{self}; copy_ takes the whole parameter, not a tensor of {list(shape)}")
-        return source
-
-    def filled(self, parameter: nn.Parameter) -> Callable[..., torch.Tensor]:
-        """In the place of ``copy_``: of a whole tensor the shard is taken."""
-        to = weakref.ref(parameter)
-
-        def copy_(source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-            own = to()
-            assert own is not None, "the method is called on the parameter"
-            source = self.part_of(source)
-            return torch.Tensor.copy_(own, source, non_blocking)
-
-        return copy_
+        found = self.cut(source)
+        if not _broadcasts(tuple(found.shape), self.layout.local_shape):
+            raise ShardError(f"{self}; copy_ takes the whole parameter, not a tensor of {list(source.shape)}")
+        return found
 
     def __str__(self) -> str:
         return (
@@ -169,6 +170,11 @@ class GradientMark(ShardMark):
         )
 
 
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    ends = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(size in (1, other) for size, other in ends)
+
+
 def _written(what: str) -> str:
     """An attribute or method of a tensor as it is written after one, or nothing for what is none."""
     if not what.isidentifier() or what.startswith("_") or not hasattr(torch.Tensor, what):
@@ -194,12 +200,17 @@ def mark(parameter: nn.Parameter, name: str, layout: LocalTensor) -> None:
     own = parameter.__dict__
     own[MARK] = found
     own["__deepcopy__"], own["__reduce_ex__"] = found.copied, found.pickled
-    if type(parameter) in (nn.Parameter, Shard):
-        parameter.__class__ = Shard
-        return
-    own["copy_"] = found.filled(parameter)
-    own.update({method: found.refused(method, "read") for method in _REDUCTIONS})
-    own.update({method: found.refused(method, "draw") for method in _RANDOM})
+    if not isinstance(parameter, Shard):
+        parameter.__class__ = shard_class(type(parameter))
+
+
+def parameter_like(values: torch.Tensor, parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter with these values, which has the class and the attributes that ``parameter`` had before it was
+    cut."""
+    made = nn.Parameter(values, parameter.requires_grad)
+    made.__class__ = parameter.plain_class if isinstance(parameter, Shard) else type(parameter)
+    made.__dict__.update(attributes(parameter))
+    return made
 
 
 def marked(parameter: torch.Tensor) -> ShardMark | None:
@@ -210,7 +221,7 @@ def marked(parameter: torch.Tensor) -> ShardMark | None:
 
 def attributes(parameter: torch.Tensor) -> dict[str, Any]:
     """What others have set on a parameter."""
-    ours = {MARK, "__deepcopy__", "__reduce_ex__", "copy_", *_REDUCTIONS, *_RANDOM}
+    ours = {MARK, "__deepcopy__", "__reduce_ex__"}
     return {
         key: value
         for key, value in parameter.__dict__.items()

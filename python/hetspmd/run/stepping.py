@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from hetspmd.run.shard_tensors import begin_step, end_step, outside_steps
+from hetspmd.run.asking import begin_step, end_step, outside_steps
 
 __all__ = ["begin", "end"]
 

@@ -18,7 +18,7 @@ from torch import nn
 from hetspmd.run.beside import HostSide
 from hetspmd.run.known import KnownParameters
 from hetspmd.run.plan_cache import Entry, PlanCache
-from hetspmd.run.shards import attributes, divided, mark, marked
+from hetspmd.run.shards import attributes, divided, mark, marked, parameter_like
 from hetspmd.run.store import Slot, Store
 from hetspmd.run.whole import copied
 
@@ -30,7 +30,7 @@ def twin_model(store: Store, memo: dict[int, Any]) -> nn.Module:
     tensors: dict[int, torch.Tensor] = {}
     for parameter in store.module.parameters():
         if marked(parameter) is not None:
-            made = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            made = parameter_like(parameter.detach().clone(), parameter)
             made.__dict__.update(copy.deepcopy(attributes(parameter), memo))
             tensors[id(parameter)] = made
     model = copied(store.module, tensors, memo)

@@ -18,7 +18,7 @@ from torch import nn
 from hetspmd.run.doings import Loaded
 from hetspmd.run.loading import local_state
 from hetspmd.run.runtime import Runtime
-from hetspmd.run.shards import attributes
+from hetspmd.run.shards import parameter_like
 from hetspmd.run.store import Store
 
 __all__ = ["copied", "full_module", "full_state_dict", "load_full_state_dict"]
@@ -99,8 +99,7 @@ def _gathered(store: Store, runtime: Runtime, device: torch.device, *, keep: boo
                 continue
             made = _laid_out(whole, store.strides_of(name), device)
             if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, tensor.requires_grad)
-                made.__dict__.update(attributes(tensor))
+                made = parameter_like(made, tensor)
             found[id(tensor)] = made
     return found
 

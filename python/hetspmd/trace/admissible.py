@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from hetspmd.errors import ExampleError, TraceError
+from hetspmd.errors import ExampleError, ShardError, TraceError
 from hetspmd.trace.compat import FakeTensorMode, is_compiled_module, is_sharded_wrapper
 
 _LITERALS = (type(None), bool, int, float, str)
@@ -97,6 +97,11 @@ def _check_layout(tensor: torch.Tensor, name: str) -> None:
 def _check_class(tensor: torch.Tensor, name: str) -> None:
     """A class that changes what ops do with its tensors would be lost in the trace."""
     kind = type(tensor)
+    if hasattr(kind, "plain_class"):
+        raise ShardError(
+            f"parameter {name} is a shard of another HAP module. One HAP serves every batch and mode, train() and "
+            "eval(); for a second one build the model anew, or, on every rank: model = hap.full_module()"
+        )
     if isinstance(getattr(tensor, "fake_mode", None), FakeTensorMode):
         return
     functions = {_plain(of.__torch_function__) for of in (torch.Tensor, nn.Parameter)}

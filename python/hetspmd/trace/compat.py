@@ -67,7 +67,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E4
 from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: E402  # after the version check
 from torch.fx._lazy_graph_module import _use_lazy_graph_module  # noqa: E402  # after the version check
 from torch.utils import _pytree as pytree  # noqa: E402  # after the version check
-from torch.utils._device import _device_constructors  # noqa: E402  # after the version check
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402  # after the version check
 
 if TYPE_CHECKING:
@@ -91,7 +90,6 @@ __all__ = [
     "is_class_of_trace",
     "is_op",
     "is_traced",
-    "know_constructors",
     "memory_of",
     "merge_tied",
     "module_path",
@@ -102,7 +100,6 @@ __all__ = [
     "same_content",
     "spec_from_text",
     "spec_to_text",
-    "stays_scriptable",
     "transform_around",
     "unflatten",
 ]
@@ -553,11 +550,6 @@ pytree.register_pytree_node(
 )  # fmt: skip
 
 
-def know_constructors() -> None:
-    """Let torch list the functions that obey its default device, before any of them has another in its place."""
-    _device_constructors()
-
-
 def has_kernel(op: Any, kind: str) -> bool:
     """Whether an op overload can run on devices of this kind (``cuda``), by a kernel of its own or in parts."""
     name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
@@ -724,15 +716,6 @@ def as_plain() -> AbstractContextManager[None]:
     """A context in which tensors of a class of their own are plain tensors for torch's functions."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
-
-
-def stays_scriptable(made: Callable[..., Any], original: Callable[..., Any]) -> None:
-    """Let ``torch.jit.script`` take ``made`` for the op that it takes ``original`` for, if it knows one."""
-    from torch.jit import _builtins
-
-    name = _builtins._find_builtin(original)  # type: ignore[no-untyped-call]  # torch says no types
-    if name is not None:
-        _builtins._register_builtin(made, name)
 
 
 def transform_around() -> str:

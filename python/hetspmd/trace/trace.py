@@ -31,6 +31,7 @@ from hetspmd.trace.decompositions import table
 from hetspmd.trace.fake import fake_like, fake_parameters, model_device, trace_device
 from hetspmd.trace.graph import Graph, Static
 from hetspmd.trace.host.entropy import State
+from hetspmd.trace.host.exact_types import warn_of_comparison
 from hetspmd.trace.host.finish import with_host
 from hetspmd.trace.host.recorder import Place
 from hetspmd.trace.host.trials import settled, wants_trials
@@ -142,6 +143,7 @@ def trace(
             stacklevel=2,
         )
     watch.asked.warn()
+    warn_of_comparison(watch.recorder.comparison)
     for path, kind in step.dropped.items():
         warnings.warn(
             f"output{path} is a {kind} and comes back as None: a cache is no result of a training step; pass "

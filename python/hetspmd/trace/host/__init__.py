@@ -4,6 +4,7 @@ facts      what a graph says of it: reads, writes, numbers that are inputs
 plain      values as text: which are equal, and which can be put on another rank's model
 raw        what containers hold, whatever their classes do when asked
 steps      which item of a container is meant
+exact_types comparisons with just the class of tensors
 places     where a value lies: on a module, an object, a function's globals or its closure, in torch's own
 process    settings of torch that forward must not change
 snapshot   what was there before, and putting it back

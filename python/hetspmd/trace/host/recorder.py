@@ -23,6 +23,7 @@ from hetspmd.trace.host.code import Reader, names_of_methods
 from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.discovery import discover
 from hetspmd.trace.host.entropy import Draws
+from hetspmd.trace.host.exact_types import comparison_in
 from hetspmd.trace.host.foreign import is_foreign, is_installed
 from hetspmd.trace.host.in_place import content_of
 from hetspmd.trace.host.kinds import bound_to, is_function, is_iterator
@@ -79,6 +80,7 @@ class Recorder:
         self.placed: set[Place] = set()
         self.probes: dict[int, torch.Tensor] = {}
         self.touched = False
+        self.comparison = ""
         self._followed: dict[int, _Followed] = {}
         self._classes: list[type] = []
         self._roots = roots
@@ -184,6 +186,7 @@ class Recorder:
 
     def _visited(self, function: FunctionType) -> None:
         self.bound.defaults(function)
+        self.comparison = self.comparison or comparison_in(function.__code__)
         root = self._roots.know(function).replace("closure", "function", 1)
         self._snapshot.attributes(root, (), vars(function))
 
