@@ -161,7 +161,7 @@ class Shard(Part, nn.Parameter):
 def plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, with parts as tensors of no class of their own, for code that runs many ops on them."""
     with as_plain():
-        return [t.detach().as_subclass(torch.Tensor) if isinstance(t, Part) else t for t in tensors]
+        return [torch.Tensor.detach(t) if isinstance(t, Part) else t for t in tensors]
 
 
 def _is_served(frame: FrameType) -> bool:
