@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from beside import Trained, train
@@ -100,9 +101,47 @@ def slides(m: Any, h: torch.Tensor) -> torch.Tensor:
     return h + sum(m.window) * 0.01
 
 
+class Slotted:
+    """Its numbers have slots, and one is computed from another."""
+
+    __slots__ = ("k", "level")
+    factor = 1.0
+
+    def __init__(self) -> None:
+        self.k, self.level = 1.0, 2.0
+
+    @property
+    def half(self) -> float:
+        return self.level / 2
+
+
+GAIN = 1.0
+
+
+def slots(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.slotted.k += 0.25
+    return h * m.slotted.k
+
+
+def properties(m: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * m.slotted.half
+
+
+def of_arrays(m: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * float(m.table[1]) + torch.as_tensor(m.table).sum()
+
+
+def of_classes(m: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * type(m.slotted).factor
+
+
+def of_globals(m: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * GAIN
+
+
 PARTS: tuple[Part, ...] = (
     counts, turns, caches, caches_by_size, keeps, remembers, grows, carries, tosses, anneals, starts, updates, asks,
-    makes, swaps, slides,
+    makes, swaps, slides, slots, properties, of_arrays, of_classes, of_globals,
 )  # fmt: skip
 
 
@@ -118,6 +157,7 @@ class Random(nn.Module):
         self.window: collections.deque[float] = collections.deque(maxlen=3)
         self.state = torch.zeros(24)
         self.register_buffer("average", torch.ones(()))
+        self.slotted, self.table = Slotted(), np.array([1.0, 2.0], dtype=np.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.up(x)
@@ -140,13 +180,20 @@ def seen(m: Any) -> Any:
         cache,
         sorted(m.sizes),
         hasattr(m, "made"),
+        m.slotted.k,
     )
+
+
+def _share(gain: float, factor: float) -> None:
+    """Set what the threads of the ranks have in common: the first of them does, before any of them traces."""
+    if (GAIN, Slotted.factor) != (gain, factor):
+        globals()["GAIN"], Slotted.factor = gain, factor
 
 
 def check(seed: int) -> None:
     chosen = random.Random(seed)
     parts = [chosen.choice(PARTS) for _ in range(chosen.randint(1, 4))]
-    outside = chosen.randrange(4)
+    outside = chosen.randrange(8)
 
     def each(model: Any, step: int) -> None:
         if outside == 1:
@@ -155,6 +202,11 @@ def check(seed: int) -> None:
             model.slope = 0.5
         elif outside == 3 and step == 1:
             model.started = False
+        elif outside == 4:
+            model.table[step % 2] += 0.5
+        elif outside == 5:
+            model.slotted.level = 2.0 + step
+        _share(1.0 + (outside == 6 and step > 1), 1.0 + (outside == 7 and step > 1))
 
     single, refusal = None, ""
     ranks: list[Trained] = []

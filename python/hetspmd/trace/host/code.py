@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -18,7 +18,7 @@ from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
 from hetspmd.trace.host.names import constants_in, named_in, names_in
 from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content
-from hetspmd.trace.host.plain import is_scalar
+from hetspmd.trace.host.plain import is_plain, is_scalar
 from hetspmd.trace.host.stand_ins import MOMENTS, is_calendar, original
 from hetspmd.trace.host.steps import step_to
 
@@ -94,6 +94,9 @@ class Reader:
                 self._variable(root, name, variables[name], module, names)
             elif (found := imported.get(name) or imported.get(qualified)) is not None:
                 self._variable(root, name, found, module, names)
+        if names & _COMPUTING and is_own(home):
+            for name in _plain_ones(variables):
+                self._variable(root, name, variables[name], module, names)
         root = self._roots.know(function)
         for name, cell in closure(function).items():
             self._variable(root, name, content(cell), cell, names)
@@ -127,7 +130,10 @@ class Reader:
 
     def _inner(self, root: str, holder: Any, names: frozenset[str]) -> None:
         """What the code names of a module, or of a class of an installed package."""
-        for name in sorted(names & vars(holder).keys()):
+        computed = names & _ASKING and isinstance(holder, ModuleType) and is_own(holder.__name__)
+        for name in sorted(
+            (names & vars(holder).keys()).union(_plain_ones(vars(holder)) if computed else ())
+        ):
             value = vars(holder)[name]
             if isinstance(value, (ModuleType, type)) and isinstance(holder, ModuleType):
                 if (root, name) not in self._told:
@@ -187,6 +193,9 @@ class Reader:
             self._tell(met.root, place, value, met.kind)
 
 
+_COMPUTING = frozenset({"globals", "eval", "exec"})
+_ASKING = frozenset({"getattr", "vars", "__dict__"})
+"""What reads variables by names that the code may compute: of its own module, of another one."""
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 _OF_A_RANK = frozenset({
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "CUDA_VISIBLE_DEVICES", "HOSTNAME",
@@ -195,6 +204,11 @@ _OF_A_RANK = frozenset({
     "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
 })  # fmt: skip
 """Variables of the environment that differ between ranks as they should."""
+
+
+def _plain_ones(variables: Mapping[str, Any]) -> list[str]:
+    """The names of variables that are made of numbers, strings and the like."""
+    return [name for name, value in variables.items() if not name.startswith("__") and is_plain(value)]
 
 
 def _of_its_own(function: FunctionType, names: frozenset[str]) -> Iterator[tuple[Path, Any]]:

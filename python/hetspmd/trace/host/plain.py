@@ -67,12 +67,19 @@ def is_container(value: object) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is made of numbers, strings and the like alone."""
+    """Whether a value is made of numbers, strings and the like alone, and does not hold itself."""
+    try:
+        return _is_plain(value)
+    except RecursionError:
+        return False
+
+
+def _is_plain(value: Any) -> bool:
     if is_container(value):
         parts = (
             [part for pair in pairs(value) for part in pair] if isinstance(value, dict) else elements(value)
         )
-        return all(map(is_plain, parts))
+        return all(map(_is_plain, parts))
     return is_scalar(value)
 
 

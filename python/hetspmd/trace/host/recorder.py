@@ -24,13 +24,13 @@ from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.discovery import discover
 from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.exact_types import comparison_in
-from hetspmd.trace.host.foreign import is_foreign, is_installed
+from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
 from hetspmd.trace.host.in_place import content_of
 from hetspmd.trace.host.kinds import bound_to, is_function, is_iterator
 from hetspmd.trace.host.members import home_of_data, members, slots_of
 from hetspmd.trace.host.places import NOTHING, Namespace, Path, Roots, items
-from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_scalar, type_name
-from hetspmd.trace.host.raw import size
+from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_plain, is_scalar, type_name
+from hetspmd.trace.host.raw import elements, size
 from hetspmd.trace.host.reads import OWN_OF_MODULES, restore, tell, told
 from hetspmd.trace.host.snapshot import OF_TORCH, Snapshot
 from hetspmd.trace.host.stand_ins import is_calendar
@@ -272,7 +272,14 @@ class Recorder:
             self.opaque.setdefault((root, path), opaque[0])
 
     def _look_into(self, root: str, path: Path, container: Any) -> None:
-        if size(container) > _LONGEST or len(path) > _DEEPEST or id(container) in self._looking:
+        if id(container) in self._looking:
+            return
+        if size(container) > _LONGEST or len(path) > _DEEPEST:
+            kinds = (
+                type(v) for _, v in items(container) if not is_plain(v) and not isinstance(v, torch.Tensor)
+            )
+            if (kind := next(kinds, None)) is not None:
+                self.opaque.setdefault((root, path), type_name(kind))
             return
         self._looking.add(id(container))
         for step, value in items(container):
@@ -282,15 +289,24 @@ class Recorder:
                 self.aliases[root, (*path, step)] = self._registered[id(value)]
             elif not is_scalar(value) and not isinstance(value, torch.Tensor):
                 self._found(root, (*path, step), value)
+        for value in elements(container) if isinstance(container, (set, frozenset)) else ():
+            if isinstance(value, FunctionType):
+                self._reader.visit(value)
+            elif isinstance(value, type) and is_own(value.__module__):
+                self._reader.meet(value, root, path, made=True)
         self._looking.discard(id(container))
 
     def _follow(self, root: str, path: Path, value: Any) -> None:
         """Record the attributes of an object, and hold them."""
         kind = type(value)
-        if id(value) in self._followed or len(path) > _DEEPEST or isinstance(value, (torch.Tensor, type)):
+        if id(value) in self._followed or isinstance(value, (torch.Tensor, type)):
             return
         attributes = members(value)
         if attributes is None:
+            return
+        if len(path) > _DEEPEST:
+            if not is_foreign(kind.__module__):
+                self.opaque.setdefault((root, path), type_name(kind))
             return
         if not isinstance(value, nn.Module):
             foreign = is_foreign(kind.__module__) and not kind.__module__.startswith("torch.distributions")
