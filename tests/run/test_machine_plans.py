@@ -20,6 +20,7 @@ from hetspmd.plan import Plan
 from hetspmd.run.machines import MachineRuntime
 from hetspmd.run.module import HAP
 from hetspmd.run.random import Randomness
+from hetspmd.run.shard_tensors import plain
 from hetspmd.run.simulate import run_ranks
 
 
@@ -70,7 +71,13 @@ def test_training_equals_the_single_device(
         state = hap.full_state_dict()
         hap.load_full_state_dict(state)
         second = trained(c, hap.module, hap)
-        return first, second, hap.full_tensors(), hap.full_state_dict(), [p.numel() for p in hap.parameters()]
+        return (
+            first,
+            second,
+            hap.full_tensors(),
+            hap.full_state_dict(),
+            [p.numel() for p in plain(hap.parameters())],
+        )
 
     results = on_ranks(c, plan, body)
     busy = ranks_of(plan.cluster, plan.active)

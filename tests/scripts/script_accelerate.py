@@ -66,7 +66,9 @@ def train(alone: bool, folder: Path) -> dict[str, Any]:
             found, true = accelerator.gather_for_metrics((out.logits.argmax(-1), batch["labels"]))
             figures.extend([float((found == true).sum()), out.loss.item()])
         accelerator.save_state(str(where))
-        return accelerator.get_state_dict(model), sum(p.numel() for p in model.parameters())
+        return accelerator.get_state_dict(model), sum(
+            p.untyped_storage().nbytes() for p in model.parameters()
+        )
 
     run(0, resume=False)
     weights, held = run(1, resume=True)

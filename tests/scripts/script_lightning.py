@@ -82,7 +82,7 @@ def train(alone: bool, folder: Path) -> dict[str, Any]:
         )  # fmt: skip
         more = {} if checkpoint is None else {"ckpt_path": checkpoint, "weights_only": False}
         trainer.fit(lit, loader, DataLoader(data, batch_size=16), **more)
-        return sum(p.numel() for p in lit.parameters())
+        return sum(p.untyped_storage().nbytes() for p in lit.parameters())
 
     fit(1, None)
     held = fit(2, str(where / "epoch1.ckpt"))

@@ -63,7 +63,7 @@ def train(alone: bool, folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             figures.append(model(input_ids=tokens[:8], labels=tokens[:8]).loss.item())
         model.train()
-    held = sum(p.numel() for p in model.parameters())
+    held = sum(p.untyped_storage().nbytes() for p in model.parameters())
     merged = (model if alone else model.full_module()).merge_and_unload()
     mask = torch.ones_like(tokens[:2, :4])
     samples = merged.generate(tokens[:2, :4], attention_mask=mask, max_new_tokens=4, do_sample=False)

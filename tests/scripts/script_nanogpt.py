@@ -140,5 +140,5 @@ def train(alone: bool, folder: Path) -> dict[str, Any]:
     whole = model if alone else model.full_module()
     torch.manual_seed(3)
     samples = whole.eval().generate(torch.zeros(2, 1, dtype=torch.long), 12).tolist()
-    held = sum(p.numel() for p in model.parameters())
+    held = sum(p.untyped_storage().nbytes() for p in model.parameters())
     return {"figures": figures, "held": held, "samples": samples, "weights": whole.state_dict()}

@@ -92,7 +92,7 @@ def train(alone: bool, folder: Path) -> dict[str, Any]:
             average.update_parameters(model)
         figures += [*evaluate(model), *evaluate(average)]
     kept = average.module if alone else average.module.full_module()
-    held = sum(p.numel() for p in model.parameters())
+    held = sum(p.untyped_storage().nbytes() for p in model.parameters())
     return {
         "figures": figures,
         "held": held,

@@ -63,7 +63,7 @@ def train(alone: bool, folder: Path) -> dict[str, Any]:
     weights = GPT2LMHeadModel.from_pretrained(folder / ("final-alone" if alone else "final")).state_dict()
     return {
         "figures": figures,
-        "held": sum(p.numel() for p in again.model.parameters()),
+        "held": sum(p.untyped_storage().nbytes() for p in again.model.parameters()),
         "samples": sorted(p.name for p in where.glob("checkpoint-*")),
         "weights": weights,
     }
