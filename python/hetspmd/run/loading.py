@@ -14,6 +14,8 @@ import torch
 
 from hetspmd.lower.program import LocalTensor
 from hetspmd.run.doings import Loaded
+from hetspmd.run.shard_tensors import plain
+from hetspmd.run.shards import ShardMark, marked
 
 __all__ = ["local_state"]
 
@@ -31,6 +33,8 @@ class _Unread:
     def read(self) -> torch.Tensor:
         """The shard, a view of the whole tensor. Raises RuntimeError if its shape is not the model's."""
         whole = self._read()
+        if _is_part(whole, self._key, self._layout):
+            return plain([whole])[0]
         if wrong := _misfit(self._key, whole, self._layout):
             raise RuntimeError(wrong)
         self._loaded.add(self._key, whole)
@@ -64,9 +68,15 @@ def local_state(
     }
 
 
+def _is_part(values: Any, key: str, layout: LocalTensor) -> bool:
+    """Whether values are this rank's part already: of a copy of a parameter, or an average of it."""
+    own = marked(values) if isinstance(values, torch.Tensor) else None
+    return own is not None and own.lies_as(ShardMark(key, layout))
+
+
 def _misfit(key: str, whole: Any, layout: LocalTensor) -> str:
     if not isinstance(whole, torch.Tensor):
         return f"{key} is a {type(whole).__name__}, not a tensor"
-    if tuple(whole.shape) != layout.shape:
+    if tuple(whole.shape) != layout.shape and not _is_part(whole, key, layout):
         return f"{key} has shape {list(whole.shape)}, the model's is {list(layout.shape)}"
     return ""

@@ -7,7 +7,7 @@ calls them, and what is neither a value nor changes one. Whatever is not listed 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 from functools import lru_cache
 from typing import Any, Final
@@ -16,7 +16,10 @@ import torch
 
 from hetspmd.rules.ops.pointwise import is_pointwise
 
-__all__ = ["Role", "is_of_two", "kind_of", "name_of", "role_of", "writes"]
+__all__ = [
+    "Role", "does_as_tensors", "is_list", "is_of_two", "kind_of", "name_of", "role_of", "takes_all", "tensors_in",
+    "writes",
+]  # fmt: skip
 
 
 class Role(Enum):
@@ -71,7 +74,9 @@ _DESCRIBING: Final = _words(
 _NOT_DESCRIBING: Final = _words("is_nonzero is_set_to is_same_size")
 _SIZES: Final = _words("shape size numel nelement nbytes __len__")
 _MIXING_ATTRIBUTES: Final = _words("H T mH mT")
-_VIEWS: Final = _words("view reshape flatten ravel view_as reshape_as unflatten contiguous_view")
+_VIEWS: Final = _words(
+    "view reshape flatten ravel view_as reshape_as unflatten contiguous_view expand expand_as broadcast_to"
+)
 _OF_TWO: Final = _words("amax amin max min")
 """Of two tensors these are element by element."""
 _NOT_BROADCAST: Final = _words("isin prelu where")
@@ -151,6 +156,33 @@ def role_of(func: Callable[..., Any]) -> Role:
 def is_of_two(name: str, args: tuple[Any, ...]) -> bool:
     """Whether a function that otherwise mixes elements is called with two tensors, of which it takes the pairs."""
     return name in _OF_TWO and len(args) > 1 and isinstance(args[1], torch.Tensor)
+
+
+@lru_cache
+def does_as_tensors(kind: type[torch.Tensor]) -> bool:
+    """Whether functions do to tensors of a class what they do to plain ones."""
+    own, plain = (getattr(of.__torch_function__, "__func__", None) for of in (kind, torch.Tensor))
+    return kind is torch.nn.Parameter or own is plain
+
+
+def is_list(value: object) -> bool:
+    """Whether an argument is a list of others."""
+    return type(value) in (list, tuple)
+
+
+def takes_all(index: object) -> bool:
+    """Whether an index takes everything: ``[:]``, ``[...]``."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(p is Ellipsis or (type(p) is slice and p == slice(None)) for p in parts)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, and in lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif is_list(value):
+            yield from tensors_in(value)
 
 
 def _is_elementwise(name: str) -> bool:

@@ -11,10 +11,9 @@ Optimizers' steps, for which the parameters are plain ones, and hetspmd are serv
 
 from __future__ import annotations
 
-import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,20 +21,31 @@ import torch
 from torch import nn
 
 from hetspmd.run.asking import OF_HETSPMD, OF_TORCH, is_asked_by_user, is_stepping
-from hetspmd.run.shard_functions import Role, is_of_two, kind_of, name_of, role_of, writes
+from hetspmd.run.shard_functions import (
+    Role,
+    does_as_tensors,
+    is_list,
+    is_of_two,
+    kind_of,
+    name_of,
+    role_of,
+    takes_all,
+    tensors_in,
+    writes,
+)
 from hetspmd.trace.compat import as_plain
 
 if TYPE_CHECKING:
     from hetspmd.run.shards import ShardMark
 
-__all__ = ["MARK", "Shard", "ShardValues", "plain", "shard_class"]
+__all__ = ["MARK", "Part", "Shard", "ShardValues", "plain", "refuse_transform", "shard_class"]
 
 MARK: Final = "hetspmd_shard"
 """The attribute that says of which parameter a tensor is a shard."""
 
-_PLAIN: Final = (torch.Tensor, nn.Parameter)
 _PASSING: Final = (OF_TORCH + "overrides.py", OF_TORCH + "_tensor.py")
 _INIT: Final = OF_TORCH + "nn/init.py"
+_VMAP: Final = OF_TORCH + "_functorch/vmap.py"
 _COLLECTIVES: Final = OF_TORCH + "distributed/distributed_c10d.py"
 _ABOUT_SIZES: Final = re.compile(r"\b(sizes?|shapes?|dimensions?|broadcast|elements)\b", re.IGNORECASE)
 _BY_TYPE: Final = frozenset(("to", "type", "type_as"))
@@ -49,14 +59,18 @@ class Part:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type[torch.Tensor]],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
         frame = sys._getframe(1)
         if is_stepping() or frame.f_code.co_filename.startswith(OF_HETSPMD):
             with as_plain():
                 return func(*args, **kwargs)
-        if not all(issubclass(kind, Part) or kind in _PLAIN for kind in types):
+        if not all(issubclass(kind, Part) or does_as_tensors(kind) for kind in types):
             return NotImplemented
         return _Use(func, args, kwargs, frame).result()
 
@@ -70,6 +84,29 @@ class Part:
 
 class ShardValues(Part, torch.Tensor):
     """This rank's part of what lies as a parameter does."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        with as_plain():
+            found: torch.Tensor = _data(self)
+        return found if _is_served(sys._getframe(1)) else _as_values(found, self.__dict__[MARK])
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Of a gradient, it is the parameter's that changes: ``p.grad`` is another name for it."""
+        mark = self.__dict__[MARK]
+        gradient = mark.gradient(self)
+        with as_plain():
+            found = mark.cut(value)
+            for tensor in (self, gradient):
+                if tensor is not None:
+                    _set_data(tensor, found)
+
+    def __copy__(self) -> ShardValues:
+        with as_plain():
+            made = _as_values(self.detach(), self.__dict__[MARK])
+            made.requires_grad_(self.requires_grad)
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardValues:
         with as_plain():
@@ -87,6 +124,7 @@ class ShardValues(Part, torch.Tensor):
 
 
 _data: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # of C
+_set_data: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # of C
 _grad: Final = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # of C
 
 
@@ -114,7 +152,7 @@ class Shard(Part, nn.Parameter):
         if sys._getframe(1).f_code.co_name == "vector_to_parameters":
             raise self.__dict__[MARK].refusal("vector_to_parameters", "write")
         with as_plain():
-            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # of C
+            _set_data(self, value)
 
     def detach(self) -> torch.Tensor:
         with as_plain():
@@ -144,9 +182,12 @@ class Shard(Part, nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        """A whole gradient is cut."""
         with as_plain():
             if isinstance(value, ShardValues):
                 value = value.as_subclass(torch.Tensor)
+            elif isinstance(value, torch.Tensor) and tuple(value.shape) == self.__dict__[MARK].layout.shape:
+                value = self.__dict__[MARK].cut(value)
             torch.Tensor.grad.__set__(self, value)  # type: ignore[union-attr]  # of C
 
     @grad.deleter
@@ -162,6 +203,12 @@ def plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, with parts as tensors of no class of their own, for code that runs many ops on them."""
     with as_plain():
         return [torch.Tensor.detach(t) if isinstance(t, Part) else t for t in tensors]
+
+
+def refuse_transform(tensor: object) -> None:
+    """Raises ShardError if user code gives a part to a transform of torch.func, which asks no tensor's class."""
+    if isinstance(tensor, Part) and is_asked_by_user(sys._getframe(2)):
+        raise tensor.__dict__[MARK].refusal("a transform of torch.func", "read")
 
 
 def _is_served(frame: FrameType) -> bool:
@@ -184,12 +231,14 @@ class _Use:
     def __init__(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> None:
+        if not args and "input" in kwargs and "condition" not in kwargs:  # it is the first one
+            args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
         self.func, self.args, self.kwargs = func, args, kwargs
         while frame.f_code.co_filename in _PASSING and frame.f_back is not None:
             frame = frame.f_back
         self.frame = frame
         self.name = name_of(func)
-        self.own = next(mark for mark in map(_mark_of, _tensors((*args, *kwargs.values()))) if mark)
+        self.own = next(mark for mark in map(_mark_of, tensors_in((*args, *kwargs.values()))) if mark)
 
     def result(self) -> Any:
         """What the function yields. Raises ShardError if that is not a part of what it yields on one device."""
@@ -198,6 +247,8 @@ class _Use:
         if file == _INIT and role is not Role.DESCRIBES and role is not Role.SIZE:
             if self.frame.f_code.co_name not in ("_no_grad_fill_", "_no_grad_zero_", "constant_"):
                 self._refuse("write" if self.frame.f_code.co_name in ("dirac_", "eye_") else "draw")
+        elif file == _VMAP:
+            self._refuse(name="torch.vmap")
         elif file == _COLLECTIVES:
             self._refuse(name=self.frame.f_code.co_name)
         elif role is Role.SIZE:
@@ -226,7 +277,7 @@ class _Use:
 
     def _is_of_parts(self) -> bool:
         """Whether there is a part among the arguments but the first."""
-        return any(isinstance(value, Part) for value in _tensors((*self.args[1:], *self.kwargs.values())))
+        return any(isinstance(value, Part) for value in tensors_in((*self.args[1:], *self.kwargs.values())))
 
     def _is_whole_call(self) -> bool:
         return self.name != "where" or len(self.args) + len(self.kwargs) > 1
@@ -234,18 +285,13 @@ class _Use:
     def _size(self, file: str) -> Any:
         """Of the whole, for whom it is not torch that asks."""
         values = self.args[0]
-        if file.startswith(OF_TORCH) or not isinstance(values, Part) or not is_asked_by_user(self.frame):
+        is_of_torch = file.startswith(OF_TORCH) and file != _INIT  # which counts what goes in and out
+        if is_of_torch or not isinstance(values, Part) or not is_asked_by_user(self.frame):
             return self._plainly(self.args, self.kwargs)
         shape = torch.Size(self.own.layout.shape)
-        if self.name in ("numel", "nelement"):
-            return math.prod(shape)
-        if self.name == "nbytes":
-            return math.prod(shape) * values.element_size()  # type: ignore[attr-defined]  # a tensor
-        if self.name == "__len__":
-            return len(torch.empty(shape, device="meta"))
-        if self.name == "size":
-            return torch.empty(shape, device="meta").size(*self.args[1:], **self.kwargs)
-        return shape
+        with as_plain():
+            whole = torch.empty(shape, dtype=values.dtype, device="meta")  # type: ignore[attr-defined]  # a tensor
+        return shape if self.name == "shape" else self.func(whole, *self.args[1:], **self.kwargs)
 
     def _gradients(self, file: str) -> Any:
         """``values.grad``, and what ``torch.autograd.grad`` yields."""
@@ -264,7 +310,7 @@ class _Use:
 
     def _indexed(self) -> Any:
         values, index = self.args[0], self.args[1]
-        if not _is_all(index) or not isinstance(values, Part):
+        if not takes_all(index) or not isinstance(values, Part):
             self._refuse()
         args = (values, index, *(self._fit(value) for value in self.args[2:]))
         return self._marked(self._sized(args, {}))
@@ -300,6 +346,8 @@ class _Use:
         into = self.args[0] if writes(self.name) and self.args else self.kwargs.get("out")
         if isinstance(into, torch.Tensor) and not isinstance(into, Part):
             self._into(into, self.own)
+        if self.name in _BY_TYPE and not isinstance(self.args[0], Part):
+            return self._plainly(self.args, self.kwargs)
         if self.name in _BY_TYPE or self.name.endswith("_like"):
             args, kwargs = self.args, self.kwargs
         elif self.name == "copy_" and isinstance(into, Part):
@@ -311,13 +359,13 @@ class _Use:
 
     def _of_lists(self) -> Any:
         """Element by element, of the tensors that stand in one place of all lists."""
-        lists = [a for a in (*self.args, *self.kwargs.values()) if _is_list(a)]
+        lists = [a for a in (*self.args, *self.kwargs.values()) if is_list(a)]
         owns = [
-            next((m for m in map(_mark_of, _tensors(row)) if m), None) for row in zip(*lists, strict=False)
+            next((m for m in map(_mark_of, tensors_in(row)) if m), None) for row in zip(*lists, strict=False)
         ]
 
         def fit(values: Any) -> Any:
-            if not _is_list(values):
+            if not is_list(values):
                 return values
             return [v if own is None else self._fit(v, own) for v, own in zip(values, owns, strict=False)]
 
@@ -325,7 +373,7 @@ class _Use:
             if own is not None and writes(self.name) and not isinstance(value, Part):
                 self._into(value, own)
         found = self._sized([fit(a) for a in self.args], {key: fit(v) for key, v in self.kwargs.items()})
-        if not _is_list(found):
+        if not is_list(found):
             return found
         return type(found)(
             f if own is None else self._marked(f, own) for f, own in zip(found, owns, strict=True)
@@ -373,7 +421,7 @@ class _Use:
         own = self.own if own is None else own
         if isinstance(found, torch.Tensor):
             with as_plain():
-                if isinstance(found, (Part, nn.Parameter)) or any(found is t for t in _tensors(self.args)):
+                if isinstance(found, (Part, nn.Parameter)) or any(found is t for t in tensors_in(self.args)):
                     return found
                 if tuple(found.shape) == own.layout.local_shape:
                     return _as_values(found, own)
@@ -384,24 +432,6 @@ class _Use:
         return found
 
 
-def _is_list(value: Any) -> bool:
-    return type(value) in (list, tuple)
-
-
-def _is_all(index: Any) -> bool:
-    """Whether an index takes everything: ``[:]``, ``[...]``."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(p is Ellipsis or (type(p) is slice and p == slice(None)) for p in parts)
-
-
 def _mark_of(tensor: torch.Tensor) -> ShardMark | None:
     found: ShardMark | None = tensor.__dict__.get(MARK)
     return found
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif _is_list(value):
-            yield from _tensors(value)

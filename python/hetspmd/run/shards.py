@@ -17,7 +17,8 @@ from torch import nn
 from hetspmd.errors import ShardError
 from hetspmd.forms import is_sharded
 from hetspmd.lower.program import LocalTensor
-from hetspmd.run.shard_tensors import MARK, Shard, shard_class
+from hetspmd.run.shard_tensors import MARK, Shard, refuse_transform, shard_class
+from hetspmd.trace.compat import before_transforms
 
 __all__ = [
     "FULL",
@@ -44,6 +45,10 @@ class ShardMark:
     def of_gradient(self, parameter: torch.Tensor) -> GradientMark:
         """The mark of the gradient of ``parameter``, which this is the mark of."""
         return GradientMark(self, parameter)
+
+    def gradient(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The parameter's gradient, if ``tensor`` is another name for it: values are not."""
+        return None
 
     def copied(self, *_: Any) -> NoReturn:
         """In the place of ``__deepcopy__``."""
@@ -200,6 +205,7 @@ def mark(parameter: nn.Parameter, name: str, layout: LocalTensor) -> None:
     own = parameter.__dict__
     own[MARK] = found
     own["__deepcopy__"], own["__reduce_ex__"] = found.copied, found.pickled
+    before_transforms(refuse_transform)
     if not isinstance(parameter, Shard):
         parameter.__class__ = shard_class(type(parameter))
 

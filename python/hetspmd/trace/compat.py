@@ -50,6 +50,7 @@ if VERSION > NEWEST:
     )
 
 import torch._functorch.config as functorch_config  # noqa: E402  # after the version check
+import torch._functorch.eager_transforms as eager_transforms  # noqa: E402  # after the version check
 from torch._C import DispatchKey  # noqa: E402  # after the version check
 from torch._decomp import get_decompositions  # noqa: E402  # after the version check
 from torch._functorch._aot_autograd.descriptors import (  # noqa: E402  # after the version check
@@ -80,6 +81,7 @@ __all__ = [
     "TorchDispatchMode",
     "as_plain",
     "assign_data",
+    "before_transforms",
     "decomposition_table",
     "export_joint",
     "fake_mode",
@@ -105,6 +107,9 @@ __all__ = [
 ]
 
 Decompositions = dict[Any, Callable[..., Any]]
+
+_LOOKED_AT = "hetspmd_looked_at"
+"""The attribute of a function of torch whose arguments are looked at first."""
 
 
 @dataclass(frozen=True)
@@ -716,6 +721,20 @@ def as_plain() -> AbstractContextManager[None]:
     """A context in which tensors of a class of their own are plain tensors for torch's functions."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
+
+
+def before_transforms(look: Callable[[object], None]) -> None:
+    """Call ``look`` with each value that a transform of torch.func (``grad``, ``vjp``, ``jacrev``, ...) wraps."""
+    for name in ("_wrap_tensor_for_grad", "_maybe_wrap_functional_tensor"):
+        wrap = getattr(eager_transforms, name)
+        if not hasattr(wrap, _LOOKED_AT):
+
+            def looked_at(value: Any, *args: Any, _wrap: Any = wrap, **kwargs: Any) -> Any:
+                look(value)
+                return _wrap(value, *args, **kwargs)
+
+            setattr(looked_at, _LOOKED_AT, True)
+            setattr(eager_transforms, name, looked_at)
 
 
 def transform_around() -> str:
