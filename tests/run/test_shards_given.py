@@ -180,7 +180,7 @@ def test_a_transform_is_refused(name: str) -> None:
 
     for text in on_four(body):
         assert "a.weight of [24, 12] lies in shards" in text
-        assert "(every rank calls it)" in text
+        assert "hap.full_tensors()[" in text or "hap.full_gradients()[" in text
 
 
 def test_other_tensors_are_transformed() -> None:

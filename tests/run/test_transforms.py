@@ -36,7 +36,7 @@ USES: dict[str, tuple[Callable[[Any], Any], type[HetspmdError], str]] = {
     "torch.export": (lambda hap: torch.export.export(hap, (X,)), TraceError, r"^torch\.export would record"),
     "vmap": (lambda hap: torch.vmap(hap)(torch.stack([X, X])), GradientError, r"torch\.func"),
     "grad": (lambda hap: torch.func.grad(hap)(X), GradientError, r"torch\.func"),
-    "grad of parameters": (of_parameters, GradientError, r"torch\.func"),
+    "grad of parameters": (of_parameters, HetspmdError, r"torch\.func"),
     "jvp": (lambda hap: torch.func.jvp(hap, (X,), (X,)), GradientError, r"torch\.func"),
     "forward mode": (dual, GradientError, r"forward-mode"),
 }

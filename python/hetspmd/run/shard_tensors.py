@@ -208,7 +208,7 @@ def plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def refuse_transform(tensor: object) -> None:
     """Raises ShardError if user code gives a part to a transform of torch.func, which asks no tensor's class."""
     if isinstance(tensor, Part) and is_asked_by_user(sys._getframe(2)):
-        raise tensor.__dict__[MARK].refusal("a transform of torch.func", "read")
+        raise tensor.__dict__[MARK].transformed()
 
 
 def _is_served(frame: FrameType) -> bool:

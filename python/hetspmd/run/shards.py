@@ -86,6 +86,14 @@ class ShardMark:
             "squares: weight_decay of the optimizer)"
         )
 
+    def transformed(self) -> ShardError:
+        """The error of a transform of torch.func, which hands on a tensor that knows of no shard."""
+        whole = "full_gradients" if isinstance(self, GradientMark) else "full_tensors"
+        return ShardError(
+            f"{self}: a transform of torch.func would see no more. Write, on every rank, hap.{whole}()"
+            f"[{self.name!r}] in its place, or model = hap.full_module(), and transform that"
+        )
+
     def into(self, name: str) -> ShardError:
         """The error of a function that would write the part to a whole tensor."""
         return ShardError(
