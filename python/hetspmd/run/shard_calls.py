@@ -1,0 +1,266 @@
+"""A function of torch that is called on parts of tensors, by whatever way.
+
+One that is element by element is computed of the part (a whole tensor that it meets is cut to the same part), sizes
+are those of the whole parameter, and what mixes elements (norms, products, indices, random numbers) is refused with
+the line to write.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from hetspmd.run.asking import OF_TORCH, is_asked_by_user
+from hetspmd.run.shard_functions import (
+    Role,
+    is_list,
+    is_of_two,
+    kind_of,
+    name_of,
+    role_of,
+    takes_all,
+    tensors_in,
+    writes,
+)
+from hetspmd.trace.compat import as_plain
+
+if TYPE_CHECKING:
+    from hetspmd.run.shards import ShardMark
+
+__all__ = ["MARK", "Part", "Use"]
+
+MARK: Final = "hetspmd_shard"
+"""The attribute that says of which parameter a tensor is a shard."""
+
+_PASSING: Final = (OF_TORCH + "overrides.py", OF_TORCH + "_tensor.py")
+_INIT: Final = OF_TORCH + "nn/init.py"
+_VMAP: Final = OF_TORCH + "_functorch/vmap.py"
+_COLLECTIVES: Final = OF_TORCH + "distributed/distributed_c10d.py"
+_ABOUT_SIZES: Final = re.compile(r"\b(sizes?|shapes?|dimensions?|broadcast|elements)\b", re.IGNORECASE)
+_BY_TYPE: Final = frozenset(("to", "type", "type_as"))
+"""Functions that take of another tensor no more than its type."""
+
+
+class Part:
+    """What is a part of a tensor."""
+
+    __slots__ = ()
+
+
+class Use:
+    """A function of torch that is called on parts, by the code in ``frame``."""
+
+    def __init__(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType,
+        as_values: Callable[[torch.Tensor, ShardMark], torch.Tensor],
+    ) -> None:  # fmt: skip
+        self._as_values = as_values
+        if not args and "input" in kwargs and "condition" not in kwargs:  # it is the first one
+            args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
+        self.func, self.args, self.kwargs = func, args, kwargs
+        while frame.f_code.co_filename in _PASSING and frame.f_back is not None:
+            frame = frame.f_back
+        self.frame = frame
+        self.name = name_of(func)
+        self.own = next(mark for mark in map(_mark_of, tensors_in((*args, *kwargs.values()))) if mark)
+
+    def result(self) -> Any:
+        """What the function yields. Raises ShardError if that is not a part of what it yields on one device."""
+        role = role_of(self.func)
+        file = self.frame.f_code.co_filename
+        if file == _INIT and role is not Role.DESCRIBES and role is not Role.SIZE:
+            if self.frame.f_code.co_name not in ("_no_grad_fill_", "_no_grad_zero_", "constant_"):
+                self._refuse("write" if self.frame.f_code.co_name in ("dirac_", "eye_") else "draw")
+        elif file == _VMAP:
+            self._refuse(name="torch.vmap")
+        elif file == _COLLECTIVES:
+            self._refuse(name=self.frame.f_code.co_name)
+        elif role is Role.SIZE:
+            return self._size(file)
+        elif role is Role.GRADIENT:
+            return self._gradients(file)
+        elif role is Role.INDEX:
+            return self._indexed()
+        elif role is Role.VIEW:
+            return self._viewed()
+        elif role is Role.LIST:
+            return self._of_lists()
+        elif (role is Role.ELEMENTWISE and self._is_whole_call()) or is_of_two(self.name, self.args):
+            return self._elementwise()
+        elif role is not Role.DESCRIBES or (self.name.startswith("new") and self._is_of_parts()):
+            self._refuse()
+        return self._plainly(self.args, self.kwargs)
+
+    def _plainly(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        with as_plain():
+            return self.func(*args, **kwargs)
+
+    def _refuse(self, kind: str = "", name: str = "") -> None:
+        if is_asked_by_user(self.frame):
+            raise self.own.refusal(name or self.name, kind or kind_of(self.name))
+
+    def _is_of_parts(self) -> bool:
+        """Whether there is a part among the arguments but the first."""
+        return any(isinstance(value, Part) for value in tensors_in((*self.args[1:], *self.kwargs.values())))
+
+    def _is_whole_call(self) -> bool:
+        return self.name != "where" or len(self.args) + len(self.kwargs) > 1
+
+    def _size(self, file: str) -> Any:
+        """Of the whole, for whom it is not torch that asks."""
+        values = self.args[0]
+        is_of_torch = file.startswith(OF_TORCH) and file != _INIT  # which counts what goes in and out
+        if is_of_torch or not isinstance(values, Part) or not is_asked_by_user(self.frame):
+            return self._plainly(self.args, self.kwargs)
+        shape = torch.Size(self.own.layout.shape)
+        with as_plain():
+            whole = torch.empty(shape, dtype=values.dtype, device="meta")  # type: ignore[attr-defined]  # a tensor
+        return shape if self.name == "shape" else self.func(whole, *self.args[1:], **self.kwargs)
+
+    def _gradients(self, file: str) -> Any:
+        """``values.grad``, and what ``torch.autograd.grad`` yields."""
+        found = self._plainly(self.args, self.kwargs)
+        if self.name == "grad" and self.func is not torch.autograd.grad:
+            is_own = isinstance(found, torch.Tensor) and not file.startswith(OF_TORCH)
+            return self._as_values(found, self.own.of_gradient(self.args[0])) if is_own else found
+        given = self.args[1] if len(self.args) > 1 else self.kwargs["inputs"]
+        given = [given] if isinstance(given, torch.Tensor) else given
+        return tuple(
+            gradient
+            if gradient is None or not isinstance(of, Part)
+            else self._as_values(gradient, of.__dict__[MARK].of_gradient(of))
+            for of, gradient in zip(given, found, strict=True)
+        )
+
+    def _indexed(self) -> Any:
+        values, index = self.args[0], self.args[1]
+        if not takes_all(index) or not isinstance(values, Part):
+            self._refuse()
+        args = (values, index, *(self._fit(value) for value in self.args[2:]))
+        return self._marked(self._sized(args, {}))
+
+    def _viewed(self) -> Any:
+        """It is a part as well, if it has the shape of the whole on one device."""
+        values: Any = self.args[0]
+        whole = self.own.layout.shape
+        others = [
+            torch.empty(a.__dict__[MARK].layout.shape, device="meta") if isinstance(a, Part) else a
+            for a in self.args[1:]
+        ]
+        if not isinstance(values, Part):
+            if self.frame.f_code.co_name == "vector_to_parameters":
+                self._refuse("write", "vector_to_parameters")
+            if is_asked_by_user(self.frame):
+                return self.func(values, *others, **self.kwargs)
+        else:
+            with as_plain():
+                same = torch.empty(whole, device="meta")
+                try:
+                    found = self.func(same, *others, **self.kwargs).shape
+                except RuntimeError as error:
+                    raise self.own.refusal(self.name, "read") from error
+                if torch.dtype in map(type, self.args):
+                    return self._marked(self.func(*self.args, **self.kwargs))
+                if tuple(found) == tuple(whole):
+                    return self._marked(self.args[0].view(self.args[0].shape))
+        self._refuse()
+        return self._plainly(self.args, self.kwargs)
+
+    def _elementwise(self) -> Any:
+        into = self.args[0] if writes(self.name) and self.args else self.kwargs.get("out")
+        if isinstance(into, torch.Tensor) and not isinstance(into, Part):
+            self._into(into, self.own)
+        if self.name in _BY_TYPE and not isinstance(self.args[0], Part):
+            return self._plainly(self.args, self.kwargs)
+        if self.name in _BY_TYPE or self.name.endswith("_like"):
+            args, kwargs = self.args, self.kwargs
+        elif self.name == "copy_" and isinstance(into, Part):
+            args, kwargs = (into, *(self._source(a) for a in self.args[1:])), self.kwargs
+        else:
+            args = tuple(self._fit(arg) for arg in self.args)
+            kwargs = {key: self._fit(value) for key, value in self.kwargs.items()}
+        return self._marked(self._sized(args, kwargs))
+
+    def _of_lists(self) -> Any:
+        """Element by element, of the tensors that stand in one place of all lists."""
+        lists = [a for a in (*self.args, *self.kwargs.values()) if is_list(a)]
+        owns = [
+            next((m for m in map(_mark_of, tensors_in(row)) if m), None) for row in zip(*lists, strict=False)
+        ]
+
+        def fit(values: Any) -> Any:
+            if not is_list(values):
+                return values
+            return [v if own is None else self._fit(v, own) for v, own in zip(values, owns, strict=False)]
+
+        for value, own in zip(lists[0], owns, strict=False):
+            if own is not None and writes(self.name) and not isinstance(value, Part):
+                self._into(value, own)
+        found = self._sized([fit(a) for a in self.args], {key: fit(v) for key, v in self.kwargs.items()})
+        if not is_list(found):
+            return found
+        return type(found)(
+            f if own is None else self._marked(f, own) for f, own in zip(found, owns, strict=True)
+        )
+
+    def _sized(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The function's result; an error of torch about sizes is one about shards."""
+        try:
+            return self._plainly(args, kwargs)
+        except RuntimeError as error:
+            if _ABOUT_SIZES.search(str(error)) and is_asked_by_user(self.frame):
+                raise self.own.refusal(self.name, "read") from error
+            raise
+
+    def _fit(self, value: Any, own: ShardMark | None = None) -> Any:
+        """What meets the part: the same part of a whole tensor."""
+        own = self.own if own is None else own
+        if not isinstance(value, torch.Tensor):
+            return value
+        with as_plain():
+            if value.dim() == 0:
+                return value
+            mark = _mark_of(value)
+            if mark is None:
+                return own.cut(value)
+            if not mark.lies_as(own):
+                self._refuse("read")
+            return value
+
+    def _source(self, value: Any) -> Any:
+        """What is copied into the part."""
+        with as_plain():
+            is_part = isinstance(value, Part)
+            return self._fit(value) if is_part else self.own.part_of(value)
+
+    def _into(self, value: torch.Tensor, own: ShardMark) -> None:
+        """A tensor of none of our classes is written to: it must be a part by its shape."""
+        with as_plain():
+            is_part = tuple(value.shape) == own.layout.local_shape
+        if not is_part and is_asked_by_user(self.frame):
+            raise own.into(self.name)
+
+    def _marked(self, found: Any, own: ShardMark | None = None) -> Any:
+        """The result as what it is: of the part's shape, a part as well."""
+        own = self.own if own is None else own
+        if isinstance(found, torch.Tensor):
+            with as_plain():
+                if isinstance(found, (Part, nn.Parameter)) or any(found is t for t in tensors_in(self.args)):
+                    return found
+                if tuple(found.shape) == own.layout.local_shape:
+                    return self._as_values(found, own)
+            self._refuse()
+            return found
+        if isinstance(found, (list, tuple)) and any(isinstance(f, torch.Tensor) for f in found):
+            return type(found)([self._marked(f, own) for f in found])
+        return found
+
+
+def _mark_of(tensor: torch.Tensor) -> ShardMark | None:
+    found: ShardMark | None = tensor.__dict__.get(MARK)
+    return found
