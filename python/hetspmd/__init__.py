@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hetspmd import errors, rules
     from hetspmd.compiler import compile
     from hetspmd.cost.cluster import Cluster
+    from hetspmd.errors import HetspmdError
     from hetspmd.plan import Plan
     from hetspmd.rules.registry import rule
     from hetspmd.rules.rule import SUM, Call, Cut, Factor, Local, OpRule
@@ -38,6 +39,7 @@ _HOMES = {
     "Cut": "rules",
     "Factor": "rules",
     "GradScaler": "run.scaler",
+    "HetspmdError": "errors",
     "Local": "rules",
     "OpRule": "rules",
     "Plan": "plan",
@@ -66,6 +68,7 @@ __all__ = [
     "Cut",
     "Factor",
     "GradScaler",
+    "HetspmdError",
     "Local",
     "OpRule",
     "Plan",

@@ -49,9 +49,6 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("made", [Options, lambda: types.SimpleNamespace(scale=1.0)])
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 def test_what_is_read_of_a_copy_changes(copied: Callable[[Any], Any], made: Callable[[], Any]) -> None:
-    if copied is COPIES["getstate"] and not hasattr(made(), "__getstate__"):
-        pytest.skip("objects have it since Python 3.11")
-
     def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
         return base(model, x) * copied(model.options)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hetspmd.errors import ShardError
-from hetspmd.run.doings import Doing, Loaded
+from hetspmd.run.doings import Loaded
 from hetspmd.run.forwarding import without_prefix
 from hetspmd.run.gathered import add_module, gathered_state
 from hetspmd.run.state_hooks import (
@@ -21,6 +21,7 @@ from hetspmd.run.state_hooks import (
 from hetspmd.run.whole import full_module, full_state_dict, load_full_state_dict
 
 if TYPE_CHECKING:
+    from hetspmd.run.doings import Doing
     from hetspmd.run.runtime import Runtime
     from hetspmd.run.store import Store
 
@@ -36,18 +37,14 @@ class WholeStates(nn.Module):
     _store: Store
     _runtime: Runtime
 
-    @property
-    def rank(self) -> int:
-        """This rank in the cluster."""
-        raise NotImplementedError  # HAP has it
+    if TYPE_CHECKING:  # HAP has them
 
-    def meet(self, what: str) -> None:
-        """Go on when all ranks do the same, which has collectives of its own."""
-        raise NotImplementedError  # HAP has it
+        @property
+        def rank(self) -> int: ...
 
-    def did(self, doing: Doing) -> None:
-        """Say at the next step what this rank does now."""
-        raise NotImplementedError  # HAP has it
+        def meet(self, what: str) -> None: ...
+
+        def did(self, doing: Doing) -> None: ...
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The single-device model's state dict, whole tensors on the CPU; every rank must call this.
