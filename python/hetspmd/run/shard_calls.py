@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
 from torch import nn
 
+from hetspmd.errors import ShardError
+from hetspmd.lower.program import LocalTensor
 from hetspmd.run.asking import OF_TORCH, is_asked_by_user
 from hetspmd.run.shard_functions import (
     Role,
@@ -29,10 +31,7 @@ from hetspmd.run.shard_functions import (
 )
 from hetspmd.trace.compat import as_plain
 
-if TYPE_CHECKING:
-    from hetspmd.run.shards import ShardMark
-
-__all__ = ["MARK", "Part", "Use"]
+__all__ = ["MARK", "Mark", "Part", "Use"]
 
 MARK: Final = "hetspmd_shard"
 """The attribute that says of which parameter a tensor is a shard."""
@@ -46,6 +45,42 @@ _BY_TYPE: Final = frozenset(("to", "type", "type_as"))
 """Functions that take of another tensor no more than its type."""
 
 
+class Mark(Protocol):
+    """What a part knows of the whole (:class:`hetspmd.run.shards.ShardMark`)."""
+
+    layout: LocalTensor
+
+    def cut(self, source: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor; any other as it is."""
+
+    def part_of(self, source: Any) -> Any:
+        """This rank's part of what is copied into the part."""
+
+    def lies_as(self, other: Any) -> bool:
+        """Whether every rank has the same part of both."""
+
+    def of_gradient(self, parameter: torch.Tensor) -> Mark:
+        """The mark of a gradient of what this is the mark of."""
+
+    def gradient(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The gradient that ``tensor`` is another name for."""
+
+    def refusal(self, what: str, kind: str) -> ShardError:
+        """The error of a function that needs the whole."""
+
+    def into(self, name: str) -> ShardError:
+        """The error of a function that would write the part to a whole tensor."""
+
+    def transformed(self) -> ShardError:
+        """The error of a transform of torch.func."""
+
+    def copied(self) -> NoReturn:
+        """Raises the error of a copy."""
+
+    def pickled(self) -> NoReturn:
+        """Raises the error of a pickle."""
+
+
 class Part:
     """What is a part of a tensor."""
 
@@ -57,7 +92,7 @@ class Use:
 
     def __init__(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType,
-        as_values: Callable[[torch.Tensor, ShardMark], torch.Tensor],
+        as_values: Callable[[torch.Tensor, Mark], torch.Tensor],
     ) -> None:  # fmt: skip
         self._as_values = as_values
         if not args and "input" in kwargs and "condition" not in kwargs:  # it is the first one
@@ -217,7 +252,7 @@ class Use:
                 raise self.own.refusal(self.name, "read") from error
             raise
 
-    def _fit(self, value: Any, own: ShardMark | None = None) -> Any:
+    def _fit(self, value: Any, own: Mark | None = None) -> Any:
         """What meets the part: the same part of a whole tensor."""
         own = self.own if own is None else own
         if not isinstance(value, torch.Tensor):
@@ -238,14 +273,14 @@ class Use:
             is_part = isinstance(value, Part)
             return self._fit(value) if is_part else self.own.part_of(value)
 
-    def _into(self, value: torch.Tensor, own: ShardMark) -> None:
+    def _into(self, value: torch.Tensor, own: Mark) -> None:
         """A tensor of none of our classes is written to: it must be a part by its shape."""
         with as_plain():
             is_part = tuple(value.shape) == own.layout.local_shape
         if not is_part and is_asked_by_user(self.frame):
             raise own.into(self.name)
 
-    def _marked(self, found: Any, own: ShardMark | None = None) -> Any:
+    def _marked(self, found: Any, own: Mark | None = None) -> Any:
         """The result as what it is: of the part's shape, a part as well."""
         own = self.own if own is None else own
         if isinstance(found, torch.Tensor):
@@ -261,6 +296,6 @@ class Use:
         return found
 
 
-def _mark_of(tensor: torch.Tensor) -> ShardMark | None:
-    found: ShardMark | None = tensor.__dict__.get(MARK)
+def _mark_of(tensor: torch.Tensor) -> Mark | None:
+    found: Mark | None = tensor.__dict__.get(MARK)
     return found

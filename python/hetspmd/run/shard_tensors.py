@@ -12,18 +12,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from hetspmd.run.asking import OF_HETSPMD, OF_TORCH, is_asked_by_user, is_stepping
-from hetspmd.run.shard_calls import MARK, Part, Use
+from hetspmd.run.shard_calls import MARK, Mark, Part, Use
 from hetspmd.run.shard_functions import does_as_tensors
 from hetspmd.trace.compat import as_plain
-
-if TYPE_CHECKING:
-    from hetspmd.run.shards import ShardMark
 
 __all__ = ["MARK", "Part", "Shard", "ShardValues", "plain", "refuse_transform", "shard_class"]
 
@@ -104,7 +101,7 @@ _set_data: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # of
 _grad: Final = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # of C
 
 
-def _as_values(tensor: torch.Tensor, mark: ShardMark) -> ShardValues:
+def _as_values(tensor: torch.Tensor, mark: Mark) -> ShardValues:
     with as_plain():
         made = tensor.as_subclass(ShardValues)
     made.__dict__[MARK] = mark
