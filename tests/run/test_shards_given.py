@@ -168,7 +168,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")  # of torch's own module
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of torch's own module
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_is_refused(name: str) -> None:
     """The tensors that it hands on are of no class of ours."""
