@@ -274,4 +274,7 @@ print(*sorted(n for place, old in zip(places, before) for n, v in old.items()
               if callable(v) and vars(place).get(n) is not v))
 """
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1].split() == ["manual_seed", "register_hook"]  # which the trace looks at
+    assert done.stdout.splitlines()[-1].split() == [
+        "manual_seed",
+        "register_hook",
+    ]  # which the trace looks at
