@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from divided import X, net, on_four
 from torch import nn
 
@@ -123,3 +124,34 @@ def test_torchs_own_code_meets_plain_gradients() -> None:
         assert weight.grad is None
 
     on_four(body)
+
+
+SENT: dict[str, Callable[[Any], Any]] = {
+    "gradients": lambda p: dist.all_reduce(p.grad),
+    "an average": lambda p: dist.all_reduce(p.grad.div_(4.0), op=dist.ReduceOp.SUM),
+    "values": lambda p: dist.broadcast(p.data, 0),
+    "a parameter": lambda p: dist.broadcast(p.detach(), 0),
+    "a gathering": lambda p: dist.all_gather([torch.zeros(24, 12)] * 4, p.grad),
+}
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", SENT)
+def test_collectives_by_hand_are_refused(name: str) -> None:
+
+    def body(hap: HAP) -> str:
+        hap(X).backward()
+        with pytest.raises(ShardError) as caught:
+            SENT[name](hap.module.a.weight)
+        return str(caught.value)
+
+    for text in on_four(body):
+        assert text.endswith("Leave it out: HAP reduces gradients, and keeps parameters alike")

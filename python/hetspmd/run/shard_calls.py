@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, Final, NoReturn, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hetspmd.errors import ShardError
@@ -113,8 +114,10 @@ class Use:
                 self._refuse("write" if self.frame.f_code.co_name in ("dirac_", "eye_") else "draw")
         elif file == _VMAP:
             self._refuse(name="torch.vmap")
-        elif file == _COLLECTIVES:
-            self._refuse(name=self.frame.f_code.co_name)
+        elif file == _COLLECTIVES:  # torch 2.11 has functions that do not ask
+            self._refuse("send", self.frame.f_code.co_name)
+        elif getattr(self.func, "__module__", "") == dist.all_reduce.__module__:
+            self._refuse("send")
         elif role is Role.SIZE:
             return self._size(file)
         elif role is Role.GRADIENT:

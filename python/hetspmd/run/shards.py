@@ -67,8 +67,10 @@ class ShardMark:
 
     def refusal(self, what: str, kind: str) -> ShardError:
         """The error of an op that would "read" no more than the shard, "write" to other elements than on one
-        device, or "draw" other numbers."""
+        device, "draw" other numbers or "send" it."""
         whole = f"hap.full_tensors()[{self.name!r}]"
+        if kind == "send":
+            return self._sent(what)
         if kind == "draw":
             return ShardError(
                 f"{self}: .{what}() would draw other numbers than one device does. Initialize the model before "
@@ -92,6 +94,12 @@ class ShardMark:
         return ShardError(
             f"{self}: a transform of torch.func would see no more. Write, on every rank, hap.{whole}()"
             f"[{self.name!r}] in its place, or model = hap.full_module(), and transform that"
+        )
+
+    def _sent(self, name: str) -> ShardError:
+        return ShardError(
+            f"{self}: {name} would mix it with the parts of other ranks, which are no copies of it. Leave it out: "
+            "HAP reduces gradients, and keeps parameters alike"
         )
 
     def into(self, name: str) -> ShardError:
@@ -158,6 +166,8 @@ class GradientMark(ShardMark):
 
     def refusal(self, what: str, kind: str) -> ShardError:
         whole = f"hap.full_gradients()[{self.name!r}]"
+        if kind == "send":
+            return self._sent(what)
         if kind == "draw":
             return ShardError(
                 f"{self}: .{what}() would draw other numbers than one device does. Write, on every rank, "
