@@ -290,9 +290,11 @@ class Recorder:
             elif not is_scalar(value) and not isinstance(value, torch.Tensor):
                 self._found(root, (*path, step), value)
         for value in elements(container) if isinstance(container, (set, frozenset)) else ():
+            if not is_own(getattr(value, "__module__", None)):
+                continue
             if isinstance(value, FunctionType):
                 self._reader.visit(value)
-            elif isinstance(value, type) and is_own(value.__module__):
+            elif isinstance(value, type):
                 self._reader.meet(value, root, path, made=True)
         self._looking.discard(id(container))
 
