@@ -110,7 +110,7 @@ def towards(model: nn.Module, whole: nn.Module) -> list[float]:
                 assert (mine.numel(), mine.size(0)) == (theirs.numel(), theirs.data.size(0))
                 assert (len(mine), mine.nbytes) == (len(theirs), theirs.nbytes)
                 theirs -= 0.1 * (theirs - mine)
-                theirs.grad.mul_(mine.abs()).add_(torch.where(mine > 0, mine, theirs), alpha=0.01)  # type: ignore[union-attr]
+                theirs.grad.mul_(mine.abs()).add_(torch.where(mine > 0, mine, theirs), alpha=0.01)  # type: ignore[union-attr]  # it has one
                 theirs.add_(theirs.grad + 2 * mine[0], alpha=-0.1)  # broadcast along the first dim
                 theirs += 1e-2 * torch.randn(theirs.shape, generator=noise, dtype=theirs.dtype)
                 theirs.data.copy_(theirs.data.clamp(min=-mine.abs() - 1, max=mine.abs() + 1))

@@ -32,7 +32,7 @@ from hetspmd.run.shard_functions import (
 )
 from hetspmd.trace.compat import as_plain
 
-__all__ = ["MARK", "Mark", "Part", "Use"]
+__all__ = ["MARK", "Part", "PartMark", "Use"]
 
 MARK: Final = "hetspmd_shard"
 """The attribute that says of which parameter a tensor is a shard."""
@@ -46,7 +46,7 @@ _BY_TYPE: Final = frozenset(("to", "type", "type_as"))
 """Functions that take of another tensor no more than its type."""
 
 
-class Mark(Protocol):
+class PartMark(Protocol):
     """What a part knows of the whole (:class:`hetspmd.run.shards.ShardMark`)."""
 
     layout: LocalTensor
@@ -60,7 +60,7 @@ class Mark(Protocol):
     def lies_as(self, other: Any) -> bool:
         """Whether every rank has the same part of both."""
 
-    def of_gradient(self, parameter: torch.Tensor) -> Mark:
+    def of_gradient(self, parameter: torch.Tensor) -> PartMark:
         """The mark of a gradient of what this is the mark of."""
 
     def gradient(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -93,7 +93,7 @@ class Use:
 
     def __init__(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType,
-        as_values: Callable[[torch.Tensor, Mark], torch.Tensor],
+        as_values: Callable[[torch.Tensor, PartMark], torch.Tensor],
     ) -> None:  # fmt: skip
         self._as_values = as_values
         if not args and "input" in kwargs and "condition" not in kwargs:  # it is the first one
@@ -255,7 +255,7 @@ class Use:
                 raise self.own.refusal(self.name, "read") from error
             raise
 
-    def _fit(self, value: Any, own: Mark | None = None) -> Any:
+    def _fit(self, value: Any, own: PartMark | None = None) -> Any:
         """What meets the part: the same part of a whole tensor."""
         own = self.own if own is None else own
         if not isinstance(value, torch.Tensor):
@@ -276,14 +276,14 @@ class Use:
             is_part = isinstance(value, Part)
             return self._fit(value) if is_part else self.own.part_of(value)
 
-    def _into(self, value: torch.Tensor, own: Mark) -> None:
+    def _into(self, value: torch.Tensor, own: PartMark) -> None:
         """A tensor of none of our classes is written to: it must be a part by its shape."""
         with as_plain():
             is_part = tuple(value.shape) == own.layout.local_shape
         if not is_part and is_asked_by_user(self.frame):
             raise own.into(self.name)
 
-    def _marked(self, found: Any, own: Mark | None = None) -> Any:
+    def _marked(self, found: Any, own: PartMark | None = None) -> Any:
         """The result as what it is: of the part's shape, a part as well."""
         own = self.own if own is None else own
         if isinstance(found, torch.Tensor):
@@ -299,6 +299,6 @@ class Use:
         return found
 
 
-def _mark_of(tensor: torch.Tensor) -> Mark | None:
-    found: Mark | None = tensor.__dict__.get(MARK)
+def _mark_of(tensor: torch.Tensor) -> PartMark | None:
+    found: PartMark | None = tensor.__dict__.get(MARK)
     return found

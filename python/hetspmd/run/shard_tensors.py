@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hetspmd.run.asking import OF_HETSPMD, OF_TORCH, is_asked_by_user, is_stepping
-from hetspmd.run.shard_calls import MARK, Mark, Part, Use
+from hetspmd.run.shard_calls import MARK, Part, PartMark, Use
 from hetspmd.run.shard_functions import does_as_tensors
 from hetspmd.trace.compat import as_plain
 
@@ -60,9 +60,7 @@ class ShardValues(_Telling, torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        with as_plain():
-            found: torch.Tensor = _data(self)
-        return found if _is_served(sys._getframe(1)) else _as_values(found, self.__dict__[MARK])
+        return _data_of(self, sys._getframe(1))
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -101,11 +99,18 @@ _set_data: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # of
 _grad: Final = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # of C
 
 
-def _as_values(tensor: torch.Tensor, mark: Mark) -> ShardValues:
+def _as_values(tensor: torch.Tensor, mark: PartMark) -> ShardValues:
     with as_plain():
         made = tensor.as_subclass(ShardValues)
     made.__dict__[MARK] = mark
     return made
+
+
+def _data_of(part: torch.Tensor, frame: FrameType) -> torch.Tensor:
+    """The data of a part as the code in ``frame`` gets it."""
+    with as_plain():
+        found: torch.Tensor = _data(part)
+    return found if _is_served(frame) else _as_values(found, part.__dict__[MARK])
 
 
 class Shard(_Telling, nn.Parameter):
@@ -116,9 +121,7 @@ class Shard(_Telling, nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        with as_plain():
-            found: torch.Tensor = _data(self)
-        return found if _is_served(sys._getframe(1)) else _as_values(found, self.__dict__[MARK])
+        return _data_of(self, sys._getframe(1))
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
