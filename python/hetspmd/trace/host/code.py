@@ -59,8 +59,15 @@ class Reader:
         self._everything, self._settling, self._settled = everything, False, -1
 
     def visit(self, value: Any) -> None:
-        """Look at a function, a method, or what wraps one."""
-        value = value.__func__ if isinstance(value, MethodType) else value
+        """Look at a function, a method, or what wraps one: also as it lies in a class."""
+        if isinstance(value, property):
+            for function in (value.fget, value.fset, value.fdel):
+                self.visit(function)
+            return
+        if isinstance(value, _WRAPPERS):
+            self.visit(value.func)
+            return
+        value = value.__func__ if isinstance(value, (MethodType, staticmethod, classmethod)) else value
         is_plain = type(value) is FunctionType
         if not is_plain and isinstance(value, functools.partial):
             self.visit(value.func)
@@ -173,15 +180,8 @@ class Reader:
     def _member(self, met: Met, name: str, value: Any) -> None:
         """A member of a class counts."""
         place = (*met.path, f".{name}")
-        if isinstance(value, property):
-            for function in (value.fget, value.fset):
-                self.visit(function)
-        elif isinstance(
-            value, (functools.cached_property, functools.partialmethod, functools.singledispatchmethod)
-        ):
-            self.visit(value.func)
-        elif name.startswith("__") and name.endswith("__"):
-            self.visit(value.__func__ if isinstance(value, (staticmethod, classmethod)) else value)
+        if isinstance(value, (property, *_WRAPPERS)) or (name.startswith("__") and name.endswith("__")):
+            self.visit(value)
         elif isinstance(value, type):
             self._found(met.root, place, value, met.kind)
             self.meet(value, met.root, place, made=True)
@@ -193,6 +193,8 @@ class Reader:
             self._tell(met.root, place, value, met.kind)
 
 
+_WRAPPERS = (functools.cached_property, functools.partialmethod, functools.singledispatchmethod)
+"""What lies in a class for a function, but for properties and what Python itself binds."""
 _COMPUTING = frozenset({"globals", "eval", "exec"})
 _ASKING = frozenset({"getattr", "vars", "__dict__"})
 """What reads variables by names that the code may compute: of its own module, of another one."""

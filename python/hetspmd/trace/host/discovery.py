@@ -54,7 +54,7 @@ class _Walk:
         if kind not in self._kinds and not is_foreign(kind.__module__):
             self._kinds.add(kind)
             for value in list(vars(kind).values()):
-                self._reader.visit(value.fget if isinstance(value, property) else value)
+                self._reader.visit(value)
             self._reader.meet(kind, "", (), made=True)
 
     def module(self, module: nn.Module) -> None:
