@@ -23,6 +23,7 @@ from hetspmd.forms import is_sharded
 from hetspmd.plan import Plan
 from hetspmd.run import tune as module
 from hetspmd.run.communicator import Communicator
+from hetspmd.run.compare import CLOSE
 from hetspmd.run.simulate import run_ranks
 from hetspmd.run.tune import LATEST, WARM, Tuned, step_seconds, timed, tune
 from processes import spawn
@@ -141,7 +142,7 @@ def test_ranks_agree_and_the_model_stays(kind: str, speeds: tuple[int, ...], met
     first, *others = on_ranks(body)
     assert all(o.name == first.name and o.seconds == first.seconds for o in others)
     assert all(o.plan == first.plan for o in others)
-    assert first.seconds[first.name] == min(first.seconds.values()) > 0
+    assert 0 < first.seconds[first.name] <= CLOSE * min(first.seconds.values()), "or one of fewer devices"
     assert len(first.seconds) > 1
     assert all(torch.equal(before[k], v) for k, v in c.model.state_dict().items())
     assert all(p.is_meta == meta for p in models[0].parameters())

@@ -22,7 +22,7 @@ from hetspmd.plan import Plan
 __all__ = ["compare"]
 
 CLOSE: Final = 1.1
-"""After their first turn, plans that take at most as many times the best's seconds are measured again."""
+"""Plans that take at most as many times the best's seconds may be measured again."""
 
 TURNS: Final = 6
 """Turns of a plan, at most."""
@@ -49,24 +49,26 @@ def compare(
     for name, plan in plans.items():
         best = min((_seconds(turns) for turns in found.values()), default=None)
         found[name] = [measure(plan, best)]
-    least = min(map(_seconds, found.values()))
-    rivals = [name for name in plans if _seconds(found[name]) <= CLOSE * least]
     for turn in range(1, TURNS):
-        rivals, settled = _rivals({name: found[name] for name in rivals})
+        rivals, settled = _rivals(found)
         if settled:
             break
         for name in reversed(rivals) if turn % 2 else rivals:
             found[name].append(measure(plans[name], None))
-    rivals, _ = _rivals({name: found[name] for name in rivals})
+    rivals, _ = _rivals(found)
     chosen = min(rivals, key=lambda name: (len(plans[name].active), _seconds(found[name])))
     return chosen, {name: _seconds(turns) for name, turns in found.items()}
 
 
 def _rivals(found: Mapping[str, Turns]) -> tuple[list[str], bool]:
-    """The plans that may be the fastest, and whether none of them is by more than :data:`LITTLE`."""
+    """The plans that may be the fastest, and whether none of them is by more than :data:`LITTLE`. One that was
+    behind before is among them again when the others turn out slower than they seemed."""
     best = min(found, key=lambda name: _seconds(found[name]))
     least = _seconds(found[best])
-    margins = {name: _margin(turns, found[best]) for name, turns in found.items() if name != best}
+    close = {
+        name: turns for name, turns in found.items() if name != best and _seconds(turns) <= CLOSE * least
+    }
+    margins = {name: _margin(turns, found[best]) for name, turns in close.items()}
     left = {n: m for n, m in margins.items() if _seconds(found[n]) <= (1 + m) * least}
     return [name for name in found if name == best or name in left], all(m <= LITTLE for m in left.values())
 

@@ -69,6 +69,8 @@ class Classes:
     def meet(self, kind: type, root: str, path: Path, *, made: bool) -> bool:
         """Meet a class that lies at a place, and its bases; whether anything is new about that."""
         before = self.extent
+        if type(kind) is not type and is_own(type(kind).__module__):
+            self.meet(type(kind), root, (*path, ".__class__"), made=False)
         for index, base in enumerate(kind.__mro__):
             if not is_own(base.__module__):
                 continue

@@ -10,17 +10,17 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from hetspmd.trace.host.classes import Classes, Met
-from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
 from hetspmd.trace.host.names import constants_in, named_in, names_in
 from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content
 from hetspmd.trace.host.plain import is_plain, is_scalar
 from hetspmd.trace.host.stand_ins import MOMENTS, is_calendar, original
 from hetspmd.trace.host.steps import step_to
+from hetspmd.trace.host.wrapped import asked_for, functions_in, unbound
 
 __all__ = ["Reader", "is_foreign", "is_installed", "names_of_methods"]
 
@@ -60,28 +60,19 @@ class Reader:
 
     def visit(self, value: Any) -> None:
         """Look at a function, a method, or what wraps one: also as it lies in a class."""
-        if isinstance(value, property):
-            for function in (value.fget, value.fset, value.fdel):
-                self.visit(function)
-            return
-        if isinstance(value, _WRAPPERS):
-            self.visit(value.func)
-            return
-        value = value.__func__ if isinstance(value, (MethodType, staticmethod, classmethod)) else value
+        value = unbound(value)
         is_plain = type(value) is FunctionType
-        if not is_plain and isinstance(value, functools.partial):
-            self.visit(value.func)
-            return
-        wrapped = (value.__dict__ if is_plain else own_attributes(value)).get("__wrapped__")
-        if wrapped is not None and wrapped is not value:
-            self.visit(wrapped)
-        if not is_plain or id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        home = value.__globals__.get(
-            "__name__"
-        )  # a wrapper has the name of what it wraps, and its own variables
-        if is_foreign(home):
+        if is_plain:
+            if id(value) in self._seen:
+                return
+            self._seen.add(id(value))
+        elif (names := asked_for(value)) - self._names:
+            self._names |= names
+            self._settle()
+        for function in functions_in(value):
+            self.visit(function)
+        # A wrapper has the name of what it wraps, and its own variables.
+        if not is_plain or is_foreign(home := value.__globals__.get("__name__")):
             return
         self._visited(value)
         self._look_at(value, str(home))
@@ -104,6 +95,9 @@ class Reader:
         if names & _COMPUTING and is_own(home):
             for name in _plain_ones(variables):
                 self._variable(root, name, variables[name], module, names)
+        if names & _IMPORTING and is_own(home):
+            for found in _modules(constants_in(function.__code__), home):
+                self._inner(self._roots.know_variables(vars(found))[0], found, names)
         root = self._roots.know(function)
         for name, cell in closure(function).items():
             self._variable(root, name, content(cell), cell, names)
@@ -180,7 +174,7 @@ class Reader:
     def _member(self, met: Met, name: str, value: Any) -> None:
         """A member of a class counts."""
         place = (*met.path, f".{name}")
-        if isinstance(value, (property, *_WRAPPERS)) or (name.startswith("__") and name.endswith("__")):
+        if isinstance(value, _MADE_OF_FUNCTIONS) or (name.startswith("__") and name.endswith("__")):
             self.visit(value)
         elif isinstance(value, type):
             self._found(met.root, place, value, met.kind)
@@ -193,11 +187,14 @@ class Reader:
             self._tell(met.root, place, value, met.kind)
 
 
-_WRAPPERS = (functools.cached_property, functools.partialmethod, functools.singledispatchmethod)
-"""What lies in a class for a function, but for properties and what Python itself binds."""
+_MADE_OF_FUNCTIONS = (
+    property, functools.cached_property, functools.partialmethod, functools.singledispatchmethod,
+)  # fmt: skip
 _COMPUTING = frozenset({"globals", "eval", "exec"})
 _ASKING = frozenset({"getattr", "vars", "__dict__"})
 """What reads variables by names that the code may compute: of its own module, of another one."""
+_IMPORTING = frozenset({"modules", "import_module", "__import__", "getmodule"})
+"""What finds a module by a name that is text."""
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 _OF_A_RANK = frozenset({
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "CUDA_VISIBLE_DEVICES", "HOSTNAME",
@@ -206,6 +203,15 @@ _OF_A_RANK = frozenset({
     "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
 })  # fmt: skip
 """Variables of the environment that differ between ranks as they should."""
+
+
+def _modules(texts: frozenset[str], home: str) -> list[ModuleType]:
+    """The user's modules that code may find by their names: its own, and those whose names it has as text; all of
+    them if it has none."""
+    loaded = {name: module for name, module in list(sys.modules.items()) if isinstance(module, ModuleType)}
+    named = sorted(name for name in texts & loaded.keys() if is_own(name))
+    names = {home, *(named or (name for name in loaded if is_own(name)))}
+    return [loaded[name] for name in sorted(names & loaded.keys())]
 
 
 def _plain_ones(variables: Mapping[str, Any]) -> list[str]:

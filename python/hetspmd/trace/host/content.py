@@ -7,7 +7,10 @@ notice that it has changed.
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import copyreg
+import ctypes
 import io
 import weakref
 from collections.abc import Callable, ItemsView, KeysView, Mapping, ValuesView
@@ -20,7 +23,7 @@ import torch
 from hetspmd.trace.host.foreign import is_foreign
 from hetspmd.trace.host.members import members, slots_of
 
-__all__ = ["basis", "content", "has_basis", "is_followed_kind", "own_attributes"]
+__all__ = ["basis", "content", "has_basis", "held", "is_followed_kind", "own_attributes", "referent"]
 
 _STATELESS: Final = frozenset({
     "_asyncio", "_ctypes", "_io", "_socket", "_thread", "abc", "asyncio", "concurrent", "contextlib",
@@ -44,10 +47,8 @@ def is_followed_kind(kind: type) -> bool:
 def content(value: Any, inner: Inner) -> str | None:
     """All that an object holds, as text; ``inner`` is the text of a part. None if it is opaque."""
     kind = type(value)
-    if isinstance(value, weakref.ref):
-        return inner(value())
-    if isinstance(value, ContextVar):
-        return inner(value.get(None))
+    if isinstance(value, _HOLDERS):
+        return inner(held(value))
     if isinstance(value, torch.optim.Optimizer):
         return inner([{k: v for k, v in g.items() if k != "params"} for g in value.param_groups])
     plain = _plain(value)
@@ -63,6 +64,36 @@ def content(value: Any, inner: Inner) -> str | None:
             return "" if is_foreign(kind.__module__) and kind.__module__ not in _OPAQUE else None
         parts.append(pickled or "")
     return " ".join(parts)
+
+
+_HOLDERS: Final = (weakref.ref, ContextVar, ctypes.py_object, concurrent.futures.Future, asyncio.Future)
+
+
+def referent(value: Any) -> Any:
+    """What a weak proxy stands for, anything else as it is."""
+    if type(value) not in weakref.ProxyTypes:
+        return value
+    try:
+        return value.__repr__.__self__
+    except (AttributeError, ReferenceError):
+        return value
+
+
+def held(value: Any) -> Any:
+    """What a reference, a variable of a context, a future, a view or a table of C holds; None for anything else."""
+    if isinstance(value, weakref.ref):
+        return value()
+    try:
+        if isinstance(value, ContextVar):
+            return value.get()
+        if isinstance(value, ctypes.py_object):
+            return value.value
+        if isinstance(value, (concurrent.futures.Future, asyncio.Future)):
+            done = value.done() and not value.cancelled()
+            return value.exception() or value.result() if done else None
+    except (LookupError, ValueError):  # nothing was set
+        return None
+    return _shown(value)
 
 
 _OPAQUE: Final = frozenset({"_queue", "_csv", "mmap"})
@@ -94,16 +125,21 @@ def basis(value: Any, inner: Inner, *, state: bool = False) -> str | None:
     return " ".join(parts)
 
 
-def _plain(value: Any) -> Any:
-    """What a view of something else, or a table of C, shows; None for anything else."""
-    if isinstance(value, (io.StringIO, io.BytesIO)):
-        return None if value.closed else value.getvalue()
+def _shown(value: Any) -> Any:
+    """What a view of something else shows; None for anything else."""
     if isinstance(value, (KeysView, ValuesView, ItemsView)):
         return list(value)
-    if isinstance(value, MappingProxyType):
+    if isinstance(value, MappingProxyType) or (type(value).__module__ == "os" and isinstance(value, Mapping)):
         return dict(value)
-    if type(value).__module__ == "os" and isinstance(value, Mapping):
-        return dict(value)
+    return None
+
+
+def _plain(value: Any) -> Any:
+    """What a view, a table of C or a file in memory holds; None for anything else."""
+    if isinstance(value, (io.StringIO, io.BytesIO)):
+        return None if value.closed else value.getvalue()
+    if (shown := _shown(value)) is not None:
+        return shown
     if type(value).__module__ == "multiprocessing.sharedctypes":
         return value.get_obj()
     try:

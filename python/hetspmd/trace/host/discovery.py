@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from hetspmd.trace.host.code import Reader
-from hetspmd.trace.host.content import is_followed_kind, own_attributes
-from hetspmd.trace.host.foreign import is_foreign
+from hetspmd.trace.host.content import held, is_followed_kind, own_attributes, referent
+from hetspmd.trace.host.foreign import is_foreign, is_own
 from hetspmd.trace.host.kinds import bound_to, is_function
 from hetspmd.trace.host.members import members
 from hetspmd.trace.host.places import Path, Roots
-from hetspmd.trace.host.plain import is_container, is_scalar
+from hetspmd.trace.host.plain import is_container, is_scalar, type_name
 from hetspmd.trace.host.raw import elements, pairs, size
 from hetspmd.trace.host.snapshot import OF_TORCH
 
@@ -66,7 +66,11 @@ class _Walk:
 
     def value(self, value: Any) -> None:
         """What a value leads to."""
-        if id(value) in self._seen or is_scalar(value):
+        if id(value) in self._seen:
+            return
+        if is_own(type(value).__module__):
+            self._reader.meet(type(value), "", (), made=True)
+        if is_scalar(value):
             return
         self._seen[id(value)] = value
         if type(value) is FunctionType:
@@ -78,10 +82,10 @@ class _Walk:
             self._reader.visit(value)
             for _, part in bound_to(value):
                 self.value(part)
-        elif is_container(value) and size(value) <= _LONGEST and not isinstance(value, (set, frozenset)):
-            held = [part for _, part in pairs(value)] if isinstance(value, dict) else elements(value)
-            for part in held:
-                self.value(part)
+        elif is_container(value) and size(value) <= _LONGEST:
+            self._parts(value)
+        elif (inside := held(referent(value))) is not None:
+            self.value(inside)
         elif isinstance(value, nn.Module):
             for kind in type(value).__mro__:
                 self.kind(kind)
@@ -93,5 +97,22 @@ class _Walk:
             for part in list((members(value) or {}).values()):
                 self.value(part)
 
+    def _parts(self, container: Any) -> None:
+        """What a container holds: of a set in the order of names, which is the same on every rank."""
+        if isinstance(container, dict):
+            parts = [part for pair in pairs(container) for part in pair]
+        else:
+            parts = list(elements(container))
+        if isinstance(container, (set, frozenset)):
+            parts.sort(key=_name)
+        for part in parts:
+            self.value(part)
+
     def _found(self, _root: str, _path: Path, value: Any, _holder: Any) -> None:
         self.value(value)
+
+
+def _name(value: Any) -> str:
+    """The name of a function or a class, of anything else that of its class."""
+    named = isinstance(value, (type, FunctionType))
+    return f"{type_name(type(value))} {value.__qualname__ if named else ''}"

@@ -41,6 +41,8 @@ def content_of(value: object) -> Content | None:
         return found
     if isinstance(value, (bytearray, array.array)):
         return _sequence(value)
+    if isinstance(value, ctypes.py_object):
+        return None
     if isinstance(value, _CTYPES):
         return _number(value)
     inner = getattr(value, "_obj", None) if type(value).__module__ == "multiprocessing.sharedctypes" else None

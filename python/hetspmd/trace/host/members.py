@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, MutableMapping
 from types import MemberDescriptorType
 from typing import Any
 
-__all__ = ["Members", "home_of_data", "is_slot", "members", "slots_of"]
+__all__ = ["Members", "code_of", "home_of_data", "is_slot", "members", "slots_of"]
 
 
 class Members(MutableMapping[str, Any]):
@@ -81,6 +82,12 @@ def home_of_data(kind: type, name: str) -> type | None:
             is_data = not hasattr(value, "__get__") or type(value).__name__ == "member_descriptor"
             return base if is_data else None
     return None
+
+
+def code_of(kind: type, name: str) -> Any:
+    """What computes an attribute of a class's objects, as it lies in the class; None if nothing does."""
+    found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    return found if isinstance(found, (property, functools.cached_property)) else None
 
 
 def _named(slots: Any) -> tuple[str, ...]:

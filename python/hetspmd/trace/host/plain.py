@@ -24,7 +24,7 @@ from torch import nn
 
 from hetspmd.errors import PlanError
 from hetspmd.trace.compat import outside_modes
-from hetspmd.trace.host.content import basis, content, has_basis, is_followed_kind, own_attributes
+from hetspmd.trace.host.content import basis, content, has_basis, is_followed_kind, own_attributes, referent
 from hetspmd.trace.host.raw import elements, pairs
 
 MISSING: Final = "missing"
@@ -93,10 +93,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [t for inner in parts for t in tensors_in(inner)]
 
 
-def fingerprint(value: object, opaque: list[str] | None = None) -> str:
+def fingerprint(
+    value: object, opaque: list[str] | None = None, met: dict[type | FunctionType, bool] | None = None
+) -> str:
     """The value's text. Modules and objects that are followed have only their type's: what is read of them
-    counts. ``opaque`` is filled with the classes of objects in it of which nothing can be told."""
-    text = repr(value) if type(value) in _SCALARS else _text(value, _Walk(opaque))
+    counts. ``opaque`` is filled with the classes of objects in it of which nothing can be told, ``met`` with the
+    functions and classes in it and the classes of objects in it, each with whether it is in it itself."""
+    text = repr(value) if type(value) in _SCALARS else _text(value, _Walk(opaque, met))
     if len(text) <= _LONGEST:
         return text
     return f"{text[: _LONGEST // 2]}... #{hashlib.sha1(text.encode(errors='replace')).hexdigest()[:16]}"
@@ -106,8 +109,9 @@ class _Walk:
     """One walk through a value: ``within`` are the objects on the way; ``whole``: what no step leads to, so that
     nothing follows it."""
 
-    def __init__(self, opaque: list[str] | None) -> None:
+    def __init__(self, opaque: list[str] | None, met: dict[type | FunctionType, bool] | None) -> None:
         self.opaque: list[str] = [] if opaque is None else opaque
+        self.met: dict[type | FunctionType, bool] = {} if met is None else met
         self.within: list[int] = []
         self.whole = False
 
@@ -131,9 +135,13 @@ class _Walk:
 
 
 def _text(value: object, walk: _Walk) -> str:
+    value = referent(value)
     kind = type(value)
     if kind in _SCALARS:
         return f"{value!r}"
+    walk.met.setdefault(kind, False)
+    if isinstance(value, (type, FunctionType)):
+        walk.met[value] = True
     if isinstance(value, enum.Enum):
         return f"{type_name(kind)}.{value.name}"
     if isinstance(value, _TORCH):

@@ -20,17 +20,17 @@ from torch import nn
 
 from hetspmd.trace.host.bound import Bound
 from hetspmd.trace.host.code import Reader, names_of_methods
-from hetspmd.trace.host.content import own_attributes
+from hetspmd.trace.host.content import own_attributes, referent
 from hetspmd.trace.host.discovery import discover
 from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.exact_types import comparison_in
 from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
 from hetspmd.trace.host.in_place import content_of
 from hetspmd.trace.host.kinds import bound_to, is_function, is_iterator
-from hetspmd.trace.host.members import home_of_data, members, slots_of
+from hetspmd.trace.host.members import code_of, home_of_data, members, slots_of
 from hetspmd.trace.host.places import NOTHING, Namespace, Path, Roots, items
 from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_plain, is_scalar, type_name
-from hetspmd.trace.host.raw import elements, size
+from hetspmd.trace.host.raw import size
 from hetspmd.trace.host.reads import OWN_OF_MODULES, restore, tell, told
 from hetspmd.trace.host.snapshot import OF_TORCH, Snapshot
 from hetspmd.trace.host.stand_ins import is_calendar
@@ -148,6 +148,8 @@ class Recorder:
                 self._found(followed.root, (*followed.path, f".{name}"), value)
         elif isinstance(value, MethodType) or type(value) is FunctionType:
             self._reader.visit(value)
+        elif (code := code_of(type(of), name)) is not None:
+            self._reader.visit(code)
         elif (home := home_of_data(type(of), name)) is not None and self._snapshot.is_as_held(home, name):
             self._found(followed.root, (*followed.path, f".{name}"), value)
 
@@ -221,9 +223,10 @@ class Recorder:
 
     def _found(self, root: str, path: Path, value: Any) -> None:
         """A value at a place was read, or may be."""
+        value = referent(value)
         self.bound.look(root, path, value)
         if is_scalar(value):
-            self._note((root, path), fingerprint(value), value)
+            self._tell(root, path, value)
             self._beside(root, path, value)
         elif isinstance(value, type):
             self._note((root, path), fingerprint(value), value)
@@ -234,12 +237,12 @@ class Recorder:
         elif is_function(value):
             self._function(root, path, value)
         elif is_container(value):
-            self._note((root, path), fingerprint(value), value)
+            self._tell(root, path, value)
             self._snapshot.container(root, path, value)
             self._look_into(root, path, value)
             self._beside(root, path, value)
         elif (content := content_of(value)) is not None:
-            self._note((root, path), fingerprint(value), value)
+            self._tell(root, path, value)
             self._snapshot.content(root, path, value, content)
         elif is_iterator(value):
             self.iterators[root, path] = type(value).__name__
@@ -267,9 +270,21 @@ class Recorder:
 
     def _object(self, root: str, path: Path, value: Any) -> None:
         opaque: list[str] = []
-        self._note((root, path), fingerprint(value, opaque), value)
+        self._tell(root, path, value, opaque)
         if opaque:
             self.opaque.setdefault((root, path), opaque[0])
+
+    def _tell(self, root: str, path: Path, value: Any, opaque: list[str] | None = None) -> None:
+        """Note a value's text, and look at the code of all that it holds: what is told as text has methods, too."""
+        met: dict[type | FunctionType, bool] = {}
+        self._note((root, path), fingerprint(value, opaque, met), value)
+        for found, itself in met.items():
+            if not is_own(found.__module__):
+                continue
+            if isinstance(found, type):
+                self._reader.meet(found, root, path, made=itself or issubclass(found, nn.Module))
+            else:
+                self._reader.visit(found)
 
     def _look_into(self, root: str, path: Path, container: Any) -> None:
         if id(container) in self._looking:
@@ -289,13 +304,6 @@ class Recorder:
                 self.aliases[root, (*path, step)] = self._registered[id(value)]
             elif not is_scalar(value) and not isinstance(value, torch.Tensor):
                 self._found(root, (*path, step), value)
-        for value in elements(container) if isinstance(container, (set, frozenset)) else ():
-            if not is_own(getattr(value, "__module__", None)):
-                continue
-            if isinstance(value, FunctionType):
-                self._reader.visit(value)
-            elif isinstance(value, type):
-                self._reader.meet(value, root, path, made=True)
         self._looking.discard(id(container))
 
     def _follow(self, root: str, path: Path, value: Any) -> None:
@@ -315,7 +323,8 @@ class Recorder:
             if foreign and kind.__module__ not in _HOLD_DATA:
                 return
             if foreign or not self._change(kind):
-                self._found(root, (*path, ".__dict__"), getattr(value, "__dict__", {}))
+                if (whole := getattr(value, "__dict__", None)) is not None:
+                    self._found(root, (*path, ".__dict__"), whole)
                 return
         self._hold_classes(kind)
         before = self._snapshot.attributes(root, path, attributes)

@@ -1,0 +1,48 @@
+"""The functions that lie in what Python and its library make of functions."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from types import FunctionType, MappingProxyType, MethodType
+from typing import Any
+
+from hetspmd.trace.host.content import own_attributes
+
+__all__ = ["asked_for", "functions_in", "unbound"]
+
+
+def functions_in(value: Any) -> list[Any]:
+    """The functions that calling a value, or reading it from an object that has it in its class, may call."""
+    found: list[Any] = []
+    if type(value) is FunctionType:
+        attributes = value.__dict__
+    elif isinstance(value, property):
+        return [function for function in (value.fget, value.fset, value.fdel) if function is not None]
+    else:
+        attributes = own_attributes(value)
+        if isinstance(value, functools.singledispatchmethod):
+            found += functions_in(value.dispatcher)
+        if isinstance(value, (functools.cached_property, functools.partialmethod, functools.partial)):
+            found.append(value.func)
+    if attributes:
+        registry = attributes.get("registry")
+        if isinstance(registry, MappingProxyType):  # of functools.singledispatch
+            found += registry.values()
+        wrapped = attributes.get("__wrapped__")
+        if wrapped is not None and wrapped is not value:
+            found.append(wrapped)
+    return found
+
+
+def unbound(value: Any) -> Any:
+    """The function of a method, anything else as it is."""
+    return value.__func__ if isinstance(value, (MethodType, staticmethod, classmethod)) else value
+
+
+def asked_for(value: Any) -> frozenset[str]:
+    """The names of attributes that a function of C asks an object for; none for anything else."""
+    if not isinstance(value, (operator.attrgetter, operator.methodcaller)):
+        return frozenset()
+    texts = (text for text in value.__reduce__()[1] if isinstance(text, str))
+    return frozenset(name for text in texts for name in text.split("."))
