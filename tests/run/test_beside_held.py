@@ -162,6 +162,24 @@ OF_BASES: dict[str, Any] = {
     "old named tuple": Old(1.0), "array of a class": np.ones(1).view(Array), "number in a list": [Number(1.0)],
     "list in a list": [Items([1.0])], "named tuple in a dict": {0: Pair(1.0)},
 }  # fmt: skip
+NAME = ["fac", "tor"]
+
+
+class Kept:
+    factor = 1.0
+
+    @staticmethod
+    def factor_now() -> float:
+        return FACTOR
+
+
+def factor_now() -> float:
+    return FACTOR
+
+
+OTHER.factor_now = lambda: FACTOR  # type: ignore[attr-defined]  # what the test is about
+OTHER.factor_now.__module__ = OTHER.__name__  # type: ignore[attr-defined]  # as above
+KEPT = Kept()
 UNNAMED: dict[str, Callable[[], float]] = {
     "property of a metaclass": lambda: WithMeta.read_of_class,
     "item of a metaclass": lambda: WithMeta[0],
@@ -173,6 +191,13 @@ UNNAMED: dict[str, Callable[[], float]] = {
     "own module by its name": lambda: float(sys.modules[__name__].FACTOR),
     "module by its name": lambda: float(sys.modules["module_found_by_name"].FACTOR),
     "imported by its name": lambda: float(importlib.import_module("module_found_by_name").FACTOR),
+    "attribute of a class": lambda: float(getattr(Kept, "".join(NAME))),
+    "variable of a class": lambda: float(vars(Kept)["".join(NAME)]),
+    "attribute of an object's class": lambda: float(getattr(type(KEPT), f"{NAME[0]}{NAME[1]}")),
+    "function of a class": lambda: float(getattr(Kept, f"{''.join(NAME)}_now")()),
+    "function of the module": lambda: float(globals()[f"{''.join(NAME)}_now"]()),
+    "function of another module": lambda: float(getattr(OTHER, f"{''.join(NAME)}_now")()),
+    "through a function": lambda: float(put.__globals__["".join(NAME).upper()]),
     "module by a computed name": lambda: float(sys.modules["_by_".join(("module_found", "name"))].FACTOR),
 }
 SHARED = [1.0]
@@ -186,6 +211,7 @@ def put(what: str, value: float) -> None:
     if what == "own":
         ONE.own = value
     else:
+        Kept.factor = value
         globals()["FACTOR"] = OTHER.FACTOR = value  # type: ignore[attr-defined]  # as above
 
 

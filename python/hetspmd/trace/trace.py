@@ -97,6 +97,7 @@ def trace(
     mode = compat.fake_mode()
     fakes = [fake_like(mode, leaves[i].detach(), place) for i in tensor_leaves]
     watch = Watch(model, loss, numbers=numbers, randomness=host_randomness)
+    watch.recorder.given((args, dict(kwargs)))
     fakes += [fake_like(mode, number, place) for number in watch.number_tensors()]
     step = Step(model, loss, leaves, spec, training=training, watch=watch)
     parameters, trainable = _names(model.named_parameters(remove_duplicate=False))

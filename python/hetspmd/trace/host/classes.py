@@ -7,7 +7,7 @@ called without a name. The same holds for what a class keeps in attributes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -40,10 +40,12 @@ class Met:
     made: bool
     pending: dict[str, Any] = field(default_factory=dict)
 
-    def due(self, names: set[str] | None) -> Iterator[tuple[str, Any]]:
-        """The members that count from now on, if these ``names`` do; all of them if it is None."""
+    def due(self, counts: Callable[[str, Any], bool] | None) -> Iterator[tuple[str, Any]]:
+        """The members that count from now on, if ``counts`` says so of a name and a value; all of them if it is
+        None."""
         for name in sorted(self.pending):
-            if name not in _NEVER and (names is None or name in names or self._unnamed(name)):
+            named = counts is None or self._unnamed(name) or counts(name, self.pending[name])
+            if name not in _NEVER and named:
                 yield name, self.pending.pop(name)
 
     def _unnamed(self, name: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from hetspmd.trace.host.classes import Classes, Met
 from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
-from hetspmd.trace.host.names import constants_in, named_in, names_in
+from hetspmd.trace.host.names import computes_names, constants_in, named_in, names_in
 from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content
 from hetspmd.trace.host.plain import is_plain, is_scalar
 from hetspmd.trace.host.stand_ins import MOMENTS, is_calendar, original
@@ -56,6 +56,8 @@ class Reader:
         self._told: set[tuple[str, str]] = set()
         self._classes = Classes(roots)
         self._names: set[str] = set()
+        self._texts: set[str] = set()
+        self._computing = False
         self._everything, self._settling, self._settled = everything, False, -1
 
     def visit(self, value: Any) -> None:
@@ -85,6 +87,11 @@ class Reader:
 
     def _look_at(self, function: FunctionType, home: str) -> None:
         names, named = named_in(function.__code__, home)
+        if is_own(home):
+            self._names |= names
+            if computes_names(function.__code__):
+                self._texts |= {text for text in constants_in(function.__code__) if len(text) >= _TELLING}
+                self._computing = True
         variables, imported = function.__globals__, sys.modules
         root, module = self._roots.know_variables(variables)
         for name, qualified in named:
@@ -93,7 +100,7 @@ class Reader:
             elif (found := imported.get(name) or imported.get(qualified)) is not None:
                 self._variable(root, name, found, module, names)
         if names & _COMPUTING and is_own(home):
-            for name in _plain_ones(variables):
+            for name in self._computed(variables):
                 self._variable(root, name, variables[name], module, names)
         if names & _IMPORTING and is_own(home):
             for found in _modules(constants_in(function.__code__), home):
@@ -103,12 +110,10 @@ class Reader:
             self._variable(root, name, content(cell), cell, names)
         for path, value in _of_its_own(function, names):
             self._found(root.replace("closure", "function", 1), path, value, function)
-        if is_own(home):
-            self._names |= names
-            if names & _ENVIRONMENT:
-                for key in sorted(constants_in(function.__code__) - _OF_A_RANK):
-                    place = "globals os", (".environ", step_to(key))
-                    self._found(*place, os.environ.get(key, NOTHING), os.environ)
+        if is_own(home) and names & _ENVIRONMENT:
+            for key in sorted(constants_in(function.__code__) - _OF_A_RANK):
+                place = "globals os", (".environ", step_to(key))
+                self._found(*place, os.environ.get(key, NOTHING), os.environ)
 
     def _variable(self, root: str, name: str, value: Any, holder: Any, names: frozenset[str]) -> None:
         """A variable; of a module or a class what the code names of it."""
@@ -132,9 +137,8 @@ class Reader:
     def _inner(self, root: str, holder: Any, names: frozenset[str]) -> None:
         """What the code names of a module, or of a class of an installed package."""
         computed = names & _ASKING and isinstance(holder, ModuleType) and is_own(holder.__name__)
-        for name in sorted(
-            (names & vars(holder).keys()).union(_plain_ones(vars(holder)) if computed else ())
-        ):
+        asked = self._computed(vars(holder)) if computed else ()
+        for name in sorted((names & vars(holder).keys()).union(asked)):
             value = vars(holder)[name]
             if isinstance(value, (ModuleType, type)) and isinstance(holder, ModuleType):
                 if (root, name) not in self._told:
@@ -162,14 +166,30 @@ class Reader:
         try:
             while known != (known := self._extent()):
                 for met in self._classes:
-                    for name, value in met.due(None if self._everything else self._names):
+                    for name, value in met.due(None if self._everything else self._counts):
                         self._member(met, name, value)
         finally:
             self._settling, self._settled = False, known
 
     def _extent(self) -> int:
         """A number that is another one whenever there is anything new to look at."""
-        return len(self._names) + self._classes.extent
+        return len(self._names) + len(self._texts) + self._computing + self._classes.extent
+
+    def _computed(self, variables: Mapping[str, Any]) -> list[str]:
+        """The names of a module's variables that code may compute: numbers, strings and the like, and functions in
+        whose names a text of the code occurs."""
+        home = variables.get("__name__")
+        functions = (n for n, v in variables.items() if isinstance(v, FunctionType) and v.__module__ == home)
+        told = (name for name in functions if any(text in name for text in self._texts))
+        return [*_plain_ones(variables), *told]
+
+    def _counts(self, name: str, value: Any) -> bool:
+        """Whether a member of a class may be read: it is named, or its name may be computed."""
+        if name in self._names:
+            return True
+        if not self._computing or name.startswith("__"):
+            return False
+        return is_plain(value) or any(text in name for text in self._texts)
 
     def _member(self, met: Met, name: str, value: Any) -> None:
         """A member of a class counts."""
@@ -188,9 +208,14 @@ class Reader:
 
 
 _MADE_OF_FUNCTIONS = (
-    property, functools.cached_property, functools.partialmethod, functools.singledispatchmethod,
-)  # fmt: skip
-_COMPUTING = frozenset({"globals", "eval", "exec"})
+    property,
+    functools.cached_property,
+    functools.partialmethod,
+    functools.singledispatchmethod,
+)
+_TELLING = 3
+"""Letters of a text from which a name that has them may be computed with it."""
+_COMPUTING = frozenset({"globals", "eval", "exec", "__globals__", "f_globals"})
 _ASKING = frozenset({"getattr", "vars", "__dict__"})
 """What reads variables by names that the code may compute: of its own module, of another one."""
 _IMPORTING = frozenset({"modules", "import_module", "__import__", "getmodule"})

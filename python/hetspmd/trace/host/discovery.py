@@ -17,7 +17,7 @@ from hetspmd.trace.host.plain import is_container, is_scalar, type_name
 from hetspmd.trace.host.raw import elements, pairs, size
 from hetspmd.trace.host.snapshot import OF_TORCH
 
-__all__ = ["discover", "rediscover"]
+__all__ = ["discover", "own_kinds", "rediscover"]
 
 _LONGEST = 1000
 """Elements of a container that is looked into."""
@@ -39,6 +39,27 @@ def rediscover(roots: Roots) -> None:
     """Let ``roots`` know the functions that a model has now, by the names that a trace gives them."""
     roots.forget()
     discover(roots)
+
+
+def own_kinds(value: Any) -> list[type]:
+    """The user's classes of what a value holds, in the order in which they are met."""
+    found: dict[type, None] = {}
+    seen: dict[int, Any] = {}
+    rest = [value]
+    while rest:
+        value = rest.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if is_own(type(value).__module__):
+            found.setdefault(type(value))
+        if isinstance(value, dict):
+            rest += [part for pair in pairs(value) for part in pair]
+        elif is_container(value) and size(value) <= _LONGEST:
+            rest += elements(value)
+        if not is_scalar(value) and is_own(type(value).__module__) and own_attributes(value) is not value:
+            rest += (members(value) or {}).values()
+    return list(found)
 
 
 class _Walk:

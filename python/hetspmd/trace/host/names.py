@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["Named", "constants_in", "named_in", "names_in"]
+__all__ = ["Named", "computes_names", "constants_in", "named_in", "names_in"]
 
 _EXTENDED = dis.opmap["EXTENDED_ARG"]
 _GLOBALS = {
@@ -22,6 +22,21 @@ if "LOAD_FROM_DICT_OR_GLOBALS" in dis.opmap:
 """Instructions with the name of a variable, and by how many bits its number is shifted."""
 _BY_TEXT = frozenset({"eval", "exec", "globals", "vars", "locals", "getattr", "import_module", "__import__"})
 """What reaches variables by their names as text."""
+_ASKING = frozenset(
+    {
+        "vars",
+        "globals",
+        "eval",
+        "exec",
+        "__globals__",
+        "f_globals",
+        "__dict__",
+        "__getattribute__",
+        "getattr_static",
+    }
+)
+"""What gives attributes by any name."""
+_BETWEEN = frozenset({"PUSH_NULL", "CACHE", "EXTENDED_ARG", "PRECALL"})
 
 
 @functools.cache
@@ -64,6 +79,33 @@ def constants_in(code: CodeType) -> frozenset[str]:
     """The strings in a function's code, and in functions inside it."""
     inner = (constants_in(c) for c in code.co_consts if isinstance(c, CodeType))
     return frozenset(c for c in code.co_consts if isinstance(c, str)).union(*inner)
+
+
+@functools.cache
+def computes_names(code: CodeType) -> bool:
+    """Whether a function's code, or a function inside it, asks for attributes by names that may be computed."""
+    if _ASKING & set(code.co_names) or any(
+        computes_names(c) for c in code.co_consts if isinstance(c, CodeType)
+    ):
+        return True
+    if "getattr" not in code.co_names:
+        return False
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _BETWEEN]
+    calls = (n for n, s in enumerate(steps) if s.argval == "getattr" and s.opname.startswith("LOAD_"))
+    return not all(_asks_by_text(steps[number + 1 :]) for number in calls)
+
+
+def _asks_by_text(steps: list[dis.Instruction]) -> bool:
+    """Whether what follows are the arguments of ``getattr``, the second of them a text: a variable, attributes of
+    it, the text, at most one value more, and the call."""
+    if not steps[0].opname.startswith("LOAD_"):
+        return False
+    rest = [step for step in steps[1:] if step.opname not in ("LOAD_ATTR", "LOAD_METHOD")]
+    if not rest or rest[0].opname != "LOAD_CONST" or not isinstance(rest[0].argval, str):
+        return False
+    at = steps.index(rest[0])
+    after = [step.opname for step in steps[at + 1 : at + 3]]
+    return after[0] == "CALL" or (after[0].startswith("LOAD_") and after[1:] == ["CALL"])
 
 
 def _loaded(code: CodeType) -> Iterator[str]:

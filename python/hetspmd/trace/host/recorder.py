@@ -21,7 +21,7 @@ from torch import nn
 from hetspmd.trace.host.bound import Bound
 from hetspmd.trace.host.code import Reader, names_of_methods
 from hetspmd.trace.host.content import own_attributes, referent
-from hetspmd.trace.host.discovery import discover
+from hetspmd.trace.host.discovery import discover, own_kinds
 from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.exact_types import comparison_in
 from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
@@ -102,6 +102,11 @@ class Recorder:
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
                 for hook in hooks.values():
                     self._reader.visit(hook)
+
+    def given(self, value: Any) -> None:
+        """Look at the code of what the model is called with: its methods may read variables."""
+        for kind in own_kinds(value):
+            self._reader.meet(kind, "", ())
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -226,7 +231,7 @@ class Recorder:
         value = referent(value)
         self.bound.look(root, path, value)
         if is_scalar(value):
-            self._tell(root, path, value)
+            self._note_whole(root, path, value)
             self._beside(root, path, value)
         elif isinstance(value, type):
             self._note((root, path), fingerprint(value), value)
@@ -237,12 +242,12 @@ class Recorder:
         elif is_function(value):
             self._function(root, path, value)
         elif is_container(value):
-            self._tell(root, path, value)
+            self._note_whole(root, path, value)
             self._snapshot.container(root, path, value)
             self._look_into(root, path, value)
             self._beside(root, path, value)
         elif (content := content_of(value)) is not None:
-            self._tell(root, path, value)
+            self._note_whole(root, path, value)
             self._snapshot.content(root, path, value, content)
         elif is_iterator(value):
             self.iterators[root, path] = type(value).__name__
@@ -270,11 +275,11 @@ class Recorder:
 
     def _object(self, root: str, path: Path, value: Any) -> None:
         opaque: list[str] = []
-        self._tell(root, path, value, opaque)
+        self._note_whole(root, path, value, opaque)
         if opaque:
             self.opaque.setdefault((root, path), opaque[0])
 
-    def _tell(self, root: str, path: Path, value: Any, opaque: list[str] | None = None) -> None:
+    def _note_whole(self, root: str, path: Path, value: Any, opaque: list[str] | None = None) -> None:
         """Note a value's text, and look at the code of all that it holds: what is told as text has methods, too."""
         met: dict[type | FunctionType, bool] = {}
         self._note((root, path), fingerprint(value, opaque, met), value)
