@@ -26,6 +26,7 @@ from beside import Beside, base, equal
 FACTOR = 1.0
 """What every method below reads."""
 OTHER = sys.modules["module_found_by_name"] = types.ModuleType("module_found_by_name")
+OTHER.__file__ = __file__
 OTHER.FACTOR = 1.0  # type: ignore[attr-defined]  # what the test is about
 
 pytestmark = pytest.mark.filterwarnings("ignore::hetspmd.errors.PlanPerValueWarning")

@@ -102,7 +102,7 @@ class Reader:
         if names & _COMPUTING and is_own(home):
             for name in self._computed(variables):
                 self._variable(root, name, variables[name], module, names)
-        if names & _IMPORTING and is_own(home):
+        if is_own(home) and (names & _IMPORTING or names >= _LOADED):
             for found in _modules(constants_in(function.__code__), home):
                 self._inner(self._roots.know_variables(vars(found))[0], found, names)
         root = self._roots.know(function)
@@ -218,7 +218,8 @@ _TELLING = 3
 _COMPUTING = frozenset({"globals", "eval", "exec", "__globals__", "f_globals"})
 _ASKING = frozenset({"getattr", "vars", "__dict__"})
 """What reads variables by names that the code may compute: of its own module, of another one."""
-_IMPORTING = frozenset({"modules", "import_module", "__import__", "getmodule"})
+_IMPORTING = frozenset({"import_module", "__import__", "getmodule"})
+_LOADED = frozenset({"sys", "modules"})
 """What finds a module by a name that is text."""
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 _OF_A_RANK = frozenset({
@@ -235,7 +236,8 @@ def _modules(texts: frozenset[str], home: str) -> list[ModuleType]:
     them if it has none."""
     loaded = {name: module for name, module in list(sys.modules.items()) if isinstance(module, ModuleType)}
     named = sorted(name for name in texts & loaded.keys() if is_own(name))
-    names = {home, *(named or (name for name in loaded if is_own(name)))}
+    any_of = (name for name, module in loaded.items() if getattr(module, "__file__", None) and is_own(name))
+    names = {home, *(named or any_of)}
     return [loaded[name] for name in sorted(names & loaded.keys())]
 
 
