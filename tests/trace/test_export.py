@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hetspmd.errors import TraceError
-from hetspmd.trace import compat
 from hetspmd.trace.collector import collector_paused
+from hetspmd.trace.compat import joint
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.trace import trace
 
@@ -70,26 +70,26 @@ def exports(
 ) -> tuple[Graph, list[bool]]:
     """The graph, and for each trace that was made whether it functionalized."""
     made: list[bool] = []
-    original = compat._export
+    original = joint._export
 
     def noted(*args: Any, functionalize: bool) -> Any:
         made.append(functionalize)
         return original(*args, functionalize=functionalize)
 
     with monkeypatch.context() as patch:
-        patch.setattr(compat, "_export", noted)
+        patch.setattr(joint, "_export", noted)
         return trace(model, (x,), {}), made
 
 
 def functional(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> Graph:
     """The graph as functionalization gives it."""
-    original = compat._export
+    original = joint._export
 
     def always(*args: Any, functionalize: bool) -> Any:
         return original(*args, functionalize=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr(compat, "_export", always)
+        patch.setattr(joint, "_export", always)
         return trace(model, (X,), {})
 
 

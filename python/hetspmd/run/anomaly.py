@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from hetspmd.errors import NanError
 from hetspmd.lower.fuse import out_of_place
 from hetspmd.run.instrument import instrumented
 from hetspmd.run.origin import Origin
+from hetspmd.trace.compat import flatten
 
 __all__ = ["is_looked_for", "watched"]
 
@@ -67,7 +67,7 @@ class _Look:
 
 
 def _numbers(values: Any) -> Iterator[torch.Tensor]:
-    for value in tree_leaves(values):
+    for value in flatten(values)[0]:
         if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
             yield value
 

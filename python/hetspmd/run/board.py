@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from hetspmd.trace.compat.groups import Store
 
 __all__ = ["Board", "give_up"]
 

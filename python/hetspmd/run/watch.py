@@ -28,7 +28,7 @@ from hetspmd.run.processes import Process, state_of
 from hetspmd.run.uncaught import before_the_end
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from hetspmd.trace.compat.groups import Store
 
 _LOOK = 0.5
 """Seconds between two looks of a rank that waits."""

@@ -1,0 +1,62 @@
+"""Calls of ``torch.utils.checkpoint``, which a trace stands in for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.utils.checkpoint
+
+__all__ = ["checkpoints_replaced"]
+
+
+@contextmanager
+def checkpoints_replaced(
+    begin: Callable[..., Callable[[], None]], reentrant: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+) -> Iterator[None]:
+    """Within it, what this thread gives ``torch.utils.checkpoint`` is called once and not recomputed.
+
+    ``reentrant(function, args)`` stands for the reentrant kind; ``begin(function, args, kwargs)`` is called before
+    a region of the other kind, and what it returns after it.
+    """
+    module: Any = torch.utils.checkpoint
+    names = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    before = {name: getattr(module, name) for name in ("CheckpointFunction", *names) if hasattr(module, name)}
+    thread = threading.get_ident()
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            if threading.get_ident() != thread:
+                return before["CheckpointFunction"].apply(function, preserve, *args)
+            return reentrant(function, args)
+
+    def implementation(
+        function: Callable[..., Any], args: Any, kwargs: Any, **options: Any
+    ) -> Iterator[None]:
+        if threading.get_ident() != thread:
+            yield from before[names[0]](function, args, kwargs, **options)
+            return
+        end = begin(function, args, kwargs)
+        yield
+        end()
+
+    def flat(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        """As torch 2.14 and older call it: five options stand before the arguments."""
+        if threading.get_ident() != thread:
+            yield from before[names[1]](function, *args, **kwargs)
+            return
+        end = begin(function, args[5:], kwargs)
+        yield
+        end()
+
+    replaced = {"CheckpointFunction": Plain, names[0]: implementation, names[1]: flat}
+    try:
+        for name in before:
+            setattr(module, name, replaced[name])
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(module, name, original)

@@ -1,0 +1,48 @@
+"""The default process group: its store, and who holds it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FunctionType
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as Store
+
+__all__ = ["forget_default_group", "group_store", "hosted_by_a_rank"]
+
+
+def group_store() -> Store:
+    """A connection of its own to the store by which the default process group's ranks found each other."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store().clone()
+
+
+def forget_default_group() -> None:
+    """Let go of the default process group where torch's own modules hold it.
+
+    ``torch.distributed.nn``, if it is first imported after ``init_process_group``, has the group as a default of
+    its functions. After ``destroy_process_group`` the group's threads would then run on, until one of them asks for
+    the GIL of an interpreter that is gone, which ends the process by SIGABRT. The default is None where the module
+    was imported before; both mean the default group.
+    """
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(module).values() if module is not None else ():
+        if isinstance(function, FunctionType) and function.__defaults__ is not None:
+            function.__defaults__ = tuple(
+                None if isinstance(default, torch.distributed.ProcessGroup) else default
+                for default in function.__defaults__
+            )
+
+
+def hosted_by_a_rank(store: Store) -> bool:
+    """Whether the first rank of the default group hosts the store; not so where a launcher or a file does."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
