@@ -9,6 +9,7 @@ can change them in place; after it, what forward leaves behind is put where it l
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,8 @@ from hetspmd.trace.host.plain import MISSING, fingerprint, from_text, same_funct
 __all__ = ["Guard"]
 
 _KINDS = {"float64": float, "int64": int}
+_DEFAULTS = {".__defaults__", ".__kwdefaults__"}
+"""Holders of a function that others may replace, and that are not read themselves."""
 
 
 class Guard:
@@ -152,7 +155,7 @@ class Guard:
         now = self._now(read)
         return (
             replace(read, value=now)
-            if read.value.startswith("function ") and now.startswith("function ")
+            if any(read.value.startswith(kind) and now.startswith(kind) for kind in ("function ", "code "))
             else read
         )
 
@@ -178,7 +181,11 @@ class Guard:
 
     def _bind(self) -> None:
         """Remember the values, which are the right ones, so that the next comparison is a quick one."""
-        self._same, self._equal = [], []
+        modules = {
+            read.root.removeprefix("globals ") for read in self.host.reads if read.root.startswith("globals ")
+        }
+        self._same = [(sys.modules, name, sys.modules[name]) for name in sorted(modules & sys.modules.keys())]
+        self._equal = []
         for read in self.host.reads:
             holder, step = self._roots.holder(read.root, read.path), read.path[-1] if read.path else ""
             value = item(holder, step)
@@ -189,7 +196,12 @@ class Guard:
             if unchanging and isinstance(attributes, dict) and attributes.get(step[1:], NOTHING) is value:
                 self._same.append((attributes, step[1:], value))
             else:
-                self._equal.append((_reader(holder, step), comparison(value, read.value)))
+                found = (
+                    partial(self._roots.value, read.root, read.path)
+                    if _DEFAULTS & set(read.path[:-1])
+                    else _reader(holder, step)
+                )
+                self._equal.append((found, comparison(value, read.value)))
         self._bound = True
 
 

@@ -14,10 +14,12 @@ classes    the classes that a model's code meets
 discovery  all functions and classes of a model, before anything runs
 content    what an object holds that nothing follows
 kinds      functions and what they are bound to, iterators
+code_digest what a function's code does, as text
 code       which globals and closure variables a function reads
 members    attributes of objects, slots among them
 in_place   objects whose content is changed in place
 reads      telling of attributes that are read
+followed   an object whose attributes are recorded
 recorder   which attributes are read while a step is traced
 entropy    random numbers that Python code draws
 seeds      torch's random state, which forward must not set

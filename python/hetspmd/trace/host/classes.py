@@ -24,7 +24,7 @@ _CONSTRUCTORS: Final = frozenset(
 )
 _NEVER: Final = frozenset({
     "__class__", "__deepcopy__", "__copy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__",
-    "__del__", "__getattribute__", "__class_getitem__", "__sizeof__", "__subclasshook__", "__doc__", "__dict__",
+    "__del__", "__class_getitem__", "__sizeof__", "__subclasshook__", "__doc__", "__dict__",
     "__weakref__", "__module__", "__annotations__", "__slots__", "__qualname__", "__match_args__",
 })  # fmt: skip
 _OF_AUTOGRAD: Final = frozenset({"forward", "backward", "setup_context", "vjp", "jvp"})

@@ -9,18 +9,20 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from enum import Enum
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from hetspmd.trace.host.classes import Classes, Met
 from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
+from hetspmd.trace.host.kinds import parts_of
 from hetspmd.trace.host.names import computes_names, constants_in, named_in, names_in
 from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content
 from hetspmd.trace.host.plain import is_plain, is_scalar
 from hetspmd.trace.host.stand_ins import MOMENTS, is_calendar, original
 from hetspmd.trace.host.steps import step_to
-from hetspmd.trace.host.wrapped import asked_for, functions_in, unbound
+from hetspmd.trace.host.wrapped import asked_for, functions_in, registered, unbound
 
 __all__ = ["Reader", "is_foreign", "is_installed", "names_of_methods"]
 
@@ -59,6 +61,16 @@ class Reader:
         self._texts: set[str] = set()
         self._computing = False
         self._everything, self._settling, self._settled = everything, False, -1
+
+    @property
+    def classes(self) -> Iterable[Met]:
+        """The user's classes that were met so far."""
+        return self._classes
+
+    @property
+    def names(self) -> Set[str]:
+        """All names in the code of the user's functions that were met so far."""
+        return self._names
 
     def visit(self, value: Any) -> None:
         """Look at a function, a method, or what wraps one: also as it lies in a class."""
@@ -138,6 +150,8 @@ class Reader:
         """What the code names of a module, or of a class of an installed package."""
         computed = names & _ASKING and isinstance(holder, ModuleType) and is_own(holder.__name__)
         asked = self._computed(vars(holder)) if computed else ()
+        if isinstance(holder, ModuleType) and is_own(holder.__name__):
+            asked = [*asked, *(vars(holder).keys() & {"__getattr__"})]
         for name in sorted((names & vars(holder).keys()).union(asked)):
             value = vars(holder)[name]
             if isinstance(value, (ModuleType, type)) and isinstance(holder, ModuleType):
@@ -185,7 +199,7 @@ class Reader:
 
     def _counts(self, name: str, value: Any) -> bool:
         """Whether a member of a class may be read: it is named, or its name may be computed."""
-        if name in self._names:
+        if name in self._names or (isinstance(value, Enum) and parts_of(value)):
             return True
         if not self._computing or name.startswith("__"):
             return False
@@ -196,6 +210,9 @@ class Reader:
         place = (*met.path, f".{name}")
         if isinstance(value, _MADE_OF_FUNCTIONS) or (name.startswith("__") and name.endswith("__")):
             self.visit(value)
+            if isinstance(value, functools.singledispatchmethod):
+                place = (*met.path, ".__dict__", step_to(name), ".dispatcher", ".registry")
+                self._found(met.root, place, registered(value), value)
         elif isinstance(value, type):
             self._found(met.root, place, value, met.kind)
             self.meet(value, met.root, place, made=True)

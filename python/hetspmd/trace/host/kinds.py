@@ -9,10 +9,15 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Iterator
+from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 from hetspmd.trace.host.content import own_attributes
+from hetspmd.trace.host.foreign import is_own
+from hetspmd.trace.host.places import Path
+from hetspmd.trace.host.plain import is_scalar
+from hetspmd.trace.host.steps import step_to
 
 __all__ = ["bound_to", "is_function", "is_iterator"]
 
@@ -36,6 +41,35 @@ def bound_to(value: Any) -> Iterator[tuple[str, Any]]:
         yield ".keywords", value.keywords
     elif isinstance(value, _BOUND) and not isinstance(value.__self__, (ModuleType, type(None))):
         yield ".__self__", value.__self__
+
+
+def made_of(function: FunctionType) -> Iterator[tuple[Path, Any]]:
+    """What a function can be given another of, while it stays the same object: its code, and defaults that are
+    numbers, strings and the like; each with the steps to it."""
+    yield (".__code__",), function.__code__
+    positional, named = function.__defaults__ or (), function.__kwdefaults__ or {}
+    if positional and all(map(is_scalar, positional)):
+        yield (".__defaults__",), positional
+    else:
+        yield from (((".__defaults__", step_to(n)), v) for n, v in enumerate(positional) if is_scalar(v))
+    yield from (((".__kwdefaults__", step_to(n)), v) for n, v in named.items() if is_scalar(v))
+
+
+def tells_its_class(value: object) -> bool:
+    """Whether an object says of which class it is: its class may say anything, or nothing."""
+    try:
+        return value.__class__ is type(value)
+    except Exception:
+        return False
+
+
+def parts_of(member: Enum) -> list[str]:
+    """The attributes of a member of an enumeration of the user's that may change."""
+    attributes = own_attributes(member) if is_own(type(member).__module__) else {}
+    fixed = {"_name_", "__objclass__", "_sort_order_"}
+    return sorted(
+        n for n, v in attributes.items() if n not in fixed and not (n == "_value_" and is_scalar(v))
+    )
 
 
 def is_iterator(value: Any) -> bool:

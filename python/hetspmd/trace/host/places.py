@@ -119,11 +119,16 @@ class Roots:
 
     def all_known(self) -> None:
         """From now on :meth:`lasts` tells what was known until now."""
-        self._lasting = frozenset((*self._classes, *self.namespaces))
+        self._lasting = frozenset((*self._classes, *self.namespaces, *self.functions))
 
     def lasts(self, root: str) -> bool:
         """Whether every rank finds this root on its own model: by its name, or where all of a model's are known."""
         return root in self._lasting or root not in (*self._classes, *self.namespaces)
+
+    def finds(self, function: FunctionType) -> bool:
+        """Whether every rank finds this function on its own model: with all of a model's, or by its name."""
+        root = self.know(function)
+        return root in self._lasting or _function(root.partition(" ")[2]) is function
 
     def holder(self, root: str, path: Path) -> Any:
         """What holds the last step of a path: an object, a mapping of variables, a container; NOTHING if
@@ -141,10 +146,10 @@ class Roots:
             module = sys.modules.get(name)
             found = NOTHING if module is None else Variables(vars(module))
         elif kind == "function":
-            found = self.functions.get(f"closure {name}", NOTHING)
+            found = self.functions.get(f"closure {name}") or _function(name)
         elif kind == "closure":
-            function = self.functions.get(root)
-            found = NOTHING if function is None else Variables(closure(function))
+            function = self.functions.get(root) or _function(name)
+            found = NOTHING if function is NOTHING else Variables(closure(function))
         else:
             found = Variables(SETTINGS)
         for step in path[:-1]:
@@ -169,6 +174,13 @@ def _class(name: str) -> Any:
     for part in qualified.split("."):
         found = getattr(found, part, NOTHING)
     return found
+
+
+def _function(name: str) -> Any:
+    """The function of a module or a class that a name leads to, NOTHING if none does."""
+    found = NOTHING if "<" in name or "#" in name else _class(name)
+    found = getattr(found, "__func__", found)
+    return found if isinstance(found, FunctionType) else NOTHING
 
 
 class Variables:

@@ -16,7 +16,15 @@ import sys
 import zlib
 from collections.abc import Callable
 from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, MethodWrapperType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any, Final
 
 import torch
@@ -24,6 +32,7 @@ from torch import nn
 
 from hetspmd.errors import PlanError
 from hetspmd.trace.compat import outside_modes
+from hetspmd.trace.host.code_digest import code_digest
 from hetspmd.trace.host.content import basis, content, has_basis, is_followed_kind, own_attributes, referent
 from hetspmd.trace.host.raw import elements, pairs
 
@@ -158,6 +167,8 @@ def _text(value: object, walk: _Walk) -> str:
         return f"class {type_name(value)}"
     if isinstance(value, ModuleType):
         return f"module {value.__name__}"
+    if isinstance(value, CodeType):
+        return f"code {code_digest(value)}"
     if callable(value) and (function := _callable(value, walk)):
         return function
     if hasattr(kind, "dtype") and hasattr(kind, "tobytes"):
@@ -234,7 +245,8 @@ def _callable(value: Any, walk: _Walk) -> str:
         parts = (_text(part, walk) for part in (value.func, value.args, value.keywords))
         return f"partial {' '.join(parts)}"
     if isinstance(value, FunctionType):
-        return f"function {value.__module__}.{value.__qualname__}"
+        does = f" {code_digest(value.__code__)} {_plain_around(value)}" if walk.whole else ""
+        return f"function {value.__module__}.{value.__qualname__}{does}".rstrip()
     if isinstance(value, (BuiltinFunctionType, MethodWrapperType)) or _is_named(value):
         return f"function {getattr(value, '__module__', '')}.{value.__qualname__}"
     return ""
@@ -259,14 +271,11 @@ def _around(function: FunctionType) -> list[str]:
     return [fingerprint(v) for v in (function.__defaults__, function.__kwdefaults__, *cells)]
 
 
-@functools.cache
-def code_digest(code: CodeType) -> str:
-    """Tells functions of the same name apart by what they do."""
-    made = hashlib.sha1(code.co_code)
-    for constant in (*code.co_consts, *code.co_names):
-        text = code_digest(constant) if isinstance(constant, CodeType) else repr(constant)
-        made.update(text.encode(errors="replace"))
-    return made.hexdigest()[:12]
+def _plain_around(function: FunctionType) -> str:
+    """The numbers, strings and the like among a function's defaults and the variables around it."""
+    cells = (cell.cell_contents for cell in function.__closure__ or () if cell != CellType())
+    held = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *cells)
+    return " ".join(fingerprint(value) for value in held if is_scalar(value))
 
 
 class NoTemplateError(Exception):

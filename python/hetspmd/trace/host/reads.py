@@ -104,4 +104,5 @@ def _telling(read: Callable[[Any, str], Any], quiet: Collection[str]) -> Callabl
             reader.saw(self, name, value)
         return value
 
+    __getattribute__.__wrapped__ = read  # type: ignore[attr-defined]  # for who looks at the code of a class
     return __getattribute__

@@ -8,9 +8,8 @@ is read before it is written is part of what the graph was made of.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from enum import Enum
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
@@ -24,46 +23,26 @@ from hetspmd.trace.host.content import own_attributes, referent
 from hetspmd.trace.host.discovery import discover, own_kinds
 from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.exact_types import comparison_in
+from hetspmd.trace.host.followed import PAST_THE_CLASS, Followed
 from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
 from hetspmd.trace.host.in_place import content_of
-from hetspmd.trace.host.kinds import bound_to, is_function, is_iterator
+from hetspmd.trace.host.kinds import bound_to, is_function, is_iterator, made_of, parts_of, tells_its_class
 from hetspmd.trace.host.members import code_of, home_of_data, members, slots_of
 from hetspmd.trace.host.places import NOTHING, Namespace, Path, Roots, items
 from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_plain, is_scalar, type_name
 from hetspmd.trace.host.raw import size
-from hetspmd.trace.host.reads import OWN_OF_MODULES, restore, tell, told
+from hetspmd.trace.host.reads import restore, tell, told
 from hetspmd.trace.host.snapshot import OF_TORCH, Snapshot
 from hetspmd.trace.host.stand_ins import is_calendar
 from hetspmd.trace.host.steps import ALL
+from hetspmd.trace.host.wrapped import registered
 
 Place = tuple[str, Path]
 
-_SLOTS: Final = ("_parameters", "_buffers", "_modules")
 _DEEPEST: Final = 40
 """Steps of a path to an object that is followed."""
 _LONGEST: Final = 10_000
 """Elements of a container that is looked into."""
-
-
-@dataclass(slots=True)
-class _Followed:
-    """An object whose attributes are recorded, and those that it had."""
-
-    of: Any
-    root: str
-    path: Path
-    live: MutableMapping[str, Any]
-    before: dict[str, Any]
-    seen: set[str] = field(default_factory=set)
-    own: set[str] = field(init=False)
-    """The attributes that are not torch's."""
-    slots: tuple[dict[str, Any], ...] = field(init=False)
-    """What holds the parameters, buffers and submodules of a module."""
-
-    def __post_init__(self) -> None:
-        self.own = self.before.keys() - OWN_OF_MODULES
-        slots = (self.before.get(kind) for kind in _SLOTS)
-        self.slots = tuple(slot for slot in slots if isinstance(slot, dict))
 
 
 class Recorder:
@@ -81,7 +60,7 @@ class Recorder:
         self.probes: dict[int, torch.Tensor] = {}
         self.touched = False
         self.comparison = ""
-        self._followed: dict[int, _Followed] = {}
+        self._followed: dict[int, Followed] = {}
         self._classes: list[type] = []
         self._roots = roots
         self._held: set[type] = set()
@@ -91,7 +70,6 @@ class Recorder:
         self._registered: dict[int, str] = {id(tensor): name for name, tensor in named}
         discover(roots)
         self.bound = Bound(roots)
-        self._roots = roots
         self._reader = Reader(roots, self._variable, self._visited)
         for name, module in roots.model.named_modules():
             path = tuple(f".{part}" for part in name.split(".") if part)
@@ -147,7 +125,7 @@ class Recorder:
                 followed.seen.discard(name)
                 raise
 
-    def _read(self, followed: _Followed, of: Any, name: str, value: Any) -> None:
+    def _read(self, followed: Followed, of: Any, name: str, value: Any) -> None:
         if name in followed.before:
             if followed.live.get(name, NOTHING) is followed.before[name]:
                 self._found(followed.root, (*followed.path, f".{name}"), value)
@@ -158,7 +136,7 @@ class Recorder:
         elif (home := home_of_data(type(of), name)) is not None and self._snapshot.is_as_held(home, name):
             self._found(followed.root, (*followed.path, f".{name}"), value)
 
-    def _all(self, followed: _Followed, asked: str) -> None:
+    def _all(self, followed: Followed, asked: str) -> None:
         """The attributes of an object were taken together: by the model's own code (``vars(self)``), or by whoever
         makes a copy of it."""
         frame = sys._getframe(3)
@@ -196,6 +174,9 @@ class Recorder:
         self.comparison = self.comparison or comparison_in(function.__code__)
         root = self._roots.know(function).replace("closure", "function", 1)
         self._snapshot.attributes(root, (), vars(function))
+        if is_own(function.__globals__.get("__name__")) and self._roots.finds(function):
+            for path, value in made_of(function):
+                self._note((root, path), fingerprint(value), value)
 
     def _variable(self, root: str, path: Path, value: Any, holder: Any) -> None:
         if isinstance(value, (ModuleType, type)):
@@ -263,6 +244,8 @@ class Recorder:
         if hasattr(type(value), "cache_clear"):
             self._snapshot.cache(value)
         self._reader.visit(value)
+        if (registry := registered(value)) is not None:
+            self._found(root, (*path, ".registry"), registry)
         for step, part in bound_to(value):
             self._found(root, (*path, step), part)
         self._follow(root, path, value)
@@ -270,7 +253,10 @@ class Recorder:
     def _beside(self, root: str, path: Path, value: Any) -> None:
         """A container, number or string was found, which may have attributes as well."""
         attributes = own_attributes(value)
-        if attributes and attributes is not value and not isinstance(value, Enum):
+        if isinstance(value, Enum):
+            for name in parts_of(value):
+                self._found(root, (*path, f".{name}"), attributes[name])
+        elif attributes and attributes is not value:
             self._follow(root, path, value)
 
     def _object(self, root: str, path: Path, value: Any) -> None:
@@ -333,10 +319,20 @@ class Recorder:
                 return
         self._hold_classes(kind)
         before = self._snapshot.attributes(root, path, attributes)
-        self._followed[id(value)] = _Followed(value, root, path, attributes, before)
+        self._followed[id(value)] = Followed(value, root, path, attributes, before)
         self._reader.meet(kind, root, (*path, ".__class__"))
+        if path and not isinstance(value, nn.Module) and is_own(kind.__module__) and tells_its_class(value):
+            self._note((root, (*path, ".__class__")), fingerprint(kind), kind)
+        if PAST_THE_CLASS & self._reader.names:
+            self._past_its_class(self._followed[id(value)])
         if (isinstance(value, nn.Module) and root != "model") or not isinstance(value, nn.Module):
             self._tensors(root, path, value)
+
+    def _past_its_class(self, followed: Followed) -> None:
+        """Look at the attributes that code may read in a way of which no one is told, by their names."""
+        for name in sorted(followed.own & self._reader.names - followed.seen):
+            followed.seen.add(name)
+            self._found(followed.root, (*followed.path, f".{name}"), followed.before[name])
 
     def _tensors(self, root: str, path: Path, value: Any) -> None:
         """Parameters and buffers of a module that the model does not have among its own are read as they
@@ -375,6 +371,12 @@ class Recorder:
                 inherited = next((vars(b)[name] for b in base.__mro__ if name in vars(b)), NOTHING)
                 if is_scalar(inherited) and not installed:
                     self._note((of, (f".{name}",)), fingerprint(inherited), inherited)
+
+    def bases(self) -> Iterator[tuple[Place, str]]:
+        """The bases of the user's classes that were met and may be given others, by place."""
+        for met in self._reader.classes:
+            if met.root and met.kind.__bases__ != (object,):
+                yield (met.root, (*met.path, ".__mro__")), fingerprint(met.kind.__mro__)
 
     def _change(self, kind: type) -> bool:
         if kind in self._classes:

@@ -164,6 +164,7 @@ class Watch:
                 found.update(_unwritten(root, path, container, written) or {(root, path): value})
             else:
                 found[root, path] = value
+        found.update(self.recorder.bases())
         return tuple(Read(*place, value) for place, value in found.items())
 
     def _hold_numbers(self) -> None:

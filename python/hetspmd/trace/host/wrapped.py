@@ -9,7 +9,7 @@ from typing import Any
 
 from hetspmd.trace.host.content import own_attributes
 
-__all__ = ["asked_for", "functions_in", "unbound"]
+__all__ = ["asked_for", "functions_in", "registered", "unbound"]
 
 
 def functions_in(value: Any) -> list[Any]:
@@ -26,13 +26,19 @@ def functions_in(value: Any) -> list[Any]:
         if isinstance(value, (functools.cached_property, functools.partialmethod, functools.partial)):
             found.append(value.func)
     if attributes:
-        registry = attributes.get("registry")
-        if isinstance(registry, MappingProxyType):  # of functools.singledispatch
-            found += registry.values()
+        found += (registered(value) or {}).values()
         wrapped = attributes.get("__wrapped__")
         if wrapped is not None and wrapped is not value:
             found.append(wrapped)
     return found
+
+
+def registered(value: Any) -> MappingProxyType[Any, Any] | None:
+    """The functions of ``functools.singledispatch`` by class, None for anything else."""
+    if isinstance(value, functools.singledispatchmethod):
+        value = value.dispatcher
+    found = own_attributes(value).get("registry")
+    return found if isinstance(found, MappingProxyType) else None
 
 
 def unbound(value: Any) -> Any:
