@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from beside import Beside, base, equal
+from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore::hetspmd.errors.PlanPerValueWarning")
 
@@ -69,6 +70,16 @@ class Derived(One):
     pass
 
 
+class Module(nn.Module):
+    def forward(self) -> float:
+        return 1.0
+
+
+class OtherModule(Module):
+    def forward(self) -> float:
+        return 2.0
+
+
 class Kinds(enum.Enum):
     LIST = [1.0]  # noqa: RUF012  # what the test is about
     TABLE = {"factor": 1.0}  # noqa: RUF012  # as above
@@ -119,6 +130,7 @@ LAZY.__file__ = __file__
 exec("_factor = 1.0\ndef __getattr__(name):\n    return _factor", vars(LAZY))
 sys.modules["module_of_a_factor"] = module(1.0)
 OBJECT, DERIVED, CHOOSING, CONFIG, PLAIN, ASKED = One(), Derived(), Choosing(), Config(), Plain(), Asked()
+MODULE = Module()
 
 
 def imported() -> float:
@@ -146,6 +158,10 @@ CHANGED: dict[str, tuple[Callable[[], Any], Callable[[float], object]]] = {
     "class of an object": (
         lambda: OBJECT.read(),
         lambda v: setattr(OBJECT, "__class__", Two if v > 1 else One),
+    ),
+    "class of a module": (
+        lambda: MODULE(),
+        lambda v: setattr(MODULE, "__class__", OtherModule if v > 1 else Module),
     ),
     "value of a member": (lambda: Kinds.LIST.value[0], lambda v: Kinds.LIST.value.__setitem__(0, v)),
     "member by its name": (

@@ -68,6 +68,7 @@ class Recorder:
         self._looking: set[int] = set()
         named = (*roots.model.named_parameters(), *roots.model.named_buffers())
         self._registered: dict[int, str] = {id(tensor): name for name, tensor in named}
+        self._modules = frozenset(map(id, roots.model.modules()))
         discover(roots)
         self.bound = Bound(roots)
         self._reader = Reader(roots, self._variable, self._visited)
@@ -321,7 +322,8 @@ class Recorder:
         before = self._snapshot.attributes(root, path, attributes)
         self._followed[id(value)] = Followed(value, root, path, attributes, before)
         self._reader.meet(kind, root, (*path, ".__class__"))
-        if path and not isinstance(value, nn.Module) and is_own(kind.__module__) and tells_its_class(value):
+        counts = id(value) not in self._modules if isinstance(value, nn.Module) else is_own(kind.__module__)
+        if path and counts and tells_its_class(value):
             self._note((root, (*path, ".__class__")), fingerprint(kind), kind)
         if PAST_THE_CLASS & self._reader.names:
             self._past_its_class(self._followed[id(value)])
