@@ -34,6 +34,7 @@ from emulated.worker import Context
 from hetspmd.cost.cluster import Cluster, Device, Network
 from hetspmd.plan import write_atomically
 from hetspmd.run import collectives
+from hetspmd.run.pending import Pending
 from hetspmd.run.process_group import ProcessGroupCommunicator
 from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
@@ -188,7 +189,7 @@ def _collective(runtime: Runtime, kind: str, size: int, context: Context) -> Cal
     rows = max(1, size // (4 * columns * n)) * n
     whole, extents = torch.ones(rows, columns), [rows // n] * n
     shard = whole[rank * extents[0] : (rank + 1) * extents[0]].clone()
-    starts: dict[str, Callable[[], collectives.Pending]] = {
+    starts: dict[str, Callable[[], Pending]] = {
         "all_reduce": lambda: collectives.start_all_reduce(runtime, whole),
         "all_gather": lambda: collectives.start_all_gather(runtime, shard, 0, extents),
         "reduce_scatter": lambda: collectives.start_reduce_scatter(runtime, whole, 0, extents),

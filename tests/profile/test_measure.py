@@ -27,8 +27,8 @@ from hetspmd.profile.measure import Options, Profile, measure
 from hetspmd.profile.sampling import FIRST
 from hetspmd.profile.session import Session
 from hetspmd.profile.trials import LEVELS, PADDED, Trial
-from hetspmd.run.collectives import PendingTensor
 from hetspmd.run.communicator import Communicator
+from hetspmd.run.pending import PendingTensor
 from hetspmd.run.runtime import Runtime
 from hetspmd.run.simulate import run_ranks
 from hetspmd.synth.program import Kind

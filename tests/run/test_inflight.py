@@ -35,6 +35,7 @@ from hetspmd.rules.theory import derive
 from hetspmd.run import collectives
 from hetspmd.run.communicator import Communicator, Work
 from hetspmd.run.module import HAP
+from hetspmd.run.pending import Pending
 from hetspmd.run.process_group import ProcessGroupCommunicator
 from hetspmd.run.random import Randomness
 from hetspmd.run.runtime import Runtime
@@ -240,7 +241,7 @@ def settled(comm: Communicator) -> list[bool]:
     """For each kind of collective: whether its source outlives it until the next one starts."""
     runtime = Runtime(comm, Randomness(0, comm.rank, torch.device("cpu")))
     extents = (4, 2, 0)
-    starts: list[tuple[Callable[..., collectives.Pending], tuple[Any, ...], int]] = [
+    starts: list[tuple[Callable[..., Pending], tuple[Any, ...], int]] = [
         (collectives.start_all_reduce, (), 6),
         (collectives.start_reduce_scatter, (0, extents), 6),
         (collectives.start_reduce_scatter, (0, (2, 2, 2)), 6),
@@ -352,10 +353,8 @@ def test_nothing_is_let_go_before_it_is_complete() -> None:
     def body(comm: Communicator) -> None:
         made: list[str] = []
 
-        def pending(name: str, works: list[Manual], early: bool) -> collectives.Pending:
-            return collectives.Pending(
-                works, lambda: (made.append(name), torch.zeros(1))[1], comm, early=early
-            )
+        def pending(name: str, works: list[Manual], early: bool) -> Pending:
+            return Pending(works, lambda: (made.append(name), torch.zeros(1))[1], comm, early=early)
 
         a, b, c = [Manual(), Manual()], [Manual()], [Manual()]
         first, second, third = pending("a", a, True), pending("b", b, False), pending("c", c, True)
@@ -383,7 +382,7 @@ def test_an_error_is_raised_once_and_forgotten() -> None:
     def body(comm: Communicator) -> None:
         broken = Manual(ConnectionError("gone"))
         broken.done = True
-        collectives.Pending([broken], lambda: torch.zeros(1), comm)
+        Pending([broken], lambda: torch.zeros(1), comm)
         with pytest.raises(ConnectionError, match="gone"):
             comm.settle()
         comm.settle()

@@ -11,6 +11,7 @@ from small_plans import cluster, random_plan
 
 from hetspmd.compiler import compile as compile_plan
 from hetspmd.run import collectives
+from hetspmd.run.pending import Pending
 from hetspmd.run.runtime import Runtime
 from hetspmd.run.verify import verify
 
@@ -23,9 +24,9 @@ def test_nothing_is_located_where_all_is_equal() -> None:
 def test_a_wrong_collective_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     right = collectives.start_all_reduce
 
-    def wrong(runtime: Runtime, tensor: torch.Tensor, **how: Any) -> collectives.Pending[torch.Tensor]:
+    def wrong(runtime: Runtime, tensor: torch.Tensor, **how: Any) -> Pending[torch.Tensor]:
         result = right(runtime, tensor, **how).wait()
-        return collectives.Pending((), lambda: result * 1.001 if result.is_floating_point() else result)
+        return Pending((), lambda: result * 1.001 if result.is_floating_point() else result)
 
     c = case("mlp", torch.float32)
     plans = [random_plan(c, 3, seed) for seed in range(4)]

@@ -14,6 +14,7 @@ from torch import nn
 from hetspmd.errors import CheckError, OptionError
 from hetspmd.run import collectives
 from hetspmd.run.module import HAP
+from hetspmd.run.pending import Pending
 from hetspmd.run.precision import all_in, retyped_graph
 from hetspmd.run.runtime import Runtime
 from hetspmd.run.verify import VerifyReport, largest_error, verify
@@ -62,9 +63,9 @@ def test_a_wrong_program_does_not_pass(monkeypatch: pytest.MonkeyPatch, broken: 
     """A collective whose results are off by a thousandth."""
     right = getattr(collectives, broken)
 
-    def wrong(runtime: Runtime, tensor: torch.Tensor, *where: Any, **how: Any) -> collectives.Pending:
+    def wrong(runtime: Runtime, tensor: torch.Tensor, *where: Any, **how: Any) -> Pending:
         result = right(runtime, tensor, *where, **how).wait()
-        return collectives.Pending((), lambda: result * 1.001 if result.is_floating_point() else result)
+        return Pending((), lambda: result * 1.001 if result.is_floating_point() else result)
 
     c = case("mlp", torch.float32)
     plans = [random_plan(c, 3, seed) for seed in range(12)]

@@ -22,7 +22,7 @@ import torch
 
 from hetspmd.cost.measured import COLLECTIVES
 from hetspmd.run import collectives
-from hetspmd.run.collectives import PendingTensor
+from hetspmd.run.pending import PendingTensor
 from hetspmd.run.runtime import Runtime
 from hetspmd.synth.program import Kind
 

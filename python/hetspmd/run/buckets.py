@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from hetspmd.run.collectives import Pending, back, ranges, whole_slice
+from hetspmd.run.collectives import back, ranges, whole_slice
+from hetspmd.run.pending import Pending
 
 if TYPE_CHECKING:
     from hetspmd.run.runtime import Runtime

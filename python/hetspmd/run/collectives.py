@@ -8,28 +8,25 @@ in rank order. The implementations, the first two HAP 4.3's:
 - ring: messages between neighbours, with exact sizes (:mod:`hetspmd.run.ring`);
 - exchange (of sums only): every rank is sent its slice by every other one, and sums.
 
-Every function leaves its operand alone, but for one that the caller calls ``spare``: nobody reads that memory any
-more, and the result may lie there. It returns a :class:`Pending` at once, and all that decides whether something is
-sent is the same on every rank. Types that a backend cannot move (bool, complex, small integers) travel as
-bytes, or as real pairs where they are summed.
+Every function leaves its operand alone, but for one that the caller calls ``spare``: nobody reads that memory
+any more, and the result may lie there. It returns a :class:`~hetspmd.run.pending.Pending` at once, and all that
+decides whether something is sent is the same on every rank. Types that a backend cannot move (bool, complex,
+small integers) travel as bytes, or as real pairs where they are summed.
 
 What follows from one rank's data alone is not gathered: where one rank holds everything, the padded kinds are a
 broadcast and a reduce without padding, and an all-to-all from and to the same rank is nothing.
-
-Memory follows completion: a started collective holds its source, or a padded copy of it, only until the backend
-is done with it. Whenever a collective is started or waited for, those that have completed meanwhile let go of
-all but their results, and padding is cut off, however much later they are waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
 from hetspmd.run.communicator import Communicator, Work
+from hetspmd.run.pending import Pending, PendingTensor
 
 if TYPE_CHECKING:
     from hetspmd.run.runtime import Runtime
@@ -38,67 +35,6 @@ _MOVABLE = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.uint8, torch.int8,
 )  # fmt: skip
-
-
-Result = TypeVar("Result")
-
-
-class Pending(Generic[Result]):
-    """A collective on its way; :func:`wait` gives its result, once.
-
-    ``finish`` makes the result of the primitives' outputs when all ``works`` are complete. ``early``: it makes
-    what is held smaller, so that it is called as soon as they are found to be.
-    """
-
-    __slots__ = ("_communicator", "_early", "_finish", "_result", "_works")
-
-    def __init__(
-        self, works: Sequence[Work], finish: Callable[[], Result],
-        communicator: Communicator | None = None, *, early: bool = False,
-    ) -> None:  # fmt: skip
-        self._works = list(works)
-        self._finish: Callable[[], Result] | None = finish
-        self._communicator = communicator
-        self._early = early
-        self._result: Result | None = None
-        if communicator is not None:
-            communicator.in_flight.append(self)
-
-    def settle(self) -> bool:
-        """Let go of what complete primitives needed; whether all of them are complete. Never blocks."""
-        self._works = [work for work in self._works if not _over(work)]
-        if self._works:
-            return False
-        if self._early:
-            self._complete()
-        return True
-
-    def wait(self) -> Result:
-        """Wait and give the result."""
-        while self._works:
-            self._works[0].wait()
-            del self._works[0]
-        if self._communicator is not None:
-            self._communicator.settle()
-        self._complete()
-        result, self._result = self._result, None
-        assert result is not None, "a collective is waited for once"
-        return result
-
-    def _complete(self) -> None:
-        if self._finish is not None:
-            self._result, self._finish = self._finish(), None
-
-
-PendingTensor: TypeAlias = Pending[torch.Tensor]
-
-
-def _over(work: Work) -> bool:
-    """Whether work is complete, and waited for then: its error is raised, a GPU's stream is told."""
-    if not work.is_completed():
-        return False
-    work.wait()
-    return True
 
 
 def wait(pending: PendingTensor) -> torch.Tensor:

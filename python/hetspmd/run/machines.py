@@ -19,8 +19,9 @@ from hetspmd.cost.cluster import Cluster
 from hetspmd.cost.machines import machine_of, ranks_of
 from hetspmd.run import buckets, collectives
 from hetspmd.run.buckets import PendingBucket
-from hetspmd.run.collectives import Pending, PendingTensor, _summable, movable
+from hetspmd.run.collectives import _summable, movable
 from hetspmd.run.communicator import Communicator
+from hetspmd.run.pending import Pending, PendingTensor
 from hetspmd.run.random import Draw, Randomness, Region, random_op
 from hetspmd.run.runtime import Runtime
 

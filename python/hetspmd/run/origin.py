@@ -2,7 +2,7 @@
 
 The innermost frame of the graph's code in the traceback gives the node, by the name that its line assigns; a node's
 name begins with that of its instruction or tensor. A collective that fails while another one is started is the
-:class:`~hetspmd.run.collectives.Pending` that one of the graph's variables holds. The instruction gives the path of
+:class:`~hetspmd.run.pending.Pending` that one of the graph's variables holds. The instruction gives the path of
 the module, and the module's class the file; the line is the one that calls a submodule of torch's own, or the
 head of ``forward``.
 """
@@ -24,8 +24,8 @@ from hetspmd.lower.emit import identifier
 from hetspmd.report.facts import tensor_roles
 from hetspmd.run import buckets, collectives, machines
 from hetspmd.run.buckets import PendingBucket
-from hetspmd.run.collectives import Pending
 from hetspmd.run.machines import PendingAcross
+from hetspmd.run.pending import Pending
 from hetspmd.trace.graph import Graph, Instruction, instruction_text
 
 _ASSIGNED = re.compile(r"\s*(\w+)(?:\s*:[^=]*)? = ")
