@@ -18,6 +18,7 @@ code_digest what a function's code does, as text
 code       which globals and closure variables a function reads
 members    attributes of objects, slots among them
 in_place   objects whose content is changed in place
+settings   torch's own settings on which a graph depends
 reads      telling of attributes that are read
 followed   an object whose attributes are recorded
 recorder   which attributes are read while a step is traced

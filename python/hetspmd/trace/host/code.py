@@ -80,7 +80,7 @@ class Reader:
             if id(value) in self._seen:
                 return
             self._seen.add(id(value))
-        elif (names := asked_for(value)) - self._names:
+        if (names := asked_for(value)) - self._names:
             self._names |= names
             self._settle()
         for function in functions_in(value):
@@ -123,7 +123,7 @@ class Reader:
         for path, value in _of_its_own(function, names):
             self._found(root.replace("closure", "function", 1), path, value, function)
         if is_own(home) and names & _ENVIRONMENT:
-            for key in sorted(constants_in(function.__code__) - _OF_A_RANK):
+            for key in _variables_of(constants_in(function.__code__)):
                 place = "globals os", (".environ", step_to(key))
                 self._found(*place, os.environ.get(key, NOTHING), os.environ)
 
@@ -256,6 +256,14 @@ def _modules(texts: frozenset[str], home: str) -> list[ModuleType]:
     any_of = (name for name, module in loaded.items() if getattr(module, "__file__", None) and is_own(name))
     names = {home, *(named or any_of)}
     return [loaded[name] for name in sorted(names & loaded.keys())]
+
+
+def _variables_of(texts: frozenset[str]) -> list[str]:
+    """The variables of the environment that code with these texts may ask for: those of these names, and those
+    whose names begin or end with one of them, which the code may compute."""
+    parts = tuple(text for text in texts if text.isidentifier() and len(text) > 1)
+    computed = {key for key in os.environ if key.startswith(parts) or key.endswith(parts)}
+    return sorted((texts | computed) - _OF_A_RANK)
 
 
 def _plain_ones(variables: Mapping[str, Any]) -> list[str]:

@@ -9,16 +9,16 @@ A place is a root and a path. Roots are ``model``, ``loss`` (the function given 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import CellType, FunctionType
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from hetspmd.trace.host import raw
 from hetspmd.trace.host.members import is_slot
 from hetspmd.trace.host.plain import is_container, type_name
+from hetspmd.trace.host.settings import SETTINGS
 from hetspmd.trace.host.steps import ALL, OTHERS, key_of, others, spoken, step_to, told
 
 Path = tuple[str, ...]
@@ -31,16 +31,6 @@ class _Nothing:
 
 NOTHING: Final = _Nothing()
 """What is read where nothing is."""
-
-SETTINGS: Final[dict[str, Callable[[], Any]]] = {
-    ".default_dtype": torch.get_default_dtype,
-    ".deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
-    ".flash_sdp": torch.backends.cuda.flash_sdp_enabled,
-    ".mem_efficient_sdp": torch.backends.cuda.mem_efficient_sdp_enabled,
-    ".math_sdp": torch.backends.cuda.math_sdp_enabled,
-    ".cudnn": lambda: torch.backends.cudnn.enabled,
-}
-"""Torch's own settings that decide what ops a forward is made of."""
 
 
 def text(root: str, path: Path) -> str:

@@ -8,7 +8,7 @@ is read before it is written is part of what the graph was made of.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from enum import Enum
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -373,6 +373,11 @@ class Recorder:
                 inherited = next((vars(b)[name] for b in base.__mro__ if name in vars(b)), NOTHING)
                 if is_scalar(inherited) and not installed:
                     self._note((of, (f".{name}",)), fingerprint(inherited), inherited)
+
+    @property
+    def names(self) -> Set[str]:
+        """All names in the code of the user's functions that were met so far."""
+        return self._reader.names
 
     def bases(self) -> Iterator[tuple[Place, str]]:
         """The bases of the user's classes that were met and may be given others, by place."""

@@ -20,11 +20,12 @@ from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.facts import Read
 from hetspmd.trace.host.lines import drawing_line
 from hetspmd.trace.host.numbers import AsNumbers
-from hetspmd.trace.host.places import NOTHING, SETTINGS, Path, Roots, item, items, own, put, text
+from hetspmd.trace.host.places import NOTHING, Path, Roots, item, items, own, put, text
 from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_plain
 from hetspmd.trace.host.process import ProcessSettings
 from hetspmd.trace.host.recorder import Place, Recorder
 from hetspmd.trace.host.seeds import seeds_refused
+from hetspmd.trace.host.settings import SETTINGS, counting
 from hetspmd.trace.host.snapshot import Snapshot, Structure
 from hetspmd.trace.host.steps import ALL, OTHERS
 from hetspmd.trace.host.tensor_hooks import observers_refused
@@ -152,7 +153,7 @@ class Watch:
     def reads(self) -> tuple[Read, ...]:
         """What was read, in the order in which it was, and the settings of torch."""
         found: dict[Place, str] = {
-            ("torch", (step,)): fingerprint(value) for step, value in self._settings.items()
+            ("torch", (step,)): fingerprint(self._settings[step]) for step in counting(self.recorder.names)
         }
         for place, (before, _) in self.left.changed.items() if self.left else ():
             if before is NOTHING and place[0].startswith("function "):

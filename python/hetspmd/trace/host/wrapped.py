@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from types import FunctionType, MappingProxyType, MethodType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 from hetspmd.trace.host.content import own_attributes
@@ -47,7 +47,10 @@ def unbound(value: Any) -> Any:
 
 
 def asked_for(value: Any) -> frozenset[str]:
-    """The names of attributes that a function of C asks an object for; none for anything else."""
+    """The names of attributes that a function of C asks an object for, and that of a function itself, which may lie
+    where no code names it; none for anything else."""
+    if isinstance(value, (FunctionType, BuiltinFunctionType)):
+        return frozenset({value.__name__})
     if not isinstance(value, (operator.attrgetter, operator.methodcaller)):
         return frozenset()
     texts = (text for text in value.__reduce__()[1] if isinstance(text, str))

@@ -1,0 +1,87 @@
+"""Settings of torch and of the environment that forward asks for, and others change between steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from beside import Beside, base, equal
+
+pytestmark = pytest.mark.filterwarnings("ignore::hetspmd.errors.PlanPerValueWarning")
+
+KEY = ["SCALE", "OF", "STEPS"]
+
+
+def environment(value: object) -> None:
+    os.environ["HETSPMD_TEST_SCALE_OF_STEPS"] = "2" if value else "1"
+
+
+SETTINGS: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
+    "precision of products": (
+        lambda: torch.get_float32_matmul_precision() == "high",
+        lambda on: torch.set_float32_matmul_precision("high" if on else "highest"),
+    ),
+    "benchmark of cuDNN": (
+        lambda: torch.backends.cudnn.benchmark,
+        lambda on: setattr(torch.backends.cudnn, "benchmark", on),
+    ),
+    "determinism of cuDNN": (
+        lambda: torch.backends.cudnn.deterministic,
+        lambda on: setattr(torch.backends.cudnn, "deterministic", on),
+    ),
+    "memory": (
+        lambda: not torch.utils.deterministic.fill_uninitialized_memory,
+        lambda on: setattr(torch.utils.deterministic, "fill_uninitialized_memory", not on),
+    ),
+    "warnings": (torch.is_warn_always_enabled, torch.set_warn_always),
+    "environment by a computed name": (
+        lambda: os.environ["HETSPMD_TEST_" + "_".join(KEY)] == "2",
+        environment,
+    ),
+    "environment by the end of a name": (
+        lambda: os.environ["".join(["HETSPMD", "_TEST_"]) + "SCALE_OF_STEPS"] == "2",
+        environment,
+    ),
+}
+SHARED = [False]
+"""What was set last: the threads of the ranks share it, and the first of them sets it."""
+
+
+@pytest.fixture(params=SETTINGS)
+def setting(request: pytest.FixtureRequest) -> Iterator[str]:
+    put = SETTINGS[request.param][1]
+    SHARED[0] = False
+    put(False)
+    yield request.param
+    put(False)
+    os.environ.pop("HETSPMD_TEST_SCALE_OF_STEPS", None)
+
+
+def test_what_forward_asks_for_is_noticed(setting: str) -> None:
+    ask, put = SETTINGS[setting]
+
+    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return base(model, x) * (2.0 if ask() else 1.0)
+
+    def each(_: Any, step: int) -> None:
+        if SHARED[0] != (step > 1):
+            SHARED[0] = step > 1
+            put(step > 1)
+
+    losses = equal(lambda: Beside(forward), each, plans=2).losses
+    assert losses[2] > 1.5 * losses[1], "the step must read it"
+
+
+def test_what_forward_does_not_ask_for_makes_no_plan() -> None:
+    before = torch.backends.cudnn.benchmark
+    try:
+        equal(
+            lambda: Beside(base),
+            lambda _, step: setattr(torch.backends.cudnn, "benchmark", step > 1),
+            plans=1,
+        )
+    finally:
+        torch.backends.cudnn.benchmark = before
