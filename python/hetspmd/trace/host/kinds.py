@@ -59,7 +59,7 @@ def tells_its_class(value: object) -> bool:
     """Whether an object says of which class it is: its class may say anything, or nothing."""
     try:
         return value.__class__ is type(value)
-    except Exception:
+    except Exception:  # a class may raise anything when it is asked
         return False
 
 
