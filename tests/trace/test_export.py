@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -140,6 +142,24 @@ def test_a_written_buffer_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rewritten_input_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TraceError, match=r"changes input args\[0\] in place"):
         exports(monkeypatch, Rewriting(F.relu))
+
+
+def test_the_collector_wakes_when_the_last_of_many_threads_leaves() -> None:
+    assert gc.isenabled()
+
+    def rest(_: int) -> None:
+        for _ in range(2000):
+            with collector_paused():
+                assert not gc.isenabled()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(rest, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert gc.isenabled()
 
 
 def test_the_collector_rests_and_wakes() -> None:
