@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
 from hetspmd.trace.host.kinds import parts_of
 from hetspmd.trace.host.names import computes_names, constants_in, named_in, names_in
 from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content
-from hetspmd.trace.host.plain import is_plain, is_scalar
+from hetspmd.trace.host.plain import fingerprint, is_plain, is_scalar
 from hetspmd.trace.host.stand_ins import MOMENTS, is_calendar, original
 from hetspmd.trace.host.steps import step_to
 from hetspmd.trace.host.wrapped import asked_for, functions_in, registered, unbound
@@ -62,10 +62,11 @@ class Reader:
         self._computing = False
         self._everything, self._settling, self._settled = everything, False, -1
 
-    @property
-    def classes(self) -> Iterable[Met]:
-        """The user's classes that were met so far."""
-        return self._classes
+    def bases(self) -> Iterator[tuple[tuple[str, Path], str]]:
+        """The bases of the user's classes that were met and may be given others, by place."""
+        for met in self._classes:
+            if met.root and met.kind.__bases__ != (object,):
+                yield (met.root, (*met.path, ".__mro__")), fingerprint(met.kind.__mro__)
 
     @property
     def names(self) -> Set[str]:

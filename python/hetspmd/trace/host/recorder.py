@@ -8,7 +8,7 @@ is read before it is written is part of what the graph was made of.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -71,7 +71,7 @@ class Recorder:
         self._modules = frozenset(map(id, roots.model.modules()))
         discover(roots)
         self.bound = Bound(roots)
-        self._reader = Reader(roots, self._variable, self._visited)
+        self.reader = Reader(roots, self._variable, self._visited)
         for name, module in roots.model.named_modules():
             path = tuple(f".{part}" for part in name.split(".") if part)
             self._follow("model", path, module)
@@ -80,12 +80,12 @@ class Recorder:
         for module in roots.model.modules():
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
                 for hook in hooks.values():
-                    self._reader.visit(hook)
+                    self.reader.visit(hook)
 
     def given(self, value: Any) -> None:
         """Look at the code of what the model is called with: its methods may read variables."""
         for kind in own_kinds(value):
-            self._reader.meet(kind, "", ())
+            self.reader.meet(kind, "", ())
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -131,9 +131,9 @@ class Recorder:
             if followed.live.get(name, NOTHING) is followed.before[name]:
                 self._found(followed.root, (*followed.path, f".{name}"), value)
         elif isinstance(value, MethodType) or type(value) is FunctionType:
-            self._reader.visit(value)
+            self.reader.visit(value)
         elif (code := code_of(type(of), name)) is not None:
-            self._reader.visit(code)
+            self.reader.visit(code)
         elif (home := home_of_data(type(of), name)) is not None and self._snapshot.is_as_held(home, name):
             self._found(followed.root, (*followed.path, f".{name}"), value)
 
@@ -218,7 +218,7 @@ class Recorder:
         elif isinstance(value, type):
             self._note((root, path), fingerprint(value), value)
             self._hold_classes(value, all_names=True)
-            self._reader.meet(value, root, path, made=True)
+            self.reader.meet(value, root, path, made=True)
         elif self._draws.watch(value, root, path):
             return
         elif is_function(value):
@@ -244,7 +244,7 @@ class Recorder:
             self._note((root, path), fingerprint(value), value)
         if hasattr(type(value), "cache_clear"):
             self._snapshot.cache(value)
-        self._reader.visit(value)
+        self.reader.visit(value)
         if (registry := registered(value)) is not None:
             self._found(root, (*path, ".registry"), registry)
         for step, part in bound_to(value):
@@ -274,9 +274,9 @@ class Recorder:
             if not is_own(found.__module__):
                 continue
             if isinstance(found, type):
-                self._reader.meet(found, root, path, made=itself or issubclass(found, nn.Module))
+                self.reader.meet(found, root, path, made=itself or issubclass(found, nn.Module))
             else:
-                self._reader.visit(found)
+                self.reader.visit(found)
 
     def _look_into(self, root: str, path: Path, container: Any) -> None:
         if id(container) in self._looking:
@@ -321,18 +321,18 @@ class Recorder:
         self._hold_classes(kind)
         before = self._snapshot.attributes(root, path, attributes)
         self._followed[id(value)] = Followed(value, root, path, attributes, before)
-        self._reader.meet(kind, root, (*path, ".__class__"))
+        self.reader.meet(kind, root, (*path, ".__class__"))
         counts = id(value) not in self._modules if isinstance(value, nn.Module) else is_own(kind.__module__)
         if path and counts and tells_its_class(value):
             self._note((root, (*path, ".__class__")), fingerprint(kind), kind)
-        if PAST_THE_CLASS & self._reader.names:
+        if PAST_THE_CLASS & self.reader.names:
             self._past_its_class(self._followed[id(value)])
         if (isinstance(value, nn.Module) and root != "model") or not isinstance(value, nn.Module):
             self._tensors(root, path, value)
 
     def _past_its_class(self, followed: Followed) -> None:
         """Look at the attributes that code may read in a way of which no one is told, by their names."""
-        for name in sorted(followed.own & self._reader.names - followed.seen):
+        for name in sorted(followed.own & self.reader.names - followed.seen):
             followed.seen.add(name)
             self._found(followed.root, (*followed.path, f".{name}"), followed.before[name])
 
@@ -373,17 +373,6 @@ class Recorder:
                 inherited = next((vars(b)[name] for b in base.__mro__ if name in vars(b)), NOTHING)
                 if is_scalar(inherited) and not installed:
                     self._note((of, (f".{name}",)), fingerprint(inherited), inherited)
-
-    @property
-    def names(self) -> Set[str]:
-        """All names in the code of the user's functions that were met so far."""
-        return self._reader.names
-
-    def bases(self) -> Iterator[tuple[Place, str]]:
-        """The bases of the user's classes that were met and may be given others, by place."""
-        for met in self._reader.classes:
-            if met.root and met.kind.__bases__ != (object,):
-                yield (met.root, (*met.path, ".__mro__")), fingerprint(met.kind.__mro__)
 
     def _change(self, kind: type) -> bool:
         if kind in self._classes:

@@ -153,7 +153,8 @@ class Watch:
     def reads(self) -> tuple[Read, ...]:
         """What was read, in the order in which it was, and the settings of torch."""
         found: dict[Place, str] = {
-            ("torch", (step,)): fingerprint(self._settings[step]) for step in counting(self.recorder.names)
+            ("torch", (step,)): fingerprint(self._settings[step])
+            for step in counting(self.recorder.reader.names)
         }
         for place, (before, _) in self.left.changed.items() if self.left else ():
             if before is NOTHING and place[0].startswith("function "):
@@ -165,7 +166,7 @@ class Watch:
                 found.update(_unwritten(root, path, container, written) or {(root, path): value})
             else:
                 found[root, path] = value
-        found.update(self.recorder.bases())
+        found.update(self.recorder.reader.bases())
         return tuple(Read(*place, value) for place, value in found.items())
 
     def _hold_numbers(self) -> None:
