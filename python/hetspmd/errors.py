@@ -95,6 +95,10 @@ class ClockWarning(UserWarning):
     """The model's forward reads a clock, of which a plan keeps one reading."""
 
 
+class FileWarning(UserWarning):
+    """The model's forward looks at a file, of which a plan keeps one reading."""
+
+
 class TensorTypeWarning(UserWarning):
     """The model's forward asks whether the class of a value is just that of tensors."""
 

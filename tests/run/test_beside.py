@@ -118,9 +118,10 @@ def test_hooks_may_change_and_modules_not() -> None:
 
 
 def test_a_rank_with_another_attribute_is_named() -> None:
+    models = [Beside(lambda m, x: base(m, x) * m.k, k=1.0 + (rank == 2)) for rank in range(4)]
+
     def rank(communicator: Any) -> None:
-        model = Beside(lambda m, x: base(m, x) * m.k, k=1.0 + (communicator.rank == 2))
-        HAP(model, cluster(4, 2, 1, 1), example=(X,), process_group=communicator)
+        HAP(models[communicator.rank], cluster(4, 2, 1, 1), example=(X,), process_group=communicator)
 
     with pytest.raises(PlanMismatchError, match=r"rank 2 has another model than rank 0: its k is 2\.0"):
         run_ranks(4, rank)

@@ -56,6 +56,11 @@ def named_error(error: Exception, model: nn.Module) -> HetspmdError:
     kind = type(error).__name__
     text = str(error).strip().split("\n")[0].rstrip(".")
     numpy = ".numpy() is not supported" in text
+    if _was_looked_at(frames):
+        return TraceError(
+            f"the trace cannot look at an object{where}: its class raises {kind}: {text}, where an object answers "
+            "or raises AttributeError. Let it do so: object.__getattribute__(self, name) has both"
+        )
     if kind in _UNTRACEABLE or "data-dependent" in text or "FakeTensor" in text or numpy:
         advice = _rewrite(frame.line or "" if frame else "", [f.filename for f in frames])
         return TraceError(
@@ -94,6 +99,15 @@ def _model_frame(frames: traceback.StackSummary) -> traceback.FrameSummary | Non
         if not (_is_torch(name) or own(name) or of_python or name.startswith("<")):
             return frame
     return None
+
+
+def _was_looked_at(frames: traceback.StackSummary) -> bool:
+    """Whether a special method of the user's has raised the error when the trace looked what it reads."""
+    looking, last = _below(Path(__file__).parent / "host"), _model_frame(frames)
+    if last is None or not last.name.startswith("__"):
+        return False
+    before = frames.index(last) - 1
+    return before >= 0 and looking(frames[before].filename)
 
 
 def _is_torch(name: str) -> bool:

@@ -96,8 +96,7 @@ def trace(
     place = trace_device(device)
     mode = compat.fake_mode()
     fakes = [fake_like(mode, leaves[i].detach(), place) for i in tensor_leaves]
-    watch = Watch(model, loss, numbers=numbers, randomness=host_randomness)
-    watch.recorder.given((args, dict(kwargs)))
+    watch = _watch(model, loss, (args, dict(kwargs)), numbers, host_randomness)
     fakes += [fake_like(mode, number, place) for number in watch.number_tensors()]
     step = Step(model, loss, leaves, spec, training=training, watch=watch)
     parameters, trainable = _names(model.named_parameters(remove_duplicate=False))
@@ -162,6 +161,19 @@ def trace(
     if states is not None:
         states += watch.states
     return replace(graph, autocast=autocast_state(place.type))
+
+
+def _watch(
+    model: nn.Module, loss: Loss | None, batch: object, numbers: Sequence[Place], randomness: HostRandomness
+) -> Watch:
+    try:
+        watch = Watch(model, loss, numbers=numbers, randomness=randomness)
+        watch.recorder.given(batch)
+        return watch
+    except HetspmdError:
+        raise
+    except Exception as error:  # the model's objects may raise anything when they are looked at
+        raise named_error(error, model) from error
 
 
 def leaf_path(name: str) -> str:

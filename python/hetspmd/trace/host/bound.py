@@ -1,9 +1,9 @@
 """Names that held a clock before a model was traced: ``from time import time``, ``self.clock = perf_counter``.
 
-Replacing functions in their modules (:mod:`hetspmd.trace.host.clocks`) does not reach them. So a stand-in lies in
+Replacing functions in their modules (:mod:`hetspmd.trace.host.asked`) does not reach them. So a stand-in lies in
 each place where its code finds one: in variables of modules and of closures, on modules, objects and classes,
-in lists and dicts, and among defaults of arguments. It lies there only while forward runs. The elements of a tuple
-and objects that cannot be changed are not reached.
+in lists and dicts, and among defaults of arguments. It lies there only while forward runs. Nothing can be put into
+a tuple or onto an object that cannot be changed: what is there counts as called.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from datetime import date, datetime
 from types import BuiltinFunctionType, CellType, FrameType, FunctionType
 from typing import Any, Final
 
-from hetspmd.trace.host.clocks import SOURCES, Source, note
-from hetspmd.trace.host.places import NOTHING, Path, Roots, Variables, own, put
+from hetspmd.trace.host.asked import note, note_held
+from hetspmd.trace.host.places import NOTHING, Path, Roots, Variables, own, put, text
+from hetspmd.trace.host.sources import SOURCES, Source
 from hetspmd.trace.host.stand_ins import MOMENTS, StandIn, calendar, is_calendar, original
 
 _METHODS: Final = {
@@ -39,7 +40,7 @@ class Bound:
 
     def __init__(self, roots: Roots) -> None:
         self._roots = roots
-        self._places: dict[_Key, tuple[Callable[[], None], Callable[[], None]]] = {}
+        self._places: dict[_Key, _Place] = {}
         self._active: list[_Key] | None = None
 
     def look(self, root: str, path: Path, value: Any) -> None:
@@ -48,19 +49,21 @@ class Bound:
         if made is not None:
             holder, step = self._roots.holder(root, path), path[-1]
             if holder is not NOTHING:
-                self._add(_key(holder, step), _Place(holder, step, made))
+                self._add(_key(holder, step), _Place(holder, step, made, text(root, path)))
 
     def defaults(self, function: FunctionType) -> None:
         """Look at the defaults of a function's arguments."""
         given = function.__defaults__ or ()
         made = tuple(d if (s := _stand_in_for(d)) is None else s for d in given)
         if any(a is not b for a, b in zip(given, made, strict=True)):
-            self._add((id(function), _DEFAULTS), _Place(function, _DEFAULTS, made))
+            self._add((id(function), _DEFAULTS), _Place(function, _DEFAULTS, made, function.__qualname__))
         for name, value in (function.__kwdefaults__ or {}).items():
             stand_in = _stand_in_for(value)
             if stand_in is not None:
                 holder = Variables(function.__kwdefaults__ or {})
-                self._add(_key(holder, f".{name}"), _Place(holder, f".{name}", stand_in))
+                self._add(
+                    _key(holder, f".{name}"), _Place(holder, f".{name}", stand_in, function.__qualname__)
+                )
 
     @contextmanager
     def placed(self) -> Iterator[None]:
@@ -77,18 +80,19 @@ class Bound:
 
     def _add(self, key: _Key, place: _Place) -> None:
         if key not in self._places:
-            self._places[key] = place.swap, place.put_back
+            self._places[key] = place
             if self._active is not None:
                 self._place(key)
 
     def _place(self, key: _Key) -> None:
-        swap, put_back = self._places[key]
+        place = self._places[key]
         with _LOCK:
-            count, back = _PLACED.get(key, (0, put_back))
+            count, back = _PLACED.get(key, (0, place.put_back))
             if not count:
                 try:
-                    swap()
+                    place.swap()
                 except (TypeError, AttributeError):  # what cannot be changed: a tuple, a frozen object
+                    place.assume()
                     return
             _PLACED[key] = count + 1, back
         if self._active is not None:
@@ -98,8 +102,8 @@ class Bound:
 class _Place:
     """One place, and the stand-in for what it holds."""
 
-    def __init__(self, holder: Any, step: str, stand_in: Any) -> None:
-        self._holder, self._step, self._stand_in = holder, step, stand_in
+    def __init__(self, holder: Any, step: str, stand_in: Any, name: str) -> None:
+        self._holder, self._step, self._stand_in, self._name = holder, step, stand_in, name
         self._before: Any = NOTHING
 
     def swap(self) -> None:
@@ -111,6 +115,11 @@ class _Place:
         """Put back what was there, unless the model has put something else there."""
         if self._own() is self._stand_in:
             self._put(self._before)
+
+    def assume(self) -> None:
+        """Note that what lies there is called, though nothing can stand there that would tell so."""
+        if isinstance(self._stand_in, StandIn) and (source := _source_of(self._stand_in.of)) is not None:
+            note_held(source.kind, source.called, self._name)
 
     def _own(self) -> Any:
         if isinstance(self._holder, type):  # as it lies there, a staticmethod for one
@@ -146,8 +155,7 @@ def _stand_in_for(value: Any) -> Any:
     """What stands for a clock; None for anything else."""
     if is_calendar(value):
         return calendar(value, _noted)
-    function = value.func if isinstance(value, functools.partial) else value
-    source = _KNOWN.get(function) if isinstance(function, BuiltinFunctionType) else None
+    source = _source_of(value)
     if source is None:
         return None
     before = value.args if isinstance(value, functools.partial) else ()
@@ -157,6 +165,11 @@ def _stand_in_for(value: Any) -> Any:
             note(source.kind, source.called, frame)
 
     return StandIn(value, told)
+
+
+def _source_of(value: Any) -> Source | None:
+    function = value.func if isinstance(value, functools.partial) else value
+    return _KNOWN.get(function) if isinstance(function, BuiltinFunctionType) else None
 
 
 def _noted(called: str, frame: FrameType) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hetspmd.trace.host.classes import Classes, Met
 from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
-from hetspmd.trace.host.kinds import parts_of
+from hetspmd.trace.host.kinds import answers, parts_of
 from hetspmd.trace.host.names import computes_names, constants_in, named_in, names_in
 from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content
 from hetspmd.trace.host.plain import fingerprint, is_plain, is_scalar
@@ -42,7 +42,7 @@ class Reader:
 
     The holder is a cell, a module, a class, or the function itself for its defaults and attributes. Classes and
     modules count where they are of dates and the code asks what day it is. ``visited`` is told every function.
-    ``everything``: all members of classes count.
+    ``everything``: all members of classes count, and what does not answer is passed by.
     """
 
     def __init__(
@@ -130,6 +130,8 @@ class Reader:
 
     def _variable(self, root: str, name: str, value: Any, holder: Any, names: frozenset[str]) -> None:
         """A variable; of a module or a class what the code names of it."""
+        if self._everything and not answers(value):
+            return
         value = original(value)
         if type(value) is FunctionType:
             self._tell(root, (f".{name}",), value, holder)

@@ -96,7 +96,7 @@ def held(value: Any) -> Any:
     return _shown(value)
 
 
-_OPAQUE: Final = frozenset({"_queue", "_csv", "mmap"})
+_OPAQUE: Final = frozenset({"_csv", "_dbm", "_gdbm", "_queue", "dbm.sqlite3", "mmap", "sqlite3"})
 """Modules of the standard library whose objects hold what nothing but taking it out tells."""
 
 

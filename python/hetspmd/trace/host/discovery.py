@@ -10,7 +10,7 @@ from torch import nn
 from hetspmd.trace.host.code import Reader
 from hetspmd.trace.host.content import held, is_followed_kind, own_attributes, referent
 from hetspmd.trace.host.foreign import is_foreign, is_own
-from hetspmd.trace.host.kinds import bound_to, is_function
+from hetspmd.trace.host.kinds import answers, bound_to, is_function
 from hetspmd.trace.host.members import members
 from hetspmd.trace.host.places import Path, Roots
 from hetspmd.trace.host.plain import is_container, is_scalar, type_name
@@ -87,7 +87,7 @@ class _Walk:
 
     def value(self, value: Any) -> None:
         """What a value leads to."""
-        if id(value) in self._seen:
+        if id(value) in self._seen or not answers(value):
             return
         if is_own(type(value).__module__):
             self._reader.meet(type(value), "", (), made=True)

@@ -19,7 +19,7 @@ from hetspmd.trace.host.places import Path
 from hetspmd.trace.host.plain import is_scalar
 from hetspmd.trace.host.steps import step_to
 
-__all__ = ["bound_to", "is_function", "is_iterator"]
+__all__ = ["answers", "bound_to", "is_function", "is_iterator", "made_of", "parts_of", "tells_its_class"]
 
 _BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
 _FUNCTIONS = (*_BOUND, FunctionType, functools.partial)
@@ -59,6 +59,14 @@ def tells_its_class(value: object) -> bool:
     """Whether an object says of which class it is: its class may say anything, or nothing."""
     try:
         return value.__class__ is type(value)
+    except Exception:  # a class may raise anything when it is asked
+        return False
+
+
+def answers(value: object) -> bool:
+    """Whether an object can be asked for its class at all, as ``isinstance`` does."""
+    try:
+        return value.__class__ is not None
     except Exception:  # a class may raise anything when it is asked
         return False
 

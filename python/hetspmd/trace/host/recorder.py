@@ -59,6 +59,7 @@ class Recorder:
         self.placed: set[Place] = set()
         self.probes: dict[int, torch.Tensor] = {}
         self.touched = False
+        self.failed: Exception | None = None
         self.comparison = ""
         self._followed: dict[int, Followed] = {}
         self._classes: list[type] = []
@@ -122,8 +123,8 @@ class Recorder:
                 return
             try:
                 self._read(followed, of, name, value)
-            except Exception:  # the next run of the model finds it again
-                followed.seen.discard(name)
+            except Exception as error:  # whoever reads the attribute may go on
+                self.failed = self.failed or error
                 raise
 
     def _read(self, followed: Followed, of: Any, name: str, value: Any) -> None:

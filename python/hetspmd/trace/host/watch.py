@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from hetspmd.errors import OptionError, TraceError
+from hetspmd.trace.host.asked import Asked
 from hetspmd.trace.host.changes import Left, numbers_of, owner_of, where
-from hetspmd.trace.host.clocks import Asked
 from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.facts import Read
 from hetspmd.trace.host.lines import drawing_line
@@ -96,6 +96,8 @@ class Watch:
         try:
             with AsNumbers(numbers) if numbers else nullcontext(), self.recorder.bound.placed():
                 output = call()
+            if self.recorder.failed is not None:
+                raise self.recorder.failed
             self._check(structure, grad, process)
             self.asked.check(frozen=self._randomness == "freeze")
             drawn = self._draws.changed()

@@ -1,36 +1,40 @@
-"""Clocks, and the system's random bytes, that a forward's Python asks for.
+"""Clocks, the system's random bytes, and files that a forward's Python asks for.
 
 They have no state that could be compared, as generators have (:mod:`hetspmd.trace.host.entropy`). So the functions
-of :mod:`time` and :mod:`os` are replaced while a model is traced, and note which line of the model has asked them.
-What torch and ``logging`` ask is no part of the model. Names that hold them already (``from time import time``) are
-replaced by :mod:`hetspmd.trace.host.bound`.
+by which Python asks (:mod:`hetspmd.trace.host.sources`) are replaced while a model is traced, and note the line of
+the model that has called them. What torch and ``logging`` ask is no part of the model, and neither are files that a
+module opens while it is imported. Names that hold the functions already (``from time import time``) are replaced by
+:mod:`hetspmd.trace.host.bound`.
 """
 
 from __future__ import annotations
 
-import os
-import random
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import wraps
 from types import FrameType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from hetspmd.errors import ClockWarning, TraceError
+from hetspmd.errors import ClockWarning, FileWarning, TraceError
 from hetspmd.trace.frames import frame_line
 from hetspmd.trace.host.foreign import is_foreign
 from hetspmd.trace.host.imported import put_right
+from hetspmd.trace.host.sources import Kind, Source, places
 
-__all__ = ["SOURCES", "Asked", "Source", "note"]
+__all__ = ["Asked", "note", "note_held"]
 
-_QUIET: Final = frozenset({"logging", "warnings"})
-"""Modules that look at a clock for their own purposes."""
+_QUIET: Final = frozenset({
+    "importlib", "inspect", "linecache", "logging", "pkgutil", "tokenize", "traceback", "warnings", "zipimport",
+})  # fmt: skip
+"""Modules that look at a clock, or at files, for their own purposes."""
+_READING: Final = ("numpy.", "torch.hub", "torch.serialization", "torch.storage")
+"""Modules that look at files for whoever calls them."""
+_ABOVE: Final = ("torch.", "hetspmd.")
+"""Modules that call the model."""
 
 _LOCK = threading.Lock()
 _REPLACED: list[tuple[Any, str, Any]] = []
@@ -43,52 +47,11 @@ _traces = 0
 _ASKED: ContextVar[Asked | None] = ContextVar("hetspmd_asked", default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A function that asks a clock, or the system for bytes. With ``given`` arguments it asks nothing, but
-    computes from the last of them."""
-
-    kind: Literal["clock", "bytes"]
-    called: str
-    given: int = 0
-
-    def asks(self, args: tuple[Any, ...], kwargs: object = ()) -> bool:
-        """Whether a call with these arguments asks."""
-        if not self.given:
-            return True
-        return not kwargs and (len(args) < self.given or args[self.given - 1] is None)
-
-
-_GIVEN: Final = {"gmtime": 1, "localtime": 1, "ctime": 1, "asctime": 1, "strftime": 2}
-_CLOCKS: Final = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
-_OF_TIME: Final = (*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS), *_GIVEN)
-
-
-def _places() -> Iterator[tuple[Any, str, Source]]:
-    """Where the functions lie that can be replaced."""
-    for name in _OF_TIME:
-        yield time, name, Source("clock", f"time.{name}", _GIVEN.get(name, 0))
-    yield os, "times", Source("clock", "os.times")
-    yield os, "urandom", Source("bytes", "os.urandom")
-    yield os, "getrandom", Source("bytes", "os.getrandom")
-    yield random, "_urandom", Source("bytes", "random.SystemRandom")
-    yield random.Random, "seed", Source("bytes", "random.Random without a seed", 2)
-    for name in ("_generate_time_safe", "_UuidCreate"):
-        yield sys.modules.get("uuid"), name, Source("bytes", "uuid.uuid1")
-
-
-SOURCES: Final[dict[Any, Source]] = {}
-"""The functions that other names may hold."""
-for _module, _name, _source in _places():
-    if _module in (time, os) and hasattr(_module, _name):
-        SOURCES.setdefault(getattr(_module, _name), _source)
-
-
 class Asked:
     """What one trace has asked: of each kind the first line."""
 
     def __init__(self) -> None:
-        self.clock = self.bytes = ""
+        self.clock = self.bytes = self.file = ""
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -112,7 +75,7 @@ class Asked:
             )
 
     def warn(self) -> None:
-        """Warn of a clock."""
+        """Warn of a clock, and of files."""
         if self.clock:
             warnings.warn(
                 f"the forward reads a clock {self.clock}: no step of a plan reads it again, and what depends on it "
@@ -121,15 +84,30 @@ class Asked:
                 ClockWarning,
                 stacklevel=3,
             )
+        if self.file:
+            warnings.warn(
+                f"the forward looks at a file, a folder or another process {self.file}: no step of a plan does "
+                "so again, and what depends on it stays as the trace has found it. Look before the call, and give "
+                "what is found to the model as an argument, or set it on the model; write after the call",
+                FileWarning,
+                stacklevel=3,
+            )
 
 
-def note(kind: Literal["clock", "bytes"], called: str, frame: FrameType) -> None:
+def note(kind: Kind, called: str, frame: FrameType) -> None:
     """Note that something was asked by the model's own code, if this thread traces."""
     asked = _ASKED.get()
     if asked is not None and not getattr(asked, kind):
-        caller = _of_the_model(frame)
-        if caller is not None:
+        caller = _of_the_model(frame, _READING if kind == "file" else ())
+        if caller is not None and not (kind == "file" and _imports(caller)):
             setattr(asked, kind, f"({called}) at {frame_line(caller)}")
+
+
+def note_held(kind: Kind, called: str, name: str) -> None:
+    """Note that a function that asks lies where nothing can stand for it, if this thread traces."""
+    asked = _ASKED.get()
+    if asked is not None and not getattr(asked, kind):
+        setattr(asked, kind, f"({called}, in {name})")
 
 
 def _replace() -> None:
@@ -137,7 +115,7 @@ def _replace() -> None:
     with _LOCK:
         if not _traces:
             _known = frozenset(sys.modules)
-            for holder, name, source in _places():
+            for holder, name, source in places():
                 _stand_in(holder, name, source)
         _traces += 1
 
@@ -171,13 +149,24 @@ def _stand_in(holder: Any, name: str, source: Source) -> None:
     setattr(holder, name, noting)
 
 
-def _of_the_model(frame: FrameType | None) -> FrameType | None:
-    """The model's own code that has called, by way of the standard library at most."""
+def _of_the_model(frame: FrameType | None, through: tuple[str, ...]) -> FrameType | None:
+    """The model's own code that has called, by way of the standard library and these modules at most."""
     while frame is not None:
-        name = str(frame.f_globals.get("__name__")).partition(".")[0]
+        module = str(frame.f_globals.get("__name__"))
+        name = module.partition(".")[0]
         if name in _QUIET:
             return None
-        if name == "__main__" or name not in sys.stdlib_module_names:
+        passes = name in sys.stdlib_module_names and name != "__main__"
+        if not passes and not module.startswith(through):
             return None if is_foreign(name) else frame
         frame = frame.f_back
     return None
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Whether the model's code imports a module, on whose behalf this frame runs."""
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_ABOVE):
+        if str(frame.f_globals.get("__name__")).startswith("importlib._bootstrap"):
+            return True
+        frame = frame.f_back
+    return False

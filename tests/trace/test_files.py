@@ -1,0 +1,203 @@
+"""Files, folders, databases and other processes that forward looks at: named, with the line."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import importlib
+import inspect
+import io
+import json
+import linecache
+import logging
+import os
+import pickle
+import sqlite3
+import subprocess
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Callable
+from os import listdir
+from os.path import exists
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hetspmd.errors import ClockWarning, FileWarning, TraceError
+from hetspmd.trace.trace import trace
+
+X = torch.randn(4, 3)
+HERE = Path(__file__)
+FOLDER = Path(tempfile.mkdtemp())
+TEXT = FOLDER / "number.txt"
+opener = open
+IN_A_TUPLE = (open,)
+
+
+class Scaled(nn.Module):
+    """Its loss times a number that Python makes."""
+
+    def __init__(self, number: Callable[[], float]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.number = number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.lin(x) * self.number()).sum()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def files() -> None:
+    TEXT.write_text("2.0", encoding="utf-8")
+    np.save(FOLDER / "array.npy", np.array([2.0]))
+    np.array([2.0]).tofile(FOLDER / "raw")
+    (FOLDER / "number.json").write_text('{"k": 2.0}', encoding="utf-8")
+    (FOLDER / "number.pickle").write_bytes(pickle.dumps(2.0))
+    with gzip.open(FOLDER / "number.gz", "wt") as packed:
+        packed.write("2.0")
+    with zipfile.ZipFile(FOLDER / "number.zip", "w") as archive:
+        archive.writestr("number", "2.0")
+
+
+def _from_json() -> float:
+    with open(FOLDER / "number.json", encoding="utf-8") as file:
+        return float(json.load(file)["k"])
+
+
+def _of_database() -> float:
+    with sqlite3.connect(":memory:") as database:
+        return float(database.execute("select 2.0").fetchone()[0])
+
+
+def _by_descriptor() -> float:
+    descriptor = os.open(TEXT, os.O_RDONLY)
+    try:
+        return float(os.read(descriptor, 3))
+    finally:
+        os.close(descriptor)
+
+
+def _appended() -> float:
+    with open(FOLDER / "log", "a", encoding="utf-8") as log:
+        return 1.0 + 0.0 * log.write("x")
+
+
+def _saved() -> float:
+    torch.save({}, FOLDER / "saved.pt")
+    return 1.0
+
+
+def _opened(how: Callable[..., Any]) -> float:
+    with how(TEXT) as file:
+        return float(file.read())
+
+
+WAYS: dict[str, Callable[[], float]] = {
+    "open": lambda: _opened(open),
+    "io.open": lambda: _opened(io.open),
+    "another name": lambda: _opened(opener),
+    "path": lambda: float(TEXT.read_text(encoding="utf-8")),
+    "bytes": lambda: float(TEXT.read_bytes()),
+    "json": _from_json,
+    "pickle": lambda: float(pickle.loads((FOLDER / "number.pickle").read_bytes())),
+    "gzip": lambda: float(gzip.open(FOLDER / "number.gz").read()),  # noqa: SIM115  # closed when it is collected
+    "zip": lambda: float(zipfile.ZipFile(FOLDER / "number.zip").read("number")),
+    "descriptor": _by_descriptor,
+    "numpy": lambda: float(np.load(FOLDER / "array.npy")[0]),
+    "raw": lambda: float(np.fromfile(FOLDER / "raw")[0]),
+    "map": lambda: float(np.memmap(FOLDER / "raw", dtype=float, mode="r")[0]),
+    "exists": lambda: 1.0 + os.path.exists(TEXT),
+    "path exists": lambda: 1.0 + TEXT.exists(),
+    "exists by its own name": lambda: 1.0 + exists(TEXT),
+    "size": lambda: float(os.path.getsize(TEXT)),
+    "time of change": lambda: os.path.getmtime(TEXT) % 7.0,
+    "folder": lambda: float(len(os.listdir(FOLDER))),
+    "folder by its own name": lambda: float(len(listdir(FOLDER))),
+    "path's folder": lambda: float(len(list(FOLDER.iterdir()))),
+    "pattern": lambda: float(len(glob.glob(f"{FOLDER}/*"))),
+    "walk": lambda: float(len(list(os.walk(FOLDER)))),
+    "working folder": lambda: float(len(os.getcwd())),
+    "relative": lambda: float(len(os.path.abspath("x"))),
+    "database": _of_database,
+    "process": lambda: float(subprocess.run(["echo", "2"], check=True, capture_output=True).stdout),
+    "shell": lambda: 1.0 + os.system("true"),
+    "append": _appended,
+    "save": _saved,
+    "random bytes of the system": lambda: 1.0 + (Path("/dev/urandom").exists() and 0.0),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_forward_looks_at_is_named_with_its_line(name: str) -> None:
+    with pytest.warns(FileWarning, match=r"looks at a file.* at .*test_files\.py:\d+: .*no step of a plan"):
+        trace(Scaled(WAYS[name]), (X,), {})
+
+
+def test_elements_of_a_tuple_count_as_called() -> None:
+    with pytest.warns(FileWarning, match=r"\(open, in IN_A_TUPLE\[0\] of module test_files\)"):
+        trace(Scaled(lambda: _opened(IN_A_TUPLE[0])), (X,), {})
+    clocks = (__import__("time").time,)
+    with pytest.warns(ClockWarning, match=r"\(time\.time, in clocks\[0\], a variable around .*lambda"):
+        trace(Scaled(lambda: 1.0 + 0.0 * clocks[0]()), (X,), {})
+
+
+DATABASE = sqlite3.connect(":memory:")
+HANDLE = HERE.open(encoding="utf-8")
+
+
+@pytest.mark.parametrize("how", ["database", "handle"])
+def test_what_was_opened_before_is_refused(how: str) -> None:
+    def of_database() -> float:
+        return float(DATABASE.execute("select 2.0").fetchone()[0])
+
+    def of_handle() -> float:
+        return float(len(HANDLE.readline()))
+
+    number = of_database if how == "database" else of_handle
+    with pytest.raises(TraceError, match=r"forward reads (DATABASE|HANDLE) of module test_files"):
+        trace(Scaled(number), (X,), {})
+
+
+def _logs() -> float:
+    logging.getLogger("test_files").warning("one step")
+    return 1.0
+
+
+def _looks_at_its_source() -> float:
+    linecache.clearcache()
+    return 1.0 + 0.0 * len(inspect.getsource(_logs))
+
+
+LAZY = "import json\nWIDE = json.load(open(%r))['k']\n"
+
+
+def test_imports_logs_and_sources_are_no_files_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lazily_imported.py").write_text(LAZY % str(FOLDER / "number.json"), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def imports() -> float:
+        return float(importlib.import_module("lazily_imported").WIDE)
+
+    for number in (_logs, _looks_at_its_source, imports):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FileWarning)
+            trace(Scaled(number), (X,), {})
+
+
+def test_functions_are_python_s_own_again_after_a_trace_that_fails() -> None:
+    before = open, os.stat, os.listdir, torch.save, subprocess.Popen.__init__
+
+    def fails() -> float:
+        _opened(open)
+        raise ZeroDivisionError
+
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        trace(Scaled(fails), (X,), {})
+    assert (open, os.stat, os.listdir, torch.save, subprocess.Popen.__init__) == before
