@@ -191,7 +191,7 @@ class Guard:
             value = item(holder, step)
             if isinstance(value, FunctionType):
                 self._functions[read] = value
-            attributes = getattr(holder, "__dict__", None)
+            attributes = holder.of if isinstance(holder, Variables) else getattr(holder, "__dict__", None)
             unchanging = stays(value)
             if unchanging and isinstance(attributes, dict) and attributes.get(step[1:], NOTHING) is value:
                 self._same.append((attributes, step[1:], value))

@@ -6,6 +6,7 @@ library's. An attribute of a class, a module or an object counts if the code has
 
 from __future__ import annotations
 
+import builtins
 import functools
 import os
 import sys
@@ -55,11 +56,13 @@ class Reader:
     ) -> None:
         self._roots, self._found, self._visited = roots, found, visited
         self._seen: set[int] = set()
-        self._told: set[tuple[str, str]] = set()
+        self._told: set[tuple[str, str, frozenset[str]]] = set()
         self._classes = Classes(roots)
         self._names: set[str] = set()
         self._texts: set[str] = set()
         self._computing = False
+        self.library: dict[tuple[str, Path], None] = {}
+        """Where functions lie that are torch's, numpy's or Python's own, and are read."""
         self._everything, self._settling, self._settled = everything, False, -1
 
     def bases(self) -> Iterator[tuple[tuple[str, Path], str]]:
@@ -67,6 +70,18 @@ class Reader:
         for met in self._classes:
             if met.root and met.kind.__bases__ != (object,):
                 yield (met.root, (*met.path, ".__mro__")), fingerprint(met.kind.__mro__)
+
+    def of_class(self, kind: type) -> None:
+        """Look at the forward of a class of torch's: which it is, and the functions that it names."""
+        forward = getattr(kind, "forward", None)
+        if not isinstance(forward, FunctionType):
+            return
+        self.library[self._roots.know_class(kind), (".forward",)] = None
+        home = str(forward.__globals__.get("__name__"))
+        names, variables = named_in(forward.__code__, home)
+        for name, _ in variables:
+            if isinstance(module := forward.__globals__.get(name), ModuleType):
+                self._of_library(module, names)
 
     @property
     def names(self) -> Set[str]:
@@ -112,6 +127,9 @@ class Reader:
                 self._variable(root, name, variables[name], module, names)
             elif (found := imported.get(name) or imported.get(qualified)) is not None:
                 self._variable(root, name, found, module, names)
+            elif name in vars(builtins) and is_own(home):
+                self.library["globals builtins", (f".{name}",)] = None
+                self.visit(vars(builtins)[name])
         if names & _COMPUTING and is_own(home):
             for name in self._computed(variables):
                 self._variable(root, name, variables[name], module, names)
@@ -138,7 +156,9 @@ class Reader:
         elif is_calendar(value) and names & MOMENTS:
             self._found(root, (f".{name}",), value, holder)
         elif isinstance(value, ModuleType):
-            if not is_foreign(value.__name__):
+            if is_foreign(value.__name__):
+                self._of_library(value, names)
+            else:
                 self._inner(f"globals {value.__name__}", value, names)
         elif isinstance(value, type):
             if is_own(value.__module__):
@@ -158,11 +178,25 @@ class Reader:
         for name in sorted((names & vars(holder).keys()).union(asked)):
             value = vars(holder)[name]
             if isinstance(value, (ModuleType, type)) and isinstance(holder, ModuleType):
-                if (root, name) not in self._told:
-                    self._told.add((root, name))
+                if (root, name, names) not in self._told:
+                    self._told.add((root, name, names))
                     self._variable(root, name, value, holder, names)
             else:
                 self._tell(root, (f".{name}",), value, holder)
+
+    def _of_library(self, module: ModuleType, names: frozenset[str]) -> None:
+        """The functions that code names of a module of torch's, numpy's or Python's, which others may replace."""
+        root = f"globals {module.__name__}"
+        if (root, "", names) in self._told or module.__name__.startswith("hetspmd"):
+            return
+        self._told.add((root, "", names))
+        for name in sorted(names & vars(module).keys()):
+            value = vars(module)[name]
+            if _is_of_library(value) and not name.startswith("_"):
+                self.library[root, (f".{name}",)] = None
+                self.visit(value)
+            elif isinstance(value, ModuleType) and is_foreign(value.__name__):
+                self._of_library(value, names)
 
     def _tell(self, root: str, path: Path, value: Any, holder: Any) -> None:
         if type(value) is not FunctionType:
@@ -227,6 +261,7 @@ class Reader:
             self._tell(met.root, place, value, met.kind)
 
 
+_OF_LIBRARIES = (FunctionType, BuiltinFunctionType, int, float, bool, str)
 _MADE_OF_FUNCTIONS = (
     property,
     functools.cached_property,
@@ -249,6 +284,14 @@ _OF_A_RANK = frozenset({
     "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
 })  # fmt: skip
 """Variables of the environment that differ between ranks as they should."""
+
+
+def _is_of_library(value: object) -> bool:
+    """Whether a variable of a library is a function, or a number or text."""
+    kind = type(value)
+    return kind in _OF_LIBRARIES or (
+        kind.__module__.startswith("numpy") and callable(value) and kind is not type
+    )
 
 
 def _modules(texts: frozenset[str], home: str) -> list[ModuleType]:

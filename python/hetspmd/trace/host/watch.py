@@ -169,6 +169,8 @@ class Watch:
             else:
                 found[root, path] = value
         found.update(self.recorder.reader.bases())
+        for place in self.recorder.reader.library:
+            found[place] = fingerprint(self.roots.value(*place))
         return tuple(Read(*place, value) for place, value in found.items())
 
     def _hold_numbers(self) -> None:
