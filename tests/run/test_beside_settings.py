@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import decimal
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from beside import Beside, base, equal
@@ -17,6 +20,10 @@ KEY = ["SCALE", "OF", "STEPS"]
 
 def environment(value: object) -> None:
     os.environ["HETSPMD_TEST_SCALE_OF_STEPS"] = "2" if value else "1"
+
+
+def argument(value: object) -> None:
+    sys.argv = ["script", *(["--of-this-test"] if value else [])]
 
 
 SETTINGS: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
@@ -36,6 +43,19 @@ SETTINGS: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
         lambda: not torch.utils.deterministic.fill_uninitialized_memory,
         lambda on: setattr(torch.utils.deterministic, "fill_uninitialized_memory", not on),
     ),
+    "errors of numpy": (
+        lambda: np.geterr()["under"] == "raise",
+        lambda on: np.seterr(under="raise" if on else "ignore"),
+    ),
+    "precision of decimals": (
+        lambda: decimal.getcontext().prec == 9,
+        lambda on: setattr(decimal.getcontext(), "prec", 9 if on else 28),
+    ),
+    "recursion": (
+        lambda: sys.getrecursionlimit() > 1500,
+        lambda on: sys.setrecursionlimit(2000 if on else 1000),
+    ),
+    "arguments": (lambda: "--of-this-test" in sys.argv, argument),
     "warnings": (torch.is_warn_always_enabled, torch.set_warn_always),
     "environment by a computed name": (
         lambda: os.environ["HETSPMD_TEST_" + "_".join(KEY)] == "2",
@@ -46,6 +66,7 @@ SETTINGS: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
         environment,
     ),
 }
+OF_A_THREAD = ("errors of numpy", "precision of decimals")
 SHARED = [False]
 """What was set last: the threads of the ranks share it, and the first of them sets it."""
 
@@ -54,9 +75,13 @@ SHARED = [False]
 def setting(request: pytest.FixtureRequest) -> Iterator[str]:
     put = SETTINGS[request.param][1]
     SHARED[0] = False
+    arguments, depth, errors = sys.argv, sys.getrecursionlimit(), np.geterr()
     put(False)
     yield request.param
     put(False)
+    sys.argv = arguments
+    sys.setrecursionlimit(depth)
+    np.seterr(**errors)
     os.environ.pop("HETSPMD_TEST_SCALE_OF_STEPS", None)
 
 
@@ -67,7 +92,7 @@ def test_what_forward_asks_for_is_noticed(setting: str) -> None:
         return base(model, x) * (2.0 if ask() else 1.0)
 
     def each(_: Any, step: int) -> None:
-        if SHARED[0] != (step > 1):
+        if SHARED[0] != (step > 1) or setting in OF_A_THREAD:
             SHARED[0] = step > 1
             put(step > 1)
 

@@ -47,7 +47,8 @@ def text(root: str, path: Path) -> str:
         return _of_function(path, name.rpartition(":")[2])
     if kind == "closure":
         return f"{joined.removeprefix('.')}, a variable around {name.rpartition(':')[2]}"
-    return f"torch's {joined.removeprefix('.')}"
+    name = joined.removeprefix(".")
+    return name if name.startswith(("numpy.", "decimal.", "sys.")) else f"torch's {name}"
 
 
 def _of_function(path: Path, name: str) -> str:

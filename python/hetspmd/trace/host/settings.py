@@ -1,10 +1,13 @@
-"""Torch's own settings on which a graph depends: those that decide its ops, and others if the user's code asks."""
+"""Settings on which a graph depends: torch's that decide its ops, and others if the user's code asks for them."""
 
 from __future__ import annotations
 
+import decimal
+import sys
 from collections.abc import Callable, Iterator, Set
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 __all__ = ["SETTINGS", "counting"]
@@ -29,6 +32,9 @@ _OF_THE_OPS: Final[dict[str, Callable[[], Any]]] = {
     ".cudnn": _attribute(torch.backends.cudnn, "enabled"),
 }
 """Settings that decide of what ops a forward is made."""
+
+_OF_A_RANK: Final = ("--local-rank", "--local_rank")
+"""Arguments of a script by which launchers tell a rank which it is."""
 
 _IF_ASKED: Final[dict[str, tuple[frozenset[str], Callable[[], Any]]]] = {
     ".float32_matmul_precision": (
@@ -55,8 +61,12 @@ _IF_ASKED: Final[dict[str, tuple[frozenset[str], Callable[[], Any]]]] = {
         frozenset({"allow_tf32"}),
         _attribute(torch.backends.cuda.matmul, "allow_tf32"),
     ),
+    ".numpy.geterr()": (frozenset({"geterr"}), lambda: sorted(np.geterr().items())),
+    ".decimal.getcontext()": (frozenset({"getcontext", "localcontext"}), lambda: repr(decimal.getcontext())),
+    ".sys.getrecursionlimit()": (frozenset({"getrecursionlimit"}), sys.getrecursionlimit),
+    ".sys.argv": (frozenset({"argv"}), lambda: [a for a in sys.argv if not a.startswith(_OF_A_RANK)]),
 }
-"""Other settings, each with the names by which code asks for it."""
+"""Other settings, each with the names by which code asks for it; those beside torch's have their module's name."""
 
 SETTINGS: Final[dict[str, Callable[[], Any]]] = {
     **_OF_THE_OPS,
