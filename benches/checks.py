@@ -107,6 +107,7 @@ def row(name: str, found: list[Checked]) -> str:
     )
 
 
+_DEFAULT = ("BERT", "ResNet-50")
 HEAD = """| model | unchecked, s | checked / unchecked | middle half | finding the plan, ms | of a step |
 |---|--:|--:|--:|--:|--:|"""
 
@@ -114,12 +115,14 @@ HEAD = """| model | unchecked, s | checked / unchecked | middle half | finding t
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "names", nargs="*", default=["BERT", "ResNet-50"], choices=list(MODELS), metavar="NAME"
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)} (default: {' '.join(_DEFAULT)})"
     )
     parser.add_argument("--rounds", type=int, default=20, help="pairs of steps (default: %(default)s)")
     options = parser.parse_args()
+    if unknown := set(options.names) - MODELS.keys():
+        parser.error(f"there is no {', '.join(sorted(unknown))}; NAME is one of {', '.join(MODELS)}")
     print(HEAD)
-    for name in options.names:
+    for name in options.names or _DEFAULT:
         print(row(name, measure(name, options.rounds)), flush=True)
     return 0
 
