@@ -23,7 +23,11 @@ SUB = types.ModuleType("parts_of_a_package.sub")
 PARTS.__file__ = SUB.__file__ = __file__
 PARTS.sub = SUB  # type: ignore[attr-defined]
 sys.modules[PARTS.__name__], sys.modules[SUB.__name__] = PARTS, SUB
-SUB.ONE = SUB.TWO = 1.0  # type: ignore[attr-defined]
+SUB.ONE = SUB.TWO = "once"  # type: ignore[attr-defined]
+
+
+FACTORS = {"once": 1.0, "thrice": 3.0}
+"""Texts for numbers: a number may be an input of a plan, and the threads of these ranks share what they set."""
 
 
 def twice(value: Any, *_: Any, **__: Any) -> Any:
@@ -45,11 +49,11 @@ def without_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def first(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return base(model, x) * PARTS.sub.ONE  # type: ignore[attr-defined]
+    return base(model, x) * FACTORS[PARTS.sub.ONE]  # type: ignore[attr-defined]
 
 
 def second(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return first(model, x) * PARTS.sub.TWO  # type: ignore[attr-defined]
+    return first(model, x) * FACTORS[PARTS.sub.TWO]  # type: ignore[attr-defined]
 
 
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -65,18 +69,20 @@ PLACES: dict[str, tuple[Forward, Any, str, Any]] = {
     "ufunc": (lambda m, x: base(m, x) * float(np.sqrt(4.0)), np, "sqrt", thrice),
     "numpy": (lambda m, x: base(m, x) * float(np.mean([4.0])), np, "mean", lambda _: 3.0),
     "operator": (lambda m, x: base(m, x) * operator.neg(-2.0), operator, "neg", lambda _: 3.0),
-    "a number of torch's": (lambda m, x: base(m, x) * torch.e, torch, "e", 3.0),
-    "a name of sys": (lambda m, x: base(m, x) * sys.of_this_test, sys, "of_this_test", 3.0),  # type: ignore[attr-defined]
-    "a builtin": (lambda m, x: base(m, x) * of_this_test, builtins, "of_this_test", 3.0),  # type: ignore[name-defined]  # noqa: F821
-    "a part of the user's package": (second, SUB, "TWO", 2.0),
+    "a name of torch": (lambda m, x: base(m, x) * FACTORS[torch.of_this_test], torch, "of_this_test", "thrice"),  # type: ignore[attr-defined]
+    "a name of sys": (lambda m, x: base(m, x) * FACTORS[sys.of_this_test], sys, "of_this_test", "thrice"),  # type: ignore[attr-defined]
+    "a builtin": (lambda m, x: base(m, x) * FACTORS[of_this_test], builtins, "of_this_test", "thrice"),  # type: ignore[name-defined]  # noqa: F821
+    "a part of the user's package": (second, SUB, "TWO", "thrice"),
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def names() -> Iterator[None]:
-    sys.of_this_test = builtins.of_this_test = 1.0  # type: ignore[attr-defined]
+    for module in (sys, builtins, torch):
+        module.of_this_test = "once"  # type: ignore[attr-defined]
     yield
-    del sys.of_this_test, builtins.of_this_test  # type: ignore[attr-defined]
+    for module in (sys, builtins, torch):
+        del module.of_this_test  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", PLACES)

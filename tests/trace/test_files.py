@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import glob
 import gzip
 import importlib
@@ -201,3 +202,13 @@ def test_functions_are_python_s_own_again_after_a_trace_that_fails() -> None:
     with pytest.raises(Exception, match="ZeroDivisionError"):
         trace(Scaled(fails), (X,), {})
     assert (open, os.stat, os.listdir, torch.save, subprocess.Popen.__init__) == before
+
+
+def test_the_variables_of_python_s_modules_are_left_alone() -> None:
+    namespace: dict[str, Any] = {"PATH": TEXT}
+    exec("def number():\n    with open(PATH) as file:\n        return float(file.read())", namespace)
+    assert namespace["__builtins__"]["open"] is open
+    before = dict(vars(builtins))
+    with pytest.warns(FileWarning, match="open"):
+        trace(Scaled(lambda: float(namespace["number"]())), (X,), {})
+    assert dict(vars(builtins)) == before

@@ -19,7 +19,7 @@ from torch import nn
 
 from hetspmd.trace.compat import outside_modes
 from hetspmd.trace.host.content import own_attributes
-from hetspmd.trace.host.foreign import is_installed
+from hetspmd.trace.host.foreign import is_foreign, is_installed
 from hetspmd.trace.host.in_place import Content
 from hetspmd.trace.host.members import Members, members
 from hetspmd.trace.host.places import NOTHING, Path, Variables, content
@@ -83,7 +83,7 @@ class Snapshot:
         """Hold a list, dict, set or deque, and those inside it."""
         if path and path[-1][1:] in OF_TORCH:
             return
-        if id(value) in self._containers or not is_container(value):
+        if id(value) in self._containers or not is_container(value) or _is_of_python(value):
             return
         if not isinstance(value, (tuple, frozenset)):
             self._containers[id(value)] = _Held(root, path, value, _copied(value))
@@ -221,6 +221,18 @@ class Structure:
 def _of_a_package(hook: Any) -> bool:
     module = sys.modules.get(str(getattr(hook, "__module__", None)))
     return not isinstance(hook, nn.Module) and module is not None and is_installed(module)
+
+
+def _is_of_python(value: Any) -> bool:
+    """Whether a dict is Python's own: the variables of one of its modules, or of torch's, or all modules."""
+    if type(value) is not dict:
+        return False
+    if value is sys.modules:
+        return True
+    name = value.get("__name__")
+    if not isinstance(name, str) or not is_foreign(name):
+        return False
+    return getattr(sys.modules.get(name), "__dict__", None) is value
 
 
 def _own(holder: Any, name: str) -> Any:
