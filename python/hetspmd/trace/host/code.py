@@ -187,7 +187,7 @@ class Reader:
     def _of_library(self, module: ModuleType, names: frozenset[str]) -> None:
         """The functions that code names of a module of torch's, numpy's or Python's, which others may replace."""
         root = f"globals {module.__name__}"
-        if (root, "", names) in self._told or module.__name__.startswith("hetspmd"):
+        if (root, "", names) in self._told or module.__name__.startswith(_UNLIKE):
             return
         self._told.add((root, "", names))
         for name in sorted(names & vars(module).keys()):
@@ -261,6 +261,8 @@ class Reader:
             self._tell(met.root, place, value, met.kind)
 
 
+_UNLIKE = ("hetspmd", "torch.version", "platform")
+"""Modules whose variables nobody replaces, or that tell what a rank's machine is."""
 _OF_LIBRARIES = (FunctionType, BuiltinFunctionType, int, float, bool, str)
 _MADE_OF_FUNCTIONS = (
     property,
