@@ -19,7 +19,7 @@ from hetspmd.trace.host.classes import Classes, Met
 from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
 from hetspmd.trace.host.kinds import answers, parts_of
 from hetspmd.trace.host.names import computes_names, constants_in, named_in, names_in
-from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content
+from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content, is_found
 from hetspmd.trace.host.plain import fingerprint, is_plain, is_scalar
 from hetspmd.trace.host.stand_ins import MOMENTS, is_calendar, original
 from hetspmd.trace.host.steps import step_to
@@ -72,11 +72,14 @@ class Reader:
                 yield (met.root, (*met.path, ".__mro__")), fingerprint(met.kind.__mro__)
 
     def of_class(self, kind: type) -> None:
-        """Look at the forward of a class of torch's: which it is, and the functions that it names."""
-        forward = getattr(kind, "forward", None)
+        """Look at the forward of a class of torch's, as the class that has it defines it: which it is, and the
+        functions that it names."""
+        owner = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
+        forward = vars(owner).get("forward")
         if not isinstance(forward, FunctionType):
             return
-        self.library[self._roots.know_class(kind), (".forward",)] = None
+        if is_found(owner):
+            self.library[self._roots.know_class(owner), (".forward",)] = None
         home = str(forward.__globals__.get("__name__"))
         names, variables = named_in(forward.__code__, home)
         for name, _ in variables:

@@ -159,6 +159,11 @@ class Namespace:
         self.__dict__ = of
 
 
+def is_found(kind: type) -> bool:
+    """Whether a class's name leads to it; torch makes classes that no name leads to (``ParametrizedLinear``)."""
+    return _class(f"{kind.__module__}:{kind.__qualname__}") is kind
+
+
 def _class(name: str) -> Any:
     home, _, qualified = name.partition(":")
     found = sys.modules.get(home, NOTHING)
