@@ -8,14 +8,18 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from beside import Beside, base, equal
+from beside import Beside, X, base, equal
 from torch import nn
+
+from hetspmd.errors import TraceError
+from hetspmd.trace.trace import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore::hetspmd.errors.PlanPerValueWarning")
 PARTS = types.ModuleType("parts_of_a_package")
@@ -44,6 +48,36 @@ def imported(model: Any, x: torch.Tensor) -> torch.Tensor:
     return base(model, x) + functional.softplus(model.up(x)).mean()
 
 
+class Halved:
+    """A function that is an object, with a number."""
+
+    def __init__(self, word: str = "once") -> None:
+        self.word = word
+
+    def __call__(self, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return value * FACTORS[self.word]
+
+
+def around(factor: float) -> Callable[..., torch.Tensor]:
+    def inside(value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.tanh(value) * factor
+
+    return inside
+
+
+def attends(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return (query @ key.mT) @ value
+
+
+def in_rows(model: Any, x: torch.Tensor) -> torch.Tensor:
+    rows = model.up(x).unflatten(1, (3, 8))
+    return model.attention(rows, rows, rows, need_weights=False)[0].square().mean() + base(model, x)
+
+
+def convolved(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return base(model, x) + model.convolution(x.unsqueeze(1)).square().mean()
+
+
 def without_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x @ self.weight.T
 
@@ -65,6 +99,14 @@ PLACES: dict[str, tuple[Forward, Any, str, Any]] = {
     "special": (lambda m, x: base(m, x) + torch.special.expit(m.up(x)).mean(), torch.special, "expit", twice),
     "called by a layer": (lambda m, x: base(m, x) + m.act(m.up(x)).mean(), F, "gelu", twice),
     "forward of a layer": (base, nn.Linear, "forward", without_bias),
+    "a closure called by a layer": (lambda m, x: base(m, x) + m.soft(m.up(x)).mean(), F, "softmax", around(2.0)),
+    "a partial function": (lambda m, x: base(m, x) + F.silu(m.up(x)).mean(), F, "silu", partial(twice)),
+    "an object": (lambda m, x: base(m, x) + F.silu(m.up(x)).mean(), F, "silu", Halved()),
+    "a bound method": (lambda m, x: base(m, x) + F.silu(m.up(x)).mean(), F, "silu", Halved("thrice").__call__),
+    "a class": (lambda m, x: base(m, x) + nn.Identity()(m.up(x)).mean(), nn, "Identity", nn.Tanh),
+    "attention inside a layer": (in_rows, F, "scaled_dot_product_attention", attends),
+    "a method of a layer": (convolved, nn.Conv1d, "_conv_forward", lambda s, x, w, b: x.tile(1, 2, 1)),
+    "a function of a layer's method": (convolved, F, "conv1d", lambda x, *_: x.tile(1, 2, 1)),
     "math": (lambda m, x: base(m, x) * math.sqrt(4.0), math, "sqrt", thrice),
     "ufunc": (lambda m, x: base(m, x) * float(np.sqrt(4.0)), np, "sqrt", thrice),
     "numpy": (lambda m, x: base(m, x) * float(np.mean([4.0])), np, "mean", lambda _: 3.0),
@@ -74,6 +116,13 @@ PLACES: dict[str, tuple[Forward, Any, str, Any]] = {
     "a builtin": (lambda m, x: base(m, x) * FACTORS[of_this_test], builtins, "of_this_test", "thrice"),  # type: ignore[name-defined]  # noqa: F821
     "a part of the user's package": (second, SUB, "TWO", "thrice"),
 }  # fmt: skip
+
+
+def layers() -> dict[str, nn.Module]:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    return {
+        "act": nn.GELU(), "soft": nn.Softmax(-1), "attention": attention, "convolution": nn.Conv1d(1, 2, 1),
+    }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +141,7 @@ def test_what_is_replaced_in_a_library_counts(name: str) -> None:
     steps = [before, other, other, before]
     try:
         equal(
-            lambda: Beside(forward, act=nn.GELU()),
+            lambda: Beside(forward, **layers()),
             lambda model, step: setattr(holder, attribute, steps[step]),
             plans=2,
         )
@@ -111,3 +160,35 @@ def test_each_of_several_replacements_counts() -> None:
         )
     finally:
         F.mish = before
+
+
+@pytest.mark.parametrize(
+    "other", [partial(twice), Halved(), Halved("thrice").__call__], ids=["partial", "object", "method"]
+)
+def test_what_was_replaced_before_may_be_put_back(other: Any) -> None:
+    before = F.silu
+    steps = [other, before, other, before]
+    F.silu = other
+    try:
+        equal(
+            lambda: Beside(lambda m, x: base(m, x) + F.silu(m.up(x)).mean()),
+            lambda model, step: setattr(F, "silu", steps[step]),
+        )
+    finally:
+        F.silu = before
+
+
+def test_a_wrapper_of_a_function_that_torch_calls_by_name_is_refused() -> None:
+    before = F.silu
+
+    def half(value: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+        return before(value, inplace) * 0.5
+
+    F.silu = half
+    try:
+        with pytest.raises(
+            TraceError, match=r"half of test_beside_library stands in the place .* count twice"
+        ):
+            trace(Beside(lambda m, x: base(m, x) + F.silu(m.up(x)).mean()), (X,), {})
+    finally:
+        F.silu = before

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from types import FrameType, MethodWrapperType
+from types import FrameType, FunctionType, MethodWrapperType
 from typing import Any, Final
 
 import torch
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from hetspmd.errors import TraceError
 from hetspmd.trace.compat import assign_data, is_traced, memory_of
 from hetspmd.trace.frames import frame_line, here, line_of
-from hetspmd.trace.host.foreign import is_foreign
+from hetspmd.trace.host.foreign import is_foreign, is_own
 from hetspmd.trace.host.seeds import refuse_generator
 
 __all__ = ["Assignments", "named_writes"]
@@ -69,6 +69,8 @@ class Assignments(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
         given = kwargs or {}
+        if type(func) is FunctionType and is_own(func.__module__):
+            _refuse_wrapper(func)
         if type(func) is MethodWrapperType:
             if func == _SET_DATA:
                 return self._assign(*args)
@@ -184,3 +186,14 @@ def _is_in_place(name: str) -> bool:
 
 def _meta(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _refuse_wrapper(function: FunctionType) -> None:
+    """Refuse a function in the place of one of torch's that it calls: that one calls, under a mode, what now has
+    its name, so that what the function adds would count twice."""
+    if "handle_torch_function" not in function.__code__.co_names:
+        raise TraceError(
+            f"{function.__qualname__} of {function.__module__} stands in the place of a function of torch's and "
+            "calls it; that one calls what has its name while it is traced, so that it would count twice. Call the "
+            "wrapper by a name of its own, or let it compute with other functions"
+        )

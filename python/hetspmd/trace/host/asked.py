@@ -28,7 +28,8 @@ from hetspmd.trace.host.sources import Kind, Source, places
 __all__ = ["Asked", "note", "note_held"]
 
 _QUIET: Final = frozenset({
-    "importlib", "inspect", "linecache", "logging", "pkgutil", "tokenize", "traceback", "warnings", "zipimport",
+    "importlib", "inspect", "linecache", "logging", "multiprocessing", "pkgutil", "tokenize",
+    "traceback", "warnings", "zipimport",
 })  # fmt: skip
 """Modules that look at a clock, or at files, for their own purposes."""
 _READING: Final = ("numpy.", "torch.hub", "torch.serialization", "torch.storage")

@@ -18,8 +18,9 @@ from typing import Any
 from hetspmd.trace.host.classes import Classes, Met
 from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
 from hetspmd.trace.host.kinds import answers, parts_of
+from hetspmd.trace.host.library import Library
 from hetspmd.trace.host.names import computes_names, constants_in, named_in, names_in
-from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content, is_found
+from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content
 from hetspmd.trace.host.plain import fingerprint, is_plain, is_scalar
 from hetspmd.trace.host.stand_ins import MOMENTS, is_calendar, original
 from hetspmd.trace.host.steps import step_to
@@ -61,8 +62,7 @@ class Reader:
         self._names: set[str] = set()
         self._texts: set[str] = set()
         self._computing = False
-        self.library: dict[tuple[str, Path], None] = {}
-        """Where functions lie that are torch's, numpy's or Python's own, and are read."""
+        self.library = Library(roots, self.visit, found)
         self._everything, self._settling, self._settled = everything, False, -1
 
     def bases(self) -> Iterator[tuple[tuple[str, Path], str]]:
@@ -70,21 +70,6 @@ class Reader:
         for met in self._classes:
             if met.root and met.kind.__bases__ != (object,):
                 yield (met.root, (*met.path, ".__mro__")), fingerprint(met.kind.__mro__)
-
-    def of_class(self, kind: type) -> None:
-        """Look at the forward of a class of torch's, as the class that has it defines it: which it is, and the
-        functions that it names."""
-        owner = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
-        forward = vars(owner).get("forward")
-        if not isinstance(forward, FunctionType):
-            return
-        if is_found(owner):
-            self.library[self._roots.know_class(owner), (".forward",)] = None
-        home = str(forward.__globals__.get("__name__"))
-        names, variables = named_in(forward.__code__, home)
-        for name, _ in variables:
-            if isinstance(module := forward.__globals__.get(name), ModuleType):
-                self._of_library(module, names)
 
     @property
     def names(self) -> Set[str]:
@@ -131,8 +116,7 @@ class Reader:
             elif (found := imported.get(name) or imported.get(qualified)) is not None:
                 self._variable(root, name, found, module, names)
             elif name in vars(builtins) and is_own(home):
-                self.library["globals builtins", (f".{name}",)] = None
-                self.visit(vars(builtins)[name])
+                self.library.variable("globals builtins", name, vars(builtins)[name])
         if names & _COMPUTING and is_own(home):
             for name in self._computed(variables):
                 self._variable(root, name, variables[name], module, names)
@@ -160,7 +144,7 @@ class Reader:
             self._found(root, (f".{name}",), value, holder)
         elif isinstance(value, ModuleType):
             if is_foreign(value.__name__):
-                self._of_library(value, names)
+                self.library.of_module(value, names)
             else:
                 self._inner(f"globals {value.__name__}", value, names)
         elif isinstance(value, type):
@@ -186,20 +170,6 @@ class Reader:
                     self._variable(root, name, value, holder, names)
             else:
                 self._tell(root, (f".{name}",), value, holder)
-
-    def _of_library(self, module: ModuleType, names: frozenset[str]) -> None:
-        """The functions that code names of a module of torch's, numpy's or Python's, which others may replace."""
-        root = f"globals {module.__name__}"
-        if (root, "", names) in self._told or module.__name__.startswith(_UNLIKE):
-            return
-        self._told.add((root, "", names))
-        for name in sorted(names & vars(module).keys()):
-            value = vars(module)[name]
-            if _is_of_library(value) and not name.startswith("_"):
-                self.library[root, (f".{name}",)] = None
-                self.visit(value)
-            elif isinstance(value, ModuleType) and is_foreign(value.__name__):
-                self._of_library(value, names)
 
     def _tell(self, root: str, path: Path, value: Any, holder: Any) -> None:
         if type(value) is not FunctionType:
@@ -264,9 +234,6 @@ class Reader:
             self._tell(met.root, place, value, met.kind)
 
 
-_UNLIKE = ("hetspmd", "torch.version", "platform")
-"""Modules whose variables nobody replaces, or that tell what a rank's machine is."""
-_OF_LIBRARIES = (FunctionType, BuiltinFunctionType, int, float, bool, str)
 _MADE_OF_FUNCTIONS = (
     property,
     functools.cached_property,
@@ -289,14 +256,6 @@ _OF_A_RANK = frozenset({
     "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
 })  # fmt: skip
 """Variables of the environment that differ between ranks as they should."""
-
-
-def _is_of_library(value: object) -> bool:
-    """Whether a variable of a library is a function, or a number or text."""
-    kind = type(value)
-    return kind in _OF_LIBRARIES or (
-        kind.__module__.startswith("numpy") and callable(value) and kind is not type
-    )
 
 
 def _modules(texts: frozenset[str], home: str) -> list[ModuleType]:

@@ -29,6 +29,8 @@ def discover(roots: Roots) -> None:
     for module in roots.model.modules():
         for kind in type(module).__mro__:
             walk.kind(kind)
+        if is_foreign(type(module).__module__):
+            walk.layer(type(module))
     walk.value(roots.loss)
     for module in roots.model.modules():
         walk.module(module)
@@ -77,6 +79,10 @@ class _Walk:
             for value in list(vars(kind).values()):
                 self._reader.visit(value)
             self._reader.meet(kind, "", (), made=True)
+
+    def layer(self, kind: type) -> None:
+        """The user's functions in the place of those that a layer of torch's calls."""
+        self._reader.library.of_class(kind)
 
     def module(self, module: nn.Module) -> None:
         """What lies on a module of the model."""

@@ -80,7 +80,7 @@ class Recorder:
             self._found("loss", (), roots.loss)
         for kind in {type(module): None for module in roots.model.modules()}:
             if is_foreign(kind.__module__):
-                self.reader.of_class(kind)
+                self.reader.library.of_class(kind)
         for module in roots.model.modules():
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
                 for hook in hooks.values():

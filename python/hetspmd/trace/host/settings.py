@@ -36,6 +36,12 @@ _OF_THE_OPS: Final[dict[str, Callable[[], Any]]] = {
 _OF_A_RANK: Final = ("--local-rank", "--local_rank")
 """Arguments of a script by which launchers tell a rank which it is."""
 
+
+def _arguments() -> list[str]:
+    given = map(str, getattr(sys, "argv", ()))
+    return [argument for argument in given if not argument.startswith(_OF_A_RANK)]
+
+
 _IF_ASKED: Final[dict[str, tuple[frozenset[str], Callable[[], Any]]]] = {
     ".float32_matmul_precision": (
         frozenset({"get_float32_matmul_precision"}),
@@ -64,7 +70,7 @@ _IF_ASKED: Final[dict[str, tuple[frozenset[str], Callable[[], Any]]]] = {
     ".numpy.geterr()": (frozenset({"geterr"}), lambda: sorted(np.geterr().items())),
     ".decimal.getcontext()": (frozenset({"getcontext", "localcontext"}), lambda: repr(decimal.getcontext())),
     ".sys.getrecursionlimit()": (frozenset({"getrecursionlimit"}), sys.getrecursionlimit),
-    ".sys.argv": (frozenset({"argv"}), lambda: [a for a in sys.argv if not a.startswith(_OF_A_RANK)]),
+    ".sys.argv": (frozenset({"argv"}), _arguments),
 }
 """Other settings, each with the names by which code asks for it; those beside torch's have their module's name."""
 

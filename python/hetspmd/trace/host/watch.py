@@ -169,7 +169,7 @@ class Watch:
             else:
                 found[root, path] = value
         found.update(self.recorder.reader.bases())
-        for place in self.recorder.reader.library:
+        for place in self.recorder.reader.library.places:
             found[place] = fingerprint(self.roots.value(*place))
         return tuple(Read(*place, value) for place, value in found.items())
 
