@@ -26,12 +26,12 @@ for _folder in (TESTS, TESTS / "run", TESTS.parent / "benches"):
         sys.path.append(str(_folder))
 
 from hetspmd.compiler import compile_plan  # noqa: E402  # the folders first
-from hetspmd.cost.cluster import Cluster  # noqa: E402
-from hetspmd.errors import HetspmdError  # noqa: E402
-from hetspmd.plan import Plan  # noqa: E402
-from hetspmd.synth.program import Compute, Program  # noqa: E402
-from hetspmd.trace.graph import Graph  # noqa: E402
-from hetspmd.trace.trace import split_example, trace  # noqa: E402
+from hetspmd.cost.cluster import Cluster  # noqa: E402  # as above
+from hetspmd.errors import HetspmdError  # noqa: E402  # as above
+from hetspmd.plan import Plan  # noqa: E402  # as above
+from hetspmd.synth.program import Compute, Program  # noqa: E402  # as above
+from hetspmd.trace.graph import Graph  # noqa: E402  # as above
+from hetspmd.trace.trace import split_example, trace  # noqa: E402  # as above
 
 FOLDER: Final = TESTS / "fixtures" / "plan_net"
 DIGITS: Final = 10

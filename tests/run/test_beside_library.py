@@ -25,9 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::hetspmd.errors.PlanPerValueWarn
 PARTS = types.ModuleType("parts_of_a_package")
 SUB = types.ModuleType("parts_of_a_package.sub")
 PARTS.__file__ = SUB.__file__ = __file__
-PARTS.sub = SUB  # type: ignore[attr-defined]
+PARTS.sub = SUB  # type: ignore[attr-defined]  # set by this test
 sys.modules[PARTS.__name__], sys.modules[SUB.__name__] = PARTS, SUB
-SUB.ONE = SUB.TWO = "once"  # type: ignore[attr-defined]
+SUB.ONE = SUB.TWO = "once"  # type: ignore[attr-defined]  # set by this test
 
 
 FACTORS = {"once": 1.0, "thrice": 3.0}
@@ -83,11 +83,11 @@ def without_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def first(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return base(model, x) * FACTORS[PARTS.sub.ONE]  # type: ignore[attr-defined]
+    return base(model, x) * FACTORS[PARTS.sub.ONE]  # type: ignore[attr-defined]  # set by this test
 
 
 def second(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return first(model, x) * FACTORS[PARTS.sub.TWO]  # type: ignore[attr-defined]
+    return first(model, x) * FACTORS[PARTS.sub.TWO]  # type: ignore[attr-defined]  # set by this test
 
 
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -111,9 +111,9 @@ PLACES: dict[str, tuple[Forward, Any, str, Any]] = {
     "ufunc": (lambda m, x: base(m, x) * float(np.sqrt(4.0)), np, "sqrt", thrice),
     "numpy": (lambda m, x: base(m, x) * float(np.mean([4.0])), np, "mean", lambda _: 3.0),
     "operator": (lambda m, x: base(m, x) * operator.neg(-2.0), operator, "neg", lambda _: 3.0),
-    "a name of torch": (lambda m, x: base(m, x) * FACTORS[torch.of_this_test], torch, "of_this_test", "thrice"),  # type: ignore[attr-defined]
-    "a name of sys": (lambda m, x: base(m, x) * FACTORS[sys.of_this_test], sys, "of_this_test", "thrice"),  # type: ignore[attr-defined]
-    "a builtin": (lambda m, x: base(m, x) * FACTORS[of_this_test], builtins, "of_this_test", "thrice"),  # type: ignore[name-defined]  # noqa: F821
+    "a name of torch": (lambda m, x: base(m, x) * FACTORS[torch.of_this_test], torch, "of_this_test", "thrice"),  # type: ignore[attr-defined]  # set by this test
+    "a name of sys": (lambda m, x: base(m, x) * FACTORS[sys.of_this_test], sys, "of_this_test", "thrice"),  # type: ignore[attr-defined]  # set by this test
+    "a builtin": (lambda m, x: base(m, x) * FACTORS[of_this_test], builtins, "of_this_test", "thrice"),  # type: ignore[name-defined]  # noqa: F821  # set by this test
     "a part of the user's package": (second, SUB, "TWO", "thrice"),
 }  # fmt: skip
 
@@ -128,10 +128,10 @@ def layers() -> dict[str, nn.Module]:
 @pytest.fixture(autouse=True)
 def names() -> Iterator[None]:
     for module in (sys, builtins, torch):
-        module.of_this_test = "once"  # type: ignore[attr-defined]
+        module.of_this_test = "once"  # type: ignore[attr-defined]  # set by this test
     yield
     for module in (sys, builtins, torch):
-        del module.of_this_test  # type: ignore[attr-defined]
+        del module.of_this_test  # type: ignore[attr-defined]  # set by this test
 
 
 @pytest.mark.parametrize("name", PLACES)

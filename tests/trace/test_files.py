@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from test_clocks import Scaled
 
 from hetspmd.errors import ClockWarning, FileWarning, TraceError
 from hetspmd.trace.trace import trace
@@ -38,18 +38,6 @@ FOLDER = Path(tempfile.mkdtemp())
 TEXT = FOLDER / "number.txt"
 opener = open
 IN_A_TUPLE = (open,)
-
-
-class Scaled(nn.Module):
-    """Its loss times a number that Python makes."""
-
-    def __init__(self, number: Callable[[], float]) -> None:
-        super().__init__()
-        self.lin = nn.Linear(3, 3)
-        self.number = number
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.lin(x) * self.number()).sum()
 
 
 @pytest.fixture(scope="module", autouse=True)
