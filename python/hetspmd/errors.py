@@ -215,18 +215,20 @@ class RankFailedError(HetspmdError):
 
     ``ranks`` are those that failed, as far as it could be found out; ``reason`` says how. This rank, ``rank``,
     waited ``waited`` seconds; ``where`` names the collective of the program and the model's module, "" outside a
-    program; ``seen`` is what this rank saw itself.
+    program; ``call`` is what this rank had been called for ("step 17", "full_state_dict()"), "" where ranks are
+    not compared (``HAP(..., check_batches=False)``); ``seen`` is what this rank saw itself.
     """
 
     def __init__(
-        self, ranks: Sequence[int], reason: str, rank: int, waited: float, seen: str = "", where: str = ""
-    ) -> None:
+        self, ranks: Sequence[int], reason: str, rank: int, waited: float, seen: str = "", where: str = "",
+        call: str = "",
+    ) -> None:  # fmt: skip
         self.ranks, self.reason, self.rank = tuple(ranks), reason, rank
-        self.waited, self.seen, self.where = waited, seen, where
-        super().__init__(self.ranks, reason, rank, waited, seen, where)
+        self.waited, self.seen, self.where, self.call = waited, seen, where, call
+        super().__init__(self.ranks, reason, rank, waited, seen, where, call)
 
     def __str__(self) -> str:
-        place = f" in {self.where}" if self.where else ""
+        place = ",".join(f" in {known}" for known in (self.where, self.call) if known)
         return (
             f"{self.reason}; rank {self.rank} waited {self.waited:.1f} s{place} ({self.seen}). Restart all ranks "
             "from the last checkpoint; if a rank may be busy for so long between two steps, raise HAP(timeout=...)"

@@ -78,7 +78,7 @@ def rank_main(rank: int, port: int, trial: dict[str, Any], c: Case, plan: Plan, 
     except RankFailedError as error:
         found = {
             "error": "RankFailedError", "ranks": error.ranks, "reason": error.reason, "where": error.where,
-            "text": str(error),
+            "call": error.call, "text": str(error),
         }  # fmt: skip
         raise SystemExit(7) from error
     except RuntimeError as error:

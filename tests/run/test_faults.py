@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,9 @@ def check_survivors(trial: Trial, result: Result) -> None:
         assert f"rank {victim}" in met["reason"]
         assert f"rank {rank} waited" in met["text"]
         named = ("of module", "loss", "gradient of", "of the step")
-        assert any(text in met["where"] for text in named), met
+        assert not met["where"] or any(text in met["where"] for text in named), met
+        assert re.fullmatch(r"(the backward of )?step \d+", met["call"]), met
+        assert f" in {met['call']} (" in met["text"], met
         assert met["time"] - result["began"] <= trial["timeout"]
         assert result["ended"][str(rank)] <= TIMEOUT + 5.0, "the process ends, too"
         assert result["status"][str(rank)] == 7, result["stderr"]

@@ -74,7 +74,7 @@ class ProcessGroupCommunicator(Communicator):
             found = _ROLLS[group] = Roll(BoardChannel(apart, notes)), apart
         roll, apart = found
         apart.watch = self.watch
-        self.watch.alarm = roll.look
+        self.watch.alarm, self.watch.place = roll.look, roll.place
         return roll
 
     def busy(self) -> AbstractContextManager[None]:

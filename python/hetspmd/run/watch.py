@@ -39,7 +39,8 @@ class Watch:
     """This rank's view of the ranks ``processes``.
 
     ``prefix`` is of this set of ranks alone; ``host`` is the rank that hosts the store, None if none of them does.
-    ``timeout`` is in seconds, from the beginning of a wait to its error.
+    ``timeout`` is in seconds, from the beginning of a wait to its error. ``place`` says what this rank was called
+    for, for errors.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Watch:
         self._grace = min(0.1 * timeout, 3.0)
         self.board = Board(store, prefix, rank, len(self.processes), min(timeout / 6.0, 5.0))
         self.alarm: Callable[[], None] | None = None
+        self.place: Callable[[], str] = str
         self._look = min(_LOOK, timeout / 20.0)
         self._slice = timedelta(seconds=self._look)
         self._noted = False
@@ -97,7 +99,7 @@ class Watch:
             ranks, reason = self._verdict(final=True)
         # The others look up meanwhile, while this rank is still there and not one more that has died.
         time.sleep(max(0.0, 2.5 * self._look - (time.monotonic() - began)))
-        return RankFailedError(ranks, reason, self.rank, waited, why)
+        return RankFailedError(ranks, reason, self.rank, waited, why, call=self.place())
 
     def note(self, kind: str, text: str) -> None:
         """Leave a note, the first one of this rank only: "waits" after a failed wait, "raised" after an error."""
