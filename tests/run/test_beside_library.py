@@ -192,3 +192,31 @@ def test_a_wrapper_of_a_function_that_torch_calls_by_name_is_refused() -> None:
             trace(Beside(lambda m, x: base(m, x) + F.silu(m.up(x)).mean()), (X,), {})
     finally:
         F.silu = before
+
+
+METHODS: dict[str, tuple[Any, Any, Callable[[Any, torch.Tensor], torch.Tensor]]] = {
+    "a method": (twice, thrice, lambda m, x: base(m, x) + m.up(x).of_this_test().mean()),
+    "a method of torch's": (None, thrice, lambda m, x: base(m, x) + m.up(x).sigmoid().mean()),
+    "a property": (
+        property(twice), property(thrice), lambda m, x: base(m, x) + m.up(x).of_this_test.mean()
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_method_of_tensors_that_is_replaced_counts(kind: str) -> None:
+    one, other, forward = METHODS[kind]
+    name = "sigmoid" if one is None else "of_this_test"
+    steps = [one, other, other, one]
+
+    def each(_: Any, step: int) -> None:
+        if steps[step] is not None:
+            setattr(torch.Tensor, name, steps[step])
+        elif name in vars(torch.Tensor):
+            delattr(torch.Tensor, name)
+
+    try:
+        equal(lambda: Beside(forward), each, plans=2)
+    finally:
+        if name in vars(torch.Tensor):
+            delattr(torch.Tensor, name)

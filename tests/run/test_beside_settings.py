@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import decimal
+import locale
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ def argument(value: object) -> None:
     sys.argv = ["script", *(["--of-this-test"] if value else [])]
 
 
+LOGGER = logging.getLogger("hetspmd.tests.settings")
 SETTINGS: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
     "precision of products": (
         lambda: torch.get_float32_matmul_precision() == "high",
@@ -56,6 +59,26 @@ SETTINGS: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
         lambda on: sys.setrecursionlimit(2000 if on else 1000),
     ),
     "arguments": (lambda: "--of-this-test" in sys.argv, argument),
+    "levels of logging": (
+        lambda: LOGGER.isEnabledFor(logging.DEBUG),
+        lambda on: LOGGER.setLevel(logging.DEBUG if on else logging.INFO),
+    ),
+    "level of all loggers": (
+        lambda: not LOGGER.isEnabledFor(logging.ERROR),
+        lambda on: logging.disable(logging.CRITICAL if on else logging.NOTSET),
+    ),
+    "level by its own name": (
+        lambda: LOGGER.level == logging.DEBUG,
+        lambda on: LOGGER.setLevel(logging.DEBUG if on else logging.INFO),
+    ),
+    "locale": (
+        lambda: locale.getlocale(locale.LC_CTYPE)[1] == "UTF-8",
+        lambda on: locale.setlocale(locale.LC_CTYPE, "C.UTF-8" if on else "C"),
+    ),
+    "print options": (
+        lambda: len(np.array2string(np.array([1.0 / 3.0]))) < 9,
+        lambda on: np.set_printoptions(precision=2 if on else 8),
+    ),
     "warnings": (torch.is_warn_always_enabled, torch.set_warn_always),
     "environment by a computed name": (
         lambda: os.environ["HETSPMD_TEST_" + "_".join(KEY)] == "2",
@@ -66,7 +89,7 @@ SETTINGS: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
         environment,
     ),
 }
-OF_A_THREAD = ("errors of numpy", "precision of decimals")
+OF_A_THREAD = ("errors of numpy", "precision of decimals", "print options")
 SHARED = [False]
 """What was set last: the threads of the ranks share it, and the first of them sets it."""
 
@@ -76,9 +99,12 @@ def setting(request: pytest.FixtureRequest) -> Iterator[str]:
     put = SETTINGS[request.param][1]
     SHARED[0] = False
     arguments, depth, errors = sys.argv, sys.getrecursionlimit(), np.geterr()
+    level, places = LOGGER.level, locale.setlocale(locale.LC_CTYPE)
     put(False)
     yield request.param
     put(False)
+    LOGGER.setLevel(level)
+    locale.setlocale(locale.LC_CTYPE, places)
     sys.argv = arguments
     sys.setrecursionlimit(depth)
     np.seterr(**errors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,3 +144,15 @@ def test_own_rows_are_named_where_the_first_call_had_none(how: str) -> None:
     for text in run_ranks(3, rank):
         assert text.startswith(f"{name} is float32[")
         assert "HAP(..., gather_outputs=True)" in text
+
+
+def test_what_only_some_plans_read_is_named() -> None:
+    def entry(**reads: str) -> Any:
+        found = tuple(SimpleNamespace(root="model", path=(f".{n}",), value=v) for n, v in reads.items())
+        graph = SimpleNamespace(host=SimpleNamespace(reads=found))
+        return SimpleNamespace(
+            expected=SimpleNamespace(names=(), leaves=()), plan=SimpleNamespace(graph=graph)
+        )
+
+    text = variety._text([entry(a="1", c="0"), entry(b="2", c="0"), entry(a="1", b="2", c="0")])
+    assert "a is 1, not read; b is not read, 2. A number" in text

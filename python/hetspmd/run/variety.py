@@ -22,6 +22,7 @@ PER_VALUE = 8
 """Plans that are kept of those that differ in plain values alone."""
 IN_ALL = 64
 """Plans that are kept in all."""
+_NOT_READ = "not read"
 
 
 def make_room(entries: list[Entry]) -> None:
@@ -70,9 +71,13 @@ def _text(alike: Sequence[Entry]) -> str:
 
 
 def _read(alike: Sequence[Entry]) -> list[tuple[str, list[str]]]:
-    """Names and values of what forwards read of the model that differs."""
-    found: dict[str, dict[str, None]] = {}
-    for entry in alike:
-        for read in entry.plan.graph.host.reads:
-            found.setdefault(text(read.root, read.path), {})[read.value] = None
-    return [(name, list(texts)) for name, texts in found.items() if len(texts) > 1][:3]
+    """Names and values of what forwards read that differs, first of all what each of them reads."""
+    each = [
+        {text(read.root, read.path): read.value for read in entry.plan.graph.host.reads} for entry in alike
+    ]
+    found = {
+        name: list(dict.fromkeys(reads.get(name, _NOT_READ) for reads in each))
+        for name in dict.fromkeys(name for reads in each for name in reads)
+    }
+    differ = [(name, texts) for name, texts in found.items() if len(texts) > 1]
+    return sorted(differ, key=lambda one: _NOT_READ in one[1])[:3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -59,6 +60,10 @@ def split_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
+_ONE_AT_A_TIME = threading.RLock()
+"""A trace patches what all threads share (torch.fx's patcher, torch.func's levels, the model's globals)."""
+
+
 def trace(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, loss: Loss | None = None,
     training: bool = True, numbers: Sequence[Place] = (), host_randomness: HostRandomness = "refuse",
@@ -71,11 +76,20 @@ def trace(
     ``torch.autocast`` that surrounds the call, which the graph remembers. ``numbers`` are places of numbers
     on the model that are to be inputs of the graph, ``host_randomness`` is what becomes of random numbers
     that Python code draws (:mod:`hetspmd.trace.host`); ``states`` is filled with the states in which these
-    draws leave the generators.
+    draws leave the generators. Threads that trace wait for each other.
 
     Raises ExampleError if the batch does not fit the model, DeviceError if the model lies on several devices
     and TraceError if the step is not one static graph.
     """
+    given = model, args, kwargs, loss
+    with _ONE_AT_A_TIME:
+        return _traced(*given, training, numbers, host_randomness, [] if states is None else states)
+
+
+def _traced(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss | None, training: bool,
+    numbers: Sequence[Place], host_randomness: HostRandomness, states: list[State],
+) -> Graph:  # fmt: skip
     check_model(model)
     device = model_device(model)
     names = argument_names(model if loss is None else partial(loss, model), args)
@@ -158,8 +172,7 @@ def trace(
             with fake_parameters(model, mode, place, gradients=training), grad_mode, compat.rehearsal(mode):
                 graph = settled(graph, watch, partial(step.rehearsed, fakes[: len(tensor_leaves)]))
         graph = with_second_reads(graph)
-    if states is not None:
-        states += watch.states
+    states += watch.states
     return replace(graph, autocast=autocast_state(place.type))
 
 

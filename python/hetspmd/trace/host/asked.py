@@ -1,10 +1,10 @@
-"""Clocks, the system's random bytes, and files that a forward's Python asks for.
+"""Clocks, the system's random bytes, files and other threads that a forward's Python asks for.
 
 They have no state that could be compared, as generators have (:mod:`hetspmd.trace.host.entropy`). So the functions
 by which Python asks (:mod:`hetspmd.trace.host.sources`) are replaced while a model is traced, and note the line of
 the model that has called them. What torch and ``logging`` ask is no part of the model, and neither are files that a
-module opens while it is imported. Names that hold the functions already (``from time import time``) are replaced by
-:mod:`hetspmd.trace.host.bound`.
+module opens while it is imported, or threads that packages start for their own purposes (a progress bar). Names
+that hold the functions already (``from time import time``) are replaced by :mod:`hetspmd.trace.host.bound`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any, Final
 
 from hetspmd.errors import ClockWarning, FileWarning, TraceError
 from hetspmd.trace.frames import frame_line
-from hetspmd.trace.host.foreign import is_foreign
+from hetspmd.trace.host.foreign import is_foreign, is_own
 from hetspmd.trace.host.imported import put_right
-from hetspmd.trace.host.sources import Kind, Source, places
+from hetspmd.trace.host.sources import Kind, Source, learn, places
 
 __all__ = ["Asked", "note", "note_held"]
 
@@ -32,8 +32,11 @@ _QUIET: Final = frozenset({
     "traceback", "warnings", "zipimport",
 })  # fmt: skip
 """Modules that look at a clock, or at files, for their own purposes."""
-_READING: Final = ("numpy.", "torch.hub", "torch.serialization", "torch.storage")
-"""Modules that look at files for whoever calls them."""
+_THROUGH: Final[dict[str, tuple[str, ...]]] = {
+    "file": ("numpy.", "torch.hub", "torch.serialization", "torch.storage"),
+    "thread": ("torch.nn.parallel.",),
+}
+"""Modules that look at files, or start threads, for whoever calls them."""
 _ABOVE: Final = ("torch.", "hetspmd.")
 """Modules that call the model."""
 
@@ -52,7 +55,7 @@ class Asked:
     """What one trace has asked: of each kind the first line."""
 
     def __init__(self) -> None:
-        self.clock = self.bytes = self.file = ""
+        self.clock = self.bytes = self.file = self.thread = ""
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -66,7 +69,13 @@ class Asked:
             _put_back()
 
     def check(self, *, frozen: bool) -> None:
-        """Raise TraceError for random bytes unless they are ``frozen``."""
+        """Raise TraceError for threads, and for random bytes unless they are ``frozen``."""
+        if self.thread:
+            raise TraceError(
+                f"the forward hands work to another thread or process {self.thread}: what is done there is no part "
+                "of a graph, and no step of a plan does it again. Do it in forward itself, one after the other, or "
+                "before or after the call of the model"
+            )
         if self.bytes and not frozen:
             raise TraceError(
                 f"the forward asks the system for random bytes {self.bytes}: a plan would repeat this one outcome "
@@ -99,9 +108,14 @@ def note(kind: Kind, called: str, frame: FrameType) -> None:
     """Note that something was asked by the model's own code, if this thread traces."""
     asked = _ASKED.get()
     if asked is not None and not getattr(asked, kind):
-        caller = _of_the_model(frame, _READING if kind == "file" else ())
-        if caller is not None and not (kind == "file" and _imports(caller)):
-            setattr(asked, kind, f"({called}) at {frame_line(caller)}")
+        caller = _of_the_model(frame, _THROUGH.get(kind, ()))
+        if caller is None or (kind == "file" and _imports(caller)):
+            return
+        if kind == "thread" and not is_own(caller.f_globals.get("__name__")):
+            return
+        setattr(asked, kind, f"({called}) at {frame_line(caller)}")
+        if kind == "thread":
+            asked.check(frozen=True)  # at once: what the thread does would fail first
 
 
 def note_held(kind: Kind, called: str, name: str) -> None:
@@ -116,6 +130,7 @@ def _replace() -> None:
     with _LOCK:
         if not _traces:
             _known = frozenset(sys.modules)
+            learn()
             for holder, name, source in places():
                 _stand_in(holder, name, source)
         _traces += 1

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import date, datetime
-from types import BuiltinFunctionType, CellType, FrameType, FunctionType
+from types import BuiltinFunctionType, CellType, FrameType, FunctionType, MethodType
 from typing import Any, Final
 
 from hetspmd.trace.host.asked import note, note_held
@@ -25,7 +25,6 @@ _METHODS: Final = {
     getattr(kind, name): Source("clock", f"datetime.{kind.__name__}.{name}")
     for kind in (date, datetime) for name in sorted(MOMENTS) if hasattr(kind, name)
 }  # fmt: skip
-_KNOWN: Final = SOURCES | _METHODS
 
 _DEFAULTS: Final = ".__defaults__"
 
@@ -48,7 +47,7 @@ class Bound:
         made = _stand_in_for(original(value)) if path else None
         if made is not None:
             holder, step = self._roots.holder(root, path), path[-1]
-            if holder is not NOTHING:
+            if holder is not NOTHING and not (isinstance(holder, type) and isinstance(value, FunctionType)):
                 self._add(_key(holder, step), _Place(holder, step, made, text(root, path)))
 
     def defaults(self, function: FunctionType) -> None:
@@ -152,7 +151,7 @@ def _key(holder: Any, step: str) -> _Key:
 
 
 def _stand_in_for(value: Any) -> Any:
-    """What stands for a clock; None for anything else."""
+    """What stands for a function that asks; None for anything else."""
     if is_calendar(value):
         return calendar(value, _noted)
     source = _source_of(value)
@@ -169,7 +168,11 @@ def _stand_in_for(value: Any) -> Any:
 
 def _source_of(value: Any) -> Source | None:
     function = value.func if isinstance(value, functools.partial) else value
-    return _KNOWN.get(function) if isinstance(function, BuiltinFunctionType) else None
+    if isinstance(function, MethodType):
+        function = function.__func__
+    if not isinstance(function, (BuiltinFunctionType, FunctionType)):
+        return None
+    return SOURCES.get(function) or _METHODS.get(function)
 
 
 def _noted(called: str, frame: FrameType) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import decimal
+import locale
+import logging
 import sys
 from collections.abc import Callable, Iterator, Set
+from types import FunctionType
 from typing import Any, Final
 
 import numpy as np
 import torch
+
+from hetspmd.trace.host.code_digest import code_digest
+from hetspmd.trace.host.foreign import is_foreign
 
 __all__ = ["SETTINGS", "counting"]
 
@@ -23,6 +29,43 @@ def _attribute(of: Any, name: str) -> Callable[[], Any]:
     return read
 
 
+_METHODS: Final = dict(vars(torch.Tensor))
+_VALUES: Final = list(_METHODS.values())
+_ABSENT: Final = object()
+
+
+def _methods() -> list[str]:
+    """What others have put in the place of methods of torch's tensors, or beside them."""
+    now = vars(torch.Tensor)
+    if list(now.values()) == _VALUES:  # in order; what is the same object is not compared
+        return []
+    changed = [name for name in {**_METHODS, **now} if _METHODS.get(name) is not now.get(name, _ABSENT)]
+    return sorted(
+        f"{name}: {_method(now[name])}" for name in changed if name in now and _is_others(now[name])
+    )
+
+
+def _is_others(method: object) -> bool:
+    return not is_foreign(getattr(getattr(method, "fget", method), "__module__", ""))
+
+
+def _method(method: object) -> str:
+    function = getattr(method, "fget", method)
+    if isinstance(function, FunctionType):
+        return f"{function.__module__}.{function.__qualname__} {code_digest(function.__code__)}"
+    return f"{type(method).__module__}.{type(method).__qualname__}"
+
+
+def _levels() -> list[object]:
+    """Levels of logging, of all loggers that have one of their own."""
+    manager = logging.root.manager
+    known = (
+        (name, made) for name, made in list(manager.loggerDict.items()) if isinstance(made, logging.Logger)
+    )
+    own = sorted((name, made.level, made.disabled) for name, made in known if made.level or made.disabled)
+    return [manager.disable, logging.root.level, *own]
+
+
 _OF_THE_OPS: Final[dict[str, Callable[[], Any]]] = {
     ".default_dtype": torch.get_default_dtype,
     ".deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
@@ -30,6 +73,7 @@ _OF_THE_OPS: Final[dict[str, Callable[[], Any]]] = {
     ".mem_efficient_sdp": torch.backends.cuda.mem_efficient_sdp_enabled,
     ".math_sdp": torch.backends.cuda.math_sdp_enabled,
     ".cudnn": _attribute(torch.backends.cudnn, "enabled"),
+    ".Tensor": _methods,
 }
 """Settings that decide of what ops a forward is made."""
 
@@ -70,6 +114,12 @@ _IF_ASKED: Final[dict[str, tuple[frozenset[str], Callable[[], Any]]]] = {
     ".numpy.geterr()": (frozenset({"geterr"}), lambda: sorted(np.geterr().items())),
     ".decimal.getcontext()": (frozenset({"getcontext", "localcontext"}), lambda: repr(decimal.getcontext())),
     ".sys.getrecursionlimit()": (frozenset({"getrecursionlimit"}), sys.getrecursionlimit),
+    ".numpy.get_printoptions()": (
+        frozenset({"get_printoptions", "array2string", "array_repr", "array_str"}),
+        lambda: sorted(map(str, np.get_printoptions().items())),
+    ),
+    ".logging": (frozenset({"isEnabledFor", "getEffectiveLevel", "level", "disabled"}), _levels),
+    ".locale": (frozenset({"getlocale", "localeconv"}), lambda: locale.setlocale(locale.LC_ALL)),
     ".sys.argv": (frozenset({"argv"}), _arguments),
 }
 """Other settings, each with the names by which code asks for it; those beside torch's have their module's name."""

@@ -1,7 +1,8 @@
-"""Functions by which Python asks what lies outside the process: clocks, the system's random bytes, files."""
+"""Functions by which Python asks what lies outside a forward: clocks, the system's random bytes, files, threads."""
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import io
 import os
@@ -9,16 +10,18 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final, Literal
 
 import torch
 
-__all__ = ["SOURCES", "Kind", "Source", "places"]
+__all__ = ["SOURCES", "Kind", "Source", "learn", "places"]
 
-Kind = Literal["clock", "bytes", "file"]
+Kind = Literal["clock", "bytes", "file", "thread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,23 @@ _OF_FILES: Final = (
     "readlink", "readv", "remove", "rename", "replace", "rmdir", "scandir", "stat", "statvfs", "system", "unlink",
     "write", "writev",
 )  # fmt: skip
+_OF_POOLS: Final = (
+    "apply",
+    "apply_async",
+    "imap",
+    "imap_unordered",
+    "map",
+    "map_async",
+    "starmap",
+    "starmap_async",
+)
+_OF_THREADS: Final = {
+    ("concurrent.futures.thread", "ThreadPoolExecutor"): ("submit",),
+    ("concurrent.futures.process", "ProcessPoolExecutor"): ("submit",),
+    ("multiprocessing.process", "BaseProcess"): ("start",),
+    ("multiprocessing.pool", "Pool"): _OF_POOLS,
+}
+"""Methods that hand work to other threads or processes, by module and class."""
 
 
 def places() -> Iterator[tuple[Any, str, Source]]:
@@ -66,9 +86,25 @@ def places() -> Iterator[tuple[Any, str, Source]]:
     yield socket, "create_connection", Source("file", "socket.create_connection")
     yield subprocess.Popen, "__init__", Source("file", "subprocess.Popen")
 
+    yield threading.Thread, "start", Source("thread", "threading.Thread.start")
+    yield _thread, "start_new_thread", Source("thread", "_thread.start_new_thread")
+    yield os, "fork", Source("thread", "os.fork")
+    for (module_name, kind), names in _OF_THREADS.items():
+        for name in names:
+            holder = getattr(sys.modules.get(module_name), kind, None)
+            yield holder, name, Source("thread", f"{kind}.{name}")
+
 
 SOURCES: Final[dict[Any, Source]] = {}
 """The functions that other names may hold."""
-for _holder, _name, _source in places():
-    if _holder in (time, os, io) and hasattr(_holder, _name):
-        SOURCES.setdefault(getattr(_holder, _name), _source)
+
+
+def learn() -> None:
+    """Let :data:`SOURCES` have the functions of the modules that are imported by now; none may be replaced now."""
+    for holder, name, source in places():
+        function = getattr(holder, name, None)
+        if isinstance(function, (BuiltinFunctionType, FunctionType)) and holder is not random.Random:
+            SOURCES.setdefault(function, source)
+
+
+learn()
