@@ -33,13 +33,13 @@ from emulated.entry import exit_status
 from emulated.launch import Workers
 from emulated.pages import replace_results
 from emulated.spec import ClusterSpec
-from hetspmd.cost.measured import COLLECTIVES, Curve, Point, curve_for
+from hetspmd.cluster.collective_kinds import GATHERS, SCATTERS, Kind
+from hetspmd.cluster.curves import COLLECTIVES, Curve, Point, curve_for
+from hetspmd.dist.process_group import ProcessGroupCommunicator
+from hetspmd.dist.random import Randomness
+from hetspmd.dist.runtime import Runtime
 from hetspmd.profile.fit import fit_curves, fit_network
 from hetspmd.profile.trials import Trial, start, trials
-from hetspmd.run.process_group import ProcessGroupCommunicator
-from hetspmd.run.random import Randomness
-from hetspmd.run.runtime import Runtime
-from hetspmd.synth.program import GATHERS, SCATTERS, Kind
 
 SIZES: Final = (1 << 16, 1 << 20, 1 << 23)
 GROUPS: Final = {

@@ -24,27 +24,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetspmd.alternation import MAX_ITERATIONS, OVERLAPS, Alternation, Clock, Pair
-from hetspmd.balance.lengths import Lengths, lengths_for
-from hetspmd.balance.ratios import optimise_ratios
-from hetspmd.balance.starts import even, proportional
-from hetspmd.compiler import plan_for
-from hetspmd.cost.cluster import Cluster, Device
-from hetspmd.cost.measured import Curve
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.curves import Curve
+from hetspmd.cluster.devices import Device
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import StepCost, step_cost
 from hetspmd.errors import MemoryLimitError
-from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather
-from hetspmd.plan import Iteration
+from hetspmd.optimize.alternation import MAX_ITERATIONS, OVERLAPS, Alternation, Clock, Pair
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.optimize.segmentation import Segments, in_segments
+from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather
+from hetspmd.plan.plan import Iteration
+from hetspmd.program.checker import check
+from hetspmd.program.lengths import Lengths, lengths_for
+from hetspmd.program.program import Compute, Program
+from hetspmd.ratios.ratios import optimise_ratios
+from hetspmd.ratios.starts import even, proportional
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory, derive
-from hetspmd.segmentation import Segments, in_segments
-from hetspmd.synth import constraints as known
-from hetspmd.synth.checker import check
-from hetspmd.synth.constraints import Constraints, batch_axes
-from hetspmd.synth.program import Compute, Program
-from hetspmd.synth.search import Limits, Searcher
-from hetspmd.synth.space import Space, search_space
+from hetspmd.search import constraints as known
+from hetspmd.search.constraints import Constraints, batch_axes
+from hetspmd.search.search import Limits, Searcher
+from hetspmd.search.space import Space, search_space
 from hetspmd.trace.trace import trace
 
 ROOT = Path(__file__).parents[1]

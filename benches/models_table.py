@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 import hetspmd
-from hetspmd.forms import IDENTITY
-from hetspmd.synth.program import Compute
+from hetspmd.placement import IDENTITY
+from hetspmd.program.program import Compute
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ("bert", "bert_moe", "gpt2", "llama", "vit", "vgg19", "resnet50")

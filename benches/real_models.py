@@ -19,7 +19,7 @@ if str(ROOT / "tests") not in sys.path:
     sys.path.insert(0, str(ROOT / "tests"))
 
 import zoo  # noqa: E402  # after the path is set
-from hetspmd.cost.cluster import Cluster  # noqa: E402  # after the path is set
+from hetspmd.cluster.cluster import Cluster  # noqa: E402  # after the path is set
 from hetspmd.rules.theory import Theory, derive  # noqa: E402  # after the path is set
 from hetspmd.trace.trace import split_example, trace  # noqa: E402  # after the path is set
 

@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from hetspmd.alternation import Clock
-from hetspmd.balance.starts import even, proportional
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.codec.files import write_atomically
 from hetspmd.cost.model import CostModel
-from hetspmd.plan import write_atomically
+from hetspmd.optimize.alternation import Clock
 from hetspmd.profile.svg import Canvas
+from hetspmd.ratios.starts import even, proportional
 from hetspmd.rules.theory import Theory
-from hetspmd.synth import constraints as known
+from hetspmd.search import constraints as known
 
 sys.path.append(str(Path(__file__).parent))
 

@@ -37,12 +37,12 @@ from pathlib import Path
 import torch
 
 from hetspmd import _core
-from hetspmd.balance.lengths import Lengths, lengths_for
 from hetspmd.cost.model import CostModel
+from hetspmd.program.lengths import Lengths, lengths_for
 from hetspmd.rules.theory import Theory
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.search import Found, Limits, Searcher
-from hetspmd.synth.space import search_space
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.search import Found, Limits, Searcher
+from hetspmd.search.space import search_space
 from integer_program import optimum
 from real_models import CLUSTERS, REAL, SMALL, cluster, llama_of, real, small
 

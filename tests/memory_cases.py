@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import hetspmd.rules.ops  # noqa: F401  # registers the rules
-from hetspmd.cost.cluster import Cluster, Device, Network
-from hetspmd.forms import available
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.devices import Device, Network
+from hetspmd.placement import available
+from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.rules.theory import Theory, derive
-from hetspmd.synth.program import Communicate, Compute, Program
 from hetspmd.trace.graph import PARAMETER
 from hetspmd.trace.trace import trace
 

@@ -25,11 +25,11 @@ for _folder in (TESTS, TESTS / "run", TESTS.parent / "benches"):
     if str(_folder) not in sys.path:
         sys.path.append(str(_folder))
 
-from hetspmd.compiler import compile_plan  # noqa: E402  # the folders first
-from hetspmd.cost.cluster import Cluster  # noqa: E402  # as above
+from hetspmd.cluster.cluster import Cluster  # noqa: E402  # as above
 from hetspmd.errors import HetspmdError  # noqa: E402  # as above
-from hetspmd.plan import Plan  # noqa: E402  # as above
-from hetspmd.synth.program import Compute, Program  # noqa: E402  # as above
+from hetspmd.optimize.compiler import compile_plan  # noqa: E402  # the folders first
+from hetspmd.plan.plan import Plan  # noqa: E402  # as above
+from hetspmd.program.program import Compute, Program  # noqa: E402  # as above
 from hetspmd.trace.graph import Graph  # noqa: E402  # as above
 from hetspmd.trace.trace import split_example, trace  # noqa: E402  # as above
 

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 import pytest
 
-import hetspmd.alternation as alternation
-from hetspmd.alternation import OVERLAPS, Alternation, Clock, Outcome, Pair
-from hetspmd.balance.lengths import Lengths
-from hetspmd.balance.starts import starting_ratios
-from hetspmd.cost.cluster import Cluster, Network
+import hetspmd.optimize.alternation as alternation
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.devices import Network
 from hetspmd.cost.model import CostModel
-from hetspmd.plan import Iteration
+from hetspmd.optimize.alternation import OVERLAPS, Alternation, Clock, Outcome, Pair
+from hetspmd.plan.plan import Iteration
+from hetspmd.program.lengths import Lengths
+from hetspmd.ratios.starts import starting_ratios
 from hetspmd.rules.theory import Theory
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.search import Found, Limits, Searcher
-from hetspmd.synth.space import Space, search_space
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.search import Found, Limits, Searcher
+from hetspmd.search.space import Space, search_space
 from workbench import cluster, traced
 
 NETWORKS = ((1e8, 1e-5), (1e7, 1e-5))

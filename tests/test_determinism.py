@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetspmd.compiler import compile
+from hetspmd.optimize.compiler import compile
 
 PROGRAM = """
 import sys, warnings
@@ -22,7 +22,7 @@ sys.path[:0] = [{tests!r}, {run!r}]
 from small_models import MLP, Attention, ConvNet
 import zoo
 from workbench import cluster
-from hetspmd.compiler import compile
+from hetspmd.optimize.compiler import compile
 labels = torch.zeros(9, dtype=torch.long)
 ids = torch.zeros(4, 5, dtype=torch.long)
 entries = [(MLP(), {{"x": torch.randn(9, 6), "labels": labels}}, None),

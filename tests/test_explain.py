@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import hetspmd
-from hetspmd.compiler import plan_for
 from hetspmd.errors import ConstraintError, InfeasibleError
-from hetspmd.explain import Alternative, Explanation, explain
-from hetspmd.forms import IDENTITY, all_gather
-from hetspmd.synth.constraints import Constraints, named_tensors
-from hetspmd.synth.search import Limits
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.optimize.explain import Alternative, Explanation, explain
+from hetspmd.placement import IDENTITY, all_gather
+from hetspmd.search.constraints import Constraints, named_tensors
+from hetspmd.search.search import Limits
 
 CLUSTER: dict[str, Any] = {
     "devices": [{"name": "a", "flops": 4e9}, {"name": "b", "count": 2, "flops": 1e9}],

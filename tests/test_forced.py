@@ -11,13 +11,14 @@ from collections import Counter
 import pytest
 
 import zoo
-from hetspmd.compiler import plan_for
-from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather, is_sharded
-from hetspmd.plan import Plan
-from hetspmd.run.verify import verify
-from hetspmd.synth import constraints as known
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.program import GATHERS, SCATTERS, Communicate, Compute, Program
+from hetspmd.cluster.collective_kinds import GATHERS, SCATTERS
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, all_gather, is_sharded
+from hetspmd.plan.plan import Plan
+from hetspmd.program.program import Communicate, Compute, Program
+from hetspmd.search import constraints as known
+from hetspmd.search.constraints import Constraints
+from hetspmd.verify.verify import verify
 from workbench import (
     Traced,
     cluster,

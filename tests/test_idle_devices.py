@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import hetspmd
-from hetspmd.balance.starts import MAX_TEAMS, teams
-from hetspmd.compiler import compile_plan
-from hetspmd.cost.cluster import Cluster, Device, Network
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel
-from hetspmd.forms import all_gather
+from hetspmd.optimize.compiler import compile_plan
+from hetspmd.placement import all_gather
+from hetspmd.ratios.starts import MAX_TEAMS, teams
 from hetspmd.trace.trace import split_example
 from workbench import cluster, traced
 

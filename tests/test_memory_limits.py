@@ -12,13 +12,14 @@ import torch
 
 import hetspmd
 from hetspmd.cli.main import main
-from hetspmd.cost.cluster import Cluster, Device, Network
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.memory import Holdings
 from hetspmd.cost.step import StepModel, idle_seconds
 from hetspmd.errors import MemoryLimitError
-from hetspmd.forms import is_sharded
-from hetspmd.plan import Plan
-from hetspmd.run.verify import verify
+from hetspmd.placement import is_sharded
+from hetspmd.plan.plan import Plan
+from hetspmd.verify.verify import verify
 from memory_cases import gathered_again, stack, with_memory
 from workbench import cluster, traced
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import zoo
-from hetspmd.cost.cluster import Cluster
-from hetspmd.run.verify import verify
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.verify.verify import verify
 from workbench import cluster, example_module, traced
 
 TOLERANCE = 1e-9

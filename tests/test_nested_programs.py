@@ -14,17 +14,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hetspmd.forms import ALL_REDUCE
-from hetspmd.lower.layout import Region
-from hetspmd.lower.nested import lower_place
-from hetspmd.lower.nested_layout import NestedLayout, Place
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.levels import MachineRuntime
+from hetspmd.dist.runtime import Runtime
+from hetspmd.dist.simulate import run_ranks
+from hetspmd.lower.levels import lower_place
+from hetspmd.placement import ALL_REDUCE
+from hetspmd.program.layout import Region
+from hetspmd.program.level_layout import NestedLayout, Place
+from hetspmd.program.levels import Inside, Key, Nested, Together, between, inner_rows, nest
+from hetspmd.program.program import Program
 from hetspmd.rules.rule import Row
-from hetspmd.run.communicator import Communicator
-from hetspmd.run.machines import MachineRuntime
-from hetspmd.run.runtime import Runtime
-from hetspmd.run.simulate import run_ranks
-from hetspmd.synth.nested import Inside, Key, Nested, Together, between, inner_rows, nest
-from hetspmd.synth.program import Program
 from test_random_programs import TOLERANCE, Subject, subject
 from workbench import CPU, known, largest_error, randomness
 

@@ -11,21 +11,21 @@ import pytest
 import torch
 
 import hetspmd
-import hetspmd.alternation as alternation
-import hetspmd.prefetch as prefetch
-from hetspmd.balance.lengths import by_segment, lengths_for
-from hetspmd.codec import encode
-from hetspmd.compiler import plan_for
-from hetspmd.cost.cluster import Cluster
+import hetspmd.optimize.alternation as alternation
+import hetspmd.optimize.prefetch as prefetch
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.codec.records import encode
 from hetspmd.errors import PlanError
-from hetspmd.forms import IDENTITY, all_gather, is_sharded
-from hetspmd.plan import Plan
-from hetspmd.planfile.text import content, file_text
-from hetspmd.prefetch import storage_axes, stored_evenly
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.optimize.prefetch import storage_axes, stored_evenly
+from hetspmd.placement import IDENTITY, all_gather, is_sharded
+from hetspmd.plan.plan import Plan
+from hetspmd.plan.text import content, file_text
+from hetspmd.program.checker import check
+from hetspmd.program.lengths import by_segment, lengths_for
+from hetspmd.program.program import Communicate
 from hetspmd.report.summary import plan_text
-from hetspmd.synth import constraints as known
-from hetspmd.synth.checker import check
-from hetspmd.synth.program import Communicate
+from hetspmd.search import constraints as known
 from hetspmd.trace.trace import split_example
 from workbench import Traced, simulated_error, single_device, traced
 

@@ -20,18 +20,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hetspmd.balance.lengths import Lengths
+from hetspmd.cluster.collective_kinds import Kind
 from hetspmd.cost.model import CostModel
-from hetspmd.forms import ALL_REDUCE, IDENTITY, Form
+from hetspmd.placement import ALL_REDUCE, IDENTITY, Form
+from hetspmd.program.buckets import Bucket
+from hetspmd.program.checker import check
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.program import Communicate, Compute, Program, Result
+from hetspmd.program.schedule import schedule
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory, derive
-from hetspmd.synth.buckets import Bucket
-from hetspmd.synth.checker import check
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.program import Communicate, Compute, Kind, Program, Result
-from hetspmd.synth.schedule import schedule
-from hetspmd.synth.search import Limits, search
-from hetspmd.synth.space import Move, search_space
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.search import Limits, search
+from hetspmd.search.space import Move, search_space
 from hetspmd.trace.graph import PARAMETER
 from hetspmd.trace.trace import trace
 from workbench import simulated_error, single_device

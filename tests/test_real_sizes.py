@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 import hetspmd
-from hetspmd.balance.lengths import lengths_for
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.model import CostModel
+from hetspmd.program.checker import check
+from hetspmd.program.lengths import lengths_for
 from hetspmd.rules.theory import derive
-from hetspmd.synth.checker import check
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.search import Limits, Searcher
-from hetspmd.synth.space import search_space
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.search import Limits, Searcher
+from hetspmd.search.space import search_space
 from hetspmd.trace.trace import split_example, trace
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import hetspmd
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import ConstraintError, PlanError
-from hetspmd.forms import is_sharded
-from hetspmd.plan import Plan
+from hetspmd.placement import is_sharded
+from hetspmd.plan.plan import Plan
+from hetspmd.program.program import Communicate
 from hetspmd.report import plan_json, program_text
 from hetspmd.run.module import HAP
-from hetspmd.run.simulate import run_ranks
-from hetspmd.synth.program import Communicate
 from workbench import traced
 
 
@@ -134,8 +134,8 @@ def test_segments_within_the_memory() -> None:
 
 
 def test_segments_beside_idle_devices() -> None:
-    from hetspmd.compiler import plan_for
-    from hetspmd.synth.constraints import data_parallel
+    from hetspmd.optimize.compiler import plan_for
+    from hetspmd.search.constraints import data_parallel
 
     theory = compiled(2).theory
     ratios = ((0.75, 0.25), (0.0, 1.0))
@@ -190,8 +190,8 @@ def test_reports() -> None:
 
 def test_timeline_without_waits_where_lengths_agree() -> None:
     """At equal ratios no device waits at a cut: the step of the same program is as long as without cuts."""
-    from hetspmd.compiler import plan_for
-    from hetspmd.synth.constraints import data_parallel
+    from hetspmd.optimize.compiler import plan_for
+    from hetspmd.search.constraints import data_parallel
 
     plan = compiled(2)
     ratios = (0.5, 0.3, 0.2)
@@ -238,8 +238,8 @@ def test_other_batches_and_evaluation_keep_the_segments() -> None:
 
 def test_parameters_in_shards_of_their_segments() -> None:
     """Stored forms of two segments at unlike ratios: shards of their own lengths, and evaluation keeps them."""
-    from hetspmd.compiler import plan_for
-    from hetspmd.synth.constraints import zero_like
+    from hetspmd.optimize.compiler import plan_for
+    from hetspmd.search.constraints import zero_like
 
     theory = compiled(2).theory
     plan = plan_for(theory, unlike(), zero_like(theory), ((0.5, 0.0, 0.5), (0.25, 0.75, 0.0)))

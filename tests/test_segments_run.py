@@ -12,19 +12,19 @@ from functools import cache
 import pytest
 import torch
 
-from hetspmd.balance.segments import partition, segmented
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import ProofError
-from hetspmd.forms import IDENTITY, all_gather, before_cut, form_text, is_before_cut
-from hetspmd.plan import Plan
+from hetspmd.optimize.partition import partition, segmented
+from hetspmd.placement import IDENTITY, all_gather, before_cut, form_text, is_before_cut
+from hetspmd.plan.plan import Plan
+from hetspmd.program.checker import check
+from hetspmd.program.program import Communicate, Compute, communication_text
 from hetspmd.rules.theory import Theory, derive
-from hetspmd.run.verify import verify
-from hetspmd.synth import constraints as known
-from hetspmd.synth.checker import check
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.program import Communicate, Compute, communication_text
+from hetspmd.search import constraints as known
+from hetspmd.search.constraints import Constraints
 from hetspmd.trace.graph import REBALANCE
 from hetspmd.trace.trace import trace
+from hetspmd.verify.verify import verify
 from workbench import cluster, traced
 
 CLUSTER = cluster(5, 1, 3, 2)
@@ -40,7 +40,7 @@ def cut(name: str, count: int) -> Theory:
 
 def forced(name: str, count: int, constraints: Constraints) -> Plan:
     """The best program under ``constraints`` with unlike ratios, proven and equal to the single device."""
-    from hetspmd.compiler import plan_for
+    from hetspmd.optimize.compiler import plan_for
 
     entry, theory = traced(name), cut(name, count)
     plan = plan_for(theory, CLUSTER, constraints, MATRIX[: theory.axes.segments])
@@ -112,7 +112,7 @@ def test_tied_weights_are_cut() -> None:
 
 def test_equal_ratios_are_one_segment() -> None:
     """At equal ratios cuts are free: the best program costs what it costs without cuts, and sends nothing more."""
-    from hetspmd.compiler import plan_for
+    from hetspmd.optimize.compiler import plan_for
 
     for name in ("gpt2", "bert"):
         whole = plan_for(traced(name).theory, CLUSTER, Constraints(), MATRIX[0])

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-import hetspmd.alternation as alternation
-import hetspmd.storage as storage
-from hetspmd.cost.cluster import Cluster
-from hetspmd.forms import all_gather
-from hetspmd.synth.checker import check
+import hetspmd.optimize.alternation as alternation
+import hetspmd.optimize.parameter_sharding as storage
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.placement import all_gather
+from hetspmd.program.checker import check
 from test_prefetch import compiled, error_of, on, sharded
 from workbench import traced
 

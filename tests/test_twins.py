@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 import hetspmd
-from hetspmd.alternatives import alternatives
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import FollowerWarning
-from hetspmd.following import follows, warn_of_strays
-from hetspmd.forms import IDENTITY
-from hetspmd.plan import Plan
-from hetspmd.run.communicator import Communicator
+from hetspmd.optimize.followers import followers
+from hetspmd.optimize.following import follows, warn_of_strays
+from hetspmd.placement import IDENTITY
+from hetspmd.plan.plan import Plan
+from hetspmd.program.program import Compute
 from hetspmd.run.module import HAP
-from hetspmd.run.simulate import run_ranks
-from hetspmd.synth.constraints import named_tensors
-from hetspmd.synth.program import Compute
-from hetspmd.twins import followers
+from hetspmd.search.constraints import named_tensors
+from hetspmd.tune.alternatives import alternatives
 from nets import Net
 
 SLOW = Cluster.load(Path(__file__).parents[1] / "examples" / "clusters" / "four-slow.yaml")

@@ -17,23 +17,23 @@ from torch import nn
 
 import hetspmd.rules.ops  # noqa: F401  # registers the rules
 import zoo
-from hetspmd.balance.lengths import Lengths
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.random import Randomness
+from hetspmd.dist.runtime import Runtime
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import MissingRuleWarning
-from hetspmd.forms import ALL_REDUCE, Form, is_sharded
 from hetspmd.lower import lower
+from hetspmd.placement import ALL_REDUCE, Form, is_sharded
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory, derive
-from hetspmd.run.communicator import Communicator
-from hetspmd.run.random import Randomness
-from hetspmd.run.reference import ReferenceResult, run_reference
-from hetspmd.run.runtime import Runtime
-from hetspmd.run.simulate import run_ranks
-from hetspmd.run.verify import largest_error
-from hetspmd.synth import constraints as known
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.program import Communicate, Compute, Program
+from hetspmd.search import constraints as known
+from hetspmd.search.constraints import Constraints
 from hetspmd.trace.trace import split_example, trace
+from hetspmd.verify.reference import ReferenceResult, run_reference
+from hetspmd.verify.verify import largest_error
 
 CPU = torch.device("cpu")
 RUN = str(Path(__file__).parent / "run")

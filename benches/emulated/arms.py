@@ -170,7 +170,7 @@ def build(
 ) -> Callable[[], Tensor]:  # fmt: skip
     """A function that makes one step and returns this rank's part of the global loss, or all of it."""
     if arm == "hetspmd":
-        from hetspmd.plan import Plan
+        from hetspmd.plan.plan import Plan
         from hetspmd.run.module import HAP
 
         assert plan is not None

@@ -31,13 +31,14 @@ import torch.distributed as dist
 
 from emulated.launch import Workers
 from emulated.worker import Context
-from hetspmd.cost.cluster import Cluster, Device, Network
-from hetspmd.plan import write_atomically
-from hetspmd.run import collectives
-from hetspmd.run.pending import Pending
-from hetspmd.run.process_group import ProcessGroupCommunicator
-from hetspmd.run.random import Randomness
-from hetspmd.run.runtime import Runtime
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.devices import Device, Network
+from hetspmd.codec.files import write_atomically
+from hetspmd.dist import collectives
+from hetspmd.dist.pending import Pending
+from hetspmd.dist.process_group import ProcessGroupCommunicator
+from hetspmd.dist.random import Randomness
+from hetspmd.dist.runtime import Runtime
 
 KINDS = (
     "all_reduce", "all_gather", "reduce_scatter", "grouped_broadcast", "grouped_reduce", "all_to_all",

@@ -16,7 +16,7 @@ from emulated.cluster import EmulatedCluster, unavailable
 from emulated.launch import Workers
 from emulated.pages import lacking
 from emulated.spec import ClusterSpec
-from hetspmd.plan import write_atomically
+from hetspmd.codec.files import write_atomically
 
 __all__ = ["measure_all", "options_of", "parsed", "running", "say"]
 

@@ -30,11 +30,12 @@ from emulated.cluster import EmulatedCluster, clean, unavailable
 from emulated.launch import Workers
 from emulated.spec import ClusterSpec
 from emulated.worker import find
-from hetspmd.compiler import plan_for
+from hetspmd.codec.files import write_atomically
 from hetspmd.cost.model import CostModel
-from hetspmd.plan import Plan, write_atomically
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.plan.plan import Plan
 from hetspmd.rules.theory import derive
-from hetspmd.synth import constraints as known
+from hetspmd.search import constraints as known
 from hetspmd.trace.trace import trace
 
 WORKLOADS = ("vgg", "bert")

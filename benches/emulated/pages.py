@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hetspmd.plan import write_atomically
+from hetspmd.codec.files import write_atomically
 
 MARKS = ("<!-- results -->\n", "<!-- end of results -->")
 FASTER = ("<!-- faster -->\n", "<!-- end of faster -->")

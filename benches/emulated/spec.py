@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetspmd.cost.quantities import parse_quantity, quantity_text
+from hetspmd.codec.quantities import parse_quantity, quantity_text
 
 MOST_RANKS = 200
 

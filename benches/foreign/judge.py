@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from foreign.registry import Case
 from foreign.run import RANKS, Run, in_float64
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import (
     CollectiveMismatchError,
     HetspmdError,
@@ -26,8 +28,6 @@ from hetspmd.errors import (
     ProofError,
     RankFailedError,
 )
-from hetspmd.run.communicator import Communicator
-from hetspmd.run.simulate import run_ranks
 
 EQUAL, REFUSED, WRONG, CRASHED, HUNG, BROKEN = "equal", "refused", "WRONG", "CRASHED", "HUNG", "broken"
 """Outcomes. Broken: one device alone cannot run the case, which says nothing about hetspmd and is not counted."""

@@ -10,7 +10,7 @@ from datetime import date
 from pathlib import Path
 
 from foreign.judge import EQUAL, FAULTS, REFUSED, Outcome
-from hetspmd.plan import write_atomically
+from hetspmd.codec.files import write_atomically
 
 MARKS = ("<!-- results -->\n", "<!-- end of results -->")
 

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 import hetspmd
-from hetspmd.cost.cluster import Cluster
-from hetspmd.forms import IDENTITY
-from hetspmd.run.communicator import Communicator
-from hetspmd.synth.program import Compute
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.dist.communicator import Communicator
+from hetspmd.placement import IDENTITY
+from hetspmd.program.program import Compute
 
 RANKS = 4
 SLOW = Cluster.load(Path(__file__).parents[2] / "examples" / "clusters" / "four-slow.yaml")

@@ -17,7 +17,7 @@ import hetspmd
 from emulated.cluster import unavailable
 from emulated.command import measure_all, options_of, parsed, running, say
 from emulated.spec import EmulationError
-from hetspmd.plan import write_atomically
+from hetspmd.codec.files import write_atomically
 from trust import results
 from trust.models import build
 from trust.points import CLUSTERS, MODELS, plans

@@ -1,7 +1,7 @@
 """Which (model, cluster, plan) points are measured: an incomplete product, so that a run ends within half an hour.
 
 A plan is either what ``hetspmd.compile`` returns or the best program of a kind that is forced upon the search
-(:mod:`hetspmd.synth.constraints`) at fixed ratios.
+(:mod:`hetspmd.search.constraints`) at fixed ratios.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import nn
 
 import hetspmd
 from emulated.spec import ClusterSpec
-from hetspmd.compiler import plan_for
-from hetspmd.plan import Plan
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.plan.plan import Plan
 from hetspmd.rules.theory import Theory, derive
-from hetspmd.synth import constraints as known
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.search import Limits
+from hetspmd.search import constraints as known
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.search import Limits
 from hetspmd.trace.trace import trace
 
 CLUSTERS: Mapping[str, ClusterSpec] = {

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from emulated.memory import LiveBytes, ResidentPeak
 from emulated.worker import Context
-from hetspmd.plan import Plan
+from hetspmd.dist.process_group import ProcessGroupCommunicator
+from hetspmd.plan.plan import Plan
 from hetspmd.profile.cases import Case, together
 from hetspmd.profile.measure import Options, Profile, measure, with_ops
 from hetspmd.profile.session import Session
 from hetspmd.rules.theory import derive
 from hetspmd.run.module import HAP
-from hetspmd.run.process_group import ProcessGroupCommunicator
 from hetspmd.trace.trace import trace
 from trust.models import build
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from emulated.pages import MARKS, replace_results
-from hetspmd.plan import write_atomically
+from hetspmd.codec.files import write_atomically
 from hetspmd.profile.svg import Canvas
 from trust.results import Point
 from trust.statistics import summary, table

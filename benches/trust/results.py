@@ -16,7 +16,7 @@ from typing import Any
 
 from emulated.pages import append_lines, read_lines
 from hetspmd.cost.step import StepCost, idle_seconds, on_cluster, step_cost
-from hetspmd.plan import Plan
+from hetspmd.plan.plan import Plan
 
 FOLDER = Path(__file__).parents[2] / "target" / "bench" / "trust"
 

@@ -25,14 +25,15 @@ from emulated.command import measure_all, options_of, parsed, running, say
 from emulated.launch import Workers
 from emulated.memory import available
 from emulated.pages import FASTER, lacking, replace_results
-from hetspmd.alternatives import alternatives
-from hetspmd.compiler import plan_for
-from hetspmd.cost.cluster import Cluster
-from hetspmd.cost.quantities import parse_quantity
-from hetspmd.plan import Plan, write_atomically
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.codec.files import write_atomically
+from hetspmd.codec.quantities import parse_quantity
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.plan.plan import Plan
 from hetspmd.rules.theory import derive
-from hetspmd.synth import constraints as known
+from hetspmd.search import constraints as known
 from hetspmd.trace.trace import trace
+from hetspmd.tune.alternatives import alternatives
 from versus import results
 from versus.models import MODELS, OPTIMIZERS, SIZES, size_over, workload
 from versus.points import (

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import stdev
 
 from emulated.spec import ClusterSpec
-from hetspmd.cost.quantities import parse_quantity
+from hetspmd.codec.quantities import parse_quantity
 
 FASTEST_LINK = "1Gbit/s"
 CLUSTERS: Mapping[str, ClusterSpec] = {

@@ -208,10 +208,10 @@ def choose(
 ) -> tuple[str, dict[str, float]]:  # fmt: skip
     """Which of several plan files to take, and the seconds of a step by each, as :func:`hetspmd.tune` measures
     them; ranks are held to their shares while steps run, not while graphs are made."""
-    from hetspmd.plan import Plan
-    from hetspmd.run.compare import compare
+    from hetspmd.plan.plan import Plan
     from hetspmd.run.module import HAP
-    from hetspmd.run.tune import step_seconds
+    from hetspmd.tune.compare import compare
+    from hetspmd.tune.tune import step_seconds
 
     def measure(plan: Plan, best: float | None) -> list[float]:
         work = workload(model, size)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from emulated.pages import replace_results
-from hetspmd.plan import write_atomically
+from hetspmd.codec.files import write_atomically
 from hetspmd.profile.svg import Canvas
 from versus import results
 from versus.points import ARMS

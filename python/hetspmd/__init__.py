@@ -8,15 +8,17 @@ tuned = hetspmd.tune(model, batch, "cluster.yaml")            # the fastest of s
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hetspmd import errors, rules
-    from hetspmd.compiler import compile
-    from hetspmd.cost.cluster import Cluster
+    from hetspmd.cluster.cluster import Cluster
     from hetspmd.errors import HetspmdError
-    from hetspmd.plan import Plan
+    from hetspmd.optimize.compiler import compile
+    from hetspmd.plan.plan import Plan
     from hetspmd.rules.registry import rule
     from hetspmd.rules.rule import SUM, Call, Cut, Factor, Local, OpRule
     from hetspmd.run.gradient_hooks import on_full_gradient
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
     from hetspmd.run.optimizer_guard import allow_optimizer
     from hetspmd.run.optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
     from hetspmd.run.scaler import GradScaler
-    from hetspmd.run.tune import Tuned, tune
-    from hetspmd.run.verify import VerifyReport, verify
+    from hetspmd.tune.tune import Tuned, tune
+    from hetspmd.verify.verify import VerifyReport, verify
 
 __version__ = "0.1.0"
 
@@ -35,27 +37,27 @@ _HOMES = {
     "HAP": "run.module",
     "SUM": "rules",
     "Call": "rules",
-    "Cluster": "cost.cluster",
+    "Cluster": "cluster.cluster",
     "Cut": "rules",
     "Factor": "rules",
     "GradScaler": "run.scaler",
     "HetspmdError": "errors",
     "Local": "rules",
     "OpRule": "rules",
-    "Plan": "plan",
-    "Tuned": "run.tune",
-    "VerifyReport": "run.verify",
+    "Plan": "plan.plan",
+    "Tuned": "tune.tune",
+    "VerifyReport": "verify.verify",
     "allow_optimizer": "run.optimizer_guard",
     "clip_grad_norm_": "run.norms",
-    "compile": "compiler",
+    "compile": "optimize.compiler",
     "full_optimizer_state_dict": "run.optimizer_state",
     "get_total_norm": "run.norms",
     "hide_ranks": "run.one_process",
     "load_full_optimizer_state_dict": "run.optimizer_state",
     "on_full_gradient": "run.gradient_hooks",
     "rule": "rules",
-    "tune": "run.tune",
-    "verify": "run.verify",
+    "tune": "tune.tune",
+    "verify": "verify.verify",
 }
 """Where the public names live; they are imported when first used, so that ``hetspmd --help`` need not wait for
 torch."""
@@ -88,6 +90,35 @@ __all__ = [
     "tune",
     "verify",
 ]
+
+
+_ATTACHED = {
+    "Recording": ("record.record", "Recording"),
+    "explain": ("optimize.explain", "explain"),
+    "plan_text": ("report.summary", "plan_text"),
+    "recording_text": ("report.recording", "recording_text"),
+    "recording_trace": ("report.recording", "chrome_trace"),
+    "timeline_text": ("report.timeline", "timeline_text"),
+    "timeline_trace": ("report.timeline", "chrome_trace"),
+}
+"""What later packages do with the objects of earlier ones: they print, explain and record them."""
+
+
+def attached(name: str) -> Any:
+    """A function of a later package that is a method of an earlier one's class (``print(plan)``)."""
+    module, function = _ATTACHED[name]
+    return getattr(import_module(f"hetspmd.{module}"), function)
+
+
+class _Door(ModuleType):
+    """``hetspmd.verify`` and ``hetspmd.tune`` are functions, and the packages in which they live have their names."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Door
 
 
 def __getattr__(name: str) -> Any:

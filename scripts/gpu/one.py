@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path[:0] = [str(Path(__file__).parents[2] / "benches")]
 
 import hetspmd
-from hetspmd.run.simulate import run_ranks
+from hetspmd.dist.simulate import run_ranks
 from local import CLUSTER, stepper
 from trust.models import build
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from hetspmd.balance.stored import Stored, as_stored
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import PlanError, ProofError
-from hetspmd.forms import IDENTITY, all_gather
+from hetspmd.placement import IDENTITY, all_gather
+from hetspmd.program.checker import check
+from hetspmd.program.program import Communicate, Program
+from hetspmd.program.stored import Stored, as_stored
 from hetspmd.rules.theory import Theory, derive
-from hetspmd.synth.checker import check
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.program import Communicate, Program
-from hetspmd.synth.search import Limits, Searcher
-from hetspmd.synth.space import search_space
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.search import Limits, Searcher
+from hetspmd.search.space import search_space
 from nets import parameter, traced
 from workbench import cluster
 

@@ -10,11 +10,11 @@ from cost_graphs import cluster, data_parallel, mlp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetspmd.balance.lengths import LITTLE, Lengths, aligned, apportion, lengths_for
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import step_cost
-from hetspmd.forms import all_gather
-from hetspmd.plan import Plan, SearchReport
+from hetspmd.placement import all_gather
+from hetspmd.plan.plan import Plan, SearchReport
+from hetspmd.program.lengths import LITTLE, Lengths, aligned, apportion, lengths_for
 from hetspmd.report.limits import Limits, limits, limits_document, limits_text
 
 RATIOS = st.lists(st.sampled_from([0.0, 1.0, 2.0, 4.0]) | st.floats(1e-3, 10), min_size=1, max_size=4).filter(

@@ -11,14 +11,15 @@ from cost_graphs import Builder, cluster, data_parallel, mlp, program, random_pr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetspmd.balance.ratios import optimise_ratios
-from hetspmd.balance.starts import even, proportional, starting_ratios
-from hetspmd.cost.cluster import Cluster, Device, Network
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import Stages
-from hetspmd.forms import all_gather
+from hetspmd.placement import all_gather
+from hetspmd.program.program import Communicate, Program
+from hetspmd.ratios.ratios import optimise_ratios
+from hetspmd.ratios.starts import even, proportional, starting_ratios
 from hetspmd.rules.theory import Theory
-from hetspmd.synth.program import Communicate, Program
 
 
 def seconds(model: CostModel, chosen: Program, ratios: object) -> float:

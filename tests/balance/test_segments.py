@@ -10,24 +10,25 @@ import numpy as np
 import pytest
 from cost_graphs import cluster, mlp, random_program
 
-from hetspmd.balance.lengths import by_segment, lengths_for
-from hetspmd.balance.problem import Problem, Room
-from hetspmd.balance.ratios import gain, optimise
-from hetspmd.balance.segments import partition, segments_like
-from hetspmd.balance.starts import proportional
-from hetspmd.cost.cluster import Cluster, Device, Network
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.memory import memory_profile
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.rebalance import moved_part, rebalance_seconds
 from hetspmd.cost.step import Stages
+from hetspmd.optimize.partition import partition, segments_like
+from hetspmd.program.lengths import by_segment, lengths_for
+from hetspmd.program.program import Communicate, Program
+from hetspmd.ratios.problem import Problem, Room
+from hetspmd.ratios.ratios import gain, optimise
+from hetspmd.ratios.starts import proportional
 from hetspmd.rules.axes import Axes
 from hetspmd.rules.rule import OpRule
 from hetspmd.rules.theory import Theory, theory_of
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.constraints import data_parallel as by_batch
-from hetspmd.synth.program import Communicate, Program
-from hetspmd.synth.search import Limits, search
-from hetspmd.synth.space import search_space
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.constraints import data_parallel as by_batch
+from hetspmd.search.search import Limits, search
+from hetspmd.search.space import search_space
 from hetspmd.trace.cuts import with_cuts
 from hetspmd.trace.graph import REBALANCE
 

@@ -10,17 +10,18 @@ from cost_graphs import cluster, data_parallel, mlp, program, random_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetspmd.balance.problem import Problem
-from hetspmd.balance.ratios import minimise, optimise_ratios
-from hetspmd.balance.sensitivity import MORE, QUANTITIES, Quantity, Sensitivity, changed, sensitivities
-from hetspmd.cost.cluster import Cluster, Device, Network
-from hetspmd.cost.measured import Curve
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.curves import Curve
+from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.overlap import TwoStreams
+from hetspmd.cost.simulator import TwoStreams
 from hetspmd.cost.step import Stages, idle_seconds
-from hetspmd.forms import all_gather
+from hetspmd.placement import all_gather
+from hetspmd.program.program import Communicate, Program
+from hetspmd.ratios.problem import Problem
+from hetspmd.ratios.ratios import minimise, optimise_ratios
+from hetspmd.ratios.sensitivity import MORE, QUANTITIES, Quantity, Sensitivity, changed, sensitivities
 from hetspmd.rules.theory import Theory
-from hetspmd.synth.program import Communicate, Program
 
 
 def seconds(theory: Theory, of: Cluster, chosen: Program, start: tuple[float, ...]) -> float:

@@ -8,9 +8,9 @@ import pytest
 from cost_graphs import cluster, data_parallel, mlp
 
 import hetspmd
-from hetspmd.balance import linear
-from hetspmd.balance.ratios import optimise_ratios
 from hetspmd.cost.model import CostModel
+from hetspmd.ratios import linear
+from hetspmd.ratios.ratios import optimise_ratios
 from workbench import cluster as devices
 from workbench import traced
 

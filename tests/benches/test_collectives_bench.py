@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import collectives as bench
+from hetspmd.cluster.collective_kinds import GATHERS, SCATTERS
 from hetspmd.profile.fit import fit_curves
-from hetspmd.synth.program import GATHERS, SCATTERS
 
 WORLD = 4
 SIZES = [1 << 16, 1 << 20]

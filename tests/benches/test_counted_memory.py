@@ -17,14 +17,14 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from emulated.memory import LiveBytes
-from hetspmd.compiler import compile_plan, plan_for
-from hetspmd.plan import Plan
+from hetspmd.dist.communicator import Communicator, Work
+from hetspmd.dist.simulate import SimulatedCommunicator, run_ranks
+from hetspmd.optimize.compiler import compile_plan, plan_for
+from hetspmd.plan.plan import Plan
 from hetspmd.rules.theory import Theory, derive
-from hetspmd.run.communicator import Communicator, Work
 from hetspmd.run.module import HAP
 from hetspmd.run.shard_tensors import plain
-from hetspmd.run.simulate import SimulatedCommunicator, run_ranks
-from hetspmd.synth import constraints as known
+from hetspmd.search import constraints as known
 from hetspmd.trace.trace import trace
 from trust.models import MODELS, Built
 from workbench import cluster

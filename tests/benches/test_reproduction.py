@@ -11,9 +11,9 @@ import hap_testbed as hap
 import reproduction
 from hap_testbed import BENCHMARKS, GROUPED, P100, V100, cluster_of
 from hetspmd.cost.model import CostModel
-from hetspmd.forms import all_gather
-from hetspmd.synth import constraints as known
-from hetspmd.synth.program import Communicate
+from hetspmd.placement import all_gather
+from hetspmd.program.program import Communicate
+from hetspmd.search import constraints as known
 
 
 @pytest.mark.parametrize("b", BENCHMARKS, ids=lambda b: b.name)

@@ -14,7 +14,7 @@ import yaml
 
 import hetspmd
 from emulated.spec import EmulationError
-from hetspmd.cost.measured import Measured
+from hetspmd.cluster.curves import Measured
 from hetspmd.profile.measure import Profile
 from trust import command, rank, report, results, statistics
 from trust.models import MODELS, build

@@ -15,7 +15,8 @@ from torch import nn
 from emulated.arms import part_of, proportional_rows, stepper
 from emulated.links import rate_command
 from emulated.spec import EmulationError
-from hetspmd.cost.cluster import Cluster, Device, Network
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.devices import Device, Network
 from versus import command, points, report, results, statistics
 from versus.models import MODELS, SIZES, size_over, workload
 from versus.points import ARMS, CLUSTERS, COMPILED, DDP, DDP_EVEN, FORCED, FSDP, LINKS

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetspmd.forms import all_gather
-from hetspmd.plan import Plan
-from hetspmd.report.facts import stored_forms
+from hetspmd.placement import all_gather
+from hetspmd.plan.facts import stored_forms
+from hetspmd.plan.plan import Plan
 from hetspmd.rules import registry
-from hetspmd.run.verify import VerifyReport
+from hetspmd.verify.verify import VerifyReport
 
 SEARCH = {"cost", "lower_bound", "gap", "seconds", "expansions", "stop_reason"}
 COST = {"step_seconds", "compute_seconds", "communication_seconds", "memory_bytes"}
@@ -195,7 +195,7 @@ def test_verify_that_fails(command, targets, cluster, monkeypatch: pytest.Monkey
             random=False, worst={}, rounding=2e-15,
         )  # fmt: skip
 
-    monkeypatch.setattr("hetspmd.run.verify.verify", failing)
+    monkeypatch.setattr("hetspmd.verify.verify.verify", failing)
     outcome = command(
         "verify", targets, "--cluster", cluster, "--json", "-", "--steps", 5, "--dtype", "float32"
     )

@@ -8,14 +8,14 @@ import targets as t
 import torch
 
 import hetspmd
-from hetspmd.compiler import plan_for
+from hetspmd.codec.tables import shortened, table
 from hetspmd.lower.local import lower_plan
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.plan.facts import collectives, sent, storage, tensor_roles, transfers
+from hetspmd.program.program import Communicate
 from hetspmd.report import plan_json, plan_text, program_text
-from hetspmd.report.facts import collectives, sent, storage, tensor_roles, transfers
-from hetspmd.report.tables import shortened, table
 from hetspmd.rules.theory import derive
-from hetspmd.synth import constraints as known
-from hetspmd.synth.program import Communicate
+from hetspmd.search import constraints as known
 from hetspmd.trace.trace import trace
 
 TWO = {

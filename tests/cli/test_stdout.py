@@ -66,7 +66,7 @@ def test_in_the_same_process(command, cluster, targets) -> None:
 def test_a_solver_that_logs_nowhere(capfd: pytest.CaptureFixture[str]) -> None:
     import numpy as np
 
-    from hetspmd.balance.highs import quiet_highs
+    from hetspmd.search.highs import quiet_highs
 
     for options in ({}, {"solver": "ipm"}, {"threads": 1, "random_seed": 0, "solver": "simplex"}):
         solver = quiet_highs(**options)

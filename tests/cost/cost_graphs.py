@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from hetspmd.cost.cluster import Cluster, Device, Network
-from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, available, is_sharded
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.devices import Device, Network
+from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, available, is_sharded
+from hetspmd.program.program import Communicate, Compute, Program, Result, Step
 from hetspmd.rules.rule import SUM, Cut, Factor, OpRule, Row
 from hetspmd.rules.theory import Theory, theory_of
-from hetspmd.synth.program import Communicate, Compute, Program, Result, Step
 from hetspmd.trace.graph import (
     INPUT,
     PARAMETER,

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetspmd.codec import decode, encode
-from hetspmd.cost.cluster import LATENCY, LAUNCH, Cluster, Device, Network
-from hetspmd.cost.quantities import Kind, parse_quantity, quantity_text
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.devices import LATENCY, LAUNCH, Device, Network
+from hetspmd.codec.quantities import Kind, parse_quantity, quantity_text
+from hetspmd.codec.records import decode, encode
 from hetspmd.errors import ClusterError
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"

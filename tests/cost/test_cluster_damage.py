@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from damage import damaged_bytes, damaged_tree
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cluster.cluster import Cluster
 from hetspmd.errors import ClusterError
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"

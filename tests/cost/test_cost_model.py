@@ -8,11 +8,11 @@ from cost_graphs import Builder, cluster, mlp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetspmd.balance.lengths import Lengths, lengths_for
 from hetspmd.cost.model import CostModel
-from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather
+from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather
+from hetspmd.program.lengths import Lengths, lengths_for
+from hetspmd.program.program import communications
 from hetspmd.rules.theory import Theory
-from hetspmd.synth.program import communications
 
 S0, S1 = all_gather(0), all_gather(1)
 LATENCY, BANDWIDTH, LAUNCH = 1e-5, 1e9, 1e-6
@@ -96,7 +96,8 @@ def test_rates_follow_the_dtype() -> None:
     x = b.input("x", (8, 8), "bfloat16")
     b.mm("y", "mk,kn->mn", x, x, {"m": 8, "k": 8, "n": 8}, dtype="bfloat16")
     theory = b.theory(None, {})
-    from hetspmd.cost.cluster import Cluster, Device
+    from hetspmd.cluster.cluster import Cluster
+    from hetspmd.cluster.devices import Device
 
     model = CostModel(theory, Cluster((Device("d", {"bfloat16": 4e6, "default": 1e6}, launch=LAUNCH),)))
     assert model.dominant_dtype() == "bfloat16"

@@ -9,19 +9,21 @@ import numpy as np
 import pytest
 from cost_graphs import Builder, data_parallel, mlp
 
-from hetspmd.balance.lengths import lengths_for
-from hetspmd.cost.cluster import Cluster, Device, Network
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.collective_kinds import GATHERS, SCATTERS, Kind
+from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel, MoveForm
-from hetspmd.cost.overlap import START, WAIT, TwoStreams
+from hetspmd.cost.simulator import START, WAIT, TwoStreams
 from hetspmd.cost.step import step_cost
 from hetspmd.cost.timeline import timeline
+from hetspmd.dist import collectives
 from hetspmd.errors import ClusterError
-from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather
+from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather
 from hetspmd.profile.grouping import issuing
+from hetspmd.program.buckets import members
+from hetspmd.program.lengths import lengths_for
+from hetspmd.program.program import Communicate, Compute, Program, Result
 from hetspmd.rules.theory import Theory
-from hetspmd.run import collectives
-from hetspmd.synth.buckets import members
-from hetspmd.synth.program import GATHERS, SCATTERS, Communicate, Compute, Kind, Program, Result
 
 FREE = Cluster(
     (Device("a", {"default": 1e9}), Device("b", {"default": 5e8})), Network(bandwidth=1e8, latency=1e-4)

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 from cost_graphs import data_parallel, mlp
 
-from hetspmd.balance.lengths import lengths_for
-from hetspmd.cost.cluster import Cluster, Device, Network
-from hetspmd.cost.measured import Curve
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.curves import Curve
+from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.overlap import START, TwoStreams
+from hetspmd.cost.simulator import START, TwoStreams
 from hetspmd.errors import ClusterError
-from hetspmd.synth.buckets import members
+from hetspmd.program.buckets import members
+from hetspmd.program.lengths import lengths_for
 
 LATENCY = 3e-3
 PAIR = Cluster(

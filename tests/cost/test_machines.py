@@ -11,18 +11,19 @@ from torch import nn
 from torch.nn import functional as F
 
 import hetspmd
-from hetspmd.balance.lengths import lengths_for
-from hetspmd.cost.cluster import Cluster, Device, Network
-from hetspmd.cost.machines import flat, machine_of, ranks_of, virtual_device
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.devices import Device, Network, virtual_device
+from hetspmd.cluster.machines import flat, machine_of, ranks_of
+from hetspmd.cost.levels import inside_bytes, inside_seconds
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.nested import inside_bytes, inside_seconds
 from hetspmd.errors import ClusterError, MemoryLimitError
-from hetspmd.lower.nested_layout import NestedLayout
+from hetspmd.program.lengths import lengths_for
+from hetspmd.program.level_layout import NestedLayout
+from hetspmd.program.levels import Across, Both, Inside, between, nest
 from hetspmd.rules.theory import derive
-from hetspmd.synth import constraints as known
-from hetspmd.synth.nested import Across, Both, Inside, between, nest
-from hetspmd.synth.search import Limits, search
-from hetspmd.synth.space import search_space
+from hetspmd.search import constraints as known
+from hetspmd.search.search import Limits, search
+from hetspmd.search.space import search_space
 from hetspmd.trace.trace import trace
 
 FILE = """\

@@ -7,12 +7,9 @@ from typing import Any, get_args
 import pytest
 from cost_graphs import Builder, cluster
 
-from hetspmd.balance.lengths import Lengths
-from hetspmd.balance.ratios import optimise_ratios
-from hetspmd.codec import decode, encode
-from hetspmd.cost.cluster import Cluster, Device, Network
-from hetspmd.cost.cluster_file import read_object
-from hetspmd.cost.measured import (
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.cluster.curves import (
     COLLECTIVES,
     TERMS_OF,
     Curve,
@@ -24,11 +21,16 @@ from hetspmd.cost.measured import (
     curve_for,
     read_measured,
 )
+from hetspmd.cluster.devices import Device, Network
+from hetspmd.cluster.file import read_object
+from hetspmd.codec.records import decode, encode
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import ClusterError
-from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather
+from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.program import Communicate, Compute, Program, Result
+from hetspmd.ratios.ratios import optimise_ratios
 from hetspmd.rules.theory import Theory
-from hetspmd.synth.program import Communicate, Compute, Kind, Program, Result
 
 S0, S1 = all_gather(0), all_gather(1)
 C, NBYTES = 2, 4800

@@ -10,14 +10,14 @@ from cost_graphs import Builder, data_parallel, mlp, program, random_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.memory import OPTIMIZER_BYTES, Holdings, memory_bytes, memory_profile
-from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather, is_sharded, sharded_dim
+from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather, is_sharded, sharded_dim
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.program import Communicate, Compute, Program, Result
+from hetspmd.program.saved_tensors import crossing
+from hetspmd.program.schedule import schedule
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
-from hetspmd.synth.crossing import crossing
-from hetspmd.synth.program import Communicate, Compute, Program, Result
-from hetspmd.synth.schedule import schedule
 
 ROWS, IN, OUT = 8, 4, 6
 

@@ -11,19 +11,20 @@ from cost_graphs import Builder, cluster, data_parallel, mlp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetspmd.balance.lengths import lengths_for
-from hetspmd.balance.ratios import Problem, optimise_ratios
-from hetspmd.balance.sensitivity import sensitivities
-from hetspmd.codec import decode, encode
-from hetspmd.cost.cluster import PASSES, Cluster, Device, Network
-from hetspmd.cost.cluster_file import read_object
-from hetspmd.cost.measured import Measured, read_measured
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.curves import Measured, read_measured
+from hetspmd.cluster.devices import PASSES, Device, Network
+from hetspmd.cluster.file import read_object
+from hetspmd.cluster.op_times import OpFit, OpTime, OpTimes
+from hetspmd.codec.records import decode, encode
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.op_keys import VIEW_KEY, dense_strides, memory_orders
-from hetspmd.cost.op_times import OpFit, OpTime, OpTimes
+from hetspmd.cost.signatures import row_keys
 from hetspmd.cost.step import Stages, step_cost
-from hetspmd.cost.triples import row_keys
 from hetspmd.errors import ClusterError
+from hetspmd.program.lengths import lengths_for
+from hetspmd.ratios.ratios import Problem, optimise_ratios
+from hetspmd.ratios.sensitivity import sensitivities
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.trace.graph import SECOND_READ
 from hetspmd.trace.trace import trace

@@ -7,14 +7,14 @@ from cost_graphs import cluster, data_parallel, mlp, program, random_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetspmd.balance.lengths import lengths_for
-from hetspmd.codec import decode, encode
+from hetspmd.codec.records import decode, encode
 from hetspmd.cost.memory import memory_bytes
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.overlap import simulated_seconds
+from hetspmd.cost.simulator import simulated_seconds
 from hetspmd.cost.step import Stages, StepCost, step_cost
-from hetspmd.forms import all_gather
-from hetspmd.synth.program import Communicate, Compute, Program
+from hetspmd.placement import all_gather
+from hetspmd.program.lengths import lengths_for
+from hetspmd.program.program import Communicate, Compute, Program
 
 LATENCY, BANDWIDTH, LAUNCH = 1e-5, 1e9, 1e-6
 

@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeline_checks import CLOSE, check, scheduled
 
-from hetspmd.balance.lengths import Lengths, lengths_for
 from hetspmd.cli.main import main
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.overlap import TwoStreams, simulated_seconds
+from hetspmd.cost.simulator import TwoStreams, simulated_seconds
 from hetspmd.cost.step import Stages, idle_seconds
 from hetspmd.cost.timeline import IDLE_RESULTS, Timeline, timeline
 from hetspmd.errors import OutputError
-from hetspmd.forms import IDENTITY, all_gather
+from hetspmd.placement import IDENTITY, all_gather
+from hetspmd.program.lengths import Lengths, lengths_for
+from hetspmd.program.program import Communicate, Compute, Program, Result, Step
 from hetspmd.rules.theory import Theory
-from hetspmd.synth.program import Communicate, Compute, Program, Result, Step
 
 
 def row(theory: Theory, instruction: int, name: str) -> Compute:

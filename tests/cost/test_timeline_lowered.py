@@ -12,18 +12,17 @@ from torch import fx
 
 import workbench  # isort: split
 
-from hetspmd.balance.lengths import Lengths
-from hetspmd.compiler import plan_for
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.overlap import BOUNDARY, START, WAIT, TwoStreams
+from hetspmd.cost.simulator import BOUNDARY, START, WAIT, TwoStreams
 from hetspmd.cost.step import Stages
 from hetspmd.cost.timeline import timeline
-from hetspmd.lower import lower
+from hetspmd.lower import calls, lower
 from hetspmd.lower.emit import GraphWriter
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.program import Compute, Program
 from hetspmd.rules.theory import Theory
-from hetspmd.run import buckets, collectives
-from hetspmd.synth import constraints as known
-from hetspmd.synth.program import Compute, Program
+from hetspmd.search import constraints as known
 
 import program_builder  # isort: skip  # workbench puts its folder on the path
 import small_models  # isort: skip
@@ -43,11 +42,11 @@ def lowered_events(
 
     def logged_call(self: GraphWriter, name: str, target: Any, *rest: Any, **kwargs: Any) -> fx.Node:
         node = call(self, name, target, *rest, **kwargs)
-        if target in (collectives.wait, buckets.take):
+        if target in (calls.wait, calls.take):
             log, event = logs.setdefault(id(self), []), ("wait", started[rest[0][0]])
             if event not in log:  # a bucket is waited for once
                 log.append(event)
-        elif getattr(target, "__name__", "").startswith("start_"):
+        elif target in (calls.start, calls.start_bucket):
             started[node] = len(started)
             logs.setdefault(id(self), []).append(("start", started[node]))
         return node

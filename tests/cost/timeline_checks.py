@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from hetspmd.balance.lengths import Lengths
-from hetspmd.cost.overlap import TwoStreams
+from hetspmd.cost.simulator import TwoStreams
 from hetspmd.cost.timeline import Timeline
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.program import Program
+from hetspmd.program.schedule import schedule
 from hetspmd.rules.theory import Theory
-from hetspmd.synth.program import Program
-from hetspmd.synth.schedule import schedule
 
 CLOSE = {"rel": 1e-9, "abs": 1e-15}
 

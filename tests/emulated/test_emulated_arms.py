@@ -11,7 +11,8 @@ from emulated.arms import Measured, check_losses, proportional_rows
 from emulated.calibrate import KINDS, Calibration, Sample, coefficients, fitted
 from emulated.spec import EmulationError
 from emulated.workloads import bert, mlp, vgg
-from hetspmd.cost.cluster import Cluster, Device
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.devices import Device
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8), st.integers(8, 200))

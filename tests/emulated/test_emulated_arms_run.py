@@ -12,7 +12,7 @@ from emulated.compare import compare, table
 from emulated.launch import Workers
 from emulated.spec import ClusterSpec
 from emulated.workloads import mlp
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cluster.cluster import Cluster
 
 REASON = unavailable()
 

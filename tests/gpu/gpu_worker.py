@@ -13,9 +13,9 @@ from small_models import Case, case
 from small_plans import random_plan
 from torch import nn
 
-from hetspmd.run.communicator import Communicator
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.process_group import ProcessGroupCommunicator
 from hetspmd.run.module import HAP
-from hetspmd.run.process_group import ProcessGroupCommunicator
 
 OPTIONS: dict[str, dict[str, Any]] = {"mlp": {}, "conv": {}, "attention": {"dropout": 0.0}}
 SEEDS = (1, 2)

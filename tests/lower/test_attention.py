@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hetspmd.errors import PlanError
-from hetspmd.lower import attention
-from hetspmd.lower.constants import local_op
+from hetspmd.trace import gpu_attention as attention
 from hetspmd.trace.compat import FakeTensorMode
+from hetspmd.trace.evaluate import local_op
 
 aten = torch.ops.aten
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -9,21 +9,20 @@ import torch
 from program_builder import build, cheap_random_program, data_parallel, random_program, uneven
 from small_models import Attention, Case, case
 
-from hetspmd.balance.lengths import Lengths
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.random import Randomness
+from hetspmd.dist.runtime import Runtime
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import PlanError
-from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather, is_sharded
-from hetspmd.lower import LocalProgram, lower
+from hetspmd.lower import LocalProgram, calls, lower
 from hetspmd.lower.emit import take_saved
+from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather, is_sharded
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.program import Communicate, Compute, Program, Result
+from hetspmd.program.schedule import reads, schedule, writes
 from hetspmd.rules.rule import Row
-from hetspmd.run import collectives
-from hetspmd.run.communicator import Communicator
-from hetspmd.run.random import Randomness
-from hetspmd.run.reference import ReferenceResult, run_reference
-from hetspmd.run.runtime import Runtime
-from hetspmd.run.simulate import run_ranks
-from hetspmd.synth.program import Communicate, Compute, Program, Result
-from hetspmd.synth.schedule import reads, schedule, writes
 from hetspmd.trace.graph import Instruction
+from hetspmd.verify.reference import ReferenceResult, run_reference
 
 CPU = torch.device("cpu")
 Local = tuple[LocalProgram, torch.Tensor, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
@@ -128,10 +127,10 @@ def test_data_parallel(any_case: Case, sharded: bool) -> None:
     compare(any_case, program, uneven(any_case.theory, 3, 2))
     backward = lower(any_case.theory, program, uneven(any_case.theory, 3), 0, CPU).backward
     assert backward is not None
-    calls = Counter(n.target for n in backward.graph.nodes)
+    starts = Counter(n.args[1] for n in backward.graph.nodes if n.target is calls.start)
     if not sharded:
         trained = sum(p.gradient is not None for p in graph.parameters)
-        sums = calls[collectives.start_all_reduce]
+        sums = starts["all_reduce"]
         assert sums >= trained - 1, "every gradient is summed once"
 
 
@@ -142,18 +141,18 @@ def test_collectives_start_after_their_producer_and_wait_before_their_reader() -
     assert backward is not None
     nodes = list(backward.graph.nodes)
     for i, node in enumerate(nodes):
-        if node.target is collectives.start_all_reduce:
-            assert nodes[i - 1] is node.args[1], "started right after its source"
+        if node.target is calls.start and node.args[1] == "all_reduce":
+            assert nodes[i - 1] is node.args[2], "started right after its source"
             (reader,) = node.users
-            assert reader.target is collectives.wait
-    last_start = max(i for i, n in enumerate(nodes) if n.target is collectives.start_all_reduce)
-    first_wait = min(i for i, n in enumerate(nodes) if n.target is collectives.wait)
+            assert reader.target is calls.wait
+    last_start = max(i for i, n in enumerate(nodes) if n.target is calls.start)
+    first_wait = min(i for i, n in enumerate(nodes) if n.target is calls.wait)
     assert first_wait > last_start - 4, "gradients are waited for at the end"
 
 
 def test_ranks_issue_the_same_collectives() -> None:
     c = case("attention")
-    starts = {getattr(collectives, n) for n in dir(collectives) if n.startswith("start_")}
+    starts = (calls.start, calls.start_bucket)
     for seed in range(4):
         program = random_program(c.theory, seed)
         lengths = uneven(c.theory, 4, seed)
@@ -162,7 +161,7 @@ def test_ranks_issue_the_same_collectives() -> None:
             local = lower(c.theory, program, lengths, rank, CPU)
             assert local.backward is not None
             nodes = [*local.forward.graph.nodes, *local.backward.graph.nodes]
-            sequences.append([(n.target, *n.args[2:]) for n in nodes if n.target in starts])
+            sequences.append([(n.target, n.args[1], *n.args[3:]) for n in nodes if n.target in starts])
         assert all(s == sequences[0] for s in sequences)
 
 

@@ -11,15 +11,15 @@ from program_builder import data_parallel, uneven
 from small_models import case
 from torch import fx
 
-from hetspmd.lower import lower
+from hetspmd.dist import collectives
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.random import Randomness
+from hetspmd.dist.runtime import Runtime
+from hetspmd.dist.simulate import run_ranks
+from hetspmd.lower import calls, lower
 from hetspmd.lower.emit import item, take_saved
 from hetspmd.lower.reuse import mark_spare
 from hetspmd.rules.kernels import dense
-from hetspmd.run import collectives
-from hetspmd.run.communicator import Communicator
-from hetspmd.run.random import Randomness
-from hetspmd.run.runtime import Runtime
-from hetspmd.run.simulate import run_ranks
 
 aten = torch.ops.aten
 Build = Callable[[fx.Graph, fx.Node, fx.Node], tuple[fx.Node, list[fx.Node]]]
@@ -83,8 +83,8 @@ def saved(g: fx.Graph, runtime: fx.Node, x: fx.Node) -> tuple[fx.Node, list[fx.N
 
 
 def delivered(g: fx.Graph, runtime: fx.Node, x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    pending = g.call_function(collectives.start_all_gather, (runtime, x, 0, (1, 1)))
-    return g.call_function(collectives.wait, (pending,)), []
+    pending = g.call_function(calls.start, (runtime, "all_gather", x, 0, (1, 1)))
+    return g.call_function(calls.wait, (pending,)), []
 
 
 YES: list[Build] = [alone, of_a_view, one_of_two, read_before]
@@ -98,8 +98,8 @@ def made(build: Build) -> tuple[fx.Graph, fx.Node]:
     g = fx.Graph()
     runtime, x = g.placeholder("runtime"), g.placeholder("x")
     operand, results = build(g, runtime, x)
-    start = g.call_function(collectives.start_all_reduce, (runtime, operand))
-    g.output([g.call_function(collectives.wait, (start,)), *results])
+    start = g.call_function(calls.start, (runtime, "all_reduce", operand))
+    g.output([g.call_function(calls.wait, (start,)), *results])
     mark_spare(g)
     return g, start
 
@@ -118,10 +118,10 @@ def test_a_reader_behind_the_start_counts() -> None:
     g = fx.Graph()
     runtime, x = g.placeholder("runtime"), g.placeholder("x")
     found = product(g, x)
-    start = g.call_function(collectives.start_all_reduce, (runtime, found))
+    start = g.call_function(calls.start, (runtime, "all_reduce", found))
     later = product(g, found)
-    again = g.call_function(collectives.start_all_reduce, (runtime, found))
-    g.output([g.call_function(collectives.wait, (s,)) for s in (start, again)] + [later])
+    again = g.call_function(calls.start, (runtime, "all_reduce", found))
+    g.output([g.call_function(calls.wait, (s,)) for s in (start, again)] + [later])
     mark_spare(g)
     assert (start.kwargs, again.kwargs) == ({}, {"spare": True}), "the last one is free to"
 
@@ -131,7 +131,7 @@ def test_gradients_are_summed_where_they_were_computed() -> None:
     program = data_parallel(c.theory, c.theory.graph.inputs[0].tensor)
     local = lower(c.theory, program, uneven(c.theory, 2), 0, torch.device("cpu"))
     assert local.backward is not None
-    starts = [n for n in local.backward.graph.nodes if n.target is collectives.start_all_reduce]
+    starts = [n for n in local.backward.graph.nodes if n.target is calls.start]
     assert starts
     assert all(n.kwargs == {"spare": True} for n in starts)
 

@@ -10,8 +10,8 @@ import torch
 from synthetic import devices, fits, rates
 
 from hetspmd.cli.main import main
-from hetspmd.cost.cluster import Cluster
-from hetspmd.cost.measured import Measured
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.curves import Measured
 from hetspmd.profile.fit import fit_network
 from hetspmd.profile.measure import Profile
 

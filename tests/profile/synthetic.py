@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from hetspmd.cost.cluster import Device
-from hetspmd.cost.measured import COLLECTIVES, TERMS_OF, Curve, Fit, Point, Rate
+from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.cluster.curves import COLLECTIVES, TERMS_OF, Curve, Fit, Point, Rate
+from hetspmd.cluster.devices import Device
 from hetspmd.profile.fit import fit_curve
 from hetspmd.profile.trials import LEVELS, trials
-from hetspmd.synth.program import Kind
 
 SPEEDS = (4e12, 1e12, 4e12, 1e12)
 TRUE = {"latency": 8e-5, "per_shard": 3e-5, "per_byte": 2e-10, "per_largest": 9e-10, "per_exchange": 1.1e-9}

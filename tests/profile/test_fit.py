@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import TRUE, points, true_curve
 
-from hetspmd.cost.measured import COLLECTIVES, TERMS_OF, Curve, Fit
+from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.cluster.curves import COLLECTIVES, TERMS_OF, Curve, Fit
 from hetspmd.errors import ProfileError
 from hetspmd.profile.fit import fit_curve, fit_curves, fit_network, hidden, non_negative_least_squares
 from hetspmd.profile.sampling import CONFIDENCE, FIRST, interval, repeat, tight
 from hetspmd.profile.trials import LEVELS, trials
-from hetspmd.synth.program import Kind
 
 
 @pytest.mark.parametrize("devices", [2, 4, 9])

@@ -17,8 +17,13 @@ import torch
 from profile_worker import worker
 from synthetic import rates_of
 
-from hetspmd.cost.cluster import Cluster
-from hetspmd.cost.measured import COLLECTIVES, Point
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.cluster.curves import COLLECTIVES, Point
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.pending import PendingTensor
+from hetspmd.dist.runtime import Runtime
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import ProfileError
 from hetspmd.profile import collectives
 from hetspmd.profile import measure as measuring
@@ -27,11 +32,6 @@ from hetspmd.profile.measure import Options, Profile, measure
 from hetspmd.profile.sampling import FIRST
 from hetspmd.profile.session import Session
 from hetspmd.profile.trials import LEVELS, PADDED, Trial
-from hetspmd.run.communicator import Communicator
-from hetspmd.run.pending import PendingTensor
-from hetspmd.run.runtime import Runtime
-from hetspmd.run.simulate import run_ranks
-from hetspmd.synth.program import Kind
 from processes import spawn
 
 TARGETS = Path(__file__).parents[1] / "cli" / "targets.py"

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import zoo
-from hetspmd.cost.cluster import Cluster, Device, Network
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.op_keys import VIEW_KEY, memory_orders
-from hetspmd.cost.triples import row_keys
+from hetspmd.cost.signatures import row_keys
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.profile import ops as measuring
 from hetspmd.profile import single
 from hetspmd.profile.cache import cache_file, cache_folder, load_points, save_points
@@ -28,7 +30,6 @@ from hetspmd.profile.pages import Sample
 from hetspmd.profile.session import Session
 from hetspmd.rules.rule import Call, TensorType
 from hetspmd.rules.theory import Theory, derive
-from hetspmd.run.simulate import run_ranks
 from hetspmd.trace.graph import Ref
 from hetspmd.trace.trace import trace
 
@@ -187,7 +188,7 @@ def test_lines_are_convex_and_meet_exact_points() -> None:
 
 
 def session() -> Session:
-    from hetspmd.run.communicator import LoneCommunicator
+    from hetspmd.dist.communicator import LoneCommunicator
 
     return Session(LoneCommunicator(), CPU, start=time.perf_counter())
 

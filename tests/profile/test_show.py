@@ -12,8 +12,9 @@ import pytest
 import torch
 from synthetic import rates_of
 
-from hetspmd.cost.cluster import Cluster, Device
-from hetspmd.cost.measured import Measured, Rate
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.curves import Measured, Rate
+from hetspmd.cluster.devices import Device
 from hetspmd.profile.grouping import Report, devices_of, groups_of
 from hetspmd.profile.host import host_identity, usable_memory
 from hetspmd.profile.measure import Profile

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hetspmd.rules.ops  # noqa: F401  # registers the rules
-from hetspmd.balance.lengths import apportion
-from hetspmd.forms import ALL_REDUCE, IDENTITY
+from hetspmd.placement import ALL_REDUCE, IDENTITY
+from hetspmd.program.lengths import apportion
 from hetspmd.rules import samples as sample_package
 from hetspmd.rules.brute import (
     Case,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hetspmd.errors import RuleError
-from hetspmd.forms import form_text
+from hetspmd.placement import form_text
 from hetspmd.rules.brute import case_of
 from hetspmd.rules.oracle import check
 from hetspmd.rules.registry import registered, rule_for, rule_function

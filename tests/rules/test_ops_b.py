@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetspmd.forms import form_text
+from hetspmd.placement import form_text
 from hetspmd.rules.brute import case_of
 from hetspmd.rules.ops.shape import view_cuts
 from hetspmd.rules.oracle import check

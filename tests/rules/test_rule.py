@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hetspmd.errors import RuleError
-from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather
+from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather
 from hetspmd.rules.kernels import empty_shards
 from hetspmd.rules.rule import (
     SUM,

@@ -13,8 +13,8 @@ import torch
 from small_plans import cluster
 from torch import nn
 
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.run.module import HAP
-from hetspmd.run.simulate import run_ranks
 
 Each = Callable[[Any, int], object]
 X = torch.randn(16, 12, generator=torch.Generator().manual_seed(0))

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from hetspmd.run import buckets, collectives
-from hetspmd.run.communicator import Communicator
-from hetspmd.run.random import Randomness
-from hetspmd.run.runtime import Runtime
+from hetspmd.dist import buckets, collectives
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.random import Randomness
+from hetspmd.dist.runtime import Runtime
+from hetspmd.lower import calls
 
 EXTENTS = {
     2: [(3, 1), (0, 4), (2, 2), (0, 0)],
@@ -61,17 +62,17 @@ def _cases(runtime: Runtime) -> Iterator[int]:
                 part = _part(whole, dim, extents, rank)
                 before = part.clone()
                 for start in collectives.GATHERS.values():
-                    got = collectives.wait(start(runtime, part, dim, extents))
+                    got = calls.wait(start(runtime, part, dim, extents))
                     yield _same(got, whole, f"{start.__name__} {shape} {extents} {dtype}")
                     yield _same(part, before, "out of place")
             for dtype in SUMMED if dim < 2 else SUMMED[:1]:
                 summands = [_whole(shape, dtype, 10 + r) for r in range(world)]
                 total = torch.stack(summands).sum(0).to(dtype)
                 mine = summands[rank].clone()
-                got = collectives.wait(collectives.start_all_reduce(runtime, mine))
+                got = calls.wait(collectives.start_all_reduce(runtime, mine))
                 yield _same(got, total, f"all_reduce {shape} {dtype}")
                 for start in collectives.SCATTERS.values():
-                    got = collectives.wait(start(runtime, mine, dim, extents))
+                    got = calls.wait(start(runtime, mine, dim, extents))
                     yield _same(
                         got, _part(total, dim, extents, rank), f"{start.__name__} {shape} {extents} {dtype}"
                     )
@@ -81,13 +82,13 @@ def _cases(runtime: Runtime) -> Iterator[int]:
                     collectives.start_grouped_reduce,
                     collectives.start_ring_reduce,
                 ):
-                    got = collectives.wait(start(runtime, summands[rank].clone(), dim, extents, spare=True))
+                    got = calls.wait(start(runtime, summands[rank].clone(), dim, extents, spare=True))
                     yield _same(
                         got,
                         _part(total, dim, extents, rank),
                         f"{start.__name__} in place {shape} {extents} {dtype}",
                     )
-                got = collectives.wait(collectives.start_all_reduce(runtime, mine, spare=True))
+                got = calls.wait(collectives.start_all_reduce(runtime, mine, spare=True))
                 yield _same(got, total, f"all_reduce in place {shape} {dtype}")
         for source, target in ((0, 1), (1, 0), (0, 2), (2, 1)):
             for others in EXTENTS[world]:
@@ -96,7 +97,7 @@ def _cases(runtime: Runtime) -> Iterator[int]:
                 for dtype in (torch.float32, torch.bool, torch.int16):
                     whole = _whole(tuple(sizes), dtype, 3)
                     part = _part(whole, source, extents, rank)
-                    got = collectives.wait(
+                    got = calls.wait(
                         collectives.start_all_to_all(runtime, part, source, target, extents, others)
                     )
                     yield _same(
@@ -112,7 +113,7 @@ def _cases(runtime: Runtime) -> Iterator[int]:
                     whole = _whole(shape, dtype, 5)
                     part = _part(whole, dim, extents, rank)
                     before = part.clone()
-                    got = collectives.wait(collectives.start_rebalance(runtime, part, dim, extents, others))
+                    got = calls.wait(collectives.start_rebalance(runtime, part, dim, extents, others))
                     want = _part(whole, dim, others, rank)
                     yield _same(got, want, f"rebalance {shape} {extents} {others} {dtype}")
                     yield _same(part, before, "out of place")
@@ -181,9 +182,9 @@ def _buckets(runtime: Runtime) -> Iterator[int]:
             for k in (2, 0, 3, 1):
                 dim, extents = places[k]
                 what = f"of a bucket: {shapes[k]} {places[k]} {dtype}"
-                yield _same(buckets.take(whole, k), gathered[k], f"all_gather {what}")
-                yield _same(buckets.take(reduced, k), totals[k], f"all_reduce {what}")
+                yield _same(calls.take(whole, k), gathered[k], f"all_gather {what}")
+                yield _same(calls.take(reduced, k), totals[k], f"all_reduce {what}")
                 want = _part(totals[k], dim, extents, rank)
-                yield _same(buckets.take(scattered, k), want, f"reduce_scatter {what}")
+                yield _same(calls.take(scattered, k), want, f"reduce_scatter {what}")
                 yield _same(mine[k], summands[rank][k], "out of place")
-            yield _same(buckets.take(reduced, 4), mine[0].new_tensor(2.0 * world), "scalar of a bucket")
+            yield _same(calls.take(reduced, 4), mine[0].new_tensor(2.0 * world), "scalar of a bucket")

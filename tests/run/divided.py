@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import hetspmd
-from hetspmd.plan import Plan
-from hetspmd.run.communicator import Communicator
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.simulate import run_ranks
+from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
-from hetspmd.run.simulate import run_ranks
 
 T = TypeVar("T")
 CLUSTER = cluster(4, 2, 1, 1)

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hetspmd.run.communicator import Work
+from hetspmd.dist.communicator import Work
+from hetspmd.dist.process_group import ProcessGroupCommunicator
 from hetspmd.run.module import HAP
-from hetspmd.run.process_group import ProcessGroupCommunicator
 
 WORLD, STEPS, BATCH = 4, 200, 24
 CLUSTER = Path(__file__).parents[2] / "examples" / "clusters" / "four-boards.yaml"

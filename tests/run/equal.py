@@ -10,10 +10,10 @@ import torch
 from small_plans import cluster
 from torch import nn
 
-from hetspmd.cost.cluster import Cluster
-from hetspmd.run.communicator import Communicator
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.run.module import HAP
-from hetspmd.run.simulate import run_ranks
 from hetspmd.trace.losses import find_loss
 
 SPEEDS = (4.0, 2.0, 1.0, 1.0)

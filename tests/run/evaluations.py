@@ -12,14 +12,14 @@ import torch
 from small_plans import cluster
 from torch import nn
 
-from hetspmd.compiler import plan_for
-from hetspmd.cost.cluster import Cluster
-from hetspmd.forms import all_gather
-from hetspmd.plan import Plan
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.dist.simulate import run_ranks
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.placement import all_gather
+from hetspmd.plan.plan import Plan
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.run.module import HAP
-from hetspmd.run.simulate import run_ranks
-from hetspmd.synth.constraints import Constraints
+from hetspmd.search.constraints import Constraints
 from hetspmd.trace.compat import flatten
 from hetspmd.trace.losses import Loss
 from hetspmd.trace.trace import split_example, trace

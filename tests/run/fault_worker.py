@@ -23,11 +23,11 @@ import torch.distributed as dist
 from small_models import MLP, Case, case
 from small_plans import cluster, random_plan
 
-from hetspmd.compiler import plan_for
 from hetspmd.errors import RankFailedError
-from hetspmd.plan import Plan
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
-from hetspmd.synth.constraints import Constraints
+from hetspmd.search.constraints import Constraints
 from hetspmd.trace.compat import TorchDispatchMode
 
 WORLD = 4

@@ -16,16 +16,16 @@ from small_plans import ahead_plan, cluster, random_plan, segmented_plan
 from torch import nn
 
 import hetspmd
-from hetspmd.compiler import plan_for
+from hetspmd.dist.communicator import Work
+from hetspmd.dist.process_group import ProcessGroupCommunicator, communicator_for
+from hetspmd.dist.random import Randomness
 from hetspmd.errors import PlanMismatchError, TraceError, WorldSizeError
-from hetspmd.plan import Plan
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.plan.plan import Plan
 from hetspmd.rules.theory import derive
-from hetspmd.run.communicator import Work
 from hetspmd.run.module import HAP
-from hetspmd.run.process_group import ProcessGroupCommunicator, communicator_for
-from hetspmd.run.random import Randomness
 from hetspmd.run.shard_tensors import plain
-from hetspmd.synth.constraints import Constraints
+from hetspmd.search.constraints import Constraints
 from hetspmd.trace.trace import trace
 
 SEEDS = (1, 2)

@@ -10,12 +10,12 @@ from program_builder import cheap_random_program, random_program, uneven
 from small_models import Case
 from small_plans import NO_COST
 
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.step import StepCost
-from hetspmd.hierarchy import inside_of
-from hetspmd.pairs import Clock
-from hetspmd.plan import Plan
-from hetspmd.synth.search import Limits
+from hetspmd.optimize.candidate import Clock
+from hetspmd.optimize.hierarchy import inside_of
+from hetspmd.plan.plan import Plan
+from hetspmd.search.search import Limits
 
 
 def machines(*accelerators: int, memory: str = "1GiB", inside: str = "1TB/s") -> Cluster:

@@ -13,9 +13,9 @@ from ranks import loss_of
 from small_models import Case, case
 
 import hetspmd
-from hetspmd.plan import Plan
+from hetspmd.dist.random import Randomness
+from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
-from hetspmd.run.random import Randomness
 
 
 def plans(accelerators: tuple[int, ...]) -> list[tuple[Case, Plan]]:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from small_models import Case, case
 from small_plans import cluster
 
-from hetspmd.compiler import plan_for
 from hetspmd.errors import HetspmdError
+from hetspmd.optimize.compiler import plan_for
 from hetspmd.run.module import HAP
-from hetspmd.synth import constraints as known
+from hetspmd.search import constraints as known
 
 ODD = 1
 

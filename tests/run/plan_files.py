@@ -12,9 +12,9 @@ from small_plans import ahead_plan, cluster, random_plan, segmented_plan
 
 import hetspmd
 from damage import at
-from hetspmd.codec import encode
-from hetspmd.plan import Plan
-from hetspmd.planfile.text import VERSION, content_digest
+from hetspmd.codec.records import encode
+from hetspmd.plan.plan import Plan
+from hetspmd.plan.text import VERSION, content_digest
 
 
 @cache

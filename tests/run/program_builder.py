@@ -6,11 +6,12 @@ import itertools
 import random
 from collections.abc import Callable
 
-from hetspmd.balance.lengths import Lengths
-from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, is_sharded
+from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, is_sharded
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.program import Communicate, Compute, Program, Result, Step
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
-from hetspmd.synth.program import Communicate, Compute, Kind, Program, Result, Step
 from hetspmd.trace.graph import PARAMETER, Instruction
 
 Choose = Callable[[Instruction, list[Row]], Row]

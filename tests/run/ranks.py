@@ -10,10 +10,10 @@ import torch
 from small_models import Case
 from small_plans import cluster
 
-from hetspmd.plan import Plan
-from hetspmd.run.communicator import Communicator
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.simulate import run_ranks
+from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
-from hetspmd.run.simulate import run_ranks
 from hetspmd.trace.compat import as_plain
 
 T = TypeVar("T")

@@ -14,15 +14,15 @@ from ranks import loss_of
 from small_models import Case, case
 from small_plans import cluster
 
-from hetspmd.compiler import plan_for
+from hetspmd.dist.random import Randomness
 from hetspmd.errors import OutputError
-from hetspmd.plan import Plan
-from hetspmd.run.measured import Measured
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.plan.plan import Plan
+from hetspmd.program.program import Compute
+from hetspmd.record.measured import Measured
 from hetspmd.run.module import HAP
-from hetspmd.run.random import Randomness
 from hetspmd.run.shard_tensors import plain
-from hetspmd.synth import constraints as known
-from hetspmd.synth.program import Compute
+from hetspmd.search import constraints as known
 
 STEPS = 2
 

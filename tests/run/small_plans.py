@@ -8,14 +8,14 @@ from typing import Any
 from program_builder import cheap_random_program, random_program, uneven
 from small_models import Case
 
-from hetspmd.balance.lengths import Lengths
-from hetspmd.balance.segments import partition, segmented
-from hetspmd.compiler import plan_for
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.step import StepCost
-from hetspmd.plan import Plan, SearchReport
-from hetspmd.synth import constraints as known
-from hetspmd.synth.program import Program
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.optimize.partition import partition, segmented
+from hetspmd.plan.plan import Plan, SearchReport
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.program import Program
+from hetspmd.search import constraints as known
 
 NO_COST = SearchReport(0.0, 0.0, 0.0, "handmade", 0)
 

@@ -13,10 +13,10 @@ from ranks import loss_of
 from small_models import case
 from small_plans import random_plan
 
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.process_group import ProcessGroupCommunicator
 from hetspmd.errors import RankFailedError
-from hetspmd.run.communicator import Communicator
 from hetspmd.run.module import HAP
-from hetspmd.run.process_group import ProcessGroupCommunicator
 
 
 class Staged(ProcessGroupCommunicator):

@@ -13,11 +13,11 @@ from small_plans import cluster, random_plan
 from torch import nn
 
 import hetspmd
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import NanError
-from hetspmd.run.communicator import Communicator
 from hetspmd.run.module import HAP
 from hetspmd.run.shard_tensors import plain
-from hetspmd.run.simulate import run_ranks
 from workbench import randomness
 
 

@@ -21,11 +21,11 @@ from torch import nn
 
 import hetspmd
 from hetspmd.errors import BatchMismatchError
-from hetspmd.plan import Plan
+from hetspmd.plan.plan import Plan
 from hetspmd.rules.theory import derive
 from hetspmd.run.module import HAP
-from hetspmd.run.verify import verify
 from hetspmd.trace.trace import trace
+from hetspmd.verify.verify import verify
 
 WORLD = 3
 NAMES = ("mlp", "conv", "attention")

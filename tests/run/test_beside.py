@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import hetspmd
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import HetspmdError, OptionError, PlanMismatchError, RetraceWarning, TraceError
 from hetspmd.run.module import HAP
-from hetspmd.run.simulate import run_ranks
 from hetspmd.trace.host.watch import Watch
 
 # what forward reads ----------------------------------------------------------------------------------------------

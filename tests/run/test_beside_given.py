@@ -13,8 +13,8 @@ from beside import X
 from small_plans import cluster
 from torch import nn
 
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.run.module import HAP
-from hetspmd.run.simulate import run_ranks
 
 FACTOR = 1.0
 

@@ -17,11 +17,11 @@ from torch.nn.utils import clip_grad_norm_ as imported_before
 from torch.nn.utils import get_total_norm as total_before
 
 import hetspmd
-from hetspmd.compiler import plan_for
 from hetspmd.errors import GradientError
-from hetspmd.plan import Plan
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
-from hetspmd.synth.constraints import Constraints
+from hetspmd.search.constraints import Constraints
 
 
 def plans(c: Case) -> list[Plan]:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from hetspmd.plan import Plan
-from hetspmd.run.compare import CLOSE, LITTLE, TURNS, compare
+from hetspmd.plan.plan import Plan
+from hetspmd.tune.compare import CLOSE, LITTLE, TURNS, compare
 
 NAMES = ("first", "second", "third")
 

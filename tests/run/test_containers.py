@@ -12,11 +12,11 @@ import torch
 from small_plans import cluster
 from torch import nn
 
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import DroppedOutputWarning, PlanError, TraceError
-from hetspmd.plan import Plan
-from hetspmd.run.communicator import Communicator
+from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
-from hetspmd.run.simulate import run_ranks
 from hetspmd.trace import containers
 
 WIDE = torch.float64
@@ -159,7 +159,7 @@ def test_a_batch_may_be_a_dataclass() -> None:
 
 
 def test_a_plan_file_says_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hetspmd.compiler import compile
+    from hetspmd.optimize.compiler import compile
 
     text = compile(Model(PACKS["dataclass"]), (X,), cluster(4.0, 2.0, 1.0, 1.0)).to_json()
     plan = Plan.from_json(text)

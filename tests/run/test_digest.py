@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetspmd.run.digest import WHOLE, digest, join, projection
+from hetspmd.dist.digest import WHOLE, digest, join, projection
 
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int64,

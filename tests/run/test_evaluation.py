@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import hetspmd
-from hetspmd.compiler import compile_plan
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cluster.cluster import Cluster
 from hetspmd.errors import PlanError
-from hetspmd.planfile.graph import check_graph
+from hetspmd.optimize.compiler import compile_plan
+from hetspmd.plan.graph_check import check_graph
+from hetspmd.program.program import Communicate
 from hetspmd.run.module import HAP
-from hetspmd.synth.program import Communicate
 from hetspmd.trace.graph import INPUT, PARAMETER
 from nets import Net
 

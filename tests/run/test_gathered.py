@@ -16,10 +16,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import hetspmd
-from hetspmd.compiler import plan_for
 from hetspmd.errors import OptimizerError, ShardError
+from hetspmd.optimize.compiler import plan_for
 from hetspmd.run.module import HAP
-from hetspmd.synth.constraints import Constraints
+from hetspmd.search.constraints import Constraints
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),

@@ -15,8 +15,8 @@ import pytest
 import torch
 from gloo_worker import idle_plans, mixed_plans, plans, train, worker
 
-from hetspmd.run.simulate import run_ranks
-from hetspmd.run.verify import largest_error
+from hetspmd.dist.simulate import run_ranks
+from hetspmd.verify.verify import largest_error
 from processes import spawn
 
 WORLD = 4

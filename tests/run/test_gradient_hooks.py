@@ -14,12 +14,12 @@ from small_plans import cluster, random_plan
 from torch import nn
 
 import hetspmd
-from hetspmd.compiler import plan_for
 from hetspmd.errors import GradientError, GradientHookWarning
-from hetspmd.forms import is_sharded
-from hetspmd.plan import Plan
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.placement import is_sharded
+from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
-from hetspmd.synth.constraints import Constraints
+from hetspmd.search.constraints import Constraints
 
 MASK = torch.rand(10, 6, dtype=torch.float64)
 HOOKS: dict[str, Callable[[torch.Tensor], Any]] = {

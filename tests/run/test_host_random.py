@@ -12,10 +12,10 @@ from ranks import lone, loss_of
 from small_models import Case, case
 from small_plans import cluster
 
-from hetspmd.run.communicator import Communicator
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.random import next_seed
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.run.module import HAP
-from hetspmd.run.random import next_seed
-from hetspmd.run.simulate import run_ranks
 
 
 def states() -> tuple[object, ...]:

@@ -13,17 +13,17 @@ from small_models import Case, case
 from small_plans import cluster
 from torch import nn
 
-from hetspmd.compiler import plan_for
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import CollectiveMismatchError, PlanError
-from hetspmd.forms import IDENTITY, all_gather
 from hetspmd.lower import lower_plan
-from hetspmd.plan import Plan
-from hetspmd.run.communicator import Communicator
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.placement import IDENTITY, all_gather
+from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
 from hetspmd.run.shard_tensors import plain
-from hetspmd.run.simulate import run_ranks
-from hetspmd.run.verify import verify
-from hetspmd.synth.constraints import Constraints, named_tensors
+from hetspmd.search.constraints import Constraints, named_tensors
+from hetspmd.verify.verify import verify
 
 T = TypeVar("T")
 TEAMS = [(0,), (2,), (0, 2), (1, 2), (0, 1, 2)]

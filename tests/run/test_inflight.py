@@ -28,20 +28,21 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hetspmd.balance.lengths import lengths_for
+from hetspmd.cluster.collective_kinds import Kind
 from hetspmd.cost.memory import Holdings
-from hetspmd.plan import Plan
+from hetspmd.dist import collectives
+from hetspmd.dist.communicator import Communicator, Work
+from hetspmd.dist.pending import Pending
+from hetspmd.dist.process_group import ProcessGroupCommunicator
+from hetspmd.dist.random import Randomness
+from hetspmd.dist.runtime import Runtime
+from hetspmd.dist.simulate import SimulatedCommunicator, run_ranks
+from hetspmd.plan.plan import Plan
+from hetspmd.program.lengths import lengths_for
+from hetspmd.program.program import Communicate, Program
 from hetspmd.rules.theory import derive
-from hetspmd.run import collectives
-from hetspmd.run.communicator import Communicator, Work
 from hetspmd.run.module import HAP
-from hetspmd.run.pending import Pending
-from hetspmd.run.process_group import ProcessGroupCommunicator
-from hetspmd.run.random import Randomness
-from hetspmd.run.runtime import Runtime
 from hetspmd.run.shard_tensors import plain
-from hetspmd.run.simulate import SimulatedCommunicator, run_ranks
-from hetspmd.synth.program import Communicate, Kind, Program
 from hetspmd.trace.trace import trace
 from processes import spawn
 

@@ -9,11 +9,11 @@ import torch
 from small_models import MLP, case
 from small_plans import cluster, random_plan
 
-from hetspmd.compiler import compile as compile_plan
-from hetspmd.run import collectives
-from hetspmd.run.pending import Pending
-from hetspmd.run.runtime import Runtime
-from hetspmd.run.verify import verify
+from hetspmd.dist import collectives
+from hetspmd.dist.pending import Pending
+from hetspmd.dist.runtime import Runtime
+from hetspmd.optimize.compiler import compile as compile_plan
+from hetspmd.verify.verify import verify
 
 
 def test_nothing_is_located_where_all_is_equal() -> None:
@@ -30,7 +30,7 @@ def test_a_wrong_collective_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     c = case("mlp", torch.float32)
     plans = [random_plan(c, 3, seed) for seed in range(4)]
-    monkeypatch.setattr(collectives, "start_all_reduce", wrong)
+    monkeypatch.setitem(collectives.STARTS, "all_reduce", wrong)
     found = [verify(c.model, c.batch, p.cluster, plan=p, locate=True, optimizers=("sgd",)) for p in plans]
     report = next(r for r in found if not r.ok)
     assert "is the first value that differs, on rank" in report.located, report.text

@@ -13,12 +13,12 @@ from small_models import case
 from small_plans import cluster
 from torch import nn
 
-from hetspmd.compiler import plan_for
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import GradientError
-from hetspmd.run.lone import is_the_model, run_model
+from hetspmd.optimize.compiler import plan_for
 from hetspmd.run.module import HAP
-from hetspmd.run.simulate import run_ranks
-from hetspmd.synth.constraints import Constraints
+from hetspmd.run.passthrough import is_the_model, run_model
+from hetspmd.search.constraints import Constraints
 
 _CALLS: dict[int, list[int]] = {}
 

@@ -13,15 +13,15 @@ from small_models import Case, case
 from torch import nn
 
 import hetspmd
-from hetspmd.cost.machines import flat, ranks_of
+from hetspmd.cluster.machines import flat, ranks_of
+from hetspmd.dist.levels import MachineRuntime
+from hetspmd.dist.random import Randomness
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import PlanError, WorldSizeError
-from hetspmd.forms import is_sharded
-from hetspmd.plan import Plan
-from hetspmd.run.machines import MachineRuntime
+from hetspmd.placement import is_sharded
+from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
-from hetspmd.run.random import Randomness
 from hetspmd.run.shard_tensors import plain
-from hetspmd.run.simulate import run_ranks
 
 
 def quiet(name: str) -> Case:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from hetspmd.run.communicator import Communicator
-from hetspmd.run.machines import Leg, MachineRuntime, start_across, start_bucket_across
-from hetspmd.run.runtime import Runtime
-from hetspmd.run.simulate import run_ranks
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.levels import Leg, MachineRuntime, start_across, start_bucket_across
+from hetspmd.dist.runtime import Runtime
+from hetspmd.dist.simulate import run_ranks
 from workbench import randomness
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from machines_worker import plans, train, worker
 
-from hetspmd.run.simulate import run_ranks
-from hetspmd.run.verify import largest_error
+from hetspmd.dist.simulate import run_ranks
+from hetspmd.verify.verify import largest_error
 from processes import spawn
 
 

@@ -16,12 +16,12 @@ from small_plans import cluster
 from torch import nn
 
 import hetspmd
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import ShardError
-from hetspmd.run.communicator import Communicator
 from hetspmd.run.mismatch import explain
 from hetspmd.run.module import HAP
 from hetspmd.run.shards import mark, marked
-from hetspmd.run.simulate import run_ranks
 
 
 def by_name(hap: HAP, whole: nn.Module) -> None:
@@ -217,7 +217,7 @@ def test_the_process_ends_with_the_note() -> None:
 import sys
 sys.path.insert(0, {str(sys.path[0])!r})
 sys.excepthook = lambda kind, error, trace: print(error, *error.__notes__)
-from hetspmd.run.uncaught import before_the_end
+from hetspmd.dist.uncaught import before_the_end
 def action(error): error.add_note("a note")
 def other(error):
     error.add_note("another")
@@ -232,6 +232,6 @@ raise RuntimeError("sizes differ")
 
 def test_a_hap_module_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr("hetspmd.run.owners.before_the_end", asked.append)
+    monkeypatch.setattr("hetspmd.run.parameter_registry.before_the_end", asked.append)
     on_four(lambda hap: None)
     assert asked == [explain] * 4

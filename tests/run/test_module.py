@@ -14,14 +14,14 @@ from small_models import Attention, case
 from small_plans import cluster, random_plan
 from torch import nn
 
-from hetspmd.compiler import plan_for
 from hetspmd.errors import (
     GradientError,
 )  # fmt: skip
-from hetspmd.forms import is_sharded
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.placement import is_sharded
 from hetspmd.run.module import HAP
 from hetspmd.run.shard_tensors import plain
-from hetspmd.synth import constraints as known
+from hetspmd.search import constraints as known
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),

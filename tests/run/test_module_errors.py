@@ -14,7 +14,8 @@ from small_models import MLP, Attention, Branches, case
 from small_plans import cluster, random_plan
 from torch import nn
 
-from hetspmd.compiler import plan_for
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import (
     BatchMismatchError,
     DeviceError,
@@ -26,10 +27,9 @@ from hetspmd.errors import (
     TraceError,
     WorldSizeError,
 )  # fmt: skip
-from hetspmd.run.communicator import Communicator
+from hetspmd.optimize.compiler import plan_for
 from hetspmd.run.module import HAP
-from hetspmd.run.simulate import run_ranks
-from hetspmd.synth import constraints as known
+from hetspmd.search import constraints as known
 
 
 def test_a_batch_that_cannot_be_planned_for() -> None:

@@ -16,13 +16,13 @@ from small_models import MLP, Case, case
 from small_plans import cluster, random_plan
 from torch import nn
 
-from hetspmd.compiler import compile as compile_model
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import (
     GradientError,
 )  # fmt: skip
-from hetspmd.run.communicator import Communicator
+from hetspmd.optimize.compiler import compile as compile_model
 from hetspmd.run.module import HAP
-from hetspmd.run.simulate import run_ranks
 
 
 def test_full_state_dict_round_trip() -> None:

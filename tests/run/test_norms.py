@@ -15,16 +15,16 @@ from small_plans import cluster, random_plan
 from torch import nn
 
 import hetspmd
-from hetspmd.compiler import plan_for
+from hetspmd.dist.communicator import Communicator, Work
+from hetspmd.dist.random import Randomness
+from hetspmd.dist.simulate import SimulatedCommunicator, run_ranks
 from hetspmd.errors import GradientError
-from hetspmd.plan import Plan
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.plan.plan import Plan
 from hetspmd.rules.theory import derive
-from hetspmd.run.communicator import Communicator, Work
 from hetspmd.run.module import HAP
-from hetspmd.run.random import Randomness
 from hetspmd.run.shard_tensors import plain
-from hetspmd.run.simulate import SimulatedCommunicator, run_ranks
-from hetspmd.synth.constraints import Constraints
+from hetspmd.search.constraints import Constraints
 from hetspmd.trace.trace import trace
 
 ORDERS = (2.0, 1.0, math.inf, 3.0, 0.5, 12.0)

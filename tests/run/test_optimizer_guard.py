@@ -15,16 +15,16 @@ from small_plans import cluster, random_plan
 from torch import nn
 
 import hetspmd
-from hetspmd.compiler import plan_for
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import OptimizerError
-from hetspmd.forms import is_sharded
-from hetspmd.plan import Plan
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.placement import is_sharded
+from hetspmd.plan.plan import Plan
 from hetspmd.run import optimizer_guard
-from hetspmd.run.communicator import Communicator
 from hetspmd.run.module import HAP
 from hetspmd.run.shard_tensors import plain
-from hetspmd.run.simulate import run_ranks
-from hetspmd.synth.constraints import Constraints
+from hetspmd.search.constraints import Constraints
 
 Parameters = Iterable[nn.Parameter]
 

@@ -15,11 +15,11 @@ from small_plans import cluster, random_plan
 from torch import nn
 
 import hetspmd
-from hetspmd.compiler import plan_for
 from hetspmd.errors import OptimizerError
-from hetspmd.plan import Plan
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
-from hetspmd.synth.constraints import Constraints
+from hetspmd.search.constraints import Constraints
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {

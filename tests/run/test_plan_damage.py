@@ -10,11 +10,11 @@ import torch
 from plan_files import plans, resealed, texts
 
 from damage import damaged_bytes, damaged_tree
-from hetspmd.codec import encode
+from hetspmd.codec.records import encode
 from hetspmd.errors import PlanError
 from hetspmd.lower import lower_plan
-from hetspmd.lower.nested import lower_nested
-from hetspmd.plan import Plan
+from hetspmd.lower.levels import lower_nested
+from hetspmd.plan.plan import Plan
 
 CHUNK = 50
 

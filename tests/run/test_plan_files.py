@@ -15,12 +15,12 @@ from small_models import case
 from small_plans import cluster
 
 import hetspmd
-from hetspmd.codec import encode
+from hetspmd.codec.records import encode
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import HetspmdError, PlanError
-from hetspmd.plan import Plan
-from hetspmd.planfile.text import VERSION, content, file_text
+from hetspmd.plan.plan import Plan
+from hetspmd.plan.text import VERSION, content, file_text
 from hetspmd.run.module import HAP
-from hetspmd.run.simulate import run_ranks
 
 
 def test_a_file_holds_its_checksum_and_may_be_formatted_anew() -> None:

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from hetspmd.dist.random import Draw, Randomness, random_op
 from hetspmd.errors import RandomOpError
-from hetspmd.forms import is_sharded, sharded_dim
+from hetspmd.placement import is_sharded, sharded_dim
+from hetspmd.program.noise import NOISE
 from hetspmd.rules.brute import case_of
 from hetspmd.rules.registry import rule_for
 from hetspmd.rules.rule import localize
 from hetspmd.rules.samples.random import SAMPLES
-from hetspmd.run.noise import NOISE
-from hetspmd.run.random import Draw, Randomness, random_op
 from hetspmd.trace.graph import Ref
 from hetspmd.trace.values import to_torch, torch_op
 

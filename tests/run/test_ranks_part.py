@@ -13,7 +13,9 @@ from small_models import Case, case
 from small_plans import cluster, random_plan
 
 import hetspmd
-from hetspmd.compiler import plan_for
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.random import Randomness
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import (
     BatchMismatchError,
     CollectiveMismatchError,
@@ -22,13 +24,11 @@ from hetspmd.errors import (
     OptionError,
     ParameterMismatchError,
 )
-from hetspmd.plan import Plan
-from hetspmd.run.communicator import Communicator
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
-from hetspmd.run.random import Randomness
 from hetspmd.run.replicas import ROUND
-from hetspmd.run.simulate import run_ranks
-from hetspmd.synth import constraints as known
+from hetspmd.search import constraints as known
 
 WORLD = 4
 ODD = 2

@@ -17,11 +17,11 @@ from small_plans import random_plan
 from torch import nn
 
 import hetspmd
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import CollectiveMismatchError
-from hetspmd.plan import Plan
-from hetspmd.run.communicator import Communicator
+from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
-from hetspmd.run.simulate import run_ranks
 
 WORLD, ODD = 3, 1
 Act = Callable[[HAP, HAP, bool], Any]

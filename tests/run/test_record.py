@@ -16,15 +16,15 @@ from record_cases import STEPS, check_measured, data_parallel, recorded, train, 
 from small_models import case
 from small_plans import random_plan, segmented_plan
 
-from hetspmd.compiler import plan_for
-from hetspmd.cost.machines import machine_of
+from hetspmd.cluster.machines import machine_of
 from hetspmd.errors import OutputError
-from hetspmd.lower.nested import nested_of
-from hetspmd.run.measured import Carried, Measured
+from hetspmd.lower.levels import nested_of
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.program.levels import Across, Both, Inside, Together
+from hetspmd.record.measured import Carried, Measured
+from hetspmd.record.timestamps import offsets, transfer_name
 from hetspmd.run.module import HAP
-from hetspmd.run.stamps import offsets, transfer_name
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.nested import Across, Both, Inside, Together
+from hetspmd.search.constraints import Constraints
 from processes import spawn
 
 WORLD = 4

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetspmd.run import ring
-from hetspmd.run.collectives import lone, ranges
-from hetspmd.run.process_group import ProcessGroupCommunicator
-from hetspmd.run.ring import LANES, Carrier, ring_gather, ring_reduce
+from hetspmd.dist import ring
+from hetspmd.dist.collectives import lone, ranges
+from hetspmd.dist.process_group import ProcessGroupCommunicator
+from hetspmd.dist.ring import LANES, Carrier, ring_gather, ring_reduce
 
 
 class Letter:

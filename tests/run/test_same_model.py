@@ -14,10 +14,10 @@ from small_plans import ahead_plan, cluster, random_plan, segmented_plan
 from torch import nn
 
 import hetspmd
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import PlanMismatchError
-from hetspmd.plan import Plan
+from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
-from hetspmd.run.simulate import run_ranks
 
 
 class Net(nn.Module):

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from hetspmd.errors import ShardError
-from hetspmd.forms import all_gather
-from hetspmd.lower.layout import Region
 from hetspmd.lower.program import LocalTensor
+from hetspmd.placement import all_gather
+from hetspmd.program.layout import Region
 from hetspmd.run.shard_functions import Role, role_of
 from hetspmd.run.shard_tensors import Part, plain
 from hetspmd.run.shards import mark

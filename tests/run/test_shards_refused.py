@@ -15,11 +15,11 @@ from small_plans import cluster
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from hetspmd.compiler import plan_for
 from hetspmd.errors import ShardError
+from hetspmd.optimize.compiler import plan_for
 from hetspmd.rules.theory import derive
 from hetspmd.run.module import HAP
-from hetspmd.synth.constraints import Constraints
+from hetspmd.search.constraints import Constraints
 from hetspmd.trace.trace import trace
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from collective_cases import check_collectives
 
+from hetspmd.dist.communicator import Communicator, LoneCommunicator
+from hetspmd.dist.process_group import communicator_for
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import CollectiveMismatchError, PlanMismatchError
-from hetspmd.run.communicator import Communicator, LoneCommunicator
-from hetspmd.run.process_group import communicator_for
-from hetspmd.run.simulate import run_ranks
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -94,9 +94,9 @@ def test_one_device_needs_no_group() -> None:
     comm = communicator_for(None, 1)
     assert isinstance(comm, LoneCommunicator)
     assert comm.exchange("x") == ["x"]
-    from hetspmd.run import collectives
-    from hetspmd.run.random import Randomness
-    from hetspmd.run.runtime import Runtime
+    from hetspmd.dist import collectives
+    from hetspmd.dist.random import Randomness
+    from hetspmd.dist.runtime import Runtime
 
     runtime = Runtime(comm, Randomness(0, 0, torch.device("cpu")))
     x = torch.arange(6.0).view(2, 3)

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from collective_cases import check_collectives
 from staging_worker import worker
 
-from hetspmd.run import process_group
-from hetspmd.run.communicator import Communicator, LoneCommunicator, Work
-from hetspmd.run.process_group import ProcessGroupCommunicator
-from hetspmd.run.ring import Carrier, Message
-from hetspmd.run.simulate import run_ranks
-from hetspmd.run.staging import HostCopies, Mark, Pairs, StagedCommunicator
+from hetspmd.dist import process_group
+from hetspmd.dist.communicator import Communicator, LoneCommunicator, Work
+from hetspmd.dist.process_group import ProcessGroupCommunicator
+from hetspmd.dist.ring import Carrier, Message
+from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.staging import HostCopies, Mark, Pairs, StagedCommunicator
 from processes import spawn
 
 

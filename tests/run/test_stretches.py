@@ -13,11 +13,11 @@ from small_models import Case, case
 from small_plans import random_plan
 from torch import fx
 
+from hetspmd.dist.random import Randomness
 from hetspmd.errors import ExampleError
 from hetspmd.lower.emit import item, take_saved
+from hetspmd.run.compiled_regions import in_stretches
 from hetspmd.run.module import HAP
-from hetspmd.run.random import Randomness
-from hetspmd.run.stretches import in_stretches
 from hetspmd.trace.compat import is_op
 
 aten = torch.ops.aten

@@ -17,15 +17,15 @@ from torch import nn
 from tune_worker import worker
 
 import hetspmd
-from hetspmd.alternatives import COMPILED, FARTHEST, alternatives
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import InfeasibleError, OptionError, TraceError
-from hetspmd.forms import is_sharded
-from hetspmd.plan import Plan
-from hetspmd.run import tune as module
-from hetspmd.run.communicator import Communicator
-from hetspmd.run.compare import CLOSE
-from hetspmd.run.simulate import run_ranks
-from hetspmd.run.tune import LATEST, WARM, Tuned, step_seconds, timed, tune
+from hetspmd.placement import is_sharded
+from hetspmd.plan.plan import Plan
+from hetspmd.tune import tune as module
+from hetspmd.tune.alternatives import COMPILED, FARTHEST, alternatives
+from hetspmd.tune.compare import CLOSE
+from hetspmd.tune.tune import LATEST, WARM, Tuned, step_seconds, timed, tune
 from processes import spawn
 
 WORLD = 3

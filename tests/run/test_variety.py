@@ -13,11 +13,11 @@ import torch
 from ranks import cluster
 from torch import nn
 
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import BatchMismatchError, PlanPerValueWarning
 from hetspmd.run import variety
-from hetspmd.run.communicator import Communicator
 from hetspmd.run.module import HAP
-from hetspmd.run.simulate import run_ranks
 
 X = torch.randn(8, 6)
 

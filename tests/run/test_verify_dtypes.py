@@ -12,19 +12,19 @@ from small_plans import cluster
 from torch import nn
 from torch.nn import functional as F
 
-from hetspmd.codec import DamageError, decode, encode
-from hetspmd.compiler import compile as compile_plan
-from hetspmd.plan import Plan
-from hetspmd.run import collectives
-from hetspmd.run.communicator import Communicator
-from hetspmd.run.numbers import with_own_numbers
-from hetspmd.run.precision import all_in, other_dtype, retyped_graph
-from hetspmd.run.random import Randomness
-from hetspmd.run.runtime import Runtime
-from hetspmd.run.simulate import run_ranks
-from hetspmd.run.verify import VerifyReport, verify
+from hetspmd.codec.records import DamageError, decode, encode
+from hetspmd.dist import collectives
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.random import Randomness
+from hetspmd.dist.runtime import Runtime
+from hetspmd.dist.simulate import run_ranks
+from hetspmd.optimize.compiler import compile as compile_plan
+from hetspmd.plan.plan import Plan
 from hetspmd.trace.graph import CONSTANT
 from hetspmd.trace.trace import trace
+from hetspmd.verify.numbers import with_own_numbers
+from hetspmd.verify.precision import all_in, other_dtype, retyped_graph
+from hetspmd.verify.verify import VerifyReport, verify
 from nets import Net
 
 torch.manual_seed(0)

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from hetspmd.errors import ExampleError
-from hetspmd.run.copies import model_in
-from hetspmd.run.verify import VerifyReport, verify
+from hetspmd.verify.copies import model_in
+from hetspmd.verify.verify import VerifyReport, verify
 from nets import Net
 
 X = torch.randn(16, 12, generator=torch.Generator().manual_seed(3))
@@ -184,7 +184,7 @@ def test_a_loss_function_is_applied_once() -> None:
 
 def test_no_loss() -> None:
     c = net()
-    from hetspmd.compiler import compile as compile_plan
+    from hetspmd.optimize.compiler import compile as compile_plan
 
     plan = compile_plan(c, (X,), DEVICES)
     other = copy.deepcopy(c)

@@ -11,9 +11,9 @@ from small_plans import cluster
 from torch import nn
 from torch.nn import functional as F
 
-from hetspmd.run import noise
-from hetspmd.run.verify import verify
+from hetspmd.program import noise
 from hetspmd.trace.trace import trace
+from hetspmd.verify.verify import verify
 from nets import Net
 
 X = torch.randn(16, 12, generator=torch.Generator().manual_seed(3))
@@ -105,7 +105,7 @@ def test_training_without_dropout_is_compared_with_eager_pytorch(monkeypatch: py
     assert report.ok, report.text
     assert report.random
     assert not report.notes
-    from hetspmd.run import quiet
+    from hetspmd.verify import quiet
 
     found = quiet.run_reference
 

@@ -14,7 +14,7 @@ from divided import X, divided_plan, on_four
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from hetspmd.plan import Plan
+from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
 
 

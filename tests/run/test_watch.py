@@ -12,8 +12,8 @@ import pytest
 LATE = """
 from datetime import timedelta
 import torch.distributed as dist
-from hetspmd.run.processes import this_process
-from hetspmd.run.watch import Watch
+from hetspmd.dist.processes import this_process
+from hetspmd.dist.failure_detection import Watch
 
 me, store = this_process(), dist.HashStore()
 
@@ -58,7 +58,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from hetspmd.errors import RankFailedError
-from hetspmd.run.process_group import ProcessGroupCommunicator
+from hetspmd.dist.process_group import ProcessGroupCommunicator
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)

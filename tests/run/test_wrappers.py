@@ -14,11 +14,11 @@ from small_plans import cluster, random_plan
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from hetspmd.compiler import plan_for
 from hetspmd.errors import ExampleError, ShardError
-from hetspmd.plan import Plan
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
-from hetspmd.synth.constraints import Constraints
+from hetspmd.search.constraints import Constraints
 
 WRAPPERS: list[Callable[[nn.Module], Any]] = [
     nn.parallel.DistributedDataParallel, nn.DataParallel, lambda m: nn.parallel.DistributedDataParallel(module=m),

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 import torch._dynamo
 
-import hetspmd.compiler
+import hetspmd.optimize.compiler
 import hetspmd.run.module  # noqa: F401  # so that no process imports it again
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cluster.cluster import Cluster
 
 RANKS = 4
 CLUSTER = Cluster.load(Path(__file__).parents[2] / "examples" / "clusters" / "four-slow.yaml")

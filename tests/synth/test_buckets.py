@@ -11,14 +11,15 @@ from small_models import case
 
 import workbench  # isort: split
 
-from hetspmd.cost.cluster import Cluster, Device, Network
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.curves import Curve
+from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.coalesce import FULL, LARGEST, bucket_bytes
-from hetspmd.cost.measured import Curve
 from hetspmd.cost.model import CostModel
-from hetspmd.forms import ALL_REDUCE, IDENTITY
-from hetspmd.synth.buckets import COALESCED, TINY, Bucket, Scheduled, bucketed, transfer_text
-from hetspmd.synth.program import Communicate, Compute, Step
-from hetspmd.synth.schedule import reads, schedule, writes
+from hetspmd.placement import ALL_REDUCE, IDENTITY
+from hetspmd.program.buckets import COALESCED, TINY, Bucket, Scheduled, bucketed, transfer_text
+from hetspmd.program.program import Communicate, Compute, Step
+from hetspmd.program.schedule import reads, schedule, writes
 
 NAMES = ("mlp", "conv", "attention")
 

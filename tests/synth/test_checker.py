@@ -15,17 +15,18 @@ from typing import get_args
 import pytest
 from small_models import Case, case
 
-from hetspmd.compiler import plan_for
+from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.dist import collectives
 from hetspmd.errors import ProofError
-from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather, available, is_sharded
-from hetspmd.plan import Plan
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, all_gather, available, is_sharded
+from hetspmd.plan.plan import Plan
+from hetspmd.program.checker import check
+from hetspmd.program.program import Communicate, Compute, Program, Result, Step
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
-from hetspmd.run import collectives
-from hetspmd.synth import constraints as known
-from hetspmd.synth.checker import check
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.program import Communicate, Compute, Kind, Program, Result, Step
+from hetspmd.search import constraints as known
+from hetspmd.search.constraints import Constraints
 from hetspmd.trace.graph import PARAMETER
 from workbench import cluster, simulated_error, single_device
 

@@ -19,23 +19,23 @@ from torch import nn
 from torch.nn import functional as F
 
 import hetspmd
-from hetspmd.balance.lengths import Lengths, lengths_for
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import InfeasibleError
-from hetspmd.forms import IDENTITY, Form, all_gather
+from hetspmd.placement import IDENTITY, Form, all_gather
+from hetspmd.program.lengths import Lengths, lengths_for
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory, derive
-from hetspmd.synth import conflict
-from hetspmd.synth.conflict import (
+from hetspmd.search import conflict
+from hetspmd.search.conflict import (
     conflict_message,
     feasible,
     naming_conflicts,
     smallest_conflict,
     smallest_infeasible,
 )
-from hetspmd.synth.constraints import Constraints, RowFilter, named_tensors, resolve
-from hetspmd.synth.search import Limits, search
-from hetspmd.synth.space import Move, Space, search_space
+from hetspmd.search.constraints import Constraints, RowFilter, named_tensors, resolve
+from hetspmd.search.search import Limits, search
+from hetspmd.search.space import Move, Space, search_space
 from hetspmd.trace.graph import Output
 from hetspmd.trace.trace import trace
 

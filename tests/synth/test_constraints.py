@@ -12,13 +12,14 @@ import torch
 from small_models import MLP, case
 
 import hetspmd.rules.ops  # noqa: F401  # registers the rules
-from hetspmd.compiler import compile_plan, plan_for
 from hetspmd.errors import ConstraintError, InfeasibleError
-from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather, is_sharded
-from hetspmd.plan import Plan
+from hetspmd.optimize.compiler import compile_plan, plan_for
+from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather, is_sharded
+from hetspmd.plan.plan import Plan
+from hetspmd.program.program import Communicate, Compute
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
-from hetspmd.synth.constraints import (
+from hetspmd.search.constraints import (
     Constraints,
     Origin,
     batch_axes,
@@ -30,8 +31,7 @@ from hetspmd.synth.constraints import (
     tensor_parallel,
     zero_like,
 )
-from hetspmd.synth.program import Communicate, Compute
-from hetspmd.synth.space import search_space
+from hetspmd.search.space import search_space
 from workbench import cluster
 
 RATIOS = (0.5, 0.25, 0.25)

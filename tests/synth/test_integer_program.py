@@ -17,12 +17,12 @@ import pytest
 from core_problems import random_problem
 
 from hetspmd import _core
-from hetspmd.balance.lengths import lengths_for
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.model import CostModel
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.search import Searcher
-from hetspmd.synth.space import search_space
+from hetspmd.program.lengths import lengths_for
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.search import Searcher
+from hetspmd.search.space import search_space
 from workbench import traced
 
 MODELS = ("bert", "gpt2", "llama", "vit", "vgg19", "dlrm", "bert-moe", "resnet50")

@@ -14,21 +14,21 @@ import pytest
 from program_builder import cheap_random_program, random_program, uneven
 from small_models import case
 
-from hetspmd.balance.lengths import Lengths, lengths_for
 from hetspmd.cost.memory import memory_profile
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import MemoryLimitError
-from hetspmd.forms import IDENTITY, Form, is_sharded
+from hetspmd.placement import IDENTITY, Form, is_sharded
+from hetspmd.program.checker import check
+from hetspmd.program.lengths import Lengths, lengths_for
+from hetspmd.program.program import Communicate, Program
 from hetspmd.rules.theory import Theory
-from hetspmd.synth import constraints as known
-from hetspmd.synth.checker import check
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.ledger import Ledger, Place
-from hetspmd.synth.memory import capacities, search_that_fits
-from hetspmd.synth.pricing import Prices
-from hetspmd.synth.program import Communicate, Program
-from hetspmd.synth.search import Found, Limits, Searcher
-from hetspmd.synth.space import search_space
+from hetspmd.search import constraints as known
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.memory_limits import capacities, search_that_fits
+from hetspmd.search.memory_prices import Ledger, Place
+from hetspmd.search.pricing import Prices
+from hetspmd.search.search import Found, Limits, Searcher
+from hetspmd.search.space import search_space
 from memory_cases import (
     devices,
     forms_held,

@@ -8,16 +8,16 @@ from functools import cache
 import pytest
 from small_models import case
 
-from hetspmd.balance.lengths import lengths_for
 from hetspmd.cost.model import CostModel
-from hetspmd.forms import IDENTITY, Form, all_gather, available
+from hetspmd.placement import IDENTITY, Form, all_gather, available
+from hetspmd.program.lengths import lengths_for
+from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.rules.theory import Theory
-from hetspmd.synth import constraints as known
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.order import assemble_program
-from hetspmd.synth.program import Communicate, Compute, Program
-from hetspmd.synth.search import Found, Limits, search
-from hetspmd.synth.space import Space, search_space
+from hetspmd.search import constraints as known
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.order import assemble_program
+from hetspmd.search.search import Found, Limits, search
+from hetspmd.search.space import Space, search_space
 from hetspmd.trace.graph import PARAMETER
 from workbench import cluster, randomness  # noqa: F401  # workbench finds the shared helpers
 

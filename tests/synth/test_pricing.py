@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from small_models import case
 
-from hetspmd.balance.lengths import Lengths, lengths_for
 from hetspmd.cost.model import CostModel
+from hetspmd.program.lengths import Lengths, lengths_for
 from hetspmd.rules.theory import Theory
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.pricing import PICOSECONDS, Prices, Pricing
-from hetspmd.synth.space import search_space
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.pricing import PICOSECONDS, Prices, Pricing
+from hetspmd.search.space import search_space
 from memory_cases import devices, stack_theory
 
 SHARES = (0.5, 0.3, 0.2)

@@ -13,16 +13,16 @@ from small_models import case
 
 import workbench  # isort: split
 
-from hetspmd.balance.lengths import lengths_for
-from hetspmd.compiler import plan_for
 from hetspmd.cost.memory import memory_bytes
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.overlap import simulated_seconds
-from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather
+from hetspmd.cost.simulator import simulated_seconds
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, all_gather
+from hetspmd.program.lengths import lengths_for
+from hetspmd.program.program import Communicate, Compute, Program, Result, Step
+from hetspmd.program.schedule import Schedule, _Order, reads, schedule, writes
 from hetspmd.rules.theory import Theory
-from hetspmd.synth import constraints as known
-from hetspmd.synth.program import Communicate, Compute, Program, Result, Step
-from hetspmd.synth.schedule import Schedule, _Order, reads, schedule, writes
+from hetspmd.search import constraints as known
 from hetspmd.trace.graph import Graph
 
 SIZES = {"a": 8, "b": 8, "c": 2, "d": 2}

@@ -16,16 +16,16 @@ import pytest
 from core_problems import hard_problem, random_problem, small_problem
 
 from hetspmd import _core
-from hetspmd.balance.lengths import Lengths, lengths_for
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.model import CostModel
+from hetspmd.program.checker import check
+from hetspmd.program.lengths import Lengths, lengths_for
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory, derive
-from hetspmd.synth.checker import check
-from hetspmd.synth.constraints import Constraints, data_parallel, single_device, tensor_parallel, zero_like
-from hetspmd.synth.pricing import Prices
-from hetspmd.synth.search import Found, Limits, Searcher
-from hetspmd.synth.space import Space, search_space
+from hetspmd.search.constraints import Constraints, data_parallel, single_device, tensor_parallel, zero_like
+from hetspmd.search.pricing import Prices
+from hetspmd.search.search import Found, Limits, Searcher
+from hetspmd.search.space import Space, search_space
 from hetspmd.trace.trace import split_example, trace
 from workbench import example_module, traced
 

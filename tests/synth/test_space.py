@@ -14,20 +14,21 @@ import cost_graphs
 import pytest
 from small_models import case
 
-from hetspmd.balance.lengths import lengths_for
-from hetspmd.cost.cluster import Cluster, Device, Network
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel
+from hetspmd.dist import collectives
 from hetspmd.errors import SearchError
-from hetspmd.forms import ALL_REDUCE, IDENTITY, all_gather, is_sharded
+from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather, is_sharded
+from hetspmd.program.checker import check
+from hetspmd.program.lengths import lengths_for
+from hetspmd.program.program import Communicate, Compute, communications
 from hetspmd.rules.theory import Theory
-from hetspmd.run import collectives
-from hetspmd.synth import constraints as known
-from hetspmd.synth.checker import check
-from hetspmd.synth.constraints import Constraints
-from hetspmd.synth.pricing import PICOSECONDS
-from hetspmd.synth.program import Communicate, Compute, communications
-from hetspmd.synth.search import Found, Limits, Searcher, search
-from hetspmd.synth.space import search_space
+from hetspmd.search import constraints as known
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.pricing import PICOSECONDS
+from hetspmd.search.search import Found, Limits, Searcher, search
+from hetspmd.search.space import search_space
 from workbench import cluster as unlike
 
 N, BANDWIDTH, LATENCY, LAUNCH = 4, 1e9, 1e-7, 1e-9

@@ -7,14 +7,14 @@ import copy
 import pytest
 import torch
 
+from hetspmd.dist.random import Randomness
 from hetspmd.rules.theory import derive
 from hetspmd.run.guard import expected, match
-from hetspmd.run.precision import all_in, retyped_graph
-from hetspmd.run.random import Randomness
-from hetspmd.run.reference import run_reference
-from hetspmd.run.verify import largest_error
 from hetspmd.trace.losses import find_loss
 from hetspmd.trace.trace import split_example
+from hetspmd.verify.precision import all_in, retyped_graph
+from hetspmd.verify.reference import run_reference
+from hetspmd.verify.verify import largest_error
 from workbench import CPU, randomness, traced
 
 MODELS = (

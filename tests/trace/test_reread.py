@@ -20,24 +20,26 @@ for folder in (Path(__file__).parent.parent, Path(__file__).parent.parent / "run
 
 from small_models import case  # noqa: E402  # after the path is set
 
-from hetspmd.balance.lengths import Lengths, lengths_for  # noqa: E402  # after the path is set
 from hetspmd.cost.memory import memory_profile  # noqa: E402  # after the path is set
 from hetspmd.cost.model import CostModel  # noqa: E402  # after the path is set
 from hetspmd.cost.step import StepCost  # noqa: E402  # after the path is set
-from hetspmd.forms import IDENTITY, all_gather, is_sharded  # noqa: E402  # after the path is set
-from hetspmd.lower import lower  # noqa: E402  # after the path is set
-from hetspmd.plan import Plan, SearchReport  # noqa: E402  # after the path is set
+from hetspmd.dist.runtime import Runtime  # noqa: E402  # after the path is set
+from hetspmd.dist.simulate import run_ranks  # noqa: E402  # after the path is set
+from hetspmd.lower import (
+    calls,  # after the path is set
+    lower,  # after the path is set
+)
+from hetspmd.placement import IDENTITY, all_gather, is_sharded  # noqa: E402  # after the path is set
+from hetspmd.plan.plan import Plan, SearchReport  # noqa: E402  # after the path is set
+from hetspmd.program.checker import check  # noqa: E402  # after the path is set
+from hetspmd.program.lengths import Lengths, lengths_for  # noqa: E402  # after the path is set
+from hetspmd.program.program import Program  # noqa: E402  # after the path is set
 from hetspmd.rules.theory import Theory, derive  # noqa: E402  # after the path is set
-from hetspmd.run import collectives  # noqa: E402  # after the path is set
-from hetspmd.run.runtime import Runtime  # noqa: E402  # after the path is set
-from hetspmd.run.simulate import run_ranks  # noqa: E402  # after the path is set
-from hetspmd.synth import constraints as known  # noqa: E402  # after the path is set
-from hetspmd.synth.checker import check  # noqa: E402  # after the path is set
-from hetspmd.synth.constraints import Constraints  # noqa: E402  # after the path is set
-from hetspmd.synth.pricing import Prices  # noqa: E402  # after the path is set
-from hetspmd.synth.program import Program  # noqa: E402  # after the path is set
-from hetspmd.synth.search import Limits, Searcher  # noqa: E402  # after the path is set
-from hetspmd.synth.space import search_space  # noqa: E402  # after the path is set
+from hetspmd.search import constraints as known  # noqa: E402  # after the path is set
+from hetspmd.search.constraints import Constraints  # noqa: E402  # after the path is set
+from hetspmd.search.pricing import Prices  # noqa: E402  # after the path is set
+from hetspmd.search.search import Limits, Searcher  # noqa: E402  # after the path is set
+from hetspmd.search.space import search_space  # noqa: E402  # after the path is set
 from hetspmd.trace.graph import SECOND_READ, Graph, Ref, map_refs, refs  # noqa: E402  # after the path is set
 from hetspmd.trace.reread import with_second_reads  # noqa: E402  # after the path is set
 from hetspmd.trace.trace import trace  # noqa: E402  # after the path is set
@@ -218,7 +220,7 @@ def test_programs_that_gather_again_equal_the_single_device(name: str) -> None:
         assert simulated_error(theory, program, lengths, entry.model, inputs, want) <= tolerance
 
 
-STARTS = {getattr(collectives, n) for n in dir(collectives) if n.startswith("start_")}
+STARTS = (calls.start, calls.start_bucket)
 
 
 def stack_case() -> tuple[Any, Any, Theory, Lengths]:

@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from hetspmd.rules.theory import derive
-from hetspmd.run.difference import largest_error
 from hetspmd.run.guard import expected, match
-from hetspmd.run.reference import run_reference
 from hetspmd.trace.losses import find_loss
 from hetspmd.trace.trace import trace
+from hetspmd.verify.difference import largest_error
+from hetspmd.verify.reference import run_reference
 from nets import Net
 from workbench import randomness
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hetspmd.rules.theory import derive
-from hetspmd.run.reference import run_reference
 from hetspmd.trace.cuts import with_cuts
 from hetspmd.trace.graph import REBALANCE, Graph
 from hetspmd.trace.stored import with_storage
+from hetspmd.verify.reference import run_reference
 from nets import by_name, parameter, traced
 from workbench import randomness
 

@@ -54,10 +54,10 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compile and report."""
     from hetspmd.cli.target import load_target
-    from hetspmd.compiler import compile as synthesize
-    from hetspmd.compiler import problem_text
-    from hetspmd.cost.cluster import Cluster
-    from hetspmd.plan import write_atomically
+    from hetspmd.cluster.cluster import Cluster
+    from hetspmd.codec.files import write_atomically
+    from hetspmd.optimize.compiler import compile as synthesize
+    from hetspmd.optimize.compiler import problem_text
     from hetspmd.report import plan_json, plan_text, program_text
 
     check_writable(options.json)

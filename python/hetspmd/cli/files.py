@@ -37,7 +37,7 @@ def write_text(path: str, text: str) -> None:
     if path == STDOUT:
         write_data(text)
         return
-    from hetspmd.plan import write_atomically
+    from hetspmd.codec.files import write_atomically
 
     try:
         write_atomically(Path(path), text)
@@ -55,7 +55,7 @@ def read_constraints(path: str | None) -> dict[str, str] | None:
         return None
     import yaml
 
-    from hetspmd.synth.constraints import parse_wanted
+    from hetspmd.search.constraints import parse_wanted
 
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from hetspmd.errors import OutputError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hetspmd.cost.cluster import Cluster
+    from hetspmd.cluster.cluster import Cluster
     from hetspmd.profile.cases import Case
     from hetspmd.profile.measure import Options, Profile
     from hetspmd.profile.session import Session
@@ -67,7 +67,7 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
 
 
 def _duration(text: str) -> float:
-    from hetspmd.cost.quantities import parse_quantity
+    from hetspmd.codec.quantities import parse_quantity
 
     for unit, seconds in (("min", 60.0), ("h", 3600.0)):
         if text.endswith(unit):
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from hetspmd.plan import write_atomically
+    from hetspmd.codec.files import write_atomically
     from hetspmd.profile.measure import Profile
     from hetspmd.profile.plot import profile_svg
     from hetspmd.profile.show import profile_text

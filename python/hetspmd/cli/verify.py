@@ -36,8 +36,8 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Verify and report."""
     from hetspmd.cli.target import load_target
-    from hetspmd.cost.cluster import Cluster
-    from hetspmd.run.verify import verify
+    from hetspmd.cluster.cluster import Cluster
+    from hetspmd.verify.verify import verify
 
     check_writable(options.json)
     cluster = Cluster.load(options.cluster)

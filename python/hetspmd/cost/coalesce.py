@@ -1,4 +1,4 @@
-"""How large a bucket of small collectives is (:mod:`hetspmd.synth.buckets`), by the cluster's latency.
+"""How large a bucket of small collectives is (:mod:`hetspmd.program.buckets`), by the cluster's latency.
 
 A collective takes ``fixed + bytes / rate`` seconds. A bucket of :data:`FULL` times ``fixed * rate`` bytes spends
 ``1 / (FULL + 1)`` of its time on what does not carry anything. A larger one would keep what is ready waiting for
@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from hetspmd.cost.cluster import Cluster
-from hetspmd.cost.measured import Curve
-from hetspmd.synth.buckets import TINY
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.curves import Curve
+from hetspmd.program.buckets import TINY
 
 __all__ = ["FULL", "LARGEST", "bucket_bytes"]
 

@@ -1,12 +1,12 @@
 """Bytes that a program holds on each device, by liveness over an order of its steps (design 6).
 
-The order is the one that is executed (:mod:`hetspmd.synth.schedule`), or the program's own, in which the search
+The order is the one that is executed (:mod:`hetspmd.program.schedule`), or the program's own, in which the search
 thinks. In either, parameters, buffers and inputs are held during the whole step, gradients from where they are
 produced to the end, any other tensor from its step to the last that reads it (a view holds what it looks at), and
 the optimizer's state always. Of a whole tensor of which the backward reads no more than slices, copies of these
-are held from the forward on (:mod:`hetspmd.synth.crossing`). Until it has completed, a collective holds buffers
-besides, as those of :mod:`hetspmd.run.collectives` do: at least while it is started, and as long as the
-simulation of the step (:mod:`hetspmd.cost.overlap`) says where it is asked. For a tensor of E bytes over n
+are held from the forward on (:mod:`hetspmd.program.saved_tensors`). Until it has completed, a collective holds buffers
+besides, as those of :mod:`hetspmd.dist.collectives` do: at least while it is started, and as long as the
+simulation of the step (:mod:`hetspmd.cost.simulator`) says where it is asked. For a tensor of E bytes over n
 devices, with M the largest share, s a device's share of the source's axis, t that of the result's, more than the
 result:
 
@@ -40,14 +40,14 @@ from functools import cached_property
 
 import numpy as np
 
-from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.model import Array, Index
-from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, is_sharded, sharded_dim
+from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, is_sharded, sharded_dim
+from hetspmd.program.buckets import Bucket, members
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.program import Communicate, Program
+from hetspmd.program.saved_tensors import crossing
+from hetspmd.program.schedule import Key, Schedule, reads, schedule, writes
 from hetspmd.rules.theory import Theory
-from hetspmd.synth.buckets import Bucket, members
-from hetspmd.synth.crossing import crossing
-from hetspmd.synth.program import Communicate, Program
-from hetspmd.synth.schedule import Key, Schedule, reads, schedule, writes
 
 __all__ = ["OPTIMIZER_BYTES", "Holdings", "MemoryProfile", "memory_bytes", "memory_profile"]
 

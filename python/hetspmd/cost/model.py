@@ -1,5 +1,5 @@
 """Seconds of a Hoare triple, linear in the sharding ratios (HAP 3.2, design 6); those of collectives are in
-:mod:`hetspmd.cost.moves`.
+:mod:`hetspmd.cost.collectives`.
 
 Device j, which holds the share s_j of the axis that a row shards (s_j = 1 where the row shards none), runs the row
 in
@@ -13,8 +13,8 @@ cost nothing, but for trained parameters: the row in which one is stored carries
     (C s_j + W) / update_j + launch_j                              seconds,
 
 with the parameter's own bytes and the bytes of parameters that device j updates in a second (by default its memory
-bandwidth divided by :data:`~hetspmd.cost.cluster.PASSES`). Where the op's seconds were measured on device j, as
-``constant + slope s_j`` (:mod:`hetspmd.cost.op_times`), they stand in place of the roofline. Where only the
+bandwidth divided by :data:`~hetspmd.cluster.cluster.PASSES`). Where the op's seconds were measured on device j, as
+``constant + slope s_j`` (:mod:`hetspmd.cluster.op_times`), they stand in place of the roofline. Where only the
 same call run whole was measured, the roofline is scaled to meet it at s_j = 1, so that the rows of an op compare.
 
 Each is convex and piecewise linear in s_j, of the form ``max(fast s, cut s + whole) + start`` with four numbers per
@@ -31,11 +31,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from hetspmd.balance.lengths import Lengths
-from hetspmd.cost.cluster import Cluster
-from hetspmd.cost.moves import MoveForm, Moves
-from hetspmd.cost.terms import terms_of
-from hetspmd.cost.triples import Array, Index, Triples, triples_of
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cost.collectives import MoveForm, Moves
+from hetspmd.cost.roofline import terms_of
+from hetspmd.cost.signatures import Array, Index, Triples, triples_of
+from hetspmd.program.lengths import Lengths
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
 

@@ -18,15 +18,15 @@ from functools import cached_property
 
 import numpy as np
 
-from hetspmd.balance.lengths import Lengths
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.memory import Holdings, MemoryProfile
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
-from hetspmd.cost.overlap import TwoStreams
-from hetspmd.forms import all_gather
-from hetspmd.synth.buckets import coalesces
-from hetspmd.synth.program import Compute, Program
-from hetspmd.synth.schedule import Schedule, Values, schedule
+from hetspmd.cost.simulator import TwoStreams
+from hetspmd.placement import all_gather
+from hetspmd.program.buckets import coalesces
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.program import Compute, Program
+from hetspmd.program.schedule import Schedule, Values, schedule
 from hetspmd.trace.graph import Graph
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
 class StepCost:
     """The prediction for one training step.
 
-    step_seconds           of the two-stream simulation (:mod:`hetspmd.cost.overlap`), in which communication
+    step_seconds           of the two-stream simulation (:mod:`hetspmd.cost.simulator`), in which communication
                            overlaps computation as the runtime overlaps them
     stage_seconds          of the stage model: compute_seconds + communication_seconds
     compute_seconds        the slowest device's, summed over stages

@@ -1,4 +1,4 @@
-"""Who computes, communicates and waits when: the simulation of :mod:`hetspmd.cost.overlap`, accounted for.
+"""Who computes, communicates and waits when: the simulation of :mod:`hetspmd.cost.simulator`, accounted for.
 
 While a device waits, either a collective is being carried out, or the stream stands idle because the next
 collective lacks a device that still computes. The first is time exposed to communication, the second time
@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
-from hetspmd.balance.lengths import Lengths
-from hetspmd.cost.cluster import Cluster
+import hetspmd
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.codec.files import write_output
 from hetspmd.cost.model import Array, CostModel
-from hetspmd.cost.overlap import START, WAIT, WAIT_FIRST, Run, TwoStreams, waited
+from hetspmd.cost.simulator import START, WAIT, WAIT_FIRST, Run, TwoStreams, waited
 from hetspmd.cost.step import Stages, idle_seconds
-from hetspmd.synth.buckets import Bucket, transfer_text
-from hetspmd.synth.program import Communicate, Program
+from hetspmd.program.buckets import Bucket, transfer_text
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.program import Communicate, Program
 from hetspmd.trace.graph import Graph
 
 if TYPE_CHECKING:
@@ -159,23 +161,19 @@ class Timeline:
 
     def text(self) -> str:
         """Who waits for whom, and how busy each device is, for people."""
-        from hetspmd.report.timeline import timeline_text
-
-        return timeline_text(self)
+        text: str = hetspmd.attached("timeline_text")(self)
+        return text
 
     __str__ = text
 
     def to_chrome_trace(self) -> str:
         """The events as Chrome trace JSON, which https://ui.perfetto.dev and chrome://tracing show."""
-        from hetspmd.report.timeline import chrome_trace
-
-        return chrome_trace(self)
+        text: str = hetspmd.attached("timeline_trace")(self)
+        return text
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_chrome_trace` to a file, whole or not at all. Raises OutputError if it cannot."""
-        from hetspmd.report.timeline import write_chrome_trace
-
-        write_chrome_trace(self, path)
+        write_output(self.to_chrome_trace(), path)
 
 
 def timeline(

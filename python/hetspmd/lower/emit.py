@@ -4,7 +4,7 @@ A value is a key ``(tensor, form)``. It is there because a step produced it, or 
 Identity: a slice for All-Gather(d), for All-Reduce the tensor itself on rank 0 and zeros elsewhere. A
 collective is written as its start where its step stands, and as its wait where its result is first read.
 
-A node's ``meta`` says what it is the work of, for :mod:`hetspmd.run.record`: ``instruction`` (its id) or
+A node's ``meta`` says what it is the work of, for :mod:`hetspmd.record.record`: ``instruction`` (its id) or
 ``transfer`` (what a start carries); other nodes are waits, slices and copies. :data:`SHAPE` and :data:`DTYPE`
 are those of values here, and :data:`VALUE` says which, for :mod:`hetspmd.lower.fuse`, which says in
 :data:`ALSO` what other instructions a call does.
@@ -20,18 +20,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetspmd.cluster.collective_kinds import GATHERS, SCATTERS
 from hetspmd.errors import PlanError
-from hetspmd.forms import ALL_REDUCE, IDENTITY, form_text, sharded_dim
-from hetspmd.lower.constants import local_op
-from hetspmd.lower.layout import Layout
+from hetspmd.lower import calls
+from hetspmd.placement import ALL_REDUCE, IDENTITY, form_text, sharded_dim
+from hetspmd.program.buckets import Bucket, Scheduled
+from hetspmd.program.layout import Layout
+from hetspmd.program.program import Communicate, Compute
+from hetspmd.program.schedule import Key, reads
 from hetspmd.rules.kernels import reader_of
 from hetspmd.rules.rule import localize
 from hetspmd.rules.theory import Theory
-from hetspmd.run import buckets, collectives
-from hetspmd.run.random import draw_in
-from hetspmd.synth.buckets import Bucket, Scheduled
-from hetspmd.synth.program import Communicate, Compute
-from hetspmd.synth.schedule import Key, reads
+from hetspmd.trace.evaluate import local_op
 from hetspmd.trace.graph import Instruction, Ref
 from hetspmd.trace.values import to_torch, torch_dtype
 
@@ -140,14 +140,12 @@ class GraphWriter:
         ):
             self.produced[target] = source
             return
-        start, args = _collective(self.layout, step)
+        args = _arguments(self.layout, step)
         name = self.name(step.tensor)
-        pending = self.call(f"{name}_{step.kind}", start, (self.runtime, source, *args))
+        pending = self.call(f"{name}_{step.kind}", calls.start, (self.runtime, step.kind, source, *args))
         pending.meta["transfer"] = step
         suffix = "whole" if step.target == IDENTITY else f"shard{sharded_dim(step.target)}"
-        self.produced[target] = lambda: valued(
-            self.call(f"{name}_{suffix}", collectives.wait, (pending,)), target
-        )
+        self.produced[target] = lambda: valued(self.call(f"{name}_{suffix}", calls.wait, (pending,)), target)
         self._pending.append(target)
 
     def _coalesce(self, bucket: Bucket) -> None:
@@ -159,13 +157,9 @@ class GraphWriter:
                 self._communicate(member)
             return
         sources = [self.need((m.tensor, m.source)) for m in members.values()]
-        if bucket.kind == "all_reduce":
-            start: Callable[..., Any] = buckets.start_all_reduces
-            args: tuple[Any, ...] = (self.runtime, sources)
-        else:
-            start = buckets.STARTS[bucket.kind]
-            args = (self.runtime, sources, [_collective(self.layout, m)[1] for m in members.values()])
-        pending = self.call(f"bucket_{bucket.kind}", start, args)
+        args = [_arguments(self.layout, m) for m in members.values()]
+        given = (self.runtime, bucket.kind, sources, args)
+        pending = self.call(f"bucket_{bucket.kind}", calls.start_bucket, given)
         pending.meta["transfer"] = Bucket(tuple(members.values()))
         for index, target in enumerate(members):
             suffix = "whole" if target[1] == IDENTITY else f"shard{sharded_dim(target[1])}"
@@ -174,7 +168,7 @@ class GraphWriter:
             self._pending.append(target)
 
     def _taken(self, name: str, pending: fx.Node, index: int, key: Key) -> fx.Node:
-        return valued(self.call(name, buckets.take, (pending, index)), key)
+        return valued(self.call(name, calls.take, (pending, index)), key)
 
     def _compute(self, step: Compute) -> None:
         theory, row = self.theory, step.row
@@ -217,7 +211,9 @@ class GraphWriter:
         region = self.layout.region(first, form, self.rank)
         shape = list(self.theory.graph.tensors[first].shape)
         where = None if region is None else (region.dim, region.start, region.extent)
-        return self.call(name, draw_in, (self.runtime, instruction.id, shape, where, function, args, kwargs))
+        return self.call(
+            name, calls.draw, (self.runtime, instruction.id, shape, where, function, args, kwargs)
+        )
 
     def _outputs(self, step: Compute, instruction: Instruction) -> list[tuple[int, Key]]:
         return [
@@ -266,7 +262,7 @@ class GraphWriter:
 
 
 def valued(node: fx.Node, key: tuple[int, ...]) -> fx.Node:
-    """The node, which says of which tensor in which form it is the value, for :mod:`hetspmd.run.locate`."""
+    """The node, which says of which tensor in which form it is the value, for :mod:`hetspmd.verify.locate`."""
     node.meta[VALUE] = key
     return node
 
@@ -304,20 +300,18 @@ def _returns_many(instruction: Instruction) -> bool:
     return len(returns) != 1 or str(returns[0].type) != "Tensor"
 
 
-def _collective(layout: Layout, step: Communicate) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _arguments(layout: Layout, step: Communicate) -> tuple[Any, ...]:
+    """The dims and extents with which a collective is started."""
     tensor, source, target = step.tensor, step.source, step.target
     if step.kind == "all_reduce":
-        return collectives.start_all_reduce, ()
-    if step.kind in collectives.SCATTERS:
-        return collectives.SCATTERS[step.kind], (sharded_dim(target), layout.extents(tensor, target))
-    if step.kind in collectives.GATHERS:
-        return collectives.GATHERS[step.kind], (sharded_dim(source), layout.extents(tensor, source))
-    if step.kind == "rebalance":
-        both = layout.extents(tensor, source), layout.extents(tensor, target)
-        return collectives.start_rebalance, (sharded_dim(target), *both)
-    return collectives.start_all_to_all, (
-        sharded_dim(source), sharded_dim(target),
-        layout.extents(tensor, source), layout.extents(tensor, target),
+        return ()
+    if step.kind in SCATTERS:
+        return sharded_dim(target), layout.extents(tensor, target)
+    if step.kind in GATHERS:
+        return sharded_dim(source), layout.extents(tensor, source)
+    both = layout.extents(tensor, source), layout.extents(tensor, target)
+    return (sharded_dim(target), *both) if step.kind == "rebalance" else (
+        sharded_dim(source), sharded_dim(target), *both
     )  # fmt: skip
 
 

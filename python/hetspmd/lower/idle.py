@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetspmd.balance.lengths import Lengths
-from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, all_gather, is_sharded, sharded_dim
-from hetspmd.lower.layout import Layout, Region
 from hetspmd.lower.program import LocalProgram, LocalTensor
+from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, all_gather, is_sharded, sharded_dim
+from hetspmd.program.layout import Layout, Region
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.program import Compute, Program
 from hetspmd.rules.theory import Theory
-from hetspmd.synth.program import Compute, Program
 from hetspmd.trace.values import torch_dtype
 
 

@@ -1,6 +1,6 @@
 """Plan x rank -> :class:`~hetspmd.lower.program.LocalProgram`.
 
-Values that cross from forward to backward are saved in the forms that :mod:`hetspmd.synth.crossing` says.
+Values that cross from forward to backward are saved in the forms that :mod:`hetspmd.program.saved_tensors` says.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.coalesce import bucket_bytes
-from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, is_sharded, sharded_dim
-from hetspmd.lower.constants import constant_value
 from hetspmd.lower.emit import GraphWriter, identifier, take_saved
 from hetspmd.lower.fuse import fuse
 from hetspmd.lower.idle import lower_idle
-from hetspmd.lower.layout import Layout
 from hetspmd.lower.program import LocalProgram, LocalTensor
 from hetspmd.lower.reuse import mark_spare
+from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, is_sharded, sharded_dim
+from hetspmd.program.buckets import Scheduled
+from hetspmd.program.layout import Layout
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.program import Compute, Program
+from hetspmd.program.saved_tensors import crossing
+from hetspmd.program.schedule import Key, Schedule, reads, schedule
 from hetspmd.rules.theory import Theory
-from hetspmd.synth.buckets import Scheduled
-from hetspmd.synth.crossing import crossing
-from hetspmd.synth.program import Compute, Program
-from hetspmd.synth.schedule import Key, Schedule, reads, schedule
+from hetspmd.trace.evaluate import constant_value
 from hetspmd.trace.graph import BUFFER, CONSTANT, INPUT, PARAMETER, TANGENT
 
 if TYPE_CHECKING:
-    from hetspmd.plan import Plan
+    from hetspmd.plan.plan import Plan
 
 
 def lower_plan(plan: Plan, rank: int, device: torch.device) -> LocalProgram:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from hetspmd.forms import Form
-from hetspmd.lower.layout import Region
+from hetspmd.placement import Form
+from hetspmd.program.layout import Region
 
 
 @dataclass(frozen=True)

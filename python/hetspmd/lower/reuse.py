@@ -9,31 +9,23 @@ constants, what collectives deliver, and what the graph returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from torch import fx
 
+from hetspmd.lower import calls
 from hetspmd.lower.aliases import allocates_each
 from hetspmd.lower.emit import take_saved
-from hetspmd.run import buckets, collectives
 
 __all__ = ["mark_spare"]
 
-TAKE_SPARE: Final[frozenset[Callable[..., Any]]] = frozenset(
-    {
-        collectives.start_all_reduce,
-        collectives.start_reduce_scatter,
-        collectives.start_grouped_reduce,
-        collectives.start_ring_reduce,
-    }
-)
-"""The starts that can use a spare operand."""
+TAKE_SPARE: Final = frozenset(("all_reduce", "reduce_scatter", "grouped_reduce", "ring_reduce"))
+"""The kinds of collectives whose start can use a spare operand."""
 
 
 def mark_spare(graph: fx.Graph) -> None:
     """Set ``spare=True`` on the starts of ``graph`` whose operand's memory nothing reads afterwards."""
-    if not any(node.target in TAKE_SPARE for node in graph.nodes):
+    if not any(_takes_spare(node) for node in graph.nodes):
         return
     memory: dict[fx.Node, frozenset[fx.Node]] = {}
     last: dict[fx.Node, int] = {}
@@ -45,13 +37,17 @@ def mark_spare(graph: fx.Graph) -> None:
             for owner in memory[each]:
                 last[owner] = place
         memory[node] = frozenset((node,))
-        if node.op != "call_function" or node.target in (collectives.wait, buckets.take, take_saved):
+        if node.op != "call_function" or node.target in (calls.wait, calls.take, take_saved):
             kept.add(node)
-        elif node.target in TAKE_SPARE:
-            starts.append((place, node, node.args[1]))
+        elif _takes_spare(node):
+            starts.append((place, node, node.args[2]))
         elif not allocates_each(node):
             memory[node] = memory[node].union(*(memory[each] for each in read))
     for place, start, operand in starts:
         owners = memory[operand]
         if owners.isdisjoint(kept) and all(last[owner] == place for owner in owners):
             start.kwargs = {**start.kwargs, "spare": True}
+
+
+def _takes_spare(node: fx.Node) -> bool:
+    return node.target is calls.start and node.args[1] in TAKE_SPARE

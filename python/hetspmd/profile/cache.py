@@ -24,8 +24,8 @@ from typing import Any, Final
 
 import torch
 
-from hetspmd.cost.cluster import Device
-from hetspmd.plan import write_atomically
+from hetspmd.cluster.devices import Device
+from hetspmd.codec.files import write_atomically
 from hetspmd.profile.host import processor_name
 
 __all__ = ["Points", "cache_file", "load_points", "save_points"]

@@ -17,11 +17,11 @@ from typing import Final
 
 import numpy as np
 
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.op_keys import VIEW_KEY, memory_orders, parameter_key
-from hetspmd.cost.triples import row_keys
-from hetspmd.forms import is_sharded, sharded_dim
+from hetspmd.cost.signatures import row_keys
+from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.profile.local_op import Alone, alone
 from hetspmd.rules.rule import TensorType
 from hetspmd.rules.theory import Theory

@@ -28,16 +28,16 @@ from typing import Final
 
 import torch
 
-from hetspmd.cost.measured import Point
+from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.cluster.curves import Point
+from hetspmd.dist import collectives
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.random import Randomness
+from hetspmd.dist.runtime import Runtime
 from hetspmd.profile.device import synchronize
 from hetspmd.profile.sampling import FIRST, MOST, interval, tight
 from hetspmd.profile.session import Session
 from hetspmd.profile.trials import LEVELS, Trial, start, trials
-from hetspmd.run import collectives
-from hetspmd.run.communicator import Communicator
-from hetspmd.run.random import Randomness
-from hetspmd.run.runtime import Runtime
-from hetspmd.synth.program import Kind
 
 __all__ = ["Issue", "measure_group", "measure_issue", "measure_lanes"]
 

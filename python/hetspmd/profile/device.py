@@ -26,7 +26,7 @@ from typing import Final
 import torch
 from torch.nn.functional import conv2d
 
-from hetspmd.cost.measured import Rate
+from hetspmd.cluster.curves import Rate
 from hetspmd.profile.sampling import interval, repeat
 
 __all__ = ["DTYPES", "OPTIMIZERS", "measure_device", "synchronize"]

@@ -1,6 +1,6 @@
 """Curves through measured points, by non-negative least squares on relative errors.
 
-A collective's seconds are linear in the terms of :class:`hetspmd.cost.measured.Curve`. With x_i the factors of
+A collective's seconds are linear in the terms of :class:`hetspmd.cluster.curves.Curve`. With x_i the factors of
 the terms at point i (1, k, E, M E, X E), p_i = x_i b and t_i its measured median, the terms are
 
     argmin over b >= 0 of sum_i w_i ln(p_i / t_i)^2,
@@ -31,10 +31,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from hetspmd.cost.cluster import Network
-from hetspmd.cost.measured import TERMS_OF, Curve, Fit, Point
+from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.cluster.curves import TERMS_OF, Curve, Fit, Point
+from hetspmd.cluster.devices import Network
 from hetspmd.errors import ProfileError
-from hetspmd.synth.program import Kind
 
 __all__ = [
     "fit_curve",

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
-from hetspmd.cost.cluster import Device
-from hetspmd.cost.measured import Rate
+from hetspmd.cluster.curves import Rate
+from hetspmd.cluster.devices import Device
 
 __all__ = ["ALIKE", "Report", "devices_of", "groups_of", "kinds_of"]
 

@@ -21,17 +21,17 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from hetspmd.balance.lengths import Lengths
 from hetspmd.cost.op_keys import Order, dense_strides
-from hetspmd.forms import Form
+from hetspmd.dist.communicator import LoneCommunicator
+from hetspmd.dist.random import Randomness
+from hetspmd.dist.runtime import Runtime
 from hetspmd.lower.emit import GraphWriter
-from hetspmd.lower.layout import Layout
+from hetspmd.placement import Form
+from hetspmd.program.layout import Layout
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.program import Compute
 from hetspmd.rules.rule import Call
 from hetspmd.rules.theory import Theory, derive
-from hetspmd.run.communicator import LoneCommunicator
-from hetspmd.run.random import Randomness
-from hetspmd.run.runtime import Runtime
-from hetspmd.synth.program import Compute
 from hetspmd.trace.graph import INPUT, ITEM_SIZES, Graph, Input, Instruction, Ref, Tensor, map_refs
 from hetspmd.trace.values import torch_dtype
 

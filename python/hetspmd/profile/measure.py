@@ -15,9 +15,11 @@ from typing import Any, Final
 import torch
 import yaml
 
-from hetspmd.cost.cluster import Cluster, Device
-from hetspmd.cost.cluster_file import Node, read_file
-from hetspmd.cost.measured import COLLECTIVES, Fit, Measured, Point, read_measured
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.cluster.curves import COLLECTIVES, Fit, Measured, Point, read_measured
+from hetspmd.cluster.devices import Device
+from hetspmd.cluster.file import Node, read_file
 from hetspmd.cost.op_keys import is_parameter_key
 from hetspmd.errors import ClusterError, ProfileError
 from hetspmd.profile.cases import Case
@@ -29,7 +31,6 @@ from hetspmd.profile.host import device_name, host_identity, usable_memory
 from hetspmd.profile.ops import measure_ops
 from hetspmd.profile.sampling import CONFIDENCE
 from hetspmd.profile.session import Session
-from hetspmd.synth.program import Kind
 
 __all__ = ["Options", "Profile", "measure", "with_ops"]
 

@@ -34,9 +34,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.op_times import OpFit, OpFits, OpTime
 from hetspmd.cost.op_keys import VIEW_KEY
-from hetspmd.cost.op_times import OpFit, OpFits, OpTime
 from hetspmd.profile.cache import Points, cache_file, load_points, save_points
 from hetspmd.profile.cases import Case, Task, tasks_of
 from hetspmd.profile.device import OPTIMIZERS, synchronize

@@ -9,13 +9,13 @@ from __future__ import annotations
 from statistics import median
 from typing import Final, NamedTuple
 
-from hetspmd.cost.measured import Curve, Point, curve_for
-from hetspmd.cost.quantities import quantity_text
+from hetspmd.cluster.collective_kinds import KIND_TEXT
+from hetspmd.cluster.curves import Curve, Point, curve_for
+from hetspmd.codec.quantities import quantity_text
+from hetspmd.codec.tables import counted
 from hetspmd.profile.measure import Profile
 from hetspmd.profile.show import RateRow, rate_rows
 from hetspmd.profile.svg import Canvas, LogAxis
-from hetspmd.report.tables import counted
-from hetspmd.synth.program import KIND_TEXT
 
 __all__ = ["profile_svg"]
 

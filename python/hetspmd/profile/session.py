@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from hetspmd.dist.communicator import Communicator, LoneCommunicator
+from hetspmd.dist.process_group import communicator_for
 from hetspmd.errors import ProfileError
 from hetspmd.profile.host import host_name
-from hetspmd.run.communicator import Communicator, LoneCommunicator
-from hetspmd.run.process_group import communicator_for
 
 __all__ = ["Session", "joined"]
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from hetspmd.cost.cluster import Cluster
-from hetspmd.cost.measured import Fit, Point, Rate
-from hetspmd.cost.op_times import OpFit
-from hetspmd.cost.quantities import Kind, quantity_text
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.collective_kinds import KIND_TEXT
+from hetspmd.cluster.curves import Fit, Point, Rate
+from hetspmd.cluster.op_times import OpFit
+from hetspmd.codec.quantities import Kind, quantity_text
+from hetspmd.codec.tables import counted, table
 from hetspmd.profile.measure import Profile
-from hetspmd.report.tables import counted, table
-from hetspmd.synth.program import KIND_TEXT
 
 __all__ = ["RateRow", "profile_text", "rate_rows"]
 

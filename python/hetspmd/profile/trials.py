@@ -20,11 +20,11 @@ from typing import Final
 
 import torch
 
-from hetspmd.cost.measured import COLLECTIVES
-from hetspmd.run import collectives
-from hetspmd.run.pending import PendingTensor
-from hetspmd.run.runtime import Runtime
-from hetspmd.synth.program import Kind
+from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.cluster.curves import COLLECTIVES
+from hetspmd.dist import collectives
+from hetspmd.dist.pending import PendingTensor
+from hetspmd.dist.runtime import Runtime
 
 __all__ = ["LEVELS", "PADDED", "Trial", "start", "trials"]
 
@@ -39,7 +39,7 @@ PADDED: Final = ("reduce_scatter", "all_gather")
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A case: ``extents`` of each rank along dim 0 (empty for all_reduce), ``targets`` along dim 1 (all_to_all),
-    ``width`` elements of the other dims. The numbers are those of :class:`hetspmd.cost.measured.Point`."""
+    ``width`` elements of the other dims. The numbers are those of :class:`hetspmd.cluster.curves.Point`."""
 
     kind: Kind
     skew: str

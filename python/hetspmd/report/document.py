@@ -23,8 +23,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetspmd._core import version
-from hetspmd.plan import Plan
-from hetspmd.report.facts import collectives, segment_modules, transfers
+from hetspmd.plan.facts import collectives, segment_modules, transfers
+from hetspmd.plan.plan import Plan
 from hetspmd.report.limits import limits, limits_document
 from hetspmd.report.machines import inside_document
 from hetspmd.report.notation import step_text

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from hetspmd.balance.problem import Room
-from hetspmd.balance.sensitivity import MORE, QUANTITIES, Quantity, Sensitivity, sensitivities
 from hetspmd.cost.memory import Holdings
-from hetspmd.cost.overlap import TwoStreams
+from hetspmd.cost.simulator import TwoStreams
 from hetspmd.cost.step import idle_seconds
-from hetspmd.plan import Plan
+from hetspmd.plan.plan import Plan
+from hetspmd.ratios.problem import Room
+from hetspmd.ratios.sensitivity import MORE, QUANTITIES, Quantity, Sensitivity, sensitivities
 
 _SHOWN = 5
 _WORTH = 0.0005

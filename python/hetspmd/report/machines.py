@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hetspmd.cost.machines import accelerator
-from hetspmd.cost.quantities import quantity_text
-from hetspmd.lower.nested import nested_of
-from hetspmd.plan import Plan
-from hetspmd.report.tables import table
-from hetspmd.synth.nested import Both, Inside, between
+from hetspmd.cluster.machines import accelerator
+from hetspmd.codec.quantities import quantity_text
+from hetspmd.codec.tables import table
+from hetspmd.lower.levels import nested_of
+from hetspmd.plan.plan import Plan
+from hetspmd.program.levels import Both, Inside, between
 
 
 def inside_text(plan: Plan) -> str:

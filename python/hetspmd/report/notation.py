@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetspmd.cost.quantities import quantity_text
-from hetspmd.forms import Form, form_text
-from hetspmd.plan import Plan
-from hetspmd.report.facts import collectives
-from hetspmd.synth.program import Communicate, Compute, Step, communication_text
+from hetspmd.codec.quantities import quantity_text
+from hetspmd.placement import Form, form_text
+from hetspmd.plan.facts import collectives
+from hetspmd.plan.plan import Plan
+from hetspmd.program.program import Communicate, Compute, Step, communication_text
 from hetspmd.trace.graph import Argument, DType, Graph, Instruction, Marker, Ref
 
 _CALL, _TRIPLE = 44, 76

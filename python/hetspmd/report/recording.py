@@ -17,13 +17,13 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hetspmd.report.tables import shortened, table
+from hetspmd.codec.tables import shortened, table
+from hetspmd.record.measured import Measured
 from hetspmd.report.timeline import THREADS, collective_roles, process_entries, seconds_text
-from hetspmd.run.measured import Measured
 
 if TYPE_CHECKING:
     from hetspmd.cost.timeline import Timeline
-    from hetspmd.plan import Plan
+    from hetspmd.plan.plan import Plan
 
 _TOP = 12
 _PARTS = ("instruction", "local", "issue", "transfers", "devices", "optimizer")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from hetspmd.cost.quantities import quantity_text
+from hetspmd.cluster.collective_kinds import KIND_TEXT
+from hetspmd.codec.quantities import quantity_text
+from hetspmd.codec.tables import counted, shortened, table
 from hetspmd.cost.step import idle_seconds
-from hetspmd.forms import is_sharded, sharded_dim
-from hetspmd.plan import Plan
-from hetspmd.report.facts import by_kind, segment_modules, sent, storage, transfers
+from hetspmd.placement import is_sharded, sharded_dim
+from hetspmd.plan.facts import by_kind, segment_modules, sent, storage, transfers
+from hetspmd.plan.plan import Plan
+from hetspmd.program.program import communication_text
 from hetspmd.report.limits import limits, limits_text
 from hetspmd.report.machines import inside_text
 from hetspmd.report.notation import tensor_text
-from hetspmd.report.tables import counted, shortened, table
-from hetspmd.synth.program import KIND_TEXT, communication_text
 
 _TOP = 12
 _ROUNDING = 1e-9

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 from typing import Any
 
-from hetspmd.cost.quantities import quantity_text
+from hetspmd.codec.quantities import quantity_text
+from hetspmd.codec.tables import shortened, table
 from hetspmd.cost.timeline import Stream, Timeline, Transfer
-from hetspmd.errors import OutputError
-from hetspmd.plan import write_atomically
-from hetspmd.report.facts import tensor_roles
-from hetspmd.report.tables import shortened, table
-from hetspmd.synth.program import Communicate
+from hetspmd.plan.facts import tensor_roles
+from hetspmd.program.program import Communicate
 
 _BAR = 32
 _TOP = 8
@@ -44,19 +40,6 @@ def chrome_trace(timeline: Timeline) -> str:
         }  # fmt: skip
         entries.append({**entry, "args": {"of": of}} if of else entry)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": entries}, separators=(",", ":"))
-
-
-def write_chrome_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Write :func:`chrome_trace` to a file, whole or not at all. Raises OutputError if it cannot be written."""
-    write_trace(chrome_trace(timeline), path)
-
-
-def write_trace(text: str, path: str | os.PathLike[str]) -> None:
-    """Write a trace to a file, whole or not at all. Raises OutputError if it cannot be written."""
-    try:
-        write_atomically(Path(path), text)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}; name another file") from error
 
 
 def process_entries(rank: int, name: str) -> list[dict[str, Any]]:

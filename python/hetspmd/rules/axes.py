@@ -8,7 +8,7 @@ it has a unit of E / units elements, and a device that holds the units ``[u, v)`
 
 Matrix products are slower where rows begin at odd places in memory. So an axis of a parameter has a *grain*: the
 fewest units that make multiples of :data:`ALIGNED` elements of every dim of a parameter on it. Lengths are
-multiples of it where that costs little (:func:`hetspmd.balance.lengths.aligned`).
+multiples of it where that costs little (:func:`hetspmd.program.lengths.aligned`).
 
 A cut between segments (:mod:`hetspmd.trace.cuts`) does not join the axes of a tensor and of its copy: each segment
 divides its own at its own ratios. They are *kin*, and have as many units as they would have as one axis, and one
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Final
 
-from hetspmd.forms import Form, is_before_cut, sharded_dim
+from hetspmd.placement import Form, is_before_cut, sharded_dim
 from hetspmd.rules.rule import Cut, Factor, OpRule
 from hetspmd.trace.graph import REBALANCE, Graph
 

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hetspmd.forms import ALL_REDUCE, IDENTITY, Form, sharded_dim
+from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, sharded_dim
 from hetspmd.rules.rule import Call, Cut, LocalCall, Place, TensorType
 from hetspmd.trace.graph import Ref
 from hetspmd.trace.values import dtype_name, from_torch, to_torch, torch_op

@@ -27,7 +27,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hetspmd.forms import (
+from hetspmd.placement import (
     ALL_REDUCE,
     IDENTITY,
     Form,

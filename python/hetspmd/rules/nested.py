@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetspmd.errors import RuleError
-from hetspmd.forms import ALL_REDUCE
+from hetspmd.placement import ALL_REDUCE
 from hetspmd.rules.kernels import empty_shards
 from hetspmd.rules.registry import rule_for
 from hetspmd.rules.rule import (

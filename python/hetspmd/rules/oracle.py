@@ -15,7 +15,7 @@ uninitialised tensors (``aten.empty`` and its like) only shapes and dtypes are c
 
 Rows that hold but that the rule does not have are *missing* (:mod:`hetspmd.rules.missing`). A rule leaves one
 out on purpose by naming it in ``OpRule.omitted``: the key is the text ``{pre, pre} {post, post}`` of
-:func:`~hetspmd.forms.form_text`, for instance ``"{All-Gather(0), Identity} {All-Reduce}"`` (an output that is
+:func:`~hetspmd.placement.form_text`, for instance ``"{All-Gather(0), Identity} {All-Reduce}"`` (an output that is
 None counts as Identity; ``*`` stands for any text), the value says why.
 """
 
@@ -30,7 +30,7 @@ from torch import Tensor
 
 import hetspmd.rules.ops  # noqa: F401  # registers the built-in rules
 from hetspmd.errors import RuleError
-from hetspmd.forms import ALL_REDUCE, IDENTITY
+from hetspmd.placement import ALL_REDUCE, IDENTITY
 from hetspmd.rules import samples as sample_package
 from hetspmd.rules.brute import (
     Case,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hetspmd.errors import RuleError
-from hetspmd.forms import ALL_REDUCE, DIMS, IDENTITY, Form, all_gather, form_text
+from hetspmd.placement import ALL_REDUCE, DIMS, IDENTITY, Form, all_gather, form_text
 from hetspmd.rules.kernels import empty_shards
 from hetspmd.trace.graph import DEVICE, Argument, DType, Graph, Instruction, Ref, map_refs
 

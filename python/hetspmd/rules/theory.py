@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from hetspmd.errors import MissingRuleError, MissingRuleWarning
-from hetspmd.forms import IDENTITY, all_gather, before_cut, is_sharded, sharded_dim
+from hetspmd.placement import IDENTITY, all_gather, before_cut, is_sharded, sharded_dim
 from hetspmd.rules.axes import Axes, factor_cuts, logical_axes
 from hetspmd.rules.registry import rule_for
 from hetspmd.rules.rule import Call, OpRule, Row, call_of

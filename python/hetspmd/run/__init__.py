@@ -1,1 +1,1 @@
-"""Running a plan: communicators, collectives, random numbers, the HAP module, simulation and verification."""
+"""Running a plan: the HAP module, its plans, shards, state dicts, clipping, scaling, and guards."""

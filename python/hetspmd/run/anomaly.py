@@ -15,8 +15,8 @@ from torch import fx
 
 from hetspmd.errors import NanError
 from hetspmd.lower.fuse import out_of_place
-from hetspmd.run.instrument import instrumented
-from hetspmd.run.origin import Origin
+from hetspmd.lower.instrument import instrumented
+from hetspmd.run.source_location import Origin
 from hetspmd.trace.compat import flatten
 
 __all__ = ["is_looked_for", "watched"]

@@ -1,4 +1,4 @@
-"""How a HAP module takes part in the roll call (:mod:`hetspmd.run.roll`): what it says, and when it waits.
+"""How a HAP module takes part in the roll call (:mod:`hetspmd.dist.roll`): what it says, and when it waits.
 
 Digests of a GPU's tensors are read when they are there: they are said one step later, so that the host never waits
 for the device. Those of the first step of every plan are waited for, and so are all before a state dict is made.
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from hetspmd.dist.digest import digest
+from hetspmd.dist.doings import Doing, backward_onto
+from hetspmd.dist.parting import ranks_text
+from hetspmd.dist.roll import Call, Roll
 from hetspmd.errors import CollectiveMismatchError, HetspmdError, OptionError, RankFailedError
-from hetspmd.run.digest import digest
-from hetspmd.run.doings import Doing, backward_onto
-from hetspmd.run.parting import ranks_text
 from hetspmd.run.replicas import Piece, Replicas, device_kind
-from hetspmd.run.roll import Call, Roll
 
 if TYPE_CHECKING:
-    from hetspmd.run.communicator import Communicator
+    from hetspmd.dist.communicator import Communicator
     from hetspmd.run.plan_cache import Entry
 
 __all__ = ["Attendance", "Ranks", "meet_ranks"]

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import fx
 
+from hetspmd.dist import collectives
+from hetspmd.dist.runtime import Runtime
 from hetspmd.errors import GradientError, NanError, RankFailedError
-from hetspmd.forms import ALL_REDUCE, all_gather, is_sharded, sharded_dim
 from hetspmd.lower.program import LocalProgram, LocalTensor
-from hetspmd.run import anomaly, collectives
-from hetspmd.run.origin import Origin, annotate
-from hetspmd.run.runtime import Runtime
+from hetspmd.placement import ALL_REDUCE, all_gather, is_sharded, sharded_dim
+from hetspmd.run import anomaly
+from hetspmd.run.compiled_regions import in_stretches
 from hetspmd.run.shard_tensors import plain
-from hetspmd.run.stretches import in_stretches
+from hetspmd.run.source_location import Origin, annotate
 from hetspmd.trace.autocast import without_autocast
 from hetspmd.trace.compat import graph_is_kept
 

@@ -25,7 +25,7 @@ from hetspmd.trace.host.recorder import Place
 from hetspmd.trace.trace import trace
 
 if TYPE_CHECKING:
-    from hetspmd.plan import Plan
+    from hetspmd.plan.plan import Plan
     from hetspmd.run.plan_cache import Mode, Setting
     from hetspmd.trace.graph import Graph
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from hetspmd.errors import GradientError, HetspmdError
 from hetspmd.run.norms import combined_norm, gradients_of
-from hetspmd.run.owners import Place, grouped, living, places
+from hetspmd.run.parameter_registry import Place, grouped, living, places
 from hetspmd.run.shards import gradient_of
 
 _LOCK = threading.Lock()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hetspmd.run.owners import living
+from hetspmd.run.parameter_registry import living
 
 if TYPE_CHECKING:
     from hetspmd.run.whole_states import WholeStates

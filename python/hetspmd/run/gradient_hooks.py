@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hetspmd.errors import GradientError, GradientHookWarning
-from hetspmd.forms import is_sharded
-from hetspmd.run.owners import places
+from hetspmd.placement import is_sharded
+from hetspmd.run.parameter_registry import places
 
 if TYPE_CHECKING:
     from hetspmd.run.module import HAP

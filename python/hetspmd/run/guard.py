@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from hetspmd.dist.communicator import Communicator
 from hetspmd.errors import BatchMismatchError, DeviceError
-from hetspmd.forms import all_gather
 from hetspmd.lower.program import LocalTensor
-from hetspmd.run.communicator import Communicator
+from hetspmd.placement import all_gather
 from hetspmd.trace.admissible import argument_names, spoken
 from hetspmd.trace.compat import flatten, flatten_with_names, parts_of, spec_from_text
 from hetspmd.trace.graph import Graph

@@ -16,7 +16,7 @@ from torch import nn
 from hetspmd.errors import ShardError
 from hetspmd.lower.program import LocalTensor
 from hetspmd.run.instances import instances
-from hetspmd.run.owners import living
+from hetspmd.run.parameter_registry import living
 from hetspmd.run.shards import marked
 
 __all__ = ["Held", "check_unwrapped", "held_elsewhere", "localize_state"]

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from hetspmd.errors import PlanMismatchError
-from hetspmd.lower.constants import constant_value
 from hetspmd.run.kept_rows import KeptRows
 from hetspmd.run.still import comparison, stays
+from hetspmd.trace.evaluate import constant_value
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.discovery import rediscover
 from hetspmd.trace.host.facts import Counter, Host, Read, Write

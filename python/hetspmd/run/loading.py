@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from hetspmd.dist.doings import Loaded
 from hetspmd.lower.program import LocalTensor
-from hetspmd.run.doings import Loaded
 from hetspmd.run.shard_tensors import plain
 from hetspmd.run.shards import ShardMark, marked
 

@@ -13,39 +13,39 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetspmd.cost.cluster import Cluster
-from hetspmd.cost.machines import flat
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.machines import flat
+from hetspmd.dist.agreement import agreed_plan, loaded_plan
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.doings import Doing
+from hetspmd.dist.levels import join_machines
+from hetspmd.dist.process_group import communicator_for
+from hetspmd.dist.random import Randomness, next_seed
+from hetspmd.dist.runtime import Runtime
 from hetspmd.errors import (
     DeviceError,
     ExampleError,
     PlanMismatchError,
     ShardError,
 )
-from hetspmd.forms import is_sharded
 from hetspmd.lower import LocalTensor
-from hetspmd.run.agreement import agreed_plan, loaded_plan
+from hetspmd.placement import is_sharded
 from hetspmd.run.anomaly import is_looked_for
 from hetspmd.run.asking import no_step
 from hetspmd.run.attendance import Attendance, meet_ranks
-from hetspmd.run.communicator import Communicator
-from hetspmd.run.doings import Doing
+from hetspmd.run.compiled_regions import compile_options
 from hetspmd.run.forwarding import forwards
 from hetspmd.run.gradient_hooks import give_whole, tell_module_hooks
 from hetspmd.run.guard import check_same_batch, check_tensors
 from hetspmd.run.holders import check_unwrapped
-from hetspmd.run.lone import run_model
-from hetspmd.run.machines import join_machines
-from hetspmd.run.owners import remember
+from hetspmd.run.parameter_registry import remember
+from hetspmd.run.passthrough import run_model
 from hetspmd.run.plan_cache import Entry, PlanCache, Setting
-from hetspmd.run.process_group import communicator_for
-from hetspmd.run.random import Randomness, next_seed
 from hetspmd.run.reach import reach
 from hetspmd.run.replicas import replicas_of
-from hetspmd.run.runtime import Runtime
 from hetspmd.run.shards import FULL
 from hetspmd.run.signature import Forward
 from hetspmd.run.store import Store, check_model
-from hetspmd.run.stretches import compile_options
 from hetspmd.run.transforms import refuse_transforms
 from hetspmd.run.twin import twin_attributes, twin_model, twin_plans, twin_store
 from hetspmd.run.whole_states import WholeStates
@@ -61,8 +61,8 @@ from hetspmd.trace.trace import split_example
 if TYPE_CHECKING:
     import os
 
-    from hetspmd.plan import Plan
-    from hetspmd.run.record import Recording
+    from hetspmd.plan.plan import Plan
+    from hetspmd.record.record import Recording
     from hetspmd.trace.losses import Loss
 
 
@@ -126,7 +126,7 @@ class HAP(WholeStates):
         check_plan: bool = True, gather_state: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        from hetspmd.compiler import check_options
+        from hetspmd.optimize.compiler import check_options
 
         check_options(options, signature(HAP).parameters)
         loss = as_loss(loss)
@@ -323,10 +323,10 @@ class HAP(WholeStates):
         Every rank must enter and leave it, and run whole steps within it, backward and optimizer included. At
         its end rank 0 writes the steps to ``path`` as a Chrome trace, laid out as
         ``hap.plan.timeline().save(...)`` lays out the simulated step, and ``print(recording)`` compares the
-        two. See :class:`hetspmd.run.measured.Measured`. Raises OutputError on every rank, before anything runs,
+        two. See :class:`hetspmd.record.measured.Measured`. Raises OutputError on every rank, before anything runs,
         if the file cannot be written, and RuntimeError within another recording.
         """
-        from hetspmd.run.record import Recording
+        from hetspmd.record.record import Recording
 
         if self._recording is not None:
             raise RuntimeError("this module is being recorded already")

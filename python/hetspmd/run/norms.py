@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hetspmd.errors import GradientError
-from hetspmd.run.owners import Owned, owners
+from hetspmd.run.parameter_registry import Owned, owners
 
 Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 

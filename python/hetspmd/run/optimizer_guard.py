@@ -18,12 +18,12 @@ from typing import Any, Final
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hetspmd.dist.doings import step_of
 from hetspmd.errors import OptimizerError
-from hetspmd.forms import is_sharded, sharded_dim
-from hetspmd.run.doings import step_of
+from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.run.elementwise import Untestable, is_elementwise, steps_nothing, trial_shape
 from hetspmd.run.optimizer_state import cut_whole_state, full_optimizer_state_dict, is_own
-from hetspmd.run.owners import Place, living, places
+from hetspmd.run.parameter_registry import Place, living, places
 from hetspmd.run.stepping import Call, begin, end
 
 _optim = torch.optim

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hetspmd.errors import OptimizerError
-from hetspmd.run.owners import Place, places
+from hetspmd.run.parameter_registry import Place, places
 
 if TYPE_CHECKING:
     from hetspmd.lower import LocalTensor

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hetspmd.cost.cluster import Cluster
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.dist.agreement import agreed_plan
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.runtime import Runtime
 from hetspmd.errors import BatchMismatchError, HetspmdError
 from hetspmd.lower import LocalProgram, LocalTensor, lower_plan
-from hetspmd.lower.nested import lower_nested
-from hetspmd.run.agreement import agreed_plan
+from hetspmd.lower.levels import lower_nested
 from hetspmd.run.autograd import Runner
 from hetspmd.run.beside import HostSide, Served
 from hetspmd.run.calling import calling_text, changing
-from hetspmd.run.communicator import Communicator
 from hetspmd.run.guard import Expected, expected, match, refuse_own_rows
 from hetspmd.run.host import Guard
 from hetspmd.run.known import KnownParameters
-from hetspmd.run.lone import is_the_model
-from hetspmd.run.origin import Origin
-from hetspmd.run.runtime import Runtime
+from hetspmd.run.passthrough import is_the_model
 from hetspmd.run.same_model import check_same_model, traced_for
+from hetspmd.run.source_location import Origin
 from hetspmd.run.store import Slot, Store, slot
 from hetspmd.run.variety import make_room
 from hetspmd.trace.autocast import autocast_state, without_autocast
@@ -39,9 +39,9 @@ from hetspmd.trace.trace import trace
 from hetspmd.trace.trial import trial
 
 if TYPE_CHECKING:
-    from hetspmd.plan import Plan
+    from hetspmd.plan.plan import Plan
+    from hetspmd.record.record import Recording
     from hetspmd.run.attendance import Attendance
-    from hetspmd.run.record import Recording
     from hetspmd.trace.losses import Loss
 
 Mode = tuple[tuple[bool, ...], tuple[bool, ...], str, int]
@@ -86,7 +86,7 @@ class Setting:
     ) -> Plan:  # fmt: skip
         """A plan of this batch in the present mode; ``like`` an earlier one, which keeps to its constraints.
         ``traced``: its graph, if there is one already."""
-        from hetspmd.compiler import compile_plan
+        from hetspmd.optimize.compiler import compile_plan
 
         options = {k: v for k, v in self.options.items() if like is None or k != "constraints"}
         with self.communicator.busy():

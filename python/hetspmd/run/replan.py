@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hetspmd.dist.agreement import agreed_content
 from hetspmd.errors import HetspmdError
-from hetspmd.run.agreement import agreed_content
 from hetspmd.run.host import Guard
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.equal import differ_in_numbers, digest, number_values
@@ -24,8 +24,8 @@ from hetspmd.trace.host.plain import from_text
 from hetspmd.trace.host.recorder import Place
 
 if TYPE_CHECKING:
-    from hetspmd.plan import Plan
-    from hetspmd.run.communicator import Communicator
+    from hetspmd.dist.communicator import Communicator
+    from hetspmd.plan.plan import Plan
 
 Tracer = Callable[[Sequence[Place]], tuple[Graph, list[Any]]]
 """Traces the step with these numbers as inputs; gives the graph, and states of generators after Python's

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import fx
 
-from hetspmd.run import buckets, collectives
-from hetspmd.run.digest import digest, projection
+from hetspmd.dist.digest import digest, projection
+from hetspmd.lower import calls
 from hetspmd.run.store import Store, slot
 
 if TYPE_CHECKING:
+    from hetspmd.dist.runtime import Runtime
     from hetspmd.lower.program import LocalProgram
-    from hetspmd.run.runtime import Runtime
     from hetspmd.trace.graph import Graph
 
 __all__ = ["ROUND", "Piece", "Replicas", "device_kind"]
@@ -39,7 +39,7 @@ _LEAST_TENSORS: Final = 2
 @dataclass(frozen=True)
 class Held:
     """A tensor of which every active rank holds a whole copy; ``tolerance`` as in
-    :class:`hetspmd.run.roll.Call`."""
+    :class:`hetspmd.dist.roll.Call`."""
 
     name: str
     tensor: Callable[[], torch.Tensor]
@@ -137,7 +137,7 @@ def _summed(program: LocalProgram) -> set[int]:
     return {
         position
         for position, node in zip(program.differentiable, gradients, strict=True)
-        if isinstance(node, fx.Node) and node.target in (collectives.wait, buckets.take)
+        if isinstance(node, fx.Node) and node.target in (calls.wait, calls.take)
     }
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from hetspmd.dist.communicator import Communicator
 from hetspmd.errors import PlanMismatchError
-from hetspmd.run.communicator import Communicator
 from hetspmd.trace.graph import REBALANCE, Argument, Constant, Graph, Instruction, Ref, map_refs
 
 __all__ = ["check_same_model", "difference"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hetspmd.errors import CollectiveMismatchError
-from hetspmd.run.owners import Owned, grouped, owners, places
+from hetspmd.run.parameter_registry import Owned, grouped, owners, places
 
 Found = dict[torch.device, torch.Tensor]
 """Whether a gradient on each device is not finite."""

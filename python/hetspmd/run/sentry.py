@@ -16,11 +16,11 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
+from hetspmd.dist.doings import Loaded
 from hetspmd.errors import ShardError
-from hetspmd.forms import is_sharded
 from hetspmd.lower.program import LocalTensor
-from hetspmd.run.doings import Loaded
-from hetspmd.run.owners import living
+from hetspmd.placement import is_sharded
+from hetspmd.run.parameter_registry import living
 from hetspmd.run.shards import FULL, divided, marked
 
 __all__ = ["Post", "Sentry", "outside_posts", "posts"]

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from hetspmd.errors import ShardError
-from hetspmd.forms import is_sharded
 from hetspmd.lower.program import LocalTensor
+from hetspmd.placement import is_sharded
 from hetspmd.run.shard_tensors import MARK, Shard, refuse_transform, shard_class
 from hetspmd.trace.compat import before_transforms
 

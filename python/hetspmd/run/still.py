@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from hetspmd.run.digest import digest
+from hetspmd.dist.digest import digest
 from hetspmd.trace.host.content import has_basis, is_followed_kind
 from hetspmd.trace.host.places import NOTHING
 from hetspmd.trace.host.plain import fingerprint, is_container, is_scalar

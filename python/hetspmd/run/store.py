@@ -12,14 +12,14 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from hetspmd.dist import collectives
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.runtime import Runtime
 from hetspmd.errors import DeviceError, PlanMismatchError
-from hetspmd.forms import is_sharded, sharded_dim
 from hetspmd.lower.program import LocalTensor
-from hetspmd.run import collectives
-from hetspmd.run.communicator import Communicator
+from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.run.cutting import check_memory, cut, made_from_meta
 from hetspmd.run.holders import Held, held_elsewhere, localize_state
-from hetspmd.run.runtime import Runtime
 from hetspmd.run.sentry import Sentry, outside_posts, posts
 from hetspmd.run.shards import attributes, divided, mark
 from hetspmd.trace.compat import fake_mode

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetspmd.run.doings import Loaded
+from hetspmd.dist.doings import Loaded
+from hetspmd.dist.runtime import Runtime
 from hetspmd.run.loading import local_state
-from hetspmd.run.runtime import Runtime
 from hetspmd.run.shards import parameter_like
 from hetspmd.run.store import Store
 

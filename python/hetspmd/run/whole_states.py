@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hetspmd.dist.doings import Loaded
 from hetspmd.errors import ShardError
-from hetspmd.run.doings import Loaded
 from hetspmd.run.forwarding import without_prefix
 from hetspmd.run.gathered import add_module, gathered_state
 from hetspmd.run.state_hooks import (
@@ -21,8 +21,8 @@ from hetspmd.run.state_hooks import (
 from hetspmd.run.whole import full_module, full_state_dict, load_full_state_dict
 
 if TYPE_CHECKING:
-    from hetspmd.run.doings import Doing
-    from hetspmd.run.runtime import Runtime
+    from hetspmd.dist.doings import Doing
+    from hetspmd.dist.runtime import Runtime
     from hetspmd.run.store import Store
 
 __all__ = ["WholeStates"]

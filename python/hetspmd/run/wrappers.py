@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from hetspmd.errors import ShardError
-from hetspmd.run.owners import living, places
+from hetspmd.run.parameter_registry import living, places
 from hetspmd.run.shards import marked
 
 _LOCK = threading.Lock()

@@ -12,7 +12,7 @@ from hetspmd.trace.graph import CONSTANT, SOURCES, Constant, Graph, Instruction
 
 def evaluate(graph: Graph) -> Callable[[int], torch.Tensor | None]:
     """A function from a tensor's id to its value, None if it has none before the step runs."""
-    from hetspmd.lower.constants import constant_value
+    from hetspmd.trace.evaluate import constant_value
 
     constants = {c.tensor: c for c in graph.constants}
     known: dict[int, torch.Tensor | None] = {}
@@ -39,7 +39,7 @@ def value_of(
     graph: Graph, instruction: Instruction, tensor: int, given: Mapping[int, torch.Tensor]
 ) -> torch.Tensor:
     """One output of an instruction."""
-    from hetspmd.lower.constants import run_instruction
+    from hetspmd.trace.evaluate import run_instruction
 
     with torch.no_grad():
         results = run_instruction(instruction, dict(given), torch.device("cpu"))
@@ -49,7 +49,7 @@ def value_of(
 
 def instruction_value(instruction: Instruction, given: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """The output of an instruction that has one."""
-    from hetspmd.lower.constants import run_instruction
+    from hetspmd.trace.evaluate import run_instruction
 
     with torch.no_grad():
         results = run_instruction(instruction, dict(given), torch.device("cpu"))

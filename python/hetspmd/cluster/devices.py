@@ -1,0 +1,130 @@
+"""Devices, machines of several accelerators, and networks, in SI units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from hetspmd.errors import ClusterError
+from hetspmd.trace.graph import ITEM_SIZES
+
+__all__ = ["DEFAULT", "LATENCY", "LAUNCH", "PASSES", "Device", "Machine", "Network", "virtual_device"]
+
+DEFAULT: Final = "default"
+LAUNCH: Final = 5e-6
+LATENCY: Final = 50e-6
+PASSES: Final = 20
+"""Tensors of a parameter's size that a step of AdamW reads or writes, as torch.optim runs it op by op or by
+``_foreach`` ops: decay 2, first moment 3, second moment 2 + 3, its root 2, correction 2, epsilon 2, update 4. State
+and gradient are of the parameter's dtype; the memory model counts the same two moments
+(:data:`hetspmd.cost.memory.OPTIMIZER_BYTES`)."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device.
+
+    flops             FLOP/s by dtype name; ``default`` holds for dtypes that are not listed
+    memory            bytes
+    memory_bandwidth  bytes/s
+    launch            seconds from one op to the next however small the op is
+    issue             seconds of the device that it takes to issue a collective and to take in its result,
+    issue_bandwidth   and bytes/s that it copies for one
+    optimizer         bytes of parameters that a step of the optimizer updates in a second; None: AdamW's, whose
+                      step reads and writes :data:`PASSES` times as many bytes as the parameters have
+    machine           None for one accelerator; what a virtual device (HAP 3) consists of, whose figures above are
+                      then those of all its accelerators together (:func:`virtual_device`)
+
+    Raises ClusterError for a quantity that is not positive.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory: float = math.inf
+    memory_bandwidth: float = math.inf
+    launch: float = LAUNCH
+    optimizer: float | None = None
+    issue: float = 0.0
+    issue_bandwidth: float = math.inf
+    machine: Machine | None = None
+
+    def __post_init__(self) -> None:
+        if not self.flops:
+            raise ClusterError(f"device {self.name!r}: flops is empty; write flops={{'default': 12e12}}")
+        for dtype, rate in self.flops.items():
+            if dtype != DEFAULT and dtype not in ITEM_SIZES:
+                raise ClusterError(f"device {self.name!r}: flops of {dtype!r}, which is no dtype")
+            _positive(f"device {self.name!r}: flops of {dtype}", rate, finite=True)
+        _positive(f"device {self.name!r}: memory", self.memory)
+        _positive(f"device {self.name!r}: memory_bandwidth", self.memory_bandwidth)
+        _positive(f"device {self.name!r}: launch", self.launch, finite=True)
+        if self.optimizer is not None:
+            _positive(f"device {self.name!r}: optimizer", self.optimizer)
+        _positive(f"device {self.name!r}: issue_bandwidth", self.issue_bandwidth)
+        if not 0 <= self.issue < math.inf:
+            raise ClusterError(
+                f"device {self.name!r}: issue is {self.issue}; it must be finite and not negative"
+            )
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s in ``dtype``: its own, else the default, else the least that is listed."""
+        found = self.flops.get(dtype, self.flops.get(DEFAULT))
+        return min(self.flops.values()) if found is None else found
+
+    @property
+    def update(self) -> float:
+        """Bytes/s of parameters that a step of the optimizer updates."""
+        return self.memory_bandwidth / PASSES if self.optimizer is None else self.optimizer
+
+    @property
+    def copying(self) -> float:
+        """Seconds for a byte of a tensor whose slices are put in another order to be sent."""
+        return 1 / self.issue_bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The network between the devices: ``bandwidth`` of one device's link in bytes/s in each direction,
+    ``latency`` of a collective in seconds. Raises ClusterError for a quantity that is not positive."""
+
+    bandwidth: float
+    latency: float = LATENCY
+
+    def __post_init__(self) -> None:
+        _positive("network: bandwidth", self.bandwidth)
+        _positive("network: latency", self.latency, finite=True)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``accelerators`` of one kind (``each``), joined by the network ``inside``."""
+
+    accelerators: int
+    each: Device
+    inside: Network
+
+
+def virtual_device(each: Device, accelerators: int, inside: Network) -> Device:
+    """A machine as one device. Raises ClusterError for fewer than two accelerators."""
+    if accelerators < 2 or each.machine is not None:
+        raise ClusterError(
+            f"a machine of {accelerators} accelerators; it has two or more, which are no machines"
+        )
+    k = accelerators
+    return replace(
+        each,
+        flops={dtype: k * rate for dtype, rate in each.flops.items()},
+        memory=k * each.memory,
+        memory_bandwidth=k * each.memory_bandwidth,
+        optimizer=1 / (1 / each.update + 2 * (k - 1) / k / inside.bandwidth)
+        if math.isfinite(each.update) or math.isfinite(inside.bandwidth)
+        else math.inf,
+        machine=Machine(k, each, inside),
+    )
+
+
+def _positive(name: str, value: float, *, finite: bool = False) -> None:
+    if not value > 0 or (finite and not math.isfinite(value)):
+        raise ClusterError(f"{name} is {value}; it must be positive{' and finite' if finite else ''}")

@@ -1,0 +1,81 @@
+"""Entries of a cluster file that describe a device, a machine or a network."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from hetspmd.cluster.devices import DEFAULT, LATENCY, LAUNCH, Device, Network, virtual_device
+from hetspmd.cluster.file import Node
+from hetspmd.codec.quantities import Kind
+from hetspmd.trace.graph import ITEM_SIZES
+
+__all__ = ["read_device", "read_network"]
+
+_ALIASES: Final = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_DTYPES: Final = (DEFAULT, *sorted(ITEM_SIZES), *_ALIASES)
+
+
+def read_device(node: Node, index: int) -> tuple[int, Device]:
+    what = f"device {index}"
+    keys = (
+        "name",
+        "count",
+        "flops",
+        "memory",
+        "memory_bandwidth",
+        "launch",
+        "optimizer",
+        "issue",
+        "issue_bandwidth",
+        "accelerators",
+        "inside",
+    )
+    entry = node.entries(what, keys, ("flops",))
+
+    def quantity(key: str, kind: Kind, default: float) -> float:
+        return entry[key].quantity(key, kind) if key in entry else default
+
+    device = Device(
+        entry["name"].text("name") if "name" in entry else f"device{index}",
+        _read_flops(entry["flops"]),
+        quantity("memory", "bytes", math.inf),
+        quantity("memory_bandwidth", "bytes/s", math.inf),
+        quantity("launch", "seconds", LAUNCH),
+        quantity("optimizer", "bytes/s", math.inf) if "optimizer" in entry else None,
+        quantity("issue", "seconds", 0.0),
+        quantity("issue_bandwidth", "bytes/s", math.inf),
+    )
+    count = entry["count"].count("count") if "count" in entry else 1
+    accelerators = entry["accelerators"].count("accelerators") if "accelerators" in entry else 1
+    if "inside" in entry and accelerators == 1:
+        entry["inside"].fail("inside joins several accelerators, and there is one; write accelerators: 8")
+    if accelerators == 1:
+        return count, device
+    if "inside" not in entry:
+        node.fail(
+            f"{what} has {accelerators} accelerators and lacks the key 'inside'; "
+            "add inside: {bandwidth: 150GB/s, latency: 5us}"
+        )
+    return count, virtual_device(device, accelerators, read_network(entry["inside"], "inside"))
+
+
+def _read_flops(node: Node) -> dict[str, float]:
+    if node.mapping is None:
+        return {DEFAULT: node.quantity("flops", "FLOP/s")}
+    entries = node.entries("flops", _DTYPES, ())
+    if not entries:
+        node.fail("flops is empty; write a number of FLOP/s, or one per dtype as {float32: 12e12}")
+    rates: dict[str, float] = {}
+    for key, value in entries.items():
+        dtype = _ALIASES.get(key, key)
+        if dtype in rates:
+            value.fail(f"flops of {dtype} stands twice; remove one")
+        rates[dtype] = value.quantity(f"flops of {key}", "FLOP/s")
+    return rates
+
+
+def read_network(node: Node, name: str = "network") -> Network:
+    entry = node.entries(name, ("bandwidth", "latency"), ("bandwidth",))
+    latency = entry["latency"].quantity("latency", "seconds") if "latency" in entry else LATENCY
+    return Network(entry["bandwidth"].quantity("bandwidth", "bytes/s"), latency)

@@ -1,0 +1,1 @@
+"""Text: frozen types as JSON, tables, and numbers with their units."""

@@ -1,0 +1,333 @@
+"""Frozen dataclasses to JSON values and back, for plan files.
+
+A dataclass is ``{"$": "ClassName", field: value, ...}``, a tuple a list, a mapping ``{"$map": [[k, v], ...]}``
+in key order, a float that JSON lacks ``{"$float": "inf"}``, a complex number ``{"$complex": [real, imaginary]}``.
+Only hetspmd's own dataclasses are read back.
+
+:func:`decode` checks every value against the annotation of its field: there is one JSON value for each tree, and
+whatever else stands in a file is refused with its place. What the numbers mean is not looked at here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from itertools import pairwise
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+__all__ = ["DamageError", "decode", "encode"]
+
+T = TypeVar("T")
+Decoder = Callable[[Any], Any]
+
+_DEPTH: Final = 16
+"""How deep tuples may stand in each other in the arguments of an op; torch's own have three levels."""
+_FLOATS: Final = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+class DamageError(ValueError):
+    """A JSON value is not of the kind that its place asks for; ``place`` leads to it from the root."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.place = ""
+
+    def under(self, step: str) -> DamageError:
+        """The same, seen from one level higher."""
+        self.place = step + self.place
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.place.removeprefix('.') or 'the whole'} {self.problem}"
+
+
+@cache
+def _types() -> dict[str, type]:
+    # By module name: ``from hetspmd.rules import rule`` is the decorator.
+    names = (
+        "trace.graph", "trace.host.facts", "rules.rule", "program.program", "program.lengths", "cluster.cluster",
+        "cluster.devices",        "cluster.curves", "cluster.op_times", "cost.step", "plan.plan",
+    )  # fmt: skip
+    found: dict[str, type] = {}
+    for module in (import_module(f"hetspmd.{name}") for name in names):
+        for name, value in vars(module).items():
+            if (
+                isinstance(value, type)
+                and dataclasses.is_dataclass(value)
+                and value.__module__ == module.__name__
+            ):
+                found[name] = value
+    return found
+
+
+def encode(value: Any) -> Any:
+    """The JSON value of a dataclass tree. Raises TypeError for anything else."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, complex):
+        return {"$complex": [encode(value.real), encode(value.imag)]}
+    if isinstance(value, (tuple, list)):
+        return [encode(v) for v in value]
+    if isinstance(value, Mapping):
+        return {"$map": [[encode(k), encode(value[k])] for k in sorted(value)]}
+    name = type(value).__name__
+    known = _types().get(name)
+    if known is type(value) and dataclasses.is_dataclass(known):
+        fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(known)}
+        return {"$": name, **fields}
+    raise TypeError(f"a {name} cannot be stored in a plan")
+
+
+def decode(value: Any, cls: type[T]) -> T:
+    """Inverse of :func:`encode` for a ``cls``; lists become tuples.
+
+    Raises DamageError, naming the place, for a value that is not of its field's type, a field that is missing or
+    unknown, and keys of a mapping that are out of order or stand twice; and what a class raises on being made.
+    """
+    kind: Any = cls
+    return cast(T, _decoder(kind)(value))
+
+
+@cache
+def _decoder(kind: Any) -> Decoder:
+    """The function that reads values of an annotation."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind in _SCALARS:
+        return _SCALARS[kind]
+    if kind is Any:
+        return _argument
+    if dataclasses.is_dataclass(kind):
+        return _dataclass(cast(type, kind))
+    if origin is Literal:
+        return _literal(parts)
+    if origin in (Union, UnionType):
+        return _union(parts)
+    if origin is tuple:
+        return _sequence(parts[0]) if parts[-1] is Ellipsis else _row(parts)
+    if origin is Mapping:
+        return _mapping(*parts)
+    raise TypeError(f"values of {kind} cannot be stored in a plan")
+
+
+def _what(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"a {value['$']}" if isinstance(value.get("$"), str) else "a mapping"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _wrong(value: Any, wanted: str) -> DamageError:
+    return DamageError(f"is {_what(value)}, not {wanted}")
+
+
+def _none(value: Any) -> None:
+    if value is not None:
+        raise _wrong(value, "null")
+
+
+def _bool(value: Any) -> bool:
+    if value is True or value is False:
+        return value
+    raise _wrong(value, "true or false")
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int:
+        raise _wrong(value, "a whole number")
+    if not -(2**63) <= value < 2**64:
+        raise DamageError("is a whole number of more than 64 bits")
+    return value
+
+
+def _float(value: Any) -> float:
+    if type(value) is float:
+        if math.isfinite(value):
+            return value
+        raise _wrong(value, "a number that JSON has")
+    if isinstance(value, dict):
+        name = value.get("$float")
+        if len(value) == 1 and isinstance(name, str) and name in _FLOATS:
+            return _FLOATS[name]
+    return _int(value) if type(value) is int else _fail(value, "a number")
+
+
+def _fail(value: Any, wanted: str) -> Any:
+    raise _wrong(value, wanted)
+
+
+def _str(value: Any) -> str:
+    if type(value) is not str:
+        raise _wrong(value, "a string")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise DamageError("is a string with half a character") from None
+    return value
+
+
+_SCALARS: Final[dict[Any, Decoder]] = {
+    NoneType: _none, bool: _bool, int: _int, float: _float, str: _str,
+}  # fmt: skip
+
+
+def _literal(allowed: tuple[Any, ...]) -> Decoder:
+    known = {name: name for name in allowed}
+
+    def read(value: Any) -> Any:
+        found = known.get(value) if type(value) is str else None
+        return _fail(value, "one of " + ", ".join(map(repr, allowed))) if found is None else found
+
+    return read
+
+
+def _sequence(item: Any) -> Decoder:
+    read_item = _decoder(item)
+
+    def read(value: Any) -> tuple[Any, ...]:
+        if type(value) is not list:
+            raise _wrong(value, "a list")
+        found: list[Any] = []
+        try:
+            for each in value:
+                found.append(read_item(each))
+        except DamageError as error:
+            raise error.under(f"[{len(found)}]") from None
+        return tuple(found)
+
+    return read
+
+
+def _row(items: tuple[Any, ...]) -> Decoder:
+    readers = [_decoder(item) for item in items]
+
+    def read(value: Any) -> tuple[Any, ...]:
+        if type(value) is not list or len(value) != len(readers):
+            raise _wrong(value, f"a list of {len(readers)}")
+        found: list[Any] = []
+        try:
+            for read_item, each in zip(readers, value, strict=True):
+                found.append(read_item(each))
+        except DamageError as error:
+            raise error.under(f"[{len(found)}]") from None
+        return tuple(found)
+
+    return read
+
+
+def _mapping(key: Any, item: Any) -> Decoder:
+    read_rows = _sequence(tuple[key, item])
+
+    def read(value: Any) -> dict[Any, Any]:
+        if type(value) is not dict or list(value) != ["$map"]:
+            raise _wrong(value, 'a mapping {"$map": [[key, value], ...]}')
+        rows = read_rows(value["$map"])
+        for (one, _), (other, _) in pairwise(rows):
+            if not one < other:
+                raise DamageError(f"has the key {other!r} after {one!r}; keys are in order, each once")
+        return dict(rows)
+
+    return read
+
+
+def _dataclass(cls: type) -> Decoder:
+    fields: list[tuple[tuple[str, Decoder], ...]] = []  # none or one: threads see all of it or nothing
+    name = cls.__name__
+
+    def prepare() -> tuple[tuple[str, Decoder], ...]:  # at the first value: classes may hold their own kind
+        hints = get_type_hints(cls)
+        return tuple((f.name, _decoder(hints[f.name])) for f in dataclasses.fields(cls))
+
+    def read(value: Any) -> Any:
+        if type(value) is not dict or value.get("$") != name:
+            raise _wrong(value, f"a {name}")
+        if not fields:
+            fields.append(prepare())
+        readers = fields[0]
+        if len(value) != len(readers) + 1 or not all(n in value for n, _ in readers):
+            raise _fields(value, [n for n, _ in readers])
+        found: dict[str, Any] = {}
+        n = ""
+        try:
+            for n, read_field in readers:  # named in the error
+                found[n] = read_field(value[n])
+        except DamageError as error:
+            raise error.under(f".{n}") from None
+        return cls(**found)
+
+    return read
+
+
+def _fields(value: Mapping[str, Any], names: list[str]) -> DamageError:
+    missing = [n for n in names if n not in value]
+    unknown = [n for n in value if n != "$" and n not in names]
+    parts = [f"lacks {', '.join(missing)}"] if missing else []
+    parts += [f"has the unknown {', '.join(map(repr, unknown))}"] if unknown else []
+    return DamageError(f"is a {value['$']} that {' and '.join(parts)}")
+
+
+def _union(parts: tuple[Any, ...]) -> Decoder:
+    classes: list[Any] = [p for p in parts if dataclasses.is_dataclass(p)]
+    tagged = {p.__name__: _decoder(p) for p in classes}
+    plain = {p: _decoder(p) for p in parts if p in _SCALARS}
+    others = [_decoder(p) for p in parts if not dataclasses.is_dataclass(p) and p not in _SCALARS]
+    wanted = " or ".join(getattr(p, "__name__", str(p)).replace("NoneType", "null") for p in parts)
+    if len(others) > 1:
+        raise TypeError(f"values of {wanted} cannot be told apart in a plan")
+
+    def read(value: Any) -> Any:
+        reader = plain.get(type(value))
+        if reader is None and type(value) is dict:
+            tag = value.get("$")
+            if isinstance(tag, str):
+                reader = tagged.get(tag)
+            elif "$float" in value:
+                reader = plain.get(float)
+        if reader is None and type(value) is int:
+            reader = plain.get(float)
+        if reader is None and others:
+            reader = others[0]
+        return _fail(value, wanted) if reader is None else reader(value)
+
+    return read
+
+
+def _argument(value: Any, depth: int = 0) -> Any:
+    """An :data:`~hetspmd.trace.graph.Argument`."""
+    if type(value) is list:
+        if depth == _DEPTH:
+            raise DamageError(f"has more than {_DEPTH} levels of lists")
+        found: list[Any] = []
+        try:
+            for each in value:
+                found.append(_argument(each, depth + 1))
+        except DamageError as error:
+            raise error.under(f"[{len(found)}]") from None
+        return tuple(found)
+    if type(value) is dict and list(value) == ["$complex"]:
+        return _complex(value["$complex"])
+    if type(value) is dict and "$float" not in value:
+        tag = value.get("$")
+        if not isinstance(tag, str) or tag not in ("Ref", "DType", "Marker"):
+            raise _wrong(value, "an argument of an op")
+        return _decoder(_types()[tag])(value)
+    return _plain(value)
+
+
+def _complex(value: Any) -> complex:
+    if type(value) is not list or len(value) != 2 or any(type(part) is int for part in value):
+        raise _wrong(value, "the two parts of a complex number")
+    real, imaginary = map(_float, value)
+    return complex(real, imaginary)
+
+
+_plain: Final = _union((NoneType, bool, int, float, str))

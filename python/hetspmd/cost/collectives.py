@@ -1,0 +1,320 @@
+"""Seconds of a collective, linear in the sharding ratios (HAP 3.2, design 6).
+
+For a tensor of E bytes over n devices, largest share M, k devices with a share, latency L
+and link bandwidth b:
+
+    all_gather, reduce_scatter          L + (n - 1) M E / b             ring, padded to the largest shard
+    grouped_broadcast, grouped_reduce   k L + E / b                     one pipelined operation per shard
+    ring_gather, ring_reduce            as the grouped, unless measured; so exchange_reduce
+    all_reduce                          2 L + 2 (n - 1) / n E / b       ring: reduce-scatter, all-gather
+    all_to_all                          L + E max_j max(s_j (1 - t_j), t_j (1 - s_j)) / b
+    rebalance                           an all_to_all along one dim: :mod:`hetspmd.cost.rebalance`
+
+with s and t the shares of the source's and the target's axis: device j sends its slice but for the part that
+it keeps, and receives its new slice but for that part. Ring formulas as in Thakur, Rabenseifner and Gropp,
+IJHPCA 2005; padding and grouping as in HAP 2.5.1. One device communicates in 0 seconds. A collective that was
+measured between n devices has its own curve in place of these formulas (:mod:`hetspmd.cluster.curves`).
+
+Collectives that share a bucket (:mod:`hetspmd.program.buckets`) have one latency, the first one's.
+
+Slices along dim 0 lie in memory as they are sent. Of others the devices make copies, before a tensor is scattered
+and after it was gathered, each in the seconds that the slowest device needs for E bytes
+(:attr:`~hetspmd.cluster.cluster.Device.copying`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.collective_kinds import GATHERS, SCATTERS, Kind
+from hetspmd.cluster.curves import Curve, curve_for
+from hetspmd.cost.coalesce import bucket_bytes
+from hetspmd.cost.rebalance import rebalance_seconds
+from hetspmd.cost.signatures import Array, Index
+from hetspmd.placement import Form, is_sharded, sharded_dim
+from hetspmd.program.buckets import Bucket, coalesces
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.program import Communicate
+from hetspmd.rules.theory import Theory
+
+__all__ = ["MoveForm", "Moves", "exchanged"]
+
+_GROUPED: Final[Mapping[Kind, Kind]] = {
+    "ring_gather": "grouped_broadcast", "ring_reduce": "grouped_reduce", "exchange_reduce": "grouped_reduce",
+}  # fmt: skip
+"""Those that cost what others do unless they were measured: nothing tells them apart, and the others are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveForm:
+    """A collective's seconds: ``constant + per_shard * k + per_largest * M + per_exchange * X``.
+
+    k counts the devices with a share, M is the largest share and X the exchanged part
+    ``max_j max(s_j (1 - t_j), t_j (1 - s_j))``. ``axis`` is the axis of the shards (for all_to_all of the
+    source, with ``target_axis`` the target's); None for all_reduce. ``moved``: a rebalance, whose X and whose
+    seconds where the shares agree are those of :mod:`hetspmd.cost.rebalance`. ``latency`` is the part of
+    ``constant`` in which links are idle; so they are during ``per_shard * k``. ``pack`` and ``unpack`` are the
+    parts of it in which the device that copies slowest puts slices in order, before it issues the collective and
+    after it has waited for it.
+    """
+
+    constant: float
+    per_shard: float = 0.0
+    per_largest: float = 0.0
+    per_exchange: float = 0.0
+    axis: int | None = None
+    target_axis: int | None = None
+    moved: bool = False
+    latency: float = 0.0
+    pack: float = 0.0
+    unpack: float = 0.0
+
+
+class Moves:
+    """Costs of all collectives of a theory on a cluster, at shares of its axes.
+
+    Attributes: ``theory``, ``cluster``, ``world`` (n), ``bucket_bytes``.
+    """
+
+    def __init__(self, theory: Theory, cluster: Cluster) -> None:
+        self.theory = theory
+        self.cluster = cluster
+        self.world = cluster.world
+        self.bucket_bytes = bucket_bytes(cluster)
+        self._measured: dict[Kind, list[Curve]] = {}
+        for curve in sorted(cluster.curves, key=lambda c: c.above):
+            if curve.devices == self.world:
+                self._measured.setdefault(curve.kind, []).append(curve)
+        self._nbytes = [t.nbytes for t in theory.graph.tensors]
+        self._shares: _Shares | None = None
+        self._table: _Table | None = None
+
+    def shares(self, lengths: Lengths) -> Array:
+        """Fraction of each axis on each device, shape (axes + 1, n); the last row is 1: nothing is sharded.
+
+        Raises ValueError if the lengths belong to another cluster or graph.
+        """
+        return self._at(lengths).shares
+
+    def even_shares(self, ratios: Sequence[float] | Sequence[Sequence[float]] | Array) -> Array:
+        """As :meth:`shares`, for fractional ratios B: of all axes, or by segment, shape (segments, n)."""
+        axes = self.theory.axes
+        matrix = np.broadcast_to(np.asarray(ratios, float), (axes.segments, self.world))
+        rows = matrix[[axis.segment for axis in axes.axes]] if axes.axes else matrix[:0]
+        return np.concatenate([rows, np.ones((1, self.world))])
+
+    def _at(self, lengths: Lengths) -> _Shares:
+        if self._shares is None or self._shares.lengths is not lengths:
+            axes = self.theory.axes.axes
+            if lengths.world != self.world or len(lengths.units) != len(axes):
+                raise ValueError(
+                    f"lengths of {len(lengths.units)} axes on {lengths.world} devices for a theory with "
+                    f"{len(axes)} axes and a cluster of {self.world}"
+                )
+            units = np.array(lengths.units, dtype=float).reshape(len(axes), self.world)
+            whole = np.array([max(a.units, 1) for a in axes], dtype=float).reshape(-1, 1)
+            shares = np.concatenate([units / whole, np.ones((1, self.world))])
+            filled = np.count_nonzero(shares, axis=1)
+            self._shares = _Shares(lengths, shares, shares.max(axis=1).tolist(), filled.tolist(), {})
+        return self._shares
+
+    def transfer_forms(self, step: Communicate | Bucket) -> tuple[MoveForm, ...]:
+        """Linear forms that add up to the seconds of what runs as one: a bucket has one latency."""
+        if isinstance(step, Communicate):
+            return (self.move_form(step.tensor, step.source, step.target, step.kind),)
+        travels = sum(self._nbytes[m.tensor] for m in step.members)
+        forms = [self.move_form(m.tensor, m.source, m.target, m.kind, travels) for m in step.members]
+        return (forms[0], *(replace(f, constant=f.constant - f.latency, latency=0.0) for f in forms[1:]))
+
+    def shared_form(self, tensor: int, source: Form, target: Form, kind: Kind) -> MoveForm:
+        """:meth:`move_form` for a cost model that adds collectives up: one that nothing waits for and that shares
+        a bucket with others has the part of a full bucket's latency that it has of its bytes."""
+        nbytes = self._nbytes[tensor]
+        shares = coalesces(self.theory.graph, tensor, kind, self.bucket_bytes)
+        if tensor not in self.theory.deferred or not shares:
+            return self.move_form(tensor, source, target, kind)
+        form = self.move_form(tensor, source, target, kind, self.bucket_bytes)
+        latency = form.latency * nbytes / self.bucket_bytes
+        return replace(form, constant=form.constant - form.latency + latency, latency=latency)
+
+    def move_form(
+        self, tensor: int, source: Form, target: Form, kind: Kind, travels: int | None = None
+    ) -> MoveForm:
+        """A collective's seconds as a linear form, among ``travels`` bytes of its bucket (default: its own).
+
+        Raises ValueError for a dim that no axis shards.
+        """
+        if self.world == 1 or self.cluster.network is None:
+            return MoveForm(0.0, moved=kind == "rebalance")
+        if kind == "rebalance":
+            return replace(self.move_form(tensor, source, target, "all_to_all"), moved=True)
+        sent = self._sent_form(tensor, source, target, kind, travels)
+        if kind in SCATTERS and sharded_dim(target):
+            copied = self._nbytes[tensor] * self.cluster.copying
+            return replace(sent, constant=sent.constant + copied, pack=copied)
+        if kind in GATHERS and sharded_dim(source):
+            copied = self._nbytes[tensor] * self.cluster.copying
+            return replace(sent, constant=sent.constant + copied, unpack=copied)
+        return sent
+
+    def _sent_form(
+        self, tensor: int, source: Form, target: Form, kind: Kind, travels: int | None
+    ) -> MoveForm:
+        """:meth:`move_form` of slices that lie in memory as they are sent."""
+        assert self.cluster.network is not None
+        if kind in _GROUPED and kind not in self._measured:
+            kind = _GROUPED[kind]
+        if kind in self._measured:
+            return self._measured_form(tensor, source, target, kind, travels)
+        n, latency = self.world, self.cluster.network.latency
+        whole = self._nbytes[tensor] / self.cluster.network.bandwidth
+        if kind == "all_reduce":
+            return MoveForm(2 * latency + 2 * (n - 1) / n * whole, latency=2 * latency)
+        axis = self._axis(tensor, source if is_sharded(source) else target)
+        if kind == "all_to_all":
+            target_axis = self._axis(tensor, target)
+            return MoveForm(latency, per_exchange=whole, axis=axis, target_axis=target_axis, latency=latency)
+        if kind in ("all_gather", "reduce_scatter"):
+            return MoveForm(latency, per_largest=(n - 1) * whole, axis=axis, latency=latency)
+        return MoveForm(whole, per_shard=latency, axis=axis)
+
+    def _measured_form(
+        self, tensor: int, source: Form, target: Form, kind: Kind, travels: int | None
+    ) -> MoveForm:
+        """:meth:`move_form` from the measured curve of ``kind``."""
+        nbytes = self._nbytes[tensor]
+        curve = curve_for(self._measured[kind], nbytes if travels is None else travels)
+        return MoveForm(
+            curve.latency + curve.per_byte * nbytes,
+            curve.per_shard,
+            curve.per_largest * nbytes,
+            curve.per_exchange * nbytes,
+            None if kind == "all_reduce" else self._axis(tensor, source if is_sharded(source) else target),
+            self._axis(tensor, target) if kind == "all_to_all" else None,
+            latency=curve.latency,
+        )
+
+    def move_seconds(self, tensor: int, source: Form, target: Form, kind: Kind, lengths: Lengths) -> float:
+        """Seconds of a collective at integer lengths."""
+        return self.move_costs(tensor, ((source, target, kind),), lengths)[0]
+
+    def move_costs(
+        self, tensor: int, moves: Iterable[tuple[Form, Form, Kind]], lengths: Lengths
+    ) -> list[float]:
+        """Seconds of several collectives ``(source, target, kind)`` of one tensor."""
+        at = self._at(lengths)
+        found = []
+        for source, target, kind in moves:
+            form = self.move_form(tensor, source, target, kind)
+            if form.moved:
+                found.append(self.form_seconds(form, at.shares))
+                continue
+            seconds = form.constant
+            if form.axis is not None:
+                seconds += form.per_shard * at.filled[form.axis]
+                seconds += form.per_largest * at.largest[form.axis]
+                if form.target_axis is not None:
+                    seconds += form.per_exchange * at.exchanged(form.axis, form.target_axis)
+            found.append(seconds)
+        return found
+
+    def moves_costs(self, moves: tuple[tuple[int, tuple[Form, Form, Kind]], ...], lengths: Lengths) -> Array:
+        """Seconds of many collectives, each with its tensor, as parts of a sum (:meth:`shared_form`). Their forms
+        are kept for the next lengths."""
+        terms, axis, target = self._of(moves).terms
+        at = self._at(lengths)
+        # Beyond the last axis: no axis, which has no share and exchanges nothing.
+        filled, largest = np.array([*at.filled[:-1], 0.0]), np.array([*at.largest[:-1], 0.0])
+        s, t = at.shares[axis], at.shares[target]
+        both = (axis >= 0) & (target >= 0)
+        exchange = np.where(both, np.maximum(s * (1 - t), t * (1 - s)).max(axis=1, initial=0.0), 0.0)
+        found: Array = (
+            terms[:, 0] + terms[:, 1] * filled[axis] + terms[:, 2] * largest[axis] + terms[:, 3] * exchange
+        )
+        for n, form in self._of(moves).moved:
+            found[n] = self.form_seconds(form, at.shares)
+        return found
+
+    def moves_copies(self, moves: tuple[tuple[int, tuple[Form, Form, Kind]], ...]) -> Array:
+        """The parts of :meth:`moves_costs` in which devices copy slices."""
+        return self._of(moves).copies
+
+    def _of(self, moves: tuple[tuple[int, tuple[Form, Form, Kind]], ...]) -> _Table:
+        if self._table is None or self._table.moves is not moves:
+            forms = [self.shared_form(t, *move) for t, move in moves]
+            copies = np.array([f.pack + f.unpack for f in forms])
+            moved = [(n, f) for n, f in enumerate(forms) if f.moved]
+            self._table = _Table(moves, _move_table(forms), copies, moved)
+        return self._table
+
+    def form_seconds(self, form: MoveForm, shares: Array) -> float:
+        """Seconds of a linear form at given shares."""
+        if form.axis is None:
+            return form.constant
+        s = shares[form.axis]
+        if form.moved and form.target_axis is not None:
+            return rebalance_seconds(form.constant, form.per_exchange, s, shares[form.target_axis])
+        seconds = form.constant + form.per_shard * np.count_nonzero(s) + form.per_largest * float(s.max())
+        if form.target_axis is not None:
+            seconds += form.per_exchange * exchanged(s, shares[form.target_axis])
+        return float(seconds)
+
+    def form_latency(self, form: MoveForm, shares: Array) -> float:
+        """The part of :meth:`form_seconds` in which links are idle."""
+        if form.axis is None or not form.per_shard:
+            return form.latency
+        return form.latency + form.per_shard * float(np.count_nonzero(shares[form.axis]))
+
+    def _axis(self, tensor: int, form: Form) -> int:
+        axis = self.theory.axes.sharded(tensor, form)
+        if axis is None:
+            name = self.theory.graph.tensors[tensor].name
+            raise ValueError(f"dim {sharded_dim(form)} of {name} has no logical axis and is never sharded")
+        return axis.id
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Many collectives: their terms, with the axes of shards and of targets, what devices copy for them, and which
+    are rebalances."""
+
+    moves: object
+    terms: tuple[Array, Index, Index]
+    copies: Array
+    moved: list[tuple[int, MoveForm]]
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Shares at integer lengths, with the largest and the number of those above 0 of each axis."""
+
+    lengths: Lengths
+    shares: Array
+    largest: list[float]
+    filled: list[int]
+    pairs: dict[tuple[int, int], float]
+
+    def exchanged(self, source: int, target: int) -> float:
+        """:func:`exchanged` of two axes, remembered."""
+        found = self.pairs.get((source, target))
+        if found is None:
+            found = self.pairs[source, target] = exchanged(self.shares[source], self.shares[target])
+        return found
+
+
+def exchanged(source: Array, target: Array) -> float:
+    """The part of a tensor that the busiest device sends or receives in an all-to-all."""
+    return float(np.maximum(source * (1 - target), target * (1 - source)).max())
+
+
+def _move_table(forms: Sequence[MoveForm]) -> tuple[Array, Index, Index]:
+    """Terms, shape (n, 4), and the axes of shards and of targets, -1 for none."""
+    terms = np.array([(f.constant, f.per_shard, f.per_largest, f.per_exchange) for f in forms], dtype=float)
+    axis = np.array([-1 if f.axis is None else f.axis for f in forms], dtype=np.int64)
+    target = np.array([-1 if f.target_axis is None else f.target_axis for f in forms], dtype=np.int64)
+    return terms.reshape(-1, 4), axis, target

@@ -1,0 +1,312 @@
+"""Seconds of a training step in which communication overlaps computation (design 6): two streams.
+
+Each device has a compute clock ``T_j``, and all share one communication stream, free from ``free`` on. The
+local graphs of :mod:`hetspmd.lower` hold the same steps in the same order on every device, so one pass over
+that order settles all clocks:
+
+    computation i             T_j <- T_j + seconds_ij
+    start of a collective c   T_j <- T_j + pack_jc,
+                              start_c = max(free, max_j T_j),  end_c = start_c + seconds_c,  free <- end_c,
+                              T_j <- T_j + min(issue_jc, seconds_c)
+    wait for it               T_j <- max(T_j, end_c) + unpack_jc
+
+Some backends carry several collectives at a time, in ``lanes`` (:class:`~hetspmd.cluster.cluster.Cluster`). The links
+are shared all the same, so that one can only wait out its latency behind another:
+
+    end_c = max(max(end_(c - lanes), max_j T_j) + latency_c, free) + seconds_c - latency_c
+
+Issuing a collective takes time of the device itself where the processor that computes also does that
+(:class:`~hetspmd.cluster.cluster.Device`), ``issue_jc = issue_j + C_c / issue_bandwidth_j``, C the bytes that are
+copied: of a gather the device's own slice, of a scatter none, of others the tensor. The collective's own seconds
+have it too. Slices that do not lie in memory as they are sent are copied besides (:mod:`hetspmd.cost.collectives`).
+
+Small collectives share a bucket, as they do where they run: they are one collective here, with one latency.
+
+A collective begins when the last device has issued it and the stream is free, and ends for all at once. It
+is issued where :func:`hetspmd.program.schedule.schedule` puts it and waited for where its result is first read
+(a slice or a mask of it counts), by the end of its graph at the latest: all of forward's have ended before
+backward begins. Rank 0 alone waits for what is only masked. With idle devices the loss, and outputs that come
+back whole, are sent between forward and backward. Steps that no result needs are not run. A copy at a cut
+between segments is no collective where the lengths agree: nobody waits.
+
+The stage model of :mod:`hetspmd.cost.step` has every device wait for every collective where it stands. The
+step is no longer than its seconds for the same steps in this order, forward before backward (what idle devices
+are sent beginning a stage between). For: a longest chain of events holds each collective at most once, and of
+every stage one interval on one device, because it leaves a device where a collective is issued, which ends a
+stage, and comes back to one behind that.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from hetspmd.cluster.collective_kinds import GATHERS, SCATTERS
+from hetspmd.cost.model import Array, CostModel, Index, MoveForm
+from hetspmd.placement import ALL_REDUCE, IDENTITY
+from hetspmd.program.buckets import Bucket, Scheduled, members
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.program import Communicate, Compute, Program
+from hetspmd.program.schedule import Key, Schedule, Values, schedule
+
+__all__ = ["BOUNDARY", "START", "WAIT", "WAIT_FIRST", "Run", "TwoStreams", "simulated_seconds", "waited"]
+
+START: Final = 0
+"""A collective is issued."""
+WAIT: Final = 1
+"""Every device waits for a collective."""
+WAIT_FIRST: Final = 2
+"""Rank 0 waits for a collective."""
+BOUNDARY: Final = 3
+"""Forward ends."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pass over the events: ``seconds[i, j]`` of computation i on active device j; ``clocks[e]``, the
+    devices' clocks right before event e (packed, where it starts a collective); the collectives' starts and ends;
+    the clocks at the end of forward and of the step; which collectives are none at these shares; each device's
+    seconds of issuing and copying, in all and right behind event e (``issued[e]``)."""
+
+    seconds: Array
+    clocks: list[Array]
+    starts: list[float]
+    ends: list[float]
+    forward: Array
+    final: Array
+    dropped: tuple[bool, ...]
+    issuing: Array
+    issued: dict[int, Array]
+
+
+class TwoStreams:
+    """What the two streams do in a step of ``program``, in order; to be timed at any shares.
+
+    ``events`` holds ``(computations before, what, collective)``, ``instructions`` the scheduled computations,
+    ``collectives`` the communications in the order in which they are issued. ``idle``: seconds in which idle
+    devices are sent the results of forward. ``order``: the program's schedule with the model's buckets, ``values``:
+    what its steps read and write, if known.
+    Raises ValueError for a step that is no triple of the theory and PlanError for a program that reads what is not
+    there.
+    """
+
+    def __init__(
+        self, model: CostModel, program: Program, *, idle: float = 0.0, order: Schedule | None = None,
+        values: Values | None = None,
+    ) -> None:  # fmt: skip
+        self.model = model
+        self.idle = idle
+        self.instructions: list[int] = []
+        self.collectives: list[Communicate | Bucket | None] = []
+        self.events: list[tuple[int, int, int]] = []
+        self._signatures: list[int] = []
+        graph = model.theory.graph
+        self._steps: list[int] = []  # of the program, by computation
+        self._started: list[tuple[int, ...]] = []  # the same by collective
+        self._place = {id(step): index for index, step in enumerate(program.steps)}
+        values = Values.of(graph, program) if values is None else values
+        if order is None:
+            order = schedule(model.theory, program, model.bucket_bytes, values=values)
+        there: set[Key] = set()
+        self._graph(values, order.forward, there)
+        if idle > 0:
+            self.collectives.append(None)
+            self._started.append(())
+            self._event(START, len(self.collectives) - 1)
+            self._event(WAIT, len(self.collectives) - 1)
+        self._event(BOUNDARY, -1)
+        self._graph(values, order.backward, there)
+        self._moves = self._priced()
+        self._nbytes = [0.0 if c is None else self._copied(c) for c in self.collectives]
+        self._unique, inverse = np.unique(np.array(self._signatures, dtype=np.int64), return_inverse=True)
+        self._inverse: Index = inverse.reshape(-1)
+        at = sorted({0, *(a for a, _, _ in self.events)} - {len(self._signatures)})
+        self._groups: Index = np.array(at, dtype=np.int64)
+
+    def _copied(self, collective: Communicate | Bucket) -> float:
+        """Bytes that a device copies to issue a collective, but for what :attr:`MoveForm.pack` is of. A bucket is
+        packed; of a gather a device sends about its part of the tensor."""
+        nbytes = float(sum(self.model.theory.graph.tensors[m.tensor].nbytes for m in members(collective)))
+        if collective.kind in GATHERS:
+            return nbytes / self.model.world
+        return 0.0 if collective.kind in SCATTERS and isinstance(collective, Communicate) else nbytes
+
+    def _priced(self) -> list[tuple[MoveForm, ...]]:
+        return [
+            (MoveForm(self.idle),) if c is None else self.model.transfer_forms(c) for c in self.collectives
+        ]
+
+    def on(self, model: CostModel, *, idle: float = 0.0) -> TwoStreams:
+        """The same steps on another cluster of as many devices; ``idle`` must be 0 there if it is here."""
+        other = copy.copy(self)
+        other.model, other.idle = model, idle
+        other._moves = other._priced()
+        return other
+
+    def _event(self, what: int, collective: int) -> None:
+        self.events.append((len(self._signatures), what, collective))
+
+    def _graph(self, values: Values, steps: Sequence[Scheduled], there: set[Key]) -> None:
+        """Append one local graph, as :class:`hetspmd.lower.emit.GraphWriter` writes it; ``there`` are the
+        values of the graphs before it, to which it adds its own."""
+        pending: dict[Key, int] = {}
+        masked: set[int] = set()
+
+        def read(key: Key) -> None:
+            if key in there:
+                return
+            if key not in pending:
+                whole = (key[0], IDENTITY)
+                if whole not in pending:
+                    return
+                if key[1] == ALL_REDUCE:
+                    if pending[whole] not in masked:
+                        masked.add(pending[whole])
+                        self._event(WAIT_FIRST, pending[whole])
+                    return
+                key = whole
+            self._event(WAIT, pending.pop(key))
+            there.add(key)
+
+        model, sources = self.model, self.model.theory.graph.sources
+        for step in steps:
+            if not isinstance(step, Compute):
+                new = {
+                    (m.tensor, m.target): m
+                    for m in members(step)
+                    if (m.tensor, m.target) not in there and (m.tensor, m.target) not in pending
+                }
+                if new:
+                    together = tuple(new.values())
+                    for member in together:
+                        read((member.tensor, member.source))
+                    self.collectives.append(together[0] if len(together) == 1 else Bucket(together))
+                    self._started.append(tuple(self._place[id(member)] for member in together))
+                    pending.update(dict.fromkeys(new, len(self.collectives) - 1))
+                    self._event(START, len(self.collectives) - 1)
+                continue
+            place = self._place[id(step)]
+            if pending and step.instruction not in sources:
+                for key in values.reads[place]:
+                    if key not in there:
+                        read(key)
+            row = model.row_index(step.instruction, step.row)
+            self._signatures.append(model.signature(step.instruction, row))
+            self.instructions.append(step.instruction)
+            self._steps.append(place)
+            there.update([key for key in values.writes[place] if key not in pending])
+        for collective in dict.fromkeys(pending.values()):
+            self._event(WAIT, collective)
+        there.update(pending)
+
+    def seconds(self, shares: Array) -> float:
+        """Seconds until the last device has finished the step."""
+        return float(self.run(shares).final.max())
+
+    def completed(self, run: Run) -> dict[int, int]:
+        """The step of the program that runs first after each collective has ended, by the collective's own step.
+
+        Of those that have ended before any device waits for them; their buffers are free from then on.
+        """
+        found: dict[int, int] = {}
+        flying: list[int] = []
+        for (at, what, collective), clock in zip(self.events, run.clocks, strict=True):
+            earliest = float(clock.min())
+            for c in [c for c in flying if run.ends[c] <= earliest]:
+                flying.remove(c)
+                if at < len(self._steps):
+                    found.update(dict.fromkeys(self._started[c], self._steps[at]))
+            if what == START:
+                flying.append(collective)
+            elif what == WAIT and collective in flying:
+                flying.remove(collective)
+        return found
+
+    def run(self, shares: Array) -> Run:
+        """All clocks at the given shares (of :meth:`CostModel.shares`)."""
+        seconds = self.model.seconds(self._unique, shares)[self._inverse]
+        sums = np.add.reduceat(seconds, self._groups, axis=0) if len(self._groups) else seconds
+        packs = [sum(m.pack for m in forms) for forms in self._moves]
+        unpacks = [sum(m.unpack for m in forms) for forms in self._moves]
+        moves = [
+            max(sum(self.model.form_seconds(m, shares) for m in forms) - pack - unpack, 0.0)
+            for forms, pack, unpack in zip(self._moves, packs, unpacks, strict=True)
+        ]
+        dropped = tuple(f[0].moved and s == 0 for f, s in zip(self._moves, moves, strict=True))
+        lanes = self.model.cluster.lanes
+        latencies = [self.model.form_latency(f[0], shares) if lanes > 1 else 0.0 for f in self._moves]
+        devices = self.model.cluster.devices
+        issue = np.array([d.issue for d in devices])
+        per_byte = np.array([1 / d.issue_bandwidth for d in devices])
+        copying = np.array([d.copying for d in devices])
+        copying = copying / copying.max() if copying.any() else copying  # the slowest device's is 1
+        issues, issued = bool(issue.any() or per_byte.any()), dict[int, Array]()
+        first: Array = np.eye(self.model.world)[0]
+        everyone: Array = np.ones(self.model.world)
+        unpacked: dict[int, Array] = {}
+        clock: Array = np.zeros(self.model.world)
+        forward = issuing = clock
+        clocks: list[Array] = []
+        starts: list[float] = []
+        ends: list[float] = []
+        free, group, done = 0.0, 0, 0
+        for at, what, collective in self.events:
+            if at != done:
+                clock = clock + sums[group]
+                group, done = group + 1, at
+            if what == START and packs[collective]:
+                own = packs[collective] * copying
+                clock, issuing = clock + own, issuing + own
+            clocks.append(clock)
+            if what == START:
+                ready = float(clock.max())
+                starts.append(free if dropped[collective] else max(free, ready))
+                if not dropped[collective]:
+                    latency, before = latencies[collective], len(ends) - lanes
+                    begun = max(ready, ends[before]) if before >= 0 else ready
+                    # Without lanes begun is the start, and the sum below is kept exact.
+                    late = max(begun + latency, free) - latency if lanes > 1 else starts[-1]
+                    free = late + moves[collective]
+                    if issues:
+                        own = issued[len(clocks) - 1] = np.minimum(
+                            issue + per_byte * self._nbytes[collective], moves[collective]
+                        )
+                        clock, issuing = clock + own, issuing + own
+                ends.append(free)
+            elif what == BOUNDARY:
+                forward = clock
+            elif not dropped[collective]:
+                clock = waited(what, clock, ends[collective])
+                if unpacks[collective]:  # once on each device, however often it is waited for
+                    left = unpacked.get(collective, everyone)
+                    mine = left * first if what == WAIT_FIRST else left
+                    unpacked[collective] = left - mine
+                    own = issued[len(clocks) - 1] = unpacks[collective] * copying * mine
+                    clock, issuing = clock + own, issuing + own
+        if done != len(self._signatures):
+            clock = clock + sums[group]
+        return Run(seconds, clocks, starts, ends, forward, clock, dropped, issuing, issued)
+
+
+def waited(what: int, clock: Array, end: float) -> Array:
+    """The devices' clocks behind a wait for what ends at ``end``."""
+    if what == WAIT:
+        found: Array = np.maximum(clock, end)
+        return found
+    found = clock.copy()
+    found[0] = max(found[0], end)
+    return found
+
+
+def simulated_seconds(
+    model: CostModel, program: Program, lengths: Lengths, *, idle: float = 0.0
+) -> float:  # fmt: skip
+    """Seconds of a step of ``program`` at integer lengths; ``idle`` as of :func:`~hetspmd.cost.step.idle_seconds`.
+
+    For several lengths of one program keep a :class:`TwoStreams`.
+    """
+    return TwoStreams(model, program, idle=idle).seconds(model.shares(lengths))

@@ -1,0 +1,1 @@
+"""Between the ranks: communicators, collectives with uneven parts, the roll call, failure detection, random numbers."""

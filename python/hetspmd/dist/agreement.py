@@ -1,0 +1,114 @@
+"""What the ranks agree on before the first step: one plan, one seed, the same failures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from hetspmd import errors
+from hetspmd.errors import HetspmdError, PlanError, PlanMismatchError
+from hetspmd.plan.plan import Plan
+from hetspmd.dist.communicator import Communicator
+
+
+def agreed_plan(communicator: Communicator, make: Callable[[], Plan]) -> Plan:
+    """The plan that rank 0 makes, on every rank.
+
+    A HetspmdError on rank 0 is raised on every rank, as the same class with the same message.
+    """
+    (plan,) = agreed_plans(communicator, lambda: {"": make()}).values()
+    return plan
+
+
+def agreed_plans(communicator: Communicator, make: Callable[[], dict[str, Plan]]) -> dict[str, Plan]:
+    """The same of several plans, by name."""
+    if communicator.world == 1:
+        return make()
+    own: dict[str, Plan] | None = None
+    failure: HetspmdError | None = None
+    message: tuple[str, str, Any] | None = None
+    if communicator.rank == 0:
+        try:
+            own = make()
+            message = ("plans", "", {key: plan.to_json() for key, plan in own.items()})
+        except HetspmdError as error:
+            failure = error
+            message = ("error", type(error).__name__, str(error))
+        except BaseException as error:
+            message = ("error", "HetspmdError", f"rank 0 could not compile: {type(error).__name__}: {error}")
+            communicator.exchange(message)
+            raise
+    first = communicator.exchange(message)[0]
+    if failure is not None:
+        raise failure
+    if own is not None:
+        return own
+    kind, name, content = first
+    if kind == "error":
+        raise _error_class(name)(content)
+    return {key: Plan.from_json(text, trial=False) for key, text in content.items()}
+
+
+def agreed_content(communicator: Communicator, make: Callable[[], Any]) -> Any:
+    """What rank 0 makes, on every rank. A HetspmdError on rank 0 is raised on every rank."""
+    if communicator.world == 1:
+        return make()
+    failure: HetspmdError | None = None
+    message: tuple[str, str, Any] | None = None
+    if communicator.rank == 0:
+        try:
+            message = ("content", "", make())
+        except HetspmdError as error:
+            failure = error
+            message = ("error", type(error).__name__, str(error))
+        except BaseException as error:
+            text = f"rank 0 could not trace: {type(error).__name__}: {error}"
+            communicator.exchange(("error", "HetspmdError", text))
+            raise
+    kind, name, content = communicator.exchange(message)[0]
+    if failure is not None:
+        raise failure
+    if kind == "error":
+        raise _error_class(name)(content)
+    return content
+
+
+def _error_class(name: str) -> type[HetspmdError]:
+    found = getattr(errors, name, None)
+    if isinstance(found, type) and issubclass(found, HetspmdError):
+        return found
+    return HetspmdError
+
+
+def loaded_plan(communicator: Communicator, plan: Plan | str | os.PathLike[str]) -> Plan:
+    """The plan that every rank was given, or has read from its file.
+
+    Raises on every rank PlanError if one of them cannot read it, PlanMismatchError if they hold different ones.
+    """
+    found: Plan | None = None
+    failure: PlanError | None = None
+    try:
+        found = plan if isinstance(plan, Plan) else Plan.load(plan)
+    except PlanError as error:
+        failure = error
+    outcomes = communicator.exchange(("", found.digest) if found is not None else (str(failure), ""))
+    if failure is not None:
+        raise failure
+    for rank, (problem, _) in enumerate(outcomes):
+        if problem:
+            raise PlanError(f"rank {rank} cannot read its plan: {problem}")
+    _check_same([digest for _, digest in outcomes])
+    assert found is not None
+    return found
+
+
+def _check_same(digests: list[str]) -> None:
+    if len(set(digests)) > 1:
+        groups: dict[str, list[int]] = {}
+        for rank, digest in enumerate(digests):
+            groups.setdefault(digest[:12], []).append(rank)
+        listed = "; ".join(f"{digest} on ranks {ranks}" for digest, ranks in groups.items())
+        raise PlanMismatchError(
+            f"the ranks hold different plans: {listed}; give every rank the same plan file"
+        )

@@ -1,0 +1,170 @@
+"""Several collectives as one: what :mod:`hetspmd.program.buckets` puts together, packed side by side.
+
+A rank's part of the packed buffer is the concatenation of its parts of the tensors, each padded to the largest
+extent along its own dim, so that one equal-size primitive carries all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+from hetspmd.dist.collectives import back, ranges, whole_slice
+from hetspmd.dist.communicator import Member
+from hetspmd.dist.pending import Pending
+
+Place = tuple[int, Sequence[int]]
+"""The dim along which a tensor is cut, and the extent of each rank's shard along it."""
+
+
+class Awaited(Protocol):
+    """What carries a bucket."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait and give the results."""
+
+
+class PendingBucket:
+    """A bucket on its way; :meth:`take` gives each of its results, once."""
+
+    __slots__ = ("_parts", "_pending")
+
+    def __init__(self, pending: Awaited) -> None:
+        self._pending: Awaited | None = pending
+        self._parts: list[torch.Tensor | None] = []
+
+    @property
+    def pending(self) -> Awaited | None:
+        """The collective that carries the bucket, None once it was waited for."""
+        return self._pending
+
+    def take(self, index: int) -> torch.Tensor:
+        """Wait, and give one tensor's result."""
+        if self._pending is not None:
+            self._parts = list(self._pending.wait())
+            self._pending = None
+        found, self._parts[index] = self._parts[index], None
+        assert found is not None, "a collective is waited for once"
+        return found
+
+
+def start_all_reduces(runtime: Member, tensors: Sequence[torch.Tensor]) -> PendingBucket:
+    """All-Reduce to Identity of each tensor; the results are views of one buffer."""
+    comm = runtime.communicator
+    if comm.world == 1:
+        return PendingBucket(Pending((), lambda: list(tensors)))
+    comm.settle()
+    packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    shapes = [tensor.shape for tensor in tensors]
+    work = comm.all_reduce(packed)
+
+    def finish() -> list[torch.Tensor]:
+        flat = torch.split(packed, [shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
+
+    return PendingBucket(Pending((work,), finish, comm))
+
+
+def start_reduce_scatters(
+    runtime: Member, tensors: Sequence[torch.Tensor], places: Sequence[Place]
+) -> PendingBucket:
+    """All-Reduce to All-Gather(dim) of each tensor, padded: this rank's slices of the sums."""
+    comm = runtime.communicator
+    if comm.world == 1:
+        slices = [whole_slice(t, dim, extents, 0) for t, (dim, extents) in zip(tensors, places, strict=True)]
+        return PendingBucket(Pending((), lambda: slices))
+    comm.settle()
+    packing = [_Packed.of(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
+    size, uneven = _laid_out(packing)
+    make = tensors[0].new_zeros if uneven else tensors[0].new_empty
+    packed = make((comm.world, size))
+    for tensor, packs in zip(tensors, packing, strict=True):
+        front = tensor.movedim(packs.dim, 0)
+        for rank, (start, extent) in enumerate(ranges(packs.extents)):
+            packs.view(packed[rank], extent).copy_(front[start : start + extent])
+    mine = tensors[0].new_empty(size)
+    work = comm.reduce_scatter(mine, packed.view(-1), spare=True)
+
+    def finish() -> list[torch.Tensor]:
+        found = [back(packs.view(mine, packs.extents[comm.rank]), packs.dim) for packs in packing]
+        # Padding is not held on to by what is a view.
+        return [part.clone() for part in found] if uneven else found
+
+    return PendingBucket(Pending((work,), finish, comm, early=uneven))
+
+
+def start_all_gathers(
+    runtime: Member, tensors: Sequence[torch.Tensor], places: Sequence[Place]
+) -> PendingBucket:
+    """All-Gather(dim) to Identity of each tensor, padded."""
+    comm = runtime.communicator
+    if comm.world == 1:
+        return PendingBucket(Pending((), lambda: list(tensors)))
+    comm.settle()
+    packing = [_Packed.of(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
+    size, uneven = _laid_out(packing)
+    make = tensors[0].new_zeros if uneven else tensors[0].new_empty
+    mine = make(size)
+    for tensor, packs in zip(tensors, packing, strict=True):
+        packs.view(mine, tensor.shape[packs.dim]).copy_(tensor.movedim(packs.dim, 0))
+    packed = tensors[0].new_empty((comm.world, size))
+    work = comm.all_gather(packed.view(-1), mine)
+
+    def finish() -> list[torch.Tensor]:
+        return [
+            torch.cat(
+                [
+                    packs.view(packed[rank], extent).movedim(0, packs.dim)
+                    for rank, extent in enumerate(packs.extents)
+                    if extent
+                ],
+                packs.dim,
+            )
+            for packs in packing
+        ]
+
+    return PendingBucket(Pending((work,), finish, comm, early=True))
+
+
+STARTS: dict[str, Callable[[Member, Sequence[torch.Tensor], Sequence[Place]], PendingBucket]] = {
+    "reduce_scatter": start_reduce_scatters,
+    "all_gather": start_all_gathers,
+}
+"""By kind; an all-reduce has no places."""
+
+
+@dataclass
+class _Packed:
+    """Where a tensor lies in a rank's part: ``offset`` elements from its beginning, dim ``dim`` first."""
+
+    dim: int
+    extents: Sequence[int]
+    rest: torch.Size
+    offset: int = 0
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, place: Place) -> _Packed:
+        dim, extents = place
+        return cls(dim, extents, torch.Size((*tensor.shape[:dim], *tensor.shape[dim + 1 :])))
+
+    @property
+    def size(self) -> int:
+        """Elements, padding included."""
+        return max(self.extents) * self.rest.numel()
+
+    def view(self, part: torch.Tensor, extent: int) -> torch.Tensor:
+        """The first ``extent`` slices within a rank's part."""
+        stop = self.offset + extent * self.rest.numel()
+        return part[self.offset : stop].view(extent, *self.rest)
+
+
+def _laid_out(packing: Sequence[_Packed]) -> tuple[int, bool]:
+    """Set the offsets; elements of a rank's part, and whether any of it is padding."""
+    stops = list(accumulate(packs.size for packs in packing))
+    for packs, stop in zip(packing, stops, strict=True):
+        packs.offset = stop - packs.size
+    return stops[-1], any(min(packs.extents) < max(packs.extents) for packs in packing)

@@ -1,0 +1,74 @@
+"""What a lowered program needs besides tensors: the communicator and the random numbers of its rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hetspmd.dist import buckets, collectives
+from hetspmd.dist.buckets import PendingBucket
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.pending import PendingTensor
+from hetspmd.dist.random import Draw, Randomness, Region, random_op
+
+
+@dataclass
+class Runtime:
+    """The first input of every lowered graph.
+
+    ``communicator`` joins the ranks that run the program, the active ones (on an idle rank: the idle ones).
+    Where some are idle, ``everyone`` joins all, to share results from its rank ``source``.
+    """
+
+    communicator: Communicator
+    randomness: Randomness
+    everyone: Communicator | None = None
+    source: int = 0
+    idle: bool = False
+
+    @classmethod
+    def join(cls, everyone: Communicator, active: Sequence[int], randomness: Randomness) -> Runtime:
+        """The runtime of this rank of ``everyone``; all ranks must call this."""
+        idle = [rank for rank in range(everyone.world) if rank not in active]
+        if not idle:
+            return cls(everyone, randomness)
+        own = everyone.split([active, idle])
+        return cls(own, randomness, everyone, active[0], everyone.rank in idle)
+
+    def start(self, kind: str, tensor: torch.Tensor, *args: Any, spare: bool = False) -> PendingTensor:
+        """Start a collective of this kind, with the dims and extents that it needs."""
+        own = {"spare": True} if spare else {}
+        return collectives.STARTS[kind](self, tensor, *args, **own)
+
+    def start_bucket(
+        self, kind: str, tensors: Sequence[torch.Tensor], args: Sequence[Sequence[Any]]
+    ) -> PendingBucket:
+        """Start several collectives of one kind and dtype as one; ``args`` are those of each."""
+        if kind == "all_reduce":
+            return buckets.start_all_reduces(self, tensors)
+        return buckets.STARTS[kind](self, tensors, [(dim, extents) for dim, extents in args])
+
+    def draw(
+        self, instruction: int, shape: Sequence[int], region: Region | None, op: Any, args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """What a random op draws (:func:`hetspmd.lower.calls.draw`)."""
+        made = Draw(instruction, tuple(shape), None if region is None else (region[0], region[1], region[2]))
+        return random_op(self.randomness, made, op, args, kwargs)
+
+    def share(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` of the active ranks, all of which hold it whole, on every rank.
+
+        An idle rank gives a tensor of the same shape and dtype.
+        """
+        if self.everyone is None or value.numel() == 0:
+            return value
+        if self.everyone.rank == self.source:
+            buffer = value.detach().contiguous()
+        else:
+            buffer = torch.empty_like(value, memory_format=torch.contiguous_format, requires_grad=False)
+        self.everyone.broadcast(collectives.movable(buffer), self.source).wait()
+        return buffer if self.idle else value

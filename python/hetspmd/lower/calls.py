@@ -1,0 +1,80 @@
+"""What a local graph calls of the runtime that is its first input: the graph knows of no communicator.
+
+:class:`~hetspmd.dist.runtime.Runtime` and, for the accelerators of machines,
+:class:`~hetspmd.dist.levels.MachineRuntime` are what a rank gives to its graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = [
+    "draw",
+    "draw_nested",
+    "start",
+    "start_across",
+    "start_bucket",
+    "start_bucket_across",
+    "take",
+    "wait",
+    "within",
+]
+
+
+def start(runtime: Any, kind: str, tensor: torch.Tensor, *args: Any, spare: bool = False) -> Any:
+    """Start a collective of this kind; ``args`` are the dims and extents that it needs."""
+    return runtime.start(kind, tensor, *args, spare=spare)
+
+
+def start_bucket(runtime: Any, kind: str, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> Any:
+    """Start several collectives of one kind as one; ``args`` are those of each."""
+    return runtime.start_bucket(kind, tensors, args)
+
+
+def start_across(runtime: Any, kind: str, tensor: torch.Tensor, args: Sequence[Any], leg: Any) -> Any:
+    """Start a collective between machines; ``leg`` says how the tensor lies on the accelerators of one."""
+    return runtime.start_across(kind, tensor, args, leg)
+
+
+def start_bucket_across(
+    runtime: Any, kind: str, tensors: Sequence[torch.Tensor], args: Sequence[Any], legs: Sequence[Any]
+) -> Any:
+    """Start several collectives of one kind between machines as one."""
+    return runtime.start_bucket_across(kind, tensors, args, legs)
+
+
+def wait(pending: Any) -> torch.Tensor:
+    """The result of a collective that was started."""
+    result: torch.Tensor = pending.wait()
+    return result
+
+
+def take(bucket: Any, index: int) -> torch.Tensor:
+    """The result of one collective of a bucket that was started."""
+    result: torch.Tensor = bucket.take(index)
+    return result
+
+
+def within(runtime: Any) -> Any:
+    """The runtime of the collectives inside a machine."""
+    return runtime.inside
+
+
+def draw(
+    runtime: Any, instruction: int, shape: Sequence[int], region: Any, op: Any, args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
+    """What a random op draws, in this rank's ``region`` of the tensor of this shape."""
+    return runtime.draw(instruction, shape, region, op, args, kwargs)
+
+
+def draw_nested(
+    runtime: Any, instruction: int, shape: Sequence[int], regions: Sequence[Any], alike: bool, op: Any,
+    args: Sequence[Any], kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
+    """The same on an accelerator: ``regions`` are the machine's slice and this accelerator's slice of that, as far
+    as there are any. ``alike``: others have the same slice."""
+    return runtime.draw_nested(instruction, shape, regions, alike, op, args, kwargs)

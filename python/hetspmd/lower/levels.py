@@ -1,0 +1,177 @@
+"""Lowering of a plan across machines: the local graphs of one accelerator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from hetspmd.cluster.machines import machine_of
+from hetspmd.cost.coalesce import bucket_bytes
+from hetspmd.lower import emit
+from hetspmd.lower.idle import lower_idle
+from hetspmd.lower.level_writer import NestedWriter
+from hetspmd.lower.program import LocalProgram, LocalTensor
+from hetspmd.placement import IDENTITY, all_gather, is_sharded
+from hetspmd.program.layout import Region
+from hetspmd.program.level_layout import NestedLayout, Place
+from hetspmd.program.levels import Key, Nested, nest
+from hetspmd.program.program import Program, Result
+from hetspmd.rules.theory import Theory
+from hetspmd.trace.evaluate import constant_value
+
+if TYPE_CHECKING:
+    from hetspmd.plan.plan import Plan
+
+__all__ = ["lower_nested", "lower_place", "nested_of"]
+
+
+def nested_of(plan: Plan) -> Nested:
+    """What each accelerator does by a plan across machines."""
+    assert plan.inside is not None
+    size = bucket_bytes(plan.cluster.part(plan.active))
+    return nest(plan.theory, plan.program, plan.inside.program, size)
+
+
+def lower_nested(plan: Plan, rank: int, device: torch.device) -> LocalProgram:
+    """The local program of a rank of a plan across machines, be it idle."""
+    assert plan.inside is not None
+    theory, cluster = plan.theory, plan.cluster
+    machine = machine_of(cluster)[rank]
+    if machine not in plan.active:
+        outputs = tuple(
+            r if r.form == all_gather(0) else Result(r.tensor, IDENTITY) for r in plan.program.outputs
+        )
+        left = Program(
+            plan.program.steps, plan.program.loss, outputs, plan.program.gradients, plan.program.buffers
+        )
+        return lower_idle(theory, left, plan.lengths, device)
+    counts = [cluster.accelerators[j] for j in plan.active]
+    layout = NestedLayout(theory, plan.lengths, counts)
+    at = Place(plan.active.index(machine), rank - machine_of(cluster).index(machine))
+    return lower_place(theory, nested_of(plan), layout, at, device)
+
+
+def lower_place(
+    theory: Theory, nested: Nested, layout: NestedLayout, at: Place, device: torch.device
+) -> LocalProgram:
+    """The local program of one accelerator. Raises PlanError if the rows of an instruction cannot be had at
+    once."""
+    return _Lowering(theory, nested, layout, at, device).run()
+
+
+class _Lowering:
+    def __init__(
+        self, theory: Theory, nested: Nested, layout: NestedLayout, at: Place, device: torch.device
+    ) -> None:
+        self.theory, self.graph, self.nested = theory, theory.graph, nested
+        self.layout, self.at, self.device = layout, at, device
+        self.constants: dict[str, torch.Tensor] = {}
+
+    def run(self) -> LocalProgram:
+        graph, nested = self.graph, self.nested
+        forward = self._forward()
+        backward = self._backward() if nested.gradients else None
+        saved = [forward.copied(key) if compact else forward.need(key) for key, compact in nested.saved]
+        forward.finish(
+            (
+                None if nested.loss is None else forward.need(nested.loss),
+                [forward.need(key) for key in nested.outputs],
+                [forward.need(key) for key in nested.buffers],
+                saved if backward is not None else [],
+            )
+        )
+        updated = tuple(i for i, b in enumerate(graph.buffers) if b.updated is not None)
+        written = tuple(i for i, p in enumerate(graph.parameters) if p.updated is not None)
+        differentiable = tuple(i for i, p in enumerate(graph.parameters) if p.gradient is not None)
+        return LocalProgram(
+            self.layout.rank(self.at), self.layout.world, self.device,
+            tuple(self._stored(p.tensor) for p in graph.parameters),
+            tuple(self._local((b.tensor, IDENTITY, IDENTITY)) for b in graph.buffers),
+            tuple(self._local((i.tensor, IDENTITY, IDENTITY)) for i in graph.inputs),
+            tuple(self._local(key) for key in nested.outputs),
+            updated if nested.buffers else (),
+            written if nested.buffers else (),
+            differentiable if nested.gradients else (),
+            self._module(forward, "Forward"),
+            None if backward is None else self._module(backward, "Backward"),
+        )  # fmt: skip
+
+    def _stored(self, tensor: int) -> LocalTensor:
+        """A parameter: each accelerator holds its machine's part, which counts as the first one's."""
+        form = self.nested.stored.get(tensor, IDENTITY)
+        key = (tensor, form, IDENTITY)
+        extents: tuple[int, ...] = ()
+        if is_sharded(form):
+            of_machines = self.layout.outer.extents(tensor, form)
+            extents = tuple(of_machines[p.machine] if p.inside == 0 else 0 for p in self.layout.places)
+        meta = self.graph.tensors[tensor]
+        region = self.layout.outer_region(key, self.at)
+        return LocalTensor(tensor, form, meta.shape, meta.dtype, extents, region)
+
+    def _local(self, key: Key) -> LocalTensor:
+        """A tensor that is whole, or divided along dim 0 on both levels."""
+        meta = self.graph.tensors[key[0]]
+        if not is_sharded(key[1]):
+            return LocalTensor(key[0], IDENTITY, meta.shape, meta.dtype, (), None)
+        extents = tuple(self.layout.shape(key, place)[0] for place in self.layout.places)
+        rank = self.layout.rank(self.at)
+        region = Region(0, sum(extents[:rank]), extents[rank])
+        return LocalTensor(key[0], key[1], meta.shape, meta.dtype, extents, region)
+
+    def _writer(self) -> NestedWriter:
+        return NestedWriter(self.theory, self.layout, self.at, self.device)
+
+    def _module(self, writer: NestedWriter, name: str) -> fx.GraphModule:
+        wanted = {str(n.target) for n in writer.graph.nodes if n.op == "get_attr"}
+        root = {k: v for k, v in self.constants.items() if k in wanted}
+        writer.graph.lint()
+        return fx.GraphModule(root, writer.graph, name)
+
+    def _forward(self) -> NestedWriter:
+        writer, graph = self._writer(), self.graph
+        for prefix, tensors in (
+            ("parameter", [p.tensor for p in graph.parameters]),
+            ("buffer", [b.tensor for b in graph.buffers]),
+            ("batch", [i.tensor for i in graph.inputs]),
+        ):
+            for tensor in tensors:
+                name = f"{prefix}_{emit.identifier(graph.tensors[tensor].name)}"
+                key = (tensor, self.nested.stored.get(tensor, IDENTITY), IDENTITY)
+                writer.produced[key] = writer.graph.placeholder(name)
+        self._constants(writer)
+        writer.start()
+        for step in self.nested.forward:
+            writer.write(step)
+        return writer
+
+    def _backward(self) -> NestedWriter:
+        writer = self._writer()
+        tangent = writer.graph.placeholder("tangent")
+        saved = writer.graph.placeholder("saved")
+        if self.graph.tangent is not None:
+            writer.produced[(self.graph.tangent, IDENTITY, IDENTITY)] = tangent
+        self._constants(writer)
+        writer.start()
+
+        def take(index: int, key: Key) -> fx.Node:
+            return writer.call(writer.name(key), emit.take_saved, (saved, index))
+
+        for index, (key, _) in enumerate(self.nested.saved):
+            writer.produced[key] = lambda index=index, key=key: take(index, key)  # type: ignore[misc]  # bound
+        for step in self.nested.backward:
+            writer.write(step)
+        writer.finish([writer.need(key) for key in self.nested.gradients])
+        return writer
+
+    def _constants(self, writer: NestedWriter) -> None:
+        for constant in self.graph.constants:
+            key = (constant.tensor, IDENTITY, IDENTITY)
+            writer.produced[key] = lambda constant=constant: self._attribute(writer, constant)  # type: ignore[misc]  # bound
+
+    def _attribute(self, writer: NestedWriter, constant: Any) -> fx.Node:
+        name = f"constant_{emit.identifier(self.graph.tensors[constant.tensor].name)}"
+        if name not in self.constants:
+            self.constants[name] = constant_value(self.graph, constant, self.device)
+        return writer.graph.create_node("get_attr", name, name=name)

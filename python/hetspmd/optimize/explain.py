@@ -1,0 +1,135 @@
+"""Why a tensor has its form: the best program's cost for every other form of it.
+
+For each form that a parameter, an input or an output could have, a search constrained to it, on the plan's active
+devices and at its lengths, gives the least cost of any program that has it, and a lower bound. The difference to
+the best of them is what the form would cost. These costs are the search's own: seconds of all computations and
+collectives, added up. Beside them stands the step of the found program in the two-stream simulation, by which
+plans are chosen; it counts only the slowest device of a stage, and what idle devices are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from hetspmd.cost.step import idle_seconds, step_cost
+from hetspmd.errors import ConstraintError, InfeasibleError, SearchError
+from hetspmd.placement import IDENTITY, Form, all_gather, is_sharded
+from hetspmd.plan.explanation import EQUAL, Alternative, Explanation, seconds_text
+from hetspmd.plan.plan import Plan
+from hetspmd.program.program import Compute, Program
+from hetspmd.search.constraints import Constraints, named_tensors, nearest, resolve
+from hetspmd.search.search import Limits, search
+from hetspmd.search.space import search_space
+
+
+def explain(
+    plan: Plan,
+    name: str,
+    *,
+    constraints: Mapping[str, str | Form] | None = None,
+    limits: Limits | None = None,
+) -> Explanation:
+    """The cost of every form of the parameter, input or ``output[i]`` called ``name``.
+
+    ``constraints`` (default: those the plan was compiled with): other tensors keep to them in every alternative;
+    one on the tensor itself is set aside, to show what it costs. ``limits`` are those of each search.
+
+    Raises ConstraintError if there is no such tensor, InfeasibleError if the constraints do not fit the model.
+    """
+    theory = plan.theory
+    names = named_tensors(theory)
+    if name not in names:
+        raise ConstraintError(f"{name!r} is no parameter, input or output of the plan{nearest(name, names)}")
+    tensor = names[name]
+    fixed = resolve(theory, plan.constraints if constraints is None else constraints)
+    others = {t: form for t, form in fixed.forms.items() if t != tensor}
+    found = [_alternative(plan, tensor, form, others, limits or Limits()) for form in _forms(plan, tensor)]
+    chosen = _chosen(plan, name, tensor)
+    found.sort(key=lambda a: (a.seconds is None, a.seconds or 0.0, a.form != chosen, a.form))
+    origin = fixed.origins.get(tensor)
+    return Explanation(
+        name, chosen, tuple(found), _kind(plan, tensor), None if origin is None else origin.glob,
+        _notes(plan, chosen, found, origin is not None),
+    )  # fmt: skip
+
+
+def _forms(plan: Plan, tensor: int) -> list[Form]:
+    """Forms that the tensor could have: whole, or sharded along a dim that some rule cuts."""
+    if tensor == plan.graph.loss:
+        return [IDENTITY]
+    forms = [IDENTITY]
+    for dim in range(len(plan.graph.tensors[tensor].shape)):
+        axis = plan.theory.axes.axis(tensor, dim)
+        if axis is not None and axis.units >= 2:
+            forms.append(all_gather(dim))
+    return forms
+
+
+def _alternative(
+    plan: Plan, tensor: int, form: Form, others: Mapping[int, Form], limits: Limits
+) -> Alternative:
+    """The best program with ``tensor`` in ``form`` and the constraints ``others``."""
+    try:
+        space = search_space(plan.theory, Constraints({**others, tensor: form}))
+        best = search(space, plan.costs, plan.lengths, limits)
+    except InfeasibleError:
+        return Alternative(form, None, None, reason="no program has it")
+    except SearchError:
+        return Alternative(form, None, None, reason="none found within the limits")
+    program = _outputs_as_in(plan, best.program, tensor) if plan.idle else best.program
+    idle = idle_seconds(plan.graph, program, plan.cluster, plan.active)
+    program = replace(program, ahead=plan.program.ahead)
+    step = step_cost(plan.costs, program, plan.lengths, idle=idle)
+    return Alternative(form, best.cost, best.lower_bound, step.step_seconds)
+
+
+def _outputs_as_in(plan: Plan, program: Program, but: int) -> Program:
+    """``program`` with outputs that it leaves whole and the plan leaves in slices sliced too, all but ``but``."""
+    sliced = {r.tensor: r for r in plan.program.outputs if is_sharded(r.form) and r.tensor != but}
+    outputs = tuple(sliced.get(r.tensor, r) if r.form == IDENTITY else r for r in program.outputs)
+    return replace(program, outputs=outputs)
+
+
+def _chosen(plan: Plan, name: str, tensor: int) -> Form | None:
+    """The form in which the plan stores a parameter, leaves an output, or reads an input."""
+    for parameter in plan.graph.parameters:
+        if parameter.tensor == tensor:
+            return plan.parameter_layout()[parameter.name][0]
+    if name not in {i.path for i in plan.graph.inputs}:
+        return next((r.form for r in plan.program.outputs if r.tensor == tensor), IDENTITY)
+    instructions = plan.graph.instructions
+    read = {
+        form
+        for step in plan.program.steps
+        if isinstance(step, Compute)
+        for t, form in zip(instructions[step.instruction].inputs, step.row.pre, strict=True)
+        if t == tensor
+    }
+    if len(read) > 1:
+        return None
+    return read.pop() if read else IDENTITY
+
+
+def _notes(plan: Plan, chosen: Form | None, found: list[Alternative], asked: bool) -> tuple[str, ...]:
+    notes = [f"step: in the simulation, where this plan takes {seconds_text(plan.cost.step_seconds)}"]
+    if len(plan.active) == 1 and plan.world > 1:
+        notes.append(
+            f"only rank {plan.active[0]} is active: nothing is divided, so the form makes no difference"
+        )
+    elif plan.idle:
+        notes.append(f"on the active devices; idle: {', '.join(f'rank {r}' for r in plan.idle)}")
+    costs = {a.form: a.seconds for a in found if a.seconds is not None}
+    if chosen is not None and not asked and chosen in costs:
+        least = min(costs.values())
+        if costs[chosen] > least * (1 + EQUAL):
+            notes.append(
+                "the plan's form is not of the least cost: plans are chosen by their step, and a constraint on "
+                "another tensor may ask for it"
+            )
+    return tuple(notes)
+
+
+def _kind(plan: Plan, tensor: int) -> str:
+    e = plan.graph.tensors[tensor]
+    return f"{e.dtype}[{', '.join(map(str, e.shape))}]"

@@ -1,0 +1,104 @@
+"""Plans in which modules that follow others are stored in the others' shards (:mod:`hetspmd.optimize.followers`).
+
+The plan comes first, without regard to that. Where a follower is stored otherwise than what it follows, another
+program is searched at the same ratios in which it is not. Its report says "following" in the place of "optimal":
+its bound is of programs with this storage, and not of all.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from hetspmd.errors import FollowerWarning, InfeasibleError, SearchError
+from hetspmd.optimize.alternation import Alternation
+from hetspmd.optimize.candidate import Clock, Pair
+from hetspmd.optimize.followers import followers, stored_as_followed
+from hetspmd.placement import Form
+from hetspmd.plan.plan import Plan
+from hetspmd.program.stored import Stored, as_stored
+from hetspmd.rules.theory import Theory
+from hetspmd.search.constraints import resolve, spelling
+from hetspmd.search.search import Limits
+
+__all__ = ["FOLLOWING", "followed", "follows", "warn_of_strays"]
+
+FOLLOWING = "following"
+"""Why a search has stopped: with the certified optimum among programs whose followers are stored as is asked."""
+
+
+def follows(plan: Plan) -> bool:
+    """Whether all modules that follow others are in their shards, but for those whose storage the user has said."""
+    return _moved(plan) is None
+
+
+def followed(
+    plan: Plan, limits: Limits, clock: Clock, planned: Callable[[Theory, Pair], Plan | None]
+) -> Plan:
+    """The plan with modules that follow others in their shards; ``plan`` itself where they are, or where none is
+    found in which they can be so.
+
+    ``planned``: the plan of a pair of a theory; None where it does not fit the memory.
+    """
+    stored = _moved(plan)
+    if stored is None:
+        return plan
+    with clock("rules"):
+        theory, forms, lengths = as_stored(plan.theory, stored, plan.ratios)
+    with clock("synth"), suppress(InfeasibleError, SearchError):
+        said = resolve(theory, plan.constraints)
+        search = Alternation(
+            theory, plan.cluster, replace(said, forms={**said.forms, **forms}), limits, Clock()
+        )
+        pair = search.fitting(search.at(plan.ratios, lengths, plan.active))
+        found = None if pair is None else planned(theory, pair)
+        if found is not None:
+            optimal = found.search.stop_reason == "optimal"
+            return replace(found, search=replace(found.search, stop_reason=FOLLOWING)) if optimal else found
+    return plan
+
+
+def warn_of_strays(plan: Plan) -> None:
+    """Warn where a module that follows another one is stored otherwise."""
+    strays = _moved(plan)
+    if strays is None:
+        return
+    stored = plan.parameter_layout()
+    for follower, leader in followers(plan.graph).items():
+        if strays[follower] != stored[follower]:
+            warnings.warn(
+                f"{follower} has no gradient and is a copy of {leader} by its name and shape, but is stored "
+                f"otherwise ({_spelled(stored[follower])}; {leader}: {_spelled(stored[leader])}): no program was "
+                "found that fits, and in which both have the same shards. A loop that moves one by the other, "
+                "element by element, finds other shapes on the ranks. Where yours does, store both alike: "
+                f"constraints={{{_glob(follower, leader)!r}: 'replicated', "
+                f"{_glob(leader, follower)!r}: 'replicated'}}",
+                FollowerWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def _moved(plan: Plan) -> Stored | None:
+    """The storage with every follower in the shards of what it follows, but for what the user has said; None where
+    it is so already."""
+    if not followers(plan.graph):
+        return None
+    said = resolve(plan.theory, plan.constraints).forms
+    return stored_as_followed(plan.graph, plan.parameter_layout(), frozenset(said))
+
+
+def _spelled(stored: tuple[Form, tuple[int, ...]]) -> str:
+    form, extents = stored
+    return f"{spelling(form)} of {list(extents)}" if extents else spelling(form)
+
+
+def _glob(name: str, other: str) -> str:
+    """The parameters of the module of ``name`` that has a copy of the parameter ``other``."""
+    parts, others = name.split("."), other.split(".")
+    same = 0
+    while same < min(len(parts), len(others)) - 1 and parts[-1 - same] == others[-1 - same]:
+        same += 1
+    return ".".join([*parts[: len(parts) - same], "*"]) if same else name

@@ -1,0 +1,176 @@
+"""Plans for machines with several accelerators: across virtual devices, or flat, whichever is cheaper (HAP 3, 6).
+
+Across virtual devices, search and ratios alternate over the machines as over any devices. Then a data parallel
+program is searched for the accelerators within a machine, one for all machines, in even shares. Of the rows of
+an instruction it may use those that can be had at once with the row that the machines use; an instruction none
+of whose rows along the batch can is run alike on all accelerators of a machine. Both programs are proved. The
+prediction of the step is that of the machines and what :mod:`hetspmd.cost.levels` adds; a plan fits if it fits
+each accelerator. Where it does not, the machines are planned again with less memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, Literal, TypeAlias
+
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.machines import accelerator, flat
+from hetspmd.cost.levels import inside_bytes, inside_seconds
+from hetspmd.cost.model import CostModel
+from hetspmd.errors import HetspmdError, InfeasibleError, MemoryLimitError, OptionError, SearchError
+from hetspmd.optimize.alternation import Alternation, Outcome
+from hetspmd.optimize.candidate import Clock, Pair
+from hetspmd.plan.plan import Inside, Plan
+from hetspmd.program.checker import check
+from hetspmd.program.lengths import by_segment, lengths_for
+from hetspmd.program.level_layout import NestedLayout
+from hetspmd.program.levels import inner_rows, nest
+from hetspmd.program.program import Program
+from hetspmd.rules.rule import Row
+from hetspmd.rules.theory import Theory
+from hetspmd.search import constraints as known
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.search import Limits
+
+__all__ = ["Machines", "Step", "cheaper", "check_machines", "inside_of", "lacking", "step_across"]
+
+Machines: TypeAlias = Literal["auto", "virtual", "flat"]
+"""How machines with several accelerators are planned: the cheaper way, or the one that is named."""
+
+ATTEMPTS: Final = 4
+"""Plans of the machines, each with less memory, until the accelerators' memory suffices."""
+
+Step: TypeAlias = tuple[Outcome, Inside]
+"""The best outcome of the machines, and what their accelerators do."""
+
+
+def check_machines(machines: object) -> None:
+    """Raise OptionError for what is no way to plan machines."""
+    if machines not in ("auto", "virtual", "flat"):
+        raise OptionError(f"machines={machines!r}; allowed are 'auto', 'virtual' and 'flat'")
+
+
+def cheaper(
+    cluster: Cluster, machines: Machines, flatly: Callable[[Cluster], Plan], across: Callable[[], Plan]
+) -> Plan:
+    """The cheaper of the two plans, or the one that is asked for, with the other's seconds among its baselines.
+
+    A way that is impossible (nothing fits the memory, the constraints cannot be met) leaves the other one; if
+    both are, raises what the flat one raised.
+    """
+    plans: list[Plan] = []
+    failure: HetspmdError | None = None
+    if machines != "virtual":
+        try:
+            plans.append(flatly(flat(cluster)))
+        except (MemoryLimitError, InfeasibleError, SearchError) as error:
+            failure = error
+    if machines != "flat":
+        try:
+            plans.append(across())
+        except (MemoryLimitError, InfeasibleError, SearchError) as error:
+            failure = failure or error
+    if not plans:
+        assert failure is not None
+        raise failure
+    best = min(plans, key=lambda plan: plan.cost.step_seconds)
+    if len(plans) < 2:
+        return best
+    side_by_side, virtual = plans
+    names = {"single_accelerators": side_by_side} if best is virtual else {"virtual_devices": virtual}
+    others = {name: plan.cost.step_seconds for name, plan in names.items()}
+    return replace(best, baselines={**side_by_side.baselines, **others}, over_memory=side_by_side.over_memory)
+
+
+def step_across(theory: Theory, cluster: Cluster, fixed: Constraints, limits: Limits, clock: Clock) -> Step:
+    """The best step across virtual devices.
+
+    Raises what :meth:`Alternation.run` raises, and MemoryLimitError where the accelerators' memory does not
+    suffice.
+    """
+    tight = cluster
+    for _ in range(ATTEMPTS):
+        outcome = Alternation(theory, tight, fixed, limits, clock).run()
+        inside = inside_of(theory, cluster, outcome.pair, limits, clock)
+        missed = lacking(cluster, inside)
+        if not missed:
+            return outcome, inside
+        devices = list(tight.devices)
+        for rank, (missing, capacity) in missed.items():
+            device = devices[rank]
+            # What the machines are counted to hold must shrink by as much as an accelerator lacks.
+            devices[rank] = replace(
+                device, memory=max(min(device.memory, outcome.pair.cost.memory_bytes[rank])
+                                   * capacity / (capacity + missing) * 0.99, 1.0)
+            )  # fmt: skip
+        tight = replace(tight, devices=tuple(devices))
+    raise MemoryLimitError(missed, [d.name for d in cluster.devices])
+
+
+def lacking(cluster: Cluster, inside: Inside) -> dict[int, tuple[int, int]]:
+    """Machines whose accelerators do not have the memory, to the bytes that one of them lacks and those it has."""
+    return {
+        rank: (needed - int(accelerator(device).memory), int(accelerator(device).memory))
+        for rank, (device, needed) in enumerate(zip(cluster.devices, inside.memory_bytes, strict=True))
+        if needed > accelerator(device).memory
+    }
+
+
+def inside_of(theory: Theory, cluster: Cluster, pair: Pair, limits: Limits, clock: Clock) -> Inside:
+    """What the accelerators of the machines do of the best step of the machines. ``pair`` is of machines of
+    ``cluster``.
+
+    Raises what the search raises.
+    """
+    counts = [cluster.accelerators[j] for j in pair.active]
+    layout = NestedLayout(theory, pair.lengths, counts)
+    largest = cluster.devices[pair.active[counts.index(max(counts))]]
+    machine = largest.machine
+    within = Cluster((accelerator(largest),) * max(counts), None if machine is None else machine.inside)
+    shares = by_segment((1.0 / within.world,) * within.world, theory.axes.segments)
+    constraints = _data_parallel(theory, layout, pair.program)
+    search = Alternation(theory, within, constraints, limits, clock)
+    inner = search.at(shares, lengths_for(theory.axes, shares), tuple(range(within.world))).program
+    check(theory, inner)
+    costs = CostModel(theory, cluster.part(pair.active))
+    nested = nest(theory, pair.program, inner, costs.bucket_bytes)
+    seconds = inside_seconds(costs, pair.lengths, nested, layout)
+    held = dict(zip(pair.active, inside_bytes(layout, nested), strict=True))
+    return Inside(inner, seconds, tuple(held.get(j, 0) for j in range(cluster.world)))
+
+
+def _data_parallel(theory: Theory, layout: NestedLayout, outer: Program) -> Constraints:
+    """Data parallelism within machines that run ``outer``."""
+    wanted = known.data_parallel(theory)
+    assert wanted.row_filter is not None
+    batch, divided = known.batch_axes(theory), wanted.row_filter
+    rows = inner_rows(outer)
+    composed: dict[object, bool] = {}
+
+    def composes(instruction: int, row: Row) -> bool:
+        of = rows[instruction]
+        pairs = [layout.levels(instruction, of, row, at) for at in layout.places]
+        # What is made of the rows depends on how many units are held, not on which.
+        sizes = [tuple(stop - start for start, stop in (a.units, b.units)) for a, b in pairs]
+        key = (id(theory.calls[instruction]), of, row, tuple(sizes))
+        if key not in composed:
+            places = dict(zip(sizes, layout.places, strict=True)).values()
+            composed[key] = all(layout.call(instruction, of, row, at) is not None for at in places)
+        return composed[key]
+
+    along: dict[int, bool] = {}
+
+    def divisible(instruction: int) -> bool:
+        if instruction not in along:
+            pairs = zip(theory.rows[instruction], theory.row_axes[instruction], strict=True)
+            along[instruction] = any(a in batch and composes(instruction, r) for r, a in pairs)
+        return along[instruction]
+
+    def allowed(instruction: int, row: Row, axis: int | None) -> bool:
+        if theory.graph.instructions[instruction].is_source:
+            return divided(instruction, row, axis)
+        asked = divided(instruction, row, axis) or (axis is None and not divisible(instruction))
+        return asked and composes(instruction, row)
+
+    return Constraints(wanted.forms, allowed)

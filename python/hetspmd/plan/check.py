@@ -1,0 +1,114 @@
+"""Whether a plan that was read from a file may be run: its parts fit, and its program is proved again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from hetspmd.cluster.machines import has_machines
+from hetspmd.errors import HetspmdError, PlanError
+from hetspmd.placement import parse_form
+from hetspmd.plan.graph_check import check_graph
+from hetspmd.plan.ops_check import check_calls, check_schemas
+from hetspmd.program.checker import check
+from hetspmd.program.levels import nest
+from hetspmd.program.program import Program
+from hetspmd.rules.theory import Theory, derive
+
+if TYPE_CHECKING:
+    from hetspmd.plan.plan import Plan
+
+__all__ = ["checked_theory"]
+
+_CLOSE = 1e-6
+
+
+def _fail(problem: str) -> PlanError:
+    return PlanError(f"the plan is damaged: {problem}; compile it again")
+
+
+def checked_theory(plan: Plan, *, trial: bool) -> Theory:
+    """The theory of a plan's graph, by which its program was proved.
+
+    ``trial``: whether each op is to be tried, without data, and must make what the graph says.
+    Raises PlanError if the plan is damaged, or made with ops or rules that are not those of this process.
+    """
+    check_graph(plan.graph)
+    _check_numbers(plan)
+    check_schemas(plan.graph)
+    try:
+        theory = derive(plan.graph, quiet=True)
+    except HetspmdError as error:
+        raise _fail(f"no rules fit its graph ({error})") from error
+    except Exception as error:  # a rule that is given a call that cannot be
+        raise _fail(f"no rules fit its graph ({type(error).__name__}: {error})") from error
+    if trial:
+        check_calls(theory)
+    _check_lengths(plan, theory)
+    _prove(theory, plan.program, "its program")
+    if plan.inside is not None:
+        _prove(theory, plan.inside.program, "the program inside its machines")
+        try:
+            nest(theory, plan.program, plan.inside.program)
+        except PlanError:
+            raise
+        except Exception as error:
+            raise _fail(f"the program inside its machines does not fit ({type(error).__name__})") from error
+    return theory
+
+
+def _prove(theory: Theory, program: Program, what: str) -> None:
+    try:
+        check(theory, program)
+    except HetspmdError as error:
+        raise PlanError(
+            f"{what} cannot be proved ({error}): the plan is damaged, or made with other rules; compile it again"
+        ) from error
+
+
+def _check_lengths(plan: Plan, theory: Theory) -> None:
+    axes, units = theory.axes.axes, plan.lengths.units
+    if len(units) != len(axes):
+        raise _fail(f"it has lengths of {len(units)} axes, the graph has {len(axes)}")
+    for axis, lengths in zip(axes, units, strict=True):
+        if len(lengths) != plan.lengths.world or min(lengths) < 0 or sum(lengths) != axis.units:
+            raise _fail(f"the lengths {list(lengths)} do not divide the {axis.units} units of axis {axis.id}")
+
+
+def _check_numbers(plan: Plan) -> None:
+    for row in plan.ratios:
+        if not all(0 <= r <= 1 for r in row) or abs(sum(row) - 1) > _CLOSE:
+            raise _fail(f"the ratios {list(row)} are not positive parts of 1")
+    if plan.inside is not None and not has_machines(plan.cluster):
+        raise _fail("it says what accelerators inside machines do, and its cluster has no machines")
+    cost, search = plan.cost, plan.search
+    _per_device("cost.memory_bytes", cost.memory_bytes, plan)
+    _per_device("cost.per_device_compute", cost.per_device_compute, plan)
+    if plan.inside is not None:
+        _per_device("inside.memory_bytes", plan.inside.memory_bytes, plan)
+        _seconds("inside.seconds", [plan.inside.seconds])
+    _seconds("cost", [cost.step_seconds, cost.stage_seconds, cost.compute_seconds])
+    _seconds("cost", [cost.communication_seconds, cost.stages])
+    _seconds("search", [search.cost, search.lower_bound, search.gap, search.expansions])
+    _seconds("baselines", plan.baselines.values())
+    for iteration in plan.iterations:
+        _seconds("iterations", [iteration.search_seconds, iteration.step_seconds])
+        _seconds("iterations", [r for row in iteration.ratios for r in row])
+    for name, text in plan.constraints.items():
+        try:
+            parse_form(text)
+        except ValueError as error:
+            raise _fail(f"constraint {name!r}: {error}") from error
+
+
+def _per_device(name: str, values: Sequence[float], plan: Plan) -> None:
+    if len(values) != plan.world:
+        raise _fail(f"{name} is of {len(values)} devices, the cluster has {plan.world}")
+    _seconds(name, values)
+
+
+def _seconds(name: str, values: Iterable[float]) -> None:
+    for value in values:
+        if not 0 <= value < math.inf:
+            raise _fail(f"{name} has {value}, which must be finite and not negative")

@@ -1,0 +1,95 @@
+"""Why a tensor has its form: what :meth:`hetspmd.plan.plan.Plan.explain` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetspmd.codec.quantities import quantity_text
+from hetspmd.codec.tables import table
+from hetspmd.placement import Form
+from hetspmd.search.constraints import spelling
+
+__all__ = ["EQUAL", "Alternative", "Explanation", "seconds_text"]
+
+EQUAL = 1e-9
+"""Relative difference below which two costs are the same."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A form, and the best program that has it, in seconds.
+
+    ``seconds`` is its cost, ``lower_bound`` what no program with the form can beat; both are additive, as in
+    ``plan.search``. ``step_seconds`` is its step in the simulation, as in ``plan.cost``. All are None where no
+    program has the form (``reason`` says so), or where the limits struck before one was found.
+    """
+
+    form: Form
+    seconds: float | None
+    lower_bound: float | None
+    step_seconds: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The alternatives for one tensor, cheapest first (of equals the chosen one), and the form that the plan chose.
+
+    ``chosen`` is None for an input that the program reads in several forms. ``asked`` is the glob of the
+    constraint on the tensor, if there is one; ``notes`` are sentences on what the numbers cover.
+    """
+
+    name: str
+    chosen: Form | None
+    alternatives: tuple[Alternative, ...]
+    tensor: str = ""
+    asked: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        found = [a for a in self.alternatives if a.seconds is not None]
+        best = found[0].seconds or 0.0 if found else 0.0
+        rows = []
+        for a in self.alternatives:
+            mark = "*" if a.form == self.chosen else ""
+            if a.seconds is None or a.lower_bound is None or a.step_seconds is None:
+                rows.append([mark, spelling(a.form), "-", "-", "-", a.reason])
+                continue
+            more = a.seconds - best
+            rows.append(
+                [
+                    mark, spelling(a.form), seconds_text(a.seconds), seconds_text(a.lower_bound), seconds_text(a.step_seconds),
+                    f"{seconds_text(more)} more" if more > EQUAL * best else "the least",
+                ]
+            )  # fmt: skip
+        chosen = "read in several forms" if self.chosen is None else spelling(self.chosen)
+        title = f"{self.name} ({self.tensor})" if self.tensor else self.name
+        asked = f", as the constraint {self.asked!r} asks" if self.asked is not None else ""
+        lines = [
+            f"{title}: {chosen}{asked}",
+            table(["", "the best program with", "cost", "lower bound", "step", ""], rows, right=(2, 3, 4)),
+        ]
+        lines.append(
+            "  *: the plan's form; cost: all computations and collectives, added up, at the plan's shares"
+        )
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+    def document(self) -> dict[str, object]:
+        """For JSON: forms as users write them, seconds as numbers (null where there is no program)."""
+        return {
+            "name": self.name,
+            "chosen": None if self.chosen is None else spelling(self.chosen),
+            "constraint": self.asked,
+            "alternatives": [
+                {
+                    "form": spelling(a.form), "cost": a.seconds, "lower_bound": a.lower_bound,
+                    "step_seconds": a.step_seconds,
+                }
+                for a in self.alternatives
+            ],
+        }  # fmt: skip
+
+
+def seconds_text(value: float) -> str:
+    """Seconds with their unit."""
+    return "0 s" if value == 0 else quantity_text(value, "seconds")

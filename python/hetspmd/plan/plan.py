@@ -1,0 +1,277 @@
+"""A plan: what :func:`hetspmd.compile` decides, what a plan file stores, what the runtime executes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hetspmd
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.machines import has_machines
+from hetspmd.codec.files import write_atomically
+from hetspmd.codec.records import encode
+from hetspmd.cost.model import CostModel
+from hetspmd.cost.step import StepCost
+from hetspmd.errors import PlanError
+from hetspmd.placement import Form, is_sharded, sharded_dim
+from hetspmd.plan.text import content, content_digest, file_text, read_content, value_of
+from hetspmd.program.lengths import Lengths, Matrix
+from hetspmd.program.program import Compute, Program
+from hetspmd.rules.theory import Theory, derive, report_missing
+from hetspmd.trace.graph import Graph
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from hetspmd.cost.timeline import Timeline
+    from hetspmd.plan.explanation import Explanation
+    from hetspmd.search.search import Limits
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """What the search says of a program, in its additive cost model.
+
+    ``cost`` and ``lower_bound`` are in seconds, ``gap`` is ``(cost - lower_bound) / cost``. ``stop_reason`` is
+    "optimal" for the certified optimum; "rescored" for a program that the simulation of the step prefers to it;
+    "memory" for the best found that fits the devices, with the bound of those that do; "following" for the
+    certified optimum, and the bound, of programs that store copies of trained modules in the modules' shards; or
+    the limit that struck.
+    The numbers are the same in every run; seconds of wall time are not kept here.
+    """
+
+    cost: float
+    lower_bound: float
+    gap: float
+    stop_reason: str
+    expansions: int
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One step of the alternation between search and ratios (HAP 3.1)."""
+
+    start: str
+    index: int
+    ratios: Matrix
+    search_seconds: float
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What the accelerators of each machine do of its part (:mod:`hetspmd.program.levels`).
+
+    program       of the same theory; divides evenly
+    seconds       of the collectives inside, those that the machines' figures count as computation left out
+    memory_bytes  peak of one accelerator of each device, 0 of an idle one
+    """
+
+    program: Program
+    seconds: float
+    memory_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Graph, program, ratios and predicted cost.
+
+    The program runs on the devices ``active``; its ranks are their places there. The other devices are idle:
+    they hold no parameters, compute nothing, and only get the results of forward.
+
+    ratios      B: for each segment of the graph the share of each active device, summing to 1
+    lengths     whole units per logical axis and active device
+    cluster     all devices, idle ones too
+    cost        the prediction for the program at these lengths
+    baselines   name -> predicted seconds of a step in the same cost model, for known kinds of programs
+                (those that the user's constraints rule out, or that do not exist, are missing):
+                data_parallel_even          whole parameters, the batch in equal shares (DDP)
+                data_parallel_proportional  the same, in shares proportional to the devices' speed
+                zero_like                   the same shares, parameters in shards (ZeRO-3, FSDP)
+                tensor_parallel             the best program that does not divide the batch
+                fastest_device_alone        one device, nothing communicated
+                all_devices                 the best program without idle devices, where the plan has some
+                one_segment                 the best program of one segment, where the plan has several
+    iterations  the trace of the alternation on the active devices
+    active      ranks in the cluster, ascending; () stands for all
+    constraints what the user asked for: globs to forms
+    over_memory baselines that need more memory than the devices have
+    inside      of a plan across machines, whose ``active`` and ``ratios`` are of machines; None of any other
+
+    Raises PlanError if these do not fit each other.
+    """
+
+    graph: Graph
+    program: Program
+    ratios: Matrix
+    lengths: Lengths
+    cluster: Cluster
+    cost: StepCost
+    search: SearchReport
+    baselines: Mapping[str, float]
+    iterations: tuple[Iteration, ...]
+    active: tuple[int, ...] = ()
+    constraints: Mapping[str, str] = field(default_factory=dict)
+    over_memory: tuple[str, ...] = ()
+    inside: Inside | None = None
+
+    def __post_init__(self) -> None:
+        everyone = range(len(self.cluster.devices))
+        if not self.active:
+            object.__setattr__(self, "active", tuple(everyone))
+        if self.inside is None and has_machines(self.cluster):
+            raise PlanError("a plan for machines says nothing of their accelerators; compile it again")
+        if list(self.active) != sorted(set(self.active)) or not set(self.active) <= set(everyone):
+            raise PlanError(f"active devices {list(self.active)} of a cluster of {len(everyone)}")
+        if len(self.ratios) != self.graph.segment_count:
+            raise PlanError(
+                f"ratios of {len(self.ratios)} segments, the graph has {self.graph.segment_count}"
+            )
+        if not {len(row) for row in self.ratios} == {self.lengths.world} == {len(self.active)}:
+            raise PlanError(
+                f"ratios of {len(self.ratios[0])} and lengths of {self.lengths.world} devices for "
+                f"{len(self.active)} active ones"
+            )
+
+    @cached_property
+    def theory(self) -> Theory:
+        """The background theory, derived again from the graph."""
+        return derive(self.graph)
+
+    def __str__(self) -> str:
+        """What was decided and what it costs, for people."""
+        text: str = hetspmd.attached("plan_text")(self)
+        return text
+
+    @property
+    def world(self) -> int:
+        """Number of devices of the cluster, idle ones too."""
+        return len(self.cluster.devices)
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """Ranks of the devices that do not take part."""
+        return tuple(rank for rank in range(self.world) if rank not in self.active)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The ratio of each device of the cluster, 0 for an idle one; of several segments the mean, weighted with
+        their FLOPs."""
+        if len(self.ratios) == 1:
+            return self.segment_shares[0]
+        weights = [0.0] * len(self.ratios)
+        for i, rule in self.theory.rules.items():
+            weights[self.graph.segments[i]] += rule.flops
+        total = sum(weights)
+        parts = [w / total for w in weights] if total > 0 else [1 / len(weights)] * len(weights)
+        return tuple(
+            sum(p * row[rank] for p, row in zip(parts, self.segment_shares, strict=True))
+            for rank in range(self.world)
+        )
+
+    @property
+    def segment_shares(self) -> Matrix:
+        """For each segment the ratio of each device of the cluster, 0 for an idle one."""
+        found = []
+        for row in self.ratios:
+            ratios = dict(zip(self.active, row, strict=True))
+            found.append(tuple(ratios.get(rank, 0.0) for rank in range(self.world)))
+        return tuple(found)
+
+    @cached_property
+    def costs(self) -> CostModel:
+        """The cost model of the active devices."""
+        return CostModel(self.theory, self.cluster.part(self.active))
+
+    def timeline(self) -> Timeline:
+        """When each device computes, communicates and waits in a step, with overlap, at the plan's lengths. Of
+        a plan across machines, without what their accelerators add (``inside.seconds``)."""
+        from hetspmd.cost.timeline import timeline
+
+        return timeline(self.costs, self.program, self.lengths, self.cluster, self.active)
+
+    def parameter_layout(self) -> dict[str, tuple[Form, tuple[int, ...]]]:
+        """Parameter name to its stored form and its extents per active device along the sharded dim (empty if
+        whole)."""
+        stored = {
+            t: step.row.post[0]
+            for step in self.program.steps
+            if isinstance(step, Compute)
+            for t in self.graph.instructions[step.instruction].outputs[:1]
+        }
+        found: dict[str, tuple[Form, tuple[int, ...]]] = {}
+        for p in self.graph.parameters:
+            form = stored[p.tensor]
+            shape = self.graph.tensors[p.tensor].shape
+            extents = (
+                self.lengths.extents(self.theory.axes, p.tensor, form, shape[sharded_dim(form)])
+                if is_sharded(form)
+                else ()
+            )
+            found[p.name] = (form, extents)
+        return found
+
+    def explain(
+        self, name: str, *, constraints: Mapping[str, str | Form] | None = None, limits: Limits | None = None
+    ) -> Explanation:
+        """Why the parameter, input or ``output[i]`` called ``name`` has its form: what every other would cost.
+
+        ``constraints``: those the plan was compiled with; other tensors keep to them. One search per form.
+        See :func:`hetspmd.optimize.explain.explain`. Raises ConstraintError if there is no such tensor.
+        """
+        found: Explanation = hetspmd.attached("explain")(self, name, constraints=constraints, limits=limits)
+        return found
+
+    def to_json(self) -> str:
+        """The plan file's text; the same plan gives the same text, byte for byte."""
+        return file_text(self._content)
+
+    @classmethod
+    def from_json(cls, text: str, *, trial: bool = True) -> Self:
+        """Inverse of :meth:`to_json`, for text that may come from anywhere: its checksum, types and order are
+        looked at, and its program is proved again.
+
+        ``trial``: try each op once, without data; not needed for a plan that another rank has just made. Raises
+        PlanError for text that is no whole plan of this version, or that does not fit torch or the rules.
+        """
+        from hetspmd.plan.check import checked_theory
+
+        tree, digest = read_content(text)
+        plan = value_of(tree, cls)
+        theory = checked_theory(plan, trial=trial)
+        report_missing(theory)
+        plan.__dict__.update(theory=theory, digest=digest)
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan file (beside the target, then renamed: never half written)."""
+        write_atomically(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a plan file, as :meth:`from_json` reads its text. Raises PlanError, which names the file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"cannot read the plan file {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise PlanError(f"{path}: not a plan file: it is no UTF-8 text ({error.reason})") from error
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"{path!r} is no path of a plan file: {error}") from error
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
+
+    @property
+    def _content(self) -> str:
+        return content(encode(self))
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the plan's content; ranks compare it before the first step, and a plan file holds it."""
+        return content_digest(self._content)

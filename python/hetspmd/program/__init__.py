@@ -1,0 +1,1 @@
+"""The representation of programs: instructions, collectives, schedule, buckets, lengths, layouts, and the proof."""

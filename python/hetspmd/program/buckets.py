@@ -1,0 +1,157 @@
+"""Small collectives share a bucket: one collective carries several tensors (design 8).
+
+A collective costs a latency, and time of the thread that issues it, however little it carries. So collectives of
+one kind and dtype that are smaller than a bucket, and that may run together, become a :class:`Bucket`. It starts
+where the last of them would have. They may run together in three cases:
+
+- nothing in this graph reads their results before its last collective has started (gradients);
+- no computation stands between them (what one layer gathers);
+- they are :data:`TINY`, and the later one is waited for first (both sums of a normalisation's backward): then
+  nothing waits for longer than before.
+
+No bucket carries more bytes than its size, so that what is early does not wait for long. A collective whose source
+another one delivers is never in a bucket with it.
+
+All of this is decided from whole tensors, so that every rank forms the same buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from hetspmd.cluster.collective_kinds import KIND_TEXT, Kind
+from hetspmd.placement import IDENTITY
+from hetspmd.program.program import Communicate, Compute, Step, communication_text
+from hetspmd.trace.graph import Graph
+
+__all__ = ["COALESCED", "Bucket", "Scheduled", "bucketed", "coalesces", "members", "transfer_text"]
+
+COALESCED: Final[tuple[Kind, ...]] = ("all_reduce", "reduce_scatter", "all_gather")
+"""The kinds that :mod:`hetspmd.dist.buckets` carries together."""
+
+TINY: Final = 10
+"""A collective of at most this part of a bucket takes no longer to carry than to begin, as a bucket is sized."""
+
+_DTYPES: Final = ("float32", "float64", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Collectives of one kind and dtype that run as one, in the order in which the program has them."""
+
+    members: tuple[Communicate, ...]
+
+    @property
+    def kind(self) -> Kind:
+        """Of all of them."""
+        return self.members[0].kind
+
+
+Scheduled = Step | Bucket
+"""What a local graph consists of."""
+
+
+def members(step: Communicate | Bucket) -> tuple[Communicate, ...]:
+    """The collectives that run as this one."""
+    return step.members if isinstance(step, Bucket) else (step,)
+
+
+def coalesces(graph: Graph, tensor: int, kind: Kind, nbytes: float) -> bool:
+    """Whether a collective of this kind may share a bucket of ``nbytes`` bytes."""
+    meta = graph.tensors[tensor]
+    return kind in COALESCED and meta.dtype in _DTYPES and 0 < meta.nbytes < nbytes
+
+
+def transfer_text(step: Communicate | Bucket, names: Sequence[str]) -> str:
+    """A collective for people; ``names`` of the graph's tensors. ``All-Reduce(b1, b2 and 3 more)``."""
+    if isinstance(step, Communicate):
+        return communication_text(step, names[step.tensor])
+    shown = ", ".join(names[m.tensor] for m in step.members[:2])
+    more = len(step.members) - 2
+    return f"{KIND_TEXT[step.kind]}({shown}{f' and {more} more' if more else ''})"
+
+
+@dataclass
+class _Open:
+    """A bucket that takes more members: their places in the order, and bytes."""
+
+    places: list[int] = field(default_factory=list)
+    nbytes: int = 0
+    needed: int = 0
+    beside: bool = True
+    """No computation has come since the last member."""
+
+
+def bucketed(graph: Graph, steps: Sequence[Step], nbytes: float) -> tuple[Scheduled, ...]:
+    """The steps of one local graph in their order, with buckets of at most ``nbytes`` bytes."""
+    moves = [(i, s) for i, s in enumerate(steps) if isinstance(s, Communicate)]
+    small = [(i, s) for i, s in moves if coalesces(graph, s.tensor, s.kind, nbytes)]
+    if len(small) < 2:
+        return tuple(steps)
+    needed = _needed(graph, steps, {s.tensor for _, s in small})
+    last = moves[-1][0]
+    late: dict[tuple[Kind, str], _Open] = {}
+    near: dict[tuple[Kind, str], _Open] = {}
+    closed: list[list[int]] = []
+
+    def close(group: dict[tuple[Kind, str], _Open], key: tuple[Kind, str]) -> None:
+        closed.append(group.pop(key).places)
+
+    for at, step in enumerate(steps):
+        if isinstance(step, Compute):
+            if not graph.instructions[step.instruction].is_source:
+                for bucket in near.values():
+                    bucket.beside = False
+            continue
+        for key in [k for k, o in near.items() if o.needed <= at]:
+            close(near, key)
+        if not coalesces(graph, step.tensor, step.kind, nbytes):
+            continue
+        meta = graph.tensors[step.tensor]
+        key = (step.kind, meta.dtype)
+        group = late if needed[at] > last else near
+        if key in group:
+            bucket = group[key]
+            together = bucket.nbytes + meta.nbytes
+            free = bucket.beside or (needed[at] <= bucket.needed and together * TINY <= nbytes)
+            if together > nbytes or (group is near and not free):
+                close(group, key)
+        bucket = group.setdefault(key, _Open(needed=len(steps) + 1))
+        bucket.beside = True
+        bucket.places.append(at)
+        bucket.nbytes += meta.nbytes
+        bucket.needed = min(bucket.needed, needed[at])
+    closed += [bucket.places for group in (late, near) for bucket in group.values()]
+
+    found: list[Scheduled | None] = list(steps)
+    for places in closed:
+        if len(places) > 1:
+            members = [steps[i] for i in places]
+            for i in places[:-1]:
+                found[i] = None
+            found[places[-1]] = Bucket(tuple(m for m in members if isinstance(m, Communicate)))
+    return tuple(step for step in found if step is not None)
+
+
+def _needed(graph: Graph, steps: Sequence[Step], tensors: set[int]) -> list[int]:
+    """By step, where the result of a collective of one of ``tensors`` is first read: itself, a slice or a mask."""
+    first: list[int] = [len(steps)] * len(steps)
+    readers: dict[int, list[tuple[int, int]]] = {}
+    for at in range(len(steps) - 1, -1, -1):
+        step = steps[at]
+        if isinstance(step, Communicate):
+            if step.tensor not in tensors:
+                continue
+            for reader, form in readers.get(step.tensor, ()):
+                if step.target in (form, IDENTITY):
+                    first[at] = min(first[at], reader)
+            readers.setdefault(step.tensor, []).append((at, step.source))
+        else:
+            inputs = graph.instructions[step.instruction].inputs
+            if tensors.isdisjoint(inputs):
+                continue
+            for tensor, form in zip(inputs, step.row.pre, strict=True):
+                readers.setdefault(tensor, []).append((at, form))
+    return first

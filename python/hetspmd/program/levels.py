@@ -1,0 +1,333 @@
+"""Two programs as one: the outer one over machines, the inner one over the accelerators within each (HAP 3, 6).
+
+A tensor e has two forms, ``e | outer, inner``: the outer one says what a machine holds of e, the inner one what
+an accelerator holds of that. Both programs are of the same theory and proved each by itself; as rows hold for
+tensors of any shape, the inner row of an instruction divides what the machine does by the outer row, where
+:mod:`hetspmd.rules.nested` knows how.
+
+:func:`nest` walks the outer program's schedule and writes what each accelerator does, the same steps on all of
+them:
+
+- :class:`Both`, a computation by an outer and an inner row;
+- :class:`Inside`, a collective among the accelerators of each machine;
+- :class:`Across`, one of the outer program, in three steps: each machine's first accelerator collects what its
+  machine holds, communicates with the other first ones, and hands the result out, whole or in slices;
+- :class:`Together`, several of these that share a bucket of the outer program's schedule.
+
+Collectives across are where the outer program's schedule has them. One inside runs as soon as its tensor is
+there if the same graph reads what it gives, else where that is read. What a form says beyond that is derived
+for free, as in one program: a slice or a mask of what is whole at that level. There is one exception: a tensor
+that is whole on machines and sliced inside along a dim is gathered inside before machines take slices of the
+same dim, for these are other slices. Collectives inside are not put into buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.errors import PlanError
+from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, all_gather, form_text, is_sharded
+from hetspmd.program.buckets import Bucket, Scheduled
+from hetspmd.program.program import Communicate, Compute, Program
+from hetspmd.program.schedule import schedule
+from hetspmd.rules.rule import Row
+from hetspmd.rules.theory import Theory
+
+__all__ = [
+    "Across", "Both", "Inside", "Key", "Nested", "NestedStep", "Together", "between", "nest", "provider",
+]  # fmt: skip
+
+Key = tuple[int, Form, Form]
+"""(tensor id, outer form, inner form): a value of an accelerator's local program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """Run an instruction by an outer and an inner triple."""
+
+    instruction: int
+    outer: Row
+    inner: Row
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """Turn ``tensor | outer, source`` into ``tensor | outer, target`` within each machine."""
+
+    tensor: int
+    outer: Form
+    kind: Kind
+    source: Form
+    target: Form
+
+
+@dataclass(frozen=True, slots=True)
+class Across:
+    """Turn ``tensor | source, collected`` into ``tensor | target, handed_out`` between machines."""
+
+    tensor: int
+    kind: Kind
+    source: Form
+    target: Form
+    collected: Form
+    handed_out: Form
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Collectives between machines of one kind and dtype that run as one (:mod:`hetspmd.program.buckets`)."""
+
+    members: tuple[Across, ...]
+
+    @property
+    def kind(self) -> Kind:
+        """Of all of them."""
+        return self.members[0].kind
+
+
+NestedStep = Both | Inside | Across | Together
+
+
+def between(step: NestedStep) -> tuple[Across, ...]:
+    """The collectives between machines that a step is."""
+    if isinstance(step, Together):
+        return step.members
+    return (step,) if isinstance(step, Across) else ()
+
+
+@dataclass(frozen=True)
+class Nested:
+    """What each accelerator does, forward and backward, and the keys of what is left. ``saved``: what the backward
+    reads of the forward, and whether it is a slice to be copied."""
+
+    forward: tuple[NestedStep, ...]
+    backward: tuple[NestedStep, ...]
+    saved: tuple[tuple[Key, bool], ...]
+    stored: Mapping[int, Form]
+    loss: Key | None
+    outputs: tuple[Key, ...]
+    buffers: tuple[Key, ...]
+    gradients: tuple[Key, ...]
+
+
+def provider(have: Iterable[Key] | Mapping[Key, object], key: Key) -> Key | None:
+    """The value that ``key`` is, or is sliced or masked from; None if there is none."""
+    tensor, outer, inner = key
+    moved = is_sharded(outer) and inner == outer  # slices of slices are not slices of inner slices
+    bases = [key, (tensor, outer, IDENTITY)]
+    if not moved:
+        bases.append((tensor, IDENTITY, inner))
+    bases.append((tensor, IDENTITY, IDENTITY))
+    return next((base for base in bases if base in have), None)
+
+
+def inner_rows(program: Program) -> dict[int, Row]:
+    """The row of each instruction."""
+    return {step.instruction: step.row for step in program.steps if isinstance(step, Compute)}
+
+
+def nest(theory: Theory, outer: Program, inner: Program, bucket_bytes: float = 0) -> Nested:
+    """The steps of ``outer`` over machines, with buckets of at most ``bucket_bytes`` bytes between them, and of
+    ``inner`` within them.
+
+    Raises PlanError if one reads what the other does not leave.
+    """
+    return _Nesting(theory, outer, inner, bucket_bytes).run()
+
+
+@dataclass
+class _Graph:
+    """One local graph while it is written: its steps, the values that are there, and what it takes of the forward
+    graph (``before``), with the value that it is taken from."""
+
+    have: dict[Key, None]
+    before: Mapping[Key, None] = field(default_factory=dict)
+    steps: list[NestedStep] = field(default_factory=list)
+    taken: dict[Key, Key] = field(default_factory=dict)
+
+    def provider(self, key: Key) -> Key | None:
+        """Where a value comes from; what comes from before is noted."""
+        found = provider(self.have, key)
+        if found is None:
+            found = provider(self.before, key)
+            if found is not None:
+                self.taken.setdefault(key, found)
+        return found
+
+    def of(self, tensor: int) -> list[Key]:
+        """The values of a tensor, in the order in which they were made."""
+        return [k for k in (*self.have, *self.before) if k[0] == tensor]
+
+
+class _Nesting:
+    def __init__(self, theory: Theory, outer: Program, inner: Program, bucket_bytes: float) -> None:
+        self.theory, self.graph, self.outer = theory, theory.graph, outer
+        self.rows = inner_rows(inner)
+        self.moves = {s.tensor: s for s in inner.steps if isinstance(s, Communicate)}
+        self.order = schedule(theory, outer, bucket_bytes)
+
+    def run(self) -> Nested:
+        graph, outer = self.graph, self.outer
+        constants = {(c.tensor, IDENTITY, IDENTITY): None for c in graph.constants}
+        stored: dict[int, Form] = {}
+        forward = _Graph(dict(constants))
+        for step in self.order.forward:
+            if isinstance(step, Compute) and graph.instructions[step.instruction].is_source:
+                (tensor,) = graph.instructions[step.instruction].outputs
+                stored[tensor] = step.row.post[0]
+                forward.have[(tensor, step.row.post[0], IDENTITY)] = None
+        loss = None if outer.loss is None else (outer.loss.tensor, IDENTITY, IDENTITY)
+        rows = all_gather(0)
+        outputs = tuple(
+            (r.tensor, rows, rows) if r.form == rows else (r.tensor, IDENTITY, IDENTITY)
+            for r in outer.outputs
+        )
+        buffers = tuple((r.tensor, IDENTITY, IDENTITY) for r in outer.buffers)
+        left = (*(() if loss is None else (loss,)), *outputs, *buffers)
+        self._write(forward, self.order.forward, left)
+        gradients = tuple((r.tensor, r.form, IDENTITY) for r in outer.gradients)
+        backward = _Graph(dict(constants), {k: None for k in forward.have if k not in constants})
+        if graph.tangent is not None:
+            backward.have[(graph.tangent, IDENTITY, IDENTITY)] = None
+        self._write(backward, self.order.backward, gradients)
+        return Nested(
+            tuple(forward.steps), tuple(backward.steps), self._saved(backward), stored, loss, outputs, buffers,
+            gradients,
+        )  # fmt: skip
+
+    def _write(self, into: _Graph, steps: Iterable[Scheduled], left: tuple[Key, ...]) -> None:
+        reads = _Reads(self, steps, left)
+        for step in steps:
+            if isinstance(step, Communicate):
+                self._across(into, step, reads)
+            elif isinstance(step, Bucket):
+                self._together(into, step, reads)
+            elif not self.graph.instructions[step.instruction].is_source:
+                self._both(into, step, reads)
+        for key in left:
+            self._reach(into, key)
+
+    def _both(self, into: _Graph, step: Compute, reads: _Reads) -> None:
+        instruction, inner = self.graph.instructions[step.instruction], self.rows[step.instruction]
+        for tensor, *forms in zip(instruction.inputs, step.row.pre, inner.pre, strict=True):
+            self._reach(into, (tensor, forms[0], forms[1]))
+        into.steps.append(Both(step.instruction, step.row, inner))
+        for tensor, *forms in zip(instruction.outputs, step.row.post, inner.post, strict=True):
+            if tensor < 0:
+                continue
+            into.have[(tensor, forms[0], forms[1])] = None
+            move = self.moves.get(tensor)
+            if move is not None and move.source == forms[1]:
+                for key in reads.of(tensor):
+                    direct = key[1] == forms[0] or forms[0] == IDENTITY
+                    if direct and provider(into.have, key) is None:
+                        self._reach(into, key)
+
+    def _across(self, into: _Graph, step: Communicate, reads: _Reads) -> None:
+        if any(k[1] == step.target for k in into.of(step.tensor)):
+            return
+        collected = [k for k in into.of(step.tensor) if k[1] == step.source]
+        if not collected:
+            raise self._missing((step.tensor, step.source, IDENTITY))
+        source = next((k for k in collected if k[2] == IDENTITY), collected[0])
+        wanted = {k[2] for k in reads.of(step.tensor) if k[1] == step.target or step.target == IDENTITY}
+        moved = any(is_sharded(k[1]) and k[1] == k[2] != step.target for k in reads.of(step.tensor))
+        (handed,) = wanted if len(wanted) == 1 and not moved else (IDENTITY,)
+        self._append(
+            into, source, Across(step.tensor, step.kind, step.source, step.target, source[2],
+                                 handed if is_sharded(handed) else IDENTITY),
+        )  # fmt: skip
+
+    def _together(self, into: _Graph, bucket: Bucket, reads: _Reads) -> None:
+        """Those of a bucket that have not run yet."""
+        before = len(into.steps)
+        for member in bucket.members:
+            self._across(into, member, reads)
+        members = tuple(s for s in into.steps[before:] if isinstance(s, Across))
+        if len(members) > 1:
+            into.steps[before:] = [Together(members)]
+
+    def _append(self, into: _Graph, source: Key, step: Inside | Across) -> None:
+        into.provider(source)
+        into.steps.append(step)
+        if isinstance(step, Inside):
+            into.have[(step.tensor, step.outer, step.target)] = None
+        else:
+            into.have[(step.tensor, step.target, step.handed_out)] = None
+
+    def _reach(self, into: _Graph, key: Key) -> None:
+        """Have a value there, by collectives where it cannot be derived."""
+        if into.provider(key) is not None:
+            return None
+        tensor, outer, inner = key
+        for source in into.of(tensor):
+            if source[1] in (outer, IDENTITY):
+                moved = source[1] != outer and is_sharded(outer) and inner == outer
+                target = IDENTITY if moved or inner == ALL_REDUCE else inner
+                kind = default_kind(source[2], target)
+                planned = self.moves.get(tensor)
+                if planned is not None and planned.source == source[2]:
+                    fits = planned.target == IDENTITY or (planned.target == inner and not moved)
+                    kind, target = (planned.kind, planned.target) if fits else (kind, target)
+                self._append(into, source, Inside(tensor, source[1], kind, source[2], target))
+                return self._reach(into, key)
+        for source in into.of(tensor):
+            target = IDENTITY if outer == ALL_REDUCE else outer
+            handed = inner if is_sharded(inner) else IDENTITY
+            step = Across(tensor, default_kind(source[1], target), source[1], target, source[2], handed)
+            self._append(into, source, step)
+            return self._reach(into, key)
+        raise self._missing(key)
+
+    def _missing(self, key: Key) -> PlanError:
+        name = self.graph.tensors[key[0]].name
+        return PlanError(
+            f"the program reads {name} | {form_text(key[1])} on machines, {form_text(key[2])} inside, before it is "
+            "produced; compile the plan again"
+        )
+
+    def _saved(self, backward: _Graph) -> tuple[tuple[Key, bool], ...]:
+        graph = self.graph
+        lasting = {p.tensor for p in graph.parameters} | {i.tensor for i in graph.inputs}
+        lasting |= {b.tensor for b in graph.buffers}
+        whole: dict[Key, None] = {}
+        slices: dict[Key, Key] = {}
+        for key, base in backward.taken.items():
+            masked = ALL_REDUCE in (key[1], key[2]) and key != base
+            if key == base or masked or key[0] in lasting:
+                whole[base] = None
+            else:
+                slices[key] = base
+        compact = [key for key, base in slices.items() if base not in whole]
+        return (*((key, False) for key in whole), *((key, True) for key in compact))
+
+
+class _Reads:
+    """The values of each tensor that the steps of one graph read by computations, and those that are left."""
+
+    def __init__(self, nesting: _Nesting, steps: Iterable[object], left: tuple[Key, ...]) -> None:
+        self._of: dict[int, dict[Key, None]] = {}
+        for step in steps:
+            if isinstance(step, Compute):
+                for key in self._keys(nesting, step):
+                    self._of.setdefault(key[0], {})[key] = None
+        for key in left:
+            self._of.setdefault(key[0], {})[key] = None
+
+    @staticmethod
+    def _keys(nesting: _Nesting, step: Compute) -> Iterator[Key]:
+        instruction = nesting.graph.instructions[step.instruction]
+        inner = nesting.rows[step.instruction]
+        yield from zip(instruction.inputs, step.row.pre, inner.pre, strict=True)
+
+    def of(self, tensor: int) -> tuple[Key, ...]:
+        return tuple(self._of.get(tensor, ()))
+
+
+def default_kind(source: Form, target: Form) -> Kind:
+    """The collective that turns one form into another."""
+    if source == ALL_REDUCE:
+        return "reduce_scatter" if is_sharded(target) else "all_reduce"
+    return "all_to_all" if is_sharded(target) else "all_gather"

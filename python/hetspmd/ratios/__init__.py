@@ -1,0 +1,1 @@
+"""Sharding ratios by linear programming."""

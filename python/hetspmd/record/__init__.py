@@ -1,0 +1,1 @@
+"""Recording what every rank does in a step, and when."""

@@ -1,0 +1,237 @@
+"""Times inside a local graph: a copy of it that reads the clock between its instructions.
+
+The copy computes what the original does, in the same order, and lets go of values at the same places; behind each
+of its n calls stands one reading of the clock, so that n + 1 readings bound them, and a call's time is that
+between two. Freeing what a call was the last to read is within its time. The original graph is left alone, so that
+nothing is paid when nothing is recorded.
+
+A collective completes in another thread. On the CPU the backend tells when (a callback), or, if it cannot, it is
+looked at behind each call; on a GPU it counts as complete when the wait for it has ended. One between machines is
+that of their first accelerators: what goes on inside a machine before it is part of issuing it, what goes on after
+it of unpacking its result; for the other accelerators it is complete when they have their part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import fx
+
+from hetspmd.cluster.collective_kinds import KIND_TEXT
+from hetspmd.dist.buckets import PendingBucket
+from hetspmd.dist.communicator import DoneWork, Work
+from hetspmd.dist.levels import PendingAcross
+from hetspmd.dist.process_group import CopiedWork, IssuedWork
+from hetspmd.lower import calls
+from hetspmd.lower.emit import ALSO
+from hetspmd.lower.instrument import instrumented
+from hetspmd.program.buckets import Bucket, transfer_text
+from hetspmd.program.levels import Across, Inside, Together, between
+from hetspmd.program.program import Communicate
+from hetspmd.trace.graph import Graph
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+What = Literal["instruction", "local", "issue", "wait", "optimizer"]
+"""What a rank's thread does: an instruction of the program; slices and copies, of which the cost model knows
+nothing; issuing a collective; waiting for one; the optimizer's step."""
+
+
+class HostClock:
+    """``time.monotonic``, in nanoseconds: one clock for all processes of a machine."""
+
+    def now(self) -> int:
+        return time.monotonic_ns()
+
+    def nanoseconds(self, readings: Sequence[Any]) -> list[int]:
+        """The readings on the host's clock."""
+        return list(readings)
+
+
+class CudaClock:
+    """Events on the current stream of a GPU, brought to the host's clock. Written by the documentation of
+    ``torch.cuda.Event``; it has never run on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.synchronize(device)
+        self._began = time.monotonic_ns()
+        self._base = self.now()
+
+    def now(self) -> torch.cuda.Event:
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types there
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def nanoseconds(self, readings: Sequence[Any]) -> list[int]:
+        """The readings on the host's clock, with the resolution of events (about half a microsecond)."""
+        torch.cuda.synchronize(self._device)
+        return [self._began + round(1e6 * self._base.elapsed_time(event)) for event in readings]
+
+
+Clock = HostClock | CudaClock
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock by which work on ``device`` is timed."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a local graph: ``transfer`` counts the graph's collectives, for issues and waits; ``inside``: of
+    the accelerators of one machine."""
+
+    what: What
+    name: str
+    transfer: int = -1
+    inside: bool = False
+
+
+@dataclass(slots=True)
+class Flight:
+    """A collective on its way. ``primitives`` are sent for it (0: nothing is); ``done`` holds when each of them was
+    complete."""
+
+    primitives: int
+    done: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Pass:
+    """One run of a local graph: the readings of the clock, and its collectives in order."""
+
+    stamps: Stamps
+    times: list[Any]
+    flights: list[Flight] = field(default_factory=list)
+
+
+class Stamps:
+    """What the copy of a graph calls. ``calls`` are its calls in order; each finished run goes to ``keep``."""
+
+    def __init__(self, clock: Clock, plan: int, keep: Callable[[Pass], None]) -> None:
+        self.calls: list[Call] = []
+        self.plan = plan
+        self._clock, self._keep = clock, keep
+        self._now: Callable[[], Any] = clock.now
+        self._pass = Pass(self, [])
+        self._watched: list[tuple[Work, Flight]] = []
+
+    def begin(self) -> None:
+        """The first reading of a run."""
+        self._watched.clear()
+        self._pass = Pass(self, [self._now()])
+
+    def stamp(self) -> None:
+        """Behind a call."""
+        if self._watched:
+            self._look()
+        self._pass.times.append(self._now())
+
+    def issued(self, pending: Any) -> None:
+        """Behind the start of a collective."""
+        inner: Any = pending.pending if isinstance(pending, PendingBucket) else pending
+        if isinstance(inner, PendingAcross):
+            inner = inner.carried
+        works = [] if inner is None else [w for w in inner._works if not isinstance(w, DoneWork)]
+        flight = Flight(1 if inner is None else len(works))
+        self._pass.flights.append(flight)
+        if isinstance(self._clock, HostClock):
+            for work in works:
+                future = _future(work)
+                if future is None:
+                    self._watched.append((work, flight))
+                else:
+                    future.add_done_callback(lambda _, done=flight.done, now=self._now: done.append(now()))
+        self.stamp()
+
+    def end(self) -> None:
+        """Behind the last call."""
+        self._watched.clear()
+        self._keep(self._pass)
+
+    def _look(self) -> None:
+        now, waiting = self._now(), []
+        for work, flight in self._watched:
+            if work.is_completed():
+                flight.done.append(now)
+            else:
+                waiting.append((work, flight))
+        self._watched = waiting
+
+
+def _future(work: Any) -> Any:
+    """c10d's future of a primitive, None if the backend has none."""
+    while isinstance(work, (IssuedWork, CopiedWork)):
+        work = work._work
+    try:
+        return work.get_future()
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def stamped(module: fx.GraphModule, stamps: Stamps, graph: Graph) -> fx.GraphModule:
+    """The copy of a local graph of ``graph``; ``stamps.calls`` is set."""
+    order: dict[fx.Node, int] = {}
+
+    def behind(made: fx.Graph, reader: fx.Node, node: fx.Node, copied: Callable[[fx.Node], fx.Node]) -> None:
+        call = _call(node, order, graph)
+        stamps.calls.append(call)
+        if call.what == "issue":
+            made.call_method("issued", (reader, copied(node)))
+        else:
+            made.call_method("stamp", (reader,))
+        for other in node.meta.get(ALSO, ()):  # done by the same call: no time of its own
+            stamps.calls.append(Call("instruction", graph.instructions[other].name))
+            made.call_method("stamp", (reader,))
+
+    return instrumented(module, stamps, f"Recorded{type(module).__name__}", behind, ends=("begin", "end"))
+
+
+def _call(node: fx.Node, order: dict[fx.Node, int], graph: Graph) -> Call:
+    if (instruction := node.meta.get("instruction")) is not None:
+        return Call("instruction", graph.instructions[instruction].name)
+    if (step := node.meta.get("transfer")) is not None:
+        order[node] = len(order)
+        return Call("issue", transfer_name(step, graph), order[node], isinstance(step, Inside))
+    if node.target in (calls.wait, calls.take):
+        (pending, *_) = node.args
+        assert isinstance(pending, fx.Node)
+        step = pending.meta["transfer"]
+        return Call("wait", transfer_name(step, graph), order[pending], isinstance(step, Inside))
+    return Call("local", node.name)
+
+
+def transfer_name(step: Communicate | Bucket | Inside | Across | Together, graph: Graph) -> str:
+    """As the simulated timeline calls a collective; it knows of none inside a machine."""
+    names = [t.name for t in graph.tensors]
+    if isinstance(step, Inside):
+        return f"{KIND_TEXT[step.kind]} inside({names[step.tensor]})"
+    if isinstance(step, (Across, Together)):
+        moves = tuple(Communicate(s.tensor, s.kind, s.source, s.target) for s in between(step))
+        step = Bucket(moves) if isinstance(step, Together) else moves[0]
+    return transfer_text(step, names)
+
+
+def offsets(of_all: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
+    """For each rank (nanoseconds that its clock is behind rank 0's, half of how far that may be wrong).
+
+    Each mapping holds the ``machine`` and, per round in which every rank told something to every other, when
+    it ``began`` and ``ended``. No rank can end a round before all have begun it, so for clocks that are o behind
+
+        began_0 <= ended + o   and   began + o <= ended_0
+
+    in every round; the offset is the middle of what all rounds leave. Ranks on one machine share a clock, unless
+    the rounds contradict it.
+    """
+    first = of_all[0]
+    for other in of_all:
+        low = max(b - e for b, e in zip(first["began"], other["ended"], strict=True))
+        high = min(e - b for b, e in zip(other["began"], first["ended"], strict=True))
+        one = other["machine"] != "" and other["machine"] == first["machine"]
+        yield (0, 0) if one and low <= 0 <= high else ((low + high) // 2, max(0, high - low) // 2)

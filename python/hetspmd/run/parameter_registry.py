@@ -1,0 +1,127 @@
+"""To which HAP module a tensor belongs, for functions that are given parameters or gradients."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.uncaught import before_the_end
+from hetspmd.errors import GradientError
+from hetspmd.placement import is_sharded
+from hetspmd.run.mismatch import explain
+
+if TYPE_CHECKING:
+    from hetspmd.run.module import HAP
+
+_WRAPPED: list[weakref.ref[HAP]] = []
+"""The HAP modules that exist, in the order in which they were made."""
+
+_LOCK = threading.Lock()
+
+
+class Place(NamedTuple):
+    """The HAP module of a parameter, and the parameter's name in the wrapped model."""
+
+    module: HAP
+    name: str
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether some rank does not hold the whole parameter; the same on every rank, whatever this one holds."""
+        layout = self.module.parameter_shards().get(self.name)
+        if layout is None or self.module.everyone.world == 1:
+            return False
+        return is_sharded(layout.form) or bool(self.module.plan.idle)
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Tensors that lie as parameters of one HAP module do: ``tensors`` in the order given.
+
+    ``names`` are those of the parameters that were given, also of those that have no gradient.
+
+    ``shares[i]``: this rank's part of the i-th is no other rank's (a shard; or a whole one, on the first active
+    rank). ``communicator`` joins all ranks, idle ones too. ``announce`` tells them what this rank is about
+    to do and with which arguments, and does not wait.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    shares: Sequence[bool]
+    communicator: Communicator
+    device: torch.device
+    announce: Callable[[str, tuple[str, ...]], None]
+    names: Sequence[str]
+
+    def counted(self) -> list[torch.Tensor]:
+        """Those that this rank counts, so that over all ranks every element is counted once."""
+        return [t for t, mine in zip(self.tensors, self.shares, strict=True) if mine]
+
+
+def remember(module: HAP) -> None:
+    """Let :func:`owners` find the module, as long as it lives, and errors about its shards' sizes be explained."""
+    before_the_end(explain)
+    with _LOCK:
+        _WRAPPED[:] = [ref for ref in _WRAPPED if ref() is not None]
+        _WRAPPED.append(weakref.ref(module))
+
+
+def living() -> list[HAP]:
+    """The HAP modules that exist, in the order in which they were made."""
+    return [module for ref in list(_WRAPPED) if (module := ref()) is not None]
+
+
+def places(*, gradients: bool = False) -> dict[int, Place]:
+    """Where each parameter of every HAP module belongs, by ``id``; with ``gradients`` their gradients too."""
+    found: dict[int, Place] = {}
+    for module in living():
+        for name, parameter in module.module.named_parameters():
+            found[id(parameter)] = Place(module, name)
+            if gradients and parameter.grad is not None:
+                found[id(parameter.grad)] = Place(module, name)
+    return found
+
+
+def grouped(tensors: Iterable[tuple[torch.Tensor, Place]]) -> list[Owned]:
+    """Tensors by HAP module, in the order in which the modules first appear."""
+    groups: dict[int, tuple[HAP, list[tuple[torch.Tensor, bool, str]]]] = {}
+    for tensor, (module, name) in tensors:
+        entry = groups.setdefault(id(module), (module, []))
+        entry[1].append((tensor, module.counts(name), name))
+    return [
+        Owned(
+            [t for t, *_ in found],
+            [mine for _, mine, _ in found],
+            module.everyone,
+            module.device,
+            module.announce,
+            [name for *_, name in found],
+        )
+        for module, found in groups.values()
+    ]
+
+
+def owners(parameters: Iterable[torch.Tensor]) -> list[Owned]:
+    """The parameters by HAP module, in the order in which the modules first appear.
+
+    Raises GradientError for no parameters at all, and for one that belongs to no HAP module.
+    """
+    known = places()
+    found: list[tuple[torch.Tensor, Place]] = []
+    for parameter in parameters:
+        place = known.get(id(parameter))
+        if place is None:
+            raise GradientError(
+                f"a parameter of shape {list(parameter.shape)} belongs to no HAP module, so that it is not known "
+                "which ranks hold what of it; give the HAP module or its parameters, and use torch's own function "
+                "for the others"
+            )
+        found.append((parameter, place))
+    if not found:
+        raise GradientError("there are no parameters; give a HAP module or its parameters")
+    return grouped(found)

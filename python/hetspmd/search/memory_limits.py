@@ -1,0 +1,232 @@
+"""The best program that fits every device's memory: Lagrangian prices of bytes (design 6).
+
+    minimise  cost(x)   subject to   held_ij(x) <= capacity_j   at every instruction i and device j
+
+is relaxed with prices ``p_ij >= 0`` in seconds per byte:
+
+    L(p) = min over x of  cost(x) + sum_ij p_ij (held_ij(x) - capacity_j)   <=   the constrained optimum.
+
+What a program is charged at given prices is never more than what it holds (:mod:`hetspmd.search.memory_prices`), so a
+search at any prices gives a certified bound. Whether a program fits is decided by its whole profile
+(:mod:`hetspmd.cost.memory`), transients and all.
+
+The prices follow from the programs found so far by Kelley's cutting planes (1960): L is below the line
+``cost(x) + sum p (held(x) - capacity)`` of each program x, and the next prices maximise the least of these
+lines within a box that grows until some program fits. Instructions are taken in as programs exceed the
+capacity there.
+
+Equal layers change their minds at the same price, all at once, so that the best program, in which some do
+and others do not, is found at no price. So at the end the prices at which L is highest are tilted, a little
+higher for each layer than for the one before, and scaled until a program just fits. What is charged is less
+than what is held where collectives are: if that leaves much of a gap, what a communicated tensor adds is
+estimated and priced too. What is found so has no part in the bound.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import highspy
+import numpy as np
+
+from hetspmd.cost.memory import MemoryProfile, memory_profile
+from hetspmd.cost.model import Array, CostModel
+from hetspmd.errors import MemoryLimitError, SearchError
+from hetspmd.program.lengths import Lengths
+from hetspmd.search.highs import quiet_highs
+from hetspmd.search.memory_prices import Ledger, Place
+from hetspmd.search.search import Found, Limits, Searcher
+from hetspmd.search.space import Space
+
+__all__ = ["capacities", "search_that_fits"]
+
+SEARCHES = 40
+"""At most so many searches at prices."""
+
+CLOSE = 1e-3
+"""A program this near to the bound, as a part of its cost, ends the search for prices."""
+
+TILT = 0.25
+"""By which part the price of a tensor at the end of the graph is higher than at its beginning, when tilted."""
+
+SCALINGS = 12
+"""At most so many searches at tilted prices, doubled or halved until one program fits and one does not, then
+between the two."""
+
+WIDE = 1e-2
+"""A gap above this part of the cost, or no program that fits, is worth the searches with estimates."""
+
+
+def capacities(model: CostModel) -> Array:
+    """Bytes of each device of the model's cluster; infinite where the cluster does not say."""
+    return np.array([d.memory for d in model.cluster.devices], dtype=float)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A program found, with its profile: its line bounds L from above."""
+
+    found: Found
+    profile: MemoryProfile
+    lacking: Array
+    """Bytes of each device."""
+
+
+def search_that_fits(
+    searcher: Searcher, model: CostModel, lengths: Lengths, limits: Limits, start: Found, *,
+    within: Space | None = None, reserve: Array | None = None,
+) -> Found:  # fmt: skip
+    """The best program found that fits every device at ``lengths``; ``start``, the best without regard to memory,
+    if that fits. ``reserve``: bytes of each device that are left free.
+
+    Its ``lower_bound`` is certified for all programs that fit, its ``stop_reason`` is "memory" unless the bound
+    meets the cost. Raises MemoryLimitError if no program found fits.
+    """
+    capacity = capacities(model) - (0.0 if reserve is None else reserve)
+    prices = _Lagrangian(searcher, model, lengths, limits, within, capacity)
+    if prices.take(start):
+        return start
+    prices.run()
+    if prices.best is None:
+        raise _does_not_fit(prices.lines, model)
+    best, bound = prices.best, min(prices.bound, prices.best.cost)
+    gap = (best.cost - bound) / best.cost if best.cost > 0 else 0.0
+    return replace(best, lower_bound=bound, gap=gap, stop_reason="optimal" if gap == 0 else "memory")
+
+
+@dataclass
+class _Lagrangian:
+    """The search for prices: programs found so far, the best that fits, the certified bound."""
+
+    searcher: Searcher
+    model: CostModel
+    lengths: Lengths
+    limits: Limits
+    within: Space | None
+    capacity: Array
+    lines: list[_Line] = field(default_factory=list)
+    best: Found | None = None
+    bound: float = -np.inf
+    highest: float = -np.inf
+    top: dict[Place, float] = field(default_factory=dict)
+    """The prices tried at which L is highest."""
+
+    def run(self) -> None:
+        """Cutting planes, then tilted bisection where they leave a gap."""
+        self.ledger = Ledger(self.searcher)
+        first = self.lines[0].found
+        self.bound = first.lower_bound
+        places: list[Place] = []
+        box = 2.0 * first.cost
+        before: dict[Place, float] | None = None
+        try:
+            for _ in range(SEARCHES):
+                places += _exceeded(self.lines[-1].profile, self.capacity, places)
+                at = _master(self.lines, places, self.capacity, box)
+                if at == before:
+                    if self.best is not None or box > 1e4 * first.cost:
+                        break
+                    box *= 64.0
+                    continue
+                before = at
+                self._search(at)
+                if self._close():
+                    return
+            self._tilted(estimated=False)
+            if not self._close(WIDE):
+                self._tilted(estimated=True)
+        except SearchError:
+            return
+
+    def _search(self, at: dict[Place, float], tilt: float = 0.0, estimated: bool = False) -> bool:
+        """Search at prices; whether the program fits."""
+        found = self.searcher.search(
+            self.model, self.lengths, self.limits, within=self.within, start=self.lines[-1].found,
+            prices=self.ledger.prices(self.model, self.lengths, at, tilt, estimated=estimated),
+        )  # fmt: skip
+        if tilt == 0.0:
+            paid = float(sum(price * self.capacity[j] for (_, j), price in at.items()))
+            value = found.lower_bound - paid
+            if value >= self.highest:
+                self.highest, self.top = value, at
+            self.bound = max(self.bound, value)
+        return self.take(found)
+
+    def take(self, found: Found) -> bool:
+        """Keep a program; whether it fits."""
+        profile = memory_profile(self.searcher.space.theory, found.program, self.lengths)
+        lacking = profile.lacking(self.capacity)
+        self.lines.append(_Line(found, profile, lacking))
+        fits = not lacking.any()
+        if fits and (self.best is None or found.cost < self.best.cost):
+            self.best = found
+        return fits
+
+    def _close(self, gap: float = CLOSE) -> bool:
+        return self.best is not None and self.best.cost - self.bound <= gap * self.best.cost
+
+    def _tilted(self, *, estimated: bool) -> None:
+        """Scale the prices at which L is highest, tilted, until a program just fits. With estimates, places that a
+        program exceeds are priced like the others."""
+        prices = dict(self.top)
+        least, most = 0.0, math.inf
+        scale = 1.0
+        for _ in range(SCALINGS if prices else 0):
+            if self._search({p: scale * price for p, price in prices.items()}, TILT, estimated):
+                most = scale
+            else:
+                least = scale
+                mean = sum(prices.values()) / len(prices)
+                more = _exceeded(self.lines[-1].profile, self.capacity, [*prices]) if estimated else []
+                prices.update(dict.fromkeys(more, mean))
+            if self._close() or most - least <= CLOSE * least:
+                return
+            scale = least * 2.0 if math.isinf(most) else most / 2.0 if least == 0.0 else (least + most) / 2.0
+
+
+def _exceeded(profile: MemoryProfile, capacity: Array, known: list[Place]) -> list[Place]:
+    """Where a program exceeds the capacity most, per device, if that has no price yet."""
+    found = [(profile.peak_instruction(j), j) for j in np.flatnonzero(profile.lacking(capacity) > 0).tolist()]
+    return [place for place in found if place not in known]
+
+
+def _master(lines: list[_Line], places: list[Place], capacity: Array, box: float) -> dict[Place, float]:
+    """The prices that maximise the least of the lines; each at most ``box`` seconds per capacity."""
+    scale = np.array([capacity[j] for _, j in places])
+    unit = lines[0].found.cost or 1.0
+    highs = quiet_highs(threads=1, random_seed=0)
+    count = len(places)
+    # Columns: price times capacity per place, in units of the first program's cost; then the least line.
+    lower, upper = np.zeros(count + 1), np.full(count + 1, box / unit)
+    lower[count], upper[count] = -highspy.kHighsInf, highspy.kHighsInf
+    highs.addVars(count + 1, lower, upper)
+    highs.changeColCost(count, -1.0)
+    # Among equal maxima the cheapest prices.
+    for column in range(count):
+        highs.changeColCost(column, 1e-9)
+    for line in lines:
+        slopes = [
+            (float(line.profile.during(i)[j]) - capacity[j]) / s
+            for (i, j), s in zip(places, scale, strict=True)
+        ]
+        index = np.arange(count + 1, dtype=np.int32)
+        values = np.array([*(-s for s in slopes), 1.0])
+        highs.addRow(-highspy.kHighsInf, line.found.cost / unit, count + 1, index, values)
+    highs.run()
+    values = np.array(highs.getSolution().col_value)[:count]
+    return {
+        place: float(v) * unit / float(s)
+        for place, v, s in zip(places, values, scale, strict=True)
+        if v > 1e-12
+    }
+
+
+def _does_not_fit(lines: list[_Line], model: CostModel) -> MemoryLimitError:
+    """The error that names the devices that lack memory for the program that comes nearest."""
+    lacking = min(lines, key=lambda line: float(line.lacking.sum())).lacking
+    capacity = capacities(model)
+    return MemoryLimitError(
+        {j: (int(lacking[j]), int(capacity[j])) for j in np.flatnonzero(lacking).tolist()},
+        [d.name for d in model.cluster.devices],
+    )

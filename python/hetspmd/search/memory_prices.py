@@ -1,0 +1,199 @@
+"""What holding tensors costs at given prices of bytes, as costs of values (design 6).
+
+What :class:`Ledger` charges is never more than what is held: at instruction i a tensor is charged that has
+been produced and is still to be read, in the cheapest form that the program has of it, a whole one that no
+more of the forward reads in the smallest slice that the backward may have saved (:mod:`hetspmd.program.saved_tensors`);
+of tensors that share storage one. A parameter is charged with its optimizer state at every instruction, and
+what was gathered for the forward and is read again in the backward from the one to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hetspmd.cost.memory import OPTIMIZER_BYTES
+from hetspmd.cost.model import Array, CostModel, Index
+from hetspmd.placement import IDENTITY, is_sharded
+from hetspmd.program.lengths import Lengths
+from hetspmd.rules.theory import Theory
+from hetspmd.search.pricing import Prices
+from hetspmd.search.search import Searcher
+
+__all__ = ["Ledger", "Place"]
+
+Place = tuple[int, int]
+"""An instruction and a device whose memory has a price there."""
+
+
+class Ledger:
+    """Which tensors are held at an instruction whatever the program, and what they cost at given prices."""
+
+    def __init__(self, searcher: Searcher) -> None:
+        self.searcher = searcher
+        space, pricing = searcher.space, searcher.pricing
+        theory = self.theory = space.theory
+        graph = theory.graph
+        end = len(graph.instructions)
+        self.born = np.full(len(graph.tensors), end + 1, dtype=np.int64)
+        self.last = np.full(len(graph.tensors), -1, dtype=np.int64)
+        self.root = np.arange(len(graph.tensors))
+        for instruction in graph.instructions:
+            for t in instruction.inputs:
+                self.last[t] = instruction.id
+            rule = theory.rules.get(instruction.id)
+            for t in instruction.outputs:
+                if t < 0:
+                    continue
+                self.born[t] = 0 if instruction.is_source else instruction.id
+                if instruction.is_source:
+                    self.last[t] = end
+                elif rule is not None and rule.alias and instruction.inputs:
+                    self.root[t] = self.root[instruction.inputs[0]]
+        results = [graph.loss, *(o.tensor for o in graph.outputs), *graph.updates]
+        results += [p.gradient for p in graph.parameters]
+        for result in results:
+            if result is not None:
+                self.last[result] = end
+        self.last = np.where([graph_source(theory, t) for t in range(len(graph.tensors))], end, self.last)
+        # Where in the graph a tensor belongs, from 0 to 1: a source to its first reader.
+        belongs = [min(graph.consumers.get(t, (0,))) if b == 0 else b for t, b in enumerate(self.born)]
+        self.position = np.array(belongs, dtype=float) / (end + 1)
+        nbytes = np.array([t.nbytes for t in graph.tensors], dtype=float)
+        self.nbytes = nbytes
+        trained = np.zeros(len(graph.tensors))
+        for p in graph.parameters:
+            if p.gradient is not None:
+                trained[p.tensor] = graph.tensors[p.tensor].numel * OPTIMIZER_BYTES
+        entries = [(t, f) for t in pricing.tensors for f in space.forms[t]]
+        self.entry_tensor: Index = np.array([t for t, _ in entries], dtype=np.int64)
+        self.entry_axis: Index = np.array([axis_of(theory, t, f) for t, f in entries], dtype=np.int64)
+        self.entry_bytes = (nbytes + trained)[self.entry_tensor]
+        self.entry_slices, self.entry_until = self._sliced(entries)
+        pairs = [(t, *pair[:2]) for t in pricing.tensors for pair in space.pairs[t]]
+        self.pair_tensor: Index = np.array([t for t, _, _ in pairs], dtype=np.int64)
+        self.pair_axes = tuple(
+            np.array([axis_of(theory, pair[0], pair[k]) for pair in pairs], dtype=np.int64) for k in (1, 2)
+        )
+        readers = {t: graph.consumers.get(t, (end,)) for t in range(len(graph.tensors))}
+        again = {t: i for i, t in graph.second_reads.items()}
+        sources = self.born == 0
+        self.copied = np.where(sources, [readers[t][0] for t in readers], self.born)
+        """The instruction at which a communicated copy of a tensor may begin, and the last that reads it."""
+        lasts = [max((r for r in rs if r != again.get(t)), default=end) for t, rs in readers.items()]
+        self.copied_until = np.where(sources, lasts, self.last)
+        self._charged: dict[int, Index] = {}
+
+    def _sliced(self, entries: Sequence[tuple[int, int]]) -> tuple[Index, Index]:
+        """Per entry, the axes along which backward may have saved slices of it, padded with its own; and the last
+        instruction before that, the end of the graph for one that is always held as it is."""
+        graph, axes = self.theory.graph, self.theory.axes
+        needed = {t for t in (graph.loss, *(o.tensor for o in graph.outputs)) if t is not None}
+        needed |= set(graph.updates)
+        until = np.full(len(graph.tensors), -1, dtype=np.int64)
+        forward: set[int] = set()
+        for instruction in reversed(graph.instructions):
+            if needed.isdisjoint(instruction.outputs):
+                continue
+            forward.update(t for t in instruction.outputs if t >= 0)
+            needed.update(instruction.inputs)
+            until[list(instruction.inputs)] = np.maximum(until[list(instruction.inputs)], instruction.id)
+        found: list[list[int]] = []
+        before: list[int] = []
+        for (t, form), own in zip(entries, self.entry_axis.tolist(), strict=True):
+            dims = range(len(graph.tensors[t].shape)) if form == IDENTITY else ()
+            cuts = [a.id for d in dims if (a := axes.axis(t, d)) is not None]
+            cuts = cuts if t in forward and self.born[t] > 0 else []
+            found.append([own, *cuts])
+            before.append(int(until[t]) if cuts else len(graph.instructions))
+        most = max(map(len, found), default=1)
+        padded = [[*cuts, *cuts[:1] * (most - len(cuts))] for cuts in found]
+        return np.array(padded, dtype=np.int64).reshape(-1, most), np.array(before, dtype=np.int64)
+
+    def charged(self, instruction: int) -> Index:
+        """The tensors charged at an instruction, one for each storage."""
+        found = self._charged.get(instruction)
+        if found is None:
+            live = np.flatnonzero((self.born <= instruction) & (self.last >= instruction))
+            best: dict[int, int] = {}
+            for t in map(int, live):
+                root = int(self.root[t])
+                # Never more than the storage: a view may show more elements than there are.
+                if self.nbytes[t] > self.nbytes[root]:
+                    continue
+                if root not in best or (self.nbytes[t], -t) > (self.nbytes[best[root]], -best[root]):
+                    best[root] = t
+            for root in best:
+                if self.born[root] == 0 and self.last[root] == len(self.theory.graph.instructions):
+                    best[root] = root  # a source is held in any case
+            found = self._charged[instruction] = np.array(sorted(best.values()), dtype=np.int64)
+        return found
+
+    def prices(
+        self, model: CostModel, lengths: Lengths, at: dict[Place, float], tilt: float = 0.0,
+        *, estimated: bool = False,
+    ) -> Prices:  # fmt: skip
+        """The prices of holding tensors, in seconds, at ``at`` seconds per byte; tilted by ``tilt``, and
+        ``estimated``: with what communicated tensors add."""
+        slant = 1.0 + tilt * self.position
+        shares = model.shares(lengths)
+        keep = np.zeros(len(self.entry_tensor))
+        per_axis: dict[int, Array] = {}
+        for (instruction, device), price in sorted(at.items()):
+            if instruction not in per_axis:
+                per_axis[instruction] = np.zeros(len(shares))
+            per_axis[instruction] += price * shares[:, device]
+        for instruction, weight in per_axis.items():
+            here = np.zeros(len(self.theory.graph.tensors))
+            here[self.charged(instruction)] = 1.0
+            least = weight[self.entry_slices].min(axis=1)
+            weights = np.where(self.entry_until < instruction, least, weight[self.entry_axis])
+            keep += here[self.entry_tensor] * self.entry_bytes * weights
+        moved = self._moved(per_axis) * slant[self.pair_tensor] if estimated else None
+        # A lone device gathers nothing: what the forward has read of a parameter is the parameter.
+        kept = self._kept(per_axis, slant) if lengths.world > 1 else {}
+        return Prices(keep * slant[self.entry_tensor], kept, moved)
+
+    def _moved(self, per_axis: dict[int, Array]) -> Array:
+        """Of a communicated tensor, what it holds more than the cheaper of its two forms: both while it is
+        communicated, the new one until it is last read, and of a source both until then."""
+        t, (old_axis, new_axis) = self.pair_tensor, self.pair_axes
+        found = np.zeros(len(t))
+        for instruction, weight in per_axis.items():
+            here = np.zeros(len(self.theory.graph.tensors))
+            here[self.charged(instruction)] = 1.0
+            old, new = self.nbytes[t] * weight[old_axis], self.nbytes[t] * weight[new_axis]
+            both = (self.born[t] == instruction) | (self.born[t] == 0)
+            held = new + np.where(both, old, 0.0) - here[t] * np.minimum(old, new)
+            live = (self.copied[t] <= instruction) & (instruction <= self.copied_until[t])
+            found += np.where(live, np.maximum(held, 0.0), 0.0)
+        return found
+
+    def _kept(self, per_axis: dict[int, Array], slant: Array) -> dict[int, Array]:
+        """Of what the forward has communicated of a parameter and the backward reads again, from the last reader
+        there to the second reading."""
+        theory, space = self.theory, self.searcher.space
+        graph = theory.graph
+        found: dict[int, Array] = {}
+        for i, parameter in graph.second_reads.items():
+            forward = max(r for r in graph.consumers[parameter] if r != i)
+            weights = [w for at, w in per_axis.items() if forward < at <= i]
+            if not weights:
+                continue
+            weight = np.sum(weights, axis=0)
+            axes = [axis_of(theory, parameter, theory.rows[i][k].pre[0]) for k in space.rows[i]]
+            found[i] = self.nbytes[parameter] * weight[axes] * slant[parameter]
+        return found
+
+
+def graph_source(theory: Theory, tensor: int) -> bool:
+    """Whether a tensor is a parameter, a buffer, an input or a constant."""
+    producer = theory.graph.producers.get(tensor)
+    return producer is not None and theory.graph.instructions[producer].is_source
+
+
+def axis_of(theory: Theory, tensor: int, form: int) -> int:
+    """Id of the axis along which a form is sharded; the number of axes for one that is whole or has none."""
+    axis = theory.axes.sharded(tensor, form) if is_sharded(form) else None
+    return len(theory.axes.axes) if axis is None else axis.id

@@ -1,0 +1,1 @@
+"""The fastest of several plans, as measured."""

@@ -1,0 +1,95 @@
+"""The fastest of several plans, by measured steps that vary.
+
+Steps of one plan vary by some per cent, and machines drift within minutes. Plans are therefore measured in turns,
+in alternating order, until it is known which is the fastest, or until it does not matter. What a plan takes is the
+mean over its turns of a turn's median. Its standard error is the larger of that of the mean of so many turns and
+that of a median of n steps, sqrt(pi / 2) sigma / sqrt(n) for many that are normally distributed; their sigma is
+1.48 times the median distance of a step from the median of its turn, which a few that were held up do not change.
+
+Of plans that cannot be told apart, that of the fewest devices is chosen: links and the slowest of many devices have
+no part in how long one device takes, so that it is the least likely to take longer in a month than in these steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, median, stdev
+from typing import Final
+
+from hetspmd.plan.plan import Plan
+
+__all__ = ["compare"]
+
+CLOSE: Final = 1.1
+"""Plans that take at most as many times the best's seconds may be measured again."""
+
+TURNS: Final = 6
+"""Turns of a plan, at most."""
+
+ENOUGH: Final = 6
+"""Steps from which a standard error is believed."""
+
+CERTAIN: Final = 2.0
+"""Standard errors of a difference by which a plan is behind."""
+
+LITTLE: Final = 0.01
+"""Parts of a step by which the choice may be wrong."""
+
+Turns = Sequence[Sequence[float]]
+
+
+def compare(
+    plans: Mapping[str, Plan], measure: Callable[[Plan, float | None], Sequence[float]]
+) -> tuple[str, dict[str, float]]:
+    """The name of the plan to choose, and the seconds of a step of each, by name. ``measure`` gets a plan and the
+    least seconds so far (None: measure it whatever it takes), and returns the seconds of some steps, the same on
+    every rank."""
+    found: dict[str, list[Sequence[float]]] = {}
+    for name, plan in plans.items():
+        best = min((_seconds(turns) for turns in found.values()), default=None)
+        found[name] = [measure(plan, best)]
+    for turn in range(1, TURNS):
+        rivals, settled = _rivals(found)
+        if settled:
+            break
+        for name in reversed(rivals) if turn % 2 else rivals:
+            found[name].append(measure(plans[name], None))
+    rivals, _ = _rivals(found)
+    chosen = min(rivals, key=lambda name: (len(plans[name].active), _seconds(found[name])))
+    return chosen, {name: _seconds(turns) for name, turns in found.items()}
+
+
+def _rivals(found: Mapping[str, Turns]) -> tuple[list[str], bool]:
+    """The plans that may be the fastest, and whether none of them is by more than :data:`LITTLE`. One that was
+    behind before is among them again when the others turn out slower than they seemed."""
+    best = min(found, key=lambda name: _seconds(found[name]))
+    least = _seconds(found[best])
+    close = {
+        name: turns for name, turns in found.items() if name != best and _seconds(turns) <= CLOSE * least
+    }
+    margins = {name: _margin(turns, found[best]) for name, turns in close.items()}
+    left = {n: m for n, m in margins.items() if _seconds(found[n]) <= (1 + m) * least}
+    return [name for name in found if name == best or name in left], all(m <= LITTLE for m in left.values())
+
+
+def _seconds(turns: Turns) -> float:
+    return fmean(map(median, turns))
+
+
+def _margin(one: Turns, other: Turns) -> float:
+    """By how much, as a part, the two must differ for the slower to be the slower."""
+    if min(sum(map(len, one)), sum(map(len, other))) < ENOUGH:
+        return CLOSE - 1
+    return CERTAIN * math.hypot(_error(one), _error(other))
+
+
+def _error(turns: Turns) -> float:
+    """The standard error of the seconds, as a part of them."""
+    medians = [median(turn) for turn in turns]
+    away = [
+        abs(seconds / middle - 1) for turn, middle in zip(turns, medians, strict=True) for seconds in turn
+    ]
+    within = 1.25 * 1.48 * median(away) / math.sqrt(len(away))
+    between = stdev(medians) / fmean(medians) / math.sqrt(len(medians)) if len(medians) > 1 else 0.0
+    return max(within, between)

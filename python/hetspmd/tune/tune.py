@@ -1,0 +1,195 @@
+"""Choosing among plans by measured steps.
+
+A plan is chosen by predicted seconds, which are wrong by some per cent, and now and then by more: where two plans
+are close, or a cost model knows an op or a link badly, the real cluster has the last word.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.dist.agreement import agreed_plans
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.process_group import communicator_for
+from hetspmd.errors import ExampleError, OptionError
+from hetspmd.plan.plan import Plan
+from hetspmd.run.guard import check_same_batch
+from hetspmd.run.module import HAP
+from hetspmd.trace.compat import flatten_with_names
+from hetspmd.trace.losses import Loss, as_loss, find_loss
+from hetspmd.trace.trace import leaf_path, split_example
+from hetspmd.tune.compare import compare
+
+__all__ = ["Tuned", "tune"]
+
+WARM: Final = 2
+"""Steps that never count: the first makes gradients and the optimizer's state."""
+
+SETTLED: Final = 0.95
+"""After them a step counts that takes at least this part of the one before: while memory is new to a process, the
+system takes longer to provide it than steps take to compute."""
+
+LATEST: Final = 6
+"""From this one on every step counts."""
+
+HOPELESS: Final = 1.5
+"""A plan whose first step that counts takes as many times the best's seconds is not measured further."""
+
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What :func:`tune` found.
+
+    plan       the fastest as measured; of those that cannot be told apart, one of the fewest devices
+    name       what it is called in ``seconds``
+    seconds    by name of a plan, the mean over its turns of the median seconds of a step
+    predicted  by name, the seconds that its plan predicts
+    """
+
+    plan: Plan
+    name: str
+    seconds: Mapping[str, float]
+    predicted: Mapping[str, float]
+
+    def __str__(self) -> str:
+        width = max(len(name) for name in self.seconds)
+        lines = [f"  {'plan':<{width}}  measured  predicted, seconds a step"]
+        for name, seconds in self.seconds.items():
+            chosen = "  chosen" if name == self.name else ""
+            lines.append(f"  {name:<{width}}  {seconds:8.4f}  {self.predicted[name]:9.4f}{chosen}")
+        return "\n".join(lines)
+
+
+def tune(
+    model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str | os.PathLike[str], *,
+    loss: Loss | str | int | None = None, process_group: dist.ProcessGroup | Communicator | None = None,
+    device: torch.device | str | None = None, optimizer: Optimizer = torch.optim.AdamW, steps: int = 5,
+    plans: Mapping[str, Plan] | None = None, timeout: float = 600.0, **options: Any,
+) -> Tuned:  # fmt: skip
+    """Train ``model`` for a few steps by each of several plans, on the ranks of the process group, and choose the
+    fastest. Every rank calls this, with the same example.
+
+    The plans are ``plans``, by name, or those of :func:`hetspmd.tune.alternatives.alternatives`, to which ``options`` go
+    (arguments of :func:`hetspmd.compile`). Each works on a copy of the model, one after the other; a model on the
+    meta device takes the memory of its shards alone, which are zeros. The model and torch's random numbers stay as
+    they are. A step is forward, backward and the step of ``optimizer``; it lasts until the last rank has ended it.
+    ``steps`` of them are timed, after the first two to five, until they get no shorter; plans that are close to the
+    fastest have further turns of as many (:mod:`hetspmd.tune.compare`), until one leads by twice the standard error
+    of the difference, or they are equal to 1 %, or each has had six. Of plans that cannot be told apart then, one
+    of the fewest devices is chosen.
+    ``loss``, ``process_group``, ``device`` and ``timeout`` are those of :class:`hetspmd.HAP`.
+
+    Raises OptionError for other options, no steps, or no plans, and what HAP raises, on every rank alike.
+    """
+    from hetspmd.optimize.compiler import check_options
+
+    check_options(options, signature(tune).parameters)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise OptionError(f"steps is {steps!r}; take a whole number from 1")
+    if plans is not None and not plans:
+        raise OptionError("plans is empty; give at least one, or none for those that hetspmd finds")
+    loss = as_loss(loss)
+    devices = Cluster.load(cluster)
+    if isinstance(process_group, Communicator):
+        communicator = process_group
+    else:
+        communicator = communicator_for(process_group, devices.ranks)
+    args, kwargs = split_example(example)
+
+    def make() -> dict[str, Plan]:
+        from hetspmd.tune.alternatives import alternatives
+
+        return alternatives(model, args, kwargs, devices, loss=loss, **options)
+
+    communicator.guard(float(timeout))
+    _check_example(communicator, args, kwargs)
+    if plans is None:
+        with communicator.busy():
+            plans = agreed_plans(communicator, make)
+
+    def measure(plan: Plan, best: float | None) -> list[float]:
+        hap = HAP(
+            copy.deepcopy(model), devices, plan=plan, loss=loss, process_group=communicator, device=device,
+            check_plan=False, check_batches=False, sync_module_states=False, timeout=timeout,
+            host_randomness=options.get("host_randomness", "refuse"),
+        )  # fmt: skip
+        if any(p.is_meta for p in model.parameters()):
+            _zero(hap)
+        try:
+            return step_seconds(hap, args, kwargs, optimizer, steps, best)
+        finally:
+            del hap
+            gc.collect()
+
+    with torch.random.fork_rng():
+        chosen, found = compare(plans, measure)
+    return Tuned(plans[chosen], chosen, found, {name: p.cost.step_seconds for name, p in plans.items()})
+
+
+def _check_example(communicator: Communicator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise BatchMismatchError on every rank unless all have the same example.
+
+    Of steps that are only timed nothing else is compared: every rank may have random parameters of its own.
+    """
+    leaves = flatten_with_names((args, dict(kwargs)))
+    tensors = {leaf_path(name): leaf for name, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    check_same_batch(communicator, list(tensors.values()), list(tensors))
+
+
+@torch.no_grad()
+def _zero(hap: HAP) -> None:
+    """Nothing is known of memory that nobody wrote: buffers may be indices."""
+    for tensor in (*hap.parameters(), *hap.buffers()):
+        tensor.zero_()
+
+
+def step_seconds(
+    hap: HAP, args: tuple[Any, ...], kwargs: Mapping[str, Any], optimizer: Optimizer, steps: int,
+    best: float | None,
+) -> list[float]:  # fmt: skip
+    """The slowest rank's seconds of each timed step, the same on every rank; of a plan that is :data:`HOPELESS`
+    beside ``best``, those of the first alone."""
+    updates = optimizer(list(hap.parameters()))
+
+    def step() -> float:
+        hap.everyone.exchange(None)
+        began = time.perf_counter()
+        updates.zero_grad()
+        value = find_loss(hap(*args, **kwargs), hap.loss_function)
+        if value is None:
+            raise ExampleError("the model's output holds no loss to train with; give loss=")
+        torch.autograd.backward(value)
+        updates.step()
+        if hap.device.type == "cuda":
+            torch.cuda.synchronize(hap.device)
+        slowest: float = max(hap.everyone.exchange(time.perf_counter() - began))
+        return slowest
+
+    return timed(step, steps, best)
+
+
+def timed(step: Callable[[], float], count: int, best: float | None) -> list[float]:
+    """The seconds of ``count`` steps from the first that counts on, or of that alone (see :func:`step_seconds`).
+    ``step`` makes one and gives its seconds."""
+    found = [step() for _ in range(WARM)]
+    while True:
+        found.append(step())
+        if found[-1] >= SETTLED * found[-2] or len(found) == LATEST:
+            break
+    if best is not None and found[-1] > HOPELESS * best:
+        return found[-1:]
+    return [found[-1], *(step() for _ in range(count - 1))]

@@ -1,0 +1,1 @@
+"""Verification: all ranks in one process against one device."""

@@ -1,0 +1,67 @@
+"""What a verification found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hetspmd.errors import CheckError
+
+__all__ = ["VerifyReport"]
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The largest relative errors, and whether all are within ``tolerance`` and prove anything.
+
+    ``random``: the model draws random numbers, so the training step was compared with its reference graph.
+    ``worst`` names the tensor of each error. ``rounding``: by how much the single device's own parameters
+    change where it starts one rounding away; measured only where ``parameter_error`` is above the tolerance.
+    ``unproved`` says why equal numbers would prove nothing ("" if they do): then it is not ok. ``notes`` say
+    what was compared, where that is not all. ``located`` is what :mod:`hetspmd.verify.locate` found, "" if it was
+    not asked.
+    """
+
+    ok: bool
+    loss_error: float
+    gradient_error: float
+    parameter_error: float
+    tolerance: float
+    random: bool
+    worst: Mapping[str, str]
+    rounding: float | None = None
+    unproved: str = ""
+    notes: tuple[str, ...] = ()
+    located: str = ""
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        lines = [
+            f"{name:<10} {error:.2e}  {self.worst.get(name, '')}".rstrip()
+            for name, error in (
+                ("loss", self.loss_error), ("gradients", self.gradient_error),
+                ("parameters", self.parameter_error),
+            )
+        ]  # fmt: skip
+        against = "its reference graph (random draws)" if self.random else "the single device"
+        if self.rounding is not None:
+            lines.append(
+                f"rounding   {self.rounding:.2e}  changes the single device's own parameters by this much"
+            )
+        lines += [f"note       {note}" for note in self.notes]
+        lines += [f"located    {line}" for line in self.located.splitlines()]
+        verdict = "equal" if self.ok else "NOT EQUAL"
+        head = f"{verdict} to {against} within {self.tolerance:g}"
+        if self.unproved and not self._differs:
+            head = f"NO PROOF that it is equal to {against}: {self.unproved}"
+        return "\n".join([head, *lines])
+
+    @property
+    def _differs(self) -> bool:
+        return not max(self.loss_error, self.gradient_error) <= self.tolerance
+
+    def require(self) -> None:
+        """Raise CheckError unless ok."""
+        if not self.ok:
+            raise CheckError(self.text)
