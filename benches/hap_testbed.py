@@ -34,7 +34,7 @@ from hetspmd.optimize.alternation import MAX_ITERATIONS, OVERLAPS, Alternation, 
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.optimize.segmentation import Segments, in_segments
 from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather
-from hetspmd.plan.plan import Iteration
+from hetspmd.plan.reports import Iteration
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths, lengths_for
 from hetspmd.program.program import Compute, Program

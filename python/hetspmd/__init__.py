@@ -111,7 +111,8 @@ def attached(name: str) -> Any:
 
 
 class _Door(ModuleType):
-    """``hetspmd.verify`` and ``hetspmd.tune`` are functions, and the packages in which they live have their names."""
+    """``hetspmd.verify`` and ``hetspmd.tune`` are functions, and the packages in which they live have their
+    names."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):

@@ -12,7 +12,8 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.step import StepCost
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.optimize.partition import partition, segmented
-from hetspmd.plan.plan import Plan, SearchReport
+from hetspmd.plan.plan import Plan
+from hetspmd.plan.reports import SearchReport
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Program
 from hetspmd.search import constraints as known

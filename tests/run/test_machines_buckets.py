@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.levels import Leg, MachineRuntime, start_across, start_bucket_across
+from hetspmd.dist.levels import MachineRuntime
 from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
+from hetspmd.program.level_layout import Leg
 from workbench import randomness
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -72,9 +73,9 @@ def both(kind: str, seed: int, seen: Counter[str]) -> None:
         members = [member(again, kind, accelerators, *places[communicator.rank], dtype) for _ in range(count)]
         tensors = [tensor for tensor, _, _ in members]
         kept = [tensor.clone() for tensor in tensors]
-        alone = [start_across(runtime, t, kind, args, *leg).wait() for t, args, leg in members]
-        bucket = start_bucket_across(
-            runtime, tensors, kind, [args for _, args, _ in members], [leg for *_, leg in members]
+        alone = [runtime.start_across(kind, t, args, leg).wait() for t, args, leg in members]
+        bucket = runtime.start_bucket_across(
+            kind, tensors, [args for _, args, _ in members], [leg for *_, leg in members]
         )
         order = list(range(count))
         random.Random(seed + 1).shuffle(order)

@@ -25,12 +25,10 @@ from hetspmd.cost.model import CostModel  # noqa: E402  # after the path is set
 from hetspmd.cost.step import StepCost  # noqa: E402  # after the path is set
 from hetspmd.dist.runtime import Runtime  # noqa: E402  # after the path is set
 from hetspmd.dist.simulate import run_ranks  # noqa: E402  # after the path is set
-from hetspmd.lower import (
-    calls,  # after the path is set
-    lower,  # after the path is set
-)
+from hetspmd.lower import calls, lower  # noqa: E402  # after the path is set
 from hetspmd.placement import IDENTITY, all_gather, is_sharded  # noqa: E402  # after the path is set
-from hetspmd.plan.plan import Plan, SearchReport  # noqa: E402  # after the path is set
+from hetspmd.plan.plan import Plan  # noqa: E402  # after the path is set
+from hetspmd.plan.reports import SearchReport  # noqa: E402  # after the path is set
 from hetspmd.program.checker import check  # noqa: E402  # after the path is set
 from hetspmd.program.lengths import Lengths, lengths_for  # noqa: E402  # after the path is set
 from hetspmd.program.program import Program  # noqa: E402  # after the path is set

@@ -1,8 +1,9 @@
 """What the accelerators of machines add to a step across machines: seconds and bytes.
 
-The cost model of virtual devices (:mod:`hetspmd.cluster.machines`) has a machine compute as fast as its k accelerators
-together, and counts the sums of gradients inside. What it leaves out is added here, for the slowest machine of each
-step and as if nothing overlapped it. For a machine's part of E bytes, inside latency L and bandwidth b:
+The cost model of virtual devices (:mod:`hetspmd.cluster.machines`) has a machine compute as fast as its k
+accelerators together, and counts the sums of gradients inside. What it leaves out is added here, for the slowest
+machine of each step and as if nothing overlapped it. For a machine's part of E bytes, inside latency L and
+bandwidth b:
 
     all-reduce inside                   2 L + 2 (k - 1) / k E / b
     reduce-scatter, all-gather inside   L + (k - 1) / k E / b          to and from the first, in slices

@@ -4,8 +4,8 @@ The order is the one that is executed (:mod:`hetspmd.program.schedule`), or the 
 thinks. In either, parameters, buffers and inputs are held during the whole step, gradients from where they are
 produced to the end, any other tensor from its step to the last that reads it (a view holds what it looks at), and
 the optimizer's state always. Of a whole tensor of which the backward reads no more than slices, copies of these
-are held from the forward on (:mod:`hetspmd.program.saved_tensors`). Until it has completed, a collective holds buffers
-besides, as those of :mod:`hetspmd.dist.collectives` do: at least while it is started, and as long as the
+are held from the forward on (:mod:`hetspmd.program.saved_tensors`). Until it has completed, a collective holds
+buffers besides, as those of :mod:`hetspmd.dist.collectives` do: at least while it is started, and as long as the
 simulation of the step (:mod:`hetspmd.cost.simulator`) says where it is asked. For a tensor of E bytes over n
 devices, with M the largest share, s a device's share of the source's axis, t that of the result's, more than the
 result:

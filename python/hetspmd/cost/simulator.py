@@ -10,8 +10,8 @@ that order settles all clocks:
                               T_j <- T_j + min(issue_jc, seconds_c)
     wait for it               T_j <- max(T_j, end_c) + unpack_jc
 
-Some backends carry several collectives at a time, in ``lanes`` (:class:`~hetspmd.cluster.cluster.Cluster`). The links
-are shared all the same, so that one can only wait out its latency behind another:
+Some backends carry several collectives at a time, in ``lanes`` (:class:`~hetspmd.cluster.cluster.Cluster`). The
+links are shared all the same, so that one can only wait out its latency behind another:
 
     end_c = max(max(end_(c - lanes), max_j T_j) + latency_c, free) + seconds_c - latency_c
 

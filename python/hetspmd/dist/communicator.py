@@ -17,12 +17,11 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from hetspmd.dist.roll import Roll
+from hetspmd.dist.roll import Roll
 
 
 class Work(Protocol):

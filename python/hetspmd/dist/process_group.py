@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hetspmd.errors import RankFailedError, WorldSizeError
 from hetspmd.dist.board import Board
-from hetspmd.dist.channel import BoardChannel
+from hetspmd.dist.board_channel import BoardChannel
 from hetspmd.dist.communicator import Communicator, DoneWork, LoneCommunicator, Work
 from hetspmd.dist.processes import this_process
 from hetspmd.dist.ring import LANES, Carrier, Message, Ports, end_carriers, ring_gather, ring_reduce

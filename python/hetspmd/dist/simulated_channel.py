@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hetspmd.dist.channel import Answer, Channel
 
-if TYPE_CHECKING:
-    from hetspmd.dist.simulate import SimulatedCommunicator
+
+class Meeting(Protocol):
+    """Where the words of simulated ranks meet (:class:`hetspmd.dist.simulate.SimulatedCommunicator`)."""
+
+    rank: int
+    world: int
+    meeting: Any
+
+    def issue_value(self, kind: tuple[Any, ...], value: Any) -> int:
+        """Leave a value there; its number."""
+
+    def collect_values(self, number: int) -> list[Any]:
+        """All ranks' values of this number. Blocks."""
 
 
 class SimulatedChannel(Channel):
     """One rank's channel: numbers and objects meet as those of a collective do, in a world of their own."""
 
-    def __init__(self, part: SimulatedCommunicator) -> None:
+    def __init__(self, part: Meeting) -> None:
         self.rank, self.world = part.rank, part.world
         self._part = part
 
@@ -26,12 +37,12 @@ class SimulatedChannel(Channel):
 
 
 class _Round:
-    def __init__(self, part: SimulatedCommunicator, number: int) -> None:
+    def __init__(self, part: Meeting, number: int) -> None:
         self._part, self._number = part, number
         self._said: list[Callable[[], Any]] = []
 
     def ready(self) -> bool:
-        return self._part.meeting.ready(self._number)
+        return bool(self._part.meeting.ready(self._number))
 
     def numbers(self) -> list[list[int]]:
         words = self._part.collect_values(self._number)

@@ -30,7 +30,7 @@ from hetspmd.errors import InfeasibleError, MemoryLimitError, SearchError
 from hetspmd.optimize.candidate import Clock, Judge, Pair, bounded
 from hetspmd.optimize.parameter_sharding import stored_one_by_one
 from hetspmd.optimize.prefetch import gathered_ahead
-from hetspmd.plan.plan import Iteration
+from hetspmd.plan.reports import Iteration
 from hetspmd.program.lengths import Lengths, Matrix, Ratios, by_segment, lengths_for
 from hetspmd.ratios.problem import Room
 from hetspmd.ratios.ratios import optimise

@@ -31,7 +31,8 @@ from hetspmd.optimize.hierarchy import (
 from hetspmd.optimize.partition import segmented, segments_like
 from hetspmd.optimize.segmentation import Segments, check_segments, in_segments
 from hetspmd.placement import Form
-from hetspmd.plan.plan import Inside, Plan, SearchReport
+from hetspmd.plan.plan import Plan
+from hetspmd.plan.reports import Inside, SearchReport
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths, Matrix, Ratios, by_segment, lengths_for
 from hetspmd.program.stored import as_stored

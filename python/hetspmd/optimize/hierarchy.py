@@ -21,7 +21,8 @@ from hetspmd.cost.model import CostModel
 from hetspmd.errors import HetspmdError, InfeasibleError, MemoryLimitError, OptionError, SearchError
 from hetspmd.optimize.alternation import Alternation, Outcome
 from hetspmd.optimize.candidate import Clock, Pair
-from hetspmd.plan.plan import Inside, Plan
+from hetspmd.plan.plan import Plan
+from hetspmd.plan.reports import Inside
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import by_segment, lengths_for
 from hetspmd.program.level_layout import NestedLayout

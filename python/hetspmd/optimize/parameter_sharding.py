@@ -1,11 +1,12 @@
 """Which parameters are stored in shards, settled one by one in the simulation of the step.
 
 A parameter that every device holds costs an all-reduce of its gradient in the backward; one in shards costs half
-the bytes there and as many in the forward, where it is gathered (:mod:`hetspmd.optimize.prefetch`). Where the links are what
-the step waits for, the best division leaves them idle neither in the forward nor in the backward, gathers nothing
-that the forward reads at once, and keeps small gradients together in buckets. No additive cost tells that. So the
-storage of a good program is changed, one parameter after the other, and what the simulation finds faster is kept.
-At the end of a round the distance of the gathers is chosen anew; one that gains enough is followed by another.
+the bytes there and as many in the forward, where it is gathered (:mod:`hetspmd.optimize.prefetch`). Where the
+links are what the step waits for, the best division leaves them idle neither in the forward nor in the backward,
+gathers nothing that the forward reads at once, and keeps small gradients together in buckets. No additive cost
+tells that. So the storage of a good program is changed, one parameter after the other, and what the simulation
+finds faster is kept. At the end of a round the distance of the gathers is chosen anew; one that gains enough is
+followed by another.
 
 A changed program computes by the same triples; the search, confined to them, chooses its collectives.
 """

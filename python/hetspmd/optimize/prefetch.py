@@ -10,8 +10,8 @@ are stored, and the simulation of the two streams judges them:
   first cannot be gathered behind anything. Only dims are divided along which the program divides nothing else.
 - **In which shares**: even ones. A ring takes as long as its largest share, and what is only stored takes no time
   to compute. Devices without a share of the work store nothing.
-- **How far ahead** they are gathered (:attr:`~hetspmd.program.program.Program.ahead`): far enough that the links are
-  busy while large layers compute, not so far that what is needed soon waits behind what is needed late.
+- **How far ahead** they are gathered (:attr:`~hetspmd.program.program.Program.ahead`): far enough that the links
+  are busy while large layers compute, not so far that what is needed soon waits behind what is needed late.
 
 A derived program computes by the same triples; the search, confined to them, chooses its collectives.
 """

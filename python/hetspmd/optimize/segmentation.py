@@ -5,9 +5,9 @@ HAP leaves their number to the user. Here cost decides:
 1. What could segments gain? In the best program of one segment, the ratios of each of ``MOST`` segments are set
    free, and cuts cost nothing: a linear program. If even that gains less than ``WORTH`` of the stage model's step,
    one segment it is.
-2. Else the graph is cut into 2, 4, 8 segments (:mod:`hetspmd.optimize.partition`), those of these numbers that could
-   gain as much by the same linear program. Each cut graph has a theory of its own, in which a tensor's copy for
-   another segment may have other lengths for the price of an all-to-all. Search and ratios alternate from the
+2. Else the graph is cut into 2, 4, 8 segments (:mod:`hetspmd.optimize.partition`), those of these numbers that
+   could gain as much by the same linear program. Each cut graph has a theory of its own, in which a tensor's copy
+   for another segment may have other lengths for the price of an all-to-all. Search and ratios alternate from the
    ratios of one segment, at which cuts are free, and from those of the linear program. More segments are tried
    while the simulated step gets shorter.
 

@@ -3,32 +3,63 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
+from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import has_machines
+from hetspmd.cost.step import StepCost
 from hetspmd.errors import HetspmdError, PlanError
 from hetspmd.placement import parse_form
 from hetspmd.plan.graph_check import check_graph
 from hetspmd.plan.ops_check import check_calls, check_schemas
+from hetspmd.plan.reports import Inside, Iteration, SearchReport
 from hetspmd.program.checker import check
+from hetspmd.program.lengths import Lengths, Matrix
 from hetspmd.program.levels import nest
 from hetspmd.program.program import Program
 from hetspmd.rules.theory import Theory, derive
-
-if TYPE_CHECKING:
-    from hetspmd.plan.plan import Plan
+from hetspmd.trace.graph import Graph
 
 __all__ = ["checked_theory"]
 
 _CLOSE = 1e-6
 
 
+class Unchecked(Protocol):
+    """A plan (:class:`hetspmd.plan.plan.Plan`) as it was read from a file."""
+
+    @property
+    def graph(self) -> Graph: ...
+    @property
+    def program(self) -> Program: ...
+    @property
+    def ratios(self) -> Matrix: ...
+    @property
+    def lengths(self) -> Lengths: ...
+    @property
+    def cluster(self) -> Cluster: ...
+    @property
+    def cost(self) -> StepCost: ...
+    @property
+    def search(self) -> SearchReport: ...
+    @property
+    def baselines(self) -> Mapping[str, float]: ...
+    @property
+    def iterations(self) -> tuple[Iteration, ...]: ...
+    @property
+    def constraints(self) -> Mapping[str, str]: ...
+    @property
+    def inside(self) -> Inside | None: ...
+    @property
+    def world(self) -> int: ...
+
+
 def _fail(problem: str) -> PlanError:
     return PlanError(f"the plan is damaged: {problem}; compile it again")
 
 
-def checked_theory(plan: Plan, *, trial: bool) -> Theory:
+def checked_theory(plan: Unchecked, *, trial: bool) -> Theory:
     """The theory of a plan's graph, by which its program was proved.
 
     ``trial``: whether each op is to be tried, without data, and must make what the graph says.
@@ -67,7 +98,7 @@ def _prove(theory: Theory, program: Program, what: str) -> None:
         ) from error
 
 
-def _check_lengths(plan: Plan, theory: Theory) -> None:
+def _check_lengths(plan: Unchecked, theory: Theory) -> None:
     axes, units = theory.axes.axes, plan.lengths.units
     if len(units) != len(axes):
         raise _fail(f"it has lengths of {len(units)} axes, the graph has {len(axes)}")
@@ -76,7 +107,7 @@ def _check_lengths(plan: Plan, theory: Theory) -> None:
             raise _fail(f"the lengths {list(lengths)} do not divide the {axis.units} units of axis {axis.id}")
 
 
-def _check_numbers(plan: Plan) -> None:
+def _check_numbers(plan: Unchecked) -> None:
     for row in plan.ratios:
         if not all(0 <= r <= 1 for r in row) or abs(sum(row) - 1) > _CLOSE:
             raise _fail(f"the ratios {list(row)} are not positive parts of 1")
@@ -102,7 +133,7 @@ def _check_numbers(plan: Plan) -> None:
             raise _fail(f"constraint {name!r}: {error}") from error
 
 
-def _per_device(name: str, values: Sequence[float], plan: Plan) -> None:
+def _per_device(name: str, values: Sequence[float], plan: Unchecked) -> None:
     if len(values) != plan.world:
         raise _fail(f"{name} is of {len(values)} devices, the cluster has {plan.world}")
     _seconds(name, values)

@@ -58,7 +58,8 @@ class Explanation:
             more = a.seconds - best
             rows.append(
                 [
-                    mark, spelling(a.form), seconds_text(a.seconds), seconds_text(a.lower_bound), seconds_text(a.step_seconds),
+                    mark, spelling(a.form), seconds_text(a.seconds), seconds_text(a.lower_bound),
+                    seconds_text(a.step_seconds),
                     f"{seconds_text(more)} more" if more > EQUAL * best else "the least",
                 ]
             )  # fmt: skip

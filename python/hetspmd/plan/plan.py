@@ -18,6 +18,8 @@ from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import StepCost
 from hetspmd.errors import PlanError
 from hetspmd.placement import Form, is_sharded, sharded_dim
+from hetspmd.plan.check import checked_theory
+from hetspmd.plan.reports import Inside, Iteration, SearchReport
 from hetspmd.plan.text import content, content_digest, file_text, read_content, value_of
 from hetspmd.program.lengths import Lengths, Matrix
 from hetspmd.program.program import Compute, Program
@@ -30,50 +32,6 @@ if TYPE_CHECKING:
     from hetspmd.cost.timeline import Timeline
     from hetspmd.plan.explanation import Explanation
     from hetspmd.search.search import Limits
-
-
-@dataclass(frozen=True)
-class SearchReport:
-    """What the search says of a program, in its additive cost model.
-
-    ``cost`` and ``lower_bound`` are in seconds, ``gap`` is ``(cost - lower_bound) / cost``. ``stop_reason`` is
-    "optimal" for the certified optimum; "rescored" for a program that the simulation of the step prefers to it;
-    "memory" for the best found that fits the devices, with the bound of those that do; "following" for the
-    certified optimum, and the bound, of programs that store copies of trained modules in the modules' shards; or
-    the limit that struck.
-    The numbers are the same in every run; seconds of wall time are not kept here.
-    """
-
-    cost: float
-    lower_bound: float
-    gap: float
-    stop_reason: str
-    expansions: int
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """One step of the alternation between search and ratios (HAP 3.1)."""
-
-    start: str
-    index: int
-    ratios: Matrix
-    search_seconds: float
-    step_seconds: float
-
-
-@dataclass(frozen=True)
-class Inside:
-    """What the accelerators of each machine do of its part (:mod:`hetspmd.program.levels`).
-
-    program       of the same theory; divides evenly
-    seconds       of the collectives inside, those that the machines' figures count as computation left out
-    memory_bytes  peak of one accelerator of each device, 0 of an idle one
-    """
-
-    program: Program
-    seconds: float
-    memory_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -238,8 +196,6 @@ class Plan:
         ``trial``: try each op once, without data; not needed for a plan that another rank has just made. Raises
         PlanError for text that is no whole plan of this version, or that does not fit torch or the rules.
         """
-        from hetspmd.plan.check import checked_theory
-
         tree, digest = read_content(text)
         plan = value_of(tree, cls)
         theory = checked_theory(plan, trial=trial)

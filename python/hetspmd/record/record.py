@@ -1,8 +1,8 @@
 """``HAP.record``: what the ranks did, as the simulated timeline tells what they should do.
 
-While it is on, each plan's local graphs are replaced by copies that read the clock (:mod:`hetspmd.record.timestamps`);
-they compute the same bits. Off, nothing is left of it. At the end every rank gets all ranks' readings, brought to
-one clock (:func:`hetspmd.record.timestamps.offsets`).
+While it is on, each plan's local graphs are replaced by copies that read the clock
+(:mod:`hetspmd.record.timestamps`); they compute the same bits. Off, nothing is left of it. At the end every rank
+gets all ranks' readings, brought to one clock (:func:`hetspmd.record.timestamps.offsets`).
 """
 
 from __future__ import annotations

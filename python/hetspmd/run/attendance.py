@@ -24,7 +24,7 @@ from hetspmd.run.replicas import Piece, Replicas, device_kind
 
 if TYPE_CHECKING:
     from hetspmd.dist.communicator import Communicator
-    from hetspmd.run.plan_cache import Entry
+    from hetspmd.run.entry import Entry
 
 __all__ = ["Attendance", "Ranks", "meet_ranks"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import fx
@@ -26,9 +26,6 @@ from hetspmd.run.source_location import Origin, annotate
 from hetspmd.trace.autocast import without_autocast
 from hetspmd.trace.compat import graph_is_kept
 
-if TYPE_CHECKING:
-    from hetspmd.run.attendance import Attendance
-
 NOT_THE_LOSS: Final = (
     "a gradient reached an output of HAP that is not the loss; compute what is differentiated inside the model, or "
     "pass loss= to HAP"
@@ -39,6 +36,15 @@ ONCE: Final = (
     "what needs them (a gradient penalty, say) into the model or into loss=, where torch.autograd.grad(..., "
     "create_graph=True) is part of the step; optimizers that need second derivatives cannot step a HAP module"
 )
+
+
+class Attends(Protocol):
+    """What is told that the backward of a step begins (:class:`hetspmd.run.attendance.Attendance`)."""
+
+    step: int
+
+    def backward(self, step: int) -> None:
+        """The backward of a step begins."""
 
 
 class Runner:
@@ -55,7 +61,7 @@ class Runner:
         origin: Origin | None = None, compile: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.origin = origin
-        self.attendance: Attendance | None = None
+        self.attendance: Attends | None = None
         self.program, self.runtime, self.loss, self.gather = program, runtime, loss, gather
         seen: dict[int, int] = {}
         for position, output in enumerate(program.outputs):

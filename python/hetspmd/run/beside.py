@@ -26,7 +26,7 @@ from hetspmd.trace.trace import trace
 
 if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
-    from hetspmd.run.plan_cache import Mode, Setting
+    from hetspmd.run.setting import Mode, Setting
     from hetspmd.trace.graph import Graph
 
 _MOST: Final = 64

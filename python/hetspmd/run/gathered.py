@@ -10,15 +10,12 @@ import functools
 import threading
 from collections import OrderedDict
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from hetspmd.run.parameter_registry import living
-
-if TYPE_CHECKING:
-    from hetspmd.run.whole_states import WholeStates
 
 __all__ = ["add_module", "gathered_state", "reach_loading"]
 
@@ -27,6 +24,15 @@ _REACHED: list[Any] = []
 """torch's own method, once it was replaced."""
 _VERSIONS: ContextVar[dict[str, Any] | None] = ContextVar("hetspmd_versions", default=None)
 """The versions of the classes (``_metadata``) in the state dict that a module that holds a HAP is loading."""
+
+
+class HasWholeState(Protocol):
+    """A HAP module to functions that write and read its state."""
+
+    module: nn.Module
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The single-device model's state dict."""
 
 
 def reach_loading() -> None:
@@ -63,7 +69,7 @@ def _holds(module: nn.Module) -> bool:
     return bool(found) and any(id(part) in found for part in module.modules())
 
 
-def gathered_state(hap: WholeStates, destination: dict[str, Any] | None, prefix: str) -> dict[str, Any]:
+def gathered_state(hap: HasWholeState, destination: dict[str, Any] | None, prefix: str) -> dict[str, Any]:
     """The single-device model's state dict, its keys behind ``prefix``; every rank must call this.
 
     No two tensors share memory, also where parameters are tied: the writers of safetensors files want it so.
@@ -86,7 +92,7 @@ def gathered_state(hap: WholeStates, destination: dict[str, Any] | None, prefix:
     return destination
 
 
-def add_module(hap: WholeStates, state: dict[str, Any], prefix: str) -> None:
+def add_module(hap: HasWholeState, state: dict[str, Any], prefix: str) -> None:
     """Let a module that holds ``hap`` load the single-device model's keys, which lack the ``module.`` between them.
 
     ``state`` is changed; its keys behind ``prefix`` are those of ``hap``. So are the paths of the versions with it.

@@ -20,20 +20,19 @@ from torch.utils.hooks import RemovableHandle
 
 from hetspmd.errors import GradientError, GradientHookWarning
 from hetspmd.placement import is_sharded
-from hetspmd.run.parameter_registry import places
+from hetspmd.run.parameter_registry import ShardedModule, places
 
 if TYPE_CHECKING:
-    from hetspmd.run.module import HAP
     from hetspmd.trace.graph import Parameter
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 """What ``Tensor.register_hook`` takes: it may return another gradient."""
 
-_TOLD: weakref.WeakKeyDictionary[HAP, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
+_TOLD: weakref.WeakKeyDictionary[ShardedModule, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
 """The hooks after accumulation, by parameter and key, that a warning told of."""
 
 
-def on_full_gradient(hap: HAP, parameter: str | torch.Tensor, hook: Hook) -> RemovableHandle:
+def on_full_gradient(hap: ShardedModule, parameter: str | torch.Tensor, hook: Hook) -> RemovableHandle:
     """Call ``hook`` with the whole gradient of a parameter in every backward, on every rank.
 
     ``parameter`` is its name in the model, or the parameter itself. What the hook returns, if anything, takes the
@@ -58,7 +57,7 @@ def on_full_gradient(hap: HAP, parameter: str | torch.Tensor, hook: Hook) -> Rem
 class _OnWhole:
     """A hook that is given the whole gradient."""
 
-    def __init__(self, hap: HAP, name: str, hook: Hook) -> None:
+    def __init__(self, hap: ShardedModule, name: str, hook: Hook) -> None:
         self._hap, self._name, self._hook = weakref.ref(hap), name, hook
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -82,7 +81,7 @@ class _OnWhole:
 
 
 def give_whole(
-    module: weakref.ref[HAP], known: Sequence[Parameter], parameters: Sequence[torch.Tensor]
+    module: weakref.ref[ShardedModule], known: Sequence[Parameter], parameters: Sequence[torch.Tensor]
 ) -> None:
     """Let hooks on sharded parameters see whole gradients, before a backward reaches them."""
     for info, parameter in zip(known, parameters, strict=True):

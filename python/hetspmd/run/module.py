@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import flat
 from hetspmd.dist.agreement import agreed_plan, loaded_plan
@@ -34,15 +35,18 @@ from hetspmd.run.anomaly import is_looked_for
 from hetspmd.run.asking import no_step
 from hetspmd.run.attendance import Attendance, meet_ranks
 from hetspmd.run.compiled_regions import compile_options
+from hetspmd.run.entry import Entry
 from hetspmd.run.forwarding import forwards
 from hetspmd.run.gradient_hooks import give_whole, tell_module_hooks
 from hetspmd.run.guard import check_same_batch, check_tensors
 from hetspmd.run.holders import check_unwrapped
+from hetspmd.run.observer import Observer
 from hetspmd.run.parameter_registry import remember
 from hetspmd.run.passthrough import run_model
-from hetspmd.run.plan_cache import Entry, PlanCache, Setting
+from hetspmd.run.plan_cache import PlanCache
 from hetspmd.run.reach import reach
 from hetspmd.run.replicas import replicas_of
+from hetspmd.run.setting import Setting
 from hetspmd.run.shards import FULL
 from hetspmd.run.signature import Forward
 from hetspmd.run.store import Store, check_model
@@ -62,7 +66,6 @@ if TYPE_CHECKING:
     import os
 
     from hetspmd.plan.plan import Plan
-    from hetspmd.record.record import Recording
     from hetspmd.trace.losses import Loss
 
 
@@ -205,7 +208,7 @@ class HAP(WholeStates):
             self._attendance = Attendance(ranks, self.device, replicas)
             self._plans.attendance = self._attendance
         self._check = check_batches
-        self._recording: Recording | None = None
+        self._recording: Observer | None = None
         self._lowered = False
         remember(self)
         reach()
@@ -317,7 +320,7 @@ class HAP(WholeStates):
         yield
 
     @contextmanager
-    def record(self, path: str | os.PathLike[str] | None = None) -> Iterator[Recording]:
+    def record(self, path: str | os.PathLike[str] | None = None) -> Iterator[Observer]:
         """Record what every rank does within the ``with`` block: each instruction, wait and collective.
 
         Every rank must enter and leave it, and run whole steps within it, backward and optimizer included. At
@@ -326,14 +329,14 @@ class HAP(WholeStates):
         two. See :class:`hetspmd.record.measured.Measured`. Raises OutputError on every rank, before anything runs,
         if the file cannot be written, and RuntimeError within another recording.
         """
-        from hetspmd.record.record import Recording
-
         if self._recording is not None:
             raise RuntimeError("this module is being recorded already")
 
         self.meet("record()")
         entries = self._plans.runners
-        made = Recording(self._everyone, self._runtime, self.device, path, entries, self.parameters)
+        made = hetspmd.attached("Recording")(
+            self._everyone, self._runtime, self.device, path, entries, self.parameters
+        )
         with made:
             self._recording = made
             try:

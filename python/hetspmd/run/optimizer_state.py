@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hetspmd.errors import OptimizerError
-from hetspmd.run.parameter_registry import Place, places
+from hetspmd.run.parameter_registry import Place, ShardedModule, places
 
 if TYPE_CHECKING:
     from hetspmd.lower import LocalTensor
-    from hetspmd.run.module import HAP
 
 _OWN: ContextVar[bool] = ContextVar("hetspmd_own_optimizer_state", default=False)
 """Whether ``optimizer.state_dict()`` is called from here, where shards are what is wanted."""
@@ -42,7 +41,7 @@ class _Entry:
 
 
 def full_optimizer_state_dict(
-    hap: HAP, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False
+    hap: ShardedModule, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False
 ) -> dict[str, Any]:
     """The state dict of the single-device optimizer, whole tensors on the CPU; every rank must call this.
 
@@ -63,7 +62,7 @@ def full_optimizer_state_dict(
     keep = not rank0_only or hap.rank == 0
     state: dict[Any, Any] = {}
     listed = _parameters(optimizer)
-    by_module: dict[int, tuple[HAP, dict[int, str]]] = {}
+    by_module: dict[int, tuple[ShardedModule, dict[int, str]]] = {}
     for index, parameter in enumerate(listed):
         place = known.get(id(parameter))
         if place is not None:
@@ -83,7 +82,7 @@ def full_optimizer_state_dict(
 
 
 def load_full_optimizer_state_dict(
-    hap: HAP, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+    hap: ShardedModule, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
     """Load a single-device optimizer's state dict into this rank's shards; no communication.
 
@@ -136,7 +135,7 @@ def _whole_parts(
 
 
 def _cut_on_all(
-    hap: HAP, optimizer: torch.optim.Optimizer, known: Mapping[int, Place], state: Mapping[Any, Any]
+    hap: ShardedModule, optimizer: torch.optim.Optimizer, known: Mapping[int, Place], state: Mapping[Any, Any]
 ) -> dict[Any, Any]:
     """The ``state`` of this rank's shards. The optimizer's own is left as it is: one that was never stepped has no
     hooks yet that would gather shards. Every rank raises what one of them raises."""
@@ -168,7 +167,7 @@ def is_own() -> bool:
     return _OWN.get()
 
 
-def _known(hap: HAP, optimizer: torch.optim.Optimizer) -> dict[int, Place]:
+def _known(hap: ShardedModule, optimizer: torch.optim.Optimizer) -> dict[int, Place]:
     known = places()
     if not any(id(p) in known and known[id(p)].module is hap for p in _parameters(optimizer)):
         raise OptimizerError(
@@ -183,8 +182,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _gathered(
-    module: HAP, names: Mapping[int, str], state: Mapping[Any, Any], listed: list[torch.Tensor], kind: str, *,
-    keep: bool,
+    module: ShardedModule, names: Mapping[int, str], state: Mapping[Any, Any], listed: list[torch.Tensor],
+    kind: str, *, keep: bool,
 ) -> dict[int, dict[str, Any]]:  # fmt: skip
     """The whole state of the parameters of one module by their place in the optimizer, a ``kind``."""
     own = {index: _told(state.get(index, {}), listed[index], kind, names[index]) for index in names}

@@ -4,22 +4,82 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.doings import Doing
 from hetspmd.dist.uncaught import before_the_end
 from hetspmd.errors import GradientError
 from hetspmd.placement import is_sharded
 from hetspmd.run.mismatch import explain
 
 if TYPE_CHECKING:
-    from hetspmd.run.module import HAP
+    from hetspmd.lower.program import LocalTensor
+    from hetspmd.plan.plan import Plan
+    from hetspmd.trace.losses import Loss
 
-_WRAPPED: list[weakref.ref[HAP]] = []
+
+class ShardedModule(Protocol):
+    """What :class:`hetspmd.run.module.HAP` is to functions that are given its parameters or gradients."""
+
+    device: torch.device
+    gather_state: bool
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped model."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was made first."""
+
+    @property
+    def loss_function(self) -> Loss | None:
+        """What was given as ``loss``, as a function."""
+
+    @property
+    def rank(self) -> int:
+        """This rank in the cluster."""
+
+    @property
+    def source(self) -> int:
+        """The first active rank."""
+
+    @property
+    def everyone(self) -> Communicator:
+        """All ranks of the cluster."""
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's part of a parameter is to be counted in a sum over all ranks."""
+
+    def parameter_shards(self) -> dict[str, LocalTensor]:
+        """Name to layout of every parameter."""
+
+    def gather(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The whole tensors of which these are this rank's parts."""
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The single-device model's state dict."""
+
+    def meet(self, what: str) -> None:
+        """Go on when all ranks do the same."""
+
+    def did(self, doing: Doing) -> None:
+        """Say at the next step what this rank does now."""
+
+    def announce(self, what: str, arguments: tuple[str, ...]) -> None:
+        """Say what this rank is about to do with all others."""
+
+    def run_lowered(self) -> None:
+        """Run the lowered graphs from now on."""
+
+
+_WRAPPED: list[weakref.ref[ShardedModule]] = []
 """The HAP modules that exist, in the order in which they were made."""
 
 _LOCK = threading.Lock()
@@ -28,7 +88,7 @@ _LOCK = threading.Lock()
 class Place(NamedTuple):
     """The HAP module of a parameter, and the parameter's name in the wrapped model."""
 
-    module: HAP
+    module: ShardedModule
     name: str
 
     @property
@@ -63,7 +123,7 @@ class Owned:
         return [t for t, mine in zip(self.tensors, self.shares, strict=True) if mine]
 
 
-def remember(module: HAP) -> None:
+def remember(module: ShardedModule) -> None:
     """Let :func:`owners` find the module, as long as it lives, and errors about its shards' sizes be explained."""
     before_the_end(explain)
     with _LOCK:
@@ -71,7 +131,7 @@ def remember(module: HAP) -> None:
         _WRAPPED.append(weakref.ref(module))
 
 
-def living() -> list[HAP]:
+def living() -> list[ShardedModule]:
     """The HAP modules that exist, in the order in which they were made."""
     return [module for ref in list(_WRAPPED) if (module := ref()) is not None]
 
@@ -89,7 +149,7 @@ def places(*, gradients: bool = False) -> dict[int, Place]:
 
 def grouped(tensors: Iterable[tuple[torch.Tensor, Place]]) -> list[Owned]:
     """Tensors by HAP module, in the order in which the modules first appear."""
-    groups: dict[int, tuple[HAP, list[tuple[torch.Tensor, bool, str]]]] = {}
+    groups: dict[int, tuple[ShardedModule, list[tuple[torch.Tensor, bool, str]]]] = {}
     for tensor, (module, name) in tensors:
         entry = groups.setdefault(id(module), (module, []))
         entry[1].append((tensor, module.counts(name), name))

@@ -6,33 +6,29 @@ model. Every later plan stores parameters in the same shards as the first one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.agreement import agreed_plan
-from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.runtime import Runtime
 from hetspmd.errors import BatchMismatchError, HetspmdError
-from hetspmd.lower import LocalProgram, LocalTensor, lower_plan
-from hetspmd.lower.levels import lower_nested
+from hetspmd.lower import LocalProgram, LocalTensor
 from hetspmd.run.autograd import Runner
 from hetspmd.run.beside import HostSide, Served
 from hetspmd.run.calling import calling_text, changing
-from hetspmd.run.guard import Expected, expected, match, refuse_own_rows
+from hetspmd.run.entry import Entry
+from hetspmd.run.guard import expected, match, refuse_own_rows
 from hetspmd.run.host import Guard
 from hetspmd.run.known import KnownParameters
+from hetspmd.run.observer import Observer
 from hetspmd.run.passthrough import is_the_model
 from hetspmd.run.same_model import check_same_model, traced_for
+from hetspmd.run.setting import Mode, Setting
 from hetspmd.run.source_location import Origin
-from hetspmd.run.store import Slot, Store, slot
+from hetspmd.run.store import Store, slot
 from hetspmd.run.variety import make_room
-from hetspmd.trace.autocast import autocast_state, without_autocast
 from hetspmd.trace.compat import spec_from_text
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.trace import trace
@@ -40,101 +36,7 @@ from hetspmd.trace.trial import trial
 
 if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
-    from hetspmd.record.record import Recording
     from hetspmd.run.attendance import Attendance
-    from hetspmd.trace.losses import Loss
-
-Mode = tuple[tuple[bool, ...], tuple[bool, ...], str, int]
-"""``training`` of every submodule, ``requires_grad`` of every parameter, the dtype of autocast ("": off),
-the number of the model's structure (:mod:`hetspmd.run.structure`)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a HAP module was given: everything that its plans have in common.
-
-    ``communicator`` joins all ranks, idle ones too. ``options`` go to :func:`hetspmd.compile`,
-    ``compile_options`` to ``torch.compile`` (None: ops run as they are).
-    """
-
-    model: nn.Module
-    cluster: Cluster
-    device: torch.device
-    communicator: Communicator
-    loss: Loss | None
-    gather_outputs: bool
-    compile_options: Mapping[str, Any] | None
-    options: Mapping[str, Any]
-
-    @property
-    def called(self) -> Callable[..., Any]:
-        """What takes the batch: the model, or the loss with the model as its first argument."""
-        return partial(self.loss, self.model) if callable(self.loss) else self.model
-
-    def mode(self, structure: int) -> Mode:
-        """The mode in which the model is now; ``structure`` is the number of its structure."""
-        return (
-            tuple(m.training for m in self.model.modules()),
-            tuple(p.requires_grad for p in self.model.parameters()),
-            autocast_state(self.device.type),
-            structure,
-        )
-
-    def compile(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool, like: Plan | None = None,
-        traced: Graph | None = None,
-    ) -> Plan:  # fmt: skip
-        """A plan of this batch in the present mode; ``like`` an earlier one, which keeps to its constraints.
-        ``traced``: its graph, if there is one already."""
-        from hetspmd.optimize.compiler import compile_plan
-
-        options = {k: v for k, v in self.options.items() if like is None or k != "constraints"}
-        with self.communicator.busy():
-            return compile_plan(
-                self.model,
-                args,
-                kwargs,
-                self.cluster,
-                loss=self.loss,
-                training=training,
-                like=like,
-                traced=traced,
-                **options,
-            )
-
-    def lower(self, plan: Plan) -> LocalProgram:
-        """The local graphs of this rank."""
-        with without_autocast(self.device.type), self.communicator.busy():  # constants are computed here
-            lowered = lower_plan if plan.inside is None else lower_nested
-            return lowered(plan, self.communicator.rank, self.device)
-
-
-@dataclass(kw_only=True)
-class Entry:
-    """A plan that the module can run, and for which batches, modes and states. ``model``: the model itself
-    does so."""
-
-    plan: Plan
-    mode: Mode
-    served: Served
-    expected: Expected
-    runner: Runner
-    output_spec: Any
-    parameters: list[Slot]
-    buffers: list[Slot]
-    known: KnownParameters
-    inputs: list[str]
-    model: bool
-    compared: bool = False
-    number: int = -1
-    traced: bool = True
-    """Whether the plan is known to be of this model."""
-    used: int = 0
-    """When it was last called, in calls of the module."""
-
-    @property
-    def differentiable(self) -> bool:
-        return self.runner.program.backward is not None
 
 
 class PlanCache:
@@ -192,7 +94,7 @@ class PlanCache:
         return [(entry.plan, entry.runner) for entry in self.entries]
 
     def select(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], recording: Recording | None
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], recording: Observer | None
     ) -> tuple[Entry, list[torch.Tensor]]:
         """The plan for this batch in the present mode, compiled if there is none, and the batch's tensors.
 

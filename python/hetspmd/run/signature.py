@@ -12,15 +12,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from inspect import Parameter, Signature, signature
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from hetspmd.run.parameter_registry import ShardedModule
 from hetspmd.trace.losses import PickedLoss
-
-if TYPE_CHECKING:
-    from hetspmd.run.module import HAP
 
 __all__ = ["Forward"]
 
@@ -35,10 +33,10 @@ class Forward:
         assert isinstance(function, FunctionType)
         self.function = function
         self.__doc__ = function.__doc__
-        self._made: WeakKeyDictionary[HAP, FunctionType] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[ShardedModule, FunctionType] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def __get__(self, hap: HAP | None, _kind: type | None = None) -> Callable[..., Any]:
+    def __get__(self, hap: ShardedModule | None, _kind: type | None = None) -> Callable[..., Any]:
         if hap is None:
             return self.function
         made = self._made.get(hap)
@@ -48,7 +46,7 @@ class Forward:
         return MethodType(made, hap)
 
 
-def _copied(function: FunctionType, hap: HAP) -> FunctionType:
+def _copied(function: FunctionType, hap: ShardedModule) -> FunctionType:
     """The function with the signature of what this module runs."""
     parts = function.__code__, function.__globals__, function.__name__, function.__defaults__
     made = FunctionType(*parts, function.__closure__)
@@ -60,7 +58,7 @@ def _copied(function: FunctionType, hap: HAP) -> FunctionType:
     return made
 
 
-def _signature(hap: HAP) -> Signature:
+def _signature(hap: ShardedModule) -> Signature:
     loss = hap.loss_function
     if loss is None or isinstance(loss, PickedLoss):
         return signature(hap.module.forward)

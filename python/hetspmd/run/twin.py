@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from hetspmd.run.beside import HostSide
+from hetspmd.run.entry import Entry
 from hetspmd.run.known import KnownParameters
-from hetspmd.run.plan_cache import Entry, PlanCache
+from hetspmd.run.plan_cache import PlanCache
 from hetspmd.run.shards import attributes, divided, mark, marked, parameter_like
 from hetspmd.run.store import Slot, Store
 from hetspmd.run.whole import copied

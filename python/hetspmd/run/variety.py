@@ -14,7 +14,7 @@ from hetspmd.errors import PlanPerValueWarning
 from hetspmd.trace.host.places import text
 
 if TYPE_CHECKING:
-    from hetspmd.run.plan_cache import Entry
+    from hetspmd.run.entry import Entry
 
 WARN_AT = 3
 """Plans that differ in plain values alone, at which a warning says so."""

@@ -6,8 +6,8 @@ is relaxed with prices ``p_ij >= 0`` in seconds per byte:
 
     L(p) = min over x of  cost(x) + sum_ij p_ij (held_ij(x) - capacity_j)   <=   the constrained optimum.
 
-What a program is charged at given prices is never more than what it holds (:mod:`hetspmd.search.memory_prices`), so a
-search at any prices gives a certified bound. Whether a program fits is decided by its whole profile
+What a program is charged at given prices is never more than what it holds (:mod:`hetspmd.search.memory_prices`),
+so a search at any prices gives a certified bound. Whether a program fits is decided by its whole profile
 (:mod:`hetspmd.cost.memory`), transients and all.
 
 The prices follow from the programs found so far by Kelley's cutting planes (1960): L is below the line

@@ -2,9 +2,10 @@
 
 What :class:`Ledger` charges is never more than what is held: at instruction i a tensor is charged that has
 been produced and is still to be read, in the cheapest form that the program has of it, a whole one that no
-more of the forward reads in the smallest slice that the backward may have saved (:mod:`hetspmd.program.saved_tensors`);
-of tensors that share storage one. A parameter is charged with its optimizer state at every instruction, and
-what was gathered for the forward and is read again in the backward from the one to the other.
+more of the forward reads in the smallest slice that the backward may have saved
+(:mod:`hetspmd.program.saved_tensors`); of tensors that share storage one. A parameter is charged with its
+optimizer state at every instruction, and what was gathered for the forward and is read again in the backward from
+the one to the other.
 """
 
 from __future__ import annotations

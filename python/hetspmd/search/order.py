@@ -19,7 +19,8 @@ def assemble_program(space: Space, rows: Sequence[int], moves: Sequence[Move | N
 
     A parameter that is communicated for its second reading alone is communicated right before it; the program
     is as good as one that communicates the second reading. If there is no such program, the communication comes
-    before the forward's last reader: what the second reading takes is what was kept (:mod:`hetspmd.search.memory_prices`).
+    before the forward's last reader: what the second reading takes is what was kept
+    (:mod:`hetspmd.search.memory_prices`).
     """
     theory = space.theory
     graph = theory.graph

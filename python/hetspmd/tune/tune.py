@@ -83,15 +83,15 @@ def tune(
     """Train ``model`` for a few steps by each of several plans, on the ranks of the process group, and choose the
     fastest. Every rank calls this, with the same example.
 
-    The plans are ``plans``, by name, or those of :func:`hetspmd.tune.alternatives.alternatives`, to which ``options`` go
-    (arguments of :func:`hetspmd.compile`). Each works on a copy of the model, one after the other; a model on the
-    meta device takes the memory of its shards alone, which are zeros. The model and torch's random numbers stay as
-    they are. A step is forward, backward and the step of ``optimizer``; it lasts until the last rank has ended it.
-    ``steps`` of them are timed, after the first two to five, until they get no shorter; plans that are close to the
-    fastest have further turns of as many (:mod:`hetspmd.tune.compare`), until one leads by twice the standard error
-    of the difference, or they are equal to 1 %, or each has had six. Of plans that cannot be told apart then, one
-    of the fewest devices is chosen.
-    ``loss``, ``process_group``, ``device`` and ``timeout`` are those of :class:`hetspmd.HAP`.
+    The plans are ``plans``, by name, or those of :func:`hetspmd.tune.alternatives.alternatives`, to which
+    ``options`` go (arguments of :func:`hetspmd.compile`). Each works on a copy of the model, one after the other;
+    a model on the meta device takes the memory of its shards alone, which are zeros. The model and torch's random
+    numbers stay as they are. A step is forward, backward and the step of ``optimizer``; it lasts until the last
+    rank has ended it. ``steps`` of them are timed, after the first two to five, until they get no shorter; plans
+    that are close to the fastest have further turns of as many (:mod:`hetspmd.tune.compare`), until one leads by
+    twice the standard error of the difference, or they are equal to 1 %, or each has had six. Of plans that cannot
+    be told apart then, one of the fewest devices is chosen. ``loss``, ``process_group``, ``device`` and
+    ``timeout`` are those of :class:`hetspmd.HAP`.
 
     Raises OptionError for other options, no steps, or no plans, and what HAP raises, on every rank alike.
     """

@@ -11,7 +11,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Network
 from hetspmd.cost.model import CostModel
 from hetspmd.optimize.alternation import OVERLAPS, Alternation, Clock, Outcome, Pair
-from hetspmd.plan.plan import Iteration
+from hetspmd.plan.reports import Iteration
 from hetspmd.program.lengths import Lengths
 from hetspmd.ratios.starts import starting_ratios
 from hetspmd.rules.theory import Theory

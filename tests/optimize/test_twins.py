@@ -26,7 +26,7 @@ from hetspmd.search.constraints import named_tensors
 from hetspmd.tune.alternatives import alternatives
 from nets import Net
 
-SLOW = Cluster.load(Path(__file__).parents[1] / "examples" / "clusters" / "four-slow.yaml")
+SLOW = Cluster.load(Path(__file__).parents[2] / "examples" / "clusters" / "four-slow.yaml")
 KIND = {"memory_bandwidth": 4e6, "launch": 1e-9, "inside": {"bandwidth": 1e9, "latency": 1e-9}}
 MACHINES = Cluster.load({
     "devices": [

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_prefetch import compiled, error_of, on, sharded
 
 import hetspmd.optimize.alternation as alternation
 import hetspmd.optimize.parameter_sharding as storage
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.placement import all_gather
 from hetspmd.program.checker import check
-from test_prefetch import compiled, error_of, on, sharded
 from workbench import traced
 
 

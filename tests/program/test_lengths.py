@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import step_cost
 from hetspmd.placement import all_gather
-from hetspmd.plan.plan import Plan, SearchReport
+from hetspmd.plan.plan import Plan
+from hetspmd.plan.reports import SearchReport
 from hetspmd.program.lengths import LITTLE, Lengths, aligned, apportion, lengths_for
 from hetspmd.report.limits import Limits, limits, limits_document, limits_text
 

@@ -1,0 +1,65 @@
+"""The channel of ranks that are processes: see :mod:`hetspmd.dist.channel`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from hetspmd.dist.board import Board
+from hetspmd.dist.channel import NUMBERS, Answer, Channel
+from hetspmd.dist.communicator import Communicator, Work
+
+__all__ = ["BoardChannel"]
+
+_LATE: Final = 10.0
+"""Seconds in which a rank whose word is here has put the object behind it on the board."""
+
+
+class BoardChannel(Channel):
+    """Numbers by an all-gather of a group of the host's own, objects by keys of a store."""
+
+    def __init__(self, group: Communicator, board: Board) -> None:
+        self.rank, self.world = group.rank, group.world
+        self._group, self._board = group, board
+        self._round = 0
+
+    def start(self, numbers: Sequence[int], said: Callable[[], Any]) -> Answer:
+        self._round += 1
+        own = torch.tensor(numbers, dtype=torch.int64)
+        every = torch.empty(self.world * NUMBERS, dtype=torch.int64)
+        work = self._group.all_gather(every, own)
+        return _Round(self._board, self._round, work, every, said)
+
+
+@dataclass
+class _Round:
+    board: Board
+    round: int
+    work: Work
+    every: torch.Tensor
+    said: Callable[[], Any]
+
+    def ready(self) -> bool:
+        return self.work.is_completed()
+
+    def numbers(self) -> list[list[int]]:
+        self.work.wait()
+        found: list[list[int]] = self.every.view(-1, NUMBERS).tolist()
+        return found
+
+    def objects(self) -> list[Any]:
+        kind = f"round {self.round}"
+        own = json.dumps(self.said())
+        self.board.write(kind, own)
+        found: dict[int, Any] = {self.board.rank: json.loads(own)}
+        end = time.monotonic() + _LATE
+        while len(found) < self.board.world and time.monotonic() < end and not self.board.silent:
+            found.update((rank, json.loads(text)) for rank, text in self.board.read(kind).items())
+            if len(found) < self.board.world:
+                time.sleep(0.02)
+        return [found.get(rank) for rank in range(self.board.world)]
