@@ -21,8 +21,8 @@ from hetspmd.dist.simulate import run_ranks
 from hetspmd.lower.levels import lower_place
 from hetspmd.placement import ALL_REDUCE
 from hetspmd.program.layout import Region
-from hetspmd.program.level_layout import NestedLayout, Place
-from hetspmd.program.levels import Inside, Key, Nested, Together, between, inner_rows, nest
+from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
+from hetspmd.program.levels import InsideCollective, Key, Nested, Together, between, inner_rows, nest
 from hetspmd.program.program import Program
 from hetspmd.rules.rule import Row
 from test_random_programs import TOLERANCE, Subject, subject
@@ -145,7 +145,7 @@ def test_random_nested_programs(name: str, count: int) -> None:
         error = error_of(of, nested, layout)
         assert error <= TOLERANCE, f"seed {seed}: {error}"
         for step in (*nested.forward, *nested.backward):
-            if isinstance(step, Inside):
+            if isinstance(step, InsideCollective):
                 seen[f"inside {step.kind}"] += 1
             for move in between(step):
                 seen[f"across {move.kind}"] += 1
@@ -178,9 +178,13 @@ def test_a_wrong_part_is_noticed(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert error_of(of, nested, layout) <= TOLERANCE
     right = NestedLayout.inner_region
 
-    def wrong(self: NestedLayout, key: Key, at: Place) -> Region | None:
+    def wrong(self: NestedLayout, key: Key, at: AcceleratorPlace) -> Region | None:
         region = right(self, key, at)
-        if region is None or at.inside != 1 or region.extent != right(self, key, Place(at.machine, 0)).extent:
+        if (
+            region is None
+            or at.inside != 1
+            or region.extent != right(self, key, AcceleratorPlace(at.machine, 0)).extent
+        ):
             return region
         return replace(region, start=0)
 

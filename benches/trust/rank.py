@@ -22,7 +22,7 @@ from emulated.memory import LiveBytes, ResidentPeak
 from emulated.worker import Context
 from hetspmd.dist.process_group import ProcessGroupCommunicator
 from hetspmd.plan.plan import Plan
-from hetspmd.profile.cases import Case, together
+from hetspmd.profile.cases import OpCase, together
 from hetspmd.profile.measure import Options, Profile, measure, with_ops
 from hetspmd.profile.session import Session
 from hetspmd.rules.theory import derive
@@ -61,7 +61,7 @@ def profile_ops(
     session = Session(communicator, torch.device("cpu"), "gloo", start=time.perf_counter())
     before = Profile.open(file)
 
-    def cases() -> list[Case]:
+    def cases() -> list[OpCase]:
         if session.rank:
             return []
         network, batch = build(model, **(options or {}))

@@ -14,7 +14,7 @@ import yaml
 
 import hetspmd
 from emulated.spec import EmulationError
-from hetspmd.cluster.curves import Measured
+from hetspmd.cluster.curves import MeasuredFigures
 from hetspmd.profile.measure import Profile
 from trust import command, rank, report, results, statistics
 from trust.models import MODELS, build
@@ -154,7 +154,7 @@ def test_models_give_a_loss(name: str) -> None:
 @pytest.mark.parametrize("memory", [None, 5e9])
 def test_devices_have_the_memory_that_is_given(monkeypatch: pytest.MonkeyPatch, memory: float | None) -> None:
     """Otherwise what the machine has left beside what its processes hold."""
-    found = Profile(PAIR, Measured())
+    found = Profile(PAIR, MeasuredFigures())
     monkeypatch.setattr(rank, "ProcessGroupCommunicator", MagicMock())
     monkeypatch.setattr(rank, "Session", MagicMock())
     monkeypatch.setattr(rank, "measure", lambda *_: found)

@@ -19,7 +19,7 @@ from hetspmd.cost.model import CostModel
 from hetspmd.errors import ClusterError, MemoryLimitError
 from hetspmd.program.lengths import lengths_for
 from hetspmd.program.level_layout import NestedLayout
-from hetspmd.program.levels import Across, Both, Inside, between, nest
+from hetspmd.program.levels import Across, Both, InsideCollective, between, nest
 from hetspmd.rules.theory import derive
 from hetspmd.search import constraints as known
 from hetspmd.search.search import Limits, search
@@ -105,7 +105,7 @@ def test_data_parallel_in_closed_form() -> None:
     layout = NestedLayout(theory, lengths, (4, 4))
     steps = (*nested.forward, *nested.backward)
     sums = [s for s in steps if isinstance(s, Across)]
-    assert not any(isinstance(s, Inside) for s in steps), (
+    assert not any(isinstance(s, InsideCollective) for s in steps), (
         "sums inside are the first step of those between machines"
     )
     assert sorted(theory.graph.tensors[s.tensor].nbytes for s in sums) == [4, 512]

@@ -14,7 +14,7 @@ from hetspmd.cluster.curves import (
     TERMS_OF,
     Curve,
     Fit,
-    Measured,
+    MeasuredFigures,
     Point,
     Rate,
     at_devices,
@@ -182,13 +182,13 @@ def test_text_and_plan_round_trip() -> None:
 
 def test_all_that_was_measured_round_trips() -> None:
     point = Point("lone", 4096, 1, 1.0, 0.5, 1e-4, 9e-5, 2e-4, 12)
-    whole = Measured(
+    whole = MeasuredFigures(
         (Fit(curve("all_to_all", 2, 1e-4, 0.0, 1e-9), -0.5, 0.1, (point, point)),),
         (Rate(1, "matmul", "float32", 2e6, 1e-3, 9e-4, 2e-3, 7),),
         {"backend": "gloo", "budget": 60.0},
     )
     assert read_measured(read_object(whole.to_dict()), 2) == whole
-    assert read_measured(read_object({"version": 1}), 2) == Measured()
+    assert read_measured(read_object({"version": 1}), 2) == MeasuredFigures()
 
 
 GOOD = {"kind": "all_reduce", "devices": 2, "latency": 1e-4, "per_byte": 1e-9}

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cluster.curves import Measured, read_measured
+from hetspmd.cluster.curves import MeasuredFigures, read_measured
 from hetspmd.cluster.devices import PASSES, Device, Network
 from hetspmd.cluster.file import read_object
 from hetspmd.cluster.op_times import OpFit, OpTime, OpTimes
@@ -282,7 +282,7 @@ def test_the_file_round_trips() -> None:
     assert made.part((1, 2)).ops == (OpTimes((1,), times),)
     assert made.part((1,)).ops == ()
     fits = (OpFit(times[0], 0.1, ((1.0, 1e-5),)), OpFit(times[1], 0.02, ((0.25, 5e-4), (1.0, 2e-3))))
-    whole = Measured(ops=(((0, 2), fits),))
+    whole = MeasuredFigures(ops=(((0, 2), fits),))
     assert read_measured(read_object(whole.to_dict()), 3) == whole
 
 

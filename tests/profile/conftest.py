@@ -11,7 +11,7 @@ from synthetic import devices, fits, rates
 
 from hetspmd.cli.main import main
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cluster.curves import Measured
+from hetspmd.cluster.curves import MeasuredFigures
 from hetspmd.profile.fit import fit_network
 from hetspmd.profile.measure import Profile
 
@@ -40,4 +40,4 @@ def profile() -> Profile:
     cluster = Cluster.load(Cluster(devices(), network, tuple(f.curve for f in found)).to_dict())
     in_order = {(f.curve.kind, f.curve.devices): f for f in found}
     ordered = tuple(in_order[c.kind, c.devices] for c in cluster.curves)
-    return Profile(cluster, Measured(ordered, rates(), about))
+    return Profile(cluster, MeasuredFigures(ordered, rates(), about))

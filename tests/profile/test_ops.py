@@ -22,7 +22,7 @@ from hetspmd.dist.simulate import run_ranks
 from hetspmd.profile import ops as measuring
 from hetspmd.profile import single
 from hetspmd.profile.cache import cache_file, cache_folder, load_points, save_points
-from hetspmd.profile.cases import SHARES, Case, cases_of, tasks_of, together
+from hetspmd.profile.cases import SHARES, OpCase, cases_of, tasks_of, together
 from hetspmd.profile.local_op import Alone, Arena, alone, index_bound, local_op
 from hetspmd.profile.measure import Options, Profile, with_ops
 from hetspmd.profile.ops import fit_points, measure_ops
@@ -140,8 +140,8 @@ def test_indices_stay_within_their_tensor() -> None:
     assert index_bound(index, 0, [(5, 7), (5,)], (5, 5)) == 2
 
 
-def case(key: str, weight: float, units: int = 1, whole: str = "") -> Case:
-    return Case(key, whole or key, None, (TensorType((units,), "float32"), None), units, weight)
+def case(key: str, weight: float, units: int = 1, whole: str = "") -> OpCase:
+    return OpCase(key, whole or key, None, (TensorType((units,), "float32"), None), units, weight)
 
 
 def test_what_takes_longest_comes_first() -> None:

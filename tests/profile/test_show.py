@@ -13,7 +13,7 @@ import torch
 from synthetic import rates_of
 
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cluster.curves import Measured, Rate
+from hetspmd.cluster.curves import MeasuredFigures, Rate
 from hetspmd.cluster.devices import Device
 from hetspmd.profile.grouping import Report, devices_of, groups_of
 from hetspmd.profile.host import host_identity, usable_memory
@@ -72,7 +72,7 @@ def test_plot(profile: Profile) -> None:
 
 def test_plot_escapes_and_needs_no_collectives() -> None:
     devices = devices_of([Report("<&>", "h", 2.0**30, rates_of(0, 1e12))])
-    alone = Profile(Cluster(devices), Measured((), rates_of(0, 1e12)))
+    alone = Profile(Cluster(devices), MeasuredFigures((), rates_of(0, 1e12)))
     root = ElementTree.fromstring(profile_svg(alone))
     assert "<&> (0)" in [t.text for t in root.iter(f"{SVG}text")]
     assert "Cluster of 1 device\n" in profile_text(alone)

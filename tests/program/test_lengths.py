@@ -16,7 +16,7 @@ from hetspmd.placement import all_gather
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import SearchReport
 from hetspmd.program.lengths import LITTLE, Lengths, aligned, apportion, lengths_for
-from hetspmd.report.limits import Limits, limits, limits_document, limits_text
+from hetspmd.report.limits import StepLimits, limits, limits_document, limits_text
 
 RATIOS = st.lists(st.sampled_from([0.0, 1.0, 2.0, 4.0]) | st.floats(1e-3, 10), min_size=1, max_size=4).filter(
     any
@@ -168,7 +168,7 @@ def test_lengths_of_a_graph() -> None:
         lengths.extents(theory.axes, x, all_gather(7), 8)
 
 
-def limits_of(rows: int, ratios: tuple[float, ...]) -> Limits:
+def limits_of(rows: int, ratios: tuple[float, ...]) -> StepLimits:
     """Of a plan that divides ``rows`` rows among devices as fast as ``ratios``, whose network costs nothing."""
     theory = mlp(batch=rows, width=8, hidden=16)
     devices = cluster(

@@ -15,7 +15,7 @@ from hetspmd.placement import ALL_REDUCE, IDENTITY
 from hetspmd.program.lengths import apportion
 from hetspmd.rules import samples as sample_package
 from hetspmd.rules.brute import (
-    Case,
+    ConcreteCall,
     Outputs,
     assembled,
     case_of,
@@ -58,7 +58,7 @@ def even(units: int, count: int) -> tuple[int, ...]:
 
 
 def nested_outputs(
-    case: Case, rule: OpRule, outer: Row, inner: Row, units: tuple[int, ...]
+    case: ConcreteCall, rule: OpRule, outer: Row, inner: Row, units: tuple[int, ...]
 ) -> list[Outputs] | None:
     """What each accelerator computes, in rank order; None where the rows do not go together."""
     dice = torch.Generator().manual_seed(3)
@@ -83,7 +83,9 @@ def nested_outputs(
     return found
 
 
-def error_of(case: Case, outer: Row, inner: Row, results: list[Outputs], skip: tuple[int, ...]) -> str:
+def error_of(
+    case: ConcreteCall, outer: Row, inner: Row, results: list[Outputs], skip: tuple[int, ...]
+) -> str:
     """What is wrong, empty if nothing is."""
     for o, want in enumerate(case.outputs):
         if want is None or o in skip:

@@ -19,7 +19,7 @@ from hetspmd.errors import OutputError
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.plan.plan import Plan
 from hetspmd.program.program import Compute
-from hetspmd.record.measured import Measured
+from hetspmd.record.measured import MeasuredSteps
 from hetspmd.run.module import HAP
 from hetspmd.run.shard_tensors import plain
 from hetspmd.search import constraints as known
@@ -42,13 +42,13 @@ def train(hap: HAP, batch: dict[str, Any]) -> list[torch.Tensor]:
     return found
 
 
-def recorded(hap: HAP, batch: dict[str, Any], path: Path | None) -> tuple[list[torch.Tensor], Measured]:
+def recorded(hap: HAP, batch: dict[str, Any], path: Path | None) -> tuple[list[torch.Tensor], MeasuredSteps]:
     with hap.record(path) as recording:
         numbers = train(hap, batch)
     return numbers, recording.measured
 
 
-def check_measured(measured: Measured, plan: Plan) -> None:
+def check_measured(measured: MeasuredSteps, plan: Plan) -> None:
     """Once per step and rank everything that the program computes; threads do one thing at a time; the ranks tell
     of the same collectives."""
     instructions = plan.graph.instructions

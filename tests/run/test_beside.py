@@ -22,7 +22,7 @@ import hetspmd
 from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import HetspmdError, OptionError, PlanMismatchError, RetraceWarning, TraceError
 from hetspmd.run.module import HAP
-from hetspmd.trace.host.watch import Watch
+from hetspmd.trace.host.watch import HostWatch
 
 # what forward reads ----------------------------------------------------------------------------------------------
 
@@ -139,13 +139,13 @@ def test_another_thread_that_draws_is_not_the_forward() -> None:
         return model(X)
 
     still = Beside(base)
-    watch = Watch(still)
+    watch = HostWatch(still)
     watch.run(lambda: meanwhile(still))
     assert watch.draws == ""
     assert next(others, None) is None, "it drew"
     drawing = Beside(lambda m, x: base(m, x) * random.random())
     with pytest.raises(TraceError, match=r"draws from Python's random at .*random\.random\(\)"):
-        Watch(drawing).run(lambda: drawing(X))
+        HostWatch(drawing).run(lambda: drawing(X))
 
 
 # what forward leaves ---------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from hetspmd.cluster.machines import machine_of
 from hetspmd.errors import OutputError
 from hetspmd.lower.levels import nested_of
 from hetspmd.optimize.compiler import plan_for
-from hetspmd.program.levels import Across, Both, Inside, Together
-from hetspmd.record.measured import Carried, Measured
+from hetspmd.program.levels import Across, Both, InsideCollective, Together
+from hetspmd.record.measured import MeasuredCollective, MeasuredSteps
 from hetspmd.record.timestamps import offsets, transfer_name
 from hetspmd.run.module import HAP
 from hetspmd.search.constraints import Constraints
@@ -45,7 +45,7 @@ def test_four_ranks(name: str, seed: int, tmp_path: Path) -> None:
     check_file(path, found[0][1])
 
 
-def check_file(path: Path, measured: Measured) -> None:
+def check_file(path: Path, measured: MeasuredSteps) -> None:
     document = json.loads(path.read_text())
     assert path.read_text() == measured.to_chrome_trace()
     assert [p.name for p in path.parent.iterdir()] == [path.name], "nothing is left beside it"
@@ -71,7 +71,7 @@ def test_processes(tmp_path: Path) -> None:
     for r in results:
         assert all(torch.equal(a, b) for a, b in zip(r["plain"], r["recorded"], strict=True))
         assert "missing/steps.json cannot be written" in r["error"]
-    measured: Measured = results[0]["measured"]
+    measured: MeasuredSteps = results[0]["measured"]
     check_measured(measured, plan)
     assert measured.clock_error == 0, "one machine, one clock"
     sums = [one for one in measured.carried if one.name.startswith("All-Reduce(")]
@@ -97,8 +97,8 @@ def test_parts_add_up_to_the_step() -> None:
 
 def test_waits_are_split() -> None:
     streams = [(1.0, 2.0), (2.0, 3.0), (5.0, 6.0)]
-    carried = tuple(Carried("x", 0, 0, {0: 0.0}, {0: 1.0}, {0: pair}) for pair in streams)
-    exposed = Measured(("a",), (), (), (), carried, 0.0, (0,)).exposed(0)
+    carried = tuple(MeasuredCollective("x", 0, 0, {0: 0.0}, {0: 1.0}, {0: pair}) for pair in streams)
+    exposed = MeasuredSteps(("a",), (), (), (), carried, 0.0, (0,)).exposed(0)
     assert exposed(0.0, 1.0) == 0
     assert exposed(0.5, 1.5) == 0.5
     assert exposed(1.5, 5.5) == 2.0
@@ -198,7 +198,7 @@ def test_machines(
     within = [one for one in measured.carried if " inside(" in one.name]
     between = [one for one in measured.carried if " inside(" not in one.name and one.plan >= 0]
     assert between
-    assert bool(within) == any(isinstance(s, Inside) for s in (*nested.forward, *nested.backward))
+    assert bool(within) == any(isinstance(s, InsideCollective) for s in (*nested.forward, *nested.backward))
     for one in within:
         (machine,) = {machines[rank] for rank in one.issued}
         assert sorted(one.completed) == [r for r in working if machines[r] == machine]

@@ -20,8 +20,8 @@ from hetspmd.program.program import Communicate, Compute
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import (
+    ConstraintOrigin,
     Constraints,
-    Origin,
     batch_axes,
     data_parallel,
     named_tensors,
@@ -61,7 +61,7 @@ def test_globs_match_parameters_inputs_and_outputs() -> None:
         names["output[1]"]: all_gather(0), names["x"]: all_gather(0),
     }  # fmt: skip
     assert found.row_filter is None
-    assert found.origins[names["b.weight"]] == Origin("?.weight", "b.weight")
+    assert found.origins[names["b.weight"]] == ConstraintOrigin("?.weight", "b.weight")
     assert str(found.origins[names["b.weight"]]) == "b.weight (by '?.weight')"
     assert str(found.origins[names["x"]]) == "x"
     assert resolve(theory, None) == resolve(theory, {}) == Constraints()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hetspmd.cluster.cluster import Cluster
-    from hetspmd.profile.cases import Case
+    from hetspmd.profile.cases import OpCase
     from hetspmd.profile.measure import Options, Profile
     from hetspmd.profile.session import Session
 
@@ -170,14 +170,14 @@ def _devices(session: Session, wanted: Options, measure: Callable[..., Profile])
         progress.close()
 
 
-def _cases(session: Session, targets: list[str], cluster: Cluster) -> list[Case]:
+def _cases(session: Session, targets: list[str], cluster: Cluster) -> list[OpCase]:
     """The ops of the models, found by rank 0; the others import the files, which may register ops and rules."""
     from hetspmd.cli.target import load_module, load_target, target_place
     from hetspmd.profile.cases import together
     from hetspmd.rules.theory import derive
     from hetspmd.trace.trace import split_example, trace
 
-    def found() -> list[Case]:
+    def found() -> list[OpCase]:
         if session.rank:
             for target in targets:
                 load_module(target_place(target))

@@ -29,7 +29,7 @@ from typing import Any, Final
 
 import yaml
 
-from hetspmd.cluster.curves import Curve, Fit, Measured, at_devices, check_curves, read_measured
+from hetspmd.cluster.curves import Curve, Fit, MeasuredFigures, at_devices, check_curves, read_measured
 from hetspmd.cluster.devices import DEFAULT, Device, Network
 from hetspmd.cluster.entries import read_device, read_network
 from hetspmd.cluster.file import Node, read_file, read_object, read_text
@@ -167,7 +167,9 @@ class Cluster:
             document["network"] = {"bandwidth": self.network.bandwidth, "latency": self.network.latency}
         if self.curves or self.ops or self.lanes > 1:
             ops = tuple((kind.ranks, tuple(map(OpFit, kind.times))) for kind in self.ops)
-            document["measured"] = Measured(tuple(map(Fit, self.curves)), ops=ops, lanes=self.lanes).to_dict()
+            document["measured"] = MeasuredFigures(
+                tuple(map(Fit, self.curves)), ops=ops, lanes=self.lanes
+            ).to_dict()
         return document
 
     def to_text(self) -> str:
@@ -233,7 +235,7 @@ def _read(root: Node) -> Cluster:
             "measured figures belong to single accelerators, and an entry has several; list each accelerator by "
             "itself, or remove the part measured"
         )
-    measured = read_measured(top["measured"], len(devices)) if "measured" in top else Measured()
+    measured = read_measured(top["measured"], len(devices)) if "measured" in top else MeasuredFigures()
     if "network" in top:
         network = read_network(top["network"])
         return Cluster(tuple(devices), network, measured.curves, measured.op_times, measured.lanes)

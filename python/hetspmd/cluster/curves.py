@@ -48,7 +48,7 @@ from hetspmd.cluster.op_times import OpFits, OpTimes, op_entries, read_ops
 from hetspmd.errors import ClusterError
 
 __all__ = [
-    "COLLECTIVES", "TERMS_OF", "Curve", "Fit", "Measured", "Point", "Rate", "at_devices",
+    "COLLECTIVES", "TERMS_OF", "Curve", "Fit", "MeasuredFigures", "Point", "Rate", "at_devices",
     "check_curves", "curve_for", "read_measured",
 ]  # fmt: skip
 
@@ -169,7 +169,7 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredFigures:
     """All of a file's ``measured:`` part."""
 
     fits: tuple[Fit, ...] = ()
@@ -275,7 +275,7 @@ def _fit_entry(fit: Fit) -> dict[str, Any]:
     return entry
 
 
-def read_measured(node: Node, world: int) -> Measured:
+def read_measured(node: Node, world: int) -> MeasuredFigures:
     """The part ``measured`` of a cluster of ``world`` devices.
 
     Raises ClusterError that names the place: another version, unknown keys, numbers that cannot be, a collective
@@ -308,7 +308,7 @@ def read_measured(node: Node, world: int) -> Measured:
             )
     ops = read_ops(top["ops"], world) if "ops" in top else ()
     lanes = top["lanes"].whole("lanes", 1) if "lanes" in top else 1
-    return Measured(tuple(fits), rates, about or None, ops, lanes)
+    return MeasuredFigures(tuple(fits), rates, about or None, ops, lanes)
 
 
 def _read_rate(node: Node, world: int) -> Rate:

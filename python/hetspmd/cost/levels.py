@@ -34,8 +34,18 @@ from hetspmd.cost.memory import OPTIMIZER_BYTES, TEMPORARIES
 from hetspmd.cost.model import CostModel
 from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, is_sharded
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.level_layout import NestedLayout, Place
-from hetspmd.program.levels import Across, Both, Inside, Key, Nested, NestedStep, Together, between, provider
+from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
+from hetspmd.program.levels import (
+    Across,
+    Both,
+    InsideCollective,
+    Key,
+    Nested,
+    NestedStep,
+    Together,
+    between,
+    provider,
+)
 from hetspmd.trace.graph import ITEM_SIZES
 
 __all__ = ["inside_bytes", "inside_seconds"]
@@ -63,7 +73,9 @@ def inside_seconds(costs: CostModel, lengths: Lengths, nested: Nested, layout: N
     return found
 
 
-def _seconds(layout: NestedLayout, step: Inside | Across | Together, machine: int, of: Machine) -> float:
+def _seconds(
+    layout: NestedLayout, step: InsideCollective | Across | Together, machine: int, of: Machine
+) -> float:
     latency, bandwidth, k = of.inside.latency, of.inside.bandwidth, of.accelerators
 
     def moved(tensor: int, outer: Form) -> float:
@@ -71,7 +83,7 @@ def _seconds(layout: NestedLayout, step: Inside | Across | Together, machine: in
             return 0.0
         return _bytes(layout, (tensor, outer, IDENTITY), machine) / bandwidth
 
-    if isinstance(step, Inside):
+    if isinstance(step, InsideCollective):
         whole = moved(step.tensor, step.outer)
         if step.kind == "all_reduce":
             return 2 * latency + 2 * (k - 1) / k * whole
@@ -95,7 +107,7 @@ def _seconds(layout: NestedLayout, step: Inside | Across | Together, machine: in
 def _bytes(layout: NestedLayout, key: Key, machine: int) -> int:
     """Of a value on the first accelerator of a machine."""
     meta = layout.graph.tensors[key[0]]
-    return prod(layout.shape(key, Place(machine, 0))) * ITEM_SIZES[meta.dtype]
+    return prod(layout.shape(key, AcceleratorPlace(machine, 0))) * ITEM_SIZES[meta.dtype]
 
 
 @dataclass
@@ -169,7 +181,10 @@ class _Memory:
         last = change[: self.end + 1].sum(axis=0)
         trained = [p.tensor for p in graph.parameters if p.gradient is not None]
         numbers = [
-            [prod(self.layout.shape((t, nested.stored[t], IDENTITY), Place(m, 0))) for m in self.machines]
+            [
+                prod(self.layout.shape((t, nested.stored[t], IDENTITY), AcceleratorPlace(m, 0)))
+                for m in self.machines
+            ]
             for t in trained
         ]
         state = np.sum(numbers, axis=0) * optimizer_bytes if trained else 0
@@ -184,7 +199,7 @@ class _Memory:
             self.add(key, at - 1 if at else 0, at)
 
     def _step(self, at: int, step: NestedStep) -> None:
-        if isinstance(step, Inside):
+        if isinstance(step, InsideCollective):
             self.read((step.tensor, step.outer, step.source), at)
             self.add((step.tensor, step.outer, step.target), at, at)
         elif isinstance(step, Both):

@@ -53,7 +53,16 @@ from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Key, Schedule, Values, schedule
 
-__all__ = ["BOUNDARY", "START", "WAIT", "WAIT_FIRST", "Run", "TwoStreams", "simulated_seconds", "waited"]
+__all__ = [
+    "BOUNDARY",
+    "START",
+    "WAIT",
+    "WAIT_FIRST",
+    "SimulatedRun",
+    "TwoStreams",
+    "simulated_seconds",
+    "waited",
+]
 
 START: Final = 0
 """A collective is issued."""
@@ -66,7 +75,7 @@ BOUNDARY: Final = 3
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulatedRun:
     """One pass over the events: ``seconds[i, j]`` of computation i on active device j; ``clocks[e]``, the
     devices' clocks right before event e (packed, where it starts a collective); the collectives' starts and ends;
     the clocks at the end of forward and of the step; which collectives are none at these shares; each device's
@@ -207,7 +216,7 @@ class TwoStreams:
         """Seconds until the last device has finished the step."""
         return float(self.run(shares).final.max())
 
-    def completed(self, run: Run) -> dict[int, int]:
+    def completed(self, run: SimulatedRun) -> dict[int, int]:
         """The step of the program that runs first after each collective has ended, by the collective's own step.
 
         Of those that have ended before any device waits for them; their buffers are free from then on.
@@ -226,7 +235,7 @@ class TwoStreams:
                 flying.remove(collective)
         return found
 
-    def run(self, shares: Array) -> Run:
+    def run(self, shares: Array) -> SimulatedRun:
         """All clocks at the given shares (of :meth:`CostModel.shares`)."""
         seconds = self.model.seconds(self._unique, shares)[self._inverse]
         sums = np.add.reduceat(seconds, self._groups, axis=0) if len(self._groups) else seconds
@@ -289,7 +298,7 @@ class TwoStreams:
                     clock, issuing = clock + own, issuing + own
         if done != len(self._signatures):
             clock = clock + sums[group]
-        return Run(seconds, clocks, starts, ends, forward, clock, dropped, issuing, issued)
+        return SimulatedRun(seconds, clocks, starts, ends, forward, clock, dropped, issuing, issued)
 
 
 def waited(what: int, clock: Array, end: float) -> Array:

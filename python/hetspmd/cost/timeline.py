@@ -20,7 +20,7 @@ import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.codec.files import write_output
 from hetspmd.cost.model import Array, CostModel
-from hetspmd.cost.simulator import START, WAIT, WAIT_FIRST, Run, TwoStreams, waited
+from hetspmd.cost.simulator import START, WAIT, WAIT_FIRST, SimulatedRun, TwoStreams, waited
 from hetspmd.cost.step import Stages, idle_seconds
 from hetspmd.program.buckets import Bucket, transfer_text
 from hetspmd.program.lengths import Lengths
@@ -107,7 +107,7 @@ class Timeline:
     transfers: tuple[Transfer, ...]
     graph: Graph = field(repr=False, compare=False)
     _streams: TwoStreams = field(repr=False, compare=False)
-    _run: Run = field(repr=False, compare=False)
+    _run: SimulatedRun = field(repr=False, compare=False)
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
@@ -225,7 +225,7 @@ def timeline(
 
 
 def _transfers(
-    streams: TwoStreams, run: Run, ranks: tuple[int, ...]
+    streams: TwoStreams, run: SimulatedRun, ranks: tuple[int, ...]
 ) -> tuple[tuple[Transfer, ...], Array, Array]:
     """The collectives; per device the seconds that it waits while one is carried out; [j, k] the seconds that
     device j waits for device k.

@@ -35,7 +35,7 @@ _LOOK = 0.5
 _OVER = "over"
 
 
-class Watch:
+class FailureDetector:
     """This rank's view of the ranks ``processes``.
 
     ``prefix`` is of this set of ranks alone; ``host`` is the rank that hosts the store, None if none of them does.
@@ -223,10 +223,10 @@ def _brief(error: RuntimeError) -> str:
     return text.partition(". This is typically")[0].rstrip(".")
 
 
-_WATCHES: list[weakref.ref[Watch]] = []
+_WATCHES: list[weakref.ref[FailureDetector]] = []
 
 
-def _remember(watch: Watch) -> None:
+def _remember(watch: FailureDetector) -> None:
     """An exception that ends this process leaves a note."""
     before_the_end(_leave_notes)
     _WATCHES[:] = [ref for ref in _WATCHES if ref() is not None]

@@ -26,7 +26,7 @@ Replica = tuple[str, int, float, float]
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank said; see :class:`hetspmd.dist.roll.Call`."""
+    """What a rank said; see :class:`hetspmd.dist.roll.RollCall`."""
 
     what: str
     key: str

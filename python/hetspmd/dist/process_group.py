@@ -23,7 +23,7 @@ from hetspmd.dist.processes import this_process
 from hetspmd.dist.ring import LANES, Carrier, Message, Ports, end_carriers, ring_gather, ring_reduce
 from hetspmd.dist.roll import Roll
 from hetspmd.dist.staging import StagedCommunicator, copies_for
-from hetspmd.dist.failure_detection import Watch
+from hetspmd.dist.failure_detection import FailureDetector
 from hetspmd.trace.compat import forget_default_group, group_store, hosted_by_a_rank
 
 __all__ = ["CopiedWork", "IssuedWork", "ProcessGroupCommunicator", "communicator_for"]
@@ -38,7 +38,7 @@ class ProcessGroupCommunicator(Communicator):
         self.group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
-        self.watch: Watch | None = None
+        self.watch: FailureDetector | None = None
         self._staging_of: dict[torch.device, Communicator] = {}
         _COMMUNICATORS.add(self)
 
@@ -57,7 +57,7 @@ class ProcessGroupCommunicator(Communicator):
         ranks = dist.get_process_group_ranks(self.group)
         prefix = f"hetspmd/{name}/{self.exchange(number)[0]}"
         host = ranks.index(0) if 0 in ranks and hosted_by_a_rank(store) else None
-        self.watch = Watch(store, prefix, self.rank, processes, host, timeout)
+        self.watch = FailureDetector(store, prefix, self.rank, processes, host, timeout)
 
     def roll(self) -> Roll | None:
         if not dist.is_gloo_available() or self.watch is None:
@@ -256,7 +256,7 @@ class IssuedWork:
 
     __slots__ = ("_buffers", "_watch", "_work")
 
-    def __init__(self, work: Any, buffers: tuple[torch.Tensor, ...], watch: Watch | None) -> None:
+    def __init__(self, work: Any, buffers: tuple[torch.Tensor, ...], watch: FailureDetector | None) -> None:
         self._work, self._buffers, self._watch = work, buffers, watch
         if len(_ON_THE_WAY) >= _MANY:  # left behind by errors that the caller has caught
             _ON_THE_WAY.difference_update([work for work in _ON_THE_WAY if work.is_completed()])

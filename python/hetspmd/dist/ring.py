@@ -33,7 +33,7 @@ import torch
 __all__ = [
     "CHUNK",
     "LANES",
-    "Carried",
+    "RingTask",
     "Carrier",
     "Message",
     "Ports",
@@ -120,7 +120,7 @@ def _chunks(part: torch.Tensor) -> list[torch.Tensor]:
     return list(torch.split(part, max(CHUNK // part.itemsize, 1))) if part.numel() else []
 
 
-class Carried:
+class RingTask:
     """A task of a :class:`Carrier`, waited for like c10d's work."""
 
     def __init__(self, task: Callable[[], None]) -> None:
@@ -160,14 +160,14 @@ class Carrier:
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._tasks.put, None)
 
-    def carry(self, task: Callable[[], None]) -> Carried:
+    def carry(self, task: Callable[[], None]) -> RingTask:
         """Run ``task`` after those before it."""
         if self._thread is None:
             arguments = (self._tasks,)
             self._thread = threading.Thread(target=_carry, args=arguments, daemon=True, name="hetspmd ring")
             _CARRYING[self._thread] = (self._tasks, self._ports)
             self._thread.start()
-        carried = Carried(task)
+        carried = RingTask(task)
         self._tasks.put(carried)
         return carried
 

@@ -32,14 +32,14 @@ from hetspmd.dist.digest import join
 from hetspmd.dist.doings import Doing
 from hetspmd.dist.parting import Told, parted
 
-__all__ = ["Call", "Roll"]
+__all__ = ["RollCall", "Roll"]
 
 _KEPT: Final = 16
 """Events that are remembered."""
 
 
 @dataclass(frozen=True)
-class Call:
+class RollCall:
     """What a rank says.
 
     ``what`` names the call and ``key`` the plan and mode; ``describe`` says in words in which mode and on which
@@ -105,19 +105,19 @@ class Roll:
     count: int = 0
     last: str = ""
     parted: int = -1
-    _answer: tuple[Call, Answer] | None = None
+    _answer: tuple[RollCall, Answer] | None = None
     _looking: bool = False
 
     def __post_init__(self) -> None:
         self.channel.listen(self.look, self.place)
 
-    def start(self, call: Call) -> None:
+    def start(self, call: RollCall) -> None:
         """Say it, and go on. The words before are looked at first."""
         self.settle()
         self.happens(call.what)
         self._answer = call, self.channel.start(call.numbers(), call.told)
 
-    def meet(self, call: Call) -> None:
+    def meet(self, call: RollCall) -> None:
         """Say it, and go on when all ranks have said the same."""
         self.start(call)
         self.settle()

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from hetspmd.dist.communicator import Communicator, Work
-from hetspmd.dist.ring import Carried, Carrier
+from hetspmd.dist.ring import RingTask, Carrier
 
 __all__ = ["Copies", "CudaCopies", "HostCopies", "StagedCommunicator", "StagedWork", "copies_for"]
 
@@ -119,7 +119,7 @@ def copies_for(device: torch.device) -> Copies:
 class StagedWork:
     """A staged primitive. It holds the tensors: another stream than the one that allocated them uses them."""
 
-    def __init__(self, carried: Carried, copies: Copies, arrived: list[Mark], *held: torch.Tensor) -> None:
+    def __init__(self, carried: RingTask, copies: Copies, arrived: list[Mark], *held: torch.Tensor) -> None:
         self._carried, self._copies, self._arrived, self._held = carried, copies, arrived, held
 
     def wait(self, timeout: timedelta | None = None) -> object:

@@ -15,8 +15,8 @@ from torch import fx
 from hetspmd.errors import PlanError
 from hetspmd.lower import calls, emit
 from hetspmd.placement import ALL_REDUCE, IDENTITY, form_text, is_sharded, sharded_dim
-from hetspmd.program.level_layout import Leg, NestedLayout, Place
-from hetspmd.program.levels import Across, Both, Inside, Key, NestedStep, Together, provider
+from hetspmd.program.level_layout import AcceleratorPlace, Leg, NestedLayout
+from hetspmd.program.levels import Across, Both, InsideCollective, Key, NestedStep, Together, provider
 from hetspmd.program.program import Communicate
 from hetspmd.rules.kernels import reader_of
 from hetspmd.rules.theory import Theory
@@ -31,7 +31,9 @@ aten = torch.ops.aten
 class NestedWriter:
     """Writes the steps of one local graph for one accelerator; all of them write the same in the same order."""
 
-    def __init__(self, theory: Theory, layout: NestedLayout, at: Place, device: torch.device) -> None:
+    def __init__(
+        self, theory: Theory, layout: NestedLayout, at: AcceleratorPlace, device: torch.device
+    ) -> None:
         self.theory, self.layout, self.at, self.device = theory, layout, at, device
         self.graph = fx.Graph()
         self.runtime = self.graph.placeholder("runtime")
@@ -106,7 +108,7 @@ class NestedWriter:
         """Append a step."""
         if isinstance(step, Both):
             self._compute(step)
-        elif isinstance(step, Inside):
+        elif isinstance(step, InsideCollective):
             self._inside(step)
         elif isinstance(step, Across):
             self._across(step)
@@ -117,7 +119,7 @@ class NestedWriter:
         self.produced[key] = lambda: emit.valued(self.call(self.name(key), calls.wait, (pending,)), key)
         self._pending.append(key)
 
-    def _inside(self, step: Inside) -> None:
+    def _inside(self, step: InsideCollective) -> None:
         source = (step.tensor, step.outer, step.source)
         target = (step.tensor, step.outer, step.target)
         machine, extents = self.at.machine, self.layout.extents

@@ -15,7 +15,7 @@ from hetspmd.lower.level_writer import NestedWriter
 from hetspmd.lower.program import LocalProgram, LocalTensor
 from hetspmd.placement import IDENTITY, all_gather, is_sharded
 from hetspmd.program.layout import Region
-from hetspmd.program.level_layout import NestedLayout, Place
+from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
 from hetspmd.program.levels import Key, Nested, nest
 from hetspmd.program.program import Program, Result
 from hetspmd.rules.theory import Theory
@@ -49,12 +49,12 @@ def lower_nested(plan: Plan, rank: int, device: torch.device) -> LocalProgram:
         return lower_idle(theory, left, plan.lengths, device)
     counts = [cluster.accelerators[j] for j in plan.active]
     layout = NestedLayout(theory, plan.lengths, counts)
-    at = Place(plan.active.index(machine), rank - machine_of(cluster).index(machine))
+    at = AcceleratorPlace(plan.active.index(machine), rank - machine_of(cluster).index(machine))
     return lower_place(theory, nested_of(plan), layout, at, device)
 
 
 def lower_place(
-    theory: Theory, nested: Nested, layout: NestedLayout, at: Place, device: torch.device
+    theory: Theory, nested: Nested, layout: NestedLayout, at: AcceleratorPlace, device: torch.device
 ) -> LocalProgram:
     """The local program of one accelerator. Raises PlanError if the rows of an instruction cannot be had at
     once."""
@@ -63,7 +63,7 @@ def lower_place(
 
 class _Lowering:
     def __init__(
-        self, theory: Theory, nested: Nested, layout: NestedLayout, at: Place, device: torch.device
+        self, theory: Theory, nested: Nested, layout: NestedLayout, at: AcceleratorPlace, device: torch.device
     ) -> None:
         self.theory, self.graph, self.nested = theory, theory.graph, nested
         self.layout, self.at, self.device = layout, at, device

@@ -27,14 +27,14 @@ from hetspmd.rules.rule import TensorType
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import PARAMETER
 
-__all__ = ["SHARES", "Case", "Task", "cases_of", "tasks_of", "together"]
+__all__ = ["SHARES", "OpCase", "Task", "cases_of", "tasks_of", "together"]
 
 SHARES: Final = (0.25, 0.5, 0.125)
 """Shares of an axis, in the order in which they are measured, after 1."""
 
 
 @dataclass(frozen=True)
-class Case:
+class OpCase:
     """What a key stands for.
 
     whole   the key of the same call, or parameter, run or stored whole
@@ -60,7 +60,7 @@ class Case:
 class Task:
     """A case at the units that a device holds; the result is of ``key`` at ``share``."""
 
-    case: Case
+    case: OpCase
     held: int
 
     @property
@@ -74,7 +74,7 @@ class Task:
         return self.held / self.case.units
 
 
-def cases_of(theory: Theory, cluster: Cluster) -> dict[str, Case]:
+def cases_of(theory: Theory, cluster: Cluster) -> dict[str, OpCase]:
     """The cases of a model by key, in the graph's order."""
     graph, orders, keys = theory.graph, memory_orders(theory), row_keys(theory)
     model = CostModel(theory, Cluster(cluster.devices, cluster.network))
@@ -84,7 +84,7 @@ def cases_of(theory: Theory, cluster: Cluster) -> dict[str, Case]:
     for instruction, of_rows in zip(graph.instructions, keys, strict=True):
         for key in dict.fromkeys(of_rows):
             weights[key] = weights.get(key, 0.0) + float(seconds[instruction.id])
-    found: dict[str, Case] = {}
+    found: dict[str, OpCase] = {}
     for instruction, of_rows in zip(graph.instructions, keys, strict=True):
         if all(key in found for key in of_rows):
             continue
@@ -96,11 +96,11 @@ def cases_of(theory: Theory, cluster: Cluster) -> dict[str, Case]:
                 dim = sharded_dim(form) if is_sharded(form) else None
                 units = 1 if dim is None else type_.shape[dim]
                 found.setdefault(
-                    key, Case(key, parameter_key(type_, None), None, (type_, dim), units, weights[key])
+                    key, OpCase(key, parameter_key(type_, None), None, (type_, dim), units, weights[key])
                 )
             continue
         if of_rows[0] == VIEW_KEY:
-            found[VIEW_KEY] = Case(
+            found[VIEW_KEY] = OpCase(
                 VIEW_KEY, VIEW_KEY, (alone(graph, instruction, orders), 0), None, 1, _views(model, keys)
             )
             continue
@@ -111,7 +111,7 @@ def cases_of(theory: Theory, cluster: Cluster) -> dict[str, Case]:
             index = small.rows[op].index(row)
             axis = small.row_axes[op][index]
             units = 1 if axis is None else small.axes.axes[axis].units
-            found.setdefault(key, Case(key, of_rows[0], (own, index), None, units, weights[key]))
+            found.setdefault(key, OpCase(key, of_rows[0], (own, index), None, units, weights[key]))
     return found
 
 
@@ -121,7 +121,7 @@ def _views(model: CostModel, keys: Sequence[tuple[str, ...]]) -> float:
     return number * max(device.launch for device in model.cluster.devices)
 
 
-def tasks_of(cases: Sequence[Case]) -> list[Task]:
+def tasks_of(cases: Sequence[OpCase]) -> list[Task]:
     """What is to be measured, in order."""
     ordered = sorted(cases, key=lambda c: -c.weight)
     tasks: dict[tuple[str, float], Task] = {}
@@ -132,9 +132,9 @@ def tasks_of(cases: Sequence[Case]) -> list[Task]:
     return list(tasks.values())
 
 
-def together(theories: Sequence[Theory], cluster: Cluster) -> list[Case]:
+def together(theories: Sequence[Theory], cluster: Cluster) -> list[OpCase]:
     """The cases of several models, which weigh the same."""
-    found: dict[str, Case] = {}
+    found: dict[str, OpCase] = {}
     for theory in theories:
         of_model = cases_of(theory, cluster)
         total = sum(c.weight for c in of_model.values() if c.key == c.whole) or 1.0

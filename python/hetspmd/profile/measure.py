@@ -17,12 +17,12 @@ import yaml
 
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.collective_kinds import Kind
-from hetspmd.cluster.curves import COLLECTIVES, Fit, Measured, Point, read_measured
+from hetspmd.cluster.curves import COLLECTIVES, Fit, MeasuredFigures, Point, read_measured
 from hetspmd.cluster.devices import Device
 from hetspmd.cluster.file import Node, read_file
 from hetspmd.cost.op_keys import is_parameter_key
 from hetspmd.errors import ClusterError, ProfileError
-from hetspmd.profile.cases import Case
+from hetspmd.profile.cases import OpCase
 from hetspmd.profile.collectives import measure_group, measure_issue, measure_lanes
 from hetspmd.profile.device import DTYPES, measure_device
 from hetspmd.profile.fit import fit_curves, fit_network, hidden
@@ -61,7 +61,7 @@ class Profile:
     """A cluster and all that was measured of it."""
 
     cluster: Cluster
-    measured: Measured
+    measured: MeasuredFigures
 
     def to_text(self) -> str:
         """The cluster file's text (YAML)."""
@@ -76,14 +76,14 @@ class Profile:
         root: Node = read_file(path)
         cluster = Cluster.load(path)
         if root.mapping is None or "measured" not in root.mapping:
-            return cls(cluster, Measured())
+            return cls(cluster, MeasuredFigures())
         return cls(cluster, read_measured(root.mapping["measured"], cluster.world))
 
     @classmethod
     def load(cls, path: str) -> Profile:
         """A cluster file with the part ``measured``. Raises ClusterError for any other."""
         found = cls.open(path)
-        if found.measured == Measured():
+        if found.measured == MeasuredFigures():
             raise ClusterError(
                 f"{path} has no part measured, so there is nothing to show; hetspmd profile writes one"
             )
@@ -128,11 +128,11 @@ def measure(session: Session, options: Options, tick: Callable[[str], None] = la
     lanes = measure_lanes(session) if session.world > 1 else 1
     devices = issuing(devices, [(i.seconds, i.per_byte) for i in measure_issue(session)])
     cluster = Cluster(devices, network, tuple(f.curve for f in fits), lanes=lanes)
-    return Profile(cluster, Measured(fits, rates, about, lanes=lanes))
+    return Profile(cluster, MeasuredFigures(fits, rates, about, lanes=lanes))
 
 
 def with_ops(
-    session: Session, profile: Profile, cases: Sequence[Case], options: Options,
+    session: Session, profile: Profile, cases: Sequence[OpCase], options: Options,
     tick: Callable[[str], None] = lambda what: None,
 ) -> Profile:  # fmt: skip
     """The profile with the times of ops, measured for ``options.budget`` seconds; those that it has and that are

@@ -38,7 +38,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.op_times import OpFit, OpFits, OpTime
 from hetspmd.cost.op_keys import VIEW_KEY
 from hetspmd.profile.cache import Points, cache_file, load_points, save_points
-from hetspmd.profile.cases import Case, Task, tasks_of
+from hetspmd.profile.cases import OpCase, Task, tasks_of
 from hetspmd.profile.device import OPTIMIZERS, synchronize
 from hetspmd.profile.fit import relative_least_squares
 from hetspmd.profile.grouping import kinds_of
@@ -96,7 +96,7 @@ class _Done:
 
 
 def measure_ops(
-    session: Session, cluster: Cluster, cases: Sequence[Case], budget: float, tolerance: float,
+    session: Session, cluster: Cluster, cases: Sequence[OpCase], budget: float, tolerance: float,
     optimizer: str = "adamw", tick: Callable[[str], None] = lambda what: None,
 ) -> OpReport:  # fmt: skip
     """Measure ``cases`` on every kind of device of ``cluster``, for about ``budget`` seconds from now.
@@ -135,7 +135,7 @@ def measure_ops(
     return OpReport(tuple(ops), len(cases), len(tasks) * len(kinds), measured, cached, failed)
 
 
-def fit_points(cases: Sequence[Case], points: Points) -> tuple[OpFit, ...]:
+def fit_points(cases: Sequence[OpCase], points: Points) -> tuple[OpFit, ...]:
     """The lines of the cases that were measured: what is whole at the share 1, what is cut at another share too."""
     found: dict[str, OpFit] = {}
     for case in cases:
@@ -147,7 +147,7 @@ def fit_points(cases: Sequence[Case], points: Points) -> tuple[OpFit, ...]:
     return tuple(found[key] for key in sorted(found))
 
 
-def _fit(case: Case, points: tuple[tuple[float, float], ...]) -> OpFit:
+def _fit(case: OpCase, points: tuple[tuple[float, float], ...]) -> OpFit:
     shares, seconds = (np.array(column) for column in zip(*points, strict=True))
     if case.key == case.whole:
         constant, slope = points[-1][1], 0.0

@@ -21,7 +21,7 @@ from hetspmd.rules.nested import Level, localize_drawn, localize_nested, runs_wh
 from hetspmd.rules.rule import LocalCall, Row
 from hetspmd.rules.theory import Theory
 
-__all__ = ["Leg", "NestedLayout", "Part", "Place"]
+__all__ = ["AcceleratorPlace", "Leg", "NestedLayout", "Part"]
 
 Part = tuple[int, Sequence[int]] | str | None
 """How a machine's tensor lies on its accelerators: cut along a dim with these extents, "sum", or whole on each."""
@@ -31,7 +31,7 @@ Leg: TypeAlias = tuple[Part, Sequence[int], Part, Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Place:
+class AcceleratorPlace:
     """An accelerator: the ``inside``-th of the ``machine``-th of the active machines."""
 
     machine: int
@@ -53,11 +53,11 @@ class NestedLayout:
         return sum(self.accelerators)
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[AcceleratorPlace]:
         """All accelerators in rank order."""
-        return [Place(v, a) for v, k in enumerate(self.accelerators) for a in range(k)]
+        return [AcceleratorPlace(v, a) for v, k in enumerate(self.accelerators) for a in range(k)]
 
-    def rank(self, at: Place) -> int:
+    def rank(self, at: AcceleratorPlace) -> int:
         """The rank of an accelerator among all."""
         return sum(self.accelerators[: at.machine]) + at.inside
 
@@ -79,30 +79,30 @@ class NestedLayout:
         units = self.outer.lengths.units[axis.id][machine] if outer == inner else axis.units
         return tuple(n * unit for n in self.even(units, machine))
 
-    def inner_region(self, key: Key, at: Place) -> Region | None:
+    def inner_region(self, key: Key, at: AcceleratorPlace) -> Region | None:
         """The part of its machine's part that an accelerator holds; None for all of it."""
         if not is_sharded(key[2]):
             return None
         extents = self.extents(key, at.machine)
         return Region(sharded_dim(key[2]), sum(extents[: at.inside]), extents[at.inside])
 
-    def outer_region(self, key: Key, at: Place) -> Region | None:
+    def outer_region(self, key: Key, at: AcceleratorPlace) -> Region | None:
         """The part of the tensor that the accelerator's machine holds; None for all of it."""
         return self.outer.region(key[0], key[1], at.machine)
 
-    def regions(self, key: Key, at: Place) -> tuple[Region, ...]:
+    def regions(self, key: Key, at: AcceleratorPlace) -> tuple[Region, ...]:
         """The parts one after the other: the machine's, then the accelerator's of that."""
         found = (self.outer_region(key, at), self.inner_region(key, at))
         return tuple(region for region in found if region is not None)
 
-    def shape(self, key: Key, at: Place) -> tuple[int, ...]:
+    def shape(self, key: Key, at: AcceleratorPlace) -> tuple[int, ...]:
         """The local shape."""
         shape = list(self.graph.tensors[key[0]].shape)
         for region in self.regions(key, at):
             shape[region.dim] = region.extent
         return tuple(shape)
 
-    def levels(self, instruction: int, outer: Row, inner: Row, at: Place) -> tuple[Level, Level]:
+    def levels(self, instruction: int, outer: Row, inner: Row, at: AcceleratorPlace) -> tuple[Level, Level]:
         """Both rows with the units that the machine and the accelerator hold."""
         start, stop = self._units(instruction, outer, lambda axis: self.outer.lengths.range(axis, at.machine))
         first = Level(outer, (start, stop))
@@ -129,7 +129,7 @@ class NestedLayout:
         start, stop = held(axis)
         return start * scale, stop * scale
 
-    def call(self, instruction: int, outer: Row, inner: Row, at: Place) -> LocalCall | None:
+    def call(self, instruction: int, outer: Row, inner: Row, at: AcceleratorPlace) -> LocalCall | None:
         """What an accelerator calls; None where the two rows cannot be had at once."""
         theory = self.theory
         levels = self.levels(instruction, outer, inner, at)

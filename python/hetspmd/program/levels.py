@@ -9,7 +9,7 @@ tensors of any shape, the inner row of an instruction divides what the machine d
 them:
 
 - :class:`Both`, a computation by an outer and an inner row;
-- :class:`Inside`, a collective among the accelerators of each machine;
+- :class:`InsideCollective`, a collective among the accelerators of each machine;
 - :class:`Across`, one of the outer program, in three steps: each machine's first accelerator collects what its
   machine holds, communicates with the other first ones, and hands the result out, whole or in slices;
 - :class:`Together`, several of these that share a bucket of the outer program's schedule.
@@ -36,7 +36,7 @@ from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
 
 __all__ = [
-    "Across", "Both", "Inside", "Key", "Nested", "NestedStep", "Together", "between", "nest", "provider",
+    "Across", "Both", "InsideCollective", "Key", "Nested", "NestedStep", "Together", "between", "nest", "provider",
 ]  # fmt: skip
 
 Key = tuple[int, Form, Form]
@@ -53,7 +53,7 @@ class Both:
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class InsideCollective:
     """Turn ``tensor | outer, source`` into ``tensor | outer, target`` within each machine."""
 
     tensor: int
@@ -87,7 +87,7 @@ class Together:
         return self.members[0].kind
 
 
-NestedStep = Both | Inside | Across | Together
+NestedStep = Both | InsideCollective | Across | Together
 
 
 def between(step: NestedStep) -> tuple[Across, ...]:
@@ -249,10 +249,10 @@ class _Nesting:
         if len(members) > 1:
             into.steps[before:] = [Together(members)]
 
-    def _append(self, into: _Graph, source: Key, step: Inside | Across) -> None:
+    def _append(self, into: _Graph, source: Key, step: InsideCollective | Across) -> None:
         into.provider(source)
         into.steps.append(step)
-        if isinstance(step, Inside):
+        if isinstance(step, InsideCollective):
             into.have[(step.tensor, step.outer, step.target)] = None
         else:
             into.have[(step.tensor, step.target, step.handed_out)] = None
@@ -271,7 +271,7 @@ class _Nesting:
                 if planned is not None and planned.source == source[2]:
                     fits = planned.target == IDENTITY or (planned.target == inner and not moved)
                     kind, target = (planned.kind, planned.target) if fits else (kind, target)
-                self._append(into, source, Inside(tensor, source[1], kind, source[2], target))
+                self._append(into, source, InsideCollective(tensor, source[1], kind, source[2], target))
                 return self._reach(into, key)
         for source in into.of(tensor):
             target = IDENTITY if outer == ALL_REDUCE else outer

@@ -21,7 +21,7 @@ import hetspmd
 from hetspmd.cluster.machines import machine_of
 from hetspmd.codec.files import write_output
 from hetspmd.cost.timeline import IDLE_RESULTS, Event, Stream
-from hetspmd.record.timestamps import Call, What, offsets
+from hetspmd.record.timestamps import GraphCall, What, offsets
 
 if TYPE_CHECKING:
     import os
@@ -57,7 +57,7 @@ class LocalRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class MeasuredCollective:
     """A collective that was carried out: by rank the seconds at which it was issued, complete, and the stretch
     for which it held the rank's communication stream."""
 
@@ -70,7 +70,7 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSteps:
     """The recorded steps; seconds from the first thing recorded, on rank 0's clock.
 
     devices      names of the cluster's devices, in rank order; of a machine with several accelerators, once each
@@ -87,7 +87,7 @@ class Measured:
     plans: tuple[Plan, ...] = field(repr=False)
     spans: tuple[Span, ...] = field(repr=False)
     runs: tuple[LocalRun, ...] = field(repr=False)
-    carried: tuple[Carried, ...] = field(repr=False)
+    carried: tuple[MeasuredCollective, ...] = field(repr=False)
     clock_error: float
     machines: tuple[int, ...]
 
@@ -147,7 +147,7 @@ class Measured:
         write_output(self.to_chrome_trace(), path)
 
 
-def assemble(cluster: Cluster, plans: Sequence[Plan], logs: Sequence[Mapping[str, Any]]) -> Measured:
+def assemble(cluster: Cluster, plans: Sequence[Plan], logs: Sequence[Mapping[str, Any]]) -> MeasuredSteps:
     """What the ranks' ``logs`` (of :meth:`hetspmd.record.record.Recording`) say together."""
     machines = machine_of(cluster)
     devices = [cluster.devices[machine].name for machine in machines]
@@ -160,7 +160,7 @@ def assemble(cluster: Cluster, plans: Sequence[Plan], logs: Sequence[Mapping[str
         one = _Rank(rank, machines[rank], log, shift - first, seen)
         spans += sorted(one.spans, key=lambda s: s.start)
         runs += one.runs
-    return Measured(
+    return MeasuredSteps(
         tuple(devices), tuple(plans), tuple(spans), tuple(runs), _carried(seen, len(devices)), error / 1e9,
         machines,
     )  # fmt: skip
@@ -224,7 +224,7 @@ class _Rank:
         )  # fmt: skip
 
     def _run(
-        self, run: int, plan: int, graph: str, calls: Sequence[Call], times: Sequence[int],
+        self, run: int, plan: int, graph: str, calls: Sequence[GraphCall], times: Sequence[int],
         flights: Sequence[tuple[int, Sequence[int]]],
     ) -> None:  # fmt: skip
         self.runs.append(
@@ -240,12 +240,12 @@ class _Rank:
                 known = self.seen.setdefault(self._key(run, call), _Seen(call.name, plan))
                 known.issued[self.rank] = self._seconds(end)
 
-    def _key(self, run: int, call: Call) -> tuple[int, int, int]:
+    def _key(self, run: int, call: GraphCall) -> tuple[int, int, int]:
         """Ranks tell of the same collective under the same key."""
         return run, call.transfer, self.machine if call.inside else EVERYWHERE
 
     def _wait(
-        self, run: int, plan: int, call: Call, flight: tuple[int, Sequence[int]], begin: int, end: int
+        self, run: int, plan: int, call: GraphCall, flight: tuple[int, Sequence[int]], begin: int, end: int
     ) -> None:
         """Blocked until the collective is complete; then its result is unpacked."""
         primitives, done = flight
@@ -261,7 +261,7 @@ class _Rank:
             self._span(plan, run, "local", f"unpack {call.name}", until, end)
 
 
-def _carried(seen: Mapping[tuple[int, int, int], _Seen], world: int) -> tuple[Carried, ...]:
+def _carried(seen: Mapping[tuple[int, int, int], _Seen], world: int) -> tuple[MeasuredCollective, ...]:
     free = [float("-inf")] * world
     found = []
     for (run, *_), one in sorted(seen.items(), key=lambda item: max(item[1].issued.values())):
@@ -271,5 +271,5 @@ def _carried(seen: Mapping[tuple[int, int, int], _Seen], world: int) -> tuple[Ca
             start = max(ready, free[rank])
             free[rank] = max(start, completed)
             streams[rank] = (start, free[rank])
-        found.append(Carried(one.name, one.plan, run, one.issued, one.completed, streams))
+        found.append(MeasuredCollective(one.name, one.plan, run, one.issued, one.completed, streams))
     return tuple(found)

@@ -23,8 +23,8 @@ from torch.optim.optimizer import (
 )
 
 from hetspmd.errors import OutputError
-from hetspmd.record.measured import Measured, assemble
-from hetspmd.record.timestamps import Call, Pass, Stamps, clock_of, stamped
+from hetspmd.record.measured import MeasuredSteps, assemble
+from hetspmd.record.timestamps import GraphCall, Pass, Stamps, clock_of, stamped
 
 if TYPE_CHECKING:
     import os
@@ -57,16 +57,16 @@ class Recording:
         self._entries, self._parameters = entries, parameters
         self._plans: list[Plan] = []
         self._programs: list[tuple[Runner, LocalProgram]] = []
-        self._calls: dict[tuple[int, str], list[Call]] = {}
+        self._calls: dict[tuple[int, str], list[GraphCall]] = {}
         self._passes: list[tuple[int, str, Pass]] = []
         self._optimizer: list[Any] = []
         self._shares: list[Any] = []
         self._handles: list[Any] = []
         self._before: dict[str, Any] = {}
-        self._measured: Measured | None = None
+        self._measured: MeasuredSteps | None = None
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredSteps:
         """What was recorded. Raises RuntimeError before the recording has ended."""
         if self._measured is None:
             raise RuntimeError("a recording is there when its with block has ended without an error")

@@ -30,7 +30,7 @@ from hetspmd.lower import calls
 from hetspmd.lower.emit import ALSO
 from hetspmd.lower.instrument import instrumented
 from hetspmd.program.buckets import Bucket, transfer_text
-from hetspmd.program.levels import Across, Inside, Together, between
+from hetspmd.program.levels import Across, InsideCollective, Together, between
 from hetspmd.program.program import Communicate
 from hetspmd.trace.graph import Graph
 
@@ -83,7 +83,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class GraphCall:
     """A call of a local graph: ``transfer`` counts the graph's collectives, for issues and waits; ``inside``: of
     the accelerators of one machine."""
 
@@ -115,7 +115,7 @@ class Stamps:
     """What the copy of a graph calls. ``calls`` are its calls in order; each finished run goes to ``keep``."""
 
     def __init__(self, clock: Clock, plan: int, keep: Callable[[Pass], None]) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[GraphCall] = []
         self.plan = plan
         self._clock, self._keep = clock, keep
         self._now: Callable[[], Any] = clock.now
@@ -187,30 +187,32 @@ def stamped(module: fx.GraphModule, stamps: Stamps, graph: Graph) -> fx.GraphMod
         else:
             made.call_method("stamp", (reader,))
         for other in node.meta.get(ALSO, ()):  # done by the same call: no time of its own
-            stamps.calls.append(Call("instruction", graph.instructions[other].name))
+            stamps.calls.append(GraphCall("instruction", graph.instructions[other].name))
             made.call_method("stamp", (reader,))
 
     return instrumented(module, stamps, f"Recorded{type(module).__name__}", behind, ends=("begin", "end"))
 
 
-def _call(node: fx.Node, order: dict[fx.Node, int], graph: Graph) -> Call:
+def _call(node: fx.Node, order: dict[fx.Node, int], graph: Graph) -> GraphCall:
     if (instruction := node.meta.get("instruction")) is not None:
-        return Call("instruction", graph.instructions[instruction].name)
+        return GraphCall("instruction", graph.instructions[instruction].name)
     if (step := node.meta.get("transfer")) is not None:
         order[node] = len(order)
-        return Call("issue", transfer_name(step, graph), order[node], isinstance(step, Inside))
+        return GraphCall("issue", transfer_name(step, graph), order[node], isinstance(step, InsideCollective))
     if node.target in (calls.wait, calls.take):
         (pending, *_) = node.args
         assert isinstance(pending, fx.Node)
         step = pending.meta["transfer"]
-        return Call("wait", transfer_name(step, graph), order[pending], isinstance(step, Inside))
-    return Call("local", node.name)
+        return GraphCall(
+            "wait", transfer_name(step, graph), order[pending], isinstance(step, InsideCollective)
+        )
+    return GraphCall("local", node.name)
 
 
-def transfer_name(step: Communicate | Bucket | Inside | Across | Together, graph: Graph) -> str:
+def transfer_name(step: Communicate | Bucket | InsideCollective | Across | Together, graph: Graph) -> str:
     """As the simulated timeline calls a collective; it knows of none inside a machine."""
     names = [t.name for t in graph.tensors]
-    if isinstance(step, Inside):
+    if isinstance(step, InsideCollective):
         return f"{KIND_TEXT[step.kind]} inside({names[step.tensor]})"
     if isinstance(step, (Across, Together)):
         moves = tuple(Communicate(s.tensor, s.kind, s.source, s.target) for s in between(step))

@@ -23,7 +23,7 @@ _NAMES: dict[Quantity, str] = {
 
 
 @dataclass(frozen=True)
-class Limits:
+class StepLimits:
     """What limits the predicted step.
 
     sensitivities       of the quantities that the step depends on, the greatest elasticity first
@@ -37,7 +37,7 @@ class Limits:
     loss: float
 
 
-def limits(plan: Plan) -> Limits:
+def limits(plan: Plan) -> StepLimits:
     """The limits of a plan; seconds are those of the two-stream simulation."""
     model, program = plan.costs, plan.program
     idle = idle_seconds(plan.graph, program, plan.cluster, plan.active)
@@ -52,10 +52,10 @@ def limits(plan: Plan) -> Limits:
     found = sensitivities(
         model, program, plan.ratios, cluster=plan.cluster, active=plan.active, room=room, streams=streams
     )
-    return Limits(found, fractional, whole / fractional - 1 if fractional > 0 else 0.0)
+    return StepLimits(found, fractional, whole / fractional - 1 if fractional > 0 else 0.0)
 
 
-def limits_text(plan: Plan, found: Limits) -> str:
+def limits_text(plan: Plan, found: StepLimits) -> str:
     """For people: what would gain most, and what whole units cost."""
     shown = [(s.gain, s) for s in found.sensitivities if s.gain is not None and s.gain >= _WORTH]
     shown.sort(key=lambda entry: -entry[0])
@@ -79,7 +79,7 @@ def sentence(plan: Plan, of: Sensitivity) -> str:
     return f"{100 * MORE:.0f} % {more} {name} on {', '.join(kinds)} ({where})"
 
 
-def limits_document(found: Limits) -> dict[str, Any]:
+def limits_document(found: StepLimits) -> dict[str, Any]:
     """The keys ``sensitivity`` and ``lengths`` of the JSON document."""
     return {
         "sensitivity": [

@@ -9,7 +9,7 @@ from hetspmd.codec.quantities import quantity_text
 from hetspmd.codec.tables import table
 from hetspmd.lower.levels import nested_of
 from hetspmd.plan.plan import Plan
-from hetspmd.program.levels import Both, Inside, between
+from hetspmd.program.levels import Both, InsideCollective, between
 
 
 def inside_text(plan: Plan) -> str:
@@ -57,7 +57,7 @@ def inside_document(plan: Plan) -> dict[str, Any] | None:
         "seconds": plan.inside.seconds,
         "across": sum(len(between(s)) for s in steps),
         "transfers": sum(bool(between(s)) for s in steps),
-        "inside": sum(isinstance(s, Inside) for s in steps),
+        "inside": sum(isinstance(s, InsideCollective) for s in steps),
         "computed": len(computed),
         "alike": sum(s.inner.factor is None and s.inner.name == "always" for s in computed),
     }

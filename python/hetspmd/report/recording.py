@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hetspmd.codec.tables import shortened, table
-from hetspmd.record.measured import Measured
+from hetspmd.record.measured import MeasuredSteps
 from hetspmd.report.timeline import THREADS, collective_roles, process_entries, seconds_text
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _TOP = 12
 _PARTS = ("instruction", "local", "issue", "transfers", "devices", "optimizer")
 
 
-def chrome_trace(measured: Measured) -> str:
+def chrome_trace(measured: MeasuredSteps) -> str:
     """The layout of :func:`hetspmd.report.timeline.chrome_trace`; ``args`` also tell the step's part (``what``) and
     when a collective was issued by this rank and completed, in microseconds."""
     entries: list[dict[str, Any]] = []
@@ -62,7 +62,7 @@ def chrome_trace(measured: Measured) -> str:
     return json.dumps(document, separators=(",", ":"))
 
 
-def recording_text(measured: Measured) -> str:
+def recording_text(measured: MeasuredSteps) -> str:
     """Measured against simulated, for each plan that ran: by device, by op, by kind of collective."""
     parts = []
     for index, plan in enumerate(measured.plans):
@@ -81,7 +81,7 @@ def _complete(
     }  # fmt: skip
 
 
-def _clocks(measured: Measured) -> str:
+def _clocks(measured: MeasuredSteps) -> str:
     if not measured.clock_error:
         return "The ranks share one clock"
     return f"The ranks' clocks agree to {seconds_text(measured.clock_error)}"
@@ -98,7 +98,7 @@ def _ratio(measured: float, predicted: float) -> str:
 class _Comparison:
     """The runs of one plan against its timeline."""
 
-    def __init__(self, measured: Measured, index: int, plan: Plan) -> None:
+    def __init__(self, measured: MeasuredSteps, index: int, plan: Plan) -> None:
         self.measured, self.index, self.plan = measured, index, plan
         self.timeline: Timeline = plan.timeline()
         graph = plan.graph

@@ -38,7 +38,7 @@ _TOLERANCES = {
 
 
 @dataclass(frozen=True)
-class Case:
+class ConcreteCall:
     """A concrete call on the single device: its tensors, their results, and the call as a rule sees it."""
 
     call: Call
@@ -53,7 +53,7 @@ class Case:
         return max((_TOLERANCES[t.dtype] for t in tensors if t.dtype in _TOLERANCES), default=0.0)
 
 
-def case_of(op: str, args: Sequence[Any], kwargs: dict[str, Any], seed: int = 0) -> Case:
+def case_of(op: str, args: Sequence[Any], kwargs: dict[str, Any], seed: int = 0) -> ConcreteCall:
     """Run ``op`` on the single device, with the random generator at ``seed``."""
     tensors: list[Tensor] = []
 
@@ -76,13 +76,13 @@ def case_of(op: str, args: Sequence[Any], kwargs: dict[str, Any], seed: int = 0)
         tuple(_type(t) for t in tensors),
         tuple(None if o is None else _type(o) for o in outputs),
     )
-    return Case(call, tuple(tensors), outputs, device)
+    return ConcreteCall(call, tuple(tensors), outputs, device)
 
 
-def with_inputs(case: Case, inputs: Sequence[Tensor], seed: int = 0) -> Case:
+def with_inputs(case: ConcreteCall, inputs: Sequence[Tensor], seed: int = 0) -> ConcreteCall:
     """The same call on other tensors of the same shapes and dtypes."""
     outputs = execute((case.call.op, case.call.args, dict(case.call.kwargs)), inputs, case.device, seed)
-    return Case(case.call, tuple(inputs), outputs, case.device)
+    return ConcreteCall(case.call, tuple(inputs), outputs, case.device)
 
 
 def _type(tensor: Tensor) -> TensorType:

@@ -37,7 +37,16 @@ from hetspmd.placement import (
     is_sharded,
     sharded_dim,
 )
-from hetspmd.rules.brute import Case, Outputs, assembled, execute, magnitude, mismatch, shards, with_inputs
+from hetspmd.rules.brute import (
+    ConcreteCall,
+    Outputs,
+    assembled,
+    execute,
+    magnitude,
+    mismatch,
+    shards,
+    with_inputs,
+)
 from hetspmd.rules.rule import SUM, Cut, OpRule, Place, Row, local_shape
 
 LIMIT: Final = 1500
@@ -112,7 +121,7 @@ def without_implied(rows: Iterable[MissingRow]) -> tuple[MissingRow, ...]:
 
 
 def missing_rows(
-    case: Case, rule: OpRule, shape_only: Sequence[int], fixed: Sequence[int]
+    case: ConcreteCall, rule: OpRule, shape_only: Sequence[int], fixed: Sequence[int]
 ) -> tuple[dict[str, tuple[tuple[Form, ...], tuple[Form, ...], int]], tuple[str, ...]]:
     """Text of each missing row -> (pre, post, units; 0 without a cut), and notes on what was left out."""
     op = case.call.op
@@ -146,13 +155,13 @@ def missing_rows(
     return found, notes
 
 
-def _triple(row: Row, case: Case) -> Triple:
+def _triple(row: Row, case: ConcreteCall) -> Triple:
     post = tuple(IDENTITY if o is None else f for f, o in zip(row.post, case.outputs, strict=True))
     return row.pre, post
 
 
 def _candidates(
-    case: Case, rule: OpRule, idle: frozenset[int]
+    case: ConcreteCall, rule: OpRule, idle: frozenset[int]
 ) -> Iterator[tuple[tuple[Form, ...], dict[int, Form]]]:
     """Forms of all inputs, and forms of the outputs whose shape is an argument."""
     integral = all(not _real(t) for t in case.inputs)
@@ -182,7 +191,7 @@ def _cuts(tensor: Tensor) -> list[Form]:
     return [all_gather(d) for d, extent in enumerate(tensor.shape) if extent >= 2]
 
 
-def _coherent(case: Case, whole: Sequence[list[Form]]) -> Iterator[tuple[Form, ...]]:
+def _coherent(case: ConcreteCall, whole: Sequence[list[Form]]) -> Iterator[tuple[Form, ...]]:
     """Candidates without a cut, then those that cut one extent, wherever it is."""
     yield from product(*whole)
     indices = [t for t in case.inputs if t.dtype in (torch.int64, torch.int32) and t.dim()]
@@ -197,7 +206,7 @@ def _coherent(case: Case, whole: Sequence[list[Form]]) -> Iterator[tuple[Form, .
         yield from product(*options)
 
 
-def _matters(case: Case, index: int) -> bool:
+def _matters(case: ConcreteCall, index: int) -> bool:
     """Whether the values of a floating input matter at all."""
     generator = torch.Generator().manual_seed(_SEED)
     inputs = list(case.inputs)
@@ -215,7 +224,7 @@ def _draw(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(tensor.shape, dtype=wide, generator=generator).to(tensor)
 
 
-def _unit_counts(case: Case, pre: Sequence[Form], shaped: dict[int, Form]) -> tuple[int, ...]:
+def _unit_counts(case: ConcreteCall, pre: Sequence[Form], shaped: dict[int, Form]) -> tuple[int, ...]:
     """Numbers of units to try, largest first; (0,) where nothing is cut."""
     extents = [t.shape[sharded_dim(f)] for t, f in zip(case.inputs, pre, strict=True) if is_sharded(f)]
     for o, form in shaped.items():
@@ -228,7 +237,7 @@ def _unit_counts(case: Case, pre: Sequence[Form], shaped: dict[int, Form]) -> tu
     return tuple(n for n in range(common, 1, -1) if common % n == 0)
 
 
-def _redraws(case: Case, fixed: Sequence[int]) -> list[Case]:
+def _redraws(case: ConcreteCall, fixed: Sequence[int]) -> list[ConcreteCall]:
     """The case and the same call on other values, so that only structural truths survive."""
     cases = [case]
     generator = torch.Generator().manual_seed(_SEED)
@@ -252,7 +261,7 @@ def _redraws(case: Case, fixed: Sequence[int]) -> list[Case]:
 
 
 def _posts(
-    cases: Sequence[Case], rule: OpRule, pre: tuple[Form, ...], shaped: dict[int, Form], units: int,
+    cases: Sequence[ConcreteCall], rule: OpRule, pre: tuple[Form, ...], shaped: dict[int, Form], units: int,
     shape_only: Sequence[int],
 ) -> list[tuple[Form, ...]]:  # fmt: skip
     """All postconditions that hold on every case and split; empty if some output has none."""
@@ -284,7 +293,7 @@ def _test_splits(units: int) -> list[tuple[int, ...]]:
 
 
 def _forms_once(
-    case: Case, rule: OpRule, pre: tuple[Form, ...], shaped: dict[int, Form], units: int,
+    case: ConcreteCall, rule: OpRule, pre: tuple[Form, ...], shaped: dict[int, Form], units: int,
     split: tuple[int, ...], shape_only: Sequence[int], seed: int,
 ) -> list[set[Form]]:  # fmt: skip
     """For each output, the forms that hold on this split (every form for one that nobody needs)."""
@@ -331,7 +340,7 @@ def _place(form: Form, tensor: Tensor, units: int) -> Place:
 
 
 def _holding(
-    case: Case, results: Sequence[Outputs], o: int, units: int, split: Sequence[int], unneeded: bool
+    case: ConcreteCall, results: Sequence[Outputs], o: int, units: int, split: Sequence[int], unneeded: bool
 ) -> set[Form]:
     want = case.outputs[o]
     if want is None:

@@ -33,7 +33,7 @@ from hetspmd.errors import RuleError
 from hetspmd.placement import ALL_REDUCE, IDENTITY
 from hetspmd.rules import samples as sample_package
 from hetspmd.rules.brute import (
-    Case,
+    ConcreteCall,
     Outputs,
     assembled,
     case_of,
@@ -198,7 +198,7 @@ def uninitialised(op: str) -> bool:
     return op.split(".")[1].startswith(_UNINITIALISED)
 
 
-def sample_text(case: Case) -> str:
+def sample_text(case: ConcreteCall) -> str:
     """``aten.mm.default(float64[3, 4], float64[4, 5])``."""
 
     def text(value: object) -> str:
@@ -214,7 +214,9 @@ def sample_text(case: Case) -> str:
     return f"{case.call.op}({', '.join(parts)})"
 
 
-def _check_split(case: Case, rule: OpRule, row: Row, units: Sequence[int], shape_only: Sequence[int]) -> None:
+def _check_split(
+    case: ConcreteCall, rule: OpRule, row: Row, units: Sequence[int], shape_only: Sequence[int]
+) -> None:
     """Check one row on one split, with every way to split its All-Reduce inputs. Raises _WrongError."""
     partial = ALL_REDUCE in row.pre
     for whole_on in (None, *range(len(units))) if partial else (None,):
@@ -229,7 +231,7 @@ def _check_split(case: Case, rule: OpRule, row: Row, units: Sequence[int], shape
 
 
 def _run(
-    case: Case, rule: OpRule, row: Row, units: Sequence[int], whole_on: int | None, *, distinct: bool
+    case: ConcreteCall, rule: OpRule, row: Row, units: Sequence[int], whole_on: int | None, *, distinct: bool
 ) -> list[Outputs]:
     """The local results of all ranks; ``distinct``: each rank draws its own random numbers."""
     world, starts = len(units), starts_of(units)
@@ -256,7 +258,7 @@ def _run(
 
 
 def _check_shapes(
-    case: Case, rule: OpRule, row: Row, units: Sequence[int], results: Sequence[Outputs]
+    case: ConcreteCall, rule: OpRule, row: Row, units: Sequence[int], results: Sequence[Outputs]
 ) -> None:
     factor = None if row.factor is None else rule.factors[row.factor]
     for rank, outputs in enumerate(results):
@@ -279,7 +281,9 @@ def _outputs(results: Sequence[Outputs], o: int) -> list[Tensor]:
     return [t for outputs in results if (t := outputs[o]) is not None]
 
 
-def _check_values(case: Case, row: Row, results: Sequence[Outputs], shape_only: Sequence[int]) -> None:
+def _check_values(
+    case: ConcreteCall, row: Row, results: Sequence[Outputs], shape_only: Sequence[int]
+) -> None:
     for o, want in enumerate(case.outputs):
         if want is None or o in shape_only:
             continue
@@ -293,7 +297,9 @@ def _check_values(case: Case, row: Row, results: Sequence[Outputs], shape_only: 
                 raise _WrongError(o, error, f"{kind} after {row}")
 
 
-def _check_random(case: Case, rule: OpRule, row: Row, units: Sequence[int], whole_on: int | None) -> None:
+def _check_random(
+    case: ConcreteCall, rule: OpRule, row: Row, units: Sequence[int], whole_on: int | None
+) -> None:
     """Same seeds, same results; each output's mean within a few standard errors of the single device's."""
     first = _run(case, rule, row, units, whole_on, distinct=True)
     again = _run(case, rule, row, units, whole_on, distinct=True)
@@ -314,7 +320,7 @@ def _check_random(case: Case, rule: OpRule, row: Row, units: Sequence[int], whol
         _check_dropout(case, row, first)
 
 
-def _check_dropout(case: Case, row: Row, results: Sequence[Outputs]) -> None:
+def _check_dropout(case: ConcreteCall, row: Row, results: Sequence[Outputs]) -> None:
     p = float(case.call.arg(1, "p"))
     out, mask = (assembled(_outputs(results, o), row.post[o]) for o in (0, 1))
     want = case.inputs[0] * mask / (1 - p) if p < 1 else torch.zeros_like(out)

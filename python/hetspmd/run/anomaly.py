@@ -16,7 +16,7 @@ from torch import fx
 from hetspmd.errors import NanError
 from hetspmd.lower.fuse import out_of_place
 from hetspmd.lower.instrument import instrumented
-from hetspmd.run.source_location import Origin
+from hetspmd.run.source_location import SourceFinder
 from hetspmd.trace.compat import flatten
 
 __all__ = ["is_looked_for", "watched"]
@@ -33,7 +33,7 @@ def is_looked_for() -> bool:
 class _Look:
     """What the copy of a graph calls behind its instructions."""
 
-    def __init__(self, origin: Origin, rank: int | None) -> None:
+    def __init__(self, origin: SourceFinder, rank: int | None) -> None:
         self._origin, self._rank = origin, rank
         self._nodes: list[fx.Node] = []
 
@@ -79,7 +79,7 @@ def _range(tensor: torch.Tensor) -> str:
     return f"{kind} from {float(tensor.min()):.4g} to {float(tensor.max()):.4g}"
 
 
-def watched(module: fx.GraphModule, origin: Origin, rank: int | None) -> fx.GraphModule:
+def watched(module: fx.GraphModule, origin: SourceFinder, rank: int | None) -> fx.GraphModule:
     """The copy of a local graph that raises NanError; ``rank`` is named in it."""
     look = _Look(origin, rank)
     return instrumented(module, look, f"Watched{type(module).__name__}", look.behind)

@@ -18,7 +18,7 @@ import torch
 from hetspmd.dist.digest import digest
 from hetspmd.dist.doings import Doing, backward_onto
 from hetspmd.dist.parting import ranks_text
-from hetspmd.dist.roll import Call, Roll
+from hetspmd.dist.roll import Roll, RollCall
 from hetspmd.errors import CollectiveMismatchError, HetspmdError, OptionError, RankFailedError
 from hetspmd.run.replicas import Piece, Replicas, device_kind
 
@@ -77,7 +77,7 @@ class _Taken:
     values: torch.Tensor
     ready: Any
 
-    def add_to(self, what: str, key: str, describe: Callable[[], str]) -> Call:
+    def add_to(self, what: str, key: str, describe: Callable[[], str]) -> RollCall:
         """The call that says them, too."""
         if self.ready is not None:
             self.ready.synchronize()
@@ -92,7 +92,7 @@ class _Taken:
             )
         tolerances = tuple(piece.tolerance for piece in self.pieces or ())
         inputs = tuple(zip(self.paths, numbers[:count], strict=True))
-        return Call(what, key, describe, self.step, inputs, replicas, tolerances)
+        return RollCall(what, key, describe, self.step, inputs, replicas, tolerances)
 
 
 def _float(bits: int) -> float:
@@ -118,7 +118,7 @@ class Attendance:
 
     def unplanned(self, text: str) -> None:
         """This rank has no plan for the batch and mode of its next step: go on if no rank has."""
-        self._meet(Call(self._name(self.step + 1), "no plan", lambda: text))
+        self._meet(RollCall(self._name(self.step + 1), "no plan", lambda: text))
 
     @contextmanager
     def may_refuse(self) -> Iterator[None]:
@@ -132,7 +132,7 @@ class Attendance:
             text = f"{type(error).__name__}: {error}"
             if self._roll.parted != self._roll.count:
                 with suppress(HetspmdError):
-                    self._meet(Call(self._name(self.step + 1), "refused", lambda: text))
+                    self._meet(RollCall(self._name(self.step + 1), "refused", lambda: text))
             raise
 
     @contextmanager
@@ -160,7 +160,7 @@ class Attendance:
         taken = self._take(inputs, entry.expected.input_names, first)
         if self._late and not wait:
             before, self._behind = self._behind, taken
-            call = Call(what, key, describe) if before is None else before.add_to(what, key, describe)
+            call = RollCall(what, key, describe) if before is None else before.add_to(what, key, describe)
         else:
             self._catch_up()
             call = taken.add_to(what, key, describe)
@@ -176,7 +176,7 @@ class Attendance:
     def backward(self, step: int) -> None:
         """The backward of a step begins."""
         if step in self._backwards:
-            self._meet(Call(f"another backward of {self._name(step)}"))
+            self._meet(RollCall(f"another backward of {self._name(step)}"))
         else:
             self._roll.happens(f"the backward of {self._name(step)}")
         if self._first is not None:
@@ -190,13 +190,13 @@ class Attendance:
 
     def meet(self, what: str) -> None:
         """Go on when all ranks do this."""
-        self._meet(Call(self._of_module(what)))
+        self._meet(RollCall(self._of_module(what)))
 
     def announce(self, what: str, arguments: tuple[str, ...]) -> None:
         """Say what this rank is about to do with all others, and go on: it is part of many steps."""
-        self._roll.start(Call(self._of_module(what), arguments=arguments))
+        self._roll.start(RollCall(self._of_module(what), arguments=arguments))
 
-    def _meet(self, call: Call) -> None:
+    def _meet(self, call: RollCall) -> None:
         self._catch_up()
         self._roll.meet(call)
         self._roll.last = call.what

@@ -22,7 +22,7 @@ from hetspmd.placement import ALL_REDUCE, all_gather, is_sharded, sharded_dim
 from hetspmd.run import anomaly
 from hetspmd.run.compiled_regions import in_stretches
 from hetspmd.run.shard_tensors import plain
-from hetspmd.run.source_location import Origin, annotate
+from hetspmd.run.source_location import SourceFinder, annotate
 from hetspmd.trace.autocast import without_autocast
 from hetspmd.trace.compat import graph_is_kept
 
@@ -58,7 +58,7 @@ class Runner:
 
     def __init__(
         self, program: LocalProgram, runtime: Runtime, loss: int | None, *, gather: bool = False,
-        origin: Origin | None = None, compile: Mapping[str, Any] | None = None,
+        origin: SourceFinder | None = None, compile: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.origin = origin
         self.attendance: Attends | None = None

@@ -20,7 +20,7 @@ from torch import nn
 
 from hetspmd.errors import GradientError, HetspmdError
 from hetspmd.run.norms import combined_norm, gradients_of
-from hetspmd.run.parameter_registry import Place, grouped, living, places
+from hetspmd.run.parameter_registry import ParameterPlace, grouped, living, places
 from hetspmd.run.shards import gradient_of
 
 _LOCK = threading.Lock()
@@ -95,10 +95,10 @@ def _shared() -> bool:
 
 
 def _divided(
-    tensors: Sequence[torch.Tensor], known: dict[int, Place]
-) -> tuple[list[tuple[torch.Tensor, Place]], list[torch.Tensor]]:
+    tensors: Sequence[torch.Tensor], known: dict[int, ParameterPlace]
+) -> tuple[list[tuple[torch.Tensor, ParameterPlace]], list[torch.Tensor]]:
     """The tensors that belong to HAP modules of several ranks, and the others."""
-    mine: list[tuple[torch.Tensor, Place]] = []
+    mine: list[tuple[torch.Tensor, ParameterPlace]] = []
     others: list[torch.Tensor] = []
     for tensor in tensors:
         place = known.get(id(tensor))
@@ -109,7 +109,7 @@ def _divided(
     return mine, others
 
 
-def _check_no_views(tensors: Sequence[torch.Tensor], known: dict[int, Place]) -> None:
+def _check_no_views(tensors: Sequence[torch.Tensor], known: dict[int, ParameterPlace]) -> None:
     """Raise GradientError for a part or a ``detach()`` of a gradient or parameter of a HAP module.
 
     An idle rank, whose tensors have no memory, could not recognise it.

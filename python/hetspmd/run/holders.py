@@ -19,7 +19,7 @@ from hetspmd.run.instances import instances
 from hetspmd.run.parameter_registry import living
 from hetspmd.run.shards import marked
 
-__all__ = ["Held", "check_unwrapped", "held_elsewhere", "localize_state"]
+__all__ = ["Holders", "check_unwrapped", "held_elsewhere", "localize_state"]
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -45,7 +45,7 @@ def check_unwrapped(model: nn.Module) -> None:
     )
 
 
-class Held:
+class Holders:
     """Modules outside of the model that have parameters of it, with their names in the model by attribute, and
     optimizers that have some."""
 
@@ -54,9 +54,9 @@ class Held:
         self.optimizers: list[torch.optim.Optimizer] = []
 
 
-def held_elsewhere(model: nn.Module) -> Held:
+def held_elsewhere(model: nn.Module) -> Holders:
     """Who holds parameters of the model besides its own modules."""
-    found = Held()
+    found = Holders()
     if not _more_references(model):
         return found
     names = {id(p): name for name, p in model.named_parameters()}

@@ -326,8 +326,8 @@ class HAP(WholeStates):
         Every rank must enter and leave it, and run whole steps within it, backward and optimizer included. At
         its end rank 0 writes the steps to ``path`` as a Chrome trace, laid out as
         ``hap.plan.timeline().save(...)`` lays out the simulated step, and ``print(recording)`` compares the
-        two. See :class:`hetspmd.record.measured.Measured`. Raises OutputError on every rank, before anything runs,
-        if the file cannot be written, and RuntimeError within another recording.
+        two. See :class:`hetspmd.record.measured.MeasuredSteps`. Raises OutputError on every rank, before anything
+        runs, if the file cannot be written, and RuntimeError within another recording.
         """
         if self._recording is not None:
             raise RuntimeError("this module is being recorded already")

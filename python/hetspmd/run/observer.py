@@ -16,7 +16,8 @@ class Observer(Protocol):
 
     @property
     def measured(self) -> Any:
-        """What was recorded, a :class:`hetspmd.record.measured.Measured`. Raises RuntimeError before the end."""
+        """What was recorded, a :class:`hetspmd.record.measured.MeasuredSteps`. Raises RuntimeError before the
+        end."""
 
     def add(self, plan: Plan, runner: Runner) -> None:
         """Record a plan's local graphs too."""

@@ -23,7 +23,7 @@ from hetspmd.errors import OptimizerError
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.run.elementwise import Untestable, is_elementwise, steps_nothing, trial_shape
 from hetspmd.run.optimizer_state import cut_whole_state, full_optimizer_state_dict, is_own
-from hetspmd.run.parameter_registry import Place, living, places
+from hetspmd.run.parameter_registry import ParameterPlace, living, places
 from hetspmd.run.stepping import Call, begin, end
 
 _optim = torch.optim
@@ -113,7 +113,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _check(optimizer: torch.optim.Optimizer, known: Mapping[int, Place], mine: list[Place]) -> None:
+def _check(
+    optimizer: torch.optim.Optimizer, known: Mapping[int, ParameterPlace], mine: list[ParameterPlace]
+) -> None:
     """Raise OptimizerError, on every rank alike, if the optimizer cannot step these parameters."""
     problem = ""
     try:
@@ -151,7 +153,7 @@ def _gather(optimizer: torch.optim.Optimizer, _state: dict[str, Any]) -> dict[st
     return full_optimizer_state_dict(parts[0].module, optimizer) if parts else None
 
 
-def _places(optimizer: torch.optim.Optimizer) -> list[Place]:
+def _places(optimizer: torch.optim.Optimizer) -> list[ParameterPlace]:
     known = places()
     return [known[id(p)] for p in _parameters(optimizer) if id(p) in known]
 
@@ -161,7 +163,7 @@ def _look_again(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _problem(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], known: Mapping[int, Place]
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], known: Mapping[int, ParameterPlace]
 ) -> str:
     """Why the optimizer cannot step the parameters that lie in shards, "" if it can."""
     kind = type(optimizer)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hetspmd.errors import OptimizerError
-from hetspmd.run.parameter_registry import Place, ShardedModule, places
+from hetspmd.run.parameter_registry import ParameterPlace, ShardedModule, places
 
 if TYPE_CHECKING:
     from hetspmd.lower import LocalTensor
@@ -106,7 +106,7 @@ def load_full_optimizer_state_dict(
     optimizer.load_state_dict({**state_dict, "state": state})
 
 
-def cut_whole_state(optimizer: torch.optim.Optimizer, known: Mapping[int, Place]) -> None:
+def cut_whole_state(optimizer: torch.optim.Optimizer, known: Mapping[int, ParameterPlace]) -> None:
     """Cut to this rank's shards what state of sharded parameters is whole, in place.
 
     So it is of an optimizer that was made, stepped or loaded as on one device. Raises OptimizerError for state of
@@ -118,7 +118,10 @@ def cut_whole_state(optimizer: torch.optim.Optimizer, known: Mapping[int, Place]
 
 
 def _whole_parts(
-    entries: Mapping[str, Any], parameter: torch.Tensor, place: Place | None, optimizer: torch.optim.Optimizer
+    entries: Mapping[str, Any],
+    parameter: torch.Tensor,
+    place: ParameterPlace | None,
+    optimizer: torch.optim.Optimizer,
 ) -> dict[str, Any]:
     """This rank's parts of those entries that are whole. Raises OptimizerError for one of another shape."""
     layout = None if place is None else place.module.parameter_shards().get(place.name)
@@ -135,7 +138,10 @@ def _whole_parts(
 
 
 def _cut_on_all(
-    hap: ShardedModule, optimizer: torch.optim.Optimizer, known: Mapping[int, Place], state: Mapping[Any, Any]
+    hap: ShardedModule,
+    optimizer: torch.optim.Optimizer,
+    known: Mapping[int, ParameterPlace],
+    state: Mapping[Any, Any],
 ) -> dict[Any, Any]:
     """The ``state`` of this rank's shards. The optimizer's own is left as it is: one that was never stepped has no
     hooks yet that would gather shards. Every rank raises what one of them raises."""
@@ -167,7 +173,7 @@ def is_own() -> bool:
     return _OWN.get()
 
 
-def _known(hap: ShardedModule, optimizer: torch.optim.Optimizer) -> dict[int, Place]:
+def _known(hap: ShardedModule, optimizer: torch.optim.Optimizer) -> dict[int, ParameterPlace]:
     known = places()
     if not any(id(p) in known and known[id(p)].module is hap for p in _parameters(optimizer)):
         raise OptimizerError(

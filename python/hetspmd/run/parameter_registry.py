@@ -85,7 +85,7 @@ _WRAPPED: list[weakref.ref[ShardedModule]] = []
 _LOCK = threading.Lock()
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """The HAP module of a parameter, and the parameter's name in the wrapped model."""
 
     module: ShardedModule
@@ -136,18 +136,18 @@ def living() -> list[ShardedModule]:
     return [module for ref in list(_WRAPPED) if (module := ref()) is not None]
 
 
-def places(*, gradients: bool = False) -> dict[int, Place]:
+def places(*, gradients: bool = False) -> dict[int, ParameterPlace]:
     """Where each parameter of every HAP module belongs, by ``id``; with ``gradients`` their gradients too."""
-    found: dict[int, Place] = {}
+    found: dict[int, ParameterPlace] = {}
     for module in living():
         for name, parameter in module.module.named_parameters():
-            found[id(parameter)] = Place(module, name)
+            found[id(parameter)] = ParameterPlace(module, name)
             if gradients and parameter.grad is not None:
-                found[id(parameter.grad)] = Place(module, name)
+                found[id(parameter.grad)] = ParameterPlace(module, name)
     return found
 
 
-def grouped(tensors: Iterable[tuple[torch.Tensor, Place]]) -> list[Owned]:
+def grouped(tensors: Iterable[tuple[torch.Tensor, ParameterPlace]]) -> list[Owned]:
     """Tensors by HAP module, in the order in which the modules first appear."""
     groups: dict[int, tuple[ShardedModule, list[tuple[torch.Tensor, bool, str]]]] = {}
     for tensor, (module, name) in tensors:
@@ -172,7 +172,7 @@ def owners(parameters: Iterable[torch.Tensor]) -> list[Owned]:
     Raises GradientError for no parameters at all, and for one that belongs to no HAP module.
     """
     known = places()
-    found: list[tuple[torch.Tensor, Place]] = []
+    found: list[tuple[torch.Tensor, ParameterPlace]] = []
     for parameter in parameters:
         place = known.get(id(parameter))
         if place is None:

@@ -26,7 +26,7 @@ from hetspmd.run.observer import Observer
 from hetspmd.run.passthrough import is_the_model
 from hetspmd.run.same_model import check_same_model, traced_for
 from hetspmd.run.setting import Mode, Setting
-from hetspmd.run.source_location import Origin
+from hetspmd.run.source_location import SourceFinder
 from hetspmd.run.store import Store, slot
 from hetspmd.run.variety import make_room
 from hetspmd.trace.compat import spec_from_text
@@ -133,8 +133,8 @@ class PlanCache:
     def _entry(self, plan: Plan, program: LocalProgram, *, given: bool = False) -> Entry:
         graph, setting = plan.graph, self.setting
         runner = Runner(
-            program, self._runtime, graph.loss, gather=setting.gather_outputs, origin=Origin(graph, setting.model),
-            compile=setting.compile_options,
+            program, self._runtime, graph.loss, gather=setting.gather_outputs,
+            origin=SourceFinder(graph, setting.model), compile=setting.compile_options,
         )  # fmt: skip
         names = [p.name for p in graph.parameters]
         parameters = [slot(setting.model, name) for name in names]

@@ -37,9 +37,9 @@ _LEAST_TENSORS: Final = 2
 
 
 @dataclass(frozen=True)
-class Held:
+class Replica:
     """A tensor of which every active rank holds a whole copy; ``tolerance`` as in
-    :class:`hetspmd.dist.roll.Call`."""
+    :class:`hetspmd.dist.roll.RollCall`."""
 
     name: str
     tensor: Callable[[], torch.Tensor]
@@ -67,7 +67,7 @@ class Piece:
 class Replicas:
     """The replicated tensors of a HAP module, taken in turn. The same on every rank that holds any."""
 
-    def __init__(self, held: Sequence[Held]) -> None:
+    def __init__(self, held: Sequence[Replica]) -> None:
         self.held = tuple(held)
         self._index = self._start = 0
         sizes = [t.numel() * t.element_size() for t in (h.tensor() for h in self.held)]
@@ -101,19 +101,19 @@ def replicas_of(
     if runtime().idle or runtime().communicator.world == 1:
         return None
     exact = _summed(program)
-    held: list[Held] = []
+    held: list[Replica] = []
     for position, (parameter, layout) in enumerate(zip(graph.parameters, program.parameters, strict=True)):
         if layout.region is None:
             owner, leaf = slot(store.module, parameter.name)
             tensor = _parameter(owner._parameters, leaf)
             same = alike and (position in exact or position not in program.differentiable)
-            held.append(Held(parameter.name, tensor, _tolerance(tensor().dtype, same)))
+            held.append(Replica(parameter.name, tensor, _tolerance(tensor().dtype, same)))
     for buffer in graph.buffers:
         owner, leaf = slot(store.module, buffer.name)
         tensor = _parameter(owner._buffers, leaf)
-        held.append(Held(buffer.name, tensor, _tolerance(tensor().dtype, same=False)))
+        held.append(Replica(buffer.name, tensor, _tolerance(tensor().dtype, same=False)))
     held.append(
-        Held("state of the shared random generator", lambda: runtime().randomness.shared_state(), 0.0)
+        Replica("state of the shared random generator", lambda: runtime().randomness.shared_state(), 0.0)
     )
     return Replicas([h for h in held if h.tensor().numel()])
 

@@ -33,7 +33,7 @@ _ASSIGNED = re.compile(r"\s*(\w+)(?:\s*:[^=]*)? = ")
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLocation:
     """An instruction or collective of a program, and where it comes from in the model, "" where not known."""
 
     what: str
@@ -49,13 +49,13 @@ class Place:
         return " ".join(parts)
 
 
-class Origin:
+class SourceFinder:
     """The single-device graph and the model that a program was made of."""
 
     def __init__(self, graph: Graph, model: nn.Module) -> None:
         self.graph, self.model = graph, model
 
-    def of_error(self, error: BaseException, program: fx.GraphModule) -> Place | None:
+    def of_error(self, error: BaseException, program: fx.GraphModule) -> SourceLocation | None:
         """The place in ``program`` where ``error`` was raised, None if it cannot be found."""
         code = type(program).forward.__code__
         frame: FrameType | None = None
@@ -76,7 +76,7 @@ class Origin:
         node = next((n for n in program.graph.nodes if n.name == name), None)
         return None if node is None else self.of_node(node)
 
-    def of_node(self, node: fx.Node) -> Place | None:
+    def of_node(self, node: fx.Node) -> SourceLocation | None:
         """The place of a node of a local graph."""
         if node.target in (calls.wait, calls.take) and isinstance(node.args[0], fx.Node):
             return self.of_node(node.args[0])
@@ -86,14 +86,14 @@ class Origin:
             taken = [user.name for user in node.users if user.target is calls.take] or [node.name]
             tensor = self._longest(taken[0], [t.name for t in self.graph.tensors])
             if tensor is None:
-                return Place(f"{kind} {node.name}", "", "")
+                return SourceLocation(f"{kind} {node.name}", "", "")
             instruction = self.graph.instructions[self.graph.producers[tensor]]
             more = f" and {len(taken) - 1} more" if len(taken) > 1 else ""
             what = f"{kind} of {self.graph.tensors[tensor].name} ({tensor_roles(self.graph)[tensor]}){more}"
             return self._place(what, instruction)
         index = self._longest(node.name, [i.name for i in self.graph.instructions])
         if index is None:
-            return Place(node.name, "", "")
+            return SourceLocation(node.name, "", "")
         instruction = self.graph.instructions[index]
         return self._place(f"`{instruction_text(self.graph, instruction)}`", instruction)
 
@@ -106,10 +106,12 @@ class Origin:
                 found, length = index, len(text)
         return found
 
-    def _place(self, what: str, instruction: Instruction) -> Place:
+    def _place(self, what: str, instruction: Instruction) -> SourceLocation:
         phase = "backward of " if instruction.phase == "backward" else ""
         path = instruction.source
-        return Place(what, phase + (path or type(self.model).__name__), source_line(self.model, path))
+        return SourceLocation(
+            what, phase + (path or type(self.model).__name__), source_line(self.model, path)
+        )
 
 
 def _kind(node: fx.Node) -> str | None:
@@ -155,7 +157,7 @@ def source_line(model: nn.Module, path: str) -> str:
     return ""
 
 
-def annotate(error: BaseException, place: Place | None) -> None:
+def annotate(error: BaseException, place: SourceLocation | None) -> None:
     """Add the place to the error as a note, once."""
     note = f"in {place}"
     if place is not None and note not in getattr(error, "__notes__", ()):

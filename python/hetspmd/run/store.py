@@ -19,7 +19,7 @@ from hetspmd.errors import DeviceError, PlanMismatchError
 from hetspmd.lower.program import LocalTensor
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.run.cutting import check_memory, cut, made_from_meta
-from hetspmd.run.holders import Held, held_elsewhere, localize_state
+from hetspmd.run.holders import Holders, held_elsewhere, localize_state
 from hetspmd.run.sentry import Sentry, outside_posts, posts
 from hetspmd.run.shards import attributes, divided, mark
 from hetspmd.trace.compat import fake_mode
@@ -55,7 +55,7 @@ class Store:
             name: (p.shape, p.stride()) for name, p in module.named_parameters(remove_duplicate=False)
         }
         self.sentry = Sentry([])
-        self.held = Held()
+        self.held = Holders()
 
     def shard(self, device: torch.device) -> None:
         """Cut every parameter to its shard, on ``device``; meta tensors become uninitialised shards.

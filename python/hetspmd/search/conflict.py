@@ -23,7 +23,7 @@ from hetspmd import _core
 from hetspmd.errors import InfeasibleError
 from hetspmd.placement import ALL_REDUCE, IDENTITY, Form
 from hetspmd.rules.theory import Theory
-from hetspmd.search.constraints import Constraints, Origin, RowFilter, named_tensors, spelling
+from hetspmd.search.constraints import ConstraintOrigin, Constraints, RowFilter, named_tensors, spelling
 from hetspmd.search.space import Space, search_space
 from hetspmd.trace.graph import Instruction
 
@@ -212,14 +212,14 @@ def _searched(space: Space) -> bool:
     return bool(solution["stop_reason"] != "infeasible")
 
 
-def _names(theory: Theory, constraints: Constraints) -> dict[int, Origin]:
+def _names(theory: Theory, constraints: Constraints) -> dict[int, ConstraintOrigin]:
     """What to call each tensor: as the user did, else by its first name."""
-    names: dict[int, Origin] = {}
+    names: dict[int, ConstraintOrigin] = {}
     for name, tensor in named_tensors(theory).items():
-        names.setdefault(tensor, Origin(name, name))
+        names.setdefault(tensor, ConstraintOrigin(name, name))
     for tensor in constraints.forms:
         name = theory.graph.tensors[tensor].name
-        names.setdefault(tensor, Origin(name, name))
+        names.setdefault(tensor, ConstraintOrigin(name, name))
     return {**names, **constraints.origins}
 
 

@@ -28,7 +28,7 @@ FORMS = "write replicated or shard(d), such as shard(0)"
 
 
 @dataclass(frozen=True)
-class Origin:
+class ConstraintOrigin:
     """Where the form of a tensor was asked for: the glob, and the name that it matched."""
 
     glob: str
@@ -45,7 +45,7 @@ class Constraints:
 
     forms: Mapping[int, Form] = field(default_factory=dict)
     row_filter: RowFilter | None = None
-    origins: Mapping[int, Origin] = field(default_factory=dict)
+    origins: Mapping[int, ConstraintOrigin] = field(default_factory=dict)
 
 
 def resolve(theory: Theory, spec: Mapping[str, str | Form] | None) -> Constraints:
@@ -56,7 +56,7 @@ def resolve(theory: Theory, spec: Mapping[str, str | Form] | None) -> Constraint
     that ask for different forms; ConstraintError for what is no mapping of names to forms.
     """
     forms: dict[int, Form] = {}
-    origins: dict[int, Origin] = {}
+    origins: dict[int, ConstraintOrigin] = {}
     names = named_tensors(theory)
     if spec is not None and not isinstance(spec, Mapping):
         raise ConstraintError(f"constraints are a {type(spec).__name__}; give a dict of names to forms")
@@ -79,7 +79,7 @@ def resolve(theory: Theory, spec: Mapping[str, str | Form] | None) -> Constraint
                     f"constraints {first.glob!r} ({spelling(forms[tensor])}) and {pattern!r} "
                     f"({spelling(form)}) both match {same}; keep one"
                 )
-            origins.setdefault(tensor, Origin(pattern, name))
+            origins.setdefault(tensor, ConstraintOrigin(pattern, name))
     return Constraints(forms, origins=origins)
 
 

@@ -14,7 +14,7 @@ from hetspmd.trace.assignments import Assignments, named_writes
 from hetspmd.trace.checkpoints import Checkpoints
 from hetspmd.trace.compat import flatten, flatten_with_names, unflatten
 from hetspmd.trace.containers import is_cache
-from hetspmd.trace.host.watch import Watch
+from hetspmd.trace.host.watch import HostWatch
 from hetspmd.trace.losses import Loss, find_loss, no_loss_text
 from hetspmd.trace.slots import Slots
 
@@ -41,7 +41,7 @@ class Step(nn.Module):
         spec: Any,
         *,
         training: bool,
-        watch: Watch,
+        watch: HostWatch,
     ) -> None:
         super().__init__()
         self._watch = watch

@@ -36,7 +36,7 @@ from hetspmd.trace.host.exact_types import warn_of_comparison
 from hetspmd.trace.host.finish import with_host
 from hetspmd.trace.host.recorder import Place
 from hetspmd.trace.host.trials import settled, wants_trials
-from hetspmd.trace.host.watch import HostRandomness, Watch
+from hetspmd.trace.host.watch import HostRandomness, HostWatch
 from hetspmd.trace.importer import import_graph
 from hetspmd.trace.losses import Loss
 from hetspmd.trace.recurrent import layer_by_layer
@@ -178,9 +178,9 @@ def _traced(
 
 def _watch(
     model: nn.Module, loss: Loss | None, batch: object, numbers: Sequence[Place], randomness: HostRandomness
-) -> Watch:
+) -> HostWatch:
     try:
-        watch = Watch(model, loss, numbers=numbers, randomness=randomness)
+        watch = HostWatch(model, loss, numbers=numbers, randomness=randomness)
         watch.recorder.given(batch)
         return watch
     except HetspmdError:

@@ -11,7 +11,7 @@ from torch import nn
 
 from hetspmd.trace.compat import fake_mode, flatten, unflatten
 from hetspmd.trace.fake import fake_like, fake_parameters, model_device, trace_device
-from hetspmd.trace.host.watch import Watch
+from hetspmd.trace.host.watch import HostWatch
 from hetspmd.trace.slots import Slots
 
 __all__ = ["trial"]
@@ -28,7 +28,7 @@ def trial(
         fake_like(mode, leaf.detach(), place) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
     ]
     given, named = unflatten(fakes, spec)
-    watch = Watch(model, randomness="freeze")
+    watch = HostWatch(model, randomness="freeze")
     fake = fake_parameters(model, mode, place, gradients=False)
     with fake, Slots(model).kept(), watch.tracing(), mode, torch.no_grad():
         flatten(watch.run(partial(called, *given, **named)))

@@ -30,7 +30,7 @@ from hetspmd.lower.instrument import instrumented
 from hetspmd.lower.levels import lower_nested
 from hetspmd.placement import ALL_REDUCE, IDENTITY, form_text
 from hetspmd.program.layout import Layout, Region
-from hetspmd.program.level_layout import NestedLayout, Place
+from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
 from hetspmd.run.autograd import Runner
 from hetspmd.run.guard import expected, match
 from hetspmd.run.source_location import source_line
@@ -40,7 +40,7 @@ from hetspmd.verify.reference import run_reference
 
 if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
-    from hetspmd.verify.steps import Setting
+    from hetspmd.verify.steps import TrainingCase
 
 __all__ = ["first_difference"]
 
@@ -53,7 +53,7 @@ Values = dict[Key, torch.Tensor]
 CPU = torch.device("cpu")
 
 
-def first_difference(plan: Plan, setting: Setting, rounded: Setting, limit: float) -> str:
+def first_difference(plan: Plan, setting: TrainingCase, rounded: TrainingCase, limit: float) -> str:
     """The first value of the program that differs from the graph's at the model's own parameters, "" if none
     does.
 
@@ -74,7 +74,7 @@ def first_difference(plan: Plan, setting: Setting, rounded: Setting, limit: floa
     return ""
 
 
-def _reference(plan: Plan, setting: Setting) -> dict[int, torch.Tensor]:
+def _reference(plan: Plan, setting: TrainingCase) -> dict[int, torch.Tensor]:
     model = setting.copy()
     inputs, _ = match(expected(plan.graph), setting.args, setting.kwargs)
     assert inputs is not None
@@ -90,7 +90,7 @@ def _reference(plan: Plan, setting: Setting) -> dict[int, torch.Tensor]:
     return values
 
 
-def _randomness(setting: Setting, rank: int) -> Randomness:
+def _randomness(setting: TrainingCase, rank: int) -> Randomness:
     made = Randomness(setting.seed, rank, CPU, reference=True)
     made.begin_step()
     return made
@@ -113,7 +113,7 @@ class _Keep:
         self.values.setdefault(self._keys[index], value.detach().clone())
 
 
-def _on_rank(plan: Plan, setting: Setting, communicator: Communicator) -> Values:
+def _on_rank(plan: Plan, setting: TrainingCase, communicator: Communicator) -> Values:
     rank, model, keep = communicator.rank, setting.copy(), _Keep()
     lowered = lower_plan if plan.inside is None else lower_nested
     program = lowered(plan, rank, CPU)
@@ -164,7 +164,7 @@ def _layout(plan: Plan) -> Callable[[Key, list[Values], torch.Tensor], Parts]:
         nested = NestedLayout(plan.theory, plan.lengths, [plan.cluster.accelerators[j] for j in plan.active])
         machines = machine_of(plan.cluster)
         ranks = [rank for rank, machine in enumerate(machines) if machine in plan.active]
-        places: list[Place] = nested.places
+        places: list[AcceleratorPlace] = nested.places
 
         def regions(key: Key, position: int) -> tuple[Region, ...]:
             return nested.regions((key[0], key[1], key[2]), places[position])
@@ -194,7 +194,7 @@ def _narrowed(tensor: torch.Tensor, regions: tuple[Region, ...]) -> torch.Tensor
     return tensor
 
 
-def _text(plan: Plan, setting: Setting, key: Key, ranks: list[int], error: float, size: float) -> str:
+def _text(plan: Plan, setting: TrainingCase, key: Key, ranks: list[int], error: float, size: float) -> str:
     graph = plan.graph
     instruction = graph.instructions[graph.producers[key[0]]]
     phase = "backward of " if instruction.phase == "backward" else ""

@@ -135,7 +135,7 @@ _PLACES = ("__get__", "__set__", "__delete__")
 """Names of functions that read or write an attribute of a tensor."""
 
 
-class Named(torch.overrides.TorchFunctionMode):
+class NamedDtypes(torch.overrides.TorchFunctionMode):
     """Above autograd: dtypes that a model names, and tensors of another dtype that it holds outside of its
     parameters and buffers (class weights in a loss, a teacher)."""
 
@@ -187,5 +187,5 @@ def default_in(dtype: torch.dtype) -> Iterator[None]:
 def all_in(dtype: torch.dtype) -> Iterator[None]:
     """Within the context every op that names a floating-point or complex dtype gets ``dtype``, which is torch's
     default, and every tensor that reaches an op is in it."""
-    with default_in(dtype), _AllIn(dtype), Named(dtype):
+    with default_in(dtype), _AllIn(dtype), NamedDtypes(dtype):
         yield

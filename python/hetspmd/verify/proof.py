@@ -17,14 +17,14 @@ import torch
 from hetspmd.errors import ExampleError, HetspmdError
 from hetspmd.trace.compat import flatten, unflatten
 from hetspmd.verify.precision import all_in
-from hetspmd.verify.steps import Setting, loss_of, trainable
+from hetspmd.verify.steps import TrainingCase, loss_of, trainable
 
 __all__ = ["proving"]
 
 _Draw = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 
 
-def proving(setting: Setting) -> tuple[Setting, str, str]:
+def proving(setting: TrainingCase) -> tuple[TrainingCase, str, str]:
     """The setting, with other values if its own prove nothing; a note that says so; and why nothing is proved,
     "" where something is.
 
@@ -42,7 +42,7 @@ def proving(setting: Setting) -> tuple[Setting, str, str]:
     return setting, "", f"{why}, and with values that were drawn instead; give an example that has a gradient"
 
 
-def _wanting(setting: Setting) -> str:
+def _wanting(setting: TrainingCase) -> str:
     """Why the first step on one device proves nothing, "" if it does."""
     model = setting.copy()
     try:
@@ -69,7 +69,7 @@ def _wanting(setting: Setting) -> str:
     return ""
 
 
-def _drawn(setting: Setting) -> Iterator[Setting]:
+def _drawn(setting: TrainingCase) -> Iterator[TrainingCase]:
     leaves, spec = flatten((setting.args, dict(setting.kwargs)))
     for same in (False, True):
         for floats in (_normal, _uniform):

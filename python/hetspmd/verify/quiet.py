@@ -23,9 +23,9 @@ from hetspmd.rules.theory import Theory, derive
 from hetspmd.run.guard import expected, match
 from hetspmd.trace.trace import trace
 from hetspmd.verify.difference import Tensors, largest_error
-from hetspmd.verify.precision import Named, all_in, retyped_graph
+from hetspmd.verify.precision import NamedDtypes, all_in, retyped_graph
 from hetspmd.verify.reference import run_reference
-from hetspmd.verify.steps import Setting, loss_of
+from hetspmd.verify.steps import TrainingCase, loss_of
 
 __all__ = ["quiet_error", "wide_trace"]
 
@@ -36,7 +36,7 @@ _P = {
 """Functions of torch.nn.functional that drop, and the position of the probability."""
 
 
-def quiet_error(setting: Setting, noise: float) -> tuple[str, float, float, str]:
+def quiet_error(setting: TrainingCase, noise: float) -> tuple[str, float, float, str]:
     """``(where, loss error, gradient error, worst gradient)``; ``where`` is "" if the model draws in both
     modes."""
     for name, training in (("with dropout off", True), ("in evaluation mode", False)):
@@ -52,18 +52,18 @@ def quiet_error(setting: Setting, noise: float) -> tuple[str, float, float, str]
     return "", 0.0, 0.0, ""
 
 
-def wide_trace(setting: Setting, *, training: bool, without_dropout: bool = False) -> Any:
+def wide_trace(setting: TrainingCase, *, training: bool, without_dropout: bool = False) -> Any:
     """The graph of the setting's model in its dtype, also where the model names others."""
 
     def whole(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with Named(setting.dtype), _Off() if without_dropout else nullcontext():
+        with NamedDtypes(setting.dtype), _Off() if without_dropout else nullcontext():
             return model(*args, **kwargs) if setting.loss is None else setting.loss(model, *args, **kwargs)
 
     graph = trace(setting.model, setting.args, setting.kwargs, loss=whole, training=training)
     return retyped_graph(graph, setting.dtype)
 
 
-def _theory(setting: Setting, training: bool) -> Theory | None:
+def _theory(setting: TrainingCase, training: bool) -> Theory | None:
     """The theory of the quiet graph, None if it draws, or cannot be had."""
     try:
         theory = derive(wide_trace(setting, training=training, without_dropout=training), quiet=True)
@@ -72,7 +72,7 @@ def _theory(setting: Setting, training: bool) -> Theory | None:
     return None if any(rule.random for rule in theory.rules.values()) else theory
 
 
-def _errors(setting: Setting, theory: Theory, training: bool, noise: float) -> tuple[float, float, str]:
+def _errors(setting: TrainingCase, theory: Theory, training: bool, noise: float) -> tuple[float, float, str]:
     inputs, _ = match(expected(theory.graph), setting.args, setting.kwargs)
     assert inputs is not None
     randomness = Randomness(0, 0, torch.device("cpu"), reference=True)

@@ -25,13 +25,22 @@ if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
     from hetspmd.trace.losses import Loss
 
-__all__ = ["Optimizer", "Run", "Setting", "eager_run", "loss_of", "on_ranks", "reference_run", "trainable"]
+__all__ = [
+    "Optimizer",
+    "TrainedRun",
+    "TrainingCase",
+    "eager_run",
+    "loss_of",
+    "on_ranks",
+    "reference_run",
+    "trainable",
+]
 
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainingCase:
     """A model whose tensors are in ``dtype``, a batch for it, and how it is trained."""
 
     model: nn.Module
@@ -48,7 +57,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainedRun:
     """What a number of steps leave: the first step's loss and gradients, the final tensors, by all of their names;
     and the parameters of which some gradient was not zero."""
 
@@ -63,7 +72,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def eager_run(setting: Setting, optimizer_of: Optimizer) -> Run:
+def eager_run(setting: TrainingCase, optimizer_of: Optimizer) -> TrainedRun:
     """The unchanged model in eager PyTorch."""
     model = setting.copy()
 
@@ -77,7 +86,7 @@ def eager_run(setting: Setting, optimizer_of: Optimizer) -> Run:
     return _steps(setting, model, optimizer_of, step)
 
 
-def reference_run(setting: Setting, plan: Plan, optimizer_of: Optimizer) -> Run:
+def reference_run(setting: TrainingCase, plan: Plan, optimizer_of: Optimizer) -> TrainedRun:
     """The plan's graph, interpreted on one device."""
     model = setting.copy()
     inputs, why = match(expected(plan.graph), setting.args, setting.kwargs)
@@ -102,11 +111,11 @@ def reference_run(setting: Setting, plan: Plan, optimizer_of: Optimizer) -> Run:
     return _steps(setting, model, optimizer_of, step)
 
 
-def on_ranks(setting: Setting, plan: Plan, optimizer_of: Optimizer) -> list[Run]:
+def on_ranks(setting: TrainingCase, plan: Plan, optimizer_of: Optimizer) -> list[TrainedRun]:
     """Every rank's view: its loss, and the whole tensors assembled from all shards."""
     models = [setting.copy() for _ in range(plan.cluster.ranks)]
 
-    def body(communicator: Communicator) -> Run:
+    def body(communicator: Communicator) -> TrainedRun:
         hap = HAP(
             models[communicator.rank], plan.cluster, plan=plan, process_group=communicator, loss=setting.loss,
             check_plan=False, sync_module_states=False,
@@ -127,13 +136,13 @@ def on_ranks(setting: Setting, plan: Plan, optimizer_of: Optimizer) -> list[Run]
 
 
 def _steps(
-    setting: Setting, model: nn.Module, optimizer_of: Optimizer, step: Callable[[], torch.Tensor],
+    setting: TrainingCase, model: nn.Module, optimizer_of: Optimizer, step: Callable[[], torch.Tensor],
     gradients: Callable[[], Tensors] | None = None, tensors: Callable[[], Tensors] | None = None,
-) -> Run:  # fmt: skip
+) -> TrainedRun:  # fmt: skip
     """``step`` leaves gradients; ``gradients`` and ``tensors`` give whole ones by name."""
     parameters = trainable(model)
     optimizer = optimizer_of(parameters) if parameters else None
-    first: Run | None = None
+    first: TrainedRun | None = None
     moved: set[str] = set()
     for _ in range(setting.steps):
         if optimizer is not None:
@@ -141,7 +150,7 @@ def _steps(
         value = step().detach().clone()
         found = _gradients(model) if gradients is None else gradients()
         moved.update(n for n, g in found.items() if bool((g != 0).any()))
-        first = first or Run(value, found)
+        first = first or TrainedRun(value, found)
         if optimizer is not None:
             optimizer.step()
     assert first is not None
@@ -150,7 +159,7 @@ def _steps(
     return replace(first, final=whole, moved=frozenset(moved))
 
 
-def loss_of(setting: Setting, model: nn.Module) -> torch.Tensor:
+def loss_of(setting: TrainingCase, model: nn.Module) -> torch.Tensor:
     """The loss of the example. Raises ExampleError if there is none."""
     loss, args, kwargs = setting.loss, setting.args, setting.kwargs
     found = find_loss(model(*args, **kwargs) if loss is None else loss(model, *args, **kwargs), loss)

@@ -48,7 +48,15 @@ from hetspmd.verify.numbers import with_own_numbers
 from hetspmd.verify.precision import batch_in, default_in, retyped
 from hetspmd.verify.proof import proving
 from hetspmd.verify.quiet import quiet_error, wide_trace
-from hetspmd.verify.steps import Optimizer, Run, Setting, eager_run, on_ranks, reference_run, trainable
+from hetspmd.verify.steps import (
+    Optimizer,
+    TrainedRun,
+    TrainingCase,
+    eager_run,
+    on_ranks,
+    reference_run,
+    trainable,
+)
 from hetspmd.verify.verify_report import VerifyReport
 
 if TYPE_CHECKING:
@@ -109,11 +117,11 @@ def verify(
     limit = _TOLERANCES[wide] if tolerance is None else tolerance
     with without_autocast("cpu"), default_in(wide):
         args, kwargs = batch_in((args, kwargs), wide)
-        setting = Setting(model_in(model, wide), args, kwargs, loss, wide, steps, seed)
+        setting = TrainingCase(model_in(model, wide), args, kwargs, loss, wide, steps, seed)
         return _Comparison(_plan_in(plan, setting), setting, limit).of(optimizers, locate)
 
 
-def _plan_in(plan: Plan, setting: Setting) -> Plan:
+def _plan_in(plan: Plan, setting: TrainingCase) -> Plan:
     """The plan in the setting's dtype, with the numbers that the model itself has there."""
     made = retyped(plan, setting.dtype)
     try:
@@ -129,7 +137,7 @@ def _plan_in(plan: Plan, setting: Setting) -> Plan:
 class _Comparison:
     """The largest errors that were met, and where."""
 
-    def __init__(self, plan: Plan, setting: Setting, limit: float) -> None:
+    def __init__(self, plan: Plan, setting: TrainingCase, limit: float) -> None:
         self.plan, self.setting, self.limit = plan, setting, limit
         self.random = any(rule.random for rule in plan.theory.rules.values())
         self.noise = NOISE[setting.dtype]
@@ -180,7 +188,7 @@ class _Comparison:
         )
         return "\n".join(lines)
 
-    def _single_device(self, setting: Setting, optimizer: str) -> Run:
+    def _single_device(self, setting: TrainingCase, optimizer: str) -> TrainedRun:
         if self.random:
             return reference_run(setting, self.plan, _OPTIMIZERS[optimizer])
         return eager_run(setting, _OPTIMIZERS[optimizer])
@@ -256,7 +264,7 @@ def _listed(names: Iterable[str]) -> str:
     return " and ".join(names)
 
 
-def _rounded(setting: Setting, seed: int) -> nn.Module:
+def _rounded(setting: TrainingCase, seed: int) -> nn.Module:
     """A copy of the model, with every parameter's elements moved by one rounding up, down or not at all."""
     moved = setting.copy()
     generator = torch.Generator().manual_seed(seed)

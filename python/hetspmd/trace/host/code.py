@@ -26,7 +26,7 @@ from hetspmd.trace.host.stand_ins import MOMENTS, is_calendar, original
 from hetspmd.trace.host.steps import step_to
 from hetspmd.trace.host.wrapped import asked_for, functions_in, registered, unbound
 
-__all__ = ["Reader", "is_foreign", "is_installed", "names_of_methods"]
+__all__ = ["CodeReader", "is_foreign", "is_installed", "names_of_methods"]
 
 
 def names_of_methods(kind: type) -> frozenset[str]:
@@ -39,7 +39,7 @@ def names_of_methods(kind: type) -> frozenset[str]:
     return frozenset(found)
 
 
-class Reader:
+class CodeReader:
     """Finds the variables of functions, and tells ``found(root, path, value, holder)`` each once.
 
     The holder is a cell, a module, a class, or the function itself for its defaults and attributes. Classes and

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hetspmd.trace.host.code import Reader
+from hetspmd.trace.host.code import CodeReader
 from hetspmd.trace.host.content import held, is_followed_kind, own_attributes, referent
 from hetspmd.trace.host.foreign import is_foreign, is_own
 from hetspmd.trace.host.kinds import answers, bound_to, is_function
@@ -68,7 +68,7 @@ class _Walk:
     """One walk through a model and what its code names; what was met is kept, so that no id is used twice."""
 
     def __init__(self, roots: Roots) -> None:
-        self._reader = Reader(roots, self._found, everything=True)
+        self._reader = CodeReader(roots, self._found, everything=True)
         self._seen: dict[int, Any] = {}
         self._kinds: set[type] = set()
 

@@ -21,7 +21,7 @@ State = tuple[tuple[str, tuple[str, ...]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RandomSource:
     """A generator: its name, where it lies (one that belongs to no object: under "draws"), how its state is
     read and set."""
 
@@ -31,40 +31,42 @@ class Source:
     set: Callable[[Any], object]
 
 
-def global_sources() -> list[Source]:
+def global_sources() -> list[RandomSource]:
     """The generators that belong to no object. CUDA's counts only where CUDA was initialised, which this
     does not."""
     found = [
-        Source("Python's random", ("draws", ("python",)), random.getstate, random.setstate),
-        Source("torch's default generator", ("draws", ("torch",)), torch.get_rng_state, torch.set_rng_state),
+        RandomSource("Python's random", ("draws", ("python",)), random.getstate, random.setstate),
+        RandomSource(
+            "torch's default generator", ("draws", ("torch",)), torch.get_rng_state, torch.set_rng_state
+        ),
     ]
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         found.append(
-            Source(
+            RandomSource(
                 "CUDA's generator", ("draws", ("cuda",)), torch.cuda.get_rng_state, torch.cuda.set_rng_state
             )
         )
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
-        found.append(Source("numpy's random", ("draws", ("numpy",)), numpy.get_state, numpy.set_state))
+        found.append(RandomSource("numpy's random", ("draws", ("numpy",)), numpy.get_state, numpy.set_state))
     return found
 
 
-def source_of(value: object, root: str, path: tuple[str, ...]) -> Source | None:
+def source_of(value: object, root: str, path: tuple[str, ...]) -> RandomSource | None:
     """The generator that an object is, None if it is none."""
     name, place = f"the generator {''.join(path).removeprefix('.')}", (root, path)
     if isinstance(value, random.Random):
-        return Source(name, place, value.getstate, value.setstate)
+        return RandomSource(name, place, value.getstate, value.setstate)
     if isinstance(value, torch.Generator):
-        return Source(name, place, value.get_state, value.set_state)
+        return RandomSource(name, place, value.get_state, value.set_state)
     numpy = sys.modules.get("numpy.random")
     if numpy is None:
         return None
     if isinstance(value, numpy.RandomState):
-        return Source(name, place, value.get_state, value.set_state)
+        return RandomSource(name, place, value.get_state, value.set_state)
     bits = value.bit_generator if isinstance(value, numpy.Generator) else value
     if isinstance(bits, numpy.BitGenerator):
-        return Source(name, place, lambda: bits.state, lambda state: setattr(bits, "state", state))
+        return RandomSource(name, place, lambda: bits.state, lambda state: setattr(bits, "state", state))
     return None
 
 
@@ -89,7 +91,7 @@ class Draws:
     """The states of generators since they were first met."""
 
     def __init__(self) -> None:
-        self._states: list[tuple[Source, Any]] = []
+        self._states: list[tuple[RandomSource, Any]] = []
         self._known: set[int] = set()
         for source in global_sources():
             self._states.append((source, source.read()))
@@ -106,7 +108,7 @@ class Draws:
             self._states.append((source, source.read()))
         return True
 
-    def changed(self) -> list[Source]:
+    def changed(self) -> list[RandomSource]:
         """The generators that are not in the state they were in."""
         with outside_modes():
             return [source for source, state in self._states if not same_state(source.read(), state)]

@@ -19,11 +19,11 @@ from hetspmd.trace.host.constants import computing
 from hetspmd.trace.host.equal import varying
 from hetspmd.trace.host.facts import Host, Number
 from hetspmd.trace.host.plain import numbers_in, renumbered, tensors_in
-from hetspmd.trace.host.watch import Watch
+from hetspmd.trace.host.watch import HostWatch
 
 
 def with_host(
-    graph: Graph, watch: Watch, numbers: Sequence[Input], data: Collection[torch.Tensor] = ()
+    graph: Graph, watch: HostWatch, numbers: Sequence[Input], data: Collection[torch.Tensor] = ()
 ) -> Graph:
     """The graph with what ``watch`` found; ``numbers`` are its inputs that are numbers of the model, ``data`` the
     tensors with values that the trace met.
@@ -73,7 +73,7 @@ def with_host(
     return replace(graph, host=host, left_behind=tuple(constants))
 
 
-def _carried(watch: Watch, root: str, path: tuple[str, ...]) -> str:
+def _carried(watch: HostWatch, root: str, path: tuple[str, ...]) -> str:
     name = path[-1].removeprefix(".")
     return (
         f"forward reads {where(watch.roots, root, path)}, which the step before has left there; a "
@@ -88,6 +88,6 @@ def _memory(tensor: torch.Tensor) -> int:
     return -1 if is_traced(tensor) or tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
-def carried(watch: Watch, root: str, path: tuple[str, ...]) -> TraceError:
+def carried(watch: HostWatch, root: str, path: tuple[str, ...]) -> TraceError:
     """The refusal of a tensor that one step leaves to the next."""
     return TraceError(_carried(watch, root, path))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["Named", "computes_names", "constants_in", "named_in", "names_in"]
+__all__ = ["CodeNames", "computes_names", "constants_in", "named_in", "names_in"]
 
 _EXTENDED = dis.opmap["EXTENDED_ARG"]
 _GLOBALS = {
@@ -48,7 +48,7 @@ def names_in(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(texts, *inner)
 
 
-class Named(NamedTuple):
+class CodeNames(NamedTuple):
     """What a function's code names: all names, and those of variables that are not its own and of what it imports,
     in order, each with the name that a module of its package has by it."""
 
@@ -57,11 +57,11 @@ class Named(NamedTuple):
 
 
 @functools.cache
-def named_in(code: CodeType, home: str) -> Named:
+def named_in(code: CodeType, home: str) -> CodeNames:
     """What the code of a function of the module ``home`` names."""
     package = home.rpartition(".")[0]
     names = ((name, f"{package}.{name}" if package else name) for name in sorted(_globals_in(code)))
-    return Named(names_in(code), tuple(names))
+    return CodeNames(names_in(code), tuple(names))
 
 
 @functools.cache

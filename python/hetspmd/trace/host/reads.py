@@ -29,7 +29,7 @@ _PATCHED: dict[type, tuple[int, Any]] = {}
 inherited)."""
 
 
-class Reader(Protocol):
+class ReadListener(Protocol):
     """Who is told of reads."""
 
     def saw(self, of: Any, name: str, value: Any) -> None:
@@ -39,12 +39,12 @@ class Reader(Protocol):
         """An attribute was asked for that is not there."""
 
 
-_READERS: dict[int, Reader] = {}
+_READERS: dict[int, ReadListener] = {}
 """Thread to who is told of its reads."""
 
 
 @contextmanager
-def told(reader: Reader) -> Iterator[None]:
+def told(reader: ReadListener) -> Iterator[None]:
     """Within the context ``reader`` is told what this thread reads."""
     thread = threading.get_ident()
     outer = _READERS.get(thread)

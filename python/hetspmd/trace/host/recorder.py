@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hetspmd.trace.host.bound import Bound
-from hetspmd.trace.host.code import Reader, names_of_methods
+from hetspmd.trace.host.code import CodeReader, names_of_methods
 from hetspmd.trace.host.content import own_attributes, referent
 from hetspmd.trace.host.discovery import discover, own_kinds
 from hetspmd.trace.host.entropy import Draws
@@ -72,7 +72,7 @@ class Recorder:
         self._modules = frozenset(map(id, roots.model.modules()))
         discover(roots)
         self.bound = Bound(roots)
-        self.reader = Reader(roots, self._variable, self._visited)
+        self.reader = CodeReader(roots, self._variable, self._visited)
         for name, module in roots.model.named_modules():
             path = tuple(f".{part}" for part in name.split(".") if part)
             self._follow("model", path, module)

@@ -24,7 +24,7 @@ from hetspmd.trace.host.finish import carried
 from hetspmd.trace.host.plain import is_container, numbers_in
 from hetspmd.trace.host.raw import elements, pairs
 from hetspmd.trace.host.recorder import Place
-from hetspmd.trace.host.watch import Watch
+from hetspmd.trace.host.watch import HostWatch
 
 _MOST = 8
 """Counters that are looked for in one model."""
@@ -75,7 +75,7 @@ for _name in (
     setattr(_Counting, _name, _noticing)
 
 
-def settled(graph: Graph, watch: Watch, call: Callable[[], Any]) -> Graph:
+def settled(graph: Graph, watch: HostWatch, call: Callable[[], Any]) -> Graph:
     """The graph with its counters told from other state. Raises TraceError for tensors that are carried.
 
     ``call`` runs the forward on fake tensors.
@@ -107,13 +107,13 @@ def settled(graph: Graph, watch: Watch, call: Callable[[], Any]) -> Graph:
     return replace(graph, host=host)
 
 
-def wants_trials(graph: Graph, watch: Watch) -> bool:
+def wants_trials(graph: Graph, watch: HostWatch) -> bool:
     """Whether there is anything to find out: state that forward has read and leaves another value of."""
     assert watch.left is not None
     return any(_may_be_read(watch, place) for place in watch.left.changed)
 
 
-def _may_be_read(watch: Watch, place: Place) -> bool:
+def _may_be_read(watch: HostWatch, place: Place) -> bool:
     """Whether forward has read what a place held before; of an item it cannot be told."""
     return place in watch.recorder.reads or place[1][-1].startswith("[")
 
@@ -122,7 +122,7 @@ def _both_numbers(before: Any, after: Any) -> bool:
     return all(type(v) in (int, float) for v in (before, after)) and type(before) is type(after)
 
 
-def _counted(watch: Watch, place: Place, call: Callable[[], Any]) -> int | float | None:
+def _counted(watch: HostWatch, place: Place, call: Callable[[], Any]) -> int | float | None:
     """By how much a run increases a number that it does nothing else with; None if it does."""
     noticed: list[str] = []
     try:
@@ -139,7 +139,7 @@ def _counted(watch: Watch, place: Place, call: Callable[[], Any]) -> int | float
     return step
 
 
-def _is_read(watch: Watch, place: Place, like: torch.Tensor, call: Callable[[], Any]) -> bool:
+def _is_read(watch: HostWatch, place: Place, like: torch.Tensor, call: Callable[[], Any]) -> bool:
     """Whether a run that finds a tensor at a place reads it."""
     probe = torch.zeros(like.shape, dtype=like.dtype, device="meta")
     watch.recorder.probes[id(probe)] = probe

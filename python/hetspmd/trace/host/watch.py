@@ -41,7 +41,7 @@ def check_randomness(given: object) -> None:
         )
 
 
-class Watch:
+class HostWatch:
     """What the Python of one trace does beside the graph.
 
     ``numbers`` are the places of numbers that are inputs of the graph. ``randomness``: what becomes of
