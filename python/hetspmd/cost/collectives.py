@@ -1,4 +1,4 @@
-"""Seconds of a collective, linear in the sharding ratios (HAP 3.2, design 6).
+"""Seconds of a collective, linear in the sharding ratios (HAP 3.2).
 
 For a tensor of E bytes over n devices, largest share M, k devices with a share, latency L
 and link bandwidth b:

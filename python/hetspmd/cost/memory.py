@@ -1,4 +1,4 @@
-"""Bytes that a program holds on each device, by liveness over an order of its steps (design 6).
+"""Bytes that a program holds on each device, by liveness over an order of its steps.
 
 The order is the one that is executed (:mod:`hetspmd.program.schedule`), or the program's own, in which the search
 thinks. In either, parameters, buffers and inputs are held during the whole step, gradients from where they are

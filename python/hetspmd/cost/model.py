@@ -1,4 +1,4 @@
-"""Seconds of a Hoare triple, linear in the sharding ratios (HAP 3.2, design 6); those of collectives are in
+"""Seconds of a Hoare triple, linear in the sharding ratios (HAP 3.2); those of collectives are in
 :mod:`hetspmd.cost.collectives`.
 
 Device j, which holds the share s_j of the axis that a row shards (s_j = 1 where the row shards none), runs the row

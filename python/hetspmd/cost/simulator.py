@@ -1,4 +1,4 @@
-"""Seconds of a training step in which communication overlaps computation (design 6): two streams.
+"""Seconds of a training step in which communication overlaps computation: two streams.
 
 Each device has a compute clock ``T_j``, and all share one communication stream, free from ``free`` on. The
 local graphs of :mod:`hetspmd.lower` hold the same steps in the same order on every device, so one pass over

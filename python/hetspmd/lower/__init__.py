@@ -1,4 +1,4 @@
-"""Lowering: a plan becomes one forward and one backward torch.fx graph per rank (design 8)."""
+"""Lowering: a plan becomes one forward and one backward torch.fx graph per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search and ratios in turns, on all devices and on subsets of them (HAP 3.1, design 7).
+"""Search and ratios in turns, on all devices and on subsets of them (HAP 3.1).
 
 From each starting ratio B the search gives the best program Q at the lengths of B, the linear program the
 best B for Q, and so on until the pair repeats. Pairs are compared by the two-stream simulation. At the

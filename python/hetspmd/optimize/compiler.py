@@ -1,4 +1,4 @@
-"""The compiler: model, example and cluster become a plan (design 2).
+"""The compiler: model, example and cluster become a plan.
 
 The stages in the order of the data's way: trace, rules, then search and ratios in turns
 (:mod:`hetspmd.optimize.alternation`), and the proof of the program that comes out.

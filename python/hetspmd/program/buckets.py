@@ -1,4 +1,4 @@
-"""Small collectives share a bucket: one collective carries several tensors (design 8).
+"""Small collectives share a bucket: one collective carries several tensors.
 
 A collective costs a latency, and time of the thread that issues it, however little it carries. So collectives of
 one kind and dtype that are smaller than a bucket, and that may run together, become a :class:`Bucket`. It starts

@@ -1,4 +1,4 @@
-"""The independent checker: proves a program from the Hoare triples alone (design 4).
+"""The independent checker: proves a program from the Hoare triples alone.
 
 It knows the background theory and nothing of search, cost or lowering. It walks the program, keeps for each
 reference tensor e the set of forms I with ``e | I`` proved so far, and demands of

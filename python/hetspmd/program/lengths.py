@@ -1,4 +1,4 @@
-"""Integer lengths: how many units of each logical axis each device holds (HAP 5.1, design 7)."""
+"""Integer lengths: how many units of each logical axis each device holds (HAP 5.1)."""
 
 from __future__ import annotations
 

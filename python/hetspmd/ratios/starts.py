@@ -1,4 +1,4 @@
-"""Where the alternation of search and ratios starts (HAP 3.1, design 7).
+"""Where the alternation of search and ratios starts (HAP 3.1).
 
 HAP starts from ratios proportional to computing power. Even ratios are tried too, where padding costs nothing, and
 ratios in proportion to memory where the others do not fit.

@@ -1,4 +1,4 @@
-"""Rules: what may be sharded, op by op, and the Hoare triples that follow (design 4)."""
+"""Rules: what may be sharded, op by op, and the Hoare triples that follow."""
 
 from __future__ import annotations
 

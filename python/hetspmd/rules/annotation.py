@@ -1,4 +1,4 @@
-"""Annotation strings: the short spelling of a rule, after einops (design 4).
+"""Annotation strings: the short spelling of a rule, after einops.
 
 Grammar, one term per tensor argument and output, in order::
 

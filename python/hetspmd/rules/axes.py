@@ -1,4 +1,4 @@
-"""Logical axes: which dimensions must be cut at the same places (design 4).
+"""Logical axes: which dimensions must be cut at the same places.
 
 768 columns that are later viewed as 12 heads x 64 may only be cut at multiples of 64, in every tensor that
 carries them, and a gradient like its parameter. Union-find over ``(tensor, dim)`` through the factors of all

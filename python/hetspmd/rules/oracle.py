@@ -1,4 +1,4 @@
-"""The oracle: are the rows of a rule right, and are all right rows there? By brute force (design 4).
+"""The oracle: are the rows of a rule right, and are all right rows there? By brute force.
 
 For every row of a rule and several uneven splits over 1 to 3 ranks (empty shards and everything on one rank
 among them), the inputs of a sample call are split by the row's precondition, each rank makes its local call

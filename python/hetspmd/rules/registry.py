@@ -1,4 +1,4 @@
-"""Where rules live: one per op name, or one for a family of ops (design 4).
+"""Where rules live: one per op name, or one for a family of ops.
 
 ``@rule("aten.mm.default")`` registers a function from a :class:`~hetspmd.rules.rule.Call` to an
 :class:`~hetspmd.rules.rule.OpRule`; ``rule("mylib::op", "b s h, h -> b s h")`` registers an annotation.

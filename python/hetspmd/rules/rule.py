@@ -1,4 +1,4 @@
-"""What a rule is: the factors of an op, from which its Hoare triples follow mechanically (design 4).
+"""What a rule is: the factors of an op, from which its Hoare triples follow mechanically.
 
 An op's dimensions are named by *factors*. For ``mm`` with ``"m k, k n -> m n"``:
 

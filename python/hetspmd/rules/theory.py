@@ -1,4 +1,4 @@
-"""The background theory of a graph: every Hoare triple that a program may use (HAP 4.2, design 4).
+"""The background theory of a graph: every Hoare triple that a program may use (HAP 4.2).
 
 :func:`derive` asks the registry for each instruction's rule, joins dimensions to logical axes and writes out
 the rows. Rows whose axis has a single unit are dropped: there is nothing to divide. A rule is a function of

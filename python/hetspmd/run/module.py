@@ -15,18 +15,11 @@ from torch import nn
 
 import hetspmd
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cluster.machines import flat
-from hetspmd.dist.agreement import agreed_plan, loaded_plan
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.doings import Doing
-from hetspmd.dist.levels import join_machines
-from hetspmd.dist.process_group import communicator_for
 from hetspmd.dist.random import Randomness, next_seed
-from hetspmd.dist.runtime import Runtime
 from hetspmd.errors import (
-    DeviceError,
     ExampleError,
-    PlanMismatchError,
     ShardError,
 )
 from hetspmd.lower import LocalTensor
@@ -49,18 +42,16 @@ from hetspmd.run.replicas import replicas_of
 from hetspmd.run.setting import Setting
 from hetspmd.run.shards import FULL
 from hetspmd.run.signature import Forward
+from hetspmd.run.starting import device_for, first_plan, joined, runtime_of
 from hetspmd.run.store import Store, check_model
 from hetspmd.run.transforms import refuse_transforms
 from hetspmd.run.twin import twin_attributes, twin_model, twin_plans, twin_store
 from hetspmd.run.whole_states import WholeStates
 from hetspmd.run.wrappers import refuse_wrapper
 from hetspmd.trace.admissible import check_model as check_admissible
-from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.compat import unflatten
 from hetspmd.trace.containers import MissingClassError
-from hetspmd.trace.fake import model_device
 from hetspmd.trace.losses import as_loss
-from hetspmd.trace.trace import split_example
 
 if TYPE_CHECKING:
     import os
@@ -138,53 +129,20 @@ class HAP(WholeStates):
         tell_module_hooks(model)
         self.cluster = Cluster.load(cluster)
         compiled_with = compile_options(compile)
-        if isinstance(process_group, Communicator):
-            communicator = process_group
-        else:
-            communicator = communicator_for(process_group, self.cluster.ranks)
-        if not timeout > 0.0:
-            raise ExampleError(f"timeout is a positive number of seconds, not {timeout}")
-        communicator.guard(float(timeout))
-        self._everyone = communicator
-        place = model_device(model)
-        if device is not None:
-            self.device = torch.device(device)
-        else:
-            self.device = torch.device("cpu") if place.type == "meta" else place
-        if place.type == "meta" and self.device.type != "cpu" and autocast_state(self.device.type):
-            raise DeviceError(
-                "a model on the meta device is traced as on the CPU, which autocasts other ops than "
-                f"{self.device.type}; make it there, with model.to_empty(device={str(self.device)!r})"
-            )
+        communicator = self._everyone = joined(process_group, self.cluster.ranks, timeout)
+        self.device = device_for(model, device)
         self.module = model
         self.gather_outputs = gather_outputs
         self.gather_state = gather_state
         setting = Setting(
-            model=model,
-            cluster=self.cluster,
-            device=self.device,
-            communicator=communicator,
-            loss=loss,
-            gather_outputs=gather_outputs,
-            compile_options=compiled_with,
-            options={**options, "strict": strict},
-        )
-        if plan is not None:
-            first = loaded_plan(communicator, plan)
-            if first.cluster not in (self.cluster, flat(self.cluster)):
-                raise PlanMismatchError("the plan was made for another cluster; compile one for this cluster")
-        elif example is not None:
-            args, kwargs = split_example(example)
-            first = agreed_plan(communicator, lambda: setting.compile(args, kwargs, training=True))
-        else:
-            raise ExampleError("HAP needs example= (a batch to plan for) or plan=")
+            model=model, cluster=self.cluster, device=self.device, communicator=communicator, loss=loss,
+            gather_outputs=gather_outputs, compile_options=compiled_with, options={**options, "strict": strict},
+        )  # fmt: skip
+        first = first_plan(setting, plan, example)
         check_model(model, first.graph)
         ranks = meet_ranks(communicator, self.device, next_seed(), check_batches)
         randomness = Randomness(ranks.seed, communicator.rank, self.device)
-        if first.inside is None:
-            self._runtime = Runtime.join(communicator, first.active, randomness)
-        else:
-            self._runtime = join_machines(communicator, first.cluster, first.active, randomness)
+        self._runtime = runtime_of(communicator, first, randomness)
         program = setting.lower(first)
         self._store = Store(model, first.graph, program.parameters)
         if sync_module_states:
@@ -198,13 +156,8 @@ class HAP(WholeStates):
         self._loss = loss
         self._attendance: Attendance | None = None
         if ranks.roll is not None:
-            replicas = replicas_of(
-                self._store,
-                first.graph,
-                program,
-                lambda: self._runtime,
-                alike=ranks.alike and first.inside is None,
-            )
+            alike = ranks.alike and first.inside is None
+            replicas = replicas_of(self._store, first.graph, program, lambda: self._runtime, alike=alike)
             self._attendance = Attendance(ranks, self.device, replicas)
             self._plans.attendance = self._attendance
         self._check = check_batches

@@ -1,4 +1,4 @@
-"""The best program that fits every device's memory: Lagrangian prices of bytes (design 6).
+"""The best program that fits every device's memory: Lagrangian prices of bytes.
 
     minimise  cost(x)   subject to   held_ij(x) <= capacity_j   at every instruction i and device j
 

@@ -1,4 +1,4 @@
-"""What holding tensors costs at given prices of bytes, as costs of values (design 6).
+"""What holding tensors costs at given prices of bytes, as costs of values.
 
 What :class:`Ledger` charges is never more than what is held: at instruction i a tensor is charged that has
 been produced and is still to be read, in the cheapest form that the program has of it, a whole one that no

@@ -1,4 +1,4 @@
-"""The search for the best program at given lengths: A* in the Rust core (HAP 4.3, design 5)."""
+"""The search for the best program at given lengths: A* in the Rust core (HAP 4.3)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Trace: model and example batch -> the joint ATen graph of one training step (design 3)."""
+"""Trace: model and example batch -> the joint ATen graph of one training step."""

@@ -1,4 +1,4 @@
-"""Decompositions that the trace applies, so that each piece has an exact rule (design 3).
+"""Decompositions that the trace applies, so that each piece has an exact rule.
 
 - A mean over a dimension that may be sharded becomes a sum and a division by the global count.
 - Batch norm in training becomes sums over the global batch, which is what one device computes.

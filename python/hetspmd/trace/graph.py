@@ -1,4 +1,4 @@
-"""The single-device training step as data: reference tensors, instructions and their roles (design 3).
+"""The single-device training step as data: reference tensors, instructions and their roles.
 
 A :class:`Graph` is immutable and independent of torch objects: dtypes are names, devices are the
 marker :data:`DEVICE`, tensors inside arguments are :class:`Ref`. It is what every later stage reads,

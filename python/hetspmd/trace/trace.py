@@ -1,4 +1,4 @@
-"""Tracing: an unchanged model and an example batch become a :class:`~hetspmd.trace.graph.Graph` (design 3)."""
+"""Tracing: an unchanged model and an example batch become a :class:`~hetspmd.trace.graph.Graph`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of advanced indexing, ``x[:, i, j]`` and its writes (design 4).
+"""Rules of advanced indexing, ``x[:, i, j]`` and its writes.
 
 The index tensors broadcast to one shape S. The result has S in place of the indexed dims if these lie side by
 side, else in front, and the other dims of x around it. So

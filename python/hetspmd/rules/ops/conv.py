@@ -1,4 +1,4 @@
-"""Rules of convolution and its gradients (design 4).
+"""Rules of convolution and its gradients.
 
 With N samples, Ci input and Co output channels in G groups, and w = [Co, Ci/G, k...] ([Ci, Co/G, k...]
 when transposed)::

@@ -1,4 +1,4 @@
-"""Rules of distances between two sets of points, x [..., P, M] and y [..., R, M] (design 4).
+"""Rules of distances between two sets of points, x [..., P, M] and y [..., R, M].
 
 The distances [..., P, R] are parallel in the batch dims, P and R. M is blocked, for the norm's root is taken
 after its sum; with p = 1 there is no root. The gradient of x sums over R; given the distances, it is parallel

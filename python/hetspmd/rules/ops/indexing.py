@@ -1,4 +1,4 @@
-"""Rules of ops that read or write at positions given by index tensors (design 4).
+"""Rules of ops that read or write at positions given by index tensors.
 
 For an indexed dim of ``extent`` elements, of which a device holds ``start .. start + n``:
 

@@ -1,4 +1,4 @@
-"""Rules of pooling: samples and channels are parallel, planes are blocked; averages are linear (design 4).
+"""Rules of pooling: samples and channels are parallel, planes are blocked; averages are linear.
 
 The indices of a maximum count the elements of its plane, so cuts of samples and channels leave them alone.
 Gradients take the pooled input as well: only its shape for averages, nothing but its shape for maxima.

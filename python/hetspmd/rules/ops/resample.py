@@ -1,4 +1,4 @@
-"""Rules of resampling: samples and channels are parallel, planes are blocked; all are linear (design 4).
+"""Rules of resampling: samples and channels are parallel, planes are blocked; all are linear.
 
 Gradients of ``upsample_*`` take the whole shape of their result, which is localised.
 """

@@ -1,4 +1,4 @@
-"""Rules of cumulative ops: the scanned dim is blocked, all others are parallel (design 4)."""
+"""Rules of cumulative ops: the scanned dim is blocked, all others are parallel."""
 
 from __future__ import annotations
 

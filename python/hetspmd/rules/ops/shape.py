@@ -1,4 +1,4 @@
-"""Rules of ops that only rearrange elements: views, permutations, repetitions, windows (design 4).
+"""Rules of ops that only rearrange elements: views, permutations, repetitions, windows.
 
 A view regroups the elements of consecutive dims. Take the shortest runs of input dims (a1, ..., am) and
 output dims (b1, ..., bn) with the same product P, extents of 1 left out. Cutting the run's slowest dim is the

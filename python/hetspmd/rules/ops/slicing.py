@@ -1,4 +1,4 @@
-"""Rules of ops that take, join or place parts of tensors, and of ops on the diagonal (design 4).
+"""Rules of ops that take, join or place parts of tensors, and of ops on the diagonal.
 
 A dim along which an op takes only a part, joins, pads or reorders is blocked; all others are parallel. These
 ops are linear: in the input, or in all joined inputs at once.

@@ -1,0 +1,77 @@
+"""How a HAP module begins: its ranks, its device, its first plan, and the runtime of that."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hetspmd.cluster.machines import flat
+from hetspmd.dist.agreement import agreed_plan, loaded_plan
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.levels import join_machines
+from hetspmd.dist.process_group import communicator_for
+from hetspmd.dist.random import Randomness
+from hetspmd.dist.runtime import Runtime
+from hetspmd.errors import DeviceError, ExampleError, PlanMismatchError
+from hetspmd.plan.plan import Plan
+from hetspmd.run.setting import Setting
+from hetspmd.trace.autocast import autocast_state
+from hetspmd.trace.fake import model_device
+from hetspmd.trace.trace import split_example
+
+__all__ = ["device_for", "first_plan", "joined", "runtime_of"]
+
+
+def joined(group: dist.ProcessGroup | Communicator | None, ranks: int, timeout: float) -> Communicator:
+    """The communicator of all ranks, guarded against those that fail within ``timeout`` seconds.
+
+    Raises WorldSizeError if the group has another number of ranks, ExampleError for another timeout than a
+    positive one.
+    """
+    communicator = group if isinstance(group, Communicator) else communicator_for(group, ranks)
+    if not timeout > 0.0:
+        raise ExampleError(f"timeout is a positive number of seconds, not {timeout}")
+    communicator.guard(float(timeout))
+    return communicator
+
+
+def device_for(model: nn.Module, given: torch.device | str | None) -> torch.device:
+    """Where the model runs: on the device that was given, else where it lies. Raises DeviceError for a model that
+    autocast would trace otherwise than it runs."""
+    place = model_device(model)
+    own = torch.device("cpu") if place.type == "meta" else place
+    device = own if given is None else torch.device(given)
+    if place.type == "meta" and device.type != "cpu" and autocast_state(device.type):
+        raise DeviceError(
+            "a model on the meta device is traced as on the CPU, which autocasts other ops than "
+            f"{device.type}; make it there, with model.to_empty(device={str(device)!r})"
+        )
+    return device
+
+
+def first_plan(setting: Setting, plan: Plan | str | os.PathLike[str] | None, example: Any) -> Plan:
+    """The plan that was given, or one that is compiled for the example, the same on every rank.
+
+    Raises PlanMismatchError for a plan of another cluster, and ExampleError where neither was given.
+    """
+    communicator = setting.communicator
+    if plan is not None:
+        first = loaded_plan(communicator, plan)
+        if first.cluster not in (setting.cluster, flat(setting.cluster)):
+            raise PlanMismatchError("the plan was made for another cluster; compile one for this cluster")
+        return first
+    if example is None:
+        raise ExampleError("HAP needs example= (a batch to plan for) or plan=")
+    args, kwargs = split_example(example)
+    return agreed_plan(communicator, lambda: setting.compile(args, kwargs, training=True))
+
+
+def runtime_of(communicator: Communicator, plan: Plan, randomness: Randomness) -> Runtime:
+    """What this rank's graphs are given; all ranks must call this."""
+    if plan.inside is None:
+        return Runtime.join(communicator, plan.active, randomness)
+    return join_machines(communicator, plan.cluster, plan.active, randomness)
