@@ -34,19 +34,20 @@ both parts, so that the largest share that fits is known too (at the same M).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from hetspmd.cost.liveness import Liveness
 from hetspmd.cost.model import Array, Index
-from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, is_sharded, sharded_dim
-from hetspmd.program.buckets import Bucket, members
+from hetspmd.placement import Form, is_sharded, sharded_dim
+from hetspmd.program.buckets import Bucket, Scheduled
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.program import Communicate, Program
+from hetspmd.program.program import Communicate, Program, Step
 from hetspmd.program.saved_tensors import crossing
-from hetspmd.program.schedule import Key, Schedule, reads, schedule, writes
+from hetspmd.program.schedule import Schedule, schedule
 from hetspmd.rules.theory import Theory
 
 __all__ = ["OPTIMIZER_BYTES", "Holdings", "MemoryProfile", "memory_bytes", "memory_profile"]
@@ -56,11 +57,6 @@ OPTIMIZER_BYTES = 8
 
 TEMPORARIES = 2
 """Tensors of a parameter's size that the optimizer needs while it updates it."""
-
-
-_RESHAPE = "aten._unsafe_view.default"
-"""What the trace makes of a reshape that cannot be a view, and of a product's result. Of an expanded tensor, which
-has more bytes than its storage, it is a copy."""
 
 
 @dataclass(frozen=True)
@@ -139,124 +135,60 @@ class Holdings:
         self.theory = theory
         self._program, self._optimizer_bytes, self._alone = program, optimizer_bytes, alone
         self._executed, self._bucket_bytes, self._scheduled = executed, bucket_bytes, scheduled
-        # Collectives, by id, that work in the memory of what they are given.
-        self._spare: set[int] = set()
-        # Start, collective, whether it is in a bucket, where its result is first read.
-        self._buffers: list[tuple[int, Communicate, bool, int]] = []
-        graph = theory.graph
         if scheduled is None:
             scheduled = schedule(theory, program, bucket_bytes)
         order = (*scheduled.forward, *scheduled.backward) if executed else program.steps
         place: dict[int, int] = {}
         for at, step in enumerate(order):
-            several = step.members if isinstance(step, Bucket) else (step,)
-            place.update((id(each), at) for each in several)
+            place.update((id(each), at) for each in _parts(step))
         self._moment = [place.get(id(step)) for step in program.steps]
-        steps = len(order)
-        slices = crossing(graph, scheduled, program.gradients).slices
+        instructions, live = self._followed(order, scheduled)
+        # Collectives, by id, that work in the memory of what they are given.
+        self._spare = live.give_memory()
+        self._transits = live.transits
+        self._tell(live, instructions, optimizer_bytes)
+
+    def _followed(self, order: Sequence[Scheduled], scheduled: Schedule) -> tuple[list[int], Liveness]:
+        """The instruction that runs or ran last at each step of the order, and what the steps hold."""
+        theory, program = self.theory, self._program
+        live = Liveness(
+            theory, crossing(theory.graph, scheduled, program.gradients).slices, alone=self._alone
+        )
         behind = {id(step) for step in scheduled.backward}
-        if not executed:
-            behind.update(
-                id(m) for step in scheduled.backward if isinstance(step, Bucket) for m in step.members
-            )
-        held: dict[Key, int] = {}  # value
-        sizes: list[Key] = []  # of the value's own storage
-        storage: list[int] = []  # value -> the value whose storage it shares
-        born: list[int] = []
-        last: list[int] = []
-        side: list[bool] = []  # of the value's own storage: whether the backward makes it
-        sums: list[tuple[Communicate, int, int, int, bool]] = []  # what is summed into what, where
-        sliced: dict[Key, int] = {}  # where a slice is first cut from what is whole
-        started: dict[int, tuple[int, Communicate, bool]] = {}  # value -> where its collective starts
-        ready: dict[int, int] = {}  # value -> where its collective is waited for
-
-        def read(key: Key, at: int, late: bool) -> int | None:
-            whole = held.get((key[0], IDENTITY))
-            value = held.get(key, whole)
-            if value is None:
-                return None
-            if value == whole and late and key in slices:
-                add(key, sliced.get(key, ready.get(value, born[value])), at)
-                value = held[key]
-            sliced.setdefault(key, at)
-            last[storage[value]] = max(last[storage[value]], at)
-            if value in started:
-                self._buffers.append((*started.pop(value), at))
-                ready[value] = at
-            return value
-
-        def add(key: Key, at: int, until: int, base: int | None = None) -> None:
-            if key in held:
-                return
-            held[key] = len(sizes)
-            storage.append(len(sizes) if base is None else storage[base])
-            side.append(behind_now)
-            sizes.append(key)
-            born.append(at)
-            last.append(until)
-
-        trained = {p.tensor for p in graph.parameters if p.gradient is not None}
-        optimized: list[Key] = []
+        if not self._executed:
+            behind.update(id(each) for step in scheduled.backward for each in _parts(step))
         instructions: list[int] = []
         running = 0
-        behind_now = False
         for at, step in enumerate(order):
-            late = behind_now = id(step) in behind
+            late = id(step) in behind
             if isinstance(step, (Communicate, Bucket)):
-                for move in members(step):
-                    source = read((move.tensor, move.source), at, late)
-                    target = move.tensor, move.target
-                    if target not in held:
-                        started[len(sizes)] = at, move, isinstance(step, Bucket)
-                        if source is not None and move is step and move.source == ALL_REDUCE:
-                            sums.append((move, source, len(sizes), at, late))
-                    add(target, at, at, source if alone else None)
+                live.communicate(step, at, late=late)
             else:
                 running = step.instruction
-                instruction = graph.instructions[running]
-                bases = [read(key, at, late) for key in reads(graph, step)]
-                rule = theory.rules.get(running)
-                base = bases[0] if rule is not None and rule.alias and bases else None
-                if base is not None and instruction.op == _RESHAPE:
-                    shown = graph.tensors[sizes[storage[base]][0]].nbytes
-                    base = None if graph.tensors[instruction.outputs[0]].nbytes > shown else base
-                for key in writes(graph, step):
-                    if instruction.is_source:
-                        add(key, 0, steps)
-                        if key[0] in trained:
-                            optimized.append(key)
-                    else:
-                        add(key, at, at, base)
+                live.compute(step, at, len(order), late=late)
             instructions.append(running)
-        for result in (program.loss, *program.outputs, *program.buffers):
-            if result is not None:
-                read((result.tensor, result.form), steps, False)
-        for result in program.gradients:
-            read((result.tensor, result.form), steps, True)
-        self._buffers += [(*move, steps) for move in started.values()]
-        for move, source, value, at, late in sums if not alone else ():
-            base = storage[source]
-            whole = sizes[base][1] == ALL_REDUCE and graph.tensors[sizes[base][0]].nbytes
-            if last[base] == at and side[base] == late and whole == graph.tensors[move.tensor].nbytes:
-                self._spare.add(id(move))
-                if move.kind == "all_reduce":
-                    born[value] = at + 1
+        live.leave(program, len(order))
+        return instructions, live
 
-        # The optimizer: what it keeps, and a moment for each parameter with its temporaries.
-        updates = optimized if optimizer_bytes else []
+    def _tell(self, live: Liveness, instructions: list[int], optimizer_bytes: int) -> None:
+        """What is held from which moment to which. Behind the steps stand the optimizer's: what it keeps, and a
+        moment for each parameter with its temporaries."""
+        graph, steps = self.theory.graph, len(instructions)
+        updates = live.optimized if optimizer_bytes else []
         moments = steps + 1 + len(updates)
-        self.instruction: Index = np.array(instructions + [running] * (moments - steps), dtype=np.int64)
-        own = [v for v in range(len(sizes)) if storage[v] == v]
-        amounts = [graph.tensors[sizes[v][0]].nbytes for v in own]
+        after = [instructions[-1] if instructions else 0] * (moments - steps)
+        self.instruction: Index = np.array(instructions + after, dtype=np.int64)
+        own = [v for v in range(len(live.sizes)) if live.storage[v] == v]
+        amounts = [graph.tensors[live.sizes[v][0]].nbytes for v in own]
         amounts += [graph.tensors[t].numel * optimizer_bytes for t, _ in updates]
         amounts += [graph.tensors[t].nbytes * TEMPORARIES for t, _ in updates]
-        forms = [sizes[v] for v in own] + 2 * updates
-        self._axis: Index = np.array([_axis(theory, t, f) for t, f in forms], dtype=np.int64)
+        forms = [live.sizes[v] for v in own] + 2 * updates
+        self._axis: Index = np.array([_axis(self.theory, t, f) for t, f in forms], dtype=np.int64)
         self._amount: Index = np.array(amounts, dtype=np.int64)
         at_updates = list(range(steps + 1, moments))
-        firsts = [born[v] for v in own] + [0] * len(updates) + at_updates
+        firsts = [live.born[v] for v in own] + [0] * len(updates) + at_updates
         self._first: Index = np.array(firsts, dtype=np.int64)
-        ends = [last[v] + 1 if last[v] < steps else moments for v in own]
+        ends = [live.last[v] + 1 if live.last[v] < steps else moments for v in own]
         ends += [moments] * len(updates) + [at + 1 for at in at_updates]
         self._end: Index = np.array(ends, dtype=np.int64)
 
@@ -274,7 +206,7 @@ class Holdings:
         units = np.concatenate([np.array(lengths.units, dtype=np.int64).reshape(-1, lengths.world), ones])
         of = np.array([*(max(a.units, 1) for a in axes), 1], dtype=np.int64)
         first, end, axis, amount = self._first, self._end, self._axis, self._amount
-        if self._buffers and lengths.world > 1:
+        if self._transits and lengths.world > 1:
             more = np.array(list(self._buffers_at(units, of, completed)), dtype=np.int64).reshape(-1, 4)
             first, end = np.concatenate([first, more[:, 0]]), np.concatenate([end, more[:, 1]])
             axis, amount = np.concatenate([axis, more[:, 2]]), np.concatenate([amount, more[:, 3]])
@@ -309,7 +241,8 @@ class Holdings:
         ``units[a, j]`` of ``of[a]`` units of axis a are device j's; the last axis is that of what is whole.
         """
         n, blank = units.shape[1], len(units) - 1
-        for start, step, shared, wait in self._buffers:
+        for transit in self._transits:
+            start, step, shared, wait = transit.start, transit.step, transit.shared, transit.wait
             size, kind = self.theory.graph.tensors[step.tensor].nbytes, str(step.kind)
             if kind == "all_reduce":
                 continue
@@ -361,6 +294,11 @@ class Holdings:
         np.subtract.at(change, end, held)
         found: Index = change.cumsum(axis=0)[:steps]
         return found
+
+
+def _parts(step: Scheduled) -> Sequence[Step]:
+    """The steps of a program that one step of its schedule carries."""
+    return step.members if isinstance(step, Bucket) else (step,)
 
 
 def _axis(theory: Theory, tensor: int, form: Form) -> int:
