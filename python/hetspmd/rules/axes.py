@@ -81,95 +81,149 @@ def factor_cuts(factor: Factor) -> list[tuple[int, int]]:
     return [(position, place.dim) for position, place in places if isinstance(place, Cut)]
 
 
-def logical_axes(graph: Graph, rules: Mapping[int, OpRule]) -> Axes:
-    """Union-find over the factors of ``rules`` (instruction id to rule); the least member is its set's root."""
-    first_of = [0]  # (tensor, dim) is member first_of[tensor] + dim
-    for tensor in graph.tensors:
-        first_of.append(first_of[-1] + len(tensor.shape))
-    parent = [-1] * first_of[-1]
-    units = [extent for tensor in graph.tensors for extent in tensor.shape]
+class _Sets:
+    """Dimensions, (tensor, dim), in sets of those that are cut alike, by union-find; the least is its set's root.
 
-    def find(m: int) -> int:
-        root = m
+    A dimension is in no set until something cuts it. ``units[root]`` are the units in which its set can be cut.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.first_of = [0]  # (tensor, dim) is number first_of[tensor] + dim
+        for tensor in graph.tensors:
+            self.first_of.append(self.first_of[-1] + len(tensor.shape))
+        self.parent = [-1] * self.first_of[-1]
+        self.units = [extent for tensor in graph.tensors for extent in tensor.shape]
+
+    def number(self, tensor: int, dim: int) -> int:
+        return self.first_of[tensor] + dim
+
+    def is_cut(self, m: int) -> bool:
+        return self.parent[m] >= 0
+
+    def add(self, m: int) -> int:
+        """The number, which is in a set from now on."""
+        if self.parent[m] < 0:
+            self.parent[m] = m
+        return m
+
+    def find(self, m: int) -> int:
+        """The root of a number's set."""
+        parent, root = self.parent, m
         while parent[root] != root:
             root = parent[root]
         while parent[m] != root:
             parent[m], m = root, parent[m]
         return root
 
-    def join(a: int, b: int) -> int:
-        low, high = find(a), find(b)
+    def join(self, a: int, b: int) -> int:
+        """Make two sets one; its root."""
+        low, high = self.find(a), self.find(b)
         if low > high:
             low, high = high, low
         if low != high:
-            parent[high] = low
-            units[low] = gcd(units[low], units[high])
+            self.parent[high] = low
+            self.units[low] = gcd(self.units[low], self.units[high])
         return low
 
+    def members(self) -> dict[int, list[Member]]:
+        """The dimensions of each set, by its root, in order."""
+        groups: dict[int, list[Member]] = {}
+        for tensor in self.graph.tensors:
+            for dim in range(len(tensor.shape)):
+                m = self.number(tensor.id, dim)
+                if self.is_cut(m):
+                    groups.setdefault(self.find(m), []).append((tensor.id, dim))
+        return groups
+
+
+def logical_axes(graph: Graph, rules: Mapping[int, OpRule]) -> Axes:
+    """The axes that the factors of ``rules`` (instruction id to rule) make of the graph's dimensions."""
+    sets = _Sets(graph)
     for t, dim in graph.stored_apart.items():
-        parent[first_of[t] + dim] = first_of[t] + dim
-    cuts_of: dict[
-        int, list[tuple[int, list[tuple[int, int]]]]
-    ] = {}  # equal instructions share one rule object
-    for id_, rule in rules.items():
-        cuts = cuts_of.get(id(rule))
-        if cuts is None:
-            cuts = cuts_of[id(rule)] = [(f.size, factor_cuts(f)) for f in rule.factors if f.nameable]
-        instruction = graph.instructions[id_]
-        if instruction.op == REBALANCE:
-            continue
-        starts = [first_of[t] for t in (*instruction.inputs, *instruction.outputs)]
-        for size, places in cuts:
-            root = -1
-            for position, dim in places:
-                member = starts[position] + dim
-                if parent[member] < 0:
-                    parent[member] = member
-                root = member if root < 0 else join(root, member)
-            if root >= 0:
-                root = find(root)
-                units[root] = gcd(units[root], size)
-    for parameter in graph.parameters:
-        if parameter.gradient is not None:
-            for dim in range(len(graph.tensors[parameter.tensor].shape)):
-                stored, gradient = first_of[parameter.tensor] + dim, first_of[parameter.gradient] + dim
-                if parent[stored] >= 0:
-                    if parent[gradient] < 0:
-                        parent[gradient] = gradient
-                    join(stored, gradient)
-    copies = [(i.inputs[0], i.outputs[0]) for i in graph.instructions if i.op == REBALANCE]
-    copied = [
-        (t, copy, d, find(first_of[t] + d), find(first_of[copy] + d))
-        for t, copy in copies
-        for d in range(len(graph.tensors[t].shape))
-        if parent[first_of[t] + d] >= 0 and parent[first_of[copy] + d] >= 0
-    ]
-    apart = {find(first_of[t] + dim) for t, dim in graph.stored_apart.items()}
-    kin = _kin(units, [(a, b) for *_, a, b in copied if a not in apart and b not in apart])
-    grain: dict[int, int] = {}
-    for parameter in graph.parameters:
-        for dim, extent in enumerate(graph.tensors[parameter.tensor].shape):
-            member = first_of[parameter.tensor] + dim
-            if parent[member] >= 0:
-                root = find(member)
-                whole = ALIGNED // gcd(ALIGNED, extent // max(units[root], 1))
-                least = kin.get(root, root)
-                grain[least] = lcm(grain.get(least, 1), whole)
-    groups: dict[int, list[Member]] = {}
-    for tensor in graph.tensors:
-        for dim in range(len(tensor.shape)):
-            member = first_of[tensor.id] + dim
-            if parent[member] >= 0:
-                groups.setdefault(find(member), []).append((tensor.id, dim))
+        sets.add(sets.number(t, dim))
+    _join_factors(sets, rules)
+    _join_gradients(sets)
+    copied = _copies(sets)
+    apart = {sets.find(sets.number(t, dim)) for t, dim in graph.stored_apart.items()}
+    kin = _kin(sets.units, [(a, b) for *_, a, b in copied if a not in apart and b not in apart])
+    grain = _grain(sets, kin)
+    groups = sets.members()
     number = {root: i for i, root in enumerate(groups)}
     axes = tuple(
-        Axis(i, units[root], tuple(members), graph.segment(members[0][0]), number[least], grain.get(least, 1))
+        Axis(
+            i,
+            sets.units[root],
+            tuple(members),
+            graph.segment(members[0][0]),
+            number[least],
+            grain.get(least, 1),
+        )
         for i, (root, members) in enumerate(groups.items())
         for least in (kin.get(root, root),)
     )
     of = {m: axis.id for axis in axes for m in axis.members}
-    before = {(copy, d): number[a] for _, copy, d, a, _ in copied}
+    before = {(copy, d): number[a] for copy, d, a, _ in copied}
     return Axes(axes, of, before, graph.segment_count)
+
+
+def _join_factors(sets: _Sets, rules: Mapping[int, OpRule]) -> None:
+    """What one factor cuts is cut alike, in units of which the factor's size is a multiple."""
+    cuts_of: dict[int, list[tuple[int, list[Member]]]] = {}  # equal instructions share one rule object
+    for id_, rule in rules.items():
+        cuts = cuts_of.get(id(rule))
+        if cuts is None:
+            cuts = cuts_of[id(rule)] = [(f.size, factor_cuts(f)) for f in rule.factors if f.nameable]
+        instruction = sets.graph.instructions[id_]
+        if instruction.op == REBALANCE:
+            continue
+        starts = [sets.first_of[t] for t in (*instruction.inputs, *instruction.outputs)]
+        for size, places in cuts:
+            root = -1
+            for position, dim in places:
+                m = sets.add(starts[position] + dim)
+                root = m if root < 0 else sets.join(root, m)
+            if root >= 0:
+                root = sets.find(root)
+                sets.units[root] = gcd(sets.units[root], size)
+
+
+def _join_gradients(sets: _Sets) -> None:
+    """A gradient is cut as its parameter is stored."""
+    for parameter in sets.graph.parameters:
+        if parameter.gradient is None:
+            continue
+        for dim in range(len(sets.graph.tensors[parameter.tensor].shape)):
+            stored = sets.number(parameter.tensor, dim)
+            if sets.is_cut(stored):
+                sets.join(stored, sets.add(sets.number(parameter.gradient, dim)))
+
+
+def _copies(sets: _Sets) -> list[tuple[int, int, int, int]]:
+    """(copy, dim, root of the original, root of the copy) of the copies with another segment's lengths."""
+    graph = sets.graph
+    pairs = [(i.inputs[0], i.outputs[0]) for i in graph.instructions if i.op == REBALANCE]
+    return [
+        (copy, d, sets.find(a), sets.find(b))
+        for t, copy in pairs
+        for d in range(len(graph.tensors[t].shape))
+        for a, b in ((sets.number(t, d), sets.number(copy, d)),)
+        if sets.is_cut(a) and sets.is_cut(b)
+    ]
+
+
+def _grain(sets: _Sets, kin: Mapping[int, int]) -> dict[int, int]:
+    """By root: the units of which shares are multiples, so that shards of parameters are aligned."""
+    grain: dict[int, int] = {}
+    for parameter in sets.graph.parameters:
+        for dim, extent in enumerate(sets.graph.tensors[parameter.tensor].shape):
+            m = sets.number(parameter.tensor, dim)
+            if sets.is_cut(m):
+                root = sets.find(m)
+                whole = ALIGNED // gcd(ALIGNED, extent // max(sets.units[root], 1))
+                least = kin.get(root, root)
+                grain[least] = lcm(grain.get(least, 1), whole)
+    return grain
 
 
 def _kin(units: list[int], pairs: list[tuple[int, int]]) -> dict[int, int]:

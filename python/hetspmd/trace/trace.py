@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -95,24 +95,13 @@ def _traced(
     names = argument_names(model if loss is None else partial(loss, model), args)
     if loss is None:
         _check_signature(model, args, kwargs)
-    leaves, spec = compat.flatten((args, dict(kwargs)))
-    paths = [leaf_path(name) for name, _ in compat.flatten_with_names((args, dict(kwargs)))]
-    statics = []
-    for i, leaf in enumerate(leaves):
-        check_leaf(leaf, spoken(paths[i], names))
-        if not isinstance(leaf, torch.Tensor):
-            statics.append(Static(paths[i], i, leaf))
-        elif leaf.device.type not in (device.type, "meta") and device.type != "meta":
-            raise DeviceError(
-                f"{spoken(paths[i], names)} is on {leaf.device}, the model on {device}; move one of them"
-            )
-    tensor_leaves = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    batch = _batch(args, kwargs, names, device)
     place = trace_device(device)
     mode = compat.fake_mode()
-    fakes = [fake_like(mode, leaves[i].detach(), place) for i in tensor_leaves]
+    fakes = [fake_like(mode, batch.leaves[i].detach(), place) for i in batch.tensors]
     watch = _watch(model, loss, (args, dict(kwargs)), numbers, host_randomness)
     fakes += [fake_like(mode, number, place) for number in watch.number_tensors()]
-    step = Step(model, loss, leaves, spec, training=training, watch=watch)
+    step = Step(model, loss, batch.leaves, batch.spec, training=training, watch=watch)
     parameters, trainable = _names(model.named_parameters(remove_duplicate=False))
     buffers, _ = _names(model.named_buffers(remove_duplicate=False))
     first_names = {
@@ -138,23 +127,68 @@ def _traced(
         step.training = was_training
     try:
         output_spec = compat.spec_to_text(step.output_spec)
-        input_spec = compat.spec_to_text(spec)
+        input_spec = compat.spec_to_text(batch.spec)
     except (NotImplementedError, TypeError) as error:
         raise TraceError(f"a container of the batch or the output cannot be stored: {error}") from error
     naming = Naming(
         {f"model.{k}": v for k, v in parameters.items()}, {f"model.{k}": v for k, v in buffers.items()},
         frozenset(f"model.{k}" for k in trainable if training),
-        [*(paths[i] for i in tensor_leaves), *watch.number_names()], [*tensor_leaves, *(-1 for _ in numbers)],
-        tuple(statics), step.slots, {i: f"model.{name}" for name, i in step.updates.items()}, step.changed,
+        [*(batch.paths[i] for i in batch.tensors), *watch.number_names()],
+        [*batch.tensors, *(-1 for _ in numbers)], batch.statics, step.slots,
+        {i: f"model.{name}" for name, i in step.updates.items()}, step.changed,
         step.has_loss, input_spec, output_spec, training,
     )  # fmt: skip
+    _warn(step, watch)
+    with collector_paused():
+        graph = assemble(draft, inputs, outputs, naming)
+        graph = with_host(graph, watch, [i for i in graph.inputs if i.leaf < 0], draft.data.values())
+        if wants_trials(graph, watch):
+            with fake_parameters(model, mode, place, gradients=training), grad_mode, compat.rehearsal(mode):
+                graph = settled(graph, watch, partial(step.rehearsed, fakes[: len(batch.tensors)]))
+        graph = with_second_reads(graph)
+    states += watch.states
+    return replace(graph, autocast=autocast_state(place.type))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The batch as a list of ``leaves`` with their ``paths``; ``tensors`` are the places of tensors among them, and
+    ``statics`` the others."""
+
+    leaves: list[Any]
+    spec: Any
+    paths: list[str]
+    tensors: list[int]
+    statics: tuple[Static, ...]
+
+
+def _batch(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Mapping[str, str], device: torch.device
+) -> _Batch:
+    leaves, spec = compat.flatten((args, dict(kwargs)))
+    paths = [leaf_path(name) for name, _ in compat.flatten_with_names((args, dict(kwargs)))]
+    statics = []
+    for i, leaf in enumerate(leaves):
+        check_leaf(leaf, spoken(paths[i], names))
+        if not isinstance(leaf, torch.Tensor):
+            statics.append(Static(paths[i], i, leaf))
+        elif leaf.device.type not in (device.type, "meta") and device.type != "meta":
+            raise DeviceError(
+                f"{spoken(paths[i], names)} is on {leaf.device}, the model on {device}; move one of them"
+            )
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    return _Batch(leaves, spec, paths, tensors, tuple(statics))
+
+
+def _warn(step: Step, watch: HostWatch) -> None:
+    """Say what the graph does not do as the model does."""
     if step.checkpoints.count:
         warnings.warn(
             f"the model recomputes {step.checkpoints.count} regions in its backward (torch.utils.checkpoint, the "
             f"first at {step.checkpoints.line}), which plans do not do yet: activations are kept, and the "
             "predicted memory counts them. Results are equal",
             CheckpointWarning,
-            stacklevel=2,
+            stacklevel=4,
         )
     watch.asked.warn()
     warn_of_comparison(watch.recorder.comparison)
@@ -163,17 +197,8 @@ def _traced(
             f"output{path} is a {kind} and comes back as None: a cache is no result of a training step; pass "
             "use_cache=False, or set model.config.use_cache = False",
             DroppedOutputWarning,
-            stacklevel=2,
+            stacklevel=4,
         )
-    with collector_paused():
-        graph = assemble(draft, inputs, outputs, naming)
-        graph = with_host(graph, watch, [i for i in graph.inputs if i.leaf < 0], draft.data.values())
-        if wants_trials(graph, watch):
-            with fake_parameters(model, mode, place, gradients=training), grad_mode, compat.rehearsal(mode):
-                graph = settled(graph, watch, partial(step.rehearsed, fakes[: len(tensor_leaves)]))
-        graph = with_second_reads(graph)
-    states += watch.states
-    return replace(graph, autocast=autocast_state(place.type))
 
 
 def _watch(

@@ -92,7 +92,7 @@ class Asked:
                 "stays as the trace has read it. Give that to the model as an argument, or measure around the call "
                 "of the model",
                 ClockWarning,
-                stacklevel=3,
+                stacklevel=5,
             )
         if self.file:
             warnings.warn(
@@ -100,7 +100,7 @@ class Asked:
                 "so again, and what depends on it stays as the trace has found it. Look before the call, and give "
                 "what is found to the model as an argument, or set it on the model; write after the call",
                 FileWarning,
-                stacklevel=3,
+                stacklevel=5,
             )
 
 

@@ -43,7 +43,7 @@ def warn_of_comparison(line: str) -> None:
             f"the forward compares the class of a value with that of tensors, at {line}: the tensors of a trace "
             "are of other classes, so that the plan keeps the other outcome. Write isinstance(value, torch.Tensor)",
             TensorTypeWarning,
-            stacklevel=3,
+            stacklevel=5,
         )
 
 

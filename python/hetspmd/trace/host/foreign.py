@@ -10,11 +10,13 @@ from types import ModuleType
 
 __all__ = ["is_foreign", "is_installed", "is_own"]
 
-_FOREIGN = frozenset(sys.stdlib_module_names - {"__main__", "argparse", "types"}) | {
-    "torch",
-    "hetspmd",
-    "numpy",
-}
+_TESTING = frozenset({"_pytest", "pluggy", "pytest"})
+"""What rewrites the assertions of a test's own functions, and leads from there to every test that there is."""
+_FOREIGN = (
+    frozenset(sys.stdlib_module_names - {"__main__", "argparse", "types"})
+    | frozenset({"torch", "hetspmd", "numpy"})
+    | _TESTING
+)
 
 
 def is_foreign(module: object) -> bool:
