@@ -126,18 +126,9 @@ def check(
     if rule_function(op) is None:
         raise RuleError(f"{op} has no rule; register one with @hetspmd.rule({op!r})")
     bundled = sample_package.load()
-    if samples is None:
-        if op in bundled.untested:
-            return OracleReport(op, 0, 0, 0, skipped=(bundled.untested[op],))
-        if op not in bundled.samples:
-            raise RuleError(f"{op} has no samples; pass samples=[(args, kwargs), ...] to check")
-        samples = bundled.samples[op]
-    if callable(samples):
-        with seeded(_SEED):
-            samples = samples()
-    if not samples:
-        raise RuleError(f"{op}: the list of samples is empty")
-
+    if samples is None and op in bundled.untested:
+        return OracleReport(op, 0, 0, 0, skipped=(bundled.untested[op],))
+    samples = _drawn(op, bundled.samples.get(op) if samples is None else samples)
     shape_only = bundled.shape_only.get(op, ())
     rows_checked = splits_checked = 0
     wrong: list[WrongRow] = []
@@ -178,6 +169,18 @@ def check(
         op, len(samples), rows_checked, splits_checked, tuple(wrong), without_implied(found.values()),
         tuple(dict.fromkeys(skipped)),
     )  # fmt: skip
+
+
+def _drawn(op: str, samples: Sequence[Sample] | Callable[[], Sequence[Sample]] | None) -> Sequence[Sample]:
+    """The calls to try. Raises RuleError if there are none."""
+    if samples is None:
+        raise RuleError(f"{op} has no samples; pass samples=[(args, kwargs), ...] to check")
+    if callable(samples):
+        with seeded(_SEED):
+            samples = samples()
+    if not samples:
+        raise RuleError(f"{op}: the list of samples is empty")
+    return samples
 
 
 def check_all(*, missing: bool = False, ops: Iterable[str] | None = None) -> tuple[OracleReport, ...]:

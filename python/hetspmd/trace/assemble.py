@@ -105,26 +105,7 @@ class _Assembler:
         ]
         constant_values = [*(v for v in self.draft.data if v in needed), *folded]
 
-        parameters: list[Parameter] = []
-        buffers: list[Buffer] = []
-        batch: list[Input] = []
-        tangent: int | None = None
-        for value, role in zip(self.draft.placeholders, self.inputs, strict=True):
-            if role.kind == "parameter":
-                names = self.naming.parameters[role.name]
-                t = self._source(PARAMETER, value, names[0])
-                parameters.append(Parameter(names, t, None, role.name in self.naming.trainable))
-            elif role.kind == "buffer":
-                names = self.naming.buffers[role.name]
-                buffers.append(Buffer(names, self._source(BUFFER, value, names[0]), None))
-            elif role.kind == "input":
-                path = self.naming.input_paths[role.index]
-                t = self._source(INPUT, value, path)
-                batch.append(Input(path, self.naming.input_leaves[role.index], t))
-            elif role.kind == "tangent":
-                tangent = self._source(TANGENT, value, "tangent")
-            else:
-                raise TraceError(f"the traced graph has an input of an unknown kind: {role.name}")
+        parameters, buffers, batch, tangent = self._sources()
         for value in constant_values:
             many = value in by_output and len(by_output[value].outputs) > 1
             self._source(CONSTANT, value, f"{value[0].name}.{value[1]}" if many else value[0].name)
@@ -156,6 +137,30 @@ class _Assembler:
             self.naming.statics, constants, leaves, loss, tangent, self.naming.input_spec,
             self.naming.output_spec, self.naming.training,
         )  # fmt: skip
+
+    def _sources(self) -> tuple[list[Parameter], list[Buffer], list[Input], int | None]:
+        """What the graph is given, by its placeholders: parameters, buffers, the batch, the tangent."""
+        parameters: list[Parameter] = []
+        buffers: list[Buffer] = []
+        batch: list[Input] = []
+        tangent: int | None = None
+        for value, role in zip(self.draft.placeholders, self.inputs, strict=True):
+            if role.kind == "parameter":
+                names = self.naming.parameters[role.name]
+                t = self._source(PARAMETER, value, names[0])
+                parameters.append(Parameter(names, t, None, role.name in self.naming.trainable))
+            elif role.kind == "buffer":
+                names = self.naming.buffers[role.name]
+                buffers.append(Buffer(names, self._source(BUFFER, value, names[0]), None))
+            elif role.kind == "input":
+                path = self.naming.input_paths[role.index]
+                t = self._source(INPUT, value, path)
+                batch.append(Input(path, self.naming.input_leaves[role.index], t))
+            elif role.kind == "tangent":
+                tangent = self._source(TANGENT, value, "tangent")
+            else:
+                raise TraceError(f"the traced graph has an input of an unknown kind: {role.name}")
+        return parameters, buffers, batch, tangent
 
     def _results(self) -> tuple[list[Value], dict[str, Value], dict[str, Value]]:
         """Returned values by index, gradients, and updated buffers and parameters by (first) name."""
