@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hetspmd.trace.host.code_digest import code_digest
-from hetspmd.trace.host.foreign import is_foreign
+from hetspmd.trace.host.foreign import is_own
 
 __all__ = ["SETTINGS", "counting"]
 
@@ -35,7 +35,7 @@ _ABSENT: Final = object()
 
 
 def _methods() -> list[str]:
-    """What others have put in the place of methods of torch's tensors, or beside them."""
+    """What the user's code has put in the place of methods of torch's tensors, or beside them."""
     now = vars(torch.Tensor)
     if list(now.values()) == _VALUES:  # in order; what is the same object is not compared
         return []
@@ -46,7 +46,8 @@ def _methods() -> list[str]:
 
 
 def _is_others(method: object) -> bool:
-    return not is_foreign(getattr(getattr(method, "fget", method), "__module__", ""))
+    """Whether a method is the user's: what packages do to tensors depends on which of them a rank has imported."""
+    return is_own(getattr(getattr(method, "fget", method), "__module__", None))
 
 
 def _method(method: object) -> str:
