@@ -96,12 +96,12 @@ class ResidentPeak:
     """The largest resident set since :meth:`reset`, less that when the object was made, in bytes."""
 
     def __init__(self) -> None:
-        _trim()  # what was freed but not given back would hide what comes
+        self.reset()  # what was freed but not given back would hide what comes
         self._base = _status("VmRSS")
-        self.reset()
 
     def reset(self) -> None:
-        """Let the peak be the most from now on."""
+        """Let the peak be the most from now on, without what was freed."""
+        _trim()
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
     @property

@@ -58,7 +58,7 @@ def run(
 
 
 def _import(packages: set[str]) -> None:
-    for module in ("compiler", "run.module", "lower"):
+    for module in ("optimize.compiler", "run.module", "lower"):
         importlib.import_module(f"hetspmd.{module}")
     for package in sorted(packages):
         with contextlib.suppress(Exception):  # the case says what is wrong with its package

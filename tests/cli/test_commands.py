@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -195,7 +196,7 @@ def test_verify_that_fails(command, targets, cluster, monkeypatch: pytest.Monkey
             random=False, worst={}, rounding=2e-15,
         )  # fmt: skip
 
-    monkeypatch.setattr("hetspmd.verify.verify.verify", failing)
+    monkeypatch.setattr(import_module("hetspmd.verify.verify"), "verify", failing)
     outcome = command(
         "verify", targets, "--cluster", cluster, "--json", "-", "--steps", 5, "--dtype", "float32"
     )

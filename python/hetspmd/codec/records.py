@@ -51,7 +51,7 @@ def _types() -> dict[str, type]:
     # By module name: ``from hetspmd.rules import rule`` is the decorator.
     names = (
         "trace.graph", "trace.host.facts", "rules.rule", "program.program", "program.lengths", "cluster.cluster",
-        "cluster.devices",        "cluster.curves", "cluster.op_times", "cost.step", "plan.plan", "plan.reports",
+        "cluster.devices", "cluster.curves", "cluster.op_times", "cost.step", "plan.plan", "plan.reports",
     )  # fmt: skip
     found: dict[str, type] = {}
     for module in (import_module(f"hetspmd.{name}") for name in names):
