@@ -132,8 +132,14 @@ def nest(theory: Theory, outer: Program, inner: Program, bucket_bytes: float = 0
     """The steps of ``outer`` over machines, with buckets of at most ``bucket_bytes`` bytes between them, and of
     ``inner`` within them.
 
-    Raises PlanError if one reads what the other does not leave.
+    Raises PlanError if one reads what the other does not leave, and for a graph of several segments, whose copies
+    have lengths across machines that no lengths inside fit.
     """
+    if theory.graph.segment_count > 1:
+        raise PlanError(
+            f"the graph has {theory.graph.segment_count} segments, and programs across machines have one; compile "
+            'with segments=1, or with machines="flat"'
+        )
     return _Nesting(theory, outer, inner, bucket_bytes).run()
 
 

@@ -1,0 +1,100 @@
+"""Gathers ahead in programs across machines, and in programs of several segments, equal the single device.
+
+Parameters that lie in shards are gathered up to four groups ahead, in buckets of several sizes. Machines have one
+to three accelerators; segments have lengths of their own. No program has both; one that would is refused by name.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from hetspmd.errors import PlanError
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.optimize.partition import partition, segmented
+from hetspmd.program.level_layout import NestedLayout
+from hetspmd.program.levels import nest
+from hetspmd.program.program import Communicate, Program
+from hetspmd.rules.theory import Theory
+from hetspmd.search import constraints as known
+from hetspmd.trace.graph import PARAMETER
+from hetspmd.verify.verify import verify
+from test_nested_programs import BUCKETS, MODES, error_of, inner_program
+from test_random_programs import TOLERANCE, Subject, subject
+from workbench import cluster, traced
+
+from program_builder import cheap_random_program, random_program, uneven  # isort: skip  # found by workbench
+
+AHEAD = (1, 2, 4)
+DEVICES = cluster(5, 1, 3, 2)
+MATRIX = ((0.5, 0.0, 0.3, 0.2), (0.0, 0.4, 0.1, 0.5))
+NAMES = (
+    "mlp",
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("conv", "attention", "vocabulary", "experts")),
+)
+COUNT = 12
+
+
+def program_of(of: Subject, seed: int) -> Program:
+    made = (random_program if seed % 2 else cheap_random_program)(of.theory, seed)
+    return replace(made, ahead=AHEAD[seed % 3])
+
+
+def gathers(of: Subject, program: Program) -> int:
+    """Collectives of parameters, of which some are ahead of what reads them."""
+    graph = of.theory.graph
+    moved = (s.tensor for s in program.steps if isinstance(s, Communicate))
+    return sum(graph.producer(t).op == PARAMETER for t in moved)
+
+
+@cache
+def cut(name: str) -> Theory:
+    """The model's graph in two segments."""
+    theory = traced(name).theory
+    return segmented(theory, partition(theory, [1.0] * len(theory.graph.instructions), 2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_across_machines(name: str) -> None:
+    of, seen = subject(name), Counter[str]()
+    for seed in range(COUNT):
+        dice = random.Random(seed)
+        accelerators = [dice.choice((1, 2, 3)) for _ in range(dice.choice((2, 3)))]
+        outer = program_of(of, seed)
+        layout = NestedLayout(of.theory, uneven(of.theory, len(accelerators), seed), accelerators)
+        inner = inner_program(of, layout, outer, seed, MODES[seed % 3])
+        nested = nest(of.theory, outer, inner, BUCKETS[seed // 3 % 3])
+        error = error_of(of, nested, layout)
+        assert error <= TOLERANCE, f"seed {seed}: {error}"
+        seen["gathers"] += gathers(of, outer) if outer.ahead > 1 else 0
+        seen["accelerators"] += max(accelerators) > 1
+    assert seen["gathers"] > COUNT // 4
+    assert seen["accelerators"] > COUNT // 2
+
+
+@pytest.mark.parametrize("ahead", AHEAD[1:])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("bert-moe", marks=pytest.mark.slow)])
+def test_in_segments(name: str, ahead: int) -> None:
+    """Parameters in shards; two devices have no share of one of the segments."""
+    entry, theory = traced(name), cut(name)
+    plan = plan_for(theory, DEVICES, known.zero_like(theory), MATRIX)
+    moved = [s for s in plan.program.steps if isinstance(s, Communicate)]
+    assert sum(s.kind == "rebalance" for s in moved) > 1
+    assert sum(theory.graph.producer(s.tensor).op == PARAMETER for s in moved) > 4
+    plan = replace(plan, program=replace(plan.program, ahead=ahead))
+    verify(
+        entry.model, entry.example, DEVICES, plan=plan, loss=entry.loss, optimizers=("sgd",), tolerance=1e-9
+    ).require()
+
+
+def test_machines_and_segments_at_once_are_refused() -> None:
+    theory = cut("gpt2")
+    plan = plan_for(theory, DEVICES, known.zero_like(theory), MATRIX)
+    with pytest.raises(
+        PlanError, match=r'2 segments, and programs across machines have one.*machines="flat"'
+    ):
+        nest(theory, plan.program, plan.program)
