@@ -8,6 +8,7 @@ earlier one (it prints a plan, records a module) is attached in ``hetspmd/__init
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,3 +114,33 @@ def test_the_architecture_page_has_the_order() -> None:
     ]
     assert min(places) >= 0
     assert places == sorted(places), "first named in the order of the data's way"
+
+
+def test_pages_for_developers_name_files_that_exist() -> None:
+    for page in (
+        "docs/architecture.md",
+        "docs/how-it-decides.md",
+        "docs/extending.md",
+        "docs/collectives.md",
+        "CONTRIBUTING.md",
+    ):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        named_files = set(re.findall(r"`([\w./-]+\.(?:py|rs|toml|txt|yaml))`", text))
+        lost = [
+            name
+            for name in named_files
+            if not any((base / name).exists() for base in (PACKAGE, ROOT, ROOT / "rust" / "core" / "src"))
+        ]
+        assert not lost, f"{page} names files that are not there: {sorted(lost)}"
+
+
+def test_the_tour_of_the_tree_has_every_package() -> None:
+    tour = (
+        (ROOT / "CONTRIBUTING.md")
+        .read_text(encoding="utf-8")
+        .split("python/hetspmd/\n")[1]
+        .split("tests/")[0]
+    )
+    named_parts = set(re.findall(r"(\w+(?:\.py)?)/? ", tour)) | set(re.findall(r"(\w+)/", tour))
+    there = {p.name for p in PACKAGE.iterdir() if p.is_dir() and (p / "__init__.py").exists()}
+    assert there <= named_parts, sorted(there - named_parts)
