@@ -33,7 +33,7 @@ from hetspmd.errors import MemoryLimitError
 from hetspmd.optimize.alternation import MAX_ITERATIONS, OVERLAPS, Alternation, Clock, Pair
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.optimize.segmentation import Segments, in_segments
-from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather
+from hetspmd.placement import PARTIAL, REPLICATE, shard
 from hetspmd.plan.reports import Iteration
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths, lengths_for
@@ -286,7 +286,7 @@ def deepspeed_like(theory: Theory) -> Constraints:
         return zero
     axes = {a.id for t in experts if (a := theory.axes.axis(t, 0)) is not None}
     by_batch = zero.row_filter
-    forms = {t: all_gather(0) if t in experts else form for t, form in zero.forms.items()}
+    forms = {t: shard(0) if t in experts else form for t, form in zero.forms.items()}
     return Constraints(forms, lambda i, row, axis: axis in axes or by_batch(i, row, axis))
 
 
@@ -298,14 +298,14 @@ def gradient_products(theory: Theory) -> frozenset[int]:
         for i in theory.graph.instructions
         if i.op.startswith(PRODUCTS)
         and any(
-            axis in batch and ALL_REDUCE in row.post
+            axis in batch and PARTIAL in row.post
             for row, axis in zip(theory.rows[i.id], theory.row_axes[i.id], strict=True)
         )
     )
 
 
 def _whole(row: Row) -> bool:
-    return all(form == IDENTITY for form in (*row.pre, *row.post))
+    return all(form == REPLICATE for form in (*row.pre, *row.post))
 
 
 def no_sfb(theory: Theory) -> known.RowFilter:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import hetspmd
-from hetspmd.placement import IDENTITY
+from hetspmd.placement import REPLICATE
 from hetspmd.program.program import Compute
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +59,7 @@ def row(name: str, make: Callable[[], Entry], cluster: hetspmd.Cluster) -> str:
         )
     computed = [step for step in plan.program.steps if isinstance(step, Compute)]
     work = [s for s in computed if not plan.graph.instructions[s.instruction].is_source]
-    divided = sum(any(form != IDENTITY for form in (*s.row.pre, *s.row.post)) for s in work) / len(work)
+    divided = sum(any(form != REPLICATE for form in (*s.row.pre, *s.row.post)) for s in work) / len(work)
     collectives = len(plan.program.steps) - len(computed)
     errors = (report.loss_error, report.gradient_error, report.parameter_error)
     shown = " | ".join(f"{error:.0e}" for error in errors)

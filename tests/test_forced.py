@@ -13,7 +13,7 @@ import pytest
 import zoo
 from hetspmd.cluster.collective_kinds import GATHERS, SCATTERS
 from hetspmd.optimize.compiler import plan_for
-from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, all_gather, is_sharded
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, shard
 from hetspmd.plan.plan import Plan
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.search import constraints as known
@@ -50,7 +50,7 @@ def forced(entry: Traced, constraints: Constraints) -> Plan:
     return plan
 
 
-def stored(plan: Plan) -> dict[str, Form]:
+def stored(plan: Plan) -> dict[str, Placement]:
     return {name: form for name, (form, _) in plan.parameter_layout().items()}
 
 
@@ -59,7 +59,7 @@ def test_data_parallel(name: str) -> None:
     entry = traced(name)
     theory = entry.theory
     plan = forced(entry, known.data_parallel(theory))
-    assert set(stored(plan).values()) == {IDENTITY}
+    assert set(stored(plan).values()) == {REPLICATE}
     batch = known.batch_axes(theory)
     for step in plan.program.steps:
         if isinstance(step, Compute) and is_divided(plan, step):
@@ -81,7 +81,7 @@ def test_sharded_parameters_as_in_zero(name: str) -> None:
         shape = theory.graph.tensors[parameter.tensor].shape
         axis = theory.axes.axis(parameter.tensor, 0) if shape else None
         if axis is not None and axis.units >= 2:
-            assert forms[parameter.name] == all_gather(0), parameter.name
+            assert forms[parameter.name] == shard(0), parameter.name
     sharded = [p for p in theory.graph.parameters if is_sharded(forms[p.name])]
     assert len(sharded) > len(theory.graph.parameters) // 2
     kinds = Counter(s.kind for s in plan.program.steps if isinstance(s, Communicate))
@@ -116,7 +116,7 @@ def test_megatron(name: str) -> None:
     theory = entry.theory
     columns, rows, column_dim = MEGATRON[name.removesuffix("-eager")]
     names = known.named_tensors(theory)
-    forms = {names[c]: all_gather(column_dim) for c in columns} | {names[rows]: all_gather(1 - column_dim)}
+    forms = {names[c]: shard(column_dim) for c in columns} | {names[rows]: shard(1 - column_dim)}
     plan = forced(entry, used_where_it_lies(theory, forms))
     weights = copies(theory, forms)
     assert not collectives_of(plan.program, weights), "the weights stay where they are"
@@ -124,9 +124,9 @@ def test_megatron(name: str) -> None:
     for first in firsts:
         assert is_sharded(row_of(plan.program, first).post[0])
     second = forward_reader(theory, copies(theory, [names[rows]]))
-    assert row_of(plan.program, second).post[0] == ALL_REDUCE
+    assert row_of(plan.program, second).post[0] == PARTIAL
     between = summands_after(plan, second)
-    assert any(s.source == ALL_REDUCE for s in collectives_of(plan.program, between)), "no reduction between"
+    assert any(s.source == PARTIAL for s in collectives_of(plan.program, between)), "no reduction between"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -154,7 +154,7 @@ def test_expert_parallel() -> None:
     theory = entry.theory
     names = known.named_tensors(theory)
     weights = ("layers.1.feed_forward.w1_EDH", "layers.1.feed_forward.w2_EHD")
-    forms = {names[n]: all_gather(0) for n in weights}
+    forms = {names[n]: shard(0) for n in weights}
     held = copies(theory, forms)
     axes = {theory.axes.axis(t, 0).id for t in forms}
     assert len(axes) == 1, "all expert weights are divided alike"
@@ -205,7 +205,7 @@ def views_behind(plan: Plan, tensors: object, *, linear: bool = False) -> set[in
         rule = theory.rules.get(producer.id)
         if rule is None:
             continue
-        if rule.alias or (linear and ALL_REDUCE in row_of(plan.program, producer.id).pre):
+        if rule.alias or (linear and PARTIAL in row_of(plan.program, producer.id).pre):
             stack += producer.inputs
     return found
 
@@ -217,7 +217,7 @@ def summands_after(plan: Plan, instruction: int) -> set[int]:
     for later in graph.instructions[instruction + 1 :]:
         if any(t in found for t in later.inputs):
             row = row_of(plan.program, later.id)
-            if row.post and ALL_REDUCE in row.post:
+            if row.post and PARTIAL in row.post:
                 found.update(t for t in later.outputs if t >= 0)
     return found
 

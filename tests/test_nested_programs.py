@@ -19,7 +19,7 @@ from hetspmd.dist.levels import MachineRuntime
 from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
 from hetspmd.lower.levels import lower_place
-from hetspmd.placement import ALL_REDUCE
+from hetspmd.placement import PARTIAL
 from hetspmd.program.layout import Region
 from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
 from hetspmd.program.levels import InsideCollective, Key, Nested, Together, between, inner_rows, nest
@@ -45,7 +45,7 @@ def inner_program(of: Subject, layout: NestedLayout, outer: Program, seed: int, 
         free = [r for r in fitting if builder.ready(theory.graph.instructions[instruction], r)]
         if mode == "data parallel":
             along = [r for r in fitting if axes[r] in batch]
-            partial = [r for r in free if ALL_REDUCE in r.pre]
+            partial = [r for r in free if PARTIAL in r.pre]
             return (along or partial or fitting)[0]
         divided = [r for r in free if r.name != "always"]
         if mode == "cheap" and dice.random() < 0.9:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from hetspmd.cluster.collective_kinds import Kind
 from hetspmd.cost.model import CostModel
-from hetspmd.placement import ALL_REDUCE, IDENTITY, Form
+from hetspmd.placement import PARTIAL, REPLICATE, Placement
 from hetspmd.program.buckets import Bucket
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths
@@ -124,7 +124,7 @@ class RandomCosts:
 def searched_program(theory: Theory, seed: int, lengths: Lengths) -> Program:
     """The best program under random costs, random stored forms and random forbidden triples."""
     dice = random.Random(seed)
-    forms: dict[int, Form] = {}
+    forms: dict[int, Placement] = {}
     for parameter in theory.graph.parameters:
         if dice.random() < 0.5:
             rows = theory.rows[theory.graph.producers[parameter.tensor]]
@@ -160,12 +160,12 @@ def with_final_outputs(program: Program) -> Program:
     them so."""
     steps, outputs, done = list(program.steps), [], set()
     for output in program.outputs:
-        if output.form == ALL_REDUCE:
+        if output.form == PARTIAL:
             have = {s.target for s in steps if isinstance(s, Communicate) and s.tensor == output.tensor}
-            if output.tensor not in done and IDENTITY not in have:
-                steps.append(Communicate(output.tensor, "all_reduce", ALL_REDUCE, IDENTITY))
+            if output.tensor not in done and REPLICATE not in have:
+                steps.append(Communicate(output.tensor, "all_reduce", PARTIAL, REPLICATE))
             done.add(output.tensor)
-            output = Result(output.tensor, IDENTITY)
+            output = Result(output.tensor, REPLICATE)
         outputs.append(output)
     return replace(program, steps=tuple(steps), outputs=tuple(outputs))
 

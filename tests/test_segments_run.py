@@ -15,7 +15,7 @@ import torch
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import ProofError
 from hetspmd.optimize.partition import partition, segmented
-from hetspmd.placement import IDENTITY, all_gather, before_cut, form_text, is_before_cut
+from hetspmd.placement import REPLICATE, before_cut, is_before_cut, placement_text, shard
 from hetspmd.plan.plan import Plan
 from hetspmd.program.checker import check
 from hetspmd.program.program import Communicate, Compute, communication_text
@@ -104,7 +104,7 @@ def test_tied_weights_are_cut() -> None:
     assert back.op == REBALANCE
     in_shards = {copies[0].id, back.id}
     wanted = Constraints(
-        {tied.tensor: all_gather(0)}, lambda i, row, _axis: i not in in_shards or row.post == (before_cut(0),)
+        {tied.tensor: shard(0)}, lambda i, row, _axis: i not in in_shards or row.post == (before_cut(0),)
     )
     plan = forced("gpt2", 3, wanted)
     assert {copies[0].outputs[0], back.outputs[0]} <= {s.tensor for s in rebalances(plan)}
@@ -160,13 +160,13 @@ def test_the_checker_wants_every_rebalance() -> None:
     steps = plan.program.steps
     for wrong in (
         (),
-        (replace(step, target=all_gather(1)),),
+        (replace(step, target=shard(1)),),
         (replace(step, kind="all_to_all"),),
-        (replace(step, kind="all_gather", target=IDENTITY),),
+        (replace(step, kind="all_gather", target=REPLICATE),),
     ):
         with pytest.raises(ProofError):
             check(theory, replace(plan.program, steps=(*steps[:place], *wrong, *steps[place + 1 :])))
-    assert form_text(step.source) == "All-Gather(0)'"
+    assert placement_text(step.source) == "All-Gather(0)'"
     assert communication_text(step, "x") == "Rebalance(x, 0)"
 
 
@@ -183,4 +183,4 @@ def test_tensors_of_many_dims_are_not_divided_beyond_the_first() -> None:
         (row,) = (i for i in made.graph.instructions if i.op.startswith("aten.mul"))
         assert (len([r for r in made.rows[row.id] if r.factor is not None]) > 0) == divided
     with pytest.raises(ValueError, match="less than 14"):
-        all_gather(14)
+        shard(14)

@@ -24,7 +24,7 @@ from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import MissingRuleWarning
 from hetspmd.lower import lower
-from hetspmd.placement import ALL_REDUCE, Form, is_sharded
+from hetspmd.placement import PARTIAL, Placement, is_sharded
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.rules.rule import Row
@@ -108,7 +108,7 @@ def copies(theory: Theory, tensors: Iterable[int]) -> set[int]:
     return found
 
 
-def used_where_it_lies(theory: Theory, forms: dict[int, Form]) -> Constraints:
+def used_where_it_lies(theory: Theory, forms: dict[int, Placement]) -> Constraints:
     """Parameters stored as ``forms`` say and read so by every op, views of them read in shards; nothing is
     divided along the batch."""
     held = copies(theory, forms)
@@ -216,7 +216,7 @@ def simulated_error(
         got = {"loss": loss}
         expected = {"loss": want.loss}
         for index, (layout, value) in enumerate(zip(local.outputs, outputs, strict=True)):
-            assert layout.form != ALL_REDUCE
+            assert layout.form != PARTIAL
             got[f"output {index}"] = value
             expected[f"output {index}"] = layout.slice(want.outputs[layout.tensor])
         for index, value in zip(local.updated, updated, strict=True):

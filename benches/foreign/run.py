@@ -20,7 +20,7 @@ from torch import nn
 import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.communicator import Communicator
-from hetspmd.placement import IDENTITY
+from hetspmd.placement import REPLICATE
 from hetspmd.program.program import Compute
 
 RANKS = 4
@@ -104,7 +104,7 @@ class Run:
             s for s in plan.program.steps
             if isinstance(s, Compute) and not plan.graph.instructions[s.instruction].is_source
         ]  # fmt: skip
-        return sum(any(f != IDENTITY for f in (*s.row.pre, *s.row.post)) for s in work) / max(len(work), 1)
+        return sum(any(f != REPLICATE for f in (*s.row.pre, *s.row.post)) for s in work) / max(len(work), 1)
 
 
 class WithLoss(nn.Module):

@@ -1,18 +1,19 @@
-"""Forms of a distributed tensor: the ``I`` of a property ``e | I`` (HAP 4.2).
+"""Placements: how a distributed tensor lies on the devices (DTensor's word), the ``I`` of a property ``e | I``
+(HAP 4.2).
 
-A form is a small integer, the same in Python, in Rust and in problem files:
+A placement is a small integer, the same in Python, in Rust and in problem files:
 
-====  ==================  =====================================================
-code  text                meaning
-====  ==================  =====================================================
-0     ``Identity``        every device holds e
-1     ``All-Reduce``      the devices hold summands of e
-2+d   ``All-Gather(d)``   the devices hold consecutive slices of e along dim d
-16+d  ``All-Gather(d)'``  the same, with the lengths of the segment that e comes from
-====  ==================  =====================================================
+====  ==================  ==================  =====================================================
+code  DTensor             HAP                 meaning
+====  ==================  ==================  =====================================================
+0     ``replicated``      ``Identity``        every device holds e
+1     ``partial``         ``All-Reduce``      the devices hold summands of e
+2+d   ``shard(d)``        ``All-Gather(d)``   the devices hold consecutive slices of e along dim d
+16+d                      ``All-Gather(d)'``  the same, with the lengths of the segment that e comes from
+====  ==================  ==================  =====================================================
 
-The last is a form of copies of tensors at cuts between segments only (:mod:`hetspmd.trace.cuts`). Dims are below
-``DIMS`` in both; a tensor with more is never divided along those beyond.
+The last is a placement of copies of tensors at cuts between segments only (:mod:`hetspmd.trace.cuts`). Dims are
+below ``DIMS`` in both; a tensor with more is never divided along those beyond. Users write either spelling.
 """
 
 from __future__ import annotations
@@ -20,81 +21,81 @@ from __future__ import annotations
 import re
 from typing import Final, TypeAlias
 
-Form: TypeAlias = int
+Placement: TypeAlias = int
 
-IDENTITY: Final[Form] = 0
-ALL_REDUCE: Final[Form] = 1
+REPLICATE: Final[Placement] = 0
+PARTIAL: Final[Placement] = 1
 DIMS: Final = 14
 
 __all__ = [
-    "ALL_REDUCE",
     "DIMS",
-    "IDENTITY",
-    "Form",
-    "all_gather",
+    "PARTIAL",
+    "REPLICATE",
+    "Placement",
     "available",
     "before_cut",
-    "form_text",
     "is_before_cut",
     "is_sharded",
-    "parse_form",
+    "parse_placement",
+    "placement_text",
+    "shard",
     "sharded_dim",
 ]
 
 
-def all_gather(dim: int) -> Form:
-    """The form of a tensor that is sharded along ``dim``, below ``DIMS``."""
+def shard(dim: int) -> Placement:
+    """The placement of a tensor that is sharded along ``dim``, below ``DIMS``."""
     if not 0 <= dim < DIMS:
         raise ValueError(f"dim must be at least 0 and less than {DIMS}, got {dim}")
     return 2 + dim
 
 
-def before_cut(dim: int) -> Form:
-    """The form of a copy at a cut that is sharded along ``dim`` as what it is a copy of."""
-    return all_gather(dim) + DIMS
+def before_cut(dim: int) -> Placement:
+    """The placement of a copy at a cut that is sharded along ``dim`` as what it is a copy of."""
+    return shard(dim) + DIMS
 
 
-def is_before_cut(form: Form) -> bool:
-    """Whether the form is ``All-Gather(d)'`` for some d."""
-    return form >= 2 + DIMS
+def is_before_cut(placement: Placement) -> bool:
+    """Whether the placement is ``All-Gather(d)'`` for some d."""
+    return placement >= 2 + DIMS
 
 
-def is_sharded(form: Form) -> bool:
-    """Whether the form is ``All-Gather(d)`` or ``All-Gather(d)'`` for some d."""
-    return form >= 2
+def is_sharded(placement: Placement) -> bool:
+    """Whether the placement is ``All-Gather(d)`` or ``All-Gather(d)'`` for some d."""
+    return placement >= 2
 
 
-def sharded_dim(form: Form) -> int:
+def sharded_dim(placement: Placement) -> int:
     """The d of ``All-Gather(d)`` and of ``All-Gather(d)'``."""
-    if form < 2:
-        raise ValueError(f"{form_text(form)} is not sharded")
-    return (form - 2) % DIMS
+    if placement < 2:
+        raise ValueError(f"{placement_text(placement)} is not sharded")
+    return (placement - 2) % DIMS
 
 
-def available(have: Form, want: Form) -> bool:
+def available(have: Placement, want: Placement) -> bool:
     """Whether ``want`` follows from ``have`` without communication (slice or mask of Identity)."""
-    return have in (want, IDENTITY)
+    return have in (want, REPLICATE)
 
 
-def form_text(form: Form) -> str:
+def placement_text(placement: Placement) -> str:
     """``Identity``, ``All-Reduce``, ``All-Gather(d)`` or ``All-Gather(d)'``."""
-    if form == IDENTITY:
+    if placement == REPLICATE:
         return "Identity"
-    if form == ALL_REDUCE:
+    if placement == PARTIAL:
         return "All-Reduce"
-    return f"All-Gather({sharded_dim(form)})" + ("'" if is_before_cut(form) else "")
+    return f"All-Gather({sharded_dim(placement)})" + ("'" if is_before_cut(placement) else "")
 
 
 _SHARD = re.compile(r"(?:all-gather|shard)\((\d+)\)\Z", re.IGNORECASE)
 
 
-def parse_form(text: str) -> Form:
-    """Inverse of :func:`form_text`; also takes ``replicated``, ``partial`` and ``shard(d)``."""
+def parse_placement(text: str) -> Placement:
+    """Inverse of :func:`placement_text`; also takes ``replicated``, ``partial`` and ``shard(d)``."""
     lowered = text.strip().lower()
     if lowered in ("identity", "replicated"):
-        return IDENTITY
+        return REPLICATE
     if lowered in ("all-reduce", "partial"):
-        return ALL_REDUCE
+        return PARTIAL
     if (match := _SHARD.match(text.strip())) and int(match[1]) < DIMS:
-        return all_gather(int(match[1]))
-    raise ValueError(f"{text!r} is no form; write replicated, partial or shard(d), such as shard(0)")
+        return shard(int(match[1]))
+    raise ValueError(f"{text!r} is no placement; write replicated, partial or shard(d), such as shard(0)")

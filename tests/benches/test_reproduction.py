@@ -11,7 +11,7 @@ import hap_testbed as hap
 import reproduction
 from hap_testbed import BENCHMARKS, GROUPED, P100, V100, cluster_of
 from hetspmd.cost.model import CostModel
-from hetspmd.placement import all_gather
+from hetspmd.placement import shard
 from hetspmd.program.program import Communicate
 from hetspmd.search import constraints as known
 
@@ -32,7 +32,7 @@ def test_the_gpus_of_a_machine_share_its_link() -> None:
     cluster = cluster_of((V100, P100), 2)
     costs = CostModel(theory, cluster)
     images = next(i.tensor for i in theory.graph.inputs if theory.graph.tensors[i.tensor].dtype == "float32")
-    form = costs.move_form(images, all_gather(0), all_gather(0), "all_to_all")
+    form = costs.move_form(images, shard(0), shard(0), "all_to_all")
     assert cluster.network is not None
     link = theory.graph.tensors[images].nbytes / cluster.network.bandwidth
     # Of 2 GPUs' traffic to 15 others, that to the 14 on other machines leaves over one link.

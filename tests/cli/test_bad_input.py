@@ -174,7 +174,7 @@ def test_verify_needs_weights(command, targets, cluster) -> None:
 
 
 MEND = "; write lines like encoder.*.weight: shard(0)"
-FORM = "is no form; write replicated or shard(d), such as shard(0)"
+FORM = "is no placement; write replicated or shard(d), such as shard(0)"
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,13 @@ from hetspmd.cluster.file import read_object
 from hetspmd.codec.records import decode, encode
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import ClusterError
-from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather
+from hetspmd.placement import PARTIAL, REPLICATE, shard
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program, Result
 from hetspmd.ratios.ratios import optimise_ratios
 from hetspmd.rules.theory import Theory
 
-S0, S1 = all_gather(0), all_gather(1)
+S0, S1 = shard(0), shard(1)
 C, NBYTES = 2, 4800
 
 
@@ -72,10 +72,10 @@ def test_curves_take_the_place_of_the_network() -> None:
     model = CostModel(theory, measured(4, found, curves(2)))
     lengths = Lengths(4, tuple((a.units // 2, a.units // 2, 0, 0) for a in theory.axes.axes))
     shapes = {
-        "all_reduce": (ALL_REDUCE, IDENTITY), "reduce_scatter": (ALL_REDUCE, S1),
-        "grouped_reduce": (ALL_REDUCE, S0), "all_gather": (S0, IDENTITY),
-        "grouped_broadcast": (S0, IDENTITY), "all_to_all": (S0, S1),
-        "ring_reduce": (ALL_REDUCE, S0), "exchange_reduce": (ALL_REDUCE, S1), "ring_gather": (S0, IDENTITY),
+        "all_reduce": (PARTIAL, REPLICATE), "reduce_scatter": (PARTIAL, S1),
+        "grouped_reduce": (PARTIAL, S0), "all_gather": (S0, REPLICATE),
+        "grouped_broadcast": (S0, REPLICATE), "all_to_all": (S0, S1),
+        "ring_reduce": (PARTIAL, S0), "exchange_reduce": (PARTIAL, S1), "ring_gather": (S0, REPLICATE),
     }  # fmt: skip
     for of in found:
         source, target = shapes[of.kind]
@@ -90,13 +90,13 @@ def test_a_collective_without_a_curve_is_priced_by_the_network() -> None:
     plain = CostModel(theory, measured(2))
     some = CostModel(theory, measured(2, (curve("all_reduce", 2, 7.0, 0.0),)))
     lengths = Lengths(2, tuple((a.units // 2, a.units // 2) for a in theory.axes.axes))
-    assert some.move_seconds(C, ALL_REDUCE, IDENTITY, "all_reduce", lengths) == 7.0
+    assert some.move_seconds(C, PARTIAL, REPLICATE, "all_reduce", lengths) == 7.0
     for kind in ("all_gather", "grouped_broadcast"):
-        assert some.move_seconds(C, S0, IDENTITY, kind, lengths) == plain.move_seconds(
-            C, S0, IDENTITY, kind, lengths
+        assert some.move_seconds(C, S0, REPLICATE, kind, lengths) == plain.move_seconds(
+            C, S0, REPLICATE, kind, lengths
         )
     with pytest.raises(ValueError, match="never sharded"):
-        CostModel(theory, measured(2, curves(2))).move_form(0, all_gather(5), IDENTITY, "all_gather")
+        CostModel(theory, measured(2, curves(2))).move_form(0, shard(5), REPLICATE, "all_gather")
 
 
 def test_a_ring_that_was_not_measured_costs_what_the_grouped_does() -> None:
@@ -107,11 +107,9 @@ def test_a_ring_that_was_not_measured_costs_what_the_grouped_does() -> None:
     for found, wanted in (((), None), (slow, (3.0, 3.0)), ((*slow, *ring), (1.0, 2.0))):
         model = CostModel(theory, measured(2, found))
         gather = [
-            model.move_seconds(C, S0, IDENTITY, k, lengths) for k in ("grouped_broadcast", "ring_gather")
+            model.move_seconds(C, S0, REPLICATE, k, lengths) for k in ("grouped_broadcast", "ring_gather")
         ]
-        reduce = [
-            model.move_seconds(C, ALL_REDUCE, S0, k, lengths) for k in ("grouped_reduce", "ring_reduce")
-        ]
+        reduce = [model.move_seconds(C, PARTIAL, S0, k, lengths) for k in ("grouped_reduce", "ring_reduce")]
         assert (gather[1], reduce[1]) == ((gather[0], reduce[0]) if wanted is None else wanted)
 
 
@@ -120,10 +118,10 @@ def test_ratios_see_the_curves() -> None:
     theory = product()
     fast, slow = Device("fast", {"default": 3e6}, launch=1e-9), Device("slow", {"default": 1e6}, launch=1e-9)
     row = next(r for r in theory.rows[2] if r.post == (S0,))
-    free = [next(r for r in theory.rows[i] if r.post == (IDENTITY,)) for i in (0, 1)]
+    free = [next(r for r in theory.rows[i] if r.post == (REPLICATE,)) for i in (0, 1)]
     program = Program(
-        (Compute(0, free[0]), Compute(1, free[1]), Compute(2, row), Communicate(C, "all_gather", S0, IDENTITY)),
-        None, (Result(C, IDENTITY),), (), (),
+        (Compute(0, free[0]), Compute(1, free[1]), Compute(2, row), Communicate(C, "all_gather", S0, REPLICATE)),
+        None, (Result(C, REPLICATE),), (), (),
     )  # fmt: skip
     ratios = {}
     for name, per_largest in (("cheap", 1e-12), ("dear", 1e-3)):
@@ -152,7 +150,7 @@ def test_curves_by_size() -> None:
     theory = product()
     for order in ((small, large, larger), (larger, large, small)):
         model = CostModel(theory, measured(2, order))
-        assert model.move_form(C, ALL_REDUCE, IDENTITY, "all_reduce").constant == 5.0
+        assert model.move_form(C, PARTIAL, REPLICATE, "all_reduce").constant == 5.0
     assert [curve_for((small, large, larger), n) for n in (1, 4000, 4001, 4800, 4801)] == [
         small, small, large, large, larger,
     ]  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network
-from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, available, is_sharded
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, available, is_sharded
 from hetspmd.program.program import Communicate, Compute, Program, Result, Step
 from hetspmd.rules.rule import SUM, Cut, Factor, OpRule, Row
 from hetspmd.rules.theory import Theory, theory_of
@@ -137,27 +137,29 @@ def cluster(
 Chooser = Callable[[int, list[Row]], int]
 
 
-def program(theory: Theory, choose: Chooser, stored: Callable[[int], Form] = lambda t: IDENTITY) -> Program:
+def program(
+    theory: Theory, choose: Chooser, stored: Callable[[int], Placement] = lambda t: REPLICATE
+) -> Program:
     """A correct program: ``choose`` picks among the rows whose preconditions hold (the always-row, last,
     holds after the collectives that make its inputs whole); each parameter is stored in the form that
     ``stored`` says."""
     graph = theory.graph
-    forms: dict[int, list[Form]] = {}
+    forms: dict[int, list[Placement]] = {}
     steps: list[Step] = []
 
-    def move(tensor: int, target: Form) -> None:
+    def move(tensor: int, target: Placement) -> None:
         have = forms[tensor]
         if any(available(f, target) for f in have):
             return
         source = have[0]
-        if source == ALL_REDUCE:
-            kind = "all_reduce" if target == IDENTITY else "reduce_scatter"
-        elif target == IDENTITY:
+        if source == PARTIAL:
+            kind = "all_reduce" if target == REPLICATE else "reduce_scatter"
+        elif target == REPLICATE:
             kind = "grouped_broadcast" if tensor % 2 else "all_gather"
         elif is_sharded(target):
             kind = "all_to_all"
         else:
-            move(tensor, IDENTITY)
+            move(tensor, REPLICATE)
             return
         steps.append(Communicate(tensor, kind, source, target))
         have.append(target)
@@ -166,7 +168,7 @@ def program(theory: Theory, choose: Chooser, stored: Callable[[int], Form] = lam
         rows = list(theory.rows[instruction.id])
         if instruction.is_source:
             (tensor,) = instruction.outputs
-            want = stored(tensor) if instruction.op == PARAMETER else IDENTITY
+            want = stored(tensor) if instruction.op == PARAMETER else REPLICATE
             row = next(r for r in rows if r.post == (want,))
         else:
             legal = [
@@ -185,8 +187,8 @@ def program(theory: Theory, choose: Chooser, stored: Callable[[int], Form] = lam
             forms[t] = [f]
     loss = None
     if graph.loss is not None:
-        move(graph.loss, IDENTITY)
-        loss = Result(graph.loss, IDENTITY)
+        move(graph.loss, REPLICATE)
+        loss = Result(graph.loss, REPLICATE)
     gradients = []
     for p in graph.parameters:
         if p.gradient is not None:
@@ -208,7 +210,7 @@ def data_parallel(theory: Theory, *, batch_axis: int | None = None) -> Program:
             if theory.row_axes[instruction][index] == batch_axis:
                 return i
         for i, row in enumerate(rows):
-            if ALL_REDUCE in row.pre:
+            if PARTIAL in row.pre:
                 return i
         return len(rows) - 1
 
@@ -218,7 +220,7 @@ def data_parallel(theory: Theory, *, batch_axis: int | None = None) -> Program:
 def random_program(theory: Theory, seed: int) -> Program:
     """Random triples, random stored forms; always correct."""
     rng = random.Random(seed)
-    forms: dict[int, Form] = {}
+    forms: dict[int, Placement] = {}
     for p in theory.graph.parameters:
         rows = theory.rows[theory.graph.producers[p.tensor]]
         forms[p.tensor] = rng.choice(rows).post[0]

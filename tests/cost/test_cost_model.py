@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetspmd.cost.model import CostModel
-from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather
+from hetspmd.placement import PARTIAL, REPLICATE, shard
 from hetspmd.program.lengths import Lengths, lengths_for
 from hetspmd.program.program import communications
 from hetspmd.rules.theory import Theory
 
-S0, S1 = all_gather(0), all_gather(1)
+S0, S1 = shard(0), shard(1)
 LATENCY, BANDWIDTH, LAUNCH = 1e-5, 1e9, 1e-6
 
 
@@ -133,11 +133,11 @@ def test_collectives_by_hand() -> None:
     def move(source: int, target: int, kind: str) -> float:
         return model.move_seconds(c, source, target, kind, lengths)
 
-    assert move(ALL_REDUCE, IDENTITY, "all_reduce") == pytest.approx(2 * LATENCY + 1.5 * nbytes / BANDWIDTH)
-    assert move(S0, IDENTITY, "all_gather") == pytest.approx(LATENCY + 3 * 0.5 * nbytes / BANDWIDTH)
-    assert move(ALL_REDUCE, S1, "reduce_scatter") == pytest.approx(LATENCY + 3 * 0.5 * nbytes / BANDWIDTH)
-    assert move(S0, IDENTITY, "grouped_broadcast") == pytest.approx(2 * LATENCY + nbytes / BANDWIDTH)
-    assert move(ALL_REDUCE, S0, "grouped_reduce") == pytest.approx(2 * LATENCY + nbytes / BANDWIDTH)
+    assert move(PARTIAL, REPLICATE, "all_reduce") == pytest.approx(2 * LATENCY + 1.5 * nbytes / BANDWIDTH)
+    assert move(S0, REPLICATE, "all_gather") == pytest.approx(LATENCY + 3 * 0.5 * nbytes / BANDWIDTH)
+    assert move(PARTIAL, S1, "reduce_scatter") == pytest.approx(LATENCY + 3 * 0.5 * nbytes / BANDWIDTH)
+    assert move(S0, REPLICATE, "grouped_broadcast") == pytest.approx(2 * LATENCY + nbytes / BANDWIDTH)
+    assert move(PARTIAL, S0, "grouped_reduce") == pytest.approx(2 * LATENCY + nbytes / BANDWIDTH)
     assert move(S0, S1, "all_to_all") == pytest.approx(LATENCY + 0.25 * nbytes / BANDWIDTH)
 
 
@@ -174,7 +174,7 @@ def test_misuse() -> None:
     with pytest.raises(ValueError, match="lengths of"):
         model.row_costs(Lengths(3, ()))
     with pytest.raises(ValueError, match="never sharded"):
-        model.move_form(0, all_gather(5), IDENTITY, "all_gather")
+        model.move_form(0, shard(5), REPLICATE, "all_gather")
     with pytest.raises(ValueError, match="no triple of instruction 0"):
         model.row_index(0, theory.rows[2][1])
 

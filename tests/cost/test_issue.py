@@ -18,7 +18,7 @@ from hetspmd.cost.step import step_cost
 from hetspmd.cost.timeline import timeline
 from hetspmd.dist import collectives
 from hetspmd.errors import ClusterError
-from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather
+from hetspmd.placement import PARTIAL, REPLICATE, shard
 from hetspmd.profile.grouping import issuing
 from hetspmd.program.buckets import members
 from hetspmd.program.lengths import lengths_for
@@ -111,7 +111,7 @@ def test_slices_along_other_dims_than_the_first_are_copied(kind: Kind) -> None:
     shares = model.shares(lengths_for(theory.axes, (0.5, 0.5)))
 
     def form(of: CostModel, dim: int) -> MoveForm:
-        ends = (ALL_REDUCE, all_gather(dim)) if kind in SCATTERED else (all_gather(dim), IDENTITY)
+        ends = (PARTIAL, shard(dim)) if kind in SCATTERED else (shard(dim), REPLICATE)
         return of.move_form(2, *ends, kind)
 
     for of, dim in ((model, 0), (free, 0), (free, 1)):
@@ -130,9 +130,9 @@ def test_each_device_copies_before_a_scatter_and_after_a_gather() -> None:
     graph = theory.graph
     (last,) = (i for i in graph.instructions if 2 in i.inputs)
     made = next(i for i in graph.instructions if 2 in i.outputs)
-    summed = next(r for r in theory.rows[made.id] if r.post == (ALL_REDUCE,))
+    summed = next(r for r in theory.rows[made.id] if r.post == (PARTIAL,))
     given = [
-        Compute(i.id, next(r for r in theory.rows[i.id] if r.post == (IDENTITY,)))
+        Compute(i.id, next(r for r in theory.rows[i.id] if r.post == (REPLICATE,)))
         for i in graph.instructions
         if i.is_source
     ]
@@ -140,11 +140,11 @@ def test_each_device_copies_before_a_scatter_and_after_a_gather() -> None:
     steps = (
         *given,
         Compute(made.id, summed),
-        Communicate(2, "ring_reduce", ALL_REDUCE, all_gather(1)),
-        Communicate(2, "ring_gather", all_gather(1), IDENTITY),
+        Communicate(2, "ring_reduce", PARTIAL, shard(1)),
+        Communicate(2, "ring_gather", shard(1), REPLICATE),
         Compute(last.id, whole),
     )
-    program = Program(steps, Result(last.outputs[0], IDENTITY), (), (), ())
+    program = Program(steps, Result(last.outputs[0], REPLICATE), (), (), ())
     model = CostModel(theory, COPIES)
     lengths = lengths_for(theory.axes, (0.5, 0.5))
     two = TwoStreams(model, program)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetspmd.cost.memory import OPTIMIZER_BYTES, Holdings, memory_bytes, memory_profile
-from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather, is_sharded, sharded_dim
+from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, shard, sharded_dim
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program, Result
 from hetspmd.program.saved_tensors import crossing
@@ -51,20 +51,20 @@ def row(theory: Theory, instruction: int, post: int, pre: int | None = None) -> 
 
 def divided(theory: Theory, weight: int) -> Program:
     """The batch divided, the weight stored as given and gathered, the gradient left in its form."""
-    rows, at = all_gather(0), row
+    rows, at = shard(0), row
     steps: list[Compute | Communicate] = [
-        Compute(X, at(theory, X, IDENTITY)), Compute(G, at(theory, G, IDENTITY)),
+        Compute(X, at(theory, X, REPLICATE)), Compute(G, at(theory, G, REPLICATE)),
         Compute(W, at(theory, W, weight)),
     ]  # fmt: skip
-    if weight != IDENTITY:
-        steps.append(Communicate(W, "all_gather", weight, IDENTITY))
+    if weight != REPLICATE:
+        steps.append(Communicate(W, "all_gather", weight, REPLICATE))
     steps += [
         Compute(Y, at(theory, Y, rows, rows)), Compute(V, at(theory, V, rows)),
-        Compute(LOSS, at(theory, LOSS, ALL_REDUCE, rows)), Communicate(LOSS, "all_reduce", ALL_REDUCE, IDENTITY),
-        Compute(GW, at(theory, GW, ALL_REDUCE, rows)),
-        Communicate(GW, "all_reduce" if weight == IDENTITY else "reduce_scatter", ALL_REDUCE, weight),
+        Compute(LOSS, at(theory, LOSS, PARTIAL, rows)), Communicate(LOSS, "all_reduce", PARTIAL, REPLICATE),
+        Compute(GW, at(theory, GW, PARTIAL, rows)),
+        Communicate(GW, "all_reduce" if weight == REPLICATE else "reduce_scatter", PARTIAL, weight),
     ]  # fmt: skip
-    return Program(tuple(steps), Result(LOSS, IDENTITY), (), (Result(GW, weight),), ())
+    return Program(tuple(steps), Result(LOSS, REPLICATE), (), (Result(GW, weight),), ())
 
 
 def units(theory: Theory, shares: dict[int, tuple[int, ...]], world: int = 2) -> Lengths:
@@ -76,7 +76,7 @@ def test_by_hand() -> None:
     """Bytes: x 128, g 192, w 96 and its moments 192, y (and v, its view) 192, loss 4, gw 96."""
     theory = tiny()
     profile = memory_profile(
-        theory, divided(theory, IDENTITY), units(theory, {8: (6, 2), 4: (4, 0), 6: (3, 3)})
+        theory, divided(theory, REPLICATE), units(theory, {8: (6, 2), 4: (4, 0), 6: (3, 3)})
     )
     fixed = 128 + 192 + 96 + 192  # g is an input: held to the end
     # x g w | y | v | loss | its sum | gw | its sum | the end
@@ -102,7 +102,7 @@ def test_a_weight_in_shards_by_hand() -> None:
     """Stored along its 6 columns: parameter, moments and gradient scale with the share; the gathered weight is
     held from its collective to its only reader."""
     theory = tiny()
-    form = all_gather(1)
+    form = shard(1)
     profile = memory_profile(theory, divided(theory, form), units(theory, {8: (6, 2), 4: (4, 0), 6: (1, 5)}))
     inputs = 128 + 192
     # The gather is padded to 5 of 6 columns on 2 devices, 160 bytes, and cut to size before y reads the weight. The
@@ -124,8 +124,8 @@ def test_a_weight_in_shards_by_hand() -> None:
 
 def test_optimizer_bytes() -> None:
     theory, at = tiny(), {8: (8, 0), 4: (4, 0), 6: (2, 4)}
-    form = all_gather(1)
-    for program_, local in ((divided(theory, IDENTITY), (24, 24)), (divided(theory, form), (8, 16))):
+    form = shard(1)
+    for program_, local in ((divided(theory, REPLICATE), (24, 24)), (divided(theory, form), (8, 16))):
         without = memory_profile(theory, program_, units(theory, at), optimizer_bytes=0).held
         with_ = memory_profile(theory, program_, units(theory, at)).held
         assert (with_[:-1] - without).tolist() == [[OPTIMIZER_BYTES * n for n in local]] * len(without)
@@ -182,13 +182,13 @@ def replay(
             base = inputs[0] if rule is not None and rule.alias else None
         for key in inputs:
             if key in copied and key not in value and id(step) in behind:
-                since = cut.get(key, first_read[key[0], IDENTITY] if (key[0], IDENTITY) in carried else -1)
+                since = cut.get(key, first_read[key[0], REPLICATE] if (key[0], REPLICATE) in carried else -1)
                 value[key] = len(buffers)
-                buffers.append((*key, since if since >= 0 else buffers[value[key[0], IDENTITY]][2], False))
+                buffers.append((*key, since if since >= 0 else buffers[value[key[0], REPLICATE]][2], False))
             cut.setdefault(key, at)
-        used = [value.get(key, value.get((key[0], IDENTITY), -1)) for key in inputs]
+        used = [value.get(key, value.get((key[0], REPLICATE), -1)) for key in inputs]
         reads += [(b, at) for b in used if b >= 0]
-        for name in (name for key in inputs for name in [key if key in value else (key[0], IDENTITY)]):
+        for name in (name for key in inputs for name in [key if key in value else (key[0], REPLICATE)]):
             first_read.setdefault(name, at)
         for key in made:
             if key in value:
@@ -200,7 +200,7 @@ def replay(
                 value[key] = used[0]
                 reads.append((used[0], at))
             else:
-                if isinstance(step, Communicate) and step.source == ALL_REDUCE:
+                if isinstance(step, Communicate) and step.source == PARTIAL:
                     sums.append((used[0], len(buffers), at, step))
                 value[key] = len(buffers)
                 buffers.append((*key, 0 if source else at, source))
@@ -208,15 +208,15 @@ def replay(
                 always += local(*key, OPTIMIZER_BYTES)
                 updates.append(2 * local(*key))
     left = [*chosen.gradients, *chosen.outputs, *chosen.buffers] + ([chosen.loss] if chosen.loss else [])
-    reads += [(value.get((r.tensor, r.form), value.get((r.tensor, IDENTITY), -1)), end) for r in left]
+    reads += [(value.get((r.tensor, r.form), value.get((r.tensor, REPLICATE), -1)), end) for r in left]
     for r in left:
         first_read.setdefault(
-            (r.tensor, r.form) if (r.tensor, r.form) in value else (r.tensor, IDENTITY), end
+            (r.tensor, r.form) if (r.tensor, r.form) in value else (r.tensor, REPLICATE), end
         )
     spare: set[int] = set()
     for summands, made_by, at, step in sums:
         t, f, since, _ = buffers[summands]
-        own = f == ALL_REDUCE and graph.tensors[t].nbytes == graph.tensors[step.tensor].nbytes
+        own = f == PARTIAL and graph.tensors[t].nbytes == graph.tensors[step.tensor].nbytes
         same = (id(chosen.steps[since]) in behind) == (id(step) in behind)
         if own and same and all(s <= at for r, s in reads if r == summands):
             spare.add(at)
@@ -358,7 +358,7 @@ def test_largest_shares_at_the_bound_and_beyond() -> None:
 
 def test_a_dim_without_an_axis_is_refused() -> None:
     theory = tiny()
-    kept = divided(theory, IDENTITY).steps[:LOSS]
-    steps = (*kept, Compute(LOSS, Row("odd", (all_gather(0),), (all_gather(0),))))
+    kept = divided(theory, REPLICATE).steps[:LOSS]
+    steps = (*kept, Compute(LOSS, Row("odd", (shard(0),), (shard(0),))))
     with pytest.raises(ValueError, match="no logical axis"):
         Holdings(theory, Program(steps, None, (), (), ()))

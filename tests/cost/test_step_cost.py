@@ -12,7 +12,7 @@ from hetspmd.cost.memory import memory_bytes
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.simulator import simulated_seconds
 from hetspmd.cost.step import Stages, StepCost, step_cost
-from hetspmd.placement import all_gather
+from hetspmd.placement import shard
 from hetspmd.program.lengths import lengths_for
 from hetspmd.program.program import Communicate, Compute, Program
 
@@ -56,7 +56,7 @@ def test_each_collective_begins_a_stage() -> None:
     """One op per stage, the slow device in the first stage idle in the second: maxima do not cancel."""
     theory = mlp(batch=8, width=8, hidden=8)
     u = theory.graph.parameters[0].tensor
-    forced = program(theory, lambda _, rows: len(rows) - 1, lambda t: all_gather(0) if t == u else 0)
+    forced = program(theory, lambda _, rows: len(rows) - 1, lambda t: shard(0) if t == u else 0)
     model = CostModel(theory, cluster(1e8, 1e8, memory_bandwidth=1e15))
     lengths = lengths_for(theory.axes, (0.5, 0.5))
     found = step_cost(model, forced, lengths)
@@ -119,7 +119,7 @@ def test_sharded_parameters_take_their_share() -> None:
                 return i
         return len(rows) - 1
 
-    sharded = program(theory, choose, lambda t: all_gather(0))
+    sharded = program(theory, choose, lambda t: shard(0))
     lengths = lengths_for(theory.axes, (0.75, 0.25))
     a, b = memory_bytes(theory, sharded, lengths), memory_bytes(theory, whole, lengths)
     assert a[1] < a[0]

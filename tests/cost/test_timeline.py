@@ -21,7 +21,7 @@ from hetspmd.cost.simulator import TwoStreams, simulated_seconds
 from hetspmd.cost.step import Stages, idle_seconds
 from hetspmd.cost.timeline import IDLE_RESULTS, Timeline, timeline
 from hetspmd.errors import OutputError
-from hetspmd.placement import IDENTITY, all_gather
+from hetspmd.placement import REPLICATE, shard
 from hetspmd.program.lengths import Lengths, lengths_for
 from hetspmd.program.program import Communicate, Compute, Program, Result, Step
 from hetspmd.rules.theory import Theory
@@ -33,7 +33,7 @@ def row(theory: Theory, instruction: int, name: str) -> Compute:
 
 def sources(theory: Theory) -> list[Step]:
     return [
-        Compute(i.id, next(r for r in theory.rows[i.id] if r.post == (IDENTITY,)))
+        Compute(i.id, next(r for r in theory.rows[i.id] if r.post == (REPLICATE,)))
         for i in theory.graph.instructions
         if i.is_source
     ]
@@ -47,13 +47,13 @@ def three_instructions() -> tuple[Theory, Program]:
     b = made.op("b", "b->b", (x,), {"b": 8}, flops=8)
     loss = made.op("loss", "b,b->", (a, b), {"b": 8}, flops=4)
     theory = made.theory(loss, {})
-    half = all_gather(0)
+    half = shard(0)
     steps: list[Step] = [
         *sources(theory), row(theory, 1, "b"), row(theory, 2, "b"),
-        Communicate(a, "all_gather", half, IDENTITY), Communicate(b, "all_gather", half, IDENTITY),
+        Communicate(a, "all_gather", half, REPLICATE), Communicate(b, "all_gather", half, REPLICATE),
         row(theory, 3, "always"),
     ]  # fmt: skip
-    return theory, Program(tuple(steps), Result(loss, IDENTITY), (), (), ())
+    return theory, Program(tuple(steps), Result(loss, REPLICATE), (), (), ())
 
 
 def by_hand(bandwidth: float) -> Timeline:
@@ -126,10 +126,10 @@ def test_without_overlap_it_is_the_stage_model() -> None:
     steps = sources(theory)
     for i in theory.graph.instructions[1:-1]:
         (t,), dim = i.outputs, i.id % 2
-        steps += [row(theory, i.id, "ij"[dim]), Communicate(t, "all_gather", all_gather(dim), IDENTITY)]
+        steps += [row(theory, i.id, "ij"[dim]), Communicate(t, "all_gather", shard(dim), REPLICATE)]
     steps.append(row(theory, len(theory.graph.instructions) - 1, "always"))
     assert theory.graph.loss is not None
-    chain = Program(tuple(steps), Result(theory.graph.loss, IDENTITY), (), (), ())
+    chain = Program(tuple(steps), Result(theory.graph.loss, REPLICATE), (), (), ())
     model = CostModel(theory, cluster(1.0, 2.0, 3.0, bandwidth=100.0, latency=0.25, launch=0.5))
     found = timeline(model, chain, lengths_for(theory.axes, (0.2, 0.3, 0.5)))
     assert len(found.transfers) == 6

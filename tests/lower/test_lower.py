@@ -16,7 +16,7 @@ from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import PlanError
 from hetspmd.lower import LocalProgram, calls, lower
 from hetspmd.lower.emit import take_saved
-from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather, is_sharded
+from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, shard
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program, Result
 from hetspmd.program.schedule import reads, schedule, writes
@@ -71,7 +71,7 @@ def compare(c: Case, program: Program, lengths: Lengths) -> None:
     for local, loss, outputs, updated, gradients in results:
         torch.testing.assert_close(loss, want.loss, **close)
         for layout, value in zip(local.outputs, outputs, strict=True):
-            if layout.form != ALL_REDUCE:
+            if layout.form != PARTIAL:
                 torch.testing.assert_close(value, layout.slice(want.outputs[layout.tensor]), **close)
         for index, value in zip(local.updated, updated, strict=True):
             torch.testing.assert_close(value, want.buffers[graph.buffers[index].name], **close)
@@ -81,7 +81,7 @@ def compare(c: Case, program: Program, lengths: Lengths) -> None:
             whole = want.gradients[graph.parameters[index].name]
             torch.testing.assert_close(value, layout.slice(whole), **close)
     for position, layout in enumerate(results[0][0].outputs):
-        if layout.form == ALL_REDUCE:
+        if layout.form == PARTIAL:
             total = torch.stack([outputs[position] for _, _, outputs, _, _ in results]).sum(0)
             torch.testing.assert_close(total, want.outputs[layout.tensor], **close)
 
@@ -261,11 +261,11 @@ def test_schedule_covers_exactly_what_is_needed() -> None:
         have: set[tuple[int, int]] = set()
         for step in (*found.forward, *found.backward):
             for tensor, form in reads(graph, step):
-                assert (tensor, form) in have or (tensor, IDENTITY) in have
+                assert (tensor, form) in have or (tensor, REPLICATE) in have
             have.update(writes(graph, step))
         for result in (program.loss, *program.gradients):
             assert isinstance(result, Result)
-            assert (result.tensor, result.form) in have or (result.tensor, IDENTITY) in have
+            assert (result.tensor, result.form) in have or (result.tensor, REPLICATE) in have
 
 
 def test_a_program_that_reads_what_is_not_there_is_refused() -> None:
@@ -308,4 +308,4 @@ def test_layouts_tile_every_parameter() -> None:
         whole = dict(c.model.named_parameters())[parameter.name].detach()
         if is_sharded(layouts[0].form):
             parts = [layout.slice(whole) for layout in layouts]
-            assert torch.equal(torch.cat(parts, layouts[0].form - all_gather(0)), whole)
+            assert torch.equal(torch.cat(parts, layouts[0].form - shard(0)), whole)

@@ -13,7 +13,7 @@ import hetspmd
 from hetspmd.errors import ConstraintError, InfeasibleError
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.optimize.explain import Alternative, Explanation, explain
-from hetspmd.placement import IDENTITY, all_gather
+from hetspmd.placement import REPLICATE, shard
 from hetspmd.search.constraints import Constraints, named_tensors
 from hetspmd.search.search import Limits
 
@@ -55,7 +55,7 @@ def test_the_chosen_form_is_the_cheapest(plan: hetspmd.Plan, name: str) -> None:
     assert found == explain(plan, name)
     assert found.chosen == plan.parameter_layout()[name][0]
     dims = len(plan.graph.tensors[named_tensors(plan.theory)[name]].shape)
-    assert {a.form for a in found.alternatives} == {IDENTITY, *map(all_gather, range(dims))}
+    assert {a.form for a in found.alternatives} == {REPLICATE, *map(shard, range(dims))}
     least = found.alternatives[0]
     assert least.seconds == pytest.approx(plan.search.lower_bound), "the certified optimum"
     # The simulation may prefer a program that is a little dearer in the additive model.
@@ -70,8 +70,8 @@ def test_the_chosen_form_is_the_cheapest(plan: hetspmd.Plan, name: str) -> None:
 def test_a_dear_layer_is_explained(plan: hetspmd.Plan) -> None:
     """Replicating the wide layer costs the all-reduce of its gradient."""
     found = plan.explain("hidden.weight")
-    assert found.chosen != IDENTITY
-    replicated = seconds(found)[IDENTITY]
+    assert found.chosen != REPLICATE
+    replicated = seconds(found)[REPLICATE]
     assert replicated is not None
     assert replicated > plan.search.cost * 1.05
 
@@ -116,18 +116,16 @@ def test_inputs_and_outputs(plan: hetspmd.Plan) -> None:
     assert logits.chosen == result.form
     loss = plan.explain("output[0]")
     assert [(a.form, a.seconds) for a in loss.alternatives] == [
-        (IDENTITY, pytest.approx(plan.search.lower_bound))
+        (REPLICATE, pytest.approx(plan.search.lower_bound))
     ]
-    assert loss.chosen == IDENTITY
+    assert loss.chosen == REPLICATE
 
 
 @pytest.mark.parametrize("form", ["replicated", "shard(0)", "shard(1)"])
 def test_the_chosen_form_of_an_input_is_how_it_is_read(form: str) -> None:
     made = compiled(constraints={"args[0]": form})
     found = made.explain("args[0]", constraints={"args[0]": form})
-    assert (
-        found.chosen == {"replicated": IDENTITY, "shard(0)": all_gather(0), "shard(1)": all_gather(1)}[form]
-    )
+    assert found.chosen == {"replicated": REPLICATE, "shard(0)": shard(0), "shard(1)": shard(1)}[form]
     assert found.asked == "args[0]"
     assert f": {form}, as the constraint 'args[0]' asks\n" in str(found)
 
@@ -137,10 +135,10 @@ def test_under_constraints_other_tensors_keep_to_them(plan: hetspmd.Plan) -> Non
     made = compiled(constraints=constraints)
     assert made.active == (0, 1, 2)
     own = made.explain("hidden.weight", constraints=constraints)
-    assert own.chosen == all_gather(1)
+    assert own.chosen == shard(1)
     assert own.asked == "hid*.weight"
-    assert own.alternatives[0].form == all_gather(0), "what the constraint costs"
-    assert seconds(own)[all_gather(1)] == pytest.approx(made.search.cost)
+    assert own.alternatives[0].form == shard(0), "what the constraint costs"
+    assert seconds(own)[shard(1)] == pytest.approx(made.search.cost)
     assert "not of the least cost" not in str(own), "the title says who asked for it"
     bias = made.explain("hidden.bias", constraints=constraints)
     assert bias.asked is None
@@ -180,7 +178,7 @@ def test_idle_devices() -> None:
         assert "on the active devices; idle: rank 2" in str(found)
     logits = made.explain("output[1]")
     steps = {a.form: a.step_seconds for a in logits.alternatives}
-    whole, rows = steps[IDENTITY], steps[all_gather(0)]
+    whole, rows = steps[REPLICATE], steps[shard(0)]
     assert whole is not None
     assert rows is not None
     sending = 1e-6 + 8 * 6 * 4 / 1e9
@@ -193,7 +191,7 @@ def test_one_active_device() -> None:
     made = compiled(cluster)
     assert made.active == (0,)
     found = made.explain("hidden.weight")
-    assert found.chosen == IDENTITY
+    assert found.chosen == REPLICATE
     assert list(seconds(found).values()) == [pytest.approx(made.search.cost)] * 3
     assert str(found).count("the least") == 3
     assert "only rank 0 is active: nothing is divided" in str(found)
@@ -213,10 +211,10 @@ def test_a_form_that_no_program_has() -> None:
     found = made.explain("args[1]", constraints={"args[0]": "shard(0)"})
     missing = [a for a in found.alternatives if a.seconds is None]
     assert missing == [
-        Alternative(IDENTITY, None, None, None, "no program has it"),
-        Alternative(all_gather(1), None, None, None, "no program has it"),
+        Alternative(REPLICATE, None, None, None, "no program has it"),
+        Alternative(shard(1), None, None, None, "no program has it"),
     ]
-    assert found.alternatives[0].form == found.chosen == all_gather(0)
+    assert found.alternatives[0].form == found.chosen == shard(0)
     assert str(found).count("no program has it") == 2
     assert found.document()["alternatives"] == [
         {"form": "shard(0)", "cost": made.search.cost, "lower_bound": made.search.lower_bound,

@@ -18,7 +18,7 @@ from hetspmd.codec.records import encode
 from hetspmd.errors import PlanError
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.optimize.prefetch import storage_axes, stored_evenly
-from hetspmd.placement import IDENTITY, all_gather, is_sharded
+from hetspmd.placement import REPLICATE, is_sharded, shard
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.text import content, file_text
 from hetspmd.program.checker import check
@@ -177,7 +177,7 @@ def test_a_program_that_is_known_stays_as_it_is() -> None:
     """Forced data parallelism stores every parameter whole, and nothing is ahead."""
     theory = traced("vit").theory
     forced = plan_for(theory, on(1e7, 2, 1), known.data_parallel(theory), (0.7, 0.3))
-    assert {form for form, _ in forced.parameter_layout().values()} == {IDENTITY}
+    assert {form for form, _ in forced.parameter_layout().values()} == {REPLICATE}
     assert forced.program.ahead == 1
 
 
@@ -193,4 +193,4 @@ def test_dim_0_is_divided_where_it_is_fine_enough(units: tuple[int, int], dim: i
         axes=SimpleNamespace(axis=lambda tensor, d: axes[d]),
     )
     found = prefetch.divisible(theory, [0], frozenset((0, 1)), 2)
-    assert found == ({} if dim is None else {0: all_gather(dim)})
+    assert found == ({} if dim is None else {0: shard(dim)})

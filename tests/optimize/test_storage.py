@@ -12,7 +12,7 @@ from test_prefetch import compiled, error_of, on, sharded
 import hetspmd.optimize.alternation as alternation
 import hetspmd.optimize.parameter_sharding as storage
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.placement import all_gather
+from hetspmd.placement import shard
 from hetspmd.program.checker import check
 from workbench import traced
 
@@ -73,7 +73,7 @@ def test_neighbours_share_a_group(most: int, monkeypatch: pytest.MonkeyPatch) ->
         tensors=[SimpleNamespace(nbytes=n) for n in nbytes], consumers={t: [t] for t in range(13)}
     )
     theory: Any = SimpleNamespace(graph=graph)
-    groups = storage.grouped(theory, dict.fromkeys(range(13), all_gather(0)))
+    groups = storage.grouped(theory, dict.fromkeys(range(13), shard(0)))
     assert sorted(t for group in groups for t in group) == list(range(12))
     assert all(group == list(range(group[0], group[-1] + 1)) for group in groups)
     sizes = [sum(nbytes[t] for t in group) for group in groups]

@@ -18,7 +18,7 @@ from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import FollowerWarning
 from hetspmd.optimize.followers import followers
 from hetspmd.optimize.following import follows, warn_of_strays
-from hetspmd.placement import IDENTITY
+from hetspmd.placement import REPLICATE
 from hetspmd.plan.plan import Plan
 from hetspmd.program.program import Compute
 from hetspmd.run.module import HAP
@@ -98,7 +98,7 @@ def check_follows(plan: Plan, parameters: int) -> None:
     assert len(found) == parameters
     for follower, leader in found.items():
         assert stored[follower] == stored[leader], follower
-    assert any(form != IDENTITY for form, _ in stored.values())
+    assert any(form != REPLICATE for form, _ in stored.values())
 
 
 @pytest.mark.parametrize(("make", "count"), MODELS)
@@ -190,7 +190,7 @@ def test_what_else_the_user_has_said_stays(machines: str) -> None:
         for step in plan.program.steps
         if isinstance(step, Compute) and tensor in plan.graph.instructions[step.instruction].outputs
     )
-    assert read == (IDENTITY,)
+    assert read == (REPLICATE,)
 
 
 def test_so_it_is_in_plans_to_measure() -> None:
@@ -207,8 +207,8 @@ def test_what_the_user_has_said_stays() -> None:
         pair(), (torch.randn(16, 12),), SLOW, constraints={"target.*": "replicated", "online.0.*": "shard(0)"}
     )
     stored = plan.parameter_layout()
-    assert all(form == IDENTITY for n, (form, _) in stored.items() if n.startswith("target"))
-    assert stored["online.0.weight"][0] != IDENTITY
+    assert all(form == REPLICATE for n, (form, _) in stored.items() if n.startswith("target"))
+    assert stored["online.0.weight"][0] != REPLICATE
     with pytest.warns(FollowerWarning, match=r"constraints=\{'target\.\*': 'repl.*'online\.\*': 'repl"):
         warn_of_strays(replace(plan, constraints={}))
 

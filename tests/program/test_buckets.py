@@ -16,7 +16,7 @@ from hetspmd.cluster.curves import Curve
 from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.coalesce import FULL, LARGEST, bucket_bytes
 from hetspmd.cost.model import CostModel
-from hetspmd.placement import ALL_REDUCE, IDENTITY
+from hetspmd.placement import PARTIAL, REPLICATE
 from hetspmd.program.buckets import COALESCED, TINY, Bucket, Scheduled, bucketed, transfer_text
 from hetspmd.program.program import Communicate, Compute, Step
 from hetspmd.program.schedule import reads, schedule, writes
@@ -48,7 +48,7 @@ def test_buckets_of_random_programs(size: int) -> None:
                 inside = {key for s in before for key in writes(graph, s)}
                 for step in after:
                     for key in reads(graph, step):
-                        whole = (key[0], IDENTITY)
+                        whole = (key[0], REPLICATE)
                         assert key in made or whole in made or not {key, whole} & inside, (name, seed)
                     made.update(writes(graph, step))
                     if isinstance(step, Bucket):
@@ -113,7 +113,7 @@ def test_nothing_that_is_waited_for_sooner_is_put_off() -> None:
         s for s in steps if isinstance(s, Compute) and not graph.instructions[s.instruction].is_source
     )
     tensors = graph.instructions[reader.instruction].inputs
-    early = Communicate(tensors[0], "all_reduce", ALL_REDUCE, IDENTITY)
+    early = Communicate(tensors[0], "all_reduce", PARTIAL, REPLICATE)
     assert bucketed(graph, [early, reader, moves[0]], 10**9)[0] is early
 
 
@@ -144,7 +144,7 @@ def test_one_latency_for_a_bucket_and_a_part_of_it_for_a_gradient() -> None:
     gradients = [p.gradient for p in graph.parameters if p.gradient is not None]
     assert set(gradients) <= theory.deferred
     assert graph.loss not in theory.deferred
-    members = tuple(Communicate(g, "all_reduce", ALL_REDUCE, IDENTITY) for g in gradients)
+    members = tuple(Communicate(g, "all_reduce", PARTIAL, REPLICATE) for g in gradients)
     alone = [model.transfer_forms(m)[0] for m in members]
     together = model.transfer_forms(Bucket(members))
     saved = sum(f.constant for f in alone) - sum(f.constant for f in together)
@@ -154,12 +154,12 @@ def test_one_latency_for_a_bucket_and_a_part_of_it_for_a_gradient() -> None:
         assert nbytes < model.bucket_bytes
         shared = model.shared_form(move.tensor, move.source, move.target, move.kind)
         assert form.constant - shared.constant == pytest.approx(2e-3 * (1 - nbytes / model.bucket_bytes))
-    loss = model.shared_form(graph.loss or 0, ALL_REDUCE, IDENTITY, "all_reduce")
-    assert loss == model.move_form(graph.loss or 0, ALL_REDUCE, IDENTITY, "all_reduce")
+    loss = model.shared_form(graph.loss or 0, PARTIAL, REPLICATE, "all_reduce")
+    assert loss == model.move_form(graph.loss or 0, PARTIAL, REPLICATE, "all_reduce")
 
 
 def test_a_bucket_for_people() -> None:
-    members = tuple(Communicate(t, "all_reduce", ALL_REDUCE, IDENTITY) for t in range(4))
+    members = tuple(Communicate(t, "all_reduce", PARTIAL, REPLICATE) for t in range(4))
     names = ["a", "b", "c", "d"]
     assert transfer_text(Bucket(members), names) == "All-Reduce(a, b and 2 more)"
     assert transfer_text(Bucket(members[:2]), names) == "All-Reduce(a, b)"

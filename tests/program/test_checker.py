@@ -19,7 +19,7 @@ from hetspmd.cluster.collective_kinds import Kind
 from hetspmd.dist import collectives
 from hetspmd.errors import ProofError
 from hetspmd.optimize.compiler import plan_for
-from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, all_gather, available, is_sharded
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, available, is_sharded, shard
 from hetspmd.plan.plan import Plan
 from hetspmd.program.checker import check
 from hetspmd.program.program import Communicate, Compute, Program, Result, Step
@@ -178,12 +178,12 @@ def test_triples_cannot_change(model: str, style: str) -> None:
     def rows(step: Compute) -> Iterator[Row]:
         row = step.row
         for side in ("pre", "post"):
-            forms: tuple[Form, ...] = getattr(row, side)
+            forms: tuple[Placement, ...] = getattr(row, side)
             for k, form in enumerate(forms):
-                for other in (IDENTITY, ALL_REDUCE, all_gather(0), all_gather(1), all_gather(2)):
+                for other in (REPLICATE, PARTIAL, shard(0), shard(1), shard(2)):
                     if other != form:
                         yield replace(row, **{side: (*forms[:k], other, *forms[k + 1 :])})
-            yield replace(row, **{side: (*forms, IDENTITY)})
+            yield replace(row, **{side: (*forms, REPLICATE)})
         yield replace(row, factor=0 if row.factor is None else row.factor + 1)
         yield replace(row, name="invented")
 
@@ -260,7 +260,7 @@ def needs(theory: Theory, before: tuple[Step, ...], first: Step, second: Step) -
     )
 
 
-def provided(theory: Theory, step: Step) -> list[tuple[int, Form]]:
+def provided(theory: Theory, step: Step) -> list[tuple[int, Placement]]:
     if isinstance(step, Communicate):
         return [(step.tensor, step.target)]
     outputs = theory.graph.instructions[step.instruction].outputs
@@ -273,24 +273,24 @@ def test_results_cannot_be_forgotten_or_claimed_in_another_form(model: str, styl
     found = plan(model, style)
     theory, program = found.theory, found.program
     assert program.loss is not None
-    whole = {t for step in program.steps for t, f in provided(theory, step) if f == IDENTITY}
+    whole = {t for step in program.steps for t, f in provided(theory, step) if f == REPLICATE}
     there = {p for step in program.steps for p in provided(theory, step)}
 
     def claims(results: tuple[Result, ...], *, free: bool) -> Iterator[tuple[Result, ...]]:
         for k, result in enumerate(results):
             yield (*results[:k], *results[k + 1 :])
             yield (*results[:k], replace(result, tensor=result.tensor + 1), *results[k + 1 :])
-            for form in (-1, IDENTITY, ALL_REDUCE, all_gather(0), all_gather(1), all_gather(5)):
-                if form == result.form or (free and (result.tensor, form) in there and form != ALL_REDUCE):
+            for form in (-1, REPLICATE, PARTIAL, shard(0), shard(1), shard(5)):
+                if form == result.form or (free and (result.tensor, form) in there and form != PARTIAL):
                     continue
                 axis = is_sharded(form) and theory.axes.axis(result.tensor, form - 2) is not None
                 if free and result.tensor in whole and axis:
                     continue
                 yield (*results[:k], replace(result, form=form), *results[k + 1 :])
-        yield (*results, *results[-1:]) if results else (Result(0, IDENTITY),)
+        yield (*results, *results[-1:]) if results else (Result(0, REPLICATE),)
 
     def mutants() -> Iterator[Mutant]:
-        for form in (ALL_REDUCE, all_gather(0), -1):
+        for form in (PARTIAL, shard(0), -1):
             yield Mutant(f"loss as {form}", replace(program, loss=replace(program.loss, form=form)))
         yield Mutant("no loss", replace(program, loss=None))
         yield Mutant("another loss", replace(program, loss=program.gradients[0]))

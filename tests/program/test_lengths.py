@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import step_cost
-from hetspmd.placement import all_gather
+from hetspmd.placement import shard
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import SearchReport
 from hetspmd.program.lengths import LITTLE, Lengths, aligned, apportion, lengths_for
@@ -143,8 +143,8 @@ def test_grains_of_a_graph() -> None:
     theory = mlp(batch=37, width=1000, hidden=800)
     lengths = lengths_for(theory.axes, (0.61, 0.39))
     x = theory.graph.inputs[0].tensor
-    assert lengths.extents(theory.axes, x, all_gather(0), 37) == (23, 14)
-    assert lengths.extents(theory.axes, x, all_gather(1), 1000) == (608, 392)
+    assert lengths.extents(theory.axes, x, shard(0), 37) == (23, 14)
+    assert lengths.extents(theory.axes, x, shard(1), 1000) == (608, 392)
 
 
 @pytest.mark.parametrize(
@@ -159,13 +159,13 @@ def test_lengths_of_a_graph() -> None:
     theory = mlp(batch=32, width=8, hidden=16)
     lengths = lengths_for(theory.axes, (0.75, 0.25, 0.0))
     x = theory.graph.inputs[0].tensor
-    assert lengths.extents(theory.axes, x, all_gather(0), 32) == (24, 8, 0)
-    assert lengths.extents(theory.axes, x, all_gather(1), 8) == (6, 2, 0)
+    assert lengths.extents(theory.axes, x, shard(0), 32) == (24, 8, 0)
+    assert lengths.extents(theory.axes, x, shard(1), 8) == (6, 2, 0)
     batch = theory.axes.of[x, 0]
     assert [lengths.range(batch, rank) for rank in range(3)] == [(0, 24), (24, 32), (32, 32)]
     assert isinstance(lengths, Lengths)
     with pytest.raises(ValueError, match="no logical axis"):
-        lengths.extents(theory.axes, x, all_gather(7), 8)
+        lengths.extents(theory.axes, x, shard(7), 8)
 
 
 def limits_of(rows: int, ratios: tuple[float, ...]) -> StepLimits:

@@ -17,7 +17,7 @@ from hetspmd.cost.memory import memory_bytes
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.simulator import simulated_seconds
 from hetspmd.optimize.compiler import plan_for
-from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, all_gather
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, shard
 from hetspmd.program.lengths import lengths_for
 from hetspmd.program.program import Communicate, Compute, Program, Result, Step
 from hetspmd.program.schedule import Schedule, _Order, reads, schedule, writes
@@ -26,7 +26,7 @@ from hetspmd.search import constraints as known
 from hetspmd.trace.graph import Graph
 
 SIZES = {"a": 8, "b": 8, "c": 2, "d": 2}
-HALF = all_gather(0)
+HALF = shard(0)
 
 
 def row(theory: Theory, name: str, kind: str) -> Compute:
@@ -40,7 +40,7 @@ def sources(theory: Theory, *sharded: int) -> list[Step]:
     found: list[Step] = []
     for i in theory.graph.instructions:
         if i.is_source:
-            form = HALF if i.outputs[0] in sharded else IDENTITY
+            form = HALF if i.outputs[0] in sharded else REPLICATE
             found.append(Compute(i.id, next(r for r in theory.rows[i.id] if r.post == (form,))))
     return found
 
@@ -57,7 +57,7 @@ def names(theory: Theory, steps: Sequence[Step]) -> str:
     return " ".join(shown)
 
 
-def ordered(theory: Theory, steps: list[Step], *results: tuple[int, Form]) -> str:
+def ordered(theory: Theory, steps: list[Step], *results: tuple[int, Placement]) -> str:
     """The order of steps of which each result is needed."""
     loss, *outputs = (Result(*r) for r in results)
     return names(theory, schedule(theory, Program(tuple(steps), loss, tuple(outputs), (), ())).forward)
@@ -72,7 +72,7 @@ def reduced(made: Builder) -> int:
 
 
 def reduce_to_whole(tensor: int) -> Communicate:
-    return Communicate(tensor, "all_reduce", ALL_REDUCE, IDENTITY)
+    return Communicate(tensor, "all_reduce", PARTIAL, REPLICATE)
 
 
 def test_views_of_a_reduced_gradient_come_last() -> None:
@@ -86,7 +86,7 @@ def test_views_of_a_reduced_gradient_come_last() -> None:
         *sources(theory), row(theory, "sum", "b"), reduce_to_whole(total), row(theory, "view", "always"),
         row(theory, "again", "always"), row(theory, "other", "always"),
     ]  # fmt: skip
-    assert ordered(theory, steps, (other, IDENTITY), (again, IDENTITY)) == "sum <sum> other view again"
+    assert ordered(theory, steps, (other, REPLICATE), (again, REPLICATE)) == "sum <sum> other view again"
 
 
 def test_a_view_comes_right_before_its_first_reader() -> None:
@@ -100,7 +100,7 @@ def test_a_view_comes_right_before_its_first_reader() -> None:
         *sources(theory), row(theory, "sum", "b"), reduce_to_whole(total), row(theory, "view", "always"),
         row(theory, "other", "always"), row(theory, "reader", "always"),
     ]  # fmt: skip
-    found = ordered(theory, steps, (other, IDENTITY), (reader, IDENTITY), (view, IDENTITY))
+    found = ordered(theory, steps, (other, REPLICATE), (reader, REPLICATE), (view, REPLICATE))
     assert found == "sum <sum> other view reader"
 
 
@@ -114,11 +114,11 @@ def test_what_a_collective_reads_is_not_put_off() -> None:
     theory = made.theory(other, {})
     steps = [
         *sources(theory), row(theory, "sum", "b"),
-        Communicate(total, "reduce_scatter", ALL_REDUCE, HALF), row(theory, "scaled", "a"),
-        row(theory, "view", "a"), Communicate(view, "all_gather", HALF, IDENTITY),
+        Communicate(total, "reduce_scatter", PARTIAL, HALF), row(theory, "scaled", "a"),
+        row(theory, "view", "a"), Communicate(view, "all_gather", HALF, REPLICATE),
         row(theory, "other", "always"),
     ]  # fmt: skip
-    found = ordered(theory, steps, (other, IDENTITY), (view, IDENTITY))
+    found = ordered(theory, steps, (other, REPLICATE), (view, REPLICATE))
     assert found == "sum <sum> scaled view <view> other"
 
 
@@ -141,7 +141,7 @@ def test_only_cheap_work_that_holds_no_more_memory(text: str, flops: float, late
         *sources(theory), row(theory, "sum", "b"), reduce_to_whole(total), row(theory, "work", "always"),
         row(theory, "other", "always"),
     ]  # fmt: skip
-    found = ordered(theory, steps, (other, IDENTITY), (work, IDENTITY))
+    found = ordered(theory, steps, (other, REPLICATE), (work, REPLICATE))
     assert found == ("sum <sum> other work" if late else "sum <sum> work other")
 
 
@@ -157,7 +157,7 @@ def test_a_copy_of_a_part_of_a_view_is_not_put_off() -> None:
         *sources(theory), row(theory, "sum", "b"), reduce_to_whole(total), row(theory, "part", "always"),
         row(theory, "copy", "always"), row(theory, "other", "always"),
     ]  # fmt: skip
-    assert ordered(theory, steps, (other, IDENTITY), (copy, IDENTITY)) == "sum <sum> part copy other"
+    assert ordered(theory, steps, (other, REPLICATE), (copy, REPLICATE)) == "sum <sum> part copy other"
 
 
 def test_what_needs_a_slice_of_a_gathered_value_is_not_put_off() -> None:
@@ -171,7 +171,7 @@ def test_what_needs_a_slice_of_a_gathered_value_is_not_put_off() -> None:
         *sources(theory), row(theory, "sum", "b"), reduce_to_whole(total), row(theory, "copy", "a"),
         row(theory, "other", "always"),
     ]  # fmt: skip
-    assert ordered(theory, steps, (other, IDENTITY), (copy, HALF)) == "sum <sum> copy other"
+    assert ordered(theory, steps, (other, REPLICATE), (copy, HALF)) == "sum <sum> copy other"
 
 
 def test_a_collective_of_a_collective_keeps_its_place() -> None:
@@ -180,10 +180,10 @@ def test_a_collective_of_a_collective_keeps_its_place() -> None:
     other = made.op("other", "ba->b", (0,), SIZES, flops=1)
     theory = made.theory(other, {})
     steps = [
-        *sources(theory), row(theory, "sum", "b"), Communicate(total, "reduce_scatter", ALL_REDUCE, HALF),
-        row(theory, "other", "always"), Communicate(total, "all_gather", HALF, IDENTITY),
+        *sources(theory), row(theory, "sum", "b"), Communicate(total, "reduce_scatter", PARTIAL, HALF),
+        row(theory, "other", "always"), Communicate(total, "all_gather", HALF, REPLICATE),
     ]  # fmt: skip
-    assert ordered(theory, steps, (other, IDENTITY), (total, IDENTITY)) == "sum <sum> other <sum>"
+    assert ordered(theory, steps, (other, REPLICATE), (total, REPLICATE)) == "sum <sum> other <sum>"
 
 
 # what is prefetched --------------------------------------------------------------------------------------------
@@ -201,9 +201,9 @@ def layers(count: int) -> tuple[Theory, Program]:
     theory = made.theory(x, {})
     steps = sources(theory, *weights)
     for i, weight in enumerate(weights):
-        steps += [Communicate(weight, "all_gather", HALF, IDENTITY), row(theory, f"t{i}", "always")]
+        steps += [Communicate(weight, "all_gather", HALF, REPLICATE), row(theory, f"t{i}", "always")]
         steps.append(row(theory, f"y{i}", "always"))
-    return theory, Program(tuple(steps), Result(x, IDENTITY), (), (), ())
+    return theory, Program(tuple(steps), Result(x, REPLICATE), (), (), ())
 
 
 def test_one_gather_is_on_its_way_while_the_one_before_is_used() -> None:
@@ -257,13 +257,13 @@ def test_what_one_step_reads_is_fetched_together() -> None:
     y0 = made.op("y0", "ba,a,a->ba", (x, w0, w1), SIZES, flops=1)
     y1 = made.op("y1", "ba,a->ba", (y0, w2), SIZES, flops=1)
     theory = made.theory(y1, {})
-    gathers = [Communicate(w, "all_gather", HALF, IDENTITY) for w in (w0, w1, w2)]
+    gathers = [Communicate(w, "all_gather", HALF, REPLICATE) for w in (w0, w1, w2)]
     steps = [*sources(theory, w0, w1, w2), *gathers[:2], row(theory, "y0", "always"), gathers[2]]
     steps.append(row(theory, "y1", "always"))
-    assert ordered(theory, steps, (y1, IDENTITY)) == "<w0> <w1> <w2> y0 y1"
+    assert ordered(theory, steps, (y1, REPLICATE)) == "<w0> <w1> <w2> y0 y1"
     computations = [row(theory, "y0", "always"), row(theory, "y1", "always")]
     steps = [*sources(theory, w0, w1, w2), *reversed(gathers), *computations]
-    assert ordered(theory, steps, (y1, IDENTITY)) == "<w1> <w0> <w2> y0 y1", "in the order of need"
+    assert ordered(theory, steps, (y1, REPLICATE)) == "<w1> <w0> <w2> y0 y1", "in the order of need"
 
 
 def test_a_gather_that_is_only_a_result_comes_last() -> None:
@@ -274,9 +274,9 @@ def test_a_gather_that_is_only_a_result_comes_last() -> None:
     z = made.op("z", "ba->ba", (y,), SIZES, flops=1)
     made.op("unused", "ba,a->ba", (x, w1), SIZES, flops=1)
     theory = made.theory(z, {})
-    gathers = [Communicate(w, "all_gather", HALF, IDENTITY) for w in (w1, w0)]
+    gathers = [Communicate(w, "all_gather", HALF, REPLICATE) for w in (w1, w0)]
     steps = [*sources(theory, w0, w1), *gathers, row(theory, "y", "always"), row(theory, "z", "always")]
-    assert ordered(theory, steps, (z, IDENTITY), (w1, IDENTITY)) == "<w0> <w1> y z"
+    assert ordered(theory, steps, (z, REPLICATE), (w1, REPLICATE)) == "<w0> <w1> y z"
 
 
 # whatever the program ------------------------------------------------------------------------------------------
@@ -343,13 +343,13 @@ def test_nothing_is_lost_and_nothing_is_read_too_early(monkeypatch: pytest.Monke
     for theory, program in programs():
         graph = theory.graph
         found, plain = schedule(theory, program), standing(theory, program, monkeypatch)
-        there: set[tuple[int, Form]] = set()
+        there: set[tuple[int, Placement]] = set()
         for got, want in ((found.forward, plain.forward), (found.backward, plain.backward)):
             assert Counter(got) == Counter(want)
             moved += got != want
             for step in got:
                 for key in reads(graph, step):
-                    assert key in there or (key[0], IDENTITY) in there, (step, key)
+                    assert key in there or (key[0], REPLICATE) in there, (step, key)
                 there.update(writes(graph, step))
     assert moved > 5, "nothing was put off in these programs"
 

@@ -15,7 +15,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import Stages
-from hetspmd.placement import all_gather
+from hetspmd.placement import shard
 from hetspmd.program.program import Communicate, Program
 from hetspmd.ratios.ratios import optimise_ratios
 from hetspmd.ratios.starts import even, proportional, starting_ratios
@@ -210,7 +210,7 @@ def test_nothing_to_divide_keeps_the_start() -> None:
 
 def test_one_expensive_link_leaves_the_fastest_alone() -> None:
     theory = mlp(batch=12, width=6, hidden=10)
-    sharded = program(theory, lambda _, rows: 0, lambda t: all_gather(0))
+    sharded = program(theory, lambda _, rows: 0, lambda t: shard(0))
     model = CostModel(theory, cluster(1e8, 4e8, bandwidth=1e2, latency=1e-9))
     found = optimise_ratios(theory, model, sharded)
     assert seconds(model, sharded, found) <= seconds(model, sharded, (0.0, 1.0)) * (1 + 1e-9)

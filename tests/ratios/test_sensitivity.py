@@ -16,7 +16,7 @@ from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.simulator import TwoStreams
 from hetspmd.cost.step import Stages, idle_seconds
-from hetspmd.placement import all_gather
+from hetspmd.placement import shard
 from hetspmd.program.program import Communicate, Program
 from hetspmd.ratios.problem import Problem
 from hetspmd.ratios.ratios import minimise, optimise_ratios
@@ -125,7 +125,7 @@ def test_balanced_devices_share_what_limits() -> None:
 def test_only_the_network() -> None:
     """An all-gather of E bytes, padded: L + (n - 1) M E / b, of which L is the part of the latency."""
     theory = mlp(batch=12, width=6, hidden=10)
-    sharded = program(theory, lambda _, rows: len(rows) - 1, lambda t: all_gather(0))
+    sharded = program(theory, lambda _, rows: len(rows) - 1, lambda t: shard(0))
     moves = [s for s in sharded.steps if isinstance(s, Communicate)]
     assert moves
     of = cluster(1e20, 1e20, bandwidth=1e5, latency=1e-3, memory_bandwidth=1e25, launch=1e-20)

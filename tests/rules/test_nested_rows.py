@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hetspmd.rules.ops  # noqa: F401  # registers the rules
-from hetspmd.placement import ALL_REDUCE, IDENTITY
+from hetspmd.placement import PARTIAL, REPLICATE
 from hetspmd.program.lengths import apportion
 from hetspmd.rules import samples as sample_package
 from hetspmd.rules.brute import (
@@ -50,7 +50,7 @@ def split(
     """An input by a row, to as many parts as there are units."""
     if row.factor is not None:
         return shards(tensor, rule.factors[row.factor].inputs[i], units, dice, None)
-    return summands(tensor, len(units), dice, None) if row.pre[i] == ALL_REDUCE else [tensor] * len(units)
+    return summands(tensor, len(units), dice, None) if row.pre[i] == PARTIAL else [tensor] * len(units)
 
 
 def even(units: int, count: int) -> tuple[int, ...]:
@@ -93,17 +93,17 @@ def error_of(
         locals_ = [r[o] for r in results]
         if any(t is None for t in locals_):
             return f"output {o} is missing"
-        scale = magnitude(locals_) if ALL_REDUCE in (outer.post[o], inner.post[o]) else 0.0
+        scale = magnitude(locals_) if PARTIAL in (outer.post[o], inner.post[o]) else 0.0
         machines, at = [], 0
         for count in ACCELERATORS:
             of_machine = locals_[at : at + count]
             at += count
-            if inner.post[o] == IDENTITY and any(
+            if inner.post[o] == REPLICATE and any(
                 mismatch(t, of_machine[0], case.tolerance, scale) is not None for t in of_machine[1:]
             ):
                 return f"output {o} differs inside a machine"
             machines.append(assembled(of_machine, inner.post[o]))
-        for got in machines if outer.post[o] == IDENTITY else [assembled(machines, outer.post[o])]:
+        for got in machines if outer.post[o] == REPLICATE else [assembled(machines, outer.post[o])]:
             error = mismatch(got, want, case.tolerance, scale)
             if error is not None:
                 return f"output {o} is off by {'everything' if error == inf else error}"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hetspmd.errors import RuleError
-from hetspmd.placement import form_text
+from hetspmd.placement import placement_text
 from hetspmd.rules.brute import case_of
 from hetspmd.rules.oracle import check
 from hetspmd.rules.registry import registered, rule_for, rule_function
@@ -57,7 +57,7 @@ def rows(op: str, *args: object, **kwargs: object) -> list[str]:
     found = rule_for(case.call)
     assert found is not None
     return [
-        f"{' '.join(map(form_text, row.pre))} -> {' '.join(map(form_text, row.post))}"
+        f"{' '.join(map(placement_text, row.pre))} -> {' '.join(map(placement_text, row.post))}"
         for row in found.rows(case.call)
     ]
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetspmd.placement import form_text
+from hetspmd.placement import placement_text
 from hetspmd.rules.brute import case_of
 from hetspmd.rules.ops.shape import view_cuts
 from hetspmd.rules.oracle import check
@@ -52,7 +52,12 @@ def rows(op: str, *args: object, **kwargs: object) -> dict[str, str]:
     assert found is not None
 
     def short(form: int) -> str:
-        return form_text(form).replace("Identity", "R").replace("All-Reduce", "P").replace("All-Gather", "S")
+        return (
+            placement_text(form)
+            .replace("Identity", "R")
+            .replace("All-Reduce", "P")
+            .replace("All-Gather", "S")
+        )
 
     def side(forms: tuple[int, ...]) -> str:
         return " ".join(short(f).replace("(", "").replace(")", "") for f in forms)

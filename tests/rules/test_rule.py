@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hetspmd.errors import RuleError
-from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather
+from hetspmd.placement import PARTIAL, REPLICATE, shard
 from hetspmd.rules.kernels import empty_shards
 from hetspmd.rules.rule import (
     SUM,
@@ -160,7 +160,7 @@ def test_localize_replaces_shape_arguments() -> None:
     full = Call("aten.full.default", ((6,), 1), {"size": (6,)}, (), (f32(6),))
     rule = OpRule((Factor("d", 6, (), (Cut(0),)),), shape_args={0: 0, "size": 0, 7: 0})
     row = rule.rows(full)[0]
-    assert localize(full, rule, Row("d", (), (all_gather(0),), 0), 0, 2, 1, 5) == (
+    assert localize(full, rule, Row("d", (), (shard(0),), 0), 0, 2, 1, 5) == (
         "aten.full.default",
         ((4,), 1),
         {"size": (4,)},
@@ -232,5 +232,5 @@ def test_call_of_numbers_every_appearance() -> None:
 
 def test_forms_of_rows() -> None:
     _, m, k, *_ = MM_RULE.rows(MM)
-    assert m.pre == (all_gather(0), IDENTITY)
-    assert k.post == (ALL_REDUCE,)
+    assert m.pre == (shard(0), REPLICATE)
+    assert k.post == (PARTIAL,)

@@ -15,7 +15,7 @@ from torch import nn
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.simulate import run_ranks
 from hetspmd.optimize.compiler import plan_for
-from hetspmd.placement import all_gather
+from hetspmd.placement import shard
 from hetspmd.plan.plan import Plan
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.run.module import HAP
@@ -181,7 +181,7 @@ def all_sharded(theory: Theory, *dims: int) -> Constraints:
         for dim in dims:
             axis = theory.axes.axis(p.tensor, dim)
             if axis is not None and axis.units >= 2:
-                forms.setdefault(p.tensor, all_gather(dim))
+                forms.setdefault(p.tensor, shard(dim))
     return Constraints(forms)
 
 

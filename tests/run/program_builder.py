@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 from hetspmd.cluster.collective_kinds import Kind
-from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, is_sharded
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program, Result, Step
 from hetspmd.rules.rule import Row
@@ -22,31 +22,31 @@ class Builder:
 
     def __init__(self, theory: Theory, dice: random.Random) -> None:
         self.theory, self.dice = theory, dice
-        self.forms: dict[int, list[Form]] = {}
+        self.forms: dict[int, list[Placement]] = {}
         self.steps: list[Step] = []
 
     def ready(self, instruction: Instruction, row: Row) -> bool:
         """Whether a row needs no communication."""
         return all(
-            f in self.forms[t] or IDENTITY in self.forms[t]
+            f in self.forms[t] or REPLICATE in self.forms[t]
             for t, f in zip(instruction.inputs, row.pre, strict=True)
         )
 
-    def reach(self, tensor: int, form: Form) -> None:
+    def reach(self, tensor: int, form: Placement) -> None:
         have = self.forms[tensor]
-        if form in have or IDENTITY in have:
+        if form in have or REPLICATE in have:
             return
         source = self.dice.choice(have)
         if is_sharded(form) and source != form:
             scatter: list[Kind] = ["reduce_scatter", "grouped_reduce", "ring_reduce", "exchange_reduce"]
-            options: list[Kind] = scatter if source == ALL_REDUCE else ["all_to_all"]
+            options: list[Kind] = scatter if source == PARTIAL else ["all_to_all"]
             self.communicate(tensor, self.dice.choice(options), source, form)
             return
         gather: list[Kind] = ["all_gather", "grouped_broadcast", "ring_gather"]
-        kind: Kind = "all_reduce" if source == ALL_REDUCE else self.dice.choice(gather)
-        self.communicate(tensor, kind, source, IDENTITY)
+        kind: Kind = "all_reduce" if source == PARTIAL else self.dice.choice(gather)
+        self.communicate(tensor, kind, source, REPLICATE)
 
-    def communicate(self, tensor: int, kind: Kind, source: Form, target: Form) -> None:
+    def communicate(self, tensor: int, kind: Kind, source: Placement, target: Placement) -> None:
         self.steps.append(Communicate(tensor, kind, source, target))
         self.forms[tensor].append(target)
 
@@ -61,11 +61,11 @@ class Builder:
     def finish(self) -> Program:
         graph = self.theory.graph
 
-        def result(tensor: int, form: Form) -> Result:
+        def result(tensor: int, form: Placement) -> Result:
             self.reach(tensor, form)
             return Result(tensor, form)
 
-        loss = None if graph.loss is None else result(graph.loss, IDENTITY)
+        loss = None if graph.loss is None else result(graph.loss, REPLICATE)
         outputs = []
         for output in graph.outputs:
             if output.tensor is not None:
@@ -76,7 +76,7 @@ class Builder:
             if parameter.gradient is not None:
                 stored = self.forms[parameter.tensor][0]
                 gradients.append(result(parameter.gradient, stored))
-        buffers = [result(b.updated, IDENTITY) for b in graph.buffers if b.updated is not None]
+        buffers = [result(b.updated, REPLICATE) for b in graph.buffers if b.updated is not None]
         return Program(tuple(self.steps), loss, tuple(outputs), tuple(gradients), tuple(buffers))
 
 
@@ -125,7 +125,7 @@ def data_parallel(theory: Theory, batch: int, *, sharded_parameters: bool = Fals
         if not instruction.is_source and row.name == "always":
             partial = [
                 r for r in rows
-                if any(ALL_REDUCE in builder.forms[t] for t in instruction.inputs)
+                if any(PARTIAL in builder.forms[t] for t in instruction.inputs)
                 and builder.ready(instruction, r)
             ]  # fmt: skip
             row = partial[0] if partial else row

@@ -18,7 +18,7 @@ from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import CollectiveMismatchError, PlanError
 from hetspmd.lower import lower_plan
 from hetspmd.optimize.compiler import plan_for
-from hetspmd.placement import IDENTITY, all_gather
+from hetspmd.placement import REPLICATE, shard
 from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
 from hetspmd.run.shard_tensors import plain
@@ -157,11 +157,11 @@ def test_outputs_are_rows_or_whole() -> None:
 
     for active in ((1,), (0, 2)):
         plan = idle_plan(c, active)
-        assert plan.program.outputs[-1].form == all_gather(0)
+        assert plan.program.outputs[-1].form == shard(0)
         rows = on_ranks(c, plan, body)
         torch.testing.assert_close(torch.cat(rows), want, **CLOSE)
         assert rows[1 if active == (0, 2) else 0].shape == (0, 5)
-        pinned = idle_plan(c, active, {"output[1]": IDENTITY})
+        pinned = idle_plan(c, active, {"output[1]": REPLICATE})
         assert pinned.cost.communication_seconds > plan.cost.communication_seconds
         for whole in (*on_ranks(c, plan, body, gather_outputs=True), *on_ranks(c, pinned, body)):
             torch.testing.assert_close(whole, want, **CLOSE)

@@ -189,7 +189,7 @@ LAST = ("program", "steps", -1)
         (("cost", "memory_bytes"), [0], "cost.memory_bytes is of 1 devices"),
         (("cost", "step_seconds"), {"$float": "nan"}, "cost has nan"),
         (("search", "gap"), -1.0, "search has -1.0"),
-        (("constraints",), {"$map": [["a.*", "shard"]]}, "'shard' is no form"),
+        (("constraints",), {"$map": [["a.*", "shard"]]}, "'shard' is no placement"),
         (("inside",), {"$": "Inside", "program": 1, "seconds": 0.0, "memory_bytes": []}, "inside.program is 1"),
         # the proof
         (("program", "steps"), lambda v: v[:-1], "cannot be proved"),

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from hetspmd.errors import ShardError
 from hetspmd.lower.program import LocalTensor
-from hetspmd.placement import all_gather
+from hetspmd.placement import shard
 from hetspmd.program.layout import Region
 from hetspmd.run.shard_functions import Role, role_of
 from hetspmd.run.shard_tensors import Part, plain
@@ -66,7 +66,7 @@ itself make a tensor of one value; docs/training.md says so of the first."""
 
 def layout(dim: int, extents: tuple[int, ...], rank: int) -> LocalTensor:
     region = Region(dim, sum(extents[:rank]), extents[rank])
-    return LocalTensor(0, all_gather(dim), tuple(WHOLE.shape), "float64", extents, region)
+    return LocalTensor(0, shard(dim), tuple(WHOLE.shape), "float64", extents, region)
 
 
 def arguments(w: Any, other: Any, column: Any) -> Iterator[tuple[Any, ...]]:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import hetspmd
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import InfeasibleError
-from hetspmd.placement import IDENTITY, Form, all_gather
+from hetspmd.placement import REPLICATE, Placement, shard
 from hetspmd.program.lengths import Lengths, lengths_for
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory, derive
@@ -80,7 +80,7 @@ class Instance:
     """A random graph of square tensors, and forms asked of inputs, parameters and outputs. Some ops must divide."""
 
     theory: Theory
-    forms: dict[int, Form]
+    forms: dict[int, Placement]
     row_filter: RowFilter
 
 
@@ -100,11 +100,11 @@ def instance(seed: int) -> Instance:
     outputs = tuple(Output(t) for t in dice.sample(made, dice.randint(0, len(made))))
     theory = replace(theory, graph=replace(theory.graph, outputs=outputs))
     named = list(named_tensors(theory).values())
-    forms: dict[int, Form] = {}
+    forms: dict[int, Placement] = {}
     whole = dice.choice((1, 6))
     for tensor in dice.sample(named, dice.randint(1, min(6, len(named)))):
         dims = [d for d in range(2) if theory.axes.axis(tensor, d) is not None]
-        forms[tensor] = dice.choice([*[IDENTITY] * whole, *map(all_gather, dims)])
+        forms[tensor] = dice.choice([*[REPLICATE] * whole, *map(shard, dims)])
     divided = {i.id for i in theory.graph.instructions if not i.is_source and dice.random() < 0.5}
     divided -= {theory.graph.producers[theory.graph.loss or 0]}
 

@@ -14,7 +14,7 @@ from small_models import MLP, case
 import hetspmd.rules.ops  # noqa: F401  # registers the rules
 from hetspmd.errors import ConstraintError, InfeasibleError
 from hetspmd.optimize.compiler import compile_plan, plan_for
-from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather, is_sharded
+from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, shard
 from hetspmd.plan.plan import Plan
 from hetspmd.program.program import Communicate, Compute
 from hetspmd.rules.rule import Row
@@ -57,8 +57,8 @@ def test_globs_match_parameters_inputs_and_outputs() -> None:
         theory, {"?.weight": "shard(0)", "a.bias": "replicated", "output[[]1]": "shard(0)", "x": 2}
     )
     assert found.forms == {
-        names["a.weight"]: all_gather(0), names["b.weight"]: all_gather(0), names["a.bias"]: IDENTITY,
-        names["output[1]"]: all_gather(0), names["x"]: all_gather(0),
+        names["a.weight"]: shard(0), names["b.weight"]: shard(0), names["a.bias"]: REPLICATE,
+        names["output[1]"]: shard(0), names["x"]: shard(0),
     }  # fmt: skip
     assert found.row_filter is None
     assert found.origins[names["b.weight"]] == ConstraintOrigin("?.weight", "b.weight")
@@ -71,16 +71,16 @@ def test_globs_match_parameters_inputs_and_outputs() -> None:
 def test_brackets_stand_for_themselves_or_for_a_set(pattern: str) -> None:
     theory = theory_of("mlp")
     names = named_tensors(theory)
-    assert resolve(theory, {pattern: "shard(0)"}).forms == {names["output[1]"]: all_gather(0)}
+    assert resolve(theory, {pattern: "shard(0)"}).forms == {names["output[1]"]: shard(0)}
     assert resolve(theory, {"output[*]": "replicated"}).forms == {
-        names["output[0]"]: IDENTITY, names["output[1]"]: IDENTITY,
+        names["output[0]"]: REPLICATE, names["output[1]"]: REPLICATE,
     }  # fmt: skip
     assert resolve(theory, {"[ab].weight": "replicated"}).forms == {
-        names["a.weight"]: IDENTITY, names["b.weight"]: IDENTITY,
+        names["a.weight"]: REPLICATE, names["b.weight"]: REPLICATE,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", [IDENTITY, ALL_REDUCE, all_gather(0), all_gather(3)])
+@pytest.mark.parametrize("form", [REPLICATE, PARTIAL, shard(0), shard(3)])
 def test_spelling(form: int) -> None:
     assert parse_wanted(spelling(form)) == form
     assert parse_wanted(f" {spelling(form).upper()} ") == form
@@ -90,7 +90,7 @@ def test_all_names_of_a_tied_parameter_match_and_agree() -> None:
     theory = theory_of("attention")
     names = named_tensors(theory)
     assert names["tokens.weight"] == names["head.weight"]
-    assert resolve(theory, {"head.weight": "shard(1)"}).forms == {names["tokens.weight"]: all_gather(1)}
+    assert resolve(theory, {"head.weight": "shard(1)"}).forms == {names["tokens.weight"]: shard(1)}
     assert len(resolve(theory, {"head.*": "shard(1)", "tokens.*": "shard(1)"}).forms) == 1
     with pytest.raises(
         InfeasibleError,
@@ -116,10 +116,10 @@ def test_all_names_of_a_tied_parameter_match_and_agree() -> None:
         ({"": "shard(0)"}, r"constraint '' matches no parameter, input or output; there are "),
         (
             {"a.weight": "sharded"},
-            r"constraint 'a.weight': 'sharded' is no form; write replicated or shard\(d\), such as shard\(0\)$",
+            r"constraint 'a.weight': 'sharded' is no placement; write replicated or shard\(d\), such as",
         ),
-        ({"a.weight": "shard(-1)"}, r"'shard\(-1\)' is no form; .*; dims count from 0$"),
-        ({"a.weight": ""}, r"constraint 'a.weight': '' is no form"),
+        ({"a.weight": "shard(-1)"}, r"'shard\(-1\)' is no placement; .*; dims count from 0$"),
+        ({"a.weight": ""}, r"constraint 'a.weight': '' is no placement"),
         ({"a.weight": "partial"}, r"a.weight cannot be kept as summands; use replicated or shard\(d\)"),
         ({"a.weight": "shard(2)"}, r"a.weight has shape \[10, 6\]: there is no dim 2 to shard"),
         (
@@ -148,11 +148,11 @@ def test_impossible_constraints_say_why(spec: dict[str, str], message: str) -> N
         (["a.weight"], "constraints are a list; give a dict of names to forms"),
         ("a.weight", "constraints are a str; give a dict"),
         ({3: "shard(0)"}, "the constraint 3 is no name or glob; write a string"),
-        ({"a.weight": None}, r"constraint 'a.weight': None is no form; write replicated or shard\(d\)"),
-        ({"a.weight": 1.5}, "constraint 'a.weight': 1.5 is no form"),
-        ({"a.weight": True}, "constraint 'a.weight': True is no form"),
-        ({"a.weight": -1}, "constraint 'a.weight': -1 is no form"),
-        ({"a.weight": ("shard", 0)}, r"constraint 'a.weight': \('shard', 0\) is no form"),
+        ({"a.weight": None}, r"constraint 'a.weight': None is no placement; write replicated or shard\(d\)"),
+        ({"a.weight": 1.5}, "constraint 'a.weight': 1.5 is no placement"),
+        ({"a.weight": True}, "constraint 'a.weight': True is no placement"),
+        ({"a.weight": -1}, "constraint 'a.weight': -1 is no placement"),
+        ({"a.weight": ("shard", 0)}, r"constraint 'a.weight': \('shard', 0\) is no placement"),
     ],
 )
 def test_what_is_no_constraint_is_refused(spec: Any, message: str) -> None:
@@ -188,7 +188,7 @@ def test_a_space_without_a_triple_names_the_instruction() -> None:
     ):
         search_space(theory, Constraints({}, nothing))
     with pytest.raises(InfeasibleError, match=r"a.weight: no triple is left in the form All-Gather\(7\)"):
-        search_space(theory, Constraints({names["a.weight"]: all_gather(7)}))
+        search_space(theory, Constraints({names["a.weight"]: shard(7)}))
 
 
 def test_constraints_that_no_program_satisfies() -> None:
@@ -198,7 +198,7 @@ def test_constraints_that_no_program_satisfies() -> None:
     batch = batch_axes(theory)
 
     def allowed(instruction: int, row: Row, axis: int | None) -> bool:
-        return theory.graph.instructions[instruction].is_source or axis in batch or ALL_REDUCE in row.pre
+        return theory.graph.instructions[instruction].is_source or axis in batch or PARTIAL in row.pre
 
     with pytest.raises(InfeasibleError, match=r"no triple is left|no program satisfies the constraints"):
         planned("mlp", Constraints({}, allowed))
@@ -218,7 +218,7 @@ def test_known_styles_mean_what_they_say(name: str) -> None:
 
     replicated = planned(name, data_parallel(theory))
     assert divided(replicated) <= {None, *batch}
-    assert all(form == IDENTITY for form, _ in replicated.parameter_layout().values())
+    assert all(form == REPLICATE for form, _ in replicated.parameter_layout().values())
     zero = planned(name, zero_like(theory))
     assert divided(zero) <= {None, *batch}
     assert sum(is_sharded(form) for form, _ in zero.parameter_layout().values()) >= 4
@@ -232,7 +232,7 @@ def test_known_styles_mean_what_they_say(name: str) -> None:
 def test_a_parameter_is_stored_as_asked(form: str) -> None:
     model, batch = MLP(), case("mlp", torch.float32).batch
     plan = compile_plan(model, (), batch, CLUSTER, constraints={"?.weight": form})
-    wanted = {"replicated": IDENTITY, "shard(0)": all_gather(0), "shard(1)": all_gather(1)}[form]
+    wanted = {"replicated": REPLICATE, "shard(0)": shard(0), "shard(1)": shard(1)}[form]
     layout = plan.parameter_layout()
     assert layout["a.weight"][0] == layout["b.weight"][0] == wanted
 
@@ -246,7 +246,7 @@ def test_an_input_is_read_as_asked(form: str, batch: bool) -> None:
         f for s in plan.program.steps if isinstance(s, Compute)
         for t, f in zip(theory.graph.instructions[s.instruction].inputs, s.row.pre, strict=True) if t == x
     }  # fmt: skip
-    assert read == {all_gather(0) if batch else IDENTITY}
+    assert read == {shard(0) if batch else REPLICATE}
 
 
 @pytest.mark.parametrize("speeds", [(2, 1, 1), (1000, 1, 1)])
@@ -257,7 +257,7 @@ def test_a_plan_reads_its_inputs_as_asked(form: str, speeds: tuple[int, ...]) ->
     devices = cluster(*speeds, fast=speeds[0] == 2)
     plan = compile_plan(MLP(), (), batch, devices, constraints={"x": form})
     assert plan.active == ((0, 1, 2) if speeds[0] == 2 else (0,))
-    wanted = {"replicated": IDENTITY, "shard(0)": all_gather(0), "shard(1)": all_gather(1)}[form]
+    wanted = {"replicated": REPLICATE, "shard(0)": shard(0), "shard(1)": shard(1)}[form]
     assert plan.explain("x").chosen == wanted
 
 
@@ -267,11 +267,11 @@ def test_an_output_is_left_as_asked(form: str) -> None:
     plan = planned("mlp", resolve(theory, {"output[[]1]": form}))
     logits = named_tensors(theory)["output[1]"]
     (result,) = (r for r in plan.program.outputs if r.tensor == logits)
-    wanted = {"replicated": IDENTITY, "shard(0)": all_gather(0), "shard(1)": all_gather(1)}[form]
+    wanted = {"replicated": REPLICATE, "shard(0)": shard(0), "shard(1)": shard(1)}[form]
     assert result.form == wanted
     provided = {s.target for s in plan.program.steps if isinstance(s, Communicate) and s.tensor == logits}
     produced = {
         f for s in plan.program.steps if isinstance(s, Compute)
         for t, f in zip(theory.graph.instructions[s.instruction].outputs, s.row.post, strict=True) if t == logits
     }  # fmt: skip
-    assert wanted in provided | produced or IDENTITY in provided | produced
+    assert wanted in provided | produced or REPLICATE in provided | produced

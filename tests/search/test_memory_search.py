@@ -17,7 +17,7 @@ from small_models import case
 from hetspmd.cost.memory import memory_profile
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import MemoryLimitError
-from hetspmd.placement import IDENTITY, Form, is_sharded
+from hetspmd.placement import REPLICATE, Placement, is_sharded
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths, lengths_for
 from hetspmd.program.program import Communicate, Program
@@ -177,7 +177,7 @@ def test_a_chain_of_communications_keeps_the_first_from_the_forward_on() -> None
                 taken = theory.rows[i][found.rows[i]].pre[0]
                 if (
                     len(forms[tensor]) > 1
-                    and taken != stored(theory, found.program)[again[tensor]] != IDENTITY
+                    and taken != stored(theory, found.program)[again[tensor]] != REPLICATE
                 ):
                     chains += 1
                     assert i in kept_for_backward(theory, found.program)
@@ -271,7 +271,7 @@ def test_no_sampled_program_that_fits_costs_less_than_the_bound(name: str) -> No
         prices = ledger.prices(p.model, p.lengths, at, tilt=dice.choice((0.0, 0.5)))
         samples.append(p.searcher.search(p.model, p.lengths, LIMITS, prices=prices, start=p.free))
     for seed in range(4):
-        forms: dict[int, Form] = {
+        forms: dict[int, Placement] = {
             q.tensor: dice.choice(p.theory.rows[p.theory.graph.producers[q.tensor]]).post[0]
             for q in p.theory.graph.parameters
             if seed % 2 or dice.random() < 0.5
@@ -303,7 +303,7 @@ def test_zero_3_is_chosen_because_memory_asks_for_it() -> None:
         # Each costs one more collective: nothing else changes.
         extra = len(gathered_again(p.theory, program))
         one = p.model.move_seconds(
-            next(iter(gathered_again(p.theory, program))), 2, IDENTITY, "all_gather", p.lengths
+            next(iter(gathered_again(p.theory, program))), 2, REPLICATE, "all_gather", p.lengths
         )
         assert found[part].cost == pytest.approx(p.free.cost + extra * one, rel=1e-6)
 

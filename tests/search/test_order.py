@@ -9,7 +9,7 @@ import pytest
 from small_models import case
 
 from hetspmd.cost.model import CostModel
-from hetspmd.placement import IDENTITY, Form, all_gather, available
+from hetspmd.placement import REPLICATE, Placement, available, shard
 from hetspmd.program.lengths import lengths_for
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.rules.theory import Theory
@@ -43,7 +43,7 @@ def found(name: str, style: str) -> tuple[Space, Found]:
     return space, search(space, costs, lengths_for(theory.axes, (0.6, 0.25, 0.15)), Limits())
 
 
-def readers(theory: Theory, program: Program, tensor: int, source: Form) -> list[int]:
+def readers(theory: Theory, program: Program, tensor: int, source: Placement) -> list[int]:
     """Positions of computations that need more of ``tensor`` than its produced form."""
     return [
         position
@@ -59,7 +59,7 @@ def readers(theory: Theory, program: Program, tensor: int, source: Form) -> list
 @pytest.mark.parametrize(("model", "style"), CASES)
 def test_every_form_is_there_before_it_is_read(model: str, style: str) -> None:
     theory, program = theory_of(model), found(model, style)[1].program
-    there: dict[int, set[Form]] = {}
+    there: dict[int, set[Placement]] = {}
     for step in program.steps:
         if isinstance(step, Communicate):
             assert step.source in there[step.tensor]
@@ -149,7 +149,7 @@ def test_a_collective_that_nobody_needs_is_left_out() -> None:
     for instruction in theory.graph.instructions:
         row = theory.rows[instruction.id][best.rows[instruction.id]]
         for t, form in zip(instruction.outputs, row.post, strict=True):
-            if t >= 0 and form == all_gather(0) and gathered[t] is None:
-                gathered[t] = (form, IDENTITY, "all_gather")
+            if t >= 0 and form == shard(0) and gathered[t] is None:
+                gathered[t] = (form, REPLICATE, "all_gather")
     assert sum(m is not None for m in gathered) > len(needed) + 5
     assert assemble_program(space, best.rows, gathered) == best.program

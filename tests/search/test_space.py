@@ -19,7 +19,7 @@ from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel
 from hetspmd.dist import collectives
 from hetspmd.errors import SearchError
-from hetspmd.placement import ALL_REDUCE, IDENTITY, all_gather, is_sharded
+from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, shard
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import lengths_for
 from hetspmd.program.program import Communicate, Compute, communications
@@ -56,7 +56,7 @@ def solve(
 
 
 def replicated(theory: Theory) -> Constraints:
-    return Constraints({p.tensor: IDENTITY for p in theory.graph.parameters})
+    return Constraints({p.tensor: REPLICATE for p in theory.graph.parameters})
 
 
 def moves(theory: Theory, found: Found) -> Counter[tuple[str, str]]:
@@ -155,7 +155,7 @@ def test_parameters_are_stored_sharded_where_tensor_parallelism_wins() -> None:
         p.name: theory.rows[producers[p.tensor]][found.rows[producers[p.tensor]]].post[0]
         for p in theory.graph.parameters
     }
-    assert forms == {"u0": all_gather(1), "v0": all_gather(0)}
+    assert forms == {"u0": shard(1), "v0": shard(0)}
     # y is a sum over the devices, so the loss, linear in it, is computed on summands of the whole y.
     compute = ((5 * 2 * b * h * k + 2 * b * h) / N + b * k) / rate + OPS * LAUNCH
     exactly(found, compute + all_reduce(4))
@@ -216,10 +216,10 @@ def test_moves_are_those_that_can_matter(name: str) -> None:
         for source, target, kind in found:
             assert source in made
             assert source != target
-            assert source != IDENTITY, "what is whole needs no collective"
-            assert target != ALL_REDUCE
-            assert (source == ALL_REDUCE) == (kind in ("all_reduce", *collectives.SCATTERS))
-            assert not (source == ALL_REDUCE and e.dtype == "bool")
+            assert source != REPLICATE, "what is whole needs no collective"
+            assert target != PARTIAL
+            assert (source == PARTIAL) == (kind in ("all_reduce", *collectives.SCATTERS))
+            assert not (source == PARTIAL and e.dtype == "bool")
             for form in (source, target):
                 if is_sharded(form):
                     axis = theory.axes.axis(e.id, form - 2)
@@ -246,10 +246,10 @@ def test_requirements_and_ties() -> None:
     graph = theory.graph
     assert graph.loss is not None
     loss, logits = space.requirements
-    assert (loss.tensor, loss.any_of) == (graph.loss, (IDENTITY,))
-    assert logits.any_of == (IDENTITY, all_gather(0)), "outputs may be left as rows of samples"
+    assert (loss.tensor, loss.any_of) == (graph.loss, (REPLICATE,))
+    assert logits.any_of == (REPLICATE, shard(0)), "outputs may be left as rows of samples"
     whole = search_space(theory, Constraints(), rows_of_outputs=False).requirements[1]
-    assert whole.any_of == (IDENTITY,)
+    assert whole.any_of == (REPLICATE,)
     assert space.ties == tuple((p.tensor, p.gradient) for p in graph.parameters if p.gradient is not None)
     updated = {b.updated for b in theory_of("conv").graph.buffers if b.updated is not None}
     assert updated <= {r.tensor for r in search_space(theory_of("conv"), Constraints()).requirements}

@@ -26,7 +26,7 @@ from hetspmd.cost.step import StepCost  # noqa: E402  # after the path is set
 from hetspmd.dist.runtime import Runtime  # noqa: E402  # after the path is set
 from hetspmd.dist.simulate import run_ranks  # noqa: E402  # after the path is set
 from hetspmd.lower import calls, lower  # noqa: E402  # after the path is set
-from hetspmd.placement import IDENTITY, all_gather, is_sharded  # noqa: E402  # after the path is set
+from hetspmd.placement import REPLICATE, is_sharded, shard  # noqa: E402  # after the path is set
 from hetspmd.plan.plan import Plan  # noqa: E402  # after the path is set
 from hetspmd.plan.reports import SearchReport  # noqa: E402  # after the path is set
 from hetspmd.program.checker import check  # noqa: E402  # after the path is set
@@ -261,8 +261,8 @@ def test_what_is_saved_between_forward_and_backward_are_the_shards() -> None:
     for rank, (few, many) in enumerate(zip(with_shards, with_whole, strict=True)):
         form = theory.axes.axis(next(iter(repeated)), 0)
         assert form is not None
-        shard = 8 * lengths.units[form.id][rank] * 8 // form.units
-        assert many - few >= len(repeated) * (64 - shard) > 0
+        held = 8 * lengths.units[form.id][rank] * 8 // form.units
+        assert many - few >= len(repeated) * (64 - held) > 0
 
 
 def test_the_profile_sees_the_same_difference() -> None:
@@ -281,7 +281,7 @@ def test_stored_whole_there_is_nothing_to_gather() -> None:
     assert not kept_for_backward(theory, program)
     steps = [s for s in program.steps if getattr(s, "instruction", None) in theory.graph.second_reads]
     assert len(steps) == len(theory.graph.second_reads)
-    assert all(s.row.post[0] in (IDENTITY, all_gather(0), all_gather(1)) for s in steps)
+    assert all(s.row.post[0] in (REPLICATE, shard(0), shard(1)) for s in steps)
 
 
 # real processes ------------------------------------------------------------------------------------------------

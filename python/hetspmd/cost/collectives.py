@@ -36,7 +36,7 @@ from hetspmd.cluster.curves import Curve, curve_for
 from hetspmd.cost.coalesce import bucket_bytes
 from hetspmd.cost.rebalance import rebalance_seconds
 from hetspmd.cost.signatures import Array, Index
-from hetspmd.placement import Form, is_sharded, sharded_dim
+from hetspmd.placement import Placement, is_sharded, sharded_dim
 from hetspmd.program.buckets import Bucket, coalesces
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate
@@ -131,7 +131,7 @@ class Moves:
         forms = [self.move_form(m.tensor, m.source, m.target, m.kind, travels) for m in step.members]
         return (forms[0], *(replace(f, constant=f.constant - f.latency, latency=0.0) for f in forms[1:]))
 
-    def shared_form(self, tensor: int, source: Form, target: Form, kind: Kind) -> MoveForm:
+    def shared_form(self, tensor: int, source: Placement, target: Placement, kind: Kind) -> MoveForm:
         """:meth:`move_form` for a cost model that adds collectives up: one that nothing waits for and that shares
         a bucket with others has the part of a full bucket's latency that it has of its bytes."""
         nbytes = self._nbytes[tensor]
@@ -143,7 +143,7 @@ class Moves:
         return replace(form, constant=form.constant - form.latency + latency, latency=latency)
 
     def move_form(
-        self, tensor: int, source: Form, target: Form, kind: Kind, travels: int | None = None
+        self, tensor: int, source: Placement, target: Placement, kind: Kind, travels: int | None = None
     ) -> MoveForm:
         """A collective's seconds as a linear form, among ``travels`` bytes of its bucket (default: its own).
 
@@ -163,7 +163,7 @@ class Moves:
         return sent
 
     def _sent_form(
-        self, tensor: int, source: Form, target: Form, kind: Kind, travels: int | None
+        self, tensor: int, source: Placement, target: Placement, kind: Kind, travels: int | None
     ) -> MoveForm:
         """:meth:`move_form` of slices that lie in memory as they are sent."""
         assert self.cluster.network is not None
@@ -184,7 +184,7 @@ class Moves:
         return MoveForm(whole, per_shard=latency, axis=axis)
 
     def _measured_form(
-        self, tensor: int, source: Form, target: Form, kind: Kind, travels: int | None
+        self, tensor: int, source: Placement, target: Placement, kind: Kind, travels: int | None
     ) -> MoveForm:
         """:meth:`move_form` from the measured curve of ``kind``."""
         nbytes = self._nbytes[tensor]
@@ -199,12 +199,14 @@ class Moves:
             latency=curve.latency,
         )
 
-    def move_seconds(self, tensor: int, source: Form, target: Form, kind: Kind, lengths: Lengths) -> float:
+    def move_seconds(
+        self, tensor: int, source: Placement, target: Placement, kind: Kind, lengths: Lengths
+    ) -> float:
         """Seconds of a collective at integer lengths."""
         return self.move_costs(tensor, ((source, target, kind),), lengths)[0]
 
     def move_costs(
-        self, tensor: int, moves: Iterable[tuple[Form, Form, Kind]], lengths: Lengths
+        self, tensor: int, moves: Iterable[tuple[Placement, Placement, Kind]], lengths: Lengths
     ) -> list[float]:
         """Seconds of several collectives ``(source, target, kind)`` of one tensor."""
         at = self._at(lengths)
@@ -223,7 +225,9 @@ class Moves:
             found.append(seconds)
         return found
 
-    def moves_costs(self, moves: tuple[tuple[int, tuple[Form, Form, Kind]], ...], lengths: Lengths) -> Array:
+    def moves_costs(
+        self, moves: tuple[tuple[int, tuple[Placement, Placement, Kind]], ...], lengths: Lengths
+    ) -> Array:
         """Seconds of many collectives, each with its tensor, as parts of a sum (:meth:`shared_form`). Their forms
         are kept for the next lengths."""
         terms, axis, target = self._of(moves).terms
@@ -240,11 +244,11 @@ class Moves:
             found[n] = self.form_seconds(form, at.shares)
         return found
 
-    def moves_copies(self, moves: tuple[tuple[int, tuple[Form, Form, Kind]], ...]) -> Array:
+    def moves_copies(self, moves: tuple[tuple[int, tuple[Placement, Placement, Kind]], ...]) -> Array:
         """The parts of :meth:`moves_costs` in which devices copy slices."""
         return self._of(moves).copies
 
-    def _of(self, moves: tuple[tuple[int, tuple[Form, Form, Kind]], ...]) -> _Table:
+    def _of(self, moves: tuple[tuple[int, tuple[Placement, Placement, Kind]], ...]) -> _Table:
         if self._table is None or self._table.moves is not moves:
             forms = [self.shared_form(t, *move) for t, move in moves]
             copies = np.array([f.pack + f.unpack for f in forms])
@@ -270,7 +274,7 @@ class Moves:
             return form.latency
         return form.latency + form.per_shard * float(np.count_nonzero(shares[form.axis]))
 
-    def _axis(self, tensor: int, form: Form) -> int:
+    def _axis(self, tensor: int, form: Placement) -> int:
         axis = self.theory.axes.sharded(tensor, form)
         if axis is None:
             name = self.theory.graph.tensors[tensor].name

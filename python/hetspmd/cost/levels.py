@@ -32,7 +32,7 @@ from hetspmd.cluster.devices import Machine
 from hetspmd.cluster.machines import accelerator
 from hetspmd.cost.memory import OPTIMIZER_BYTES, TEMPORARIES
 from hetspmd.cost.model import CostModel
-from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, is_sharded
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
 from hetspmd.program.levels import (
@@ -78,10 +78,10 @@ def _seconds(
 ) -> float:
     latency, bandwidth, k = of.inside.latency, of.inside.bandwidth, of.accelerators
 
-    def moved(tensor: int, outer: Form) -> float:
+    def moved(tensor: int, outer: Placement) -> float:
         if tensor in layout.theory.deferred:
             return 0.0
-        return _bytes(layout, (tensor, outer, IDENTITY), machine) / bandwidth
+        return _bytes(layout, (tensor, outer, REPLICATE), machine) / bandwidth
 
     if isinstance(step, InsideCollective):
         whole = moved(step.tensor, step.outer)
@@ -93,13 +93,13 @@ def _seconds(
     members = between(step)
     cut = sum(is_sharded(m.collected) for m in members) + sum(is_sharded(m.handed_out) for m in members)
     whole_parts = (
-        any(m.collected == ALL_REDUCE for m in members),
-        any(m.handed_out == IDENTITY for m in members),
+        any(m.collected == PARTIAL for m in members),
+        any(m.handed_out == REPLICATE for m in members),
     )
     found = (cut + sum(whole_parts)) * latency
     for m in members:
-        if m.collected != IDENTITY:
-            found += moved(m.tensor, m.source) * (1 if m.collected == ALL_REDUCE else (k - 1) / k)
+        if m.collected != REPLICATE:
+            found += moved(m.tensor, m.source) * (1 if m.collected == PARTIAL else (k - 1) / k)
         found += moved(m.tensor, m.target) * ((k - 1) / k if is_sharded(m.handed_out) else 1)
     return found
 
@@ -157,11 +157,11 @@ class _Memory:
     def peaks(self, optimizer_bytes: int) -> tuple[int, ...]:
         graph, nested = self.graph, self.nested
         for tensor, form in nested.stored.items():
-            self.add((tensor, form, IDENTITY), 0, self.end)
+            self.add((tensor, form, REPLICATE), 0, self.end)
         for constant in graph.constants:
-            self.add((constant.tensor, IDENTITY, IDENTITY), 0, self.end)
+            self.add((constant.tensor, REPLICATE, REPLICATE), 0, self.end)
         if graph.tangent is not None:
-            self.add((graph.tangent, IDENTITY, IDENTITY), 0, self.end)
+            self.add((graph.tangent, REPLICATE, REPLICATE), 0, self.end)
         boundary = len(nested.forward)
         compact = [key for key, copied in nested.saved if copied]
         for at, step in enumerate(self.steps):
@@ -182,7 +182,7 @@ class _Memory:
         trained = [p.tensor for p in graph.parameters if p.gradient is not None]
         numbers = [
             [
-                prod(self.layout.shape((t, nested.stored[t], IDENTITY), AcceleratorPlace(m, 0)))
+                prod(self.layout.shape((t, nested.stored[t], REPLICATE), AcceleratorPlace(m, 0)))
                 for m in self.machines
             ]
             for t in trained
@@ -230,9 +230,9 @@ class _Memory:
         layout = self.layout
         found = []
         for machine in self.machines:
-            size = _bytes(layout, (step.tensor, step.target, IDENTITY), machine)
-            if step.collected != IDENTITY:
-                size += _bytes(layout, (step.tensor, step.source, IDENTITY), machine)
+            size = _bytes(layout, (step.tensor, step.target, REPLICATE), machine)
+            if step.collected != REPLICATE:
+                size += _bytes(layout, (step.tensor, step.source, REPLICATE), machine)
             form = step.source if is_sharded(step.source) else step.target
             if step.kind in ("all_gather", "reduce_scatter"):
                 extents = layout.outer.extents(step.tensor, form)
@@ -241,6 +241,8 @@ class _Memory:
             elif step.kind in ("grouped_reduce", "ring_reduce", "exchange_reduce"):
                 size += layout.graph.tensors[step.tensor].nbytes
                 if step.kind == "exchange_reduce":  # a part from each machine
-                    size += len(self.machines) * _bytes(layout, (step.tensor, step.target, IDENTITY), machine)
+                    size += len(self.machines) * _bytes(
+                        layout, (step.tensor, step.target, REPLICATE), machine
+                    )
             found.append(size)
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hetspmd.placement import ALL_REDUCE, IDENTITY
+from hetspmd.placement import PARTIAL, REPLICATE
 from hetspmd.program.buckets import Bucket, members
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Key, reads, writes
@@ -75,7 +75,7 @@ class Liveness:
             if target not in self._values:
                 result = len(self.sizes)
                 self._started[result] = at, move, isinstance(step, Bucket)
-                if source is not None and move is step and move.source == ALL_REDUCE:
+                if source is not None and move is step and move.source == PARTIAL:
                     self.sums.append(Sum(move, source, result, at, late))
             self._add(target, at, at, source if self._alone else None)
 
@@ -114,7 +114,7 @@ class Liveness:
         tensors, spare = self._theory.graph.tensors, set[int]()
         for each in self.sums if not self._alone else ():
             base = self.storage[each.source]
-            whole = self.sizes[base][1] == ALL_REDUCE and tensors[self.sizes[base][0]].nbytes
+            whole = self.sizes[base][1] == PARTIAL and tensors[self.sizes[base][0]].nbytes
             free = self.last[base] == each.at and self.side[base] == each.late
             if free and whole == tensors[each.step.tensor].nbytes:
                 spare.add(id(each.step))
@@ -123,7 +123,7 @@ class Liveness:
         return spare
 
     def _read(self, key: Key, at: int, *, late: bool) -> int | None:
-        whole = self._values.get((key[0], IDENTITY))
+        whole = self._values.get((key[0], REPLICATE))
         value = self._values.get(key, whole)
         if value is None:
             return None

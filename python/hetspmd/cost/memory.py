@@ -42,7 +42,7 @@ import numpy as np
 
 from hetspmd.cost.liveness import Liveness
 from hetspmd.cost.model import Array, Index
-from hetspmd.placement import Form, is_sharded, sharded_dim
+from hetspmd.placement import Placement, is_sharded, sharded_dim
 from hetspmd.program.buckets import Bucket, Scheduled
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Program, Step
@@ -301,7 +301,7 @@ def _parts(step: Scheduled) -> Sequence[Step]:
     return step.members if isinstance(step, Bucket) else (step,)
 
 
-def _axis(theory: Theory, tensor: int, form: Form) -> int:
+def _axis(theory: Theory, tensor: int, form: Placement) -> int:
     """Id of the axis along which a form is sharded; the number of axes for one that is whole."""
     if not is_sharded(form):
         return len(theory.axes.axes)

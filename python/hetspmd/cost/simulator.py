@@ -47,7 +47,7 @@ import numpy as np
 
 from hetspmd.cluster.collective_kinds import GATHERS, SCATTERS
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
-from hetspmd.placement import ALL_REDUCE, IDENTITY
+from hetspmd.placement import PARTIAL, REPLICATE
 from hetspmd.program.buckets import Bucket, Scheduled, members
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program
@@ -169,10 +169,10 @@ class TwoStreams:
             if key in there:
                 return
             if key not in pending:
-                whole = (key[0], IDENTITY)
+                whole = (key[0], REPLICATE)
                 if whole not in pending:
                     return
-                if key[1] == ALL_REDUCE:
+                if key[1] == PARTIAL:
                     if pending[whole] not in masked:
                         masked.add(pending[whole])
                         self._event(WAIT_FIRST, pending[whole])

@@ -22,7 +22,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.memory import Holdings, MemoryProfile
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
 from hetspmd.cost.simulator import TwoStreams
-from hetspmd.placement import all_gather
+from hetspmd.placement import shard
 from hetspmd.program.buckets import coalesces
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Compute, Program
@@ -213,7 +213,7 @@ def idle_seconds(graph: Graph, program: Program, cluster: Cluster, active: Seque
     """Seconds in which the idle devices get the loss and the outputs that come back whole (0 if none is idle)."""
     if len(active) == cluster.world or cluster.network is None:
         return 0.0
-    sent = {r.tensor for r in program.outputs if r.form != all_gather(0)}
+    sent = {r.tensor for r in program.outputs if r.form != shard(0)}
     if program.loss is not None:
         sent.add(program.loss.tensor)
     network = cluster.network

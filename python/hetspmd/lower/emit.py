@@ -23,7 +23,7 @@ from torch import fx
 from hetspmd.cluster.collective_kinds import GATHERS, SCATTERS
 from hetspmd.errors import PlanError
 from hetspmd.lower import calls
-from hetspmd.placement import ALL_REDUCE, IDENTITY, form_text, sharded_dim
+from hetspmd.placement import PARTIAL, REPLICATE, placement_text, sharded_dim
 from hetspmd.program.buckets import Bucket, Scheduled
 from hetspmd.program.layout import Layout
 from hetspmd.program.program import Communicate, Compute
@@ -75,21 +75,21 @@ class GraphWriter:
         found = self.get(key)
         if found is None:
             tensor = self.theory.graph.tensors[key[0]].name
-            raise PlanError(f"the program reads {tensor} | {form_text(key[1])}, which is not there")
+            raise PlanError(f"the program reads {tensor} | {placement_text(key[1])}, which is not there")
         return found
 
     def has(self, key: Key) -> bool:
         """Whether the value is there, itself or derived."""
-        return key in self.produced or (key[0], IDENTITY) in self.produced
+        return key in self.produced or (key[0], REPLICATE) in self.produced
 
     def _derive(self, key: Key) -> fx.Node | None:
         tensor, form = key
-        if form == IDENTITY or (tensor, IDENTITY) not in self.produced:
+        if form == REPLICATE or (tensor, REPLICATE) not in self.produced:
             return None
-        if form == ALL_REDUCE:
-            node = self.need((tensor, IDENTITY)) if self.rank == 0 else self.zeros(tensor)
+        if form == PARTIAL:
+            node = self.need((tensor, REPLICATE)) if self.rank == 0 else self.zeros(tensor)
         else:
-            node = self.narrow(self.need((tensor, IDENTITY)), key)
+            node = self.narrow(self.need((tensor, REPLICATE)), key)
         self.derived[key] = node
         return node
 
@@ -144,7 +144,7 @@ class GraphWriter:
         name = self.name(step.tensor)
         pending = self.call(f"{name}_{step.kind}", calls.start, (self.runtime, step.kind, source, *args))
         pending.meta["transfer"] = step
-        suffix = "whole" if step.target == IDENTITY else f"shard{sharded_dim(step.target)}"
+        suffix = "whole" if step.target == REPLICATE else f"shard{sharded_dim(step.target)}"
         self.produced[target] = lambda: valued(self.call(f"{name}_{suffix}", calls.wait, (pending,)), target)
         self._pending.append(target)
 
@@ -162,7 +162,7 @@ class GraphWriter:
         pending = self.call(f"bucket_{bucket.kind}", calls.start_bucket, given)
         pending.meta["transfer"] = Bucket(tuple(members.values()))
         for index, target in enumerate(members):
-            suffix = "whole" if target[1] == IDENTITY else f"shard{sharded_dim(target[1])}"
+            suffix = "whole" if target[1] == REPLICATE else f"shard{sharded_dim(target[1])}"
             name = f"{self.name(target[0])}_{suffix}"
             self.produced[target] = partial(self._taken, name, pending, index, target)
             self._pending.append(target)
@@ -244,7 +244,7 @@ class GraphWriter:
             return self.need(key)
         slice_ = self.derived.get(key)
         if slice_ is None:
-            whole = self.need((key[0], IDENTITY))
+            whole = self.need((key[0], REPLICATE))
             with self.graph.inserting_after(whole):
                 slice_ = self.derived[key] = self.narrow(whole, key)
         kwargs = {"memory_format": torch.contiguous_format}

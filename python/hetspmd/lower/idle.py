@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from hetspmd.lower.program import LocalProgram, LocalTensor
-from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, all_gather, is_sharded, sharded_dim
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, shard, sharded_dim
 from hetspmd.program.layout import Layout, Region
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Compute, Program
@@ -25,28 +25,28 @@ from hetspmd.trace.values import torch_dtype
 def lower_idle(theory: Theory, program: Program, lengths: Lengths, device: torch.device) -> LocalProgram:
     """The local program of a device that takes no part in ``program``; its ``rank`` is None."""
     graph, layout = theory.graph, Layout(theory.graph, theory.axes, lengths)
-    stored: dict[int, Form] = {
+    stored: dict[int, Placement] = {
         graph.instructions[step.instruction].outputs[0]: step.row.post[0]
         for step in program.steps
         if isinstance(step, Compute) and graph.instructions[step.instruction].is_source
     }
 
-    def local(tensor: int, form: Form, region: Region | None) -> LocalTensor:
+    def local(tensor: int, form: Placement, region: Region | None) -> LocalTensor:
         meta = graph.tensors[tensor]
         extents = layout.extents(tensor, form) if is_sharded(form) else ()
         return LocalTensor(tensor, form, meta.shape, meta.dtype, extents, region)
 
-    def empty(tensor: int, form: Form) -> LocalTensor:
+    def empty(tensor: int, form: Placement) -> LocalTensor:
         dim = sharded_dim(form) if is_sharded(form) else 0
         shape = graph.tensors[tensor].shape
         return local(tensor, form, Region(dim, shape[dim] if shape else 1, 0))
 
-    def returned(tensor: int, form: Form) -> LocalTensor:
-        return empty(tensor, form) if form == all_gather(0) else local(tensor, form, None)
+    def returned(tensor: int, form: Placement) -> LocalTensor:
+        return empty(tensor, form) if form == shard(0) else local(tensor, form, None)
 
-    parameters = tuple(empty(p.tensor, stored.get(p.tensor, IDENTITY)) for p in graph.parameters)
-    buffers = tuple(local(b.tensor, IDENTITY, None) for b in graph.buffers)
-    inputs = tuple(local(i.tensor, IDENTITY, None) for i in graph.inputs)
+    parameters = tuple(empty(p.tensor, stored.get(p.tensor, REPLICATE)) for p in graph.parameters)
+    buffers = tuple(local(b.tensor, REPLICATE, None) for b in graph.buffers)
+    inputs = tuple(local(i.tensor, REPLICATE, None) for i in graph.inputs)
     outputs = tuple(returned(r.tensor, r.form) for r in program.outputs)
     trained = tuple(i for i, p in enumerate(graph.parameters) if p.gradient is not None)
     differentiable = trained if program.gradients else ()
@@ -59,7 +59,7 @@ def lower_idle(theory: Theory, program: Program, lengths: Lengths, device: torch
         for kind, tensors in (("parameter", parameters), ("buffer", buffers), ("batch", inputs)):
             for index in range(len(tensors)):
                 made.placeholder(f"{kind}_{index}")
-        loss = None if program.loss is None else zeros(made, local(program.loss.tensor, ALL_REDUCE, None))
+        loss = None if program.loss is None else zeros(made, local(program.loss.tensor, PARTIAL, None))
         return loss, [zeros(made, o) for o in outputs], [], []
 
     def backward(made: fx.Graph) -> Any:

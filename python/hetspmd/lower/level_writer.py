@@ -14,7 +14,7 @@ from torch import fx
 
 from hetspmd.errors import PlanError
 from hetspmd.lower import calls, emit
-from hetspmd.placement import ALL_REDUCE, IDENTITY, form_text, is_sharded, sharded_dim
+from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, placement_text, sharded_dim
 from hetspmd.program.level_layout import AcceleratorPlace, Leg, NestedLayout
 from hetspmd.program.levels import Across, Both, InsideCollective, Key, NestedStep, Together, provider
 from hetspmd.program.program import Communicate
@@ -66,7 +66,7 @@ class NestedWriter:
         if base is None:
             name = self.theory.graph.tensors[key[0]].name
             raise PlanError(
-                f"the program reads {name} | {form_text(key[1])}, {form_text(key[2])}, which is not there"
+                f"the program reads {name} | {placement_text(key[1])}, {placement_text(key[2])}, which is not there"
             )
         node = self.produced[base]
         if not isinstance(node, fx.Node):
@@ -165,12 +165,12 @@ class NestedWriter:
         args = emit._arguments(layout.outer, move)
 
         def cut(key: Key) -> Any:
-            if key[2] == ALL_REDUCE:
+            if key[2] == PARTIAL:
                 return "sum"
             return (sharded_dim(key[2]), layout.extents(key, machine)) if is_sharded(key[2]) else None
 
         def whole(key: Key) -> list[int]:
-            return list(layout.shape((key[0], key[1], IDENTITY), self.at))
+            return list(layout.shape((key[0], key[1], REPLICATE), self.at))
 
         return args, (cut(source), whole(source), cut(target), whole(target))
 

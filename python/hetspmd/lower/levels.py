@@ -13,7 +13,7 @@ from hetspmd.lower import emit
 from hetspmd.lower.idle import lower_idle
 from hetspmd.lower.level_writer import NestedWriter
 from hetspmd.lower.program import LocalProgram, LocalTensor
-from hetspmd.placement import IDENTITY, all_gather, is_sharded
+from hetspmd.placement import REPLICATE, is_sharded, shard
 from hetspmd.program.layout import Region
 from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
 from hetspmd.program.levels import Key, Nested, nest
@@ -41,7 +41,7 @@ def lower_nested(plan: Plan, rank: int, device: torch.device) -> LocalProgram:
     machine = machine_of(cluster)[rank]
     if machine not in plan.active:
         outputs = tuple(
-            r if r.form == all_gather(0) else Result(r.tensor, IDENTITY) for r in plan.program.outputs
+            r if r.form == shard(0) else Result(r.tensor, REPLICATE) for r in plan.program.outputs
         )
         left = Program(
             plan.program.steps, plan.program.loss, outputs, plan.program.gradients, plan.program.buffers
@@ -88,8 +88,8 @@ class _Lowering:
         return LocalProgram(
             self.layout.rank(self.at), self.layout.world, self.device,
             tuple(self._stored(p.tensor) for p in graph.parameters),
-            tuple(self._local((b.tensor, IDENTITY, IDENTITY)) for b in graph.buffers),
-            tuple(self._local((i.tensor, IDENTITY, IDENTITY)) for i in graph.inputs),
+            tuple(self._local((b.tensor, REPLICATE, REPLICATE)) for b in graph.buffers),
+            tuple(self._local((i.tensor, REPLICATE, REPLICATE)) for i in graph.inputs),
             tuple(self._local(key) for key in nested.outputs),
             updated if nested.buffers else (),
             written if nested.buffers else (),
@@ -100,8 +100,8 @@ class _Lowering:
 
     def _stored(self, tensor: int) -> LocalTensor:
         """A parameter: each accelerator holds its machine's part, which counts as the first one's."""
-        form = self.nested.stored.get(tensor, IDENTITY)
-        key = (tensor, form, IDENTITY)
+        form = self.nested.stored.get(tensor, REPLICATE)
+        key = (tensor, form, REPLICATE)
         extents: tuple[int, ...] = ()
         if is_sharded(form):
             of_machines = self.layout.outer.extents(tensor, form)
@@ -114,7 +114,7 @@ class _Lowering:
         """A tensor that is whole, or divided along dim 0 on both levels."""
         meta = self.graph.tensors[key[0]]
         if not is_sharded(key[1]):
-            return LocalTensor(key[0], IDENTITY, meta.shape, meta.dtype, (), None)
+            return LocalTensor(key[0], REPLICATE, meta.shape, meta.dtype, (), None)
         extents = tuple(self.layout.shape(key, place)[0] for place in self.layout.places)
         rank = self.layout.rank(self.at)
         region = Region(0, sum(extents[:rank]), extents[rank])
@@ -138,7 +138,7 @@ class _Lowering:
         ):
             for tensor in tensors:
                 name = f"{prefix}_{emit.identifier(graph.tensors[tensor].name)}"
-                key = (tensor, self.nested.stored.get(tensor, IDENTITY), IDENTITY)
+                key = (tensor, self.nested.stored.get(tensor, REPLICATE), REPLICATE)
                 writer.produced[key] = writer.graph.placeholder(name)
         self._constants(writer)
         writer.start()
@@ -151,7 +151,7 @@ class _Lowering:
         tangent = writer.graph.placeholder("tangent")
         saved = writer.graph.placeholder("saved")
         if self.graph.tangent is not None:
-            writer.produced[(self.graph.tangent, IDENTITY, IDENTITY)] = tangent
+            writer.produced[(self.graph.tangent, REPLICATE, REPLICATE)] = tangent
         self._constants(writer)
         writer.start()
 
@@ -167,7 +167,7 @@ class _Lowering:
 
     def _constants(self, writer: NestedWriter) -> None:
         for constant in self.graph.constants:
-            key = (constant.tensor, IDENTITY, IDENTITY)
+            key = (constant.tensor, REPLICATE, REPLICATE)
             writer.produced[key] = lambda constant=constant: self._attribute(writer, constant)  # type: ignore[misc]  # bound
 
     def _attribute(self, writer: NestedWriter, constant: Any) -> fx.Node:

@@ -16,7 +16,7 @@ from hetspmd.lower.fuse import fuse
 from hetspmd.lower.idle import lower_idle
 from hetspmd.lower.program import LocalProgram, LocalTensor
 from hetspmd.lower.reuse import mark_spare
-from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, is_sharded, sharded_dim
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, sharded_dim
 from hetspmd.program.buckets import Scheduled
 from hetspmd.program.layout import Layout
 from hetspmd.program.lengths import Lengths
@@ -64,7 +64,7 @@ class _Lowering:
         self.rank, self.device = rank, device
         self.layout = Layout(self.graph, theory.axes, lengths)
         self.world = lengths.world
-        self.stored: dict[int, Form] = {}
+        self.stored: dict[int, Placement] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
 
@@ -95,9 +95,9 @@ class _Lowering:
         differentiable = tuple(i for i, p in enumerate(self.graph.parameters) if p.gradient is not None)
         return LocalProgram(
             self.rank, self.world, self.device,
-            tuple(self._local(p.tensor, self.stored.get(p.tensor, IDENTITY)) for p in self.graph.parameters),
-            tuple(self._local(b.tensor, IDENTITY) for b in buffers),
-            tuple(self._local(i.tensor, IDENTITY) for i in self.graph.inputs),
+            tuple(self._local(p.tensor, self.stored.get(p.tensor, REPLICATE)) for p in self.graph.parameters),
+            tuple(self._local(b.tensor, REPLICATE) for b in buffers),
+            tuple(self._local(i.tensor, REPLICATE) for i in self.graph.inputs),
             tuple(self._local(r.tensor, r.form) for r in self.program.outputs),
             updated if self.program.buffers else (),
             written if self.program.buffers else (),
@@ -106,7 +106,7 @@ class _Lowering:
             None if backward is None else self._module(backward, "Backward"),
         )  # fmt: skip
 
-    def _local(self, tensor: int, form: Form) -> LocalTensor:
+    def _local(self, tensor: int, form: Placement) -> LocalTensor:
         meta = self.graph.tensors[tensor]
         extents = self.layout.extents(tensor, form) if is_sharded(form) else ()
         region = self.layout.region(tensor, form, self.rank)
@@ -133,7 +133,7 @@ class _Lowering:
         ):
             for tensor in tensors:
                 names[tensor] = f"{prefix}_{identifier(self.graph.tensors[tensor].name)}"
-                key = (tensor, self.stored.get(tensor, IDENTITY))
+                key = (tensor, self.stored.get(tensor, REPLICATE))
                 writer.produced[key] = writer.typed(writer.graph.placeholder(names[tensor]), key)
         for step in plan.forward:
             if not self._source(writer, step):
@@ -149,7 +149,7 @@ class _Lowering:
         tangent = writer.graph.placeholder("tangent")
         saved = writer.graph.placeholder("saved")
         if self.graph.tangent is not None:
-            writer.produced[(self.graph.tangent, IDENTITY)] = tangent
+            writer.produced[(self.graph.tangent, REPLICATE)] = tangent
         taken: list[tuple[Key, bool]] = []
 
         def take(key: Key, compact: bool) -> fx.Node:
@@ -160,7 +160,7 @@ class _Lowering:
 
         for key in whole:
             writer.produced[key] = lambda key=key: take(key, False)  # type: ignore[misc]  # key is bound
-        for key in (k for k in crosses.slices if (k[0], IDENTITY) not in whole):
+        for key in (k for k in crosses.slices if (k[0], REPLICATE) not in whole):
             writer.produced[key] = lambda key=key: take(key, True)  # type: ignore[misc]  # key is bound
         for step in plan.forward:
             self._source(writer, step, only=CONSTANT)
@@ -175,7 +175,7 @@ class _Lowering:
     def _masks(self, writer: GraphWriter, forward: GraphWriter, keys: tuple[Key, ...] | list[Key]) -> None:
         """Masks of forward values: a rank other than 0 needs nothing of the value itself."""
         for key in keys:
-            if key[1] == ALL_REDUCE and not writer.has(key) and forward.has(key) and self.rank != 0:
+            if key[1] == PARTIAL and not writer.has(key) and forward.has(key) and self.rank != 0:
                 writer.derived[key] = writer.derived.get(key) or writer.zeros(key[0])
 
     def _source(self, writer: GraphWriter, step: Scheduled, only: str | None = None) -> bool:
@@ -187,7 +187,7 @@ class _Lowering:
             return False
         if instruction.op == CONSTANT and only in (None, CONSTANT):
             (tensor,) = instruction.outputs
-            writer.produced[(tensor, IDENTITY)] = lambda: self._attribute(writer, (tensor, IDENTITY))
+            writer.produced[(tensor, REPLICATE)] = lambda: self._attribute(writer, (tensor, REPLICATE))
             extent = self.graph.tensors[tensor].shape
             for dim in range(len(extent)):
                 axis = self.theory.axes.axis(tensor, dim)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from hetspmd.placement import Form
+from hetspmd.placement import Placement
 from hetspmd.program.layout import Region
 
 
@@ -21,7 +21,7 @@ class LocalTensor:
     """
 
     tensor: int
-    form: Form
+    form: Placement
     shape: tuple[int, ...]
     dtype: str
     extents: tuple[int, ...]

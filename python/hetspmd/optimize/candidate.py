@@ -14,7 +14,7 @@ import numpy as np
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import StageSeconds, StepCost, StepModel, idle_seconds, on_cluster
-from hetspmd.placement import IDENTITY, all_gather
+from hetspmd.placement import REPLICATE, shard
 from hetspmd.program.lengths import Lengths, Matrix
 from hetspmd.program.program import Program, Result
 from hetspmd.rules.theory import Theory
@@ -133,9 +133,9 @@ class Judge:
         def left(result: Result) -> Result:
             shape = theory.graph.tensors[result.tensor].shape
             axis = theory.axes.axis(result.tensor, 0) if shape else None
-            free = result.form == IDENTITY and result.tensor not in self.of.fixed.forms
+            free = result.form == REPLICATE and result.tensor not in self.of.fixed.forms
             rows = free and axis is not None and axis.id in self.of.batch and axis.units > 1
-            return Result(result.tensor, all_gather(0)) if rows else result
+            return Result(result.tensor, shard(0)) if rows else result
 
         return replace(program, outputs=tuple(map(left, program.outputs)))
 

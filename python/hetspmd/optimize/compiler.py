@@ -30,7 +30,7 @@ from hetspmd.optimize.hierarchy import (
 )
 from hetspmd.optimize.partition import segmented, segments_like
 from hetspmd.optimize.segmentation import Segments, check_segments, in_segments
-from hetspmd.placement import Form
+from hetspmd.placement import Placement
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Inside, SearchReport
 from hetspmd.program.checker import check
@@ -51,7 +51,7 @@ from hetspmd.trace.trace import split_example, trace
 def compile(
     model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str, *,
     loss: Loss | str | int | None = None,
-    strict: bool = False, constraints: Mapping[str, str | Form] | None = None, time_limit: float = 600.0,
+    strict: bool = False, constraints: Mapping[str, str | Placement] | None = None, time_limit: float = 600.0,
     loss_only: bool = False, segments: Segments = "auto", machines: Machines = "auto",
     host_randomness: HostRandomness = "refuse",
     timings: MutableMapping[str, float] | None = None, progress: Callable[[str], object] | None = None,
@@ -96,7 +96,7 @@ def check_options(given: Iterable[str], own: Iterable[str]) -> None:
 
 def compile_plan(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, *,
-    loss: Loss | None = None, training: bool = True, constraints: Mapping[str, str | Form] | None = None,
+    loss: Loss | None = None, training: bool = True, constraints: Mapping[str, str | Placement] | None = None,
     strict: bool = False, time_limit: float = 600.0, loss_only: bool = False, segments: Segments = "auto",
     machines: Machines = "auto", like: Plan | None = None, host_randomness: HostRandomness = "refuse",
     traced: Graph | None = None, timings: MutableMapping[str, float] | None = None,
@@ -182,7 +182,7 @@ def _fixed_plan(
 
 
 def following_plan(
-    theory: Theory, cluster: Cluster, outcome: Outcome, constraints: Mapping[str, str | Form] | None,
+    theory: Theory, cluster: Cluster, outcome: Outcome, constraints: Mapping[str, str | Placement] | None,
     limits: Limits, clock: Clock,
 ) -> Plan:  # fmt: skip
     """The plan of an outcome, with modules that follow others in their shards if that can be."""
@@ -198,7 +198,7 @@ def plan_of(
     theory: Theory,
     cluster: Cluster,
     outcome: Outcome,
-    constraints: Mapping[str, str | Form] | None = None,
+    constraints: Mapping[str, str | Placement] | None = None,
     inside: Inside | None = None,
 ) -> Plan:
     pair = outcome.pair
@@ -214,7 +214,7 @@ def plan_of(
 
 
 def _across(
-    theory: Theory, cluster: Cluster, step: Step, constraints: Mapping[str, str | Form] | None = None
+    theory: Theory, cluster: Cluster, step: Step, constraints: Mapping[str, str | Placement] | None = None
 ) -> Plan:
     """The plan of a step across virtual devices. Its baselines are those of single accelerators, if there are
     any."""
@@ -232,7 +232,11 @@ def _across(
 
 
 def _across_at(
-    theory: Theory, cluster: Cluster, pair: Pair, constraints: Mapping[str, str | Form] | None, limits: Limits
+    theory: Theory,
+    cluster: Cluster,
+    pair: Pair,
+    constraints: Mapping[str, str | Placement] | None,
+    limits: Limits,
 ) -> Plan | None:
     """The plan of a pair of machines; None where it does not fit their accelerators."""
     inside = inside_of(theory, cluster, pair, limits, Clock())
@@ -262,7 +266,7 @@ def plan_for(
     return _fixed_plan(theory, cluster, constraints, matrix, lengths, limits or Limits(), active)
 
 
-def problem_text(plan: Plan, constraints: Mapping[str, str | Form] | None = None) -> str:
+def problem_text(plan: Plan, constraints: Mapping[str, str | Placement] | None = None) -> str:
     """The search problem at the plan's lengths, as a self-contained file for ``hetspmd solve``."""
     space = search_space(plan.theory, resolve(plan.theory, constraints))
     return Searcher(space).problem(plan.costs, plan.lengths)

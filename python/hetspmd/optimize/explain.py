@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from hetspmd.cost.step import idle_seconds, step_cost
 from hetspmd.errors import ConstraintError, InfeasibleError, SearchError
-from hetspmd.placement import IDENTITY, Form, all_gather, is_sharded
+from hetspmd.placement import REPLICATE, Placement, is_sharded, shard
 from hetspmd.plan.explanation import EQUAL, Alternative, Explanation, seconds_text
 from hetspmd.plan.plan import Plan
 from hetspmd.program.program import Compute, Program
@@ -27,7 +27,7 @@ def explain(
     plan: Plan,
     name: str,
     *,
-    constraints: Mapping[str, str | Form] | None = None,
+    constraints: Mapping[str, str | Placement] | None = None,
     limits: Limits | None = None,
 ) -> Explanation:
     """The cost of every form of the parameter, input or ``output[i]`` called ``name``.
@@ -54,20 +54,20 @@ def explain(
     )  # fmt: skip
 
 
-def _forms(plan: Plan, tensor: int) -> list[Form]:
+def _forms(plan: Plan, tensor: int) -> list[Placement]:
     """Forms that the tensor could have: whole, or sharded along a dim that some rule cuts."""
     if tensor == plan.graph.loss:
-        return [IDENTITY]
-    forms = [IDENTITY]
+        return [REPLICATE]
+    forms = [REPLICATE]
     for dim in range(len(plan.graph.tensors[tensor].shape)):
         axis = plan.theory.axes.axis(tensor, dim)
         if axis is not None and axis.units >= 2:
-            forms.append(all_gather(dim))
+            forms.append(shard(dim))
     return forms
 
 
 def _alternative(
-    plan: Plan, tensor: int, form: Form, others: Mapping[int, Form], limits: Limits
+    plan: Plan, tensor: int, form: Placement, others: Mapping[int, Placement], limits: Limits
 ) -> Alternative:
     """The best program with ``tensor`` in ``form`` and the constraints ``others``."""
     try:
@@ -87,17 +87,17 @@ def _alternative(
 def _outputs_as_in(plan: Plan, program: Program, but: int) -> Program:
     """``program`` with outputs that it leaves whole and the plan leaves in slices sliced too, all but ``but``."""
     sliced = {r.tensor: r for r in plan.program.outputs if is_sharded(r.form) and r.tensor != but}
-    outputs = tuple(sliced.get(r.tensor, r) if r.form == IDENTITY else r for r in program.outputs)
+    outputs = tuple(sliced.get(r.tensor, r) if r.form == REPLICATE else r for r in program.outputs)
     return replace(program, outputs=outputs)
 
 
-def _chosen(plan: Plan, name: str, tensor: int) -> Form | None:
+def _chosen(plan: Plan, name: str, tensor: int) -> Placement | None:
     """The form in which the plan stores a parameter, leaves an output, or reads an input."""
     for parameter in plan.graph.parameters:
         if parameter.tensor == tensor:
             return plan.parameter_layout()[parameter.name][0]
     if name not in {i.path for i in plan.graph.inputs}:
-        return next((r.form for r in plan.program.outputs if r.tensor == tensor), IDENTITY)
+        return next((r.form for r in plan.program.outputs if r.tensor == tensor), REPLICATE)
     instructions = plan.graph.instructions
     read = {
         form
@@ -108,10 +108,10 @@ def _chosen(plan: Plan, name: str, tensor: int) -> Form | None:
     }
     if len(read) > 1:
         return None
-    return read.pop() if read else IDENTITY
+    return read.pop() if read else REPLICATE
 
 
-def _notes(plan: Plan, chosen: Form | None, found: list[Alternative], asked: bool) -> tuple[str, ...]:
+def _notes(plan: Plan, chosen: Placement | None, found: list[Alternative], asked: bool) -> tuple[str, ...]:
     notes = [f"step: in the simulation, where this plan takes {seconds_text(plan.cost.step_seconds)}"]
     if len(plan.active) == 1 and plan.world > 1:
         notes.append(

@@ -16,7 +16,7 @@ from hetspmd.errors import FollowerWarning, InfeasibleError, SearchError
 from hetspmd.optimize.alternation import Alternation
 from hetspmd.optimize.candidate import Clock, Pair
 from hetspmd.optimize.followers import followers, stored_as_followed
-from hetspmd.placement import Form
+from hetspmd.placement import Placement
 from hetspmd.plan.plan import Plan
 from hetspmd.program.stored import Stored, as_stored
 from hetspmd.rules.theory import Theory
@@ -90,7 +90,7 @@ def _moved(plan: Plan) -> Stored | None:
     return stored_as_followed(plan.graph, plan.parameter_layout(), frozenset(said))
 
 
-def _spelled(stored: tuple[Form, tuple[int, ...]]) -> str:
+def _spelled(stored: tuple[Placement, tuple[int, ...]]) -> str:
     form, extents = stored
     return f"{spelling(form)} of {list(extents)}" if extents else spelling(form)
 

@@ -31,7 +31,7 @@ from hetspmd.optimize.prefetch import (
     storage_axes,
     stored_evenly,
 )
-from hetspmd.placement import IDENTITY, Form
+from hetspmd.placement import REPLICATE, Placement
 from hetspmd.program.lengths import Lengths
 from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import Constraints, RowFilter
@@ -88,12 +88,12 @@ class _Settling:
 
     def _change(self, group: Sequence[int]) -> None:
         """Store the group's parameters in shards, or whole, unless they are."""
-        for form in ({t: self.sharded[t] for t in group}, dict.fromkeys(group, IDENTITY)):
+        for form in ({t: self.sharded[t] for t in group}, dict.fromkeys(group, REPLICATE)):
             forms = {**self.forms, **form}
             if forms != self.forms:
                 self._try(forms, self.ahead)
 
-    def _try(self, forms: dict[int, Form], ahead: int) -> None:
+    def _try(self, forms: dict[int, Placement], ahead: int) -> None:
         of = self.of
         within = of.searcher.space.within(Constraints({**of.fixed.forms, **forms}, self.filter))
         try:

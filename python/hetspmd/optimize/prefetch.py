@@ -26,7 +26,7 @@ from typing import Final, Protocol
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import InfeasibleError, SearchError
 from hetspmd.optimize.candidate import Context, Judge, Pair
-from hetspmd.placement import IDENTITY, Form, all_gather, is_sharded
+from hetspmd.placement import REPLICATE, Placement, is_sharded, shard
 from hetspmd.program.lengths import Lengths, Matrix, apportion
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.rules.rule import Row
@@ -133,7 +133,7 @@ def _derived(of: Searching, costs: CostModel, pair: Pair) -> Iterable[Pair]:
     lengths = stored_evenly(theory, pair.lengths, pair.ratios, free)
     sharded = [a for t, form in stored.items() if is_sharded(form) and (a := theory.axes.sharded(t, form))]
     evened = any(lengths.units[axis.id] != pair.lengths.units[axis.id] for axis in sharded)
-    whole = [t for t, form in stored.items() if form == IDENTITY and t not in of.fixed.forms]
+    whole = [t for t, form in stored.items() if form == REPLICATE and t not in of.fixed.forms]
     divided = divisible(theory, whole, free, pair.lengths.world) if _idle(costs, pair) >= WORTH else {}
     seen = set() if evened else {frozenset[int]()}
     for part in (*PARTS, 0.0):
@@ -159,21 +159,21 @@ def _idle(costs: CostModel, pair: Pair) -> float:
     return (forward - busy) / pair.seconds
 
 
-def divisible(theory: Theory, whole: Iterable[int], free: frozenset[int], world: int) -> dict[int, Form]:
+def divisible(theory: Theory, whole: Iterable[int], free: frozenset[int], world: int) -> dict[int, Placement]:
     """Of the parameters those that can be divided along free axes, and the form: along the first dim of which the
     largest shard is about as small as any (slices along dim 0 need not be copied), otherwise along the one with
     the smallest."""
-    found: dict[int, Form] = {}
+    found: dict[int, Placement] = {}
     for tensor in whole:
         dims = range(len(theory.graph.tensors[tensor].shape))
         units = {d: a.units for d in dims if (a := theory.axes.axis(tensor, d)) is not None and a.id in free}
         over = {d: max(-(-n // world) * world / n - 1, EVEN) for d, n in units.items() if n >= world}
         if over:
-            found[tensor] = all_gather(min(over, key=lambda d: (over[d], d)))
+            found[tensor] = shard(min(over, key=lambda d: (over[d], d)))
     return found
 
 
-def _last(theory: Theory, divided: dict[int, Form], part: float) -> frozenset[int]:
+def _last(theory: Theory, divided: dict[int, Placement], part: float) -> frozenset[int]:
     """Of the parameters those that the forward reads last, with at most ``part`` of their bytes, but not the
     smallest."""
     graph = theory.graph

@@ -10,7 +10,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import has_machines
 from hetspmd.cost.step import StepCost
 from hetspmd.errors import HetspmdError, PlanError
-from hetspmd.placement import parse_form
+from hetspmd.placement import parse_placement
 from hetspmd.plan.graph_check import check_graph
 from hetspmd.plan.ops_check import check_calls, check_schemas
 from hetspmd.plan.reports import Inside, Iteration, SearchReport
@@ -128,7 +128,7 @@ def _check_numbers(plan: Unchecked) -> None:
         _seconds("iterations", [r for row in iteration.ratios for r in row])
     for name, text in plan.constraints.items():
         try:
-            parse_form(text)
+            parse_placement(text)
         except ValueError as error:
             raise _fail(f"constraint {name!r}: {error}") from error
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hetspmd.codec.quantities import quantity_text
 from hetspmd.codec.tables import table
-from hetspmd.placement import Form
+from hetspmd.placement import Placement
 from hetspmd.search.constraints import spelling
 
 __all__ = ["EQUAL", "Alternative", "Explanation", "seconds_text"]
@@ -24,7 +24,7 @@ class Alternative:
     program has the form (``reason`` says so), or where the limits struck before one was found.
     """
 
-    form: Form
+    form: Placement
     seconds: float | None
     lower_bound: float | None
     step_seconds: float | None = None
@@ -40,7 +40,7 @@ class Explanation:
     """
 
     name: str
-    chosen: Form | None
+    chosen: Placement | None
     alternatives: tuple[Alternative, ...]
     tensor: str = ""
     asked: str | None = None

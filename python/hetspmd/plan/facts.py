@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hetspmd.cluster.collective_kinds import Kind
-from hetspmd.placement import IDENTITY, Form, is_sharded, sharded_dim
+from hetspmd.placement import REPLICATE, Placement, is_sharded, sharded_dim
 from hetspmd.plan.plan import Plan
 from hetspmd.program.buckets import Bucket
 from hetspmd.program.program import Communicate, Compute
@@ -40,7 +40,7 @@ class Storage:
     pattern: str
     count: int
     shapes: tuple[tuple[int, ...], ...]
-    form: Form
+    form: Placement
     extents: tuple[int, ...]
     nbytes: int
 
@@ -103,7 +103,7 @@ def segment_modules(graph: Graph) -> tuple[tuple[str, str], ...]:
     return tuple((names[0], names[-1]) if names else ("", "") for names in found)
 
 
-def stored_forms(plan: Plan) -> dict[int, Form]:
+def stored_forms(plan: Plan) -> dict[int, Placement]:
     """Parameter or buffer tensor id to the form in which the program stores it."""
     graph = plan.graph
     return {
@@ -113,7 +113,7 @@ def stored_forms(plan: Plan) -> dict[int, Form]:
     }
 
 
-def shard_extents(plan: Plan, theory: Theory, tensor: int, form: Form) -> tuple[int, ...]:
+def shard_extents(plan: Plan, theory: Theory, tensor: int, form: Placement) -> tuple[int, ...]:
     """Elements per active device along the dim that ``form`` shards; empty for other forms."""
     if not is_sharded(form):
         return ()
@@ -124,9 +124,9 @@ def shard_extents(plan: Plan, theory: Theory, tensor: int, form: Form) -> tuple[
 def storage(plan: Plan) -> tuple[Storage, ...]:
     """Where parameters live, grouped, in the order of the model."""
     theory, forms = plan.theory, stored_forms(plan)
-    groups: dict[tuple[str, Form, tuple[int, ...]], list[Parameter]] = {}
+    groups: dict[tuple[str, Placement, tuple[int, ...]], list[Parameter]] = {}
     for parameter in plan.graph.parameters:
-        form = forms.get(parameter.tensor, IDENTITY)
+        form = forms.get(parameter.tensor, REPLICATE)
         extents = shard_extents(plan, theory, parameter.tensor, form)
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", parameter.name)
         groups.setdefault((pattern, form, extents), []).append(parameter)

@@ -17,7 +17,7 @@ from hetspmd.codec.records import encode
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import StepCost
 from hetspmd.errors import PlanError
-from hetspmd.placement import Form, is_sharded, sharded_dim
+from hetspmd.placement import Placement, is_sharded, sharded_dim
 from hetspmd.plan.check import checked_theory
 from hetspmd.plan.reports import Inside, Iteration, SearchReport
 from hetspmd.plan.text import content, content_digest, file_text, read_content, value_of
@@ -152,7 +152,7 @@ class Plan:
 
         return timeline(self.costs, self.program, self.lengths, self.cluster, self.active)
 
-    def parameter_layout(self) -> dict[str, tuple[Form, tuple[int, ...]]]:
+    def parameter_layout(self) -> dict[str, tuple[Placement, tuple[int, ...]]]:
         """Parameter name to its stored form and its extents per active device along the sharded dim (empty if
         whole)."""
         stored = {
@@ -161,7 +161,7 @@ class Plan:
             if isinstance(step, Compute)
             for t in self.graph.instructions[step.instruction].outputs[:1]
         }
-        found: dict[str, tuple[Form, tuple[int, ...]]] = {}
+        found: dict[str, tuple[Placement, tuple[int, ...]]] = {}
         for p in self.graph.parameters:
             form = stored[p.tensor]
             shape = self.graph.tensors[p.tensor].shape
@@ -174,7 +174,11 @@ class Plan:
         return found
 
     def explain(
-        self, name: str, *, constraints: Mapping[str, str | Form] | None = None, limits: Limits | None = None
+        self,
+        name: str,
+        *,
+        constraints: Mapping[str, str | Placement] | None = None,
+        limits: Limits | None = None,
     ) -> Explanation:
         """Why the parameter, input or ``output[i]`` called ``name`` has its form: what every other would cost.
 

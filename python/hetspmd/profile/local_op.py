@@ -26,7 +26,7 @@ from hetspmd.dist.communicator import LoneCommunicator
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
 from hetspmd.lower.emit import GraphWriter
-from hetspmd.placement import Form
+from hetspmd.placement import Placement
 from hetspmd.program.layout import Layout
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Compute
@@ -127,7 +127,7 @@ def local_op(theory: Theory, orders: Sequence[Order], row: int, held: int, devic
     units = tuple((held, u - held) if n == axis else (u, rest) for n, (u, rest) in enumerate(whole))
     layout = Layout(graph, theory.axes, Lengths(2, units))
     writer = GraphWriter(theory, layout, 0, device)
-    keys: dict[tuple[int, Form], None] = dict.fromkeys(zip(instruction.inputs, triple.pre, strict=True))
+    keys: dict[tuple[int, Placement], None] = dict.fromkeys(zip(instruction.inputs, triple.pre, strict=True))
     for n, key in enumerate(keys):
         writer.produced[key] = writer.graph.placeholder(f"x{n}")
     writer.write(Compute(instruction.id, triple))
@@ -140,7 +140,7 @@ def local_op(theory: Theory, orders: Sequence[Order], row: int, held: int, devic
     def make(arena: Arena) -> list[torch.Tensor]:
         return [_content(arena, shapes[k], orders[k[0]], dtypes[k], bounds[k]) for k in keys]
 
-    def nbytes(of: Sequence[tuple[int, Form]]) -> int:
+    def nbytes(of: Sequence[tuple[int, Placement]]) -> int:
         return sum(math.prod(shapes[k]) * ITEM_SIZES[dtypes[k]] for k in of)
 
     runtime = Runtime(LoneCommunicator(), Randomness(0, 0, device))
@@ -209,7 +209,7 @@ def index_bound(
 
 
 def _bound(
-    call: Call, instruction: Instruction, tensor: int, shapes: dict[tuple[int, Form], tuple[int, ...]]
+    call: Call, instruction: Instruction, tensor: int, shapes: dict[tuple[int, Placement], tuple[int, ...]]
 ) -> int:
     local = {t: shape for (t, _), shape in shapes.items()}
     inputs = [local[t] for t in instruction.inputs]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hetspmd.cluster.collective_kinds import KIND_TEXT, Kind
-from hetspmd.placement import IDENTITY
+from hetspmd.placement import REPLICATE
 from hetspmd.program.program import Communicate, Compute, Step, communication_text
 from hetspmd.trace.graph import Graph
 
@@ -145,7 +145,7 @@ def _needed(graph: Graph, steps: Sequence[Step], tensors: set[int]) -> list[int]
             if step.tensor not in tensors:
                 continue
             for reader, form in readers.get(step.tensor, ()):
-                if step.target in (form, IDENTITY):
+                if step.target in (form, REPLICATE):
                     first[at] = min(first[at], reader)
             readers.setdefault(step.tensor, []).append((at, step.source))
         else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
-from hetspmd.placement import Form, is_sharded, sharded_dim
+from hetspmd.placement import Placement, is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths
 from hetspmd.rules.axes import Axes
 from hetspmd.trace.graph import Graph
@@ -28,16 +28,16 @@ class Layout:
         self.graph, self.axes, self.lengths = graph, axes, lengths
         self.extents = cache(self._extents)
 
-    def _extents(self, tensor: int, form: Form) -> tuple[int, ...]:
+    def _extents(self, tensor: int, form: Placement) -> tuple[int, ...]:
         extent = self.graph.tensors[tensor].shape[sharded_dim(form)]
         return self.lengths.extents(self.axes, tensor, form, extent)
 
-    def agrees(self, tensor: int, one: Form, other: Form) -> bool:
+    def agrees(self, tensor: int, one: Placement, other: Placement) -> bool:
         """Whether two forms that shard the same dim divide it alike."""
         same: bool = self.extents(tensor, one) == self.extents(tensor, other)
         return same
 
-    def region(self, tensor: int, form: Form, rank: int) -> Region | None:
+    def region(self, tensor: int, form: Placement, rank: int) -> Region | None:
         """What a rank holds of a tensor; None where it holds the whole shape (Identity, All-Reduce)."""
         if not is_sharded(form):
             return None
@@ -45,7 +45,7 @@ class Layout:
         starts = (0, *accumulate(extents))
         return Region(sharded_dim(form), starts[rank], extents[rank])
 
-    def shape(self, tensor: int, form: Form, rank: int) -> tuple[int, ...]:
+    def shape(self, tensor: int, form: Placement, rank: int) -> tuple[int, ...]:
         """The local shape."""
         shape = self.graph.tensors[tensor].shape
         region = self.region(tensor, form, rank)

@@ -10,7 +10,7 @@ from typing import Final, TypeAlias, cast
 
 import numpy as np
 
-from hetspmd.placement import Form, sharded_dim
+from hetspmd.placement import Placement, sharded_dim
 from hetspmd.rules.axes import Axes
 
 LITTLE: Final = 1 / 16
@@ -53,7 +53,7 @@ class Lengths:
         start = sum(self.units[axis][:rank])
         return start, start + self.units[axis][rank]
 
-    def extents(self, axes: Axes, tensor: int, form: Form, extent: int) -> tuple[int, ...]:
+    def extents(self, axes: Axes, tensor: int, form: Placement, extent: int) -> tuple[int, ...]:
         """Elements per device along the dim that ``form`` shards, of a tensor with ``extent`` there."""
         axis = axes.sharded(tensor, form)
         if axis is None:

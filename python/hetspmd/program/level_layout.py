@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any, TypeAlias
 
 from hetspmd.errors import PlanError
-from hetspmd.placement import form_text, is_sharded, sharded_dim
+from hetspmd.placement import is_sharded, placement_text, sharded_dim
 from hetspmd.program.layout import Layout, Region
 from hetspmd.program.lengths import Lengths, apportion
 from hetspmd.program.levels import Key
@@ -74,7 +74,7 @@ class NestedLayout:
         tensor, outer, inner = key
         axis = self.axes.sharded(tensor, inner)
         if axis is None:
-            raise PlanError(f"{self.graph.tensors[tensor].name} is never divided as {form_text(inner)}")
+            raise PlanError(f"{self.graph.tensors[tensor].name} is never divided as {placement_text(inner)}")
         unit = self.graph.tensors[tensor].shape[sharded_dim(inner)] // axis.units
         units = self.outer.lengths.units[axis.id][machine] if outer == inner else axis.units
         return tuple(n * unit for n in self.even(units, machine))

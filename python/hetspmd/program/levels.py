@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 from hetspmd.cluster.collective_kinds import Kind
 from hetspmd.errors import PlanError
-from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, all_gather, form_text, is_sharded
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, placement_text, shard
 from hetspmd.program.buckets import Bucket, Scheduled
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import schedule
@@ -39,7 +39,7 @@ __all__ = [
     "Across", "Both", "InsideCollective", "Key", "Nested", "NestedStep", "Together", "between", "nest", "provider",
 ]  # fmt: skip
 
-Key = tuple[int, Form, Form]
+Key = tuple[int, Placement, Placement]
 """(tensor id, outer form, inner form): a value of an accelerator's local program."""
 
 
@@ -57,10 +57,10 @@ class InsideCollective:
     """Turn ``tensor | outer, source`` into ``tensor | outer, target`` within each machine."""
 
     tensor: int
-    outer: Form
+    outer: Placement
     kind: Kind
-    source: Form
-    target: Form
+    source: Placement
+    target: Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,10 @@ class Across:
 
     tensor: int
     kind: Kind
-    source: Form
-    target: Form
-    collected: Form
-    handed_out: Form
+    source: Placement
+    target: Placement
+    collected: Placement
+    handed_out: Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Nested:
     forward: tuple[NestedStep, ...]
     backward: tuple[NestedStep, ...]
     saved: tuple[tuple[Key, bool], ...]
-    stored: Mapping[int, Form]
+    stored: Mapping[int, Placement]
     loss: Key | None
     outputs: tuple[Key, ...]
     buffers: tuple[Key, ...]
@@ -116,10 +116,10 @@ def provider(have: Iterable[Key] | Mapping[Key, object], key: Key) -> Key | None
     """The value that ``key`` is, or is sliced or masked from; None if there is none."""
     tensor, outer, inner = key
     moved = is_sharded(outer) and inner == outer  # slices of slices are not slices of inner slices
-    bases = [key, (tensor, outer, IDENTITY)]
+    bases = [key, (tensor, outer, REPLICATE)]
     if not moved:
-        bases.append((tensor, IDENTITY, inner))
-    bases.append((tensor, IDENTITY, IDENTITY))
+        bases.append((tensor, REPLICATE, inner))
+    bases.append((tensor, REPLICATE, REPLICATE))
     return next((base for base in bases if base in have), None)
 
 
@@ -176,27 +176,27 @@ class _Nesting:
 
     def run(self) -> Nested:
         graph, outer = self.graph, self.outer
-        constants = {(c.tensor, IDENTITY, IDENTITY): None for c in graph.constants}
-        stored: dict[int, Form] = {}
+        constants = {(c.tensor, REPLICATE, REPLICATE): None for c in graph.constants}
+        stored: dict[int, Placement] = {}
         forward = _Graph(dict(constants))
         for step in self.order.forward:
             if isinstance(step, Compute) and graph.instructions[step.instruction].is_source:
                 (tensor,) = graph.instructions[step.instruction].outputs
                 stored[tensor] = step.row.post[0]
-                forward.have[(tensor, step.row.post[0], IDENTITY)] = None
-        loss = None if outer.loss is None else (outer.loss.tensor, IDENTITY, IDENTITY)
-        rows = all_gather(0)
+                forward.have[(tensor, step.row.post[0], REPLICATE)] = None
+        loss = None if outer.loss is None else (outer.loss.tensor, REPLICATE, REPLICATE)
+        rows = shard(0)
         outputs = tuple(
-            (r.tensor, rows, rows) if r.form == rows else (r.tensor, IDENTITY, IDENTITY)
+            (r.tensor, rows, rows) if r.form == rows else (r.tensor, REPLICATE, REPLICATE)
             for r in outer.outputs
         )
-        buffers = tuple((r.tensor, IDENTITY, IDENTITY) for r in outer.buffers)
+        buffers = tuple((r.tensor, REPLICATE, REPLICATE) for r in outer.buffers)
         left = (*(() if loss is None else (loss,)), *outputs, *buffers)
         self._write(forward, self.order.forward, left)
-        gradients = tuple((r.tensor, r.form, IDENTITY) for r in outer.gradients)
+        gradients = tuple((r.tensor, r.form, REPLICATE) for r in outer.gradients)
         backward = _Graph(dict(constants), {k: None for k in forward.have if k not in constants})
         if graph.tangent is not None:
-            backward.have[(graph.tangent, IDENTITY, IDENTITY)] = None
+            backward.have[(graph.tangent, REPLICATE, REPLICATE)] = None
         self._write(backward, self.order.backward, gradients)
         return Nested(
             tuple(forward.steps), tuple(backward.steps), self._saved(backward), stored, loss, outputs, buffers,
@@ -227,7 +227,7 @@ class _Nesting:
             move = self.moves.get(tensor)
             if move is not None and move.source == forms[1]:
                 for key in reads.of(tensor):
-                    direct = key[1] == forms[0] or forms[0] == IDENTITY
+                    direct = key[1] == forms[0] or forms[0] == REPLICATE
                     if direct and provider(into.have, key) is None:
                         self._reach(into, key)
 
@@ -236,14 +236,14 @@ class _Nesting:
             return
         collected = [k for k in into.of(step.tensor) if k[1] == step.source]
         if not collected:
-            raise self._missing((step.tensor, step.source, IDENTITY))
-        source = next((k for k in collected if k[2] == IDENTITY), collected[0])
-        wanted = {k[2] for k in reads.of(step.tensor) if k[1] == step.target or step.target == IDENTITY}
+            raise self._missing((step.tensor, step.source, REPLICATE))
+        source = next((k for k in collected if k[2] == REPLICATE), collected[0])
+        wanted = {k[2] for k in reads.of(step.tensor) if k[1] == step.target or step.target == REPLICATE}
         moved = any(is_sharded(k[1]) and k[1] == k[2] != step.target for k in reads.of(step.tensor))
-        (handed,) = wanted if len(wanted) == 1 and not moved else (IDENTITY,)
+        (handed,) = wanted if len(wanted) == 1 and not moved else (REPLICATE,)
         self._append(
             into, source, Across(step.tensor, step.kind, step.source, step.target, source[2],
-                                 handed if is_sharded(handed) else IDENTITY),
+                                 handed if is_sharded(handed) else REPLICATE),
         )  # fmt: skip
 
     def _together(self, into: _Graph, bucket: Bucket, reads: _Reads) -> None:
@@ -269,19 +269,19 @@ class _Nesting:
             return None
         tensor, outer, inner = key
         for source in into.of(tensor):
-            if source[1] in (outer, IDENTITY):
+            if source[1] in (outer, REPLICATE):
                 moved = source[1] != outer and is_sharded(outer) and inner == outer
-                target = IDENTITY if moved or inner == ALL_REDUCE else inner
+                target = REPLICATE if moved or inner == PARTIAL else inner
                 kind = default_kind(source[2], target)
                 planned = self.moves.get(tensor)
                 if planned is not None and planned.source == source[2]:
-                    fits = planned.target == IDENTITY or (planned.target == inner and not moved)
+                    fits = planned.target == REPLICATE or (planned.target == inner and not moved)
                     kind, target = (planned.kind, planned.target) if fits else (kind, target)
                 self._append(into, source, InsideCollective(tensor, source[1], kind, source[2], target))
                 return self._reach(into, key)
         for source in into.of(tensor):
-            target = IDENTITY if outer == ALL_REDUCE else outer
-            handed = inner if is_sharded(inner) else IDENTITY
+            target = REPLICATE if outer == PARTIAL else outer
+            handed = inner if is_sharded(inner) else REPLICATE
             step = Across(tensor, default_kind(source[1], target), source[1], target, source[2], handed)
             self._append(into, source, step)
             return self._reach(into, key)
@@ -290,8 +290,8 @@ class _Nesting:
     def _missing(self, key: Key) -> PlanError:
         name = self.graph.tensors[key[0]].name
         return PlanError(
-            f"the program reads {name} | {form_text(key[1])} on machines, {form_text(key[2])} inside, before it is "
-            "produced; compile the plan again"
+            f"the program reads {name} | {placement_text(key[1])} on machines, {placement_text(key[2])} inside, "
+            "before it is produced; compile the plan again"
         )
 
     def _saved(self, backward: _Graph) -> tuple[tuple[Key, bool], ...]:
@@ -301,7 +301,7 @@ class _Nesting:
         whole: dict[Key, None] = {}
         slices: dict[Key, Key] = {}
         for key, base in backward.taken.items():
-            masked = ALL_REDUCE in (key[1], key[2]) and key != base
+            masked = PARTIAL in (key[1], key[2]) and key != base
             if key == base or masked or key[0] in lasting:
                 whole[base] = None
             else:
@@ -332,8 +332,8 @@ class _Reads:
         return tuple(self._of.get(tensor, ()))
 
 
-def default_kind(source: Form, target: Form) -> Kind:
+def default_kind(source: Placement, target: Placement) -> Kind:
     """The collective that turns one form into another."""
-    if source == ALL_REDUCE:
+    if source == PARTIAL:
         return "reduce_scatter" if is_sharded(target) else "all_reduce"
     return "all_to_all" if is_sharded(target) else "all_gather"

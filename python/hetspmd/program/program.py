@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetspmd.cluster.collective_kinds import KIND_TEXT, Kind
-from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, all_gather, before_cut, is_sharded, sharded_dim
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, before_cut, is_sharded, shard, sharded_dim
 from hetspmd.rules.rule import Row
 
 
@@ -23,8 +23,8 @@ class Communicate:
 
     tensor: int
     kind: Kind
-    source: Form
-    target: Form
+    source: Placement
+    target: Placement
 
 
 Step = Compute | Communicate
@@ -35,7 +35,7 @@ class Result:
     """A value the program leaves behind: ``tensor`` in ``form``."""
 
     tensor: int
-    form: Form
+    form: Placement
 
 
 @dataclass(frozen=True)
@@ -63,27 +63,27 @@ class Program:
 
 def communications(
     dims: tuple[int, ...], *, summable: bool, copied: tuple[int, ...] = ()
-) -> tuple[tuple[Form, Form, Kind], ...]:
+) -> tuple[tuple[Placement, Placement, Kind], ...]:
     """All communications of a tensor whose dims ``dims`` may be sharded (HAP Fig. 9).
 
     ``summable``: whether the tensor may be All-Reduce (not for bool). ``copied``: dims along which it may be a copy
     with the lengths of another segment, from which an all-to-all makes its own (HAP 5.2).
     """
-    found: list[tuple[Form, Form, Kind]] = []
+    found: list[tuple[Placement, Placement, Kind]] = []
     forms = tuple(2 + d for d in dims)
     if summable:
-        found.append((ALL_REDUCE, IDENTITY, "all_reduce"))
+        found.append((PARTIAL, REPLICATE, "all_reduce"))
         for f in forms:
-            found.append((ALL_REDUCE, f, "reduce_scatter"))
-            found.append((ALL_REDUCE, f, "grouped_reduce"))
-            found.append((ALL_REDUCE, f, "ring_reduce"))
-            found.append((ALL_REDUCE, f, "exchange_reduce"))
+            found.append((PARTIAL, f, "reduce_scatter"))
+            found.append((PARTIAL, f, "grouped_reduce"))
+            found.append((PARTIAL, f, "ring_reduce"))
+            found.append((PARTIAL, f, "exchange_reduce"))
     for f in forms:
-        found.append((f, IDENTITY, "all_gather"))
-        found.append((f, IDENTITY, "grouped_broadcast"))
-        found.append((f, IDENTITY, "ring_gather"))
+        found.append((f, REPLICATE, "all_gather"))
+        found.append((f, REPLICATE, "grouped_broadcast"))
+        found.append((f, REPLICATE, "ring_gather"))
         found.extend((f, g, "all_to_all") for g in forms if g != f)
-    found.extend((before_cut(d), all_gather(d), "rebalance") for d in copied)
+    found.extend((before_cut(d), shard(d), "rebalance") for d in copied)
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hetspmd.placement import ALL_REDUCE, IDENTITY
+from hetspmd.placement import PARTIAL, REPLICATE
 from hetspmd.program.buckets import Scheduled
 from hetspmd.program.program import Result
 from hetspmd.program.schedule import Key, Schedule, reads, writes
@@ -33,7 +33,7 @@ class Crossing:
 def crossing(graph: Graph, order: Schedule, gradients: Sequence[Result]) -> Crossing:
     """What crosses between the graphs of a program that gives ``gradients``."""
     produced = {key for step in order.forward for key in writes(graph, step)}
-    have: set[Key] = set() if graph.tangent is None else {(graph.tangent, IDENTITY)}
+    have: set[Key] = set() if graph.tangent is None else {(graph.tangent, REPLICATE)}
     found = Crossing()
     derived: dict[Key, None] = {}
     results = tuple((r.tensor, r.form) for r in gradients)
@@ -44,15 +44,15 @@ def crossing(graph: Graph, order: Schedule, gradients: Sequence[Result]) -> Cros
                 continue
             if key in produced:
                 found.whole[key] = None
-            elif (key[0], IDENTITY) not in have:
+            elif (key[0], REPLICATE) not in have:
                 derived[key] = None
         if step is not None:
             have.update(writes(graph, step))
     lasting = {p.tensor for p in graph.parameters} | {i.tensor for i in graph.inputs}
     lasting |= {b.tensor for b in graph.buffers}
     for key in derived:
-        whole = (key[0], IDENTITY)
-        if key[1] == ALL_REDUCE:
+        whole = (key[0], REPLICATE)
+        if key[1] == PARTIAL:
             found.masks[whole] = None
         elif whole in found.whole or key[0] in lasting:
             found.whole[whole] = None

@@ -28,13 +28,13 @@ from itertools import chain, islice
 from typing import NamedTuple, Self
 
 from hetspmd.errors import PlanError
-from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, form_text, is_sharded
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, placement_text
 from hetspmd.program.buckets import Scheduled, bucketed
 from hetspmd.program.program import Communicate, Compute, Program, Result, Step
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Graph
 
-Key = tuple[int, Form]
+Key = tuple[int, Placement]
 """(tensor id, form): a value of the local program."""
 
 
@@ -256,11 +256,11 @@ def _provider(graph: Graph, have: dict[Key, int], key: Key) -> int:
     """The step that a value comes from, itself or as a slice or mask of Identity."""
     tensor, form = key
     found = have.get(key)
-    if found is None and (form == ALL_REDUCE or is_sharded(form)):
-        found = have.get((tensor, IDENTITY))
+    if found is None and (form == PARTIAL or is_sharded(form)):
+        found = have.get((tensor, REPLICATE))
     if found is None:
         raise PlanError(
-            f"the program reads {graph.tensors[tensor].name} | {form_text(form)} before it is produced; "
+            f"the program reads {graph.tensors[tensor].name} | {placement_text(form)} before it is produced; "
             "compile the plan again"
         )
     return found

@@ -12,18 +12,18 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from hetspmd.errors import PlanError
-from hetspmd.placement import IDENTITY, Form, is_sharded, sharded_dim
+from hetspmd.placement import REPLICATE, Placement, is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths, Matrix, lengths_for
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.trace.stored import with_storage
 
 __all__ = ["Stored", "as_stored"]
 
-Stored: TypeAlias = Mapping[str, tuple[Form, tuple[int, ...]]]
+Stored: TypeAlias = Mapping[str, tuple[Placement, tuple[int, ...]]]
 """A parameter's name to its stored form and its extents by active device (:meth:`Plan.parameter_layout`)."""
 
 
-def as_stored(theory: Theory, stored: Stored, ratios: Matrix) -> tuple[Theory, dict[int, Form], Lengths]:
+def as_stored(theory: Theory, stored: Stored, ratios: Matrix) -> tuple[Theory, dict[int, Placement], Lengths]:
     """The theory in which parameters can be stored as ``stored`` says, their forms, and lengths at ``ratios``, but
     for those that storage fixes. A parameter that is not in ``stored`` is whole.
 
@@ -33,7 +33,7 @@ def as_stored(theory: Theory, stored: Stored, ratios: Matrix) -> tuple[Theory, d
     while apart:
         theory = derive(with_storage(theory.graph, apart), quiet=True)
         units, apart = _fitting(theory, stored)
-    forms = {p.tensor: stored.get(p.name, (IDENTITY, ()))[0] for p in theory.graph.parameters}
+    forms = {p.tensor: stored.get(p.name, (REPLICATE, ()))[0] for p in theory.graph.parameters}
     lengths = lengths_for(theory.axes, ratios[: theory.axes.segments])
     return theory, forms, Lengths(lengths.world, tuple(units.get(i, u) for i, u in enumerate(lengths.units)))
 
@@ -45,7 +45,7 @@ def _fitting(theory: Theory, stored: Stored) -> tuple[dict[int, tuple[int, ...]]
     wanted: dict[int, dict[tuple[int, ...], list[int]]] = {}  # axis -> units -> parameters
     apart: list[int] = []
     for p in theory.graph.parameters:
-        form, extents = stored.get(p.name, (IDENTITY, ()))
+        form, extents = stored.get(p.name, (REPLICATE, ()))
         if not is_sharded(form):
             continue
         dim, shape = sharded_dim(form), tensors[p.tensor].shape

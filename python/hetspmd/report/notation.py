@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetspmd.codec.quantities import quantity_text
-from hetspmd.placement import Form, form_text
+from hetspmd.placement import Placement, placement_text
 from hetspmd.plan.facts import collectives
 from hetspmd.plan.plan import Plan
 from hetspmd.program.program import Communicate, Compute, Step, communication_text
@@ -81,9 +81,9 @@ def _argument(value: Argument) -> str:
     return repr(value)
 
 
-def _properties(tensors: Sequence[int], forms: Sequence[Form]) -> str:
+def _properties(tensors: Sequence[int], forms: Sequence[Placement]) -> str:
     texts = dict.fromkeys(
-        f"{tensor_text(t)} | {form_text(f)}" for t, f in zip(tensors, forms, strict=True) if t >= 0
+        f"{tensor_text(t)} | {placement_text(f)}" for t, f in zip(tensors, forms, strict=True) if t >= 0
     )
     return "{" + ", ".join(texts) + "}"
 

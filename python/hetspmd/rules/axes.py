@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Final
 
-from hetspmd.placement import Form, is_before_cut, sharded_dim
+from hetspmd.placement import Placement, is_before_cut, sharded_dim
 from hetspmd.rules.rule import Cut, Factor, OpRule
 from hetspmd.trace.graph import REBALANCE, Graph
 
@@ -68,7 +68,7 @@ class Axes:
         found = self.of.get((tensor, dim))
         return None if found is None else self.axes[found]
 
-    def sharded(self, tensor: int, form: Form) -> Axis | None:
+    def sharded(self, tensor: int, form: Placement) -> Axis | None:
         """The axis along which a sharded form divides a tensor; None if no factor ever cuts that dim."""
         member = tensor, sharded_dim(form)
         found = (self.copied if is_before_cut(form) else self.of).get(member)

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, sharded_dim
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, sharded_dim
 from hetspmd.rules.rule import Call, Cut, LocalCall, Place, TensorType
 from hetspmd.trace.graph import Ref
 from hetspmd.trace.values import dtype_name, from_torch, to_torch, torch_op
@@ -184,11 +184,11 @@ def shards(
     return summands(tensor, world, generator, whole_on)
 
 
-def assembled(locals_: Sequence[Tensor], form: Form) -> Tensor:
+def assembled(locals_: Sequence[Tensor], form: Placement) -> Tensor:
     """The reference tensor that local tensors of a form stand for (the first one for Identity)."""
-    if form == IDENTITY:
+    if form == REPLICATE:
         return locals_[0]
-    if form == ALL_REDUCE:
+    if form == PARTIAL:
         total = locals_[0].clone()
         for t in locals_[1:]:
             total = total + t

@@ -28,13 +28,13 @@ import torch
 from torch import Tensor
 
 from hetspmd.placement import (
-    ALL_REDUCE,
-    IDENTITY,
-    Form,
-    all_gather,
+    PARTIAL,
+    REPLICATE,
+    Placement,
     available,
-    form_text,
     is_sharded,
+    placement_text,
+    shard,
     sharded_dim,
 )
 from hetspmd.rules.brute import (
@@ -71,7 +71,7 @@ _TRUSTING: Final = (
 # And these take them from arguments, so that nothing can be cut without a rewrite.
 _SIZES_AS_ARGUMENTS: Final = ("native_group_norm",)
 
-Triple = tuple[tuple[Form, ...], tuple[Form, ...]]
+Triple = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class MissingRow:
     text: str
     sample: int
     sample_text: str
-    pre: tuple[Form, ...]
-    post: tuple[Form, ...]
+    pre: tuple[Placement, ...]
+    post: tuple[Placement, ...]
     units: int
 
     def __str__(self) -> str:
@@ -90,9 +90,9 @@ class MissingRow:
         return f"missing: {self.text}{cut}\n    sample {self.sample}: {self.sample_text}"
 
 
-def triple_text(pre: Sequence[Form], post: Sequence[Form]) -> str:
+def triple_text(pre: Sequence[Placement], post: Sequence[Placement]) -> str:
     """``{All-Gather(0), Identity} {All-Reduce}``."""
-    return f"{{{', '.join(map(form_text, pre))}}} {{{', '.join(map(form_text, post))}}}"
+    return f"{{{', '.join(map(placement_text, pre))}}} {{{', '.join(map(placement_text, post))}}}"
 
 
 def implies(row: Triple, candidate: Triple, unread: Container[int] = ()) -> bool:
@@ -122,7 +122,7 @@ def without_implied(rows: Iterable[MissingRow]) -> tuple[MissingRow, ...]:
 
 def missing_rows(
     case: ConcreteCall, rule: OpRule, shape_only: Sequence[int], fixed: Sequence[int]
-) -> tuple[dict[str, tuple[tuple[Form, ...], tuple[Form, ...], int]], tuple[str, ...]]:
+) -> tuple[dict[str, tuple[tuple[Placement, ...], tuple[Placement, ...], int]], tuple[str, ...]]:
     """Text of each missing row -> (pre, post, units; 0 without a cut), and notes on what was left out."""
     op = case.call.op
     if op.split(".")[1].startswith(_SIZES_AS_ARGUMENTS):
@@ -134,7 +134,7 @@ def missing_rows(
     candidates = list(islice(_candidates(case, rule, idle), LIMIT + 1))
     capped = len(candidates) > LIMIT
     notes = (f"missing rows: only the first {LIMIT} candidates were tried",) if capped else ()
-    found: dict[str, tuple[tuple[Form, ...], tuple[Form, ...], int]] = {}
+    found: dict[str, tuple[tuple[Placement, ...], tuple[Placement, ...], int]] = {}
     asked = sorted(set(rule.shape_args.values()))
     same_pre = {pre for pre, _ in known} if not asked else set()
     for pre, shaped in candidates[:LIMIT]:
@@ -156,28 +156,28 @@ def missing_rows(
 
 
 def _triple(row: Row, case: ConcreteCall) -> Triple:
-    post = tuple(IDENTITY if o is None else f for f, o in zip(row.post, case.outputs, strict=True))
+    post = tuple(REPLICATE if o is None else f for f, o in zip(row.post, case.outputs, strict=True))
     return row.pre, post
 
 
 def _candidates(
     case: ConcreteCall, rule: OpRule, idle: frozenset[int]
-) -> Iterator[tuple[tuple[Form, ...], dict[int, Form]]]:
+) -> Iterator[tuple[tuple[Placement, ...], dict[int, Placement]]]:
     """Forms of all inputs, and forms of the outputs whose shape is an argument."""
     integral = all(not _real(t) for t in case.inputs)
-    whole: list[list[Form]] = []
+    whole: list[list[Placement]] = []
     for i, t in enumerate(case.inputs):
         partial = i not in idle if _real(t) else integral and t.dtype != torch.bool
-        whole.append([IDENTITY, ALL_REDUCE] if partial else [IDENTITY])
+        whole.append([REPLICATE, PARTIAL] if partial else [REPLICATE])
     shaped = [o for o in sorted(set(rule.shape_args.values())) if case.outputs[o] is not None]
-    out_options = [[IDENTITY, *_cuts(result)] for o in shaped if (result := case.outputs[o]) is not None]
+    out_options = [[REPLICATE, *_cuts(result)] for o in shaped if (result := case.outputs[o]) is not None]
     if any(word in case.call.op for word in _TRUSTING):
         pres = _coherent(case, whole)
     else:
         pres = product(*([*w, *_cuts(t)] for w, t in zip(whole, case.inputs, strict=True)))
-    ordered = sorted(islice(pres, _POOL), key=lambda pre: sum(f != IDENTITY for f in pre))
+    ordered = sorted(islice(pres, _POOL), key=lambda pre: sum(f != REPLICATE for f in pre))
     for pre in ordered:
-        if all(f == IDENTITY for f in pre):
+        if all(f == REPLICATE for f in pre):
             continue
         for forms in product(*out_options):
             yield pre, dict(zip(shaped, forms, strict=True))
@@ -187,11 +187,11 @@ def _real(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
-def _cuts(tensor: Tensor) -> list[Form]:
-    return [all_gather(d) for d, extent in enumerate(tensor.shape) if extent >= 2]
+def _cuts(tensor: Tensor) -> list[Placement]:
+    return [shard(d) for d, extent in enumerate(tensor.shape) if extent >= 2]
 
 
-def _coherent(case: ConcreteCall, whole: Sequence[list[Form]]) -> Iterator[tuple[Form, ...]]:
+def _coherent(case: ConcreteCall, whole: Sequence[list[Placement]]) -> Iterator[tuple[Placement, ...]]:
     """Candidates without a cut, then those that cut one extent, wherever it is."""
     yield from product(*whole)
     indices = [t for t in case.inputs if t.dtype in (torch.int64, torch.int32) and t.dim()]
@@ -201,7 +201,7 @@ def _coherent(case: ConcreteCall, whole: Sequence[list[Form]]) -> Iterator[tuple
             continue
         options = []
         for w, t in zip(whole, case.inputs, strict=True):
-            cuts = [all_gather(d) for d, n in enumerate(t.shape[:limit]) if n == extent]
+            cuts = [shard(d) for d, n in enumerate(t.shape[:limit]) if n == extent]
             options.append(cuts or w)
         yield from product(*options)
 
@@ -224,7 +224,9 @@ def _draw(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(tensor.shape, dtype=wide, generator=generator).to(tensor)
 
 
-def _unit_counts(case: ConcreteCall, pre: Sequence[Form], shaped: dict[int, Form]) -> tuple[int, ...]:
+def _unit_counts(
+    case: ConcreteCall, pre: Sequence[Placement], shaped: dict[int, Placement]
+) -> tuple[int, ...]:
     """Numbers of units to try, largest first; (0,) where nothing is cut."""
     extents = [t.shape[sharded_dim(f)] for t, f in zip(case.inputs, pre, strict=True) if is_sharded(f)]
     for o, form in shaped.items():
@@ -261,11 +263,11 @@ def _redraws(case: ConcreteCall, fixed: Sequence[int]) -> list[ConcreteCall]:
 
 
 def _posts(
-    cases: Sequence[ConcreteCall], rule: OpRule, pre: tuple[Form, ...], shaped: dict[int, Form], units: int,
-    shape_only: Sequence[int],
-) -> list[tuple[Form, ...]]:  # fmt: skip
+    cases: Sequence[ConcreteCall], rule: OpRule, pre: tuple[Placement, ...], shaped: dict[int, Placement],
+    units: int, shape_only: Sequence[int],
+) -> list[tuple[Placement, ...]]:  # fmt: skip
     """All postconditions that hold on every case and split; empty if some output has none."""
-    kept: list[set[Form]] | None = None
+    kept: list[set[Placement]] | None = None
     for split in _test_splits(units):
         for number, case in enumerate(cases):
             forms = _forms_once(case, rule, pre, shaped, units, split, shape_only, _SEED + number)
@@ -273,9 +275,9 @@ def _posts(
             if not all(kept):
                 return []
     assert kept is not None
-    if all(IDENTITY in forms for forms in kept):
+    if all(REPLICATE in forms for forms in kept):
         return []
-    choices = [[IDENTITY] if IDENTITY in forms else sorted(forms) for forms in kept]
+    choices = [[REPLICATE] if REPLICATE in forms else sorted(forms) for forms in kept]
     for o, form in shaped.items():
         choices[o] = [f for f in choices[o] if f == form or not is_sharded(form)]
     return [tuple(post) for post in product(*choices)]
@@ -293,9 +295,9 @@ def _test_splits(units: int) -> list[tuple[int, ...]]:
 
 
 def _forms_once(
-    case: ConcreteCall, rule: OpRule, pre: tuple[Form, ...], shaped: dict[int, Form], units: int,
+    case: ConcreteCall, rule: OpRule, pre: tuple[Placement, ...], shaped: dict[int, Placement], units: int,
     split: tuple[int, ...], shape_only: Sequence[int], seed: int,
-) -> list[set[Form]]:  # fmt: skip
+) -> list[set[Placement]]:  # fmt: skip
     """For each output, the forms that hold on this split (every form for one that nobody needs)."""
     generator = torch.Generator().manual_seed(seed)
     pieces = [
@@ -333,28 +335,28 @@ def _guarded(tensor: Tensor) -> Tensor:
     return inner
 
 
-def _place(form: Form, tensor: Tensor, units: int) -> Place:
+def _place(form: Placement, tensor: Tensor, units: int) -> Place:
     if is_sharded(form):
         return Cut(sharded_dim(form), tensor.shape[sharded_dim(form)] // units)
-    return SUM if form == ALL_REDUCE else None
+    return SUM if form == PARTIAL else None
 
 
 def _holding(
     case: ConcreteCall, results: Sequence[Outputs], o: int, units: int, split: Sequence[int], unneeded: bool
-) -> set[Form]:
+) -> set[Placement]:
     want = case.outputs[o]
     if want is None:
-        return {IDENTITY}
+        return {REPLICATE}
     got = [t for outputs in results if o < len(outputs) and (t := outputs[o]) is not None]
     if len(got) != len(results):
         return set()
-    holding: set[Form] = set()
+    holding: set[Placement] = set()
     if unneeded or all(mismatch(t, want, case.tolerance) is None for t in got):
-        return {IDENTITY} if unneeded else {IDENTITY, *_weaker(want)}
+        return {REPLICATE} if unneeded else {REPLICATE, *_weaker(want)}
     if want.dtype != torch.bool and all(t.shape == want.shape and t.dtype == want.dtype for t in got):
-        total = assembled(got, ALL_REDUCE)
+        total = assembled(got, PARTIAL)
         if mismatch(total, want, case.tolerance, magnitude(got)) is None:
-            holding.add(ALL_REDUCE)
+            holding.add(PARTIAL)
     for d, extent in enumerate(want.shape):
         if units and extent >= 2 and extent % units == 0:
             cut = Cut(d, extent // units)
@@ -362,12 +364,12 @@ def _holding(
                 tuple(t.shape) == local_shape(tuple(want.shape), cut, split[r]) and t.dtype == want.dtype
                 for r, t in enumerate(got)
             )
-            if all(fits) and mismatch(assembled(got, all_gather(d)), want, case.tolerance) is None:
-                holding.add(all_gather(d))
+            if all(fits) and mismatch(assembled(got, shard(d)), want, case.tolerance) is None:
+                holding.add(shard(d))
     return holding
 
 
-def _weaker(tensor: Tensor) -> set[Form]:
+def _weaker(tensor: Tensor) -> set[Placement]:
     """The forms that follow from Identity by slicing or masking."""
-    sums = set() if tensor.dtype == torch.bool else {ALL_REDUCE}
-    return {all_gather(d) for d in range(tensor.dim())} | sums
+    sums = set() if tensor.dtype == torch.bool else {PARTIAL}
+    return {shard(d) for d in range(tensor.dim())} | sums

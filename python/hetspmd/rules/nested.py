@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetspmd.errors import RuleError
-from hetspmd.placement import ALL_REDUCE
+from hetspmd.placement import PARTIAL
 from hetspmd.rules.kernels import empty_shards
 from hetspmd.rules.registry import rule_for
 from hetspmd.rules.rule import (
@@ -51,7 +51,7 @@ class Level:
 
 def runs_whole(row: Row) -> bool:
     """Whether the row runs the op as it is on whole tensors."""
-    return row.factor is None and ALL_REDUCE not in row.pre and ALL_REDUCE not in row.post
+    return row.factor is None and PARTIAL not in row.pre and PARTIAL not in row.post
 
 
 def localize_nested(

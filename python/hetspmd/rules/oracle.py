@@ -13,10 +13,10 @@ rows without a sharded factor must give what the single device gives from the sa
 shapes, dtypes, determinism and the mean are checked, and that a dropout's output agrees with its mask. Of
 uninitialised tensors (``aten.empty`` and its like) only shapes and dtypes are checked.
 
-Rows that hold but that the rule does not have are *missing* (:mod:`hetspmd.rules.missing`). A rule leaves one
-out on purpose by naming it in ``OpRule.omitted``: the key is the text ``{pre, pre} {post, post}`` of
-:func:`~hetspmd.placement.form_text`, for instance ``"{All-Gather(0), Identity} {All-Reduce}"`` (an output that is
-None counts as Identity; ``*`` stands for any text), the value says why.
+Rows that hold but that the rule does not have are *missing* (:mod:`hetspmd.rules.missing`). A rule leaves one out
+on purpose by naming it in ``OpRule.omitted``: the key is the text ``{pre, pre} {post, post}`` of
+:func:`~hetspmd.placement.placement_text`, for instance ``"{All-Gather(0), Identity} {All-Reduce}"`` (an output
+that is None counts as Identity; ``*`` stands for any text), the value says why.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 import hetspmd.rules.ops  # noqa: F401  # registers the built-in rules
 from hetspmd.errors import RuleError
-from hetspmd.placement import ALL_REDUCE, IDENTITY
+from hetspmd.placement import PARTIAL, REPLICATE
 from hetspmd.rules import samples as sample_package
 from hetspmd.rules.brute import (
     ConcreteCall,
@@ -221,7 +221,7 @@ def _check_split(
     case: ConcreteCall, rule: OpRule, row: Row, units: Sequence[int], shape_only: Sequence[int]
 ) -> None:
     """Check one row on one split, with every way to split its All-Reduce inputs. Raises _WrongError."""
-    partial = ALL_REDUCE in row.pre
+    partial = PARTIAL in row.pre
     for whole_on in (None, *range(len(units))) if partial else (None,):
         results = _run(case, rule, row, units, whole_on, distinct=False)
         _check_shapes(case, rule, row, units, results)
@@ -244,7 +244,7 @@ def _run(
     for i, tensor in enumerate(case.inputs):
         if factor is not None:
             pieces.append(shards(tensor, factor.inputs[i], units, generator, whole_on))
-        elif row.pre[i] == ALL_REDUCE:
+        elif row.pre[i] == PARTIAL:
             pieces.append(summands(tensor, world, generator, whole_on))
         else:
             pieces.append([tensor] * world)
@@ -291,8 +291,8 @@ def _check_values(
         if want is None or o in shape_only:
             continue
         locals_ = _outputs(results, o)
-        scale = magnitude(locals_) if row.post[o] == ALL_REDUCE else 0.0
-        candidates = locals_ if row.post[o] == IDENTITY else [assembled(locals_, row.post[o])]
+        scale = magnitude(locals_) if row.post[o] == PARTIAL else 0.0
+        candidates = locals_ if row.post[o] == REPLICATE else [assembled(locals_, row.post[o])]
         for got in candidates:
             error = mismatch(got, want, case.tolerance, scale)
             if error is not None:

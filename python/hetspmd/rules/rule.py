@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hetspmd.errors import RuleError
-from hetspmd.placement import ALL_REDUCE, DIMS, IDENTITY, Form, all_gather, form_text
+from hetspmd.placement import DIMS, PARTIAL, REPLICATE, Placement, placement_text, shard
 from hetspmd.rules.kernels import empty_shards
 from hetspmd.trace.graph import DEVICE, Argument, DType, Graph, Instruction, Ref, map_refs
 
@@ -118,13 +118,13 @@ class Row:
     """
 
     name: str
-    pre: tuple[Form, ...]
-    post: tuple[Form, ...]
+    pre: tuple[Placement, ...]
+    post: tuple[Placement, ...]
     factor: int | None = None
 
     def __str__(self) -> str:
-        pre = ", ".join(map(form_text, self.pre))
-        return f"{{{pre}}} {self.name} {{{', '.join(map(form_text, self.post))}}}"
+        pre = ", ".join(map(placement_text, self.pre))
+        return f"{{{pre}}} {self.name} {{{', '.join(map(placement_text, self.post))}}}"
 
 
 Target = str | Callable[..., Any]
@@ -232,17 +232,17 @@ class OpRule:
     def rows(self, call: Call) -> tuple[Row, ...]:
         """The Hoare triples: always first, then one per factor, then one per linear set."""
         n_in, n_out = len(call.inputs), len(call.outputs)
-        rows = [Row("always", (IDENTITY,) * n_in, (IDENTITY,) * n_out)]
+        rows = [Row("always", (REPLICATE,) * n_in, (REPLICATE,) * n_out)]
         for index, f in enumerate(self.factors):
             if f.size < 2 or not f.nameable:
                 continue
             pre, post = tuple(map(_form, f.inputs)), tuple(map(_form, f.outputs))
             rows.append(Row(f.name, pre, post, index))
         for group in self.linear:
-            pre = tuple(ALL_REDUCE if i in group else IDENTITY for i in range(n_in))
+            pre = tuple(PARTIAL if i in group else REPLICATE for i in range(n_in))
             name = "linear(" + ",".join(map(str, sorted(group))) + ")"
-            rows.append(Row(name, pre, (ALL_REDUCE,) * n_out))
-        unique: dict[tuple[tuple[Form, ...], tuple[Form, ...]], Row] = {}
+            rows.append(Row(name, pre, (PARTIAL,) * n_out))
+        unique: dict[tuple[tuple[Placement, ...], tuple[Placement, ...]], Row] = {}
         for row in rows:
             unique.setdefault((row.pre, row.post), row)
         return tuple(unique.values())
@@ -269,10 +269,10 @@ def _verify_cut(
     used[key] = f.name
 
 
-def _form(place: Place) -> Form:
+def _form(place: Place) -> Placement:
     if isinstance(place, Cut):
-        return all_gather(place.dim)
-    return IDENTITY if place is None else ALL_REDUCE
+        return shard(place.dim)
+    return REPLICATE if place is None else PARTIAL
 
 
 def call_of(graph: Graph, instruction: Instruction) -> Call:

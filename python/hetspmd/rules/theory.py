@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from hetspmd.errors import MissingRuleError, MissingRuleWarning
-from hetspmd.placement import IDENTITY, all_gather, before_cut, is_sharded, sharded_dim
+from hetspmd.placement import REPLICATE, before_cut, is_sharded, shard, sharded_dim
 from hetspmd.rules.axes import Axes, factor_cuts, logical_axes
 from hetspmd.rules.registry import rule_for
 from hetspmd.rules.rule import Call, OpRule, Row, call_of
@@ -177,12 +177,12 @@ def _source_rows(graph: Graph, instruction: Instruction, axes: Axes) -> list[tup
     """A parameter may be stored whole or sharded; batch, buffers, constants and the tangent are whole."""
     (tensor,) = instruction.outputs
     name = instruction.op.removeprefix("hetspmd.").capitalize()
-    rows: list[tuple[Row, int | None]] = [(Row(name, (), (IDENTITY,)), None)]
+    rows: list[tuple[Row, int | None]] = [(Row(name, (), (REPLICATE,)), None)]
     if instruction.op == PARAMETER:
         for dim in range(len(graph.tensors[tensor].shape)):
             axis = axes.axis(tensor, dim)
             if axis is not None and axis.units >= 2:
-                rows.append((Row(f"{name}-Shard({dim})", (), (all_gather(dim),)), axis.id))
+                rows.append((Row(f"{name}-Shard({dim})", (), (shard(dim),)), axis.id))
     return rows
 
 

@@ -18,7 +18,7 @@ from hetspmd.dist import collectives
 from hetspmd.dist.runtime import Runtime
 from hetspmd.errors import GradientError, NanError, RankFailedError
 from hetspmd.lower.program import LocalProgram, LocalTensor
-from hetspmd.placement import ALL_REDUCE, all_gather, is_sharded, sharded_dim
+from hetspmd.placement import PARTIAL, is_sharded, shard, sharded_dim
 from hetspmd.run import anomaly
 from hetspmd.run.compiled_regions import in_stretches
 from hetspmd.run.shard_tensors import plain
@@ -149,11 +149,11 @@ class Runner:
 
     def _returned(self, value: torch.Tensor, layout: LocalTensor) -> torch.Tensor:
         """An output as the caller gets it: this rank's rows (an idle rank has none), or whole."""
-        if layout.form == all_gather(0) and not self.gather:
+        if layout.form == shard(0) and not self.gather:
             return value
         if self.runtime.idle:
             return self.runtime.share(value.new_empty(layout.shape))
-        if layout.form == ALL_REDUCE:
+        if layout.form == PARTIAL:
             value = collectives.start_all_reduce(self.runtime, value).wait()
         elif is_sharded(layout.form):
             dim = sharded_dim(layout.form)

@@ -12,7 +12,7 @@ import torch
 from hetspmd.dist.communicator import Communicator
 from hetspmd.errors import BatchMismatchError, DeviceError
 from hetspmd.lower.program import LocalTensor
-from hetspmd.placement import all_gather
+from hetspmd.placement import shard
 from hetspmd.trace.admissible import argument_names, spoken
 from hetspmd.trace.compat import flatten, flatten_with_names, parts_of, spec_from_text
 from hetspmd.trace.graph import Graph
@@ -91,7 +91,7 @@ def refuse_own_rows(
     """Raise BatchMismatchError for a batch of which one tensor has this rank's rows of an output, such as a hidden
     state that is fed back, while others have the rows of the whole batch. ``called`` is what the batch is given to:
     whether the plan has such an argument does not matter, since the first call often goes without."""
-    rows = {tuple(o.local_shape): tuple(o.shape) for o in outputs if o.form == all_gather(0)}
+    rows = {tuple(o.local_shape): tuple(o.shape) for o in outputs if o.form == shard(0)}
     named = flatten_with_names((args, dict(kwargs)))
     tensors = [(leaf_path(name), leaf) for name, leaf in named if isinstance(leaf, torch.Tensor)]
     for path, leaf in tensors:

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from hetspmd import _core
 from hetspmd.errors import InfeasibleError
-from hetspmd.placement import ALL_REDUCE, IDENTITY, Form
+from hetspmd.placement import PARTIAL, REPLICATE, Placement
 from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import ConstraintOrigin, Constraints, RowFilter, named_tensors, spelling
 from hetspmd.search.space import Space, search_space
@@ -47,7 +47,7 @@ def feasible(space: Space) -> bool:
 
 
 def smallest_conflict(
-    theory: Theory, forms: Mapping[int, Form], *, row_filter: RowFilter | None = None
+    theory: Theory, forms: Mapping[int, Placement], *, row_filter: RowFilter | None = None
 ) -> tuple[int, ...]:
     """Tensor ids of a smallest part of ``forms`` that no program satisfies, in the order of ``forms``.
 
@@ -195,7 +195,7 @@ def _hitting(sets: Sequence[frozenset[int]], below: int) -> tuple[int, ...] | No
 def _all_whole(space: Space) -> bool:
     graph = space.theory.graph
     needed = {r.tensor for r in space.requirements} | {g for _, g in space.ties} | set(graph.consumers)
-    whole = [{IDENTITY} | {s for s, target, _ in moves if target == IDENTITY} for moves in space.moves]
+    whole = [{REPLICATE} | {s for s, target, _ in moves if target == REPLICATE} for moves in space.moves]
     return all(
         any(
             all(t not in needed or form in whole[t] for t, form in zip(outputs, post, strict=True))
@@ -239,7 +239,7 @@ def _call(instruction: Instruction) -> str:
     return f"{op} in {instruction.source or 'the model'}"
 
 
-def _meeting(theory: Theory, forms: Mapping[int, Form], constraints: Constraints) -> str:
+def _meeting(theory: Theory, forms: Mapping[int, Placement], constraints: Constraints) -> str:
     """The first instruction that can read its inputs in some forms, but not in those asked for."""
     graph = theory.graph
     inputs = {i.tensor for i in graph.inputs}
@@ -250,7 +250,7 @@ def _meeting(theory: Theory, forms: Mapping[int, Form], constraints: Constraints
         if not asked or any(all(row.pre[n] == forms[t] for n, t in asked) for row in rows):
             continue
         forms_of = dict.fromkeys(tuple(row.pre[n] for n, _ in asked) for row in rows)
-        takes = [_together(map(spelling, pre)) for pre in forms_of if ALL_REDUCE not in pre]
+        takes = [_together(map(spelling, pre)) for pre in forms_of if PARTIAL not in pre]
         shown = " or ".join(takes[:_SHOWN]) + (" or ..." if len(takes) > _SHOWN else "")
         return f"{_call(instruction)} reads {_together(names[t].name for _, t in asked)} as {shown}"
     return ""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from hetspmd.errors import ConstraintError, InfeasibleError
-from hetspmd.placement import ALL_REDUCE, IDENTITY, Form, all_gather, is_sharded, parse_form, sharded_dim
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, parse_placement, shard, sharded_dim
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
 
@@ -43,19 +43,19 @@ class Constraints:
     """``forms``: tensor id to the only form allowed for it. ``row_filter`` drops triples of computations.
     ``origins``: tensor id to what a user wrote, for messages."""
 
-    forms: Mapping[int, Form] = field(default_factory=dict)
+    forms: Mapping[int, Placement] = field(default_factory=dict)
     row_filter: RowFilter | None = None
     origins: Mapping[int, ConstraintOrigin] = field(default_factory=dict)
 
 
-def resolve(theory: Theory, spec: Mapping[str, str | Form] | None) -> Constraints:
+def resolve(theory: Theory, spec: Mapping[str, str | Placement] | None) -> Constraints:
     """The constraints that names and globs spell. Brackets in them may stand for themselves (``output[0]``,
     ``args[*]``), or for a set of characters (``h.[0-5].*``).
 
     Raises InfeasibleError for a glob that matches nothing, a form that a tensor cannot have, or two globs
     that ask for different forms; ConstraintError for what is no mapping of names to forms.
     """
-    forms: dict[int, Form] = {}
+    forms: dict[int, Placement] = {}
     origins: dict[int, ConstraintOrigin] = {}
     names = named_tensors(theory)
     if spec is not None and not isinstance(spec, Mapping):
@@ -83,21 +83,21 @@ def resolve(theory: Theory, spec: Mapping[str, str | Form] | None) -> Constraint
     return Constraints(forms, origins=origins)
 
 
-def parse_wanted(text: str) -> Form:
+def parse_wanted(text: str) -> Placement:
     """The form that a user spells. Raises ValueError, saying what to write."""
     try:
-        return parse_form(text)
+        return parse_placement(text)
     except ValueError:
         negative = re.fullmatch(r"\s*shard\(\s*-\d+\s*\)\s*", text, re.IGNORECASE)
         hint = "; dims count from 0" if negative else ""
-        raise ValueError(f"{text!r} is no form; {FORMS}{hint}") from None
+        raise ValueError(f"{text!r} is no placement; {FORMS}{hint}") from None
 
 
-def spelling(form: Form) -> str:
+def spelling(form: Placement) -> str:
     """A form as users write it: ``replicated``, ``partial`` or ``shard(d)``."""
     if is_sharded(form):
         return f"shard({sharded_dim(form)})"
-    return "replicated" if form == IDENTITY else "partial"
+    return "replicated" if form == REPLICATE else "partial"
 
 
 def named_tensors(theory: Theory) -> dict[str, int]:
@@ -117,7 +117,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _form_of(pattern: str, wanted: object) -> Form:
+def _form_of(pattern: str, wanted: object) -> Placement:
     if isinstance(wanted, str):
         try:
             return parse_wanted(wanted)
@@ -125,7 +125,7 @@ def _form_of(pattern: str, wanted: object) -> Form:
             raise InfeasibleError(f"constraint {pattern!r}: {error}") from error
     if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 0:
         return wanted
-    raise ConstraintError(f"constraint {pattern!r}: {wanted!r} is no form; {FORMS}")
+    raise ConstraintError(f"constraint {pattern!r}: {wanted!r} is no placement; {FORMS}")
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -141,7 +141,9 @@ def _hint(pattern: str, names: Mapping[str, int]) -> str:
     return "; there are " + ", ".join(list(names)[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _check(theory: Theory, names: Mapping[str, int], pattern: str, matched: list[str], form: Form) -> None:
+def _check(
+    theory: Theory, names: Mapping[str, int], pattern: str, matched: list[str], form: Placement
+) -> None:
     """Raise InfeasibleError if a tensor that ``pattern`` matches cannot have the form by itself."""
     wrong = [(name, why) for name in matched if (why := _obstacle(theory, names[name], form))]
     if not wrong:
@@ -154,12 +156,12 @@ def _check(theory: Theory, names: Mapping[str, int], pattern: str, matched: list
     raise InfeasibleError(f"{prefix}{name} {why}{more}")
 
 
-def _obstacle(theory: Theory, tensor: int, form: Form) -> str:
+def _obstacle(theory: Theory, tensor: int, form: Placement) -> str:
     """Why the tensor cannot have the form in any program; empty if it can."""
     e = theory.graph.tensors[tensor]
-    if form == ALL_REDUCE:
+    if form == PARTIAL:
         return "cannot be kept as summands; use replicated or shard(d)"
-    if form == IDENTITY:
+    if form == REPLICATE:
         return ""
     dim = sharded_dim(form)
     if dim >= len(e.shape):
@@ -196,21 +198,21 @@ def _batch_rows(theory: Theory) -> RowFilter:
             return True
         if axis is not None:
             return axis in batch
-        return instruction not in divisible or ALL_REDUCE in row.pre
+        return instruction not in divisible or PARTIAL in row.pre
 
     return allowed
 
 
 def data_parallel(theory: Theory) -> Constraints:
     """Whole parameters on every device, the batch divided: what DDP computes."""
-    return Constraints({p.tensor: IDENTITY for p in theory.graph.parameters}, _batch_rows(theory))
+    return Constraints({p.tensor: REPLICATE for p in theory.graph.parameters}, _batch_rows(theory))
 
 
-def single_device(theory: Theory, forms: Mapping[int, Form]) -> Constraints:
+def single_device(theory: Theory, forms: Mapping[int, Placement]) -> Constraints:
     """Every instruction runs whole, as on one device; ``forms`` are kept where parameters must be stored or inputs
     read so."""
     graph = theory.graph
-    asked = {i.tensor for i in graph.inputs if forms.get(i.tensor, IDENTITY) != IDENTITY}
+    asked = {i.tensor for i in graph.inputs if forms.get(i.tensor, REPLICATE) != REPLICATE}
 
     def allowed(instruction: int, _row: Row, axis: int | None) -> bool:
         found = graph.instructions[instruction]
@@ -223,13 +225,13 @@ def single_device(theory: Theory, forms: Mapping[int, Form]) -> Constraints:
 
 def zero_like(theory: Theory) -> Constraints:
     """The batch divided, each parameter stored sharded along its first divisible dim: ZeRO-3."""
-    forms: dict[int, Form] = {}
+    forms: dict[int, Placement] = {}
     for p in theory.graph.parameters:
         shape = theory.graph.tensors[p.tensor].shape
         dims = [
             d for d in range(len(shape)) if (a := theory.axes.axis(p.tensor, d)) is not None and a.units >= 2
         ]
-        forms[p.tensor] = all_gather(dims[0]) if dims else IDENTITY
+        forms[p.tensor] = shard(dims[0]) if dims else REPLICATE
     return Constraints(forms, _batch_rows(theory))
 
 

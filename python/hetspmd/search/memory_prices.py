@@ -16,7 +16,7 @@ import numpy as np
 
 from hetspmd.cost.memory import OPTIMIZER_BYTES
 from hetspmd.cost.model import Array, CostModel, Index
-from hetspmd.placement import IDENTITY, is_sharded
+from hetspmd.placement import REPLICATE, is_sharded
 from hetspmd.program.lengths import Lengths
 from hetspmd.rules.theory import Theory
 from hetspmd.search.pricing import Prices
@@ -103,7 +103,7 @@ class Ledger:
         found: list[list[int]] = []
         before: list[int] = []
         for (t, form), own in zip(entries, self.entry_axis.tolist(), strict=True):
-            dims = range(len(graph.tensors[t].shape)) if form == IDENTITY else ()
+            dims = range(len(graph.tensors[t].shape)) if form == REPLICATE else ()
             cuts = [a.id for d in dims if (a := axes.axis(t, d)) is not None]
             cuts = cuts if t in forward and self.born[t] > 0 else []
             found.append([own, *cuts])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from hetspmd.placement import Form, available
+from hetspmd.placement import Placement, available
 from hetspmd.program.program import Communicate, Program, Result, Step
 from hetspmd.search.space import Move, Space
 
@@ -27,7 +27,7 @@ def assemble_program(space: Space, rows: Sequence[int], moves: Sequence[Move | N
     chosen = _Chosen(space, rows)
     after: dict[int, list[Step]] = {}
     before: dict[int, list[Step]] = {}
-    made: dict[int, Form] = {}
+    made: dict[int, Placement] = {}
     for t, move in enumerate(moves):
         if move is None:
             continue
@@ -65,13 +65,13 @@ class _Chosen:
         for parameter, gradient in space.ties:
             self.tied.setdefault(gradient, []).append(parameter)
 
-    def stored(self, t: int) -> Form:
+    def stored(self, t: int) -> Placement:
         """The form in which a tensor is produced."""
         producer = self.theory.graph.producer(t)
         row = self.theory.rows[producer.id][self.rows[producer.id]]
         return row.post[producer.outputs.index(t)]
 
-    def reads(self, t: int) -> Iterator[tuple[int, Form]]:
+    def reads(self, t: int) -> Iterator[tuple[int, Placement]]:
         """The instructions that read a tensor, in order, and in which form."""
         graph = self.theory.graph
         for i in graph.consumers.get(t, ()):
@@ -80,7 +80,7 @@ class _Chosen:
                 if tensor == t:
                     yield i, form
 
-    def needed(self, t: int) -> Iterator[Form]:
+    def needed(self, t: int) -> Iterator[Placement]:
         """The forms in which a tensor is read, by the rows and at the end (where there is no choice)."""
         for _, form in self.reads(t):
             yield form
@@ -91,7 +91,7 @@ class _Chosen:
             yield allowed[0]
 
 
-def _kept(space: Space, second: int, stored: Form, moves: Sequence[Move | None]) -> bool:
+def _kept(space: Space, second: int, stored: Placement, moves: Sequence[Move | None]) -> bool:
     """Whether a second reading cannot be communicated in the parameter's place: it is communicated from another
     form, or has no row for the stored one."""
     (tensor,) = space.theory.graph.instructions[second].outputs
@@ -99,7 +99,7 @@ def _kept(space: Space, second: int, stored: Form, moves: Sequence[Move | None])
     return moves[tensor] is not None or not direct
 
 
-def _with_results(steps: list[Step], chosen: _Chosen, made: Mapping[int, Form]) -> Program:
+def _with_results(steps: list[Step], chosen: _Chosen, made: Mapping[int, Placement]) -> Program:
     """The program, whose communications make the forms ``made``, with what it leaves behind."""
     graph, allowed = chosen.theory.graph, chosen.allowed
 

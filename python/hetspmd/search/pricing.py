@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from hetspmd.cluster.collective_kinds import KIND_TEXT
 from hetspmd.cost.model import Array, CostModel, Index
-from hetspmd.placement import Form, is_sharded, sharded_dim
+from hetspmd.placement import Placement, is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths
 from hetspmd.search.space import Space
 
@@ -128,7 +128,7 @@ class Pricing:
             (self.tensors[n], self.flat[k]) for n, k in zip(tensors.tolist(), firsts.tolist(), strict=True)
         )
 
-    def _axis(self, tensor: int, form: Form) -> int:
+    def _axis(self, tensor: int, form: Placement) -> int:
         """A number of the axis that a form shards and of whether its slices lie in memory as they are sent, 0 where
         there is none."""
         found = self.space.theory.axes.sharded(tensor, form) if is_sharded(form) else None

@@ -13,7 +13,7 @@ import numpy as np
 from hetspmd import _core
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import InfeasibleError, SearchError
-from hetspmd.placement import Form
+from hetspmd.placement import Placement
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Program
 from hetspmd.rules.theory import Theory
@@ -213,7 +213,7 @@ class Searcher:
         return json.dumps({"rows": rows, "moves": moves})
 
 
-def stored_forms(theory: Theory, rows: Sequence[int]) -> dict[int, Form]:
+def stored_forms(theory: Theory, rows: Sequence[int]) -> dict[int, Placement]:
     """The form in which each parameter is stored, by tensor, of a program with one row per instruction."""
     return {
         p.tensor: theory.rows[i][rows[i]].post[0]

@@ -15,14 +15,14 @@ from functools import cached_property
 
 from hetspmd.cluster.collective_kinds import Kind
 from hetspmd.errors import InfeasibleError
-from hetspmd.placement import IDENTITY, Form, all_gather, form_text, is_before_cut, sharded_dim
+from hetspmd.placement import REPLICATE, Placement, is_before_cut, placement_text, shard, sharded_dim
 from hetspmd.program.program import Compute, communications
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import Constraints, batch_axes
 from hetspmd.trace.graph import PARAMETER, Instruction
 
-Move = tuple[Form, Form, Kind]
+Move = tuple[Placement, Placement, Kind]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Requirement:
     """At the end of the program the tensor must be available in one of ``any_of``."""
 
     tensor: int
-    any_of: tuple[Form, ...]
+    any_of: tuple[Placement, ...]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Space:
         number = {t: n for n, t in enumerate(sorted(graph.producers))}
         names = _quoted([graph.tensors[t].name for t in number])
         tensors = []
-        texts: dict[tuple[int, tuple[Form, ...]], str] = {}  # equal tensors share their moves
+        texts: dict[tuple[int, tuple[Placement, ...]], str] = {}  # equal tensors share their moves
         for t, name in zip(number, names, strict=True):
             form = id(self.moves[t]), self.forms[t]
             text = texts.get(form)
@@ -116,7 +116,7 @@ class Space:
         for moves in self.moves:
             pairs = known.get(id(moves))
             if pairs is None:
-                first: dict[tuple[Form, Form], Move] = {}
+                first: dict[tuple[Placement, Placement], Move] = {}
                 for move in moves:
                     first.setdefault(move[:2], move)
                 pairs = known[id(moves)] = tuple(first.values())
@@ -124,10 +124,10 @@ class Space:
         return tuple(found)
 
     @cached_property
-    def forms(self) -> tuple[tuple[Form, ...], ...]:
+    def forms(self) -> tuple[tuple[Placement, ...], ...]:
         """The forms in which each tensor may be held: as produced and as communicated."""
         produced = _produced(self.theory, self.rows)
-        known: dict[tuple[int, frozenset[Form]], tuple[Form, ...]] = {}
+        known: dict[tuple[int, frozenset[Placement]], tuple[Placement, ...]] = {}
         found = []
         for moves, forms in zip(self.moves, produced, strict=True):
             key = id(moves), forms
@@ -189,7 +189,7 @@ def _rows(theory: Theory, constraints: Constraints) -> tuple[tuple[int, ...], ..
             keep = [k for k in keep if theory.rows[i][k].post[0] == wanted]
         if not keep:
             form = constraints.forms.get(instruction.outputs[0])
-            asked = f" in the form {form_text(form)}" if form is not None else ""
+            asked = f" in the form {placement_text(form)}" if form is not None else ""
             raise InfeasibleError(
                 f"{instruction.name}: no triple is left{asked}; loosen the constraints on it"
             )
@@ -202,9 +202,9 @@ def _requirements(theory: Theory, constraints: Constraints, rows_of_outputs: boo
     batch = batch_axes(theory)
     found: dict[int, Requirement] = {}
     if graph.loss is not None:
-        found[graph.loss] = Requirement(graph.loss, (IDENTITY,))
+        found[graph.loss] = Requirement(graph.loss, (REPLICATE,))
     for tensor in graph.updates:
-        found[tensor] = Requirement(tensor, (IDENTITY,))
+        found[tensor] = Requirement(tensor, (REPLICATE,))
     for output in graph.outputs:
         t = output.tensor
         if t is None or t in found:
@@ -212,7 +212,7 @@ def _requirements(theory: Theory, constraints: Constraints, rows_of_outputs: boo
         axis = theory.axes.axis(t, 0) if graph.tensors[t].shape else None
         by_rows = rows_of_outputs and axis is not None and axis.id in batch and axis.units >= 2
         wanted = constraints.forms.get(t)
-        forms = (wanted,) if wanted is not None else (IDENTITY, all_gather(0)) if by_rows else (IDENTITY,)
+        forms = (wanted,) if wanted is not None else (REPLICATE, shard(0)) if by_rows else (REPLICATE,)
         found[t] = Requirement(t, forms)
     return tuple(found.values())
 
@@ -245,7 +245,7 @@ def _moves(
 
 
 def _moves_between(
-    dims: tuple[int, ...], summable: bool, produced: frozenset[Form], wanted: frozenset[Form]
+    dims: tuple[int, ...], summable: bool, produced: frozenset[Placement], wanted: frozenset[Placement]
 ) -> tuple[Move, ...]:
     """Communications of a tensor from a form in which it is produced to one that is wanted, or to Identity if any
     is."""
@@ -253,13 +253,13 @@ def _moves_between(
     return tuple(
         (source, target, kind)
         for source, target, kind in communications(dims, summable=summable, copied=copied)
-        if source in produced and (target in wanted or (target == IDENTITY and wanted))
+        if source in produced and (target in wanted or (target == REPLICATE and wanted))
     )
 
 
-def _produced(theory: Theory, rows: Sequence[tuple[int, ...]]) -> list[frozenset[Form]]:
+def _produced(theory: Theory, rows: Sequence[tuple[int, ...]]) -> list[frozenset[Placement]]:
     """Per tensor the forms that ``rows`` produce."""
-    found: list[frozenset[Form]] = [frozenset()] * len(theory.graph.tensors)
+    found: list[frozenset[Placement]] = [frozenset()] * len(theory.graph.tensors)
     for instruction, forms in _each(theory, rows, lambda row: row.post):
         for t, own in zip(instruction.outputs, forms, strict=True):
             if t >= 0:
@@ -267,9 +267,9 @@ def _produced(theory: Theory, rows: Sequence[tuple[int, ...]]) -> list[frozenset
     return found
 
 
-def _wanted(theory: Theory, rows: Sequence[tuple[int, ...]]) -> list[frozenset[Form]]:
+def _wanted(theory: Theory, rows: Sequence[tuple[int, ...]]) -> list[frozenset[Placement]]:
     """Per tensor the forms that ``rows`` read."""
-    found: list[frozenset[Form]] = [frozenset()] * len(theory.graph.tensors)
+    found: list[frozenset[Placement]] = [frozenset()] * len(theory.graph.tensors)
     for instruction, forms in _each(theory, rows, lambda row: row.pre):
         for t, own in zip(instruction.inputs, forms, strict=True):
             if found[t] is not own:
@@ -278,10 +278,10 @@ def _wanted(theory: Theory, rows: Sequence[tuple[int, ...]]) -> list[frozenset[F
 
 
 def _each(
-    theory: Theory, rows: Sequence[tuple[int, ...]], side: Callable[[Row], tuple[Form, ...]]
-) -> Iterator[tuple[Instruction, list[frozenset[Form]]]]:
+    theory: Theory, rows: Sequence[tuple[int, ...]], side: Callable[[Row], tuple[Placement, ...]]
+) -> Iterator[tuple[Instruction, list[frozenset[Placement]]]]:
     """Each instruction and the forms of one side of its rows, by place; found once for those of the same rows."""
-    known: dict[tuple[int, tuple[int, ...]], list[frozenset[Form]]] = {}
+    known: dict[tuple[int, tuple[int, ...]], list[frozenset[Placement]]] = {}
     for instruction, all_, kept in zip(theory.graph.instructions, theory.rows, rows, strict=True):
         forms = known.get((id(all_), kept))
         if forms is None:
@@ -289,6 +289,6 @@ def _each(
         yield instruction, forms
 
 
-def _by_place(tuples: Sequence[tuple[Form, ...]]) -> list[frozenset[Form]]:
+def _by_place(tuples: Sequence[tuple[Placement, ...]]) -> list[frozenset[Placement]]:
     """The different entries at each place of tuples of one length."""
     return [frozenset(forms) for forms in zip(*tuples, strict=True)]

@@ -14,7 +14,7 @@ from hetspmd.errors import HetspmdError
 from hetspmd.optimize.alternation import Alternation, Clock
 from hetspmd.optimize.compiler import compile_plan, following_plan, plan_for
 from hetspmd.optimize.following import follows
-from hetspmd.placement import Form
+from hetspmd.placement import Placement
 from hetspmd.plan.plan import Plan
 from hetspmd.program.lengths import by_segment
 from hetspmd.ratios.starts import proportional, starting_ratios, teams
@@ -34,7 +34,7 @@ FARTHEST: Final = 1.6
 
 def alternatives(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, *,
-    loss: Loss | None = None, constraints: Mapping[str, str | Form] | None = None, strict: bool = False,
+    loss: Loss | None = None, constraints: Mapping[str, str | Placement] | None = None, strict: bool = False,
     time_limit: float = 600.0, loss_only: bool = False, **options: Any,
 ) -> dict[str, Plan]:  # fmt: skip
     """By name, the compiled plan first and then others that fit, the predicted fastest first: the best ones of all

@@ -28,7 +28,7 @@ from hetspmd.lower import lower_plan
 from hetspmd.lower.emit import VALUE
 from hetspmd.lower.instrument import instrumented
 from hetspmd.lower.levels import lower_nested
-from hetspmd.placement import ALL_REDUCE, IDENTITY, form_text
+from hetspmd.placement import PARTIAL, REPLICATE, placement_text
 from hetspmd.program.layout import Layout, Region
 from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
 from hetspmd.run.autograd import Runner
@@ -171,11 +171,11 @@ def _layout(plan: Plan) -> Callable[[Key, list[Values], torch.Tensor], Parts]:
 
         def counts(key: Key, position: int) -> bool:
             at = places[position]
-            return not (key[1] == IDENTITY and at.machine) and not (key[2] == IDENTITY and at.inside)
+            return not (key[1] == REPLICATE and at.machine) and not (key[2] == REPLICATE and at.inside)
 
     def parts(key: Key, found: list[Values], reference: torch.Tensor) -> Parts:
         held = [(p, rank) for p, rank in enumerate(ranks) if key in found[rank]]
-        if ALL_REDUCE not in key[1:]:
+        if PARTIAL not in key[1:]:
             return [([rank], found[rank][key], _narrowed(reference, regions(key, p))) for p, rank in held]
         if len(held) < len(ranks):
             return []  # a summand that some ranks know to be zero, and do not write
@@ -200,7 +200,7 @@ def _text(plan: Plan, setting: TrainingCase, key: Key, ranks: list[int], error: 
     phase = "backward of " if instruction.phase == "backward" else ""
     where = f"{phase}module {instruction.source or type(setting.model).__name__}"
     line = source_line(setting.model, instruction.source)
-    forms = ", ".join(map(form_text, key[1:]))
+    forms = ", ".join(map(placement_text, key[1:]))
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"the sum of ranks {', '.join(map(str, ranks))}"
     return (
         f"{graph.tensors[key[0]].name} | {forms} is the first value that differs, on {who}: by {error:.2e} "
