@@ -13,7 +13,7 @@ LATE = """
 from datetime import timedelta
 import torch.distributed as dist
 from hetspmd.dist.processes import this_process
-from hetspmd.dist.failure_detection import Watch
+from hetspmd.dist.failure_detection import FailureDetector
 
 me, store = this_process(), dist.HashStore()
 
@@ -28,7 +28,7 @@ class LateStore:
         store.wait(["never"], self.late)
 
 for number in range(150):
-    watch = Watch(LateStore(number), str(number), 0, [me, me], None, timeout=6e-3)
+    watch = FailureDetector(LateStore(number), str(number), 0, [me, me], None, timeout=6e-3)
     {asks}
 """
 ASKS = {

@@ -13,7 +13,7 @@ cost nothing, but for trained parameters: the row in which one is stored carries
     (C s_j + W) / update_j + launch_j                              seconds,
 
 with the parameter's own bytes and the bytes of parameters that device j updates in a second (by default its memory
-bandwidth divided by :data:`~hetspmd.cluster.cluster.PASSES`). Where the op's seconds were measured on device j, as
+bandwidth divided by :data:`~hetspmd.cluster.devices.PASSES`). Where the op's seconds were measured on device j, as
 ``constant + slope s_j`` (:mod:`hetspmd.cluster.op_times`), they stand in place of the roofline. Where only the
 same call run whole was measured, the roofline is scaled to meet it at s_j = 1, so that the rows of an op compare.
 
