@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import hetspmd
 from hetspmd.placement import shard
 from hetspmd.plan.facts import stored_forms
 from hetspmd.plan.plan import Plan
@@ -312,3 +313,8 @@ def test_interrupt(command, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("hetspmd.rules.registry.registered", stop)
     assert command("rules", "list") == (130, "", "hetspmd: interrupted\n")
+
+
+def test_the_version_is_told(command) -> None:
+    outcome = command("--version")
+    assert (outcome.status, outcome.out) == (0, f"hetspmd {hetspmd.__version__}\n")

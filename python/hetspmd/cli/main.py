@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import NoReturn, TextIO
 
+import hetspmd
 from hetspmd.cli import compile as compile_command
 from hetspmd.cli import doctor, profile, rules, solve, verify
 from hetspmd.cli.files import STDOUT
@@ -66,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(
         prog="hetspmd", description="Uneven SPMD programs for PyTorch training on clusters of unlike devices."
     )
+    top.add_argument("--version", action="version", version=f"hetspmd {hetspmd.__version__}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for command in _COMMANDS:
         command.add(commands, debug)
