@@ -13,7 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from beside import Beside, base, equal
+from beside import Beside, X, base, equal
+from ranks import cluster
+
+from hetspmd.run.host import Guard
+from hetspmd.run.module import HAP
+from hetspmd.trace.host import settings
 
 pytestmark = pytest.mark.filterwarnings("ignore::hetspmd.errors.PlanPerValueWarning")
 
@@ -136,3 +141,16 @@ def test_what_forward_does_not_ask_for_makes_no_plan() -> None:
         )
     finally:
         torch.backends.cudnn.benchmark = before
+
+
+def test_what_stays_the_same_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting that is another object each time it is read would have every step look at all that a plan reads."""
+    kinds = (str, int, float, torch.dtype)
+    assert not [step for step, read in settings.SETTINGS.items() if not isinstance(read(), kinds)]
+    bound: list[Guard] = []
+    bind = Guard._bind
+    monkeypatch.setattr(Guard, "_bind", lambda guard: (bound.append(guard), bind(guard)))
+    hap = HAP(Beside(base), cluster(1), example=(X,))
+    for _ in range(4):
+        hap(X)
+    assert len(bound) == 1

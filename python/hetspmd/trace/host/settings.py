@@ -1,4 +1,8 @@
-"""Settings on which a graph depends: torch's that decide its ops, and others if the user's code asks for them."""
+"""Settings on which a graph depends: torch's that decide its ops, and others if the user's code asks for them.
+
+Each is read before every step. What is no number, flag or object that stays is read as text: a list that is made
+anew each time would be taken for another one, and all that a plan depends on be looked at again.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +38,14 @@ _VALUES: Final = list(_METHODS.values())
 _ABSENT: Final = object()
 
 
-def _methods() -> list[str]:
+def _methods() -> str:
     """What the user's code has put in the place of methods of torch's tensors, or beside them."""
     now = vars(torch.Tensor)
     if list(now.values()) == _VALUES:  # in order; what is the same object is not compared
-        return []
+        return ""
     changed = [name for name in {**_METHODS, **now} if _METHODS.get(name) is not now.get(name, _ABSENT)]
-    return sorted(
-        f"{name}: {_method(now[name])}" for name in changed if name in now and _is_others(now[name])
-    )
+    theirs = (f"{name}: {_method(now[name])}" for name in changed if name in now and _is_others(now[name]))
+    return "; ".join(sorted(theirs))
 
 
 def _is_others(method: object) -> bool:
@@ -57,14 +60,14 @@ def _method(method: object) -> str:
     return f"{type(method).__module__}.{type(method).__qualname__}"
 
 
-def _levels() -> list[object]:
+def _levels() -> str:
     """Levels of logging, of all loggers that have one of their own."""
     manager = logging.root.manager
     known = (
         (name, made) for name, made in list(manager.loggerDict.items()) if isinstance(made, logging.Logger)
     )
     own = sorted((name, made.level, made.disabled) for name, made in known if made.level or made.disabled)
-    return [manager.disable, logging.root.level, *own]
+    return f"{manager.disable}, {logging.root.level}, {own}"
 
 
 _OF_THE_OPS: Final[dict[str, Callable[[], Any]]] = {
@@ -82,9 +85,9 @@ _OF_A_RANK: Final = ("--local-rank", "--local_rank")
 """Arguments of a script by which launchers tell a rank which it is."""
 
 
-def _arguments() -> list[str]:
+def _arguments() -> str:
     given = map(str, getattr(sys, "argv", ()))
-    return [argument for argument in given if not argument.startswith(_OF_A_RANK)]
+    return str([argument for argument in given if not argument.startswith(_OF_A_RANK)])
 
 
 _IF_ASKED: Final[dict[str, tuple[frozenset[str], Callable[[], Any]]]] = {
@@ -112,12 +115,12 @@ _IF_ASKED: Final[dict[str, tuple[frozenset[str], Callable[[], Any]]]] = {
         frozenset({"allow_tf32"}),
         _attribute(torch.backends.cuda.matmul, "allow_tf32"),
     ),
-    ".numpy.geterr()": (frozenset({"geterr"}), lambda: sorted(np.geterr().items())),
+    ".numpy.geterr()": (frozenset({"geterr"}), lambda: str(sorted(np.geterr().items()))),
     ".decimal.getcontext()": (frozenset({"getcontext", "localcontext"}), lambda: repr(decimal.getcontext())),
     ".sys.getrecursionlimit()": (frozenset({"getrecursionlimit"}), sys.getrecursionlimit),
     ".numpy.get_printoptions()": (
         frozenset({"get_printoptions", "array2string", "array_repr", "array_str"}),
-        lambda: sorted(map(str, np.get_printoptions().items())),
+        lambda: str(sorted(map(str, np.get_printoptions().items()))),
     ),
     ".logging": (frozenset({"isEnabledFor", "getEffectiveLevel", "level", "disabled"}), _levels),
     ".locale": (frozenset({"getlocale", "localeconv"}), lambda: locale.setlocale(locale.LC_ALL)),
