@@ -84,6 +84,10 @@ SETTINGS: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
         lambda: len(np.array2string(np.array([1.0 / 3.0]))) < 9,
         lambda on: np.set_printoptions(precision=2 if on else 8),
     ),
+    "torch's print options": (
+        lambda: torch._tensor_str.PRINT_OPTS.precision == 2,
+        lambda on: torch.set_printoptions(precision=2 if on else 4),
+    ),
     "warnings": (torch.is_warn_always_enabled, torch.set_warn_always),
     "environment by a computed name": (
         lambda: os.environ["HETSPMD_TEST_" + "_".join(KEY)] == "2",

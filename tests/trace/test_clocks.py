@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -68,6 +69,46 @@ def test_clocks_are_warned_of_once(name: str) -> None:
     with pytest.warns(ClockWarning, match=r"\(time\.\w+\) at .*test_clocks\.py:\d+: .*lambda") as found:
         trace(Scaled(CLOCKS[name]), (X,), {})
     assert len([w for w in found if w.category is ClockWarning]) == 1
+
+
+def _seeded_anew() -> float:
+    return float(torch.Generator().seed() % 7)
+
+
+def _of_numpy() -> float:
+    return float(np.datetime64("now").astype(int) % 7)
+
+
+def _today() -> float:
+    return float(np.datetime64("today", "D").astype(int) % 7)
+
+
+def test_a_generator_that_seeds_itself_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"random bytes \(torch\.Generator\.seed, in _seeded_anew\)"):
+        trace(Scaled(_seeded_anew), (X,), {})
+    assert trace(Scaled(_seeded_anew), (X,), {}, host_randomness="freeze").instructions
+
+
+@pytest.mark.parametrize("number", [_of_numpy, _today])
+def test_the_dates_of_numpy_are_warned_of(number: Callable[[], float]) -> None:
+    with pytest.warns(ClockWarning, match=rf'\(numpy\.datetime64\("now"\), in {number.__name__}\)'):
+        trace(Scaled(number), (X,), {})
+
+
+def test_a_seed_of_the_models_own_and_a_given_date_are_none() -> None:
+    class Seeded:
+        def seed(self) -> float:
+            return 1.0
+
+    def number() -> float:
+        kinds = (torch.Generator, np.datetime64("2020-01-01"))
+        return Seeded().seed() * len(kinds)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace(Scaled(lambda: float(np.datetime64("2020-01-01").astype(int) % 7)), (X,), {})
+    with pytest.raises(TraceError, match="Generator"):  # it cannot be told from a generator's
+        trace(Scaled(number), (X,), {})
 
 
 def test_what_logs_reads_no_clock() -> None:

@@ -15,10 +15,12 @@ import os
 import pickle
 import sqlite3
 import subprocess
+import sys
 import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable
+from io import FileIO
 from os import listdir
 from os.path import exists
 from pathlib import Path
@@ -121,8 +123,35 @@ WAYS: dict[str, Callable[[], float]] = {
     "save": _saved,
     "save by its own name": lambda: 1.0 + 0.0 * len(str(save({}, FOLDER / "saved.pt"))),
     "database by its own name": lambda: float(connect(":memory:").execute("select 2.0").fetchone()[0]),
+    "no buffer": lambda: _opened(io.FileIO),
+    "no buffer by its own name": lambda: _opened(FileIO),
     "random bytes of the system": lambda: 1.0 + (Path("/dev/urandom").exists() and 0.0),
 }
+
+
+def test_a_database_that_forward_is_the_first_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("sqlite3", "_sqlite3")]:
+        monkeypatch.delitem(sys.modules, name)
+
+    def number() -> float:
+        module = importlib.import_module("sqlite3")
+        return float(module.connect(":memory:").execute("select 2.0").fetchone()[0])
+
+    with pytest.warns(FileWarning, match=r"\(sqlite3\.connect\) at .*test_files\.py:\d+: "):
+        trace(Scaled(number), (X,), {})
+
+
+def test_the_class_of_files_stays_a_class_while_a_model_is_traced() -> None:
+    def number() -> float:
+        with HERE.open("rb", buffering=0) as file:
+            assert isinstance(file, io.FileIO)
+            assert issubclass(io.FileIO, io.RawIOBase)
+        return 1.0
+
+    with pytest.warns(FileWarning):
+        trace(Scaled(number), (X,), {})
+    assert io.FileIO is FileIO
+    assert type(io.FileIO) is type(io.BytesIO)
 
 
 @pytest.mark.parametrize("name", WAYS)

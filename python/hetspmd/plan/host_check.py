@@ -7,6 +7,7 @@ from typing import Any
 
 from hetspmd.errors import PlanError
 from hetspmd.trace.graph import Graph
+from hetspmd.trace.host.cached import is_call
 from hetspmd.trace.host.plain import numbers_in
 
 __all__ = ["check_host"]
@@ -40,7 +41,7 @@ def check_host(graph: Graph) -> None:
 
 
 def _place(kind: str, place: Any) -> None:
-    steps_fit = all(len(step) > 1 and step[0] in ".[" for step in place.path)
+    steps_fit = all((len(step) > 1 and step[0] in ".[") or is_call(step) for step in place.path)
     if not place.path or not steps_fit or place.root.partition(" ")[0] not in _ROOTS:
         raise _fail(kind, f"names the place {place.root!r} {list(place.path)}, which there cannot be")
 

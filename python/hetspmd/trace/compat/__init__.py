@@ -41,6 +41,7 @@ from hetspmd.trace.compat.tensors import (
     is_traced,
     memory_of,
     outside_modes,
+    print_options,
     replace_node_registration,
     same_content,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "module_path",
     "outside_modes",
     "parts_of",
+    "print_options",
     "rehearsal",
     "replace_node_registration",
     "same_content",

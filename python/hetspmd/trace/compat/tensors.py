@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeGuard, cast
 
 import torch
-from torch import nn
+from torch import _tensor_str, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -29,6 +29,7 @@ __all__ = [
     "is_traced",
     "memory_of",
     "outside_modes",
+    "print_options",
     "replace_node_registration",
     "same_content",
 ]
@@ -37,6 +38,11 @@ __all__ = [
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of the trace, so that what is done to it becomes part of the graph."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
+def print_options() -> str:
+    """What ``torch.set_printoptions`` has set, as text."""
+    return str(sorted(vars(_tensor_str.PRINT_OPTS).items()))
 
 
 def is_class_of_trace(kind: type) -> bool:

@@ -9,13 +9,14 @@ that hold the functions already (``from time import time``) are replaced by :mod
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from types import FrameType
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from hetspmd.trace.frames import frame_line
 from hetspmd.trace.host.foreign import is_foreign, is_own
 from hetspmd.trace.host.imported import put_right
 from hetspmd.trace.host.sources import Kind, Source, learn, places
+from hetspmd.trace.host.stand_ins import opener
 
 __all__ = ["Asked", "note", "note_held"]
 
@@ -129,6 +131,10 @@ def _replace() -> None:
     global _traces, _known
     with _LOCK:
         if not _traces:
+            with suppress(ImportError):  # Python may have been built without it
+                importlib.import_module(
+                    "sqlite3"
+                )  # a forward that is the first to import it would connect unseen
             _known = frozenset(sys.modules)
             learn()
             for holder, name, source in places():
@@ -152,6 +158,12 @@ def _stand_in(holder: Any, name: str, source: Source) -> None:
     """Let a function of a module or class note that it was called, while a model is traced."""
     function = getattr(holder, name, None)
     if function is None:
+        return
+
+    if isinstance(function, type):
+        made = opener(partial(note, source.kind))
+        _REPLACED.append((holder, name, function))
+        setattr(holder, name, made)
         return
 
     @wraps(function)

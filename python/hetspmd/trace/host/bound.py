@@ -19,7 +19,7 @@ from typing import Any, Final
 from hetspmd.trace.host.asked import note, note_held
 from hetspmd.trace.host.places import NOTHING, Path, Roots, Variables, own, put, text
 from hetspmd.trace.host.sources import SOURCES, Source
-from hetspmd.trace.host.stand_ins import MOMENTS, StandIn, calendar, is_calendar, original
+from hetspmd.trace.host.stand_ins import FILE, MOMENTS, StandIn, calendar, is_calendar, opener, original
 
 _METHODS: Final = {
     getattr(kind, name): Source("clock", f"datetime.{kind.__name__}.{name}")
@@ -154,6 +154,8 @@ def _stand_in_for(value: Any) -> Any:
     """What stands for a function that asks; None for anything else."""
     if is_calendar(value):
         return calendar(value, _noted)
+    if value is FILE:
+        return opener(functools.partial(note, "file"))
     source = _source_of(value)
     if source is None:
         return None

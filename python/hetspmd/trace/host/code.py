@@ -10,7 +10,7 @@ import builtins
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -19,10 +19,11 @@ from hetspmd.trace.host.classes import Classes, Met
 from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
 from hetspmd.trace.host.kinds import answers, parts_of
 from hetspmd.trace.host.library import Library
-from hetspmd.trace.host.names import computes_names, constants_in, named_in, names_in
+from hetspmd.trace.host.names import calls_plainly, computes_names, constants_in, named_in, names_in
 from hetspmd.trace.host.places import NOTHING, Path, Roots, closure, content
 from hetspmd.trace.host.plain import fingerprint, is_plain, is_scalar
-from hetspmd.trace.host.stand_ins import MOMENTS, is_calendar, original
+from hetspmd.trace.host.sources import Kind
+from hetspmd.trace.host.stand_ins import is_asking, original
 from hetspmd.trace.host.steps import step_to
 from hetspmd.trace.host.wrapped import asked_for, functions_in, registered, unbound
 
@@ -62,6 +63,7 @@ class CodeReader:
         self._names: set[str] = set()
         self._texts: set[str] = set()
         self._computing = False
+        self.asked: list[tuple[Kind, str, str]] = []
         self.library = Library(roots, self.visit, found)
         self._everything, self._settling, self._settled = everything, False, -1
 
@@ -115,7 +117,7 @@ class CodeReader:
                 self._variable(root, name, variables[name], module, names)
             elif (found := imported.get(name) or imported.get(qualified)) is not None:
                 self._variable(root, name, found, module, names)
-            elif name in vars(builtins) and is_own(home):
+            if name not in variables and name in vars(builtins) and is_own(home):
                 self.library.variable("globals builtins", name, vars(builtins)[name])
         if names & _COMPUTING and is_own(home):
             for name in self._computed(variables):
@@ -123,6 +125,9 @@ class CodeReader:
         if is_own(home) and (names & _IMPORTING or names >= _LOADED):
             for found in _modules(constants_in(function.__code__), home):
                 self._inner(self._roots.know_variables(vars(found))[0], found, names)
+        if is_own(home):
+            self.asked += _asked_by(function, names)
+            self._library_by_text(function, [name for pair in named for name in pair])
         root = self._roots.know(function)
         for name, cell in closure(function).items():
             self._variable(root, name, content(cell), cell, names)
@@ -133,6 +138,22 @@ class CodeReader:
                 place = "globals os", (".environ", step_to(key))
                 self._found(*place, os.environ.get(key, NOTHING), os.environ)
 
+    def _library_by_text(self, function: FunctionType, named: Iterable[str]) -> None:
+        """The modules of libraries of which a function takes what has a name that it computes."""
+        code = function.__code__
+        names = names_in(code)
+        if not (names & _GETTERS or computes_names(code)):
+            return
+        texts = constants_in(code)
+        parts = names.union(part for text in texts for part in text.split("."))
+        held = {name: content(cell) for name, cell in closure(function).items()}
+        found = [held.get(n, function.__globals__.get(n, sys.modules.get(n))) for n in (*held, *named)]
+        if names >= _LOADED or names & _IMPORTING:
+            found += [sys.modules.get(text) for text in sorted(texts)]
+        for module in found:
+            if isinstance(module, ModuleType) and is_foreign(module.__name__):
+                self.library.of_computed_names(module, parts)
+
     def _variable(self, root: str, name: str, value: Any, holder: Any, names: frozenset[str]) -> None:
         """A variable; of a module or a class what the code names of it."""
         if self._everything and not answers(value):
@@ -140,7 +161,7 @@ class CodeReader:
         value = original(value)
         if type(value) is FunctionType:
             self._tell(root, (f".{name}",), value, holder)
-        elif is_calendar(value) and names & MOMENTS:
+        elif is_asking(value, names):
             self._found(root, (f".{name}",), value, holder)
         elif isinstance(value, ModuleType):
             if is_foreign(value.__name__):
@@ -203,7 +224,7 @@ class CodeReader:
         """The names of a module's variables that code may compute: numbers, strings and the like, and functions in
         whose names a text of the code occurs."""
         home = variables.get("__name__")
-        functions = (n for n, v in variables.items() if isinstance(v, FunctionType) and v.__module__ == home)
+        functions = (n for n, v in variables.items() if type(v) is FunctionType and v.__module__ == home)
         told = (name for name in functions if any(text in name for text in self._texts))
         return [*_plain_ones(variables), *told]
 
@@ -245,6 +266,7 @@ _TELLING = 3
 _COMPUTING = frozenset({"globals", "eval", "exec", "__globals__", "f_globals"})
 _ASKING = frozenset({"getattr", "vars", "__dict__"})
 """What reads variables by names that the code may compute: of its own module, of another one."""
+_GETTERS = frozenset({"attrgetter", "methodcaller"})
 _IMPORTING = frozenset({"import_module", "__import__", "getmodule"})
 _LOADED = frozenset({"sys", "modules"})
 """What finds a module by a name that is text."""
@@ -258,13 +280,21 @@ _OF_A_RANK = frozenset({
 """Variables of the environment that differ between ranks as they should."""
 
 
+def _asked_by(function: FunctionType, names: frozenset[str]) -> Iterator[tuple[Kind, str, str]]:
+    """What a function asks of classes of C in whose place nothing can stand: of which kind, what, and where."""
+    if "datetime64" in names and constants_in(function.__code__) & {"now", "today"}:
+        yield "clock", 'numpy.datetime64("now")', function.__qualname__
+    if names >= {"Generator", "seed"} and calls_plainly(function.__code__, "seed"):
+        yield "bytes", "torch.Generator.seed", function.__qualname__
+
+
 def _modules(texts: frozenset[str], home: str) -> list[ModuleType]:
     """The user's modules that code may find by their names: its own, and those whose names it has as text; all of
-    them if it has none."""
+    them if it has the name of no module."""
     loaded = {name: module for name, module in list(sys.modules.items()) if isinstance(module, ModuleType)}
-    named = sorted(name for name in texts & loaded.keys() if is_own(name))
+    named = texts & loaded.keys()
     any_of = (name for name, module in loaded.items() if getattr(module, "__file__", None) and is_own(name))
-    names = {home, *(named or any_of)}
+    names = {home, *(filter(is_own, named) if named else any_of)}
     return [loaded[name] for name in sorted(names & loaded.keys())]
 
 
@@ -278,7 +308,7 @@ def _variables_of(texts: frozenset[str]) -> list[str]:
 
 def _plain_ones(variables: Mapping[str, Any]) -> list[str]:
     """The names of variables that are made of numbers, strings and the like."""
-    return [name for name, value in variables.items() if not name.startswith("__") and is_plain(value)]
+    return [n for n, v in variables.items() if not n.startswith("__") and answers(v) and is_plain(v)]
 
 
 def _of_its_own(function: FunctionType, names: frozenset[str]) -> Iterator[tuple[Path, Any]]:

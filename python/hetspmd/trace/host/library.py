@@ -7,7 +7,7 @@ layers and the functions of ``torch.nn.functional`` are followed into their code
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -16,6 +16,8 @@ from torch import nn
 from hetspmd.trace.host.foreign import is_foreign, is_own
 from hetspmd.trace.host.names import named_in
 from hetspmd.trace.host.places import Path, Roots, is_found
+from hetspmd.trace.host.replaced import is_users
+from hetspmd.trace.host.steps import FUNCTIONS
 
 __all__ = ["Library"]
 
@@ -34,6 +36,7 @@ class Library:
         self.places: dict[tuple[str, Path], None] = {}
         self._roots, self._visit, self._found = roots, visit, found
         self._told: set[tuple[str, frozenset[str]]] = set()
+        self._computed: set[str] = set()
         self._seen: set[int] = set()
 
     def of_module(self, module: ModuleType, names: frozenset[str]) -> None:
@@ -48,6 +51,20 @@ class Library:
                     self.of_module(value, names)
             elif not name.startswith("_"):
                 self.variable(f"globals {module.__name__}", name, value)
+
+    def of_computed_names(self, module: ModuleType, names: Set[str]) -> None:
+        """What code may take of a module by names that it computes, and of those modules in it that it names."""
+        if module.__name__.startswith(_UNLIKE) or module.__name__ in self._computed:
+            return
+        self._computed.add(module.__name__)
+        root = f"globals {module.__name__}"
+        self.places[root, (FUNCTIONS,)] = None
+        for name, value in sorted(vars(module).items()):
+            if isinstance(value, ModuleType):
+                if name in names and is_foreign(value.__name__):
+                    self.of_computed_names(value, names)
+            elif is_users(value):
+                self.variable(root, name, value)
 
     def variable(self, root: str, name: str, value: Any) -> None:
         """A variable of a module of a library."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["CodeNames", "computes_names", "constants_in", "named_in", "names_in"]
+__all__ = ["CodeNames", "calls_plainly", "computes_names", "constants_in", "named_in", "names_in"]
 
 _EXTENDED = dis.opmap["EXTENDED_ARG"]
 _GLOBALS = {
@@ -93,6 +94,20 @@ def computes_names(code: CodeType) -> bool:
     steps = [step for step in dis.get_instructions(code) if step.opname not in _BETWEEN]
     calls = (n for n, s in enumerate(steps) if s.argval == "getattr" and s.opname.startswith("LOAD_"))
     return not all(_asks_by_text(steps[number + 1 :]) for number in calls)
+
+
+@functools.cache
+def calls_plainly(code: CodeType, method: str) -> bool:
+    """Whether a function's code, or a function inside it, calls a method of this name without arguments."""
+    if any(calls_plainly(c, method) for c in code.co_consts if isinstance(c, CodeType)):
+        return True
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _BETWEEN]
+    return any(
+        one.argval == method
+        and one.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        and (two.opname, two.arg) == ("CALL", 0)
+        for one, two in itertools.pairwise(steps)
+    )
 
 
 def _asks_by_text(steps: list[dis.Instruction]) -> bool:

@@ -16,10 +16,12 @@ from typing import Any, Final
 from torch import nn
 
 from hetspmd.trace.host import raw
+from hetspmd.trace.host.cached import CALL, call
 from hetspmd.trace.host.members import is_slot
 from hetspmd.trace.host.plain import is_container, type_name
+from hetspmd.trace.host.replaced import functions_of
 from hetspmd.trace.host.settings import SETTINGS
-from hetspmd.trace.host.steps import ALL, OTHERS, key_of, others, spoken, step_to, told
+from hetspmd.trace.host.steps import ALL, FUNCTIONS, OTHERS, key_of, others, spoken, step_to, told
 
 Path = tuple[str, ...]
 
@@ -197,6 +199,8 @@ def item(holder: Any, step: str) -> Any:
     if holder is NOTHING:
         return NOTHING
     if isinstance(holder, Variables):
+        if step == FUNCTIONS:
+            return functions_of(holder.of)
         found = holder.of.get(step if step in holder.of else step[1:], NOTHING)
         if isinstance(found, CellType):
             return content(found)
@@ -208,6 +212,11 @@ def item(holder: Any, step: str) -> Any:
             return NOTHING
     if step == ALL:
         return _extent(holder)
+    if step.startswith(CALL):
+        try:
+            return call(holder, step)
+        except Exception:  # a function may raise anything
+            return NOTHING
     if step == OTHERS:
         return others(holder) if isinstance(holder, dict) else NOTHING
     try:

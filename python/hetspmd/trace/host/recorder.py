@@ -17,8 +17,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from hetspmd.trace.compat import outside_modes
 from hetspmd.trace.host.bound import Bound
-from hetspmd.trace.host.code import CodeReader, names_of_methods
+from hetspmd.trace.host.cached import Caches, is_cache
+from hetspmd.trace.host.class_data import ClassData
+from hetspmd.trace.host.code import CodeReader
 from hetspmd.trace.host.content import own_attributes, referent
 from hetspmd.trace.host.discovery import discover, own_kinds
 from hetspmd.trace.host.entropy import Draws
@@ -64,8 +67,8 @@ class Recorder:
         self._followed: dict[int, Followed] = {}
         self._classes: list[type] = []
         self._roots = roots
-        self._held: set[type] = set()
-        self._in_methods: dict[type, frozenset[str]] = {}
+        self._caches = Caches()
+        self._class_data = ClassData(roots, snapshot, self._note)
         self._looking: set[int] = set()
         named = (*roots.model.named_parameters(), *roots.model.named_buffers())
         self._registered: dict[int, str] = {id(tensor): name for name, tensor in named}
@@ -77,7 +80,7 @@ class Recorder:
             path = tuple(f".{part}" for part in name.split(".") if part)
             self._follow("model", path, module)
         if roots.loss is not None:
-            self._found("loss", (), roots.loss)
+            self.found("loss", (), roots.loss)
         for kind in {type(module): None for module in roots.model.modules()}:
             if is_foreign(kind.__module__):
                 self.reader.library.of_class(kind)
@@ -133,13 +136,13 @@ class Recorder:
     def _read(self, followed: Followed, of: Any, name: str, value: Any) -> None:
         if name in followed.before:
             if followed.live.get(name, NOTHING) is followed.before[name]:
-                self._found(followed.root, (*followed.path, f".{name}"), value)
+                self.found(followed.root, (*followed.path, f".{name}"), value)
         elif isinstance(value, MethodType) or type(value) is FunctionType:
             self.reader.visit(value)
         elif (code := code_of(type(of), name)) is not None:
             self.reader.visit(code)
         elif (home := home_of_data(type(of), name)) is not None and self._snapshot.is_as_held(home, name):
-            self._found(followed.root, (*followed.path, f".{name}"), value)
+            self.found(followed.root, (*followed.path, f".{name}"), value)
 
     def _all(self, followed: Followed, asked: str) -> None:
         """The attributes of an object were taken together: by the model's own code (``vars(self)``), or by whoever
@@ -155,7 +158,7 @@ class Recorder:
             self._note((followed.root, (*followed.path, ".__dict__", ALL)), keys, NOTHING)
         for name in sorted(followed.own - followed.seen):
             followed.seen.add(name)
-            self._found(followed.root, (*followed.path, f".{name}"), followed.before[name])
+            self.found(followed.root, (*followed.path, f".{name}"), followed.before[name])
         for name in frame.f_code.co_consts if asked == "__dict__" else ():  # "name" in self.__dict__
             if isinstance(name, str) and name.isidentifier() and name not in followed.before:
                 self._note((followed.root, (*followed.path, f".{name}")), MISSING, NOTHING)
@@ -198,12 +201,12 @@ class Recorder:
                 self._snapshot.container(root, path, value)
                 self.bound.look(root, path, value)
                 self._draws.watch(value, root, path)
-                if hasattr(value, "cache_clear"):
+                if is_cache(value):
                     self._snapshot.cache(value)
                 return
         elif isinstance(holder, CellType):
             self._snapshot.cell(root, path, holder)
-        self._found(root, path, value)
+        self.found(root, path, value)
 
     def _note(self, place: Place, text: str, value: Any) -> None:
         if id(value) in self._registered:
@@ -212,7 +215,7 @@ class Recorder:
             self.reads.setdefault(place, text)
             self.values.setdefault(place, value)
 
-    def _found(self, root: str, path: Path, value: Any) -> None:
+    def found(self, root: str, path: Path, value: Any) -> None:
         """A value at a place was read, or may be."""
         value = referent(value)
         self.bound.look(root, path, value)
@@ -221,7 +224,7 @@ class Recorder:
             self._beside(root, path, value)
         elif isinstance(value, type):
             self._note((root, path), fingerprint(value), value)
-            self._hold_classes(value, all_names=True)
+            self._class_data.hold(value, all_names=True)
             self.reader.meet(value, root, path, made=True)
         elif self._draws.watch(value, root, path):
             return
@@ -246,21 +249,34 @@ class Recorder:
         """What can be called was found: its code counts, and what it is bound to."""
         if path:
             self._note((root, path), fingerprint(value), value)
-        if hasattr(type(value), "cache_clear"):
+        if is_cache(value):
             self._snapshot.cache(value)
+            self._caches.know(root, path, value)
+            self.hold_results(self.results_made())
         self.reader.visit(value)
         if (registry := registered(value)) is not None:
-            self._found(root, (*path, ".registry"), registry)
+            self.found(root, (*path, ".registry"), registry)
         for step, part in bound_to(value):
-            self._found(root, (*path, step), part)
+            self.found(root, (*path, step), part)
         self._follow(root, path, value)
+
+    def results_made(self) -> list[Place]:
+        """Where results of cached functions lie that were not noted."""
+        return [place for place in self._caches.places() if place not in self.reads]
+
+    def hold_results(self, places: list[Place]) -> None:
+        """Note these results, which are made where they are not there."""
+        with outside_modes():
+            for root, path in places:
+                self.found(root, path, self._roots.value(root, path))
+        self._snapshot.hold_caches()
 
     def _beside(self, root: str, path: Path, value: Any) -> None:
         """A container, number or string was found, which may have attributes as well."""
         attributes = own_attributes(value)
         if isinstance(value, Enum):
             for name in parts_of(value):
-                self._found(root, (*path, f".{name}"), attributes[name])
+                self.found(root, (*path, f".{name}"), attributes[name])
         elif attributes and attributes is not value:
             self._follow(root, path, value)
 
@@ -299,7 +315,7 @@ class Recorder:
             elif id(value) in self._registered:
                 self.aliases[root, (*path, step)] = self._registered[id(value)]
             elif not is_scalar(value) and not isinstance(value, torch.Tensor):
-                self._found(root, (*path, step), value)
+                self.found(root, (*path, step), value)
         self._looking.discard(id(container))
 
     def _follow(self, root: str, path: Path, value: Any) -> None:
@@ -320,9 +336,9 @@ class Recorder:
                 return
             if foreign or not self._change(kind):
                 if (whole := getattr(value, "__dict__", None)) is not None:
-                    self._found(root, (*path, ".__dict__"), whole)
+                    self.found(root, (*path, ".__dict__"), whole)
                 return
-        self._hold_classes(kind)
+        self._class_data.hold(kind)
         before = self._snapshot.attributes(root, path, attributes)
         self._followed[id(value)] = Followed(value, root, path, attributes, before)
         self.reader.meet(kind, root, (*path, ".__class__"))
@@ -338,7 +354,7 @@ class Recorder:
         """Look at the attributes that code may read in a way of which no one is told, by their names."""
         for name in sorted(followed.own & self.reader.names - followed.seen):
             followed.seen.add(name)
-            self._found(followed.root, (*followed.path, f".{name}"), followed.before[name])
+            self.found(followed.root, (*followed.path, f".{name}"), followed.before[name])
 
     def _tensors(self, root: str, path: Path, value: Any) -> None:
         """Parameters and buffers of a module that the model does not have among its own are read as they
@@ -347,36 +363,6 @@ class Recorder:
             for name, tensor in getattr(value, kind, {}).items() if isinstance(value, nn.Module) else ():
                 if tensor is not None:
                     self._note((root, (*path, f".{name}")), fingerprint(tensor), tensor)
-
-    def _hold_classes(self, kind: type, *, all_names: bool = False) -> None:
-        """Hold what methods may change of an object's classes (``type(self).count += 1``), by the names in them.
-
-        Numbers and the like are read as well.
-        """
-        bases = [base for base in kind.__mro__ if not is_foreign(base.__module__)]
-        if kind in self._held or not bases:
-            return
-        self._held.add(kind)
-        for base in bases:
-            if base not in self._in_methods:
-                self._in_methods[base] = names_of_methods(base)
-        names = frozenset[str]().union(*(self._in_methods[base] for base in bases))
-        for base in bases:
-            module = sys.modules.get(base.__module__)
-            installed = module is not None and is_installed(module)
-            of, own = self._roots.know_class(base), vars(base)
-            if installed:  # a large library's methods have thousands of names
-                counting = own.keys() if all_names else names & own.keys()
-            else:
-                counting = names | own.keys() if all_names else names
-            for name in sorted(counting):
-                value = own.get(name, NOTHING)
-                if name.startswith("__") or not (value is NOTHING or is_scalar(value)):
-                    continue
-                self._snapshot.variable(of, (f".{name}",), base)
-                inherited = next((vars(b)[name] for b in base.__mro__ if name in vars(b)), NOTHING)
-                if is_scalar(inherited) and not installed:
-                    self._note((of, (f".{name}",)), fingerprint(inherited), inherited)
 
     def _change(self, kind: type) -> bool:
         if kind in self._classes:

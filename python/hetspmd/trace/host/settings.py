@@ -11,14 +11,13 @@ import locale
 import logging
 import sys
 from collections.abc import Callable, Iterator, Set
-from types import FunctionType
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from hetspmd.trace.host.code_digest import code_digest
-from hetspmd.trace.host.foreign import is_own
+from hetspmd.trace.compat import print_options
+from hetspmd.trace.host.replaced import Namespace
 
 __all__ = ["SETTINGS", "counting"]
 
@@ -33,31 +32,8 @@ def _attribute(of: Any, name: str) -> Callable[[], Any]:
     return read
 
 
-_METHODS: Final = dict(vars(torch.Tensor))
-_VALUES: Final = list(_METHODS.values())
-_ABSENT: Final = object()
-
-
-def _methods() -> str:
-    """What the user's code has put in the place of methods of torch's tensors, or beside them."""
-    now = vars(torch.Tensor)
-    if list(now.values()) == _VALUES:  # in order; what is the same object is not compared
-        return ""
-    changed = [name for name in {**_METHODS, **now} if _METHODS.get(name) is not now.get(name, _ABSENT)]
-    theirs = (f"{name}: {_method(now[name])}" for name in changed if name in now and _is_others(now[name]))
-    return "; ".join(sorted(theirs))
-
-
-def _is_others(method: object) -> bool:
-    """Whether a method is the user's: what packages do to tensors depends on which of them a rank has imported."""
-    return is_own(getattr(getattr(method, "fget", method), "__module__", None))
-
-
-def _method(method: object) -> str:
-    function = getattr(method, "fget", method)
-    if isinstance(function, FunctionType):
-        return f"{function.__module__}.{function.__qualname__} {code_digest(function.__code__)}"
-    return f"{type(method).__module__}.{type(method).__qualname__}"
+_METHODS: Final = Namespace(lambda: vars(torch.Tensor), lambda method: False)
+"""Methods of torch's tensors. What packages do to them depends on which of them a rank has imported."""
 
 
 def _levels() -> str:
@@ -77,7 +53,7 @@ _OF_THE_OPS: Final[dict[str, Callable[[], Any]]] = {
     ".mem_efficient_sdp": torch.backends.cuda.mem_efficient_sdp_enabled,
     ".math_sdp": torch.backends.cuda.math_sdp_enabled,
     ".cudnn": _attribute(torch.backends.cudnn, "enabled"),
-    ".Tensor": _methods,
+    ".Tensor": _METHODS.text,
 }
 """Settings that decide of what ops a forward is made."""
 
@@ -123,6 +99,7 @@ _IF_ASKED: Final[dict[str, tuple[frozenset[str], Callable[[], Any]]]] = {
         lambda: str(sorted(map(str, np.get_printoptions().items()))),
     ),
     ".logging": (frozenset({"isEnabledFor", "getEffectiveLevel", "level", "disabled"}), _levels),
+    ".print options": (frozenset({"PRINT_OPTS"}), print_options),
     ".locale": (frozenset({"getlocale", "localeconv"}), lambda: locale.setlocale(locale.LC_ALL)),
     ".sys.argv": (frozenset({"argv"}), _arguments),
 }

@@ -18,6 +18,7 @@ from typing import Any, Final
 from torch import nn
 
 from hetspmd.trace.compat import outside_modes
+from hetspmd.trace.host.cached import results_of
 from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.foreign import is_foreign, is_installed
 from hetspmd.trace.host.in_place import Content
@@ -67,7 +68,7 @@ class Snapshot:
         self._containers: dict[int, _Held] = {}
         self._cells: dict[int, _Held] = {}
         self._variables: dict[tuple[int, str], _Held] = {}
-        self._caches: dict[int, tuple[Any, int]] = {}
+        self._caches: dict[int, tuple[Any, frozenset[Any]]] = {}
         self._contents: dict[int, tuple[_Held, Content]] = {}
 
     def attributes(self, root: str, path: Path, of: MutableMapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +132,12 @@ class Snapshot:
 
     def cache(self, function: Any) -> None:
         """Hold a ``functools.lru_cache``: what is put into it is thrown away."""
-        self._caches.setdefault(id(function), (function, function.cache_info().misses))
+        self._caches.setdefault(id(function), (function, frozenset(results_of(function))))
+
+    def hold_caches(self) -> None:
+        """Hold what all caches have in them now."""
+        for name, (function, _) in self._caches.items():
+            self._caches[name] = function, frozenset(results_of(function))
 
     def changes(self) -> Iterator[Change]:
         """What is not as it was."""
@@ -182,9 +188,10 @@ class Snapshot:
         for held, inner in self._contents.values():
             if not inner.same(held.kept, inner.read()):
                 inner.set(held.kept)
-        for function, misses in self._caches.values():
-            if function.cache_info().misses != misses:
-                function.cache_clear()
+        for function, kept in self._caches.values():
+            table = results_of(function)
+            for key in table.keys() - kept:
+                del table[key]
 
 
 class Structure:

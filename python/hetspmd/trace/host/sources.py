@@ -81,6 +81,7 @@ def places() -> Iterator[tuple[Any, str, Source]]:
         yield os, name, Source("file", f"os.{name}")
     for module in (builtins, io):
         yield module, "open", Source("file", "open")
+    yield io, "FileIO", Source("file", "io.FileIO")
     yield sys.modules.get("sqlite3"), "connect", Source("file", "sqlite3.connect")
     yield torch, "save", Source("file", "torch.save")
     yield socket, "create_connection", Source("file", "socket.create_connection")

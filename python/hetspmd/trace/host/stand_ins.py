@@ -6,8 +6,9 @@ a model's code names it, and a copy of the module where the code names that.
 
 from __future__ import annotations
 
+import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from datetime import date
 from functools import cache, partial
 from types import FrameType, ModuleType
@@ -15,6 +16,9 @@ from typing import Any, Final
 
 MOMENTS: Final = frozenset({"now", "utcnow", "today"})
 """The methods of dates that ask a clock."""
+
+FILE: Final = io.FileIO
+"""The class of files without a buffer, which is replaced in its module while a model is traced."""
 
 Note = Callable[[str, FrameType], None]
 """Is told what was asked (``datetime.datetime.now``), and by which frame."""
@@ -34,10 +38,12 @@ class StandIn:
         return self.of(*args, **kwargs)
 
 
-class _Calendar(type):
-    """The class of classes that stand for one of dates: what they make, and what counts as theirs, are its own."""
+class _Class(type):
+    """The class of classes that stand for one: what they make, and what counts as theirs, are its own. ``told`` is
+    called with the frame that makes an object."""
 
-    of: type[date]
+    of: type
+    told: Callable[[FrameType], None]
 
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, cls.of)
@@ -46,6 +52,7 @@ class _Calendar(type):
         return issubclass(kind, cls.of)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        cls.told(sys._getframe(1))
         return cls.of(*args, **kwargs)
 
 
@@ -72,10 +79,25 @@ def calendar(value: Any, note: Note) -> Any:
     return _Module(value, note) if isinstance(value, ModuleType) else _class(value, note)
 
 
+def is_asking(value: object, names: Set[str]) -> bool:
+    """Whether a class or module asks for what lies outside, where code with these names uses it."""
+    return value is FILE or (bool(names & MOMENTS) and is_calendar(value))
+
+
 def original(value: Any) -> Any:
     """What a value stands for, if it is a stand-in; else the value."""
     kind = type(value)
-    return value.of if kind is StandIn or kind is _Calendar or kind is _Module else value
+    return value.of if kind is StandIn or kind is _Class or kind is _Module else value
+
+
+@cache
+def opener(note: Note) -> type:
+    """What stands for the class of files without a buffer, which opens one when it is called."""
+
+    def told(frame: FrameType) -> None:
+        note("io.FileIO", frame)
+
+    return _standing(FILE, told, {})
 
 
 @cache
@@ -84,5 +106,10 @@ def _class(of: type[date], note: Note) -> type:
         note(f"{of.__module__}.{of.__qualname__}.{name}", sys._getframe(1))
         return getattr(of, name)(*args, **kwargs)
 
-    body: dict[str, Any] = {n: classmethod(partial(asking, n)) for n in MOMENTS if hasattr(of, n)}
-    return _Calendar(of.__name__, (of,), body | {"of": of, "__module__": of.__module__})
+    methods = {n: classmethod(partial(asking, n)) for n in MOMENTS if hasattr(of, n)}
+    return _standing(of, lambda _frame: None, methods)
+
+
+def _standing(of: type, told: Callable[[FrameType], None], methods: dict[str, Any]) -> type:
+    body = {**methods, "of": of, "told": staticmethod(told), "__module__": of.__module__}
+    return _Class(of.__name__, (of,), body)

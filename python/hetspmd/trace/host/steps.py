@@ -14,14 +14,17 @@ import torch
 
 from hetspmd.errors import PlanError
 from hetspmd.trace.host import raw
+from hetspmd.trace.host.cached import CALL, spoken_call
 from hetspmd.trace.host.plain import NoTemplateError, from_text, to_text
 
-__all__ = ["ALL", "OTHERS", "key_of", "leads", "others", "spoken", "step_to", "told"]
+__all__ = ["ALL", "FUNCTIONS", "OTHERS", "key_of", "leads", "others", "spoken", "step_to", "told"]
 
 ALL: Final = "[*]"
 """A step to a container's class, with its keys or its number of elements; written, to its whole content."""
 OTHERS: Final = "[**]"
 """A step to the items of a dict to whose keys no step leads."""
+FUNCTIONS: Final = "[functions]"
+"""A step to what others were put in the place of functions of a module, or beside them."""
 _NOWHERE: Final = "[?"
 _SIMPLE: Final = (int, str, bool, type(None))
 
@@ -61,6 +64,8 @@ def spoken(step: str) -> str:
     """A step as people read it."""
     if not leads(step):
         return f"[{step.removeprefix(_NOWHERE)}"
+    if step.startswith(CALL):
+        return spoken_call(step)
     return f"[{key_of(step)}]" if step.startswith("[{") else step
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import nn
 
 from hetspmd.errors import OptionError, TraceError
-from hetspmd.trace.host.asked import Asked
+from hetspmd.trace.host.asked import Asked, note_held
 from hetspmd.trace.host.changes import Left, numbers_of, owner_of, where
 from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.facts import Read
@@ -30,6 +30,8 @@ from hetspmd.trace.host.snapshot import Snapshot, Structure
 from hetspmd.trace.host.steps import ALL, OTHERS
 from hetspmd.trace.host.tensor_hooks import observers_refused
 
+_RUNS: Final = 3
+"""How often a forward runs again since cached functions have given more."""
 HostRandomness = Literal["refuse", "trace_each_step", "freeze"]
 
 
@@ -87,7 +89,20 @@ class HostWatch:
             self._rewind()
 
     def run(self, call: Callable[[], Any], numbers: Sequence[torch.Tensor] = ()) -> Any:
-        """One run of the Python: what ``call`` returns. Raises TraceError for what cannot be kept right."""
+        """One run of the Python: what ``call`` returns. Raises TraceError for what cannot be kept right.
+
+        Results that cached functions have made in the run, and that may change in place, are made once more and
+        held before another run.
+        """
+        output, made = self._run(call, numbers)
+        for _ in range(_RUNS):
+            if not made:
+                break
+            self.recorder.hold_results(made)
+            output, made = self._run(call, numbers)
+        return output
+
+    def _run(self, call: Callable[[], Any], numbers: Sequence[torch.Tensor]) -> tuple[Any, list[Place]]:
         structure, grad = Structure(self._modules), torch.is_grad_enabled()
         process = ProcessSettings()
         self._rewind()
@@ -96,9 +111,12 @@ class HostWatch:
         try:
             with AsNumbers(numbers) if numbers else nullcontext(), self.recorder.bound.placed():
                 output = call()
+            made = self.recorder.results_made()
             if self.recorder.failed is not None:
                 raise self.recorder.failed
             self._check(structure, grad, process)
+            for asked in self.recorder.reader.asked:
+                note_held(*asked)
             self.asked.check(frozen=self._randomness == "freeze")
             drawn = self._draws.changed()
             if drawn:
@@ -114,7 +132,7 @@ class HostWatch:
         self._behind = list(
             zip(self.numbers, self._place(numbers), strict=True)
         )  # the backward reads them, too
-        return output
+        return output, made
 
     def rehearse(self, values: Mapping[Place, Any], call: Callable[[], Any]) -> tuple[Any, dict[Place, Any]]:
         """What ``call`` returns with ``values`` at these places, and what it leaves, by place."""

@@ -1,0 +1,150 @@
+"""What ``functools.cache`` and ``lru_cache`` hold: the results of calls, which may change in place.
+
+A result is told by the call that gives it, with numbers and strings as arguments: whoever looks for it makes that
+call, as the forward does, so that every rank has the result whether or not it was asked for before.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from hetspmd.trace.host.plain import is_scalar, tensors_in
+
+__all__ = ["CALL", "Caches", "call", "calls_to", "is_cache", "is_call", "results_of", "spoken_call"]
+
+CALL: Final = "("
+"""How a step begins that calls a cached function: it ends in the arguments, as JSON."""
+_CACHE: Final = type(functools.cache(lambda: None))
+
+_ELEMENT: Final = "_lru_list_elem"
+"""The class of the elements of the list in which a cache of limited size holds its results."""
+Key = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Caches:
+    """The cached functions that a forward may call, with the places where they lie."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[str, tuple[str, ...], Any]] = {}
+
+    def know(self, root: str, path: tuple[str, ...], function: Any) -> None:
+        """A cached function was found."""
+        self._known.setdefault(id(function), (root, path, function))
+
+    def places(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Where the results lie that they hold now and that may change in place."""
+        for root, path, function in self._known.values():
+            yield from ((root, (*path, call)) for call in calls_to(function))
+
+
+def is_cache(value: object) -> bool:
+    """Whether a value is a function whose results are cached."""
+    return type(value) is _CACHE
+
+
+def calls_to(function: Any) -> Iterator[str]:
+    """The calls, as steps, of which a cached function holds results that may change in place.
+
+    Left out are calls with other arguments than numbers and strings, and results with tensors in them: these are
+    computed anew in each trace, as part of the graph.
+    """
+    typed = function.cache_parameters()["typed"]
+    for key, result in _held(function):
+        if is_scalar(result) or callable(result) or tensors_in(result):
+            continue
+        step = None if typed else _step(key)
+        if step is not None:
+            yield step
+
+
+def is_call(step: str) -> bool:
+    """Whether a step calls, with arguments that can be read."""
+    try:
+        return step.startswith(CALL) and _step_of(*_arguments(step)) == step
+    except (ValueError, TypeError, AttributeError):
+        return False
+
+
+def call(function: Any, step: str) -> Any:
+    """The result of a call. Raises what the function raises, and TypeError for what is no cached function."""
+    if not is_cache(function):
+        raise TypeError(f"a {type(function).__name__} is no function whose results are cached")
+    positional, named = _arguments(step)
+    return function(*positional, **named)
+
+
+def _arguments(step: str) -> Key:
+    """The arguments of a step that calls."""
+    positional, named = json.loads(step[len(CALL) : -1])
+    return tuple(map(_read, positional)), {name: _read(value) for name, value in named.items()}
+
+
+def spoken_call(step: str) -> str:
+    """A step that calls, as people write it."""
+    positional, named = _arguments(step)
+    return f"({', '.join([*map(repr, positional), *(f'{n}={v!r}' for n, v in named.items())])})"
+
+
+def results_of(function: Any) -> dict[Any, Any]:
+    """The table of a cached function: of each key the result, or what holds it. Who takes a key out of it lets the
+    function forget the result, as ``functools`` expects of other threads."""
+    found = (r for r in gc.get_referents(function) if type(r) is dict and r is not vars(function))
+    if function.cache_parameters()["maxsize"] is None:
+        return next(found, {})
+    return next((table for table in found if table and all(map(_is_element, table.values()))), {})
+
+
+def _held(function: Any) -> list[tuple[Any, Any]]:
+    """The keys and results that a cached function holds."""
+    table = results_of(function)
+    if function.cache_parameters()["maxsize"] is None:
+        return list(table.items())
+    references = gc.get_referents(function)
+    found = []
+    for key, result, holder in zip(references, references[1:], references[2:], strict=False):
+        if isinstance(holder, type) and holder.__name__ == _ELEMENT and _is_key(key, table):
+            found.append((key, result))
+    return found
+
+
+def _is_element(value: object) -> bool:
+    return type(value).__name__ == _ELEMENT
+
+
+def _is_key(value: Any, table: Mapping[Any, Any]) -> bool:
+    try:
+        return value in table
+    except TypeError:  # it has no hash
+        return False
+
+
+def _step(key: Any) -> str | None:
+    """The step to the result with this key in the table of a cache, None if its arguments cannot be written."""
+    parts = list(key) if isinstance(key, tuple) else [key]
+    marks = [position for position, part in enumerate(parts) if type(part) is object]
+    named: dict[str, Any] = {}
+    if marks:
+        rest = parts[marks[0] + 1 :]
+        named = dict(zip(rest[::2], rest[1::2], strict=True))
+        parts = parts[: marks[0]]
+    return _step_of(tuple(parts), named)
+
+
+def _step_of(positional: tuple[Any, ...], named: dict[str, Any]) -> str | None:
+    if not all(map(_is_written, (*positional, *named.values()))):
+        return None
+    return f"{CALL}{json.dumps([positional, named])})"
+
+
+def _is_written(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_written, value))
+    return type(value) in (int, str, bool, type(None)) or (type(value) is float and value == value)
+
+
+def _read(value: Any) -> Any:
+    return tuple(map(_read, value)) if isinstance(value, list) else value

@@ -1,0 +1,76 @@
+"""What stands in the place of functions of a library's module or class that others have replaced, as text."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, Final
+
+from hetspmd.trace.host.code_digest import code_digest
+from hetspmd.trace.host.foreign import is_own
+
+__all__ = ["Namespace", "functions_of", "is_users"]
+
+_ABSENT: Final = object()
+_FUNCTIONS: Final = (FunctionType, BuiltinFunctionType)
+
+
+class Namespace:
+    """The variables of a module, or the attributes of a class, as they were at first.
+
+    Functions of the user's always count. Other ones count if they are new, and ``counts`` them.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, Any]], counts: Callable[[Any], bool]) -> None:
+        self._read, self._counts = read, counts
+        self._first = dict(read())
+        self._last: list[Any] = []
+        self._text = ""
+
+    def text(self) -> str:
+        """What was replaced or added, each with its name. An empty text if there is none."""
+        now = self._read()
+        values = list(now.values())
+        if len(values) != len(self._last) or not all(map(operator.is_, values, self._last)):
+            self._last, self._text = values, "; ".join(sorted(self._changed(now)))
+        return self._text
+
+    def _changed(self, now: Mapping[str, Any]) -> list[str]:
+        found = []
+        for name, value in now.items():
+            is_new = self._first.get(name, _ABSENT) is not value
+            if is_users(value) or (is_new and self._counts(value)):
+                found.append(f"{name}: {_described(value)}")
+        return found
+
+
+_KNOWN: Final[dict[int, Namespace]] = {}
+"""The namespaces of modules by the ids of their variables, which they hold."""
+
+
+def functions_of(variables: Mapping[str, Any]) -> str:
+    """What functions of a module others were put in the place of, or beside, since this was first asked."""
+    known = _KNOWN.get(id(variables))
+    if known is None:
+        known = _KNOWN[id(variables)] = Namespace(lambda: variables, lambda v: isinstance(v, _FUNCTIONS))
+    return known.text()
+
+
+def is_users(value: object) -> bool:
+    """Whether a function, a property or an object that stands for one is the user's own.
+
+    What packages replace does not count: it depends on which of them a rank has imported.
+    """
+    if isinstance(value, ModuleType):
+        return False  # some make what they are asked for
+    return is_own(getattr(getattr(value, "fget", value), "__module__", None))
+
+
+def _described(value: object) -> str:
+    function = getattr(value, "fget", value)
+    if isinstance(function, FunctionType):
+        return f"{function.__module__}.{function.__qualname__} {code_digest(function.__code__)}"
+    if isinstance(function, BuiltinFunctionType):
+        return f"{function.__module__}.{function.__qualname__}"
+    return f"{type(value).__module__}.{type(value).__qualname__}"
