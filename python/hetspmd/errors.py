@@ -220,9 +220,15 @@ class RankFailedError(HetspmdError):
     """
 
     def __init__(
-        self, ranks: Sequence[int], reason: str, rank: int, waited: float, seen: str = "", where: str = "",
+        self,
+        ranks: Sequence[int],
+        reason: str,
+        rank: int,
+        waited: float,
+        seen: str = "",
+        where: str = "",
         call: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.ranks, self.reason, self.rank = tuple(ranks), reason, rank
         self.waited, self.seen, self.where, self.call = waited, seen, where, call
         super().__init__(self.ranks, reason, rank, waited, seen, where, call)

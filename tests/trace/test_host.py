@@ -22,8 +22,9 @@ from hetspmd.trace.host.discovery import discover
 from hetspmd.trace.host.equal import differ_in_numbers, digest
 from hetspmd.trace.host.foreign import is_installed
 from hetspmd.trace.host.places import Roots
-from hetspmd.trace.host.plain import fingerprint, from_text, to_text
+from hetspmd.trace.host.plain import fingerprint
 from hetspmd.trace.host.steps import key_of, step_to
+from hetspmd.trace.host.templates import from_text, to_text
 from hetspmd.trace.trace import trace
 from nets import Net, parameter
 

@@ -11,9 +11,12 @@ from hetspmd.cli.options import add_target, autocast, positive_seconds
 from hetspmd.cli.progress import Elapsed
 
 STAGES = {
-    "trace": "tracing the model", "rules": "deriving rules", "synth": "searching programs",
-    "balance": "balancing ratios", "total": "",
-}  # fmt: skip
+    "trace": "tracing the model",
+    "rules": "deriving rules",
+    "synth": "searching programs",
+    "balance": "balancing ratios",
+    "total": "",
+}
 """What progress says of the compiler's stages."""
 
 
@@ -29,22 +32,31 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", metavar="OUT", help="write the plan, for hetspmd.HAP(..., plan=OUT)")
     parser.add_argument("--program", action="store_true", help="print the whole program as well")
     parser.add_argument(
-        "--host-randomness", choices=("refuse", "trace_each_step", "freeze"), default="refuse",
+        "--host-randomness",
+        choices=("refuse", "trace_each_step", "freeze"),
+        default="refuse",
         help="what becomes of random numbers that the model's Python draws (refuse); HAP must be told the same",
-    )  # fmt: skip
+    )
     parser.add_argument("--strict", action="store_true", help="an op without a rule is an error")
     parser.add_argument(
-        "--time-limit", type=positive_seconds, default=600.0, metavar="S",
+        "--time-limit",
+        type=positive_seconds,
+        default=600.0,
+        metavar="S",
         help="seconds for one search (600); where it strikes, the plan depends on the machine's speed",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--explain", metavar="NAME", action="append", default=[],
+        "--explain",
+        metavar="NAME",
+        action="append",
+        default=[],
         help="why a parameter, input or output[i] has its form: the best program's cost for each it could have",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--timeline", metavar="OUT",
+        "--timeline",
+        metavar="OUT",
         help="show who waits for whom in a step, and write it as a Chrome trace (for ui.perfetto.dev)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--problem", metavar="OUT", help="write the search problem at the plan's lengths, for hetspmd solve"
     )
@@ -70,11 +82,18 @@ def run(options: argparse.Namespace) -> int:
     timings: dict[str, float] = {}
     with autocast(model, options.autocast), Elapsed() as progress:
         plan = synthesize(
-            model, example, cluster, strict=options.strict, constraints=constraints,
+            model,
+            example,
+            cluster,
+            strict=options.strict,
+            constraints=constraints,
             host_randomness=options.host_randomness,
-            time_limit=options.time_limit, segments=options.segments, machines=options.machines, timings=timings,
+            time_limit=options.time_limit,
+            segments=options.segments,
+            machines=options.machines,
+            timings=timings,
             progress=lambda stage: progress(STAGES[stage]),
-        )  # fmt: skip
+        )
     if options.plan is not None:
         plan.save(options.plan)
     if options.problem is not None:

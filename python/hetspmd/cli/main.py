@@ -136,9 +136,14 @@ class _Warnings:
         self._other = warnings.showwarning
 
     def __call__(
-        self, message: Warning | str, category: type[Warning], filename: str, lineno: int,
-        file: TextIO | None = None, line: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         if not issubclass(category, MissingRuleWarning):
             self._other(message, category, filename, lineno, file, line)
         elif str(message) not in self._shown:

@@ -26,18 +26,25 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         help="globs over parameters, inputs and output[i] to replicated or shard(d) (YAML or JSON)",
     )
     parser.add_argument(
-        "--segments", type=segments, default="auto", metavar="N",
+        "--segments",
+        type=segments,
+        default="auto",
+        metavar="N",
         help="parts of the model with sharding ratios of their own: a number, or auto for as many as gain (auto)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--machines", choices=("auto", "virtual", "flat"), default="auto",
+        "--machines",
+        choices=("auto", "virtual", "flat"),
+        default="auto",
         help="plan entries of several accelerators as virtual devices, data parallel inside, or flat, each "
         "accelerator by itself (auto: the cheaper)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--autocast", choices=("bfloat16", "float16"), metavar="DTYPE",
+        "--autocast",
+        choices=("bfloat16", "float16"),
+        metavar="DTYPE",
         help="trace the model under torch.autocast in this dtype: bfloat16 or float16",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--json", metavar="OUT", help="write the result as JSON (-: to standard output, instead of text)"
     )

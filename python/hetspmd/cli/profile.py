@@ -34,35 +34,49 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
     what.add_argument("--out", metavar="FILE", help="write the cluster file (-: to standard output)")
     what.add_argument("--show", metavar="FILE", help="show a measured cluster file, and plot it")
     parser.add_argument(
-        "--model", metavar="TARGET", action="append", default=[],
+        "--model",
+        metavar="TARGET",
+        action="append",
+        default=[],
         help="measure the ops of this model too: file.py[:function] or package.module[:function]; may be repeated",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--cluster", metavar="FILE",
+        "--cluster",
+        metavar="FILE",
         help="with --model: keep this file's devices and network, add op times (written to FILE without --out)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--optimizer", choices=("adamw", "momentum", "sgd"), default="adamw",
+        "--optimizer",
+        choices=("adamw", "momentum", "sgd"),
+        default="adamw",
         help="whose step is measured (adamw; momentum: SGD with it)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--svg", metavar="OUT", help="with --show: where the plot goes (default: FILE with the suffix .svg)"
     )
     parser.add_argument(
-        "--budget", type=_duration, default=60.0, metavar="TIME",
+        "--budget",
+        type=_duration,
+        default=60.0,
+        metavar="TIME",
         help="time such as 60s or 2min after which nothing is repeated any more (60s)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--tolerance", type=_percentage, default=0.05, metavar="P",
+        "--tolerance",
+        type=_percentage,
+        default=0.05,
+        metavar="P",
         help="how far a median may be uncertain before it is measured again, such as 5%% (5%%)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--device", default="auto", metavar="DEVICE", help="auto (a GPU if there is one), cpu, cuda or cuda:N"
     )
     parser.add_argument(
-        "--flops", choices=("matmul", "convolution"), default="matmul",
+        "--flops",
+        choices=("matmul", "convolution"),
+        default="matmul",
         help="which measured FLOP/s become the devices': of matrix products (default) or convolutions",
-    )  # fmt: skip
+    )
     parser.set_defaults(run=run)
 
 

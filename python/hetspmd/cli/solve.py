@@ -27,9 +27,12 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
         "--time-limit", type=positive_seconds, default=600.0, metavar="S", help="seconds (600)"
     )
     parser.add_argument(
-        "--max-expansions", type=positive_count, default=10_000_000, metavar="N",
+        "--max-expansions",
+        type=positive_count,
+        default=10_000_000,
+        metavar="N",
         help="partial programs that A* may expand (10,000,000)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--progress", action="store_true", help="show bound and best on standard error while it runs"
     )
@@ -47,9 +50,12 @@ def run(options: argparse.Namespace) -> int:
         raise TargetError(f"cannot read the problem file {options.file}: {error}") from error
     try:
         text = _core.solve(
-            problem, time_limit=options.time_limit, max_expansions=options.max_expansions,
-            memory_limit=4 * 2**30, progress=_show if options.progress else None,
-        )  # fmt: skip
+            problem,
+            time_limit=options.time_limit,
+            max_expansions=options.max_expansions,
+            memory_limit=4 * 2**30,
+            progress=_show if options.progress else None,
+        )
     except ValueError as error:
         raise TargetError(f"{options.file} is no problem file: {error}") from error
     solution = json.loads(text)

@@ -68,9 +68,12 @@ def run(options: argparse.Namespace) -> int:
     }
     # JSON has no infinity, which stands for a tensor that is missing or not a number.
     document: dict[str, Any] = {
-        "ok": report.ok, **{k: v if math.isfinite(v) else None for k, v in errors.items()},
-        "unproved": report.unproved, "notes": list(report.notes), "located": report.located,
-    }  # fmt: skip
+        "ok": report.ok,
+        **{k: v if math.isfinite(v) else None for k, v in errors.items()},
+        "unproved": report.unproved,
+        "notes": list(report.notes),
+        "located": report.located,
+    }
     if report.rounding is not None:
         document["rounding"] = report.rounding if math.isfinite(report.rounding) else None
     if options.json is not None:

@@ -7,9 +7,17 @@ from typing import Final, Literal
 __all__ = ["GATHERS", "KIND_TEXT", "SCATTERS", "Kind"]
 
 Kind = Literal[
-    "all_reduce", "reduce_scatter", "grouped_reduce", "ring_reduce", "exchange_reduce", "all_gather",
-    "grouped_broadcast", "ring_gather", "all_to_all", "rebalance",
-]  # fmt: skip
+    "all_reduce",
+    "reduce_scatter",
+    "grouped_reduce",
+    "ring_reduce",
+    "exchange_reduce",
+    "all_gather",
+    "grouped_broadcast",
+    "ring_gather",
+    "all_to_all",
+    "rebalance",
+]
 
 KIND_TEXT: dict[Kind, str] = {
     "all_reduce": "All-Reduce",

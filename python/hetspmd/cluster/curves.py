@@ -54,9 +54,16 @@ __all__ = [
 
 VERSION: Final = 1
 COLLECTIVES: Final[tuple[Kind, ...]] = (
-    "all_reduce", "reduce_scatter", "grouped_reduce", "ring_reduce", "exchange_reduce", "all_gather",
-    "grouped_broadcast", "ring_gather", "all_to_all",
-)  # fmt: skip
+    "all_reduce",
+    "reduce_scatter",
+    "grouped_reduce",
+    "ring_reduce",
+    "exchange_reduce",
+    "all_gather",
+    "grouped_broadcast",
+    "ring_gather",
+    "all_to_all",
+)
 RATES: Final = ("matmul", "convolution", "memory", "launch", "optimizer")
 TERMS: Final = ("latency", "per_shard", "per_byte", "per_largest", "per_exchange")
 _PADDED: Final = ("latency", "per_byte", "per_largest")
@@ -351,10 +358,16 @@ def _read_point(node: Node) -> Point:
     cells = dict(zip(_POINT, row, strict=True))
     seconds, low, high = (cells[key].number(key, positive=True) for key in ("seconds", "low", "high"))
     return Point(
-        cells["skew"].text("skew"), cells["bytes"].whole("bytes", 1), cells["shards"].whole("shards", 1),
-        cells["largest"].number("largest"), cells["exchange"].number("exchange"),
-        seconds, low, high, cells["samples"].whole("samples", 1),
-    )  # fmt: skip
+        cells["skew"].text("skew"),
+        cells["bytes"].whole("bytes", 1),
+        cells["shards"].whole("shards", 1),
+        cells["largest"].number("largest"),
+        cells["exchange"].number("exchange"),
+        seconds,
+        low,
+        high,
+        cells["samples"].whole("samples", 1),
+    )
 
 
 def _text_or_number(node: Node, key: str) -> str | float:

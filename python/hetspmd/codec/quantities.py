@@ -19,8 +19,11 @@ _SMALL: Final = {"": 1.0, "m": 1e-3, "u": 1e-6, "µ": 1e-6, "μ": 1e-6, "n": 1e-
 _BYTES: Final = {"B": 1.0, "byte": 1.0, "bytes": 1.0, "bit": 0.125, "bits": 0.125}
 _RATES: Final = {
     **{f"{unit}/s": size for unit, size in _BYTES.items()},
-    "b/s": 0.125, "bps": 0.125, "bit/sec": 0.125, "Bps": 1.0,
-}  # fmt: skip
+    "b/s": 0.125,
+    "bps": 0.125,
+    "bit/sec": 0.125,
+    "Bps": 1.0,
+}
 _FLOPS: Final = {"FLOP/s": 1.0, "FLOPs/s": 1.0, "FLOPS": 1.0, "FLOPs": 1.0, "flop/s": 1.0, "flops": 1.0}
 
 _UNITS: Final[dict[Kind, dict[str, float]]] = {

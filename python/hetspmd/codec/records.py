@@ -176,8 +176,12 @@ def _str(value: Any) -> str:
 
 
 _SCALARS: Final[dict[Any, Decoder]] = {
-    NoneType: _none, bool: _bool, int: _int, float: _float, str: _str,
-}  # fmt: skip
+    NoneType: _none,
+    bool: _bool,
+    int: _int,
+    float: _float,
+    str: _str,
+}
 
 
 def _literal(allowed: tuple[Any, ...]) -> Decoder:

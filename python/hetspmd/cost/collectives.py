@@ -45,8 +45,10 @@ from hetspmd.rules.theory import Theory
 __all__ = ["MoveForm", "Moves", "exchanged"]
 
 _GROUPED: Final[Mapping[Kind, Kind]] = {
-    "ring_gather": "grouped_broadcast", "ring_reduce": "grouped_reduce", "exchange_reduce": "grouped_reduce",
-}  # fmt: skip
+    "ring_gather": "grouped_broadcast",
+    "ring_reduce": "grouped_reduce",
+    "exchange_reduce": "grouped_reduce",
+}
 """Those that cost what others do unless they were measured: nothing tells them apart, and the others are taken."""
 
 

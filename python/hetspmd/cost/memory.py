@@ -129,9 +129,16 @@ class Holdings:
     """
 
     def __init__(
-        self, theory: Theory, program: Program, *, optimizer_bytes: int = OPTIMIZER_BYTES, alone: bool = False,
-        executed: bool = False, bucket_bytes: float = 0, scheduled: Schedule | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        theory: Theory,
+        program: Program,
+        *,
+        optimizer_bytes: int = OPTIMIZER_BYTES,
+        alone: bool = False,
+        executed: bool = False,
+        bucket_bytes: float = 0,
+        scheduled: Schedule | None = None,
+    ) -> None:
         self.theory = theory
         self._program, self._optimizer_bytes, self._alone = program, optimizer_bytes, alone
         self._executed, self._bucket_bytes, self._scheduled = executed, bucket_bytes, scheduled
@@ -222,9 +229,14 @@ class Holdings:
     def _on_one(self) -> Holdings:
         """The same where nothing is communicated: what a collective delivers is what it was given."""
         return Holdings(
-            self.theory, self._program, optimizer_bytes=self._optimizer_bytes, alone=True,
-            executed=self._executed, bucket_bytes=self._bucket_bytes, scheduled=self._scheduled,
-        )  # fmt: skip
+            self.theory,
+            self._program,
+            optimizer_bytes=self._optimizer_bytes,
+            alone=True,
+            executed=self._executed,
+            bucket_bytes=self._bucket_bytes,
+            scheduled=self._scheduled,
+        )
 
     def _moments(self, completed: Mapping[int, int] | None) -> dict[int, int] | None:
         """What is said of steps of the program, of their places in the order."""

@@ -120,9 +120,7 @@ def _order(tensor: torch.Tensor) -> Order:
     return None if dims == [d for d in range(tensor.ndim) if shape[d] != 1] else tuple(dims)
 
 
-def call_key(
-    call: Call, rule: OpRule, row: Row, orders: Sequence[Order], tensors: Sequence[int]
-) -> str:  # fmt: skip
+def call_key(call: Call, rule: OpRule, row: Row, orders: Sequence[Order], tensors: Sequence[int]) -> str:
     """The key of a row of a call whose inputs lie in memory as ``orders``; equal numbers in ``tensors`` mark inputs
     that are one tensor."""
     factor = None if row.factor is None else rule.factors[row.factor]

@@ -67,9 +67,16 @@ class Triples:
     def columns(self, axes: int) -> Array:
         """What the seconds of a signature depend on but for which axis it shards, shape (signatures, 9)."""
         parts = (
-            self.flops, self.cut, self.whole, self.axis < axes, self.dtype, self.free, self.updates, self.key,
+            self.flops,
+            self.cut,
+            self.whole,
+            self.axis < axes,
+            self.dtype,
+            self.free,
+            self.updates,
+            self.key,
             self.whole_key,
-        )  # fmt: skip
+        )
         return np.stack(parts, axis=1).astype(float)
 
 

@@ -104,9 +104,14 @@ class TwoStreams:
     """
 
     def __init__(
-        self, model: CostModel, program: Program, *, idle: float = 0.0, order: Schedule | None = None,
+        self,
+        model: CostModel,
+        program: Program,
+        *,
+        idle: float = 0.0,
+        order: Schedule | None = None,
         values: Values | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model = model
         self.idle = idle
         self.instructions: list[int] = []
@@ -311,9 +316,7 @@ def waited(what: int, clock: Array, end: float) -> Array:
     return found
 
 
-def simulated_seconds(
-    model: CostModel, program: Program, lengths: Lengths, *, idle: float = 0.0
-) -> float:  # fmt: skip
+def simulated_seconds(model: CostModel, program: Program, lengths: Lengths, *, idle: float = 0.0) -> float:
     """Seconds of a step of ``program`` at integer lengths; ``idle`` as of :func:`~hetspmd.cost.step.idle_seconds`.
 
     For several lengths of one program keep a :class:`TwoStreams`.

@@ -30,8 +30,14 @@ from hetspmd.program.schedule import Schedule, Values, schedule
 from hetspmd.trace.graph import Graph
 
 __all__ = [
-    "StageSeconds", "Stages", "StepCost", "StepModel", "idle_seconds", "on_cluster", "step_cost",
-]  # fmt: skip
+    "StageSeconds",
+    "Stages",
+    "StepCost",
+    "StepModel",
+    "idle_seconds",
+    "on_cluster",
+    "step_cost",
+]
 
 
 @dataclass(frozen=True)
@@ -168,9 +174,11 @@ class StepModel:
         computation = self.stages.computation(shares)
         communication = float(self.stages.communication(shares).sum()) + self.idle
         return StageSeconds(
-            float(computation.max(axis=1).sum()), communication, tuple(map(float, computation.sum(axis=0))),
+            float(computation.max(axis=1).sum()),
+            communication,
+            tuple(map(float, computation.sum(axis=0))),
             self.stages.saved,
-        )  # fmt: skip
+        )
 
     def cost(self, lengths: Lengths) -> StepCost:
         """The prediction at integer lengths."""
@@ -178,9 +186,14 @@ class StepModel:
         run = self.streams.run(self.model.shares(lengths))
         memory = self.executed.at(lengths, self.streams.completed(run))
         return StepCost(
-            float(run.final.max()), parts.seconds, parts.compute, parts.communication, memory.peaks,
-            self.stages.count, parts.per_device,
-        )  # fmt: skip
+            float(run.final.max()),
+            parts.seconds,
+            parts.compute,
+            parts.communication,
+            memory.peaks,
+            self.stages.count,
+            parts.per_device,
+        )
 
 
 @dataclass(frozen=True)

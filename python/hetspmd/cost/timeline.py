@@ -177,9 +177,12 @@ class Timeline:
 
 
 def timeline(
-    model: CostModel, program: Program, lengths: Lengths, cluster: Cluster | None = None,
+    model: CostModel,
+    program: Program,
+    lengths: Lengths,
+    cluster: Cluster | None = None,
     active: Sequence[int] | None = None,
-) -> Timeline:  # fmt: skip
+) -> Timeline:
     """The simulation of one step of ``program`` at integer lengths.
 
     ``model`` prices the active devices; they are the ranks ``active`` of ``cluster`` (default: all of them).
@@ -264,10 +267,16 @@ def _transfers(
     transfers = tuple(
         Transfer(
             IDLE_RESULTS if step is None else transfer_text(step, names),
-            step, float(clock.min()), float(clock[k]), ranks[k], start, end, float(seconds),
+            step,
+            float(clock.min()),
+            float(clock[k]),
+            ranks[k],
+            start,
+            end,
+            float(seconds),
         )
         for step, clock, k, start, end, seconds in zip(
             streams.collectives, issued, last, run.starts, run.ends, total, strict=True
         )
-    )  # fmt: skip
+    )
     return transfers, covered[:, 1::2].sum(axis=1), waits

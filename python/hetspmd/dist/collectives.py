@@ -27,9 +27,15 @@ from hetspmd.dist.communicator import Communicator, Member, Work
 from hetspmd.dist.pending import Pending, PendingTensor
 
 _MOVABLE = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16,
-    torch.int64, torch.int32, torch.uint8, torch.int8,
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.int8,
+)
 
 
 def start_all_reduce(runtime: Member, tensor: torch.Tensor, *, spare: bool = False) -> PendingTensor:
@@ -93,9 +99,13 @@ def start_ring_reduce(
 
 
 def _reduced(
-    runtime: Member, tensor: torch.Tensor, dim: int, extents: Sequence[int],
-    issue: Callable[[Communicator, Sequence[torch.Tensor]], list[Work]], spare: bool,
-) -> PendingTensor:  # fmt: skip
+    runtime: Member,
+    tensor: torch.Tensor,
+    dim: int,
+    extents: Sequence[int],
+    issue: Callable[[Communicator, Sequence[torch.Tensor]], list[Work]],
+    spare: bool,
+) -> PendingTensor:
     """What ``issue`` makes of the ranks' slices, or of copies of them: sums, each on its rank."""
     comm = runtime.communicator
     if comm.world == 1 or tensor.numel() == 0:
@@ -181,9 +191,12 @@ def start_ring_gather(
 
 
 def _gathered(
-    runtime: Member, tensor: torch.Tensor, dim: int, extents: Sequence[int],
+    runtime: Member,
+    tensor: torch.Tensor,
+    dim: int,
+    extents: Sequence[int],
     issue: Callable[[Communicator, Sequence[torch.Tensor]], list[Work]],
-) -> PendingTensor:  # fmt: skip
+) -> PendingTensor:
     """What ``issue`` makes of the parts of the result, of which a rank has its own."""
     comm = runtime.communicator
     if comm.world == 1 or _whole(tensor, dim, extents) == 0:
@@ -256,9 +269,12 @@ def start_all_to_all(
 
 
 def start_rebalance(
-    runtime: Member, tensor: torch.Tensor, dim: int, source_extents: Sequence[int],
+    runtime: Member,
+    tensor: torch.Tensor,
+    dim: int,
+    source_extents: Sequence[int],
     target_extents: Sequence[int],
-) -> PendingTensor:  # fmt: skip
+) -> PendingTensor:
     """All-Gather(dim) in other extents: slices stay in rank order, so that each rank sends to its neighbours what
     its new slice has no part of, and keeps what both have."""
     comm = runtime.communicator
@@ -277,9 +293,12 @@ def start_rebalance(
 
 
 STARTS: dict[str, Callable[..., PendingTensor]] = {
-    "all_reduce": start_all_reduce, **SCATTERS, **GATHERS, "all_to_all": start_all_to_all,
+    "all_reduce": start_all_reduce,
+    **SCATTERS,
+    **GATHERS,
+    "all_to_all": start_all_to_all,
     "rebalance": start_rebalance,
-}  # fmt: skip
+}
 """By kind."""
 
 

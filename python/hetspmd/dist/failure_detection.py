@@ -44,9 +44,14 @@ class FailureDetector:
     """
 
     def __init__(
-        self, store: Store, prefix: str, rank: int, processes: Sequence[Process], host: int | None,
+        self,
+        store: Store,
+        prefix: str,
+        rank: int,
+        processes: Sequence[Process],
+        host: int | None,
         timeout: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.processes, self.host, self.timeout = rank, tuple(processes), host, timeout
         self._patience = timeout - min(0.3 * timeout, 9.0)
         self._grace = min(0.1 * timeout, 3.0)

@@ -27,6 +27,7 @@ from hetspmd.program.level_layout import Leg, Part
 
 Result = TypeVar("Result")
 
+
 @dataclass
 class MachineRuntime(Runtime):
     """The first input of an accelerator's graphs. ``communicator`` joins all accelerators of the active machines,
@@ -68,9 +69,15 @@ class MachineRuntime(Runtime):
         return PendingBucket(PendingAcross(lambda: _hand_out_all(comm, pending.wait(), legs), pending))
 
     def draw_nested(
-        self, instruction: int, shape: Sequence[int], regions: Sequence[Region], alike: bool, op: Any,
-        args: Sequence[Any], kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
+        self,
+        instruction: int,
+        shape: Sequence[int],
+        regions: Sequence[Region],
+        alike: bool,
+        op: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """What a random op draws (:func:`hetspmd.lower.calls.draw_nested`)."""
         cut = [(dim, start, extent) for dim, start, extent in regions]
         first = cut[0] if cut else None
@@ -89,9 +96,14 @@ def join_machines(
     others = [rank for rank in range(everyone.world) if rank not in first]
     across = everyone.split([part for part in (first, others) if part])
     return MachineRuntime(
-        base.communicator, randomness, base.everyone, base.source, base.idle,
-        Runtime(inside, randomness), Runtime(across, randomness),
-    )  # fmt: skip
+        base.communicator,
+        randomness,
+        base.everyone,
+        base.source,
+        base.idle,
+        Runtime(inside, randomness),
+        Runtime(across, randomness),
+    )
 
 
 class PendingAcross(Generic[Result]):

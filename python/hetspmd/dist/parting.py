@@ -43,12 +43,16 @@ class Told:
         """From what travels."""
         replicas = said["replicas"]
         return cls(
-            said["what"], said["key"], said["mode"], said["of"],
+            said["what"],
+            said["key"],
+            said["mode"],
+            said["of"],
             tuple((path, digest) for path, digest in said["inputs"]),
             None if replicas is None else tuple((n, d, _number(p), _number(s)) for n, d, p, s in replicas),
-            tuple(said["tolerances"]), tuple(said["arguments"]),
+            tuple(said["tolerances"]),
+            tuple(said["arguments"]),
             tuple((what, number, details) for what, number, details in said["doings"]),
-        )  # fmt: skip
+        )
 
 
 def _number(bits: str) -> float:

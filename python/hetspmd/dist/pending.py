@@ -29,9 +29,13 @@ class Pending(Generic[Result]):
     __slots__ = ("_communicator", "_early", "_finish", "_result", "_works")
 
     def __init__(
-        self, works: Sequence[Work], finish: Callable[[], Result],
-        communicator: Communicator | None = None, *, early: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        works: Sequence[Work],
+        finish: Callable[[], Result],
+        communicator: Communicator | None = None,
+        *,
+        early: bool = False,
+    ) -> None:
         self._works = list(works)
         self._finish: Callable[[], Result] | None = finish
         self._communicator = communicator

@@ -81,9 +81,11 @@ class Randomness:
     def get_state(self) -> dict[str, Any]:
         """The state, for checkpoints."""
         return {
-            "seed": self.seed, "step": self.step,
-            "shared": self._shared.get_state(), "own": self._own.get_state(),
-        }  # fmt: skip
+            "seed": self.seed,
+            "step": self.step,
+            "shared": self._shared.get_state(),
+            "own": self._own.get_state(),
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`get_state`."""

@@ -74,16 +74,21 @@ class RollCall:
     def told(self) -> dict[str, Any]:
         """All of it, of what JSON knows."""
         return {
-            "what": self.what, "key": self.key, "mode": self.describe(), "of": self.of,
+            "what": self.what,
+            "key": self.key,
+            "mode": self.describe(),
+            "of": self.of,
             "arguments": list(self.arguments),
             "inputs": [list(i) for i in self.inputs],
-            "replicas": None if self.replicas is None else [
+            "replicas": None
+            if self.replicas is None
+            else [
                 [name, digest, _bits(projection), _bits(square)]
                 for name, digest, projection, square in self.replicas
             ],
             "tolerances": list(self.tolerances),
             "doings": [doing.told() for doing in self.doings],
-        }  # fmt: skip
+        }
 
 
 def _bits(number: float) -> str:

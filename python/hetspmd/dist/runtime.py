@@ -52,9 +52,14 @@ class Runtime:
         return buckets.STARTS[kind](self, tensors, [(dim, extents) for dim, extents in args])
 
     def draw(
-        self, instruction: int, shape: Sequence[int], region: Region | None, op: Any, args: Sequence[Any],
+        self,
+        instruction: int,
+        shape: Sequence[int],
+        region: Region | None,
+        op: Any,
+        args: Sequence[Any],
         kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """What a random op draws (:func:`hetspmd.lower.calls.draw`)."""
         made = Draw(instruction, tuple(shape), None if region is None else (region[0], region[1], region[2]))
         return random_op(self.randomness, made, op, args, kwargs)

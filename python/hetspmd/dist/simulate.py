@@ -66,9 +66,13 @@ class SimulatedWorld:
     """
 
     def __init__(
-        self, world: int, delay: Delay | None = None, *, members: Sequence[int] | None = None,
+        self,
+        world: int,
+        delay: Delay | None = None,
+        *,
+        members: Sequence[int] | None = None,
         shared: _Shared | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.world = world
         self.delay = delay
         self.members = tuple(range(world) if members is None else members)

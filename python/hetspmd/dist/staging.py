@@ -174,9 +174,7 @@ class StagedCommunicator(Communicator):
         return self._send(lambda *hosts: self._inner.ring_gather(hosts), parts, own, others)
 
     def ring_reduce(self, parts: Sequence[torch.Tensor]) -> Work:
-        return self._send(
-            lambda *hosts: self._inner.ring_reduce(hosts), parts, parts, [parts[self.rank]]
-        )  # fmt: skip
+        return self._send(lambda *hosts: self._inner.ring_reduce(hosts), parts, parts, [parts[self.rank]])
 
     def exchange(self, value: Any) -> list[Any]:
         return self._inner.exchange(value)
@@ -185,9 +183,12 @@ class StagedCommunicator(Communicator):
         return StagedCommunicator(self._inner._part(ranks), self._carrier, self._copies)
 
     def _send(
-        self, primitive: Callable[..., Work], buffers: Sequence[torch.Tensor], given: Sequence[torch.Tensor],
+        self,
+        primitive: Callable[..., Work],
+        buffers: Sequence[torch.Tensor],
+        given: Sequence[torch.Tensor],
         taken: Sequence[torch.Tensor],
-    ) -> Work:  # fmt: skip
+    ) -> Work:
         """Issue ``primitive(*buffers)`` on the host. ``given``: those of the buffers whose content it reads;
         ``taken``: whose content it makes."""
         copies = self._copies

@@ -16,11 +16,16 @@ aten = torch.ops.aten
 
 SILENT_VIEWS = frozenset(
     {
-        aten._unsafe_view.default, aten.conj_physical.default, aten.einsum.default, aten.lift.default,
-        aten.lift_fresh.default, aten.unsafe_chunk.default, aten.unsafe_split.Tensor,
+        aten._unsafe_view.default,
+        aten.conj_physical.default,
+        aten.einsum.default,
+        aten.lift.default,
+        aten.lift_fresh.default,
+        aten.unsafe_chunk.default,
+        aten.unsafe_split.Tensor,
         aten.unsafe_split_with_sizes.default,
     }
-)  # fmt: skip
+)
 """Ops whose result may be their operand's memory although their schema does not say so."""
 
 

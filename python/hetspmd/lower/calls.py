@@ -64,17 +64,28 @@ def within(runtime: Any) -> Any:
 
 
 def draw(
-    runtime: Any, instruction: int, shape: Sequence[int], region: Any, op: Any, args: Sequence[Any],
+    runtime: Any,
+    instruction: int,
+    shape: Sequence[int],
+    region: Any,
+    op: Any,
+    args: Sequence[Any],
     kwargs: dict[str, Any],
-) -> Any:  # fmt: skip
+) -> Any:
     """What a random op draws, in this rank's ``region`` of the tensor of this shape."""
     return runtime.draw(instruction, shape, region, op, args, kwargs)
 
 
 def draw_nested(
-    runtime: Any, instruction: int, shape: Sequence[int], regions: Sequence[Any], alike: bool, op: Any,
-    args: Sequence[Any], kwargs: dict[str, Any],
-) -> Any:  # fmt: skip
+    runtime: Any,
+    instruction: int,
+    shape: Sequence[int],
+    regions: Sequence[Any],
+    alike: bool,
+    op: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
     """The same on an accelerator: ``regions`` are the machine's slice and this accelerator's slice of that, as far
     as there are any. ``alike``: others have the same slice."""
     return runtime.draw_nested(instruction, shape, regions, alike, op, args, kwargs)

@@ -204,9 +204,14 @@ class GraphWriter:
                 self.produced[key] = self.typed(value, key)
 
     def _draw(
-        self, step: Compute, instruction: Instruction, name: str, function: Any,
-        args: tuple[Any, ...], kwargs: dict[str, Any],
-    ) -> fx.Node:  # fmt: skip
+        self,
+        step: Compute,
+        instruction: Instruction,
+        name: str,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> fx.Node:
         first, form = instruction.outputs[0], step.row.post[0]
         region = self.layout.region(first, form, self.rank)
         shape = list(self.theory.graph.tensors[first].shape)
@@ -310,9 +315,11 @@ def _arguments(layout: Layout, step: Communicate) -> tuple[Any, ...]:
     if step.kind in GATHERS:
         return sharded_dim(source), layout.extents(tensor, source)
     both = layout.extents(tensor, source), layout.extents(tensor, target)
-    return (sharded_dim(target), *both) if step.kind == "rebalance" else (
-        sharded_dim(source), sharded_dim(target), *both
-    )  # fmt: skip
+    return (
+        (sharded_dim(target), *both)
+        if step.kind == "rebalance"
+        else (sharded_dim(source), sharded_dim(target), *both)
+    )
 
 
 def identifier(name: str) -> str:

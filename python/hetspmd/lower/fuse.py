@@ -28,11 +28,15 @@ from hetspmd.trace.compat import is_op
 aten = torch.ops.aten
 
 _IN_PLACE = {
-    aten.relu.default: aten.relu_.default, aten.add.Tensor: aten.add_.Tensor, aten.sub.Tensor: aten.sub_.Tensor,
-    aten.mul.Tensor: aten.mul_.Tensor, aten.div.Tensor: aten.div_.Tensor,
-    aten.addcmul.default: aten.addcmul_.default, aten.scatter.value: aten.scatter_.value,
+    aten.relu.default: aten.relu_.default,
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.sub.Tensor: aten.sub_.Tensor,
+    aten.mul.Tensor: aten.mul_.Tensor,
+    aten.div.Tensor: aten.div_.Tensor,
+    aten.addcmul.default: aten.addcmul_.default,
+    aten.scatter.value: aten.scatter_.value,
     aten.scatter.src: aten.scatter_.src,
-}  # fmt: skip
+}
 _OUT_OF_PLACE = {op: whole for whole, op in _IN_PLACE.items()}
 _COMMUTE = frozenset({aten.add.Tensor, aten.mul.Tensor})
 

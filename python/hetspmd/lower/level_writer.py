@@ -147,9 +147,10 @@ class NestedWriter:
         sources = [self.need((m.tensor, m.source, m.collected)) for m in step.members]
         given = [self._leg(m) for m in step.members]
         pending = self.call(
-            f"bucket_{step.kind}_across", calls.start_bucket_across,
+            f"bucket_{step.kind}_across",
+            calls.start_bucket_across,
             (self.runtime, step.kind, sources, [args for args, _ in given], [leg for _, leg in given]),
-        )  # fmt: skip
+        )
         pending.meta["transfer"] = step
         for index, member in enumerate(step.members):
             target = (member.tensor, member.target, member.handed_out)

@@ -86,7 +86,9 @@ class _Lowering:
         written = tuple(i for i, p in enumerate(graph.parameters) if p.updated is not None)
         differentiable = tuple(i for i, p in enumerate(graph.parameters) if p.gradient is not None)
         return LocalProgram(
-            self.layout.rank(self.at), self.layout.world, self.device,
+            self.layout.rank(self.at),
+            self.layout.world,
+            self.device,
             tuple(self._stored(p.tensor) for p in graph.parameters),
             tuple(self._local((b.tensor, REPLICATE, REPLICATE)) for b in graph.buffers),
             tuple(self._local((i.tensor, REPLICATE, REPLICATE)) for i in graph.inputs),
@@ -96,7 +98,7 @@ class _Lowering:
             differentiable if nested.gradients else (),
             self._module(forward, "Forward"),
             None if backward is None else self._module(backward, "Backward"),
-        )  # fmt: skip
+        )
 
     def _stored(self, tensor: int) -> LocalTensor:
         """A parameter: each accelerator holds its machine's part, which counts as the first one's."""

@@ -94,7 +94,9 @@ class _Lowering:
         written = tuple(i for i, p in enumerate(self.graph.parameters) if p.updated is not None)
         differentiable = tuple(i for i, p in enumerate(self.graph.parameters) if p.gradient is not None)
         return LocalProgram(
-            self.rank, self.world, self.device,
+            self.rank,
+            self.world,
+            self.device,
             tuple(self._local(p.tensor, self.stored.get(p.tensor, REPLICATE)) for p in self.graph.parameters),
             tuple(self._local(b.tensor, REPLICATE) for b in buffers),
             tuple(self._local(i.tensor, REPLICATE) for i in self.graph.inputs),
@@ -104,7 +106,7 @@ class _Lowering:
             differentiable if self.program.gradients else (),
             self._module(forward, "Forward"),
             None if backward is None else self._module(backward, "Backward"),
-        )  # fmt: skip
+        )
 
     def _local(self, tensor: int, form: Placement) -> LocalTensor:
         meta = self.graph.tensors[tensor]

@@ -190,18 +190,25 @@ class Alternation:
         return self._rounds(part, ranks, (("alone", (1.0,)),), alone)
 
     def _search(
-        self, costs: CostModel, lengths: Lengths, start: Found | None, within: Space | None = None,
+        self,
+        costs: CostModel,
+        lengths: Lengths,
+        start: Found | None,
+        within: Space | None = None,
         overlap: float = 1.0,
-    ) -> Found:  # fmt: skip
+    ) -> Found:
         with self.clock("synth"):
             return self.searcher.search(
                 costs, lengths, self.limits, within=within, start=start, overlap=overlap
             )
 
     def _rounds(
-        self, costs: CostModel, active: tuple[int, ...], starts: Sequence[tuple[str, Ratios | Matrix]],
+        self,
+        costs: CostModel,
+        active: tuple[int, ...],
+        starts: Sequence[tuple[str, Ratios | Matrix]],
         within: Space | None = None,
-    ) -> tuple[list[Pair], list[Iteration]]:  # fmt: skip
+    ) -> tuple[list[Pair], list[Iteration]]:
         """Search and ratios in turns from each start, on the devices of ``costs``."""
         pairs: list[Pair] = []
         iterations: list[Iteration] = []
@@ -292,9 +299,14 @@ class Alternation:
         for _ in range(MARGINS):
             with self.clock("balance"):
                 better = optimise(
-                    self.theory, costs, judged.program, ratios, most=most, room=room,
+                    self.theory,
+                    costs,
+                    judged.program,
+                    ratios,
+                    most=most,
+                    room=room,
                     stages=judged.step.stages,
-                )  # fmt: skip
+                )
                 moved = lengths_for(self.theory.axes, better)
             if most is None and room is None:
                 return better, moved
@@ -310,9 +322,13 @@ class Alternation:
         return ratios, lengths
 
     def _overlapping(
-        self, costs: CostModel, active: tuple[int, ...], best: Pair, pairs: Sequence[Pair],
+        self,
+        costs: CostModel,
+        active: tuple[int, ...],
+        best: Pair,
+        pairs: Sequence[Pair],
         rounds: Sequence[Iteration],
-    ) -> list[Pair]:  # fmt: skip
+    ) -> list[Pair]:
         """Pairs with programs that are best if part of the communication is hidden: at the lengths of ``best``, and
         of those of ``pairs``, two of each of the ``rounds``, that are nearly as good."""
         found: list[Pair] = []

@@ -106,9 +106,13 @@ class Judge:
     programs, if anywhere."""
 
     def __init__(
-        self, of: Context, costs: CostModel, found: Found, active: tuple[int, ...],
+        self,
+        of: Context,
+        costs: CostModel,
+        found: Found,
+        active: tuple[int, ...],
         searched_at: Lengths | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.of, self.found, self.active, self.searched_at = of, found, active, searched_at
         self.cluster = of.cluster
         self.program = self._left(found.program)

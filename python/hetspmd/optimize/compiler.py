@@ -49,13 +49,21 @@ from hetspmd.trace.trace import split_example, trace
 
 
 def compile(
-    model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str, *,
+    model: nn.Module,
+    example: Any,
+    cluster: Cluster | Mapping[str, Any] | str,
+    *,
     loss: Loss | str | int | None = None,
-    strict: bool = False, constraints: Mapping[str, str | Placement] | None = None, time_limit: float = 600.0,
-    loss_only: bool = False, segments: Segments = "auto", machines: Machines = "auto",
+    strict: bool = False,
+    constraints: Mapping[str, str | Placement] | None = None,
+    time_limit: float = 600.0,
+    loss_only: bool = False,
+    segments: Segments = "auto",
+    machines: Machines = "auto",
     host_randomness: HostRandomness = "refuse",
-    timings: MutableMapping[str, float] | None = None, progress: Callable[[str], object] | None = None,
-) -> Plan:  # fmt: skip
+    timings: MutableMapping[str, float] | None = None,
+    progress: Callable[[str], object] | None = None,
+) -> Plan:
     """Synthesize the distributed program of one training step.
 
     model        an unchanged module; it may be on the meta device
@@ -170,9 +178,14 @@ def _like(theory: Theory, cluster: Cluster, like: Plan, limits: Limits, clock: C
 
 
 def _fixed_plan(
-    theory: Theory, cluster: Cluster, fixed: Constraints, ratios: Matrix, lengths: Lengths,
-    limits: Limits, active: tuple[int, ...],
-) -> Plan:  # fmt: skip
+    theory: Theory,
+    cluster: Cluster,
+    fixed: Constraints,
+    ratios: Matrix,
+    lengths: Lengths,
+    limits: Limits,
+    active: tuple[int, ...],
+) -> Plan:
     """The best program at given lengths."""
     pair = Alternation(theory, cluster, fixed, limits, Clock()).at(ratios, lengths, active)
     if has_machines(cluster):
@@ -182,9 +195,13 @@ def _fixed_plan(
 
 
 def following_plan(
-    theory: Theory, cluster: Cluster, outcome: Outcome, constraints: Mapping[str, str | Placement] | None,
-    limits: Limits, clock: Clock,
-) -> Plan:  # fmt: skip
+    theory: Theory,
+    cluster: Cluster,
+    outcome: Outcome,
+    constraints: Mapping[str, str | Placement] | None,
+    limits: Limits,
+    clock: Clock,
+) -> Plan:
     """The plan of an outcome, with modules that follow others in their shards if that can be."""
     return followed(
         plan_of(theory, cluster, outcome, constraints),
@@ -225,10 +242,13 @@ def _across(
     return replace(
         plan,
         cost=replace(
-            cost, step_seconds=cost.step_seconds + more, stage_seconds=cost.stage_seconds + more,
-            communication_seconds=cost.communication_seconds + more, memory_bytes=memory,
+            cost,
+            step_seconds=cost.step_seconds + more,
+            stage_seconds=cost.stage_seconds + more,
+            communication_seconds=cost.communication_seconds + more,
+            memory_bytes=memory,
         ),
-    )  # fmt: skip
+    )
 
 
 def _across_at(
@@ -252,9 +272,14 @@ def _report(found: Found) -> SearchReport:
 
 
 def plan_for(
-    theory: Theory, cluster: Cluster, constraints: Constraints, ratios: Ratios | Matrix, *,
-    limits: Limits | None = None, active: tuple[int, ...] | None = None,
-) -> Plan:  # fmt: skip
+    theory: Theory,
+    cluster: Cluster,
+    constraints: Constraints,
+    ratios: Ratios | Matrix,
+    *,
+    limits: Limits | None = None,
+    active: tuple[int, ...] | None = None,
+) -> Plan:
     """The best program under ``constraints`` at fixed ratios: forced programs for tests and comparisons.
 
     ``active``: ranks of the devices that take part (default: all), to which the ratios belong, of all segments or

@@ -49,9 +49,13 @@ def explain(
     found.sort(key=lambda a: (a.seconds is None, a.seconds or 0.0, a.form != chosen, a.form))
     origin = fixed.origins.get(tensor)
     return Explanation(
-        name, chosen, tuple(found), _kind(plan, tensor), None if origin is None else origin.glob,
+        name,
+        chosen,
+        tuple(found),
+        _kind(plan, tensor),
+        None if origin is None else origin.glob,
         _notes(plan, chosen, found, origin is not None),
-    )  # fmt: skip
+    )
 
 
 def _forms(plan: Plan, tensor: int) -> list[Placement]:

@@ -102,9 +102,15 @@ def step_across(theory: Theory, cluster: Cluster, fixed: Constraints, limits: Li
             device = devices[rank]
             # What the machines are counted to hold must shrink by as much as an accelerator lacks.
             devices[rank] = replace(
-                device, memory=max(min(device.memory, outcome.pair.cost.memory_bytes[rank])
-                                   * capacity / (capacity + missing) * 0.99, 1.0)
-            )  # fmt: skip
+                device,
+                memory=max(
+                    min(device.memory, outcome.pair.cost.memory_bytes[rank])
+                    * capacity
+                    / (capacity + missing)
+                    * 0.99,
+                    1.0,
+                ),
+            )
         tight = replace(tight, devices=tuple(devices))
     raise MemoryLimitError(missed, [d.name for d in cluster.devices])
 

@@ -36,9 +36,17 @@ from hetspmd.search.search import Found, Searcher, stored_forms
 from hetspmd.search.space import Space
 
 __all__ = [
-    "AHEAD", "PARTS", "WORTH", "Searching", "divisible", "gathered_ahead", "last_first", "like",
-    "storage_axes", "stored_evenly",
-]  # fmt: skip
+    "AHEAD",
+    "PARTS",
+    "WORTH",
+    "Searching",
+    "divisible",
+    "gathered_ahead",
+    "last_first",
+    "like",
+    "storage_axes",
+    "stored_evenly",
+]
 
 AHEAD: Final = (2, 3, 4, 6, 8, 12, 16)
 """Distances that are tried, beside one."""

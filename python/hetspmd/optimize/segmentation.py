@@ -54,9 +54,15 @@ def check_segments(segments: object) -> None:
 
 
 def in_segments(
-    theory: Theory, cluster: Cluster, one: Outcome, segments: Segments, fixed: Callable[[Theory], Constraints],
-    limits: Limits, clock: Clock, alternation: Callable[..., Alternation] = Alternation,
-) -> tuple[Theory, Outcome]:  # fmt: skip
+    theory: Theory,
+    cluster: Cluster,
+    one: Outcome,
+    segments: Segments,
+    fixed: Callable[[Theory], Constraints],
+    limits: Limits,
+    clock: Clock,
+    alternation: Callable[..., Alternation] = Alternation,
+) -> tuple[Theory, Outcome]:
     """The best outcome beside ``one``, the best of one segment, and its theory. ``fixed``: the constraints in a
     theory. A number of segments is kept to even where fewer are better, as far as the model can be divided."""
     active = one.pair.active

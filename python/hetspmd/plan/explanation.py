@@ -58,11 +58,14 @@ class Explanation:
             more = a.seconds - best
             rows.append(
                 [
-                    mark, spelling(a.form), seconds_text(a.seconds), seconds_text(a.lower_bound),
+                    mark,
+                    spelling(a.form),
+                    seconds_text(a.seconds),
+                    seconds_text(a.lower_bound),
                     seconds_text(a.step_seconds),
                     f"{seconds_text(more)} more" if more > EQUAL * best else "the least",
                 ]
-            )  # fmt: skip
+            )
         chosen = "read in several forms" if self.chosen is None else spelling(self.chosen)
         title = f"{self.name} ({self.tensor})" if self.tensor else self.name
         asked = f", as the constraint {self.asked!r} asks" if self.asked is not None else ""
@@ -83,12 +86,14 @@ class Explanation:
             "constraint": self.asked,
             "alternatives": [
                 {
-                    "form": spelling(a.form), "cost": a.seconds, "lower_bound": a.lower_bound,
+                    "form": spelling(a.form),
+                    "cost": a.seconds,
+                    "lower_bound": a.lower_bound,
                     "step_seconds": a.step_seconds,
                 }
                 for a in self.alternatives
             ],
-        }  # fmt: skip
+        }
 
 
 def seconds_text(value: float) -> str:

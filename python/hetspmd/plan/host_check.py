@@ -8,7 +8,7 @@ from typing import Any
 from hetspmd.errors import PlanError
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.cached import is_call
-from hetspmd.trace.host.plain import numbers_in
+from hetspmd.trace.host.templates import numbers_in
 
 __all__ = ["check_host"]
 
@@ -17,8 +17,11 @@ def check_host(graph: Graph) -> None:
     """Raise PlanError, naming the place, unless the graph's host and what it leaves behind are in order."""
     host = graph.host
     for kind, places in (
-        ("reads", host.reads), ("writes", host.writes), ("counters", host.counters), ("numbers", host.numbers)
-    ):  # fmt: skip
+        ("reads", host.reads),
+        ("writes", host.writes),
+        ("counters", host.counters),
+        ("numbers", host.numbers),
+    ):
         for place in places:
             _place(kind, place)
     for counter in host.counters:

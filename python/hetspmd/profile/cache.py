@@ -51,9 +51,13 @@ def cache_file(device: torch.device, kind: Device, optimizer: str) -> Path:
     name = os.environ.get("HETSPMD_DEVICE_NAME") or processor_name(device)
     speed = round(math.log(kind.rate("float32"), STEP))
     identity = {
-        "version": VERSION, "device": name, "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "speed": speed, "optimizer": optimizer,
-    }  # fmt: skip
+        "version": VERSION,
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "speed": speed,
+        "optimizer": optimizer,
+    }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "device"
     return cache_folder() / f"{slug}-{digest}.json"

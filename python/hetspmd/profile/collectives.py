@@ -85,9 +85,7 @@ class _Case:
         """The measured point, as of one in a row."""
         t = self.trial
         middle, low, high = (self.in_a_row * seconds for seconds in interval(self.samples))
-        return Point(
-            t.skew, t.nbytes, t.shards, t.largest, t.exchange, middle, low, high, len(self.samples)
-        )  # fmt: skip
+        return Point(t.skew, t.nbytes, t.shards, t.largest, t.exchange, middle, low, high, len(self.samples))
 
 
 def measure_group(

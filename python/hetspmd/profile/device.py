@@ -56,8 +56,10 @@ def _momentum(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS: Final[Mapping[str, Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]]] = {
-    "adamw": _adamw, "momentum": _momentum, "sgd": _sgd,
-}  # fmt: skip
+    "adamw": _adamw,
+    "momentum": _momentum,
+    "sgd": _sgd,
+}
 """As torch.optim runs them by default, which a training most likely does."""
 
 Call = Callable[[], object]
@@ -67,19 +69,27 @@ Maker = Callable[[torch.device, str, float], Case]
 
 
 def measure_device(
-    rank: int, device: torch.device, budget: float, tolerance: float, dtypes: Sequence[str] = DTYPES,
-    tick: Callable[[str], None] = lambda what: None, optimizer: str = "adamw",
-) -> tuple[Rate, ...]:  # fmt: skip
+    rank: int,
+    device: torch.device,
+    budget: float,
+    tolerance: float,
+    dtypes: Sequence[str] = DTYPES,
+    tick: Callable[[str], None] = lambda what: None,
+    optimizer: str = "adamw",
+) -> tuple[Rate, ...]:
     """The rates of ``device``, in about ``budget`` seconds. ``tick`` hears what is being measured.
 
     Raises RuntimeError if float32 products do not work.
     """
     makers: dict[str, Maker] = {
-        "matmul": _matmul, "convolution": _convolution, "memory": _memory,
-    }  # fmt: skip
+        "matmul": _matmul,
+        "convolution": _convolution,
+        "memory": _memory,
+    }
     cases: list[tuple[str, str, Maker]] = [
-        ("launch", "float32", _launch), ("optimizer", "float32", partial(_optimizer, optimizer)),
-    ]  # fmt: skip
+        ("launch", "float32", _launch),
+        ("optimizer", "float32", partial(_optimizer, optimizer)),
+    ]
     cases += [(what, dtype, make) for dtype in dtypes for what, make in makers.items()]
     start = perf_counter()
     made: list[tuple[str, str, float, Call]] = []

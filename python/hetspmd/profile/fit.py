@@ -130,9 +130,7 @@ def _terms(kind: Kind, points: Sequence[Point]) -> tuple[str, ...]:
 
 def _errors(curve: Curve, points: Sequence[Point]) -> list[float]:
     """ln(p / t) of each point."""
-    return [
-        math.log(curve.seconds(p.nbytes, p.shards, p.largest, p.exchange) / p.seconds) for p in points
-    ]  # fmt: skip
+    return [math.log(curve.seconds(p.nbytes, p.shards, p.largest, p.exchange) / p.seconds) for p in points]
 
 
 def _weights(points: Sequence[Point]) -> Array:

@@ -104,9 +104,7 @@ def groups_of(devices: Sequence[Device]) -> tuple[tuple[int, ...], ...]:
     the last at most ``MAX_GROUPS``, evenly spaced.
     """
     order = sorted(range(len(devices)), key=lambda r: (-devices[r].rate("float32"), r))
-    ends = [
-        i for i in range(2, len(order)) if i == 2 or devices[order[i]] != devices[order[i - 1]]
-    ]  # fmt: skip
+    ends = [i for i in range(2, len(order)) if i == 2 or devices[order[i]] != devices[order[i - 1]]]
     if len(ends) > MAX_GROUPS:
         ends = [ends[i * (len(ends) - 1) // (MAX_GROUPS - 1)] for i in range(MAX_GROUPS)]
     return tuple(tuple(order[:end]) for end in (len(order), *reversed(ends)) if end > 1)

@@ -72,11 +72,14 @@ def alone(graph: Graph, instruction: Instruction, orders: Sequence[Order]) -> Al
 
     sources = [Instruction(i, f"e{i}", INPUT, (), (), (), (i,)) for i in range(len(inputs))]
     op = Instruction(
-        len(inputs), "op", instruction.op, tuple(map_refs(a, moved) for a in instruction.args),
+        len(inputs),
+        "op",
+        instruction.op,
+        tuple(map_refs(a, moved) for a in instruction.args),
         tuple((k, map_refs(v, moved)) for k, v in instruction.kwargs),
         tuple(place[t] for t in instruction.inputs),
         tuple(place[t] if t >= 0 else -1 for t in instruction.outputs),
-    )  # fmt: skip
+    )
     given = tuple(Input(f"e{i}", i, i) for i in range(len(inputs)))
     made = Graph(tensors, (*sources, op), (), (), given, (), (), (), None, None, "", "")
     return Alone(made, tuple(orders[t] for t in inputs))
@@ -163,22 +166,27 @@ def _content(arena: Arena, shape: Sequence[int], order: Order, dtype: str, bound
 
 
 _INDEX: Final = {
-    "aten.gather.default": (0, 1, 2), "aten.index_select.default": (0, 1, 2),
-    "aten.scatter.src": (0, 1, 2), "aten.scatter.value": (0, 1, 2), "aten.scatter_add.default": (0, 1, 2),
-    "aten.scatter_reduce.two": (0, 1, 2), "aten.index_add.default": (0, 1, 2),
-    "aten.index_copy.default": (0, 1, 2), "aten.index_fill.int_Scalar": (0, 1, 2),
-}  # fmt: skip
+    "aten.gather.default": (0, 1, 2),
+    "aten.index_select.default": (0, 1, 2),
+    "aten.scatter.src": (0, 1, 2),
+    "aten.scatter.value": (0, 1, 2),
+    "aten.scatter_add.default": (0, 1, 2),
+    "aten.scatter_reduce.two": (0, 1, 2),
+    "aten.index_add.default": (0, 1, 2),
+    "aten.index_copy.default": (0, 1, 2),
+    "aten.index_fill.int_Scalar": (0, 1, 2),
+}
 """Positions of the tensor, the dim and the index along it."""
 _CLASSES: Final = {
-    "aten.nll_loss_forward.default": (0, 1), "aten.nll_loss2d_forward.default": (0, 1),
-    "aten.nll_loss_backward.default": (1, 2), "aten.nll_loss2d_backward.default": (1, 2),
-}  # fmt: skip
+    "aten.nll_loss_forward.default": (0, 1),
+    "aten.nll_loss2d_forward.default": (0, 1),
+    "aten.nll_loss_backward.default": (1, 2),
+    "aten.nll_loss2d_backward.default": (1, 2),
+}
 """Positions of the log probabilities and of the classes."""
 
 
-def index_bound(
-    call: Call, position: int, inputs: Sequence[Sequence[int]], output: Sequence[int]
-) -> int:  # fmt: skip
+def index_bound(call: Call, position: int, inputs: Sequence[Sequence[int]], output: Sequence[int]) -> int:
     """The integers from 0 that input ``position`` of a call may hold, with these local shapes; 2 where it holds no
     indices (0 and 1 do everywhere)."""
 

@@ -104,12 +104,14 @@ def measure(session: Session, options: Options, tick: Callable[[str], None] = la
     reports = session.together(
         "measuring its device",
         lambda: Report(
-            device_name(device), hosts[session.rank], memory[session.rank],
+            device_name(device),
+            hosts[session.rank],
+            memory[session.rank],
             measure_device(
                 session.rank, device, budget, options.tolerance, options.dtypes, tick, options.optimizer
             ),
         ),
-    )  # fmt: skip
+    )
     if device.type == "cuda":
         torch.cuda.empty_cache()
     devices = devices_of(reports, options.product)
@@ -132,9 +134,12 @@ def measure(session: Session, options: Options, tick: Callable[[str], None] = la
 
 
 def with_ops(
-    session: Session, profile: Profile, cases: Sequence[OpCase], options: Options,
+    session: Session,
+    profile: Profile,
+    cases: Sequence[OpCase],
+    options: Options,
     tick: Callable[[str], None] = lambda what: None,
-) -> Profile:  # fmt: skip
+) -> Profile:
     """The profile with the times of ops, measured for ``options.budget`` seconds; those that it has and that are
     not measured now stay, if they are of the same optimizer.
 

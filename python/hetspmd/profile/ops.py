@@ -96,9 +96,14 @@ class _Done:
 
 
 def measure_ops(
-    session: Session, cluster: Cluster, cases: Sequence[OpCase], budget: float, tolerance: float,
-    optimizer: str = "adamw", tick: Callable[[str], None] = lambda what: None,
-) -> OpReport:  # fmt: skip
+    session: Session,
+    cluster: Cluster,
+    cases: Sequence[OpCase],
+    budget: float,
+    tolerance: float,
+    optimizer: str = "adamw",
+    tick: Callable[[str], None] = lambda what: None,
+) -> OpReport:
     """Measure ``cases`` on every kind of device of ``cluster``, for about ``budget`` seconds from now.
 
     The same cases on every rank. Every rank gets the same report. Raises ProfileError on every rank if one fails.
@@ -175,9 +180,14 @@ def _merged(parts: Sequence[Mapping[str, Mapping[float, Any]]]) -> Points:
 
 
 def _measure(
-    device: torch.device, tasks: Sequence[Task], budget: float, tolerance: float, optimizer: str, room: float,
+    device: torch.device,
+    tasks: Sequence[Task],
+    budget: float,
+    tolerance: float,
+    optimizer: str,
+    room: float,
     tick: Callable[[str], None],
-) -> _Done:  # fmt: skip
+) -> _Done:
     done = _Done()
     begin = perf_counter()
     arena = Arena(device, FOOTPRINT[device.type])
@@ -224,9 +234,12 @@ def _point(turns: Sequence[Sequence[Sample]]) -> tuple[float, float, float, int]
 
 
 def _samples(
-    device: torch.device, call: Callable[[], object], single: SingleCalls | None, deadline: float,
+    device: torch.device,
+    call: Callable[[], object],
+    single: SingleCalls | None,
+    deadline: float,
     tolerance: float,
-) -> list[Sample]:  # fmt: skip
+) -> list[Sample]:
     def run(calls: int) -> Sample:
         synchronize(device)
         faults, start = page_faults(), perf_counter()
@@ -254,9 +267,13 @@ def _samples(
 
 
 def _call(
-    device: torch.device, arena: Arena, task: Task, theories: dict[int, tuple[Alone, Theory]], optimizer: str,
+    device: torch.device,
+    arena: Arena,
+    task: Task,
+    theories: dict[int, tuple[Alone, Theory]],
+    optimizer: str,
     room: float,
-) -> tuple[Callable[[], object], int]:  # fmt: skip
+) -> tuple[Callable[[], object], int]:
     """What is timed, and how often it does the task. Raises MemoryError if it needs more than ``room`` bytes."""
     case = task.case
     if case.stored is not None:

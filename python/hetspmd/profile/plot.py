@@ -100,9 +100,7 @@ def _frame(canvas: Canvas, panel: _Panel, across: LogAxis, up: LogAxis, x: float
         canvas.text(x - 6, up.at(value) + 4, quantity_text(value, "seconds"), size=10, anchor="end")
     for value in across.ticks():
         canvas.line(across.at(value), y, across.at(value), y + HEIGHT, GRID)
-        canvas.text(
-            across.at(value), y + HEIGHT + 14, _decimal_bytes(value), size=10, anchor="middle"
-        )  # fmt: skip
+        canvas.text(across.at(value), y + HEIGHT + 14, _decimal_bytes(value), size=10, anchor="middle")
     title = f"{KIND_TEXT[panel.curves[0].kind]}, {panel.curves[0].devices} devices"
     canvas.text(x, y - 6, title, bold=True)
     canvas.text(x + WIDTH, y - 6, f"median error {100 * panel.error:.1f} %", size=10, anchor="end")

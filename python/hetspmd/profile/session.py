@@ -120,9 +120,13 @@ def joined(wanted: str) -> Iterator[Session]:
     device = _agreed_device(store, rank, world, wanted)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT,
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=TIMEOUT,
         device_id=device if device.type == "cuda" else None,
-    )  # fmt: skip
+    )
     try:
         communicator = communicator_for(None, world)
         session = Session(communicator, device, backend, store)

@@ -68,11 +68,14 @@ def _ops_text(cluster: Cluster, ranks: Sequence[int], fits: Sequence[OpFit]) -> 
     longest = sorted(fits, key=lambda f: (-f.time.seconds(1.0), f.time.key))[:LONGEST]
     rows = [
         [
-            _shortened(f.time.key), _seconds(f.time.constant), _seconds(f.time.slope), f"{100 * f.error:.1f} %",
+            _shortened(f.time.key),
+            _seconds(f.time.constant),
+            _seconds(f.time.slope),
+            f"{100 * f.error:.1f} %",
             str(len(f.points)),
         ]
         for f in longest
-    ]  # fmt: skip
+    ]
     header = ["op", "constant", "x share", "error", "points"]
     errors = [f.error for f in fits if len(f.points) > 1]
     quality = (

@@ -63,9 +63,16 @@ class Canvas:
         )
 
     def text(
-        self, x: float, y: float, text: str, *, size: int = 11, anchor: str = "start", color: str = "#222",
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        size: int = 11,
+        anchor: str = "start",
+        color: str = "#222",
         bold: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A line of text with its baseline at y; ``anchor`` is start, middle or end."""
         weight = " font-weight='bold'" if bold else ""
         self._shapes.append(

@@ -199,9 +199,15 @@ class _Nesting:
             backward.have[(graph.tangent, REPLICATE, REPLICATE)] = None
         self._write(backward, self.order.backward, gradients)
         return Nested(
-            tuple(forward.steps), tuple(backward.steps), self._saved(backward), stored, loss, outputs, buffers,
+            tuple(forward.steps),
+            tuple(backward.steps),
+            self._saved(backward),
+            stored,
+            loss,
+            outputs,
+            buffers,
             gradients,
-        )  # fmt: skip
+        )
 
     def _write(self, into: _Graph, steps: Iterable[Scheduled], left: tuple[Key, ...]) -> None:
         reads = _Reads(self, steps, left)
@@ -242,9 +248,17 @@ class _Nesting:
         moved = any(is_sharded(k[1]) and k[1] == k[2] != step.target for k in reads.of(step.tensor))
         (handed,) = wanted if len(wanted) == 1 and not moved else (REPLICATE,)
         self._append(
-            into, source, Across(step.tensor, step.kind, step.source, step.target, source[2],
-                                 handed if is_sharded(handed) else REPLICATE),
-        )  # fmt: skip
+            into,
+            source,
+            Across(
+                step.tensor,
+                step.kind,
+                step.source,
+                step.target,
+                source[2],
+                handed if is_sharded(handed) else REPLICATE,
+            ),
+        )
 
     def _together(self, into: _Graph, bucket: Bucket, reads: _Reads) -> None:
         """Those of a bucket that have not run yet."""

@@ -139,9 +139,14 @@ def _fill_range_like(
 
 
 def _rrelu(
-    noise: torch.Tensor, x: torch.Tensor, given: Any, lower: float = 1 / 8, upper: float = 1 / 3, *args: Any,
+    noise: torch.Tensor,
+    x: torch.Tensor,
+    given: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    *args: Any,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     slope = torch.where(x <= 0, noise * (upper - lower) + lower, 1.0)
     return x * slope, slope
 

@@ -96,6 +96,11 @@ def communication_text(step: Communicate, name: str) -> str:
 
 
 __all__ = [
-    "Communicate", "Compute", "Program", "Result", "Step", "communication_text",
+    "Communicate",
+    "Compute",
+    "Program",
+    "Result",
+    "Step",
+    "communication_text",
     "communications",
-]  # fmt: skip
+]

@@ -96,9 +96,11 @@ class LinearProgram:
         bound = np.clip(problem.most[self.first], 0.0, 1.0)
         upper[: self.t0] = np.where(self.kinds_present[self.leader], bound, 0.0).reshape(-1)
         self.highs = quiet_highs(
-            threads=1, random_seed=0, primal_feasibility_tolerance=TOLERANCES[0],
+            threads=1,
+            random_seed=0,
+            primal_feasibility_tolerance=TOLERANCES[0],
             dual_feasibility_tolerance=TOLERANCES[0],
-        )  # fmt: skip
+        )
         self._looser = list(TOLERANCES[1:])
         self.highs.addVars(columns, lower, upper)
         self.highs.changeColsCost(columns, np.arange(columns, dtype=np.int32), cost)
@@ -109,12 +111,20 @@ class LinearProgram:
         own = [list(range(g * classes, (g + 1) * classes)) for g in range(count)]
         self._rows([1.0] * count, [1.0] * count, own, [size] * count)
         inf = highspy.kHighsInf
-        self._rows([0.0] * len(x), [inf] * len(x), [[self.largest + i // classes, i] for i in x],
-                   [[1.0, -1.0]] * len(x))  # fmt: skip
+        self._rows(
+            [0.0] * len(x),
+            [inf] * len(x),
+            [[self.largest + i // classes, i] for i in x],
+            [[1.0, -1.0]] * len(x),
+        )
         self.bent = self.rows  # X's rows: X - (1 - 2 r) x >= r^2
         shares = self.shares(at).reshape(-1)
-        self._rows(list(shares**2), [inf] * len(x), [[self.exchange + i // classes, i] for i in x],
-                   [[1.0, 2 * r - 1] for r in shares])  # fmt: skip
+        self._rows(
+            list(shares**2),
+            [inf] * len(x),
+            [[self.exchange + i // classes, i] for i in x],
+            [[1.0, 2 * r - 1] for r in shares],
+        )
         for p, (a, b, _) in enumerate(self.pairs):
             self._pair(self.moved + p * (1 + 2 * n), a * classes, b * classes)
         self._cut(at, problem.lines(at), np.ones((stages, classes), dtype=bool))
@@ -125,18 +135,25 @@ class LinearProgram:
         return found
 
     def _rows(
-        self, lower: Sequence[float], upper: Sequence[float], index: Sequence[Sequence[int]],
+        self,
+        lower: Sequence[float],
+        upper: Sequence[float],
+        index: Sequence[Sequence[int]],
         value: Sequence[Sequence[float]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         starts = np.concatenate([[0], np.cumsum([len(i) for i in index])]).astype(np.int32)
         flat = np.array([c for row in index for c in row], dtype=np.int32)
         numbers = np.array([v for row in value for v in row], dtype=float)
         self._add(np.array(lower, dtype=float), np.array(upper, dtype=float), starts, flat, numbers)
 
     def _add(
-        self, lower: Array, upper: Array, starts: npt.NDArray[np.int32], index: npt.NDArray[np.int32],
+        self,
+        lower: Array,
+        upper: Array,
+        starts: npt.NDArray[np.int32],
+        index: npt.NDArray[np.int32],
         value: Array,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.highs.addRows(len(lower), lower, upper, len(value), starts[:-1], index, value)
         self.rows += len(lower)
 
@@ -154,8 +171,8 @@ class LinearProgram:
                 index, value = [*index, one + place[j], other + place[j]], [*value, -1.0, 1.0]
             if not last:
                 self._rows([0.0], [0.0], [index], [value])
-            sent = ([column] + ([] if last else [u + j]) + ([v + j - 1] if j else []))  # fmt: skip
-            received = ([column] + ([] if last else [v + j]) + ([u + j - 1] if j else []))  # fmt: skip
+            sent = [column] + ([] if last else [u + j]) + ([v + j - 1] if j else [])
+            received = [column] + ([] if last else [v + j]) + ([u + j - 1] if j else [])
             weights = [1.0] + [-1.0] * (len(sent) - 1)
             self._rows([0.0, 0.0], [highspy.kHighsInf] * 2, [sent, received], [weights, weights])
 
@@ -175,9 +192,12 @@ class LinearProgram:
         kept = np.concatenate([np.ones((len(stage), 1), dtype=bool), some], axis=1)
         starts = np.concatenate([[0], kept.sum(axis=1).cumsum()]).astype(np.int32)
         self._add(
-            constant[stage, place] / self.scale[stage], np.full(len(stage), highspy.kHighsInf), starts,
-            index[kept].astype(np.int32), value[kept],
-        )  # fmt: skip
+            constant[stage, place] / self.scale[stage],
+            np.full(len(stage), highspy.kHighsInf),
+            starts,
+            index[kept].astype(np.int32),
+            value[kept],
+        )
 
     def _on(self, lines: Lines) -> tuple[Array, Array]:
         """Slopes by group, shape (groups, stages, classes), and constants, shape (stages, classes)."""
@@ -213,8 +233,12 @@ class LinearProgram:
             cut = np.zeros(len(self.leader))
             np.add.at(cut, self.groups, room.cut[step])
             index = [g * classes + c for g in range(len(cut))]
-            self._rows([-highspy.kHighsInf], [1 - float(room.whole[step]) / capacity], [index],
-                       [list(cut / capacity)])  # fmt: skip
+            self._rows(
+                [-highspy.kHighsInf],
+                [1 - float(room.whole[step]) / capacity],
+                [index],
+                [list(cut / capacity)],
+            )
         return found
 
     def bend(self, at: Array) -> None:

@@ -81,9 +81,12 @@ class Problem:
     """
 
     def __init__(
-        self, stages: Stages, most: Array | None = None, room: Room | None = None,
+        self,
+        stages: Stages,
+        most: Array | None = None,
+        room: Room | None = None,
         placement: Placement | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         model = self.model = stages.model
         self.most = np.full(model.world, np.inf) if most is None else most
         self.room = room

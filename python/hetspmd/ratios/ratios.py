@@ -40,9 +40,14 @@ BETTER = 1e-9  # a candidate replaces another only if it is better by this part
 
 
 def optimise_ratios(
-    theory: Theory, model: CostModel, program: Program, start: Sequence[float] | None = None, *,
-    most: Sequence[float] | Array | None = None, stages: Stages | None = None,
-) -> tuple[float, ...]:  # fmt: skip
+    theory: Theory,
+    model: CostModel,
+    program: Program,
+    start: Sequence[float] | None = None,
+    *,
+    most: Sequence[float] | Array | None = None,
+    stages: Stages | None = None,
+) -> tuple[float, ...]:
     """:func:`optimise` of a program of one segment: its ratios, summing to 1 in rank order."""
     first = None if start is None else by_segment(start, 1)
     (found,) = optimise(theory, model, program, first, most=most, stages=stages)
@@ -50,9 +55,15 @@ def optimise_ratios(
 
 
 def optimise(
-    theory: Theory, model: CostModel, program: Program, start: Sequence[Sequence[float]] | None = None, *,
-    most: Sequence[float] | Array | None = None, room: Room | None = None, stages: Stages | None = None,
-) -> Matrix:  # fmt: skip
+    theory: Theory,
+    model: CostModel,
+    program: Program,
+    start: Sequence[Sequence[float]] | None = None,
+    *,
+    most: Sequence[float] | Array | None = None,
+    room: Room | None = None,
+    stages: Stages | None = None,
+) -> Matrix:
     """argmin over B of t(Q, B) for a fixed program: the ratios of each segment, which sum to 1.
 
     ``start`` (default: proportional to speed) is returned where nothing beats it. ``most`` are upper bounds of the

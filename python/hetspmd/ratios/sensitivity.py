@@ -44,8 +44,12 @@ Quantity = Literal["flops", "memory_bandwidth", "launch", "bandwidth", "latency"
 """Of devices the first three, of the network the others."""
 
 QUANTITIES: Final[Mapping[Quantity, float]] = {
-    "flops": -1.0, "memory_bandwidth": -1.0, "launch": 1.0, "bandwidth": -1.0, "latency": 1.0,
-}  # fmt: skip
+    "flops": -1.0,
+    "memory_bandwidth": -1.0,
+    "launch": 1.0,
+    "bandwidth": -1.0,
+    "latency": 1.0,
+}
 """The power in which seconds depend on each."""
 
 MORE: Final = 0.1
@@ -101,10 +105,17 @@ def _device(device: Device, quantity: Quantity, factor: float) -> Device:
 
 
 def sensitivities(
-    model: CostModel, program: Program, ratios: Sequence[float] | Sequence[Sequence[float]], *,
-    cluster: Cluster | None = None, active: Sequence[int] | None = None, most: Array | None = None,
-    room: Room | None = None, streams: TwoStreams | None = None, gains: int = GAINS,
-) -> tuple[Sensitivity, ...]:  # fmt: skip
+    model: CostModel,
+    program: Program,
+    ratios: Sequence[float] | Sequence[Sequence[float]],
+    *,
+    cluster: Cluster | None = None,
+    active: Sequence[int] | None = None,
+    most: Array | None = None,
+    room: Room | None = None,
+    streams: TwoStreams | None = None,
+    gains: int = GAINS,
+) -> tuple[Sensitivity, ...]:
     """The quantities that the step depends on, those with the greatest elasticity first.
 
     ``model`` is of the devices ``active`` of ``cluster`` (default: all of its own), of which those with a share of
@@ -120,9 +131,15 @@ def sensitivities(
 
 class _Analysis:
     def __init__(
-        self, model: CostModel, program: Program, ratios: Array, cluster: Cluster, active: tuple[int, ...],
-        most: Array | None, room: Room | None,
-    ) -> None:  # fmt: skip
+        self,
+        model: CostModel,
+        program: Program,
+        ratios: Array,
+        cluster: Cluster,
+        active: tuple[int, ...],
+        most: Array | None,
+        room: Room | None,
+    ) -> None:
         self.model, self.program, self.ratios = model, program, ratios
         self.cluster, self.active = cluster, active
         # What the ratios at hand hold fits, whatever was known of the bounds.

@@ -161,9 +161,14 @@ def assemble(cluster: Cluster, plans: Sequence[Plan], logs: Sequence[Mapping[str
         spans += sorted(one.spans, key=lambda s: s.start)
         runs += one.runs
     return MeasuredSteps(
-        tuple(devices), tuple(plans), tuple(spans), tuple(runs), _carried(seen, len(devices)), error / 1e9,
+        tuple(devices),
+        tuple(plans),
+        tuple(spans),
+        tuple(runs),
+        _carried(seen, len(devices)),
+        error / 1e9,
         machines,
-    )  # fmt: skip
+    )
 
 
 def _shifts(logs: Sequence[Mapping[str, Any]]) -> tuple[list[int], int]:
@@ -200,9 +205,13 @@ class _Rank:
     """The log of one rank of a machine, its clock moved by ``shift`` nanoseconds."""
 
     def __init__(
-        self, rank: int, machine: int, log: Mapping[str, Any], shift: int,
+        self,
+        rank: int,
+        machine: int,
+        log: Mapping[str, Any],
+        shift: int,
         seen: dict[tuple[int, int, int], _Seen],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.machine, self.shift, self.seen = rank, machine, shift, seen
         self.spans: list[Span] = []
         self.runs: list[LocalRun] = []
@@ -219,14 +228,17 @@ class _Rank:
         return (nanoseconds + self.shift) / 1e9
 
     def _span(self, plan: int, run: int, what: What, name: str, begin: int, end: int) -> None:
-        self.spans.append(
-            Span(self.rank, plan, run, what, name, self._seconds(begin), self._seconds(end))
-        )  # fmt: skip
+        self.spans.append(Span(self.rank, plan, run, what, name, self._seconds(begin), self._seconds(end)))
 
     def _run(
-        self, run: int, plan: int, graph: str, calls: Sequence[GraphCall], times: Sequence[int],
+        self,
+        run: int,
+        plan: int,
+        graph: str,
+        calls: Sequence[GraphCall],
+        times: Sequence[int],
         flights: Sequence[tuple[int, Sequence[int]]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.runs.append(
             LocalRun(self.rank, plan, run, graph, self._seconds(times[0]), self._seconds(times[-1]))
         )

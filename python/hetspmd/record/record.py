@@ -48,10 +48,14 @@ class Recording:
     """
 
     def __init__(
-        self, communicator: Communicator, runtime: Runtime, device: torch.device,
-        path: str | os.PathLike[str] | None, entries: Callable[[], Iterable[tuple[Plan, Runner]]],
+        self,
+        communicator: Communicator,
+        runtime: Runtime,
+        device: torch.device,
+        path: str | os.PathLike[str] | None,
+        entries: Callable[[], Iterable[tuple[Plan, Runner]]],
         parameters: Callable[[], Iterable[nn.Parameter]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._communicator, self._runtime, self._device = communicator, runtime, device
         self._path = None if path is None else Path(path)
         self._entries, self._parameters = entries, parameters
@@ -83,8 +87,9 @@ class Recording:
         for plan, runner in self._entries():
             self.add(plan, runner)
         self._handles = [
-            register_optimizer_step_pre_hook(self._steps), register_optimizer_step_post_hook(self._steps)
-        ]  # fmt: skip
+            register_optimizer_step_pre_hook(self._steps),
+            register_optimizer_step_post_hook(self._steps),
+        ]
         if self._runtime.everyone is not None:
             share = self._runtime.share
             self._runtime.share = self._timed(share)  # type: ignore[assignment]  # until __exit__
@@ -168,9 +173,13 @@ class Recording:
             for times in (read(self._optimizer), read(self._shares))
         ]
         return {
-            "before": self._before, "after": after, "calls": self._calls, "passes": passes,
-            "optimizer": pairs[0], "shares": pairs[1],
-        }  # fmt: skip
+            "before": self._before,
+            "after": after,
+            "calls": self._calls,
+            "passes": passes,
+            "optimizer": pairs[0],
+            "shares": pairs[1],
+        }
 
     def _rounds(self) -> dict[str, Any]:
         """See :func:`hetspmd.record.timestamps.offsets`."""

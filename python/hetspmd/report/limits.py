@@ -17,9 +17,12 @@ from hetspmd.ratios.sensitivity import MORE, QUANTITIES, Quantity, Sensitivity, 
 _SHOWN = 5
 _WORTH = 0.0005
 _NAMES: dict[Quantity, str] = {
-    "flops": "FLOP/s", "memory_bandwidth": "memory bandwidth", "launch": "time per launch",
-    "bandwidth": "network bandwidth", "latency": "network latency",
-}  # fmt: skip
+    "flops": "FLOP/s",
+    "memory_bandwidth": "memory bandwidth",
+    "launch": "time per launch",
+    "bandwidth": "network bandwidth",
+    "latency": "network latency",
+}
 
 
 @dataclass(frozen=True)

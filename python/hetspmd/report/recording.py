@@ -56,9 +56,7 @@ def chrome_trace(measured: MeasuredSteps) -> str:
             }
             args = {**seen, "of": of} if of else seen
             entries.append(_complete(rank, "communication", one.name, start, end, args))
-    document = {
-        "displayTimeUnit": "ms", "traceEvents": entries, "otherData": {"clocks": _clocks(measured)}
-    }  # fmt: skip
+    document = {"displayTimeUnit": "ms", "traceEvents": entries, "otherData": {"clocks": _clocks(measured)}}
     return json.dumps(document, separators=(",", ":"))
 
 
@@ -76,9 +74,15 @@ def _complete(
     rank: int, stream: Any, name: str, start: float, end: float, args: Mapping[str, Any]
 ) -> dict[str, Any]:
     return {
-        "ph": "X", "pid": rank, "tid": THREADS[stream], "cat": stream, "name": name,
-        "ts": start * 1e6, "dur": (end - start) * 1e6, "args": dict(args),
-    }  # fmt: skip
+        "ph": "X",
+        "pid": rank,
+        "tid": THREADS[stream],
+        "cat": stream,
+        "name": name,
+        "ts": start * 1e6,
+        "dur": (end - start) * 1e6,
+        "args": dict(args),
+    }
 
 
 def _clocks(measured: MeasuredSteps) -> str:
@@ -214,11 +218,12 @@ class _Comparison:
                 blocked[_kind(t.name)] += t.waited
         rows = [
             [
-                shortened(kind, 24), f"{counts[kind] / self.steps:g}",
+                shortened(kind, 24),
+                f"{counts[kind] / self.steps:g}",
                 *map(seconds_text, (carried[kind], planned[kind], waited[kind], blocked[kind])),
             ]
             for kind in sorted({*carried, *planned}, key=lambda k: (-carried[k], k))
-        ]  # fmt: skip
+        ]
         if not rows:
             return "No collective was recorded"
         header = ["collectives", "a step", "carried", "predicted", "waited, all devices", "predicted"]

@@ -34,10 +34,14 @@ def chrome_trace(timeline: Timeline) -> str:
         computes = event.stream == "compute"
         of = sources[event.name] if computes else roles[event.name]
         entry: dict[str, Any] = {
-            "ph": "X", "pid": event.device, "tid": THREADS[event.stream], "cat": event.stream,
+            "ph": "X",
+            "pid": event.device,
+            "tid": THREADS[event.stream],
+            "cat": event.stream,
             "name": f"wait for {event.name}" if event.stream == "waiting" else event.name,
-            "ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6,
-        }  # fmt: skip
+            "ts": event.start * 1e6,
+            "dur": (event.end - event.start) * 1e6,
+        }
         entries.append({**entry, "args": {"of": of}} if of else entry)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": entries}, separators=(",", ":"))
 

@@ -112,9 +112,11 @@ def without_implied(rows: Iterable[MissingRow]) -> tuple[MissingRow, ...]:
         rivals = (
             other
             for j, other in enumerate(pool)
-            if j != i and len(other.pre) == len(row.pre) and len(other.post) == len(row.post)
+            if j != i
+            and len(other.pre) == len(row.pre)
+            and len(other.post) == len(row.post)
             and implies((other.pre, other.post), (row.pre, row.post))
-        )  # fmt: skip
+        )
         if not any(rivals):
             kept.append(row)
     return tuple(kept)
@@ -263,9 +265,13 @@ def _redraws(case: ConcreteCall, fixed: Sequence[int]) -> list[ConcreteCall]:
 
 
 def _posts(
-    cases: Sequence[ConcreteCall], rule: OpRule, pre: tuple[Placement, ...], shaped: dict[int, Placement],
-    units: int, shape_only: Sequence[int],
-) -> list[tuple[Placement, ...]]:  # fmt: skip
+    cases: Sequence[ConcreteCall],
+    rule: OpRule,
+    pre: tuple[Placement, ...],
+    shaped: dict[int, Placement],
+    units: int,
+    shape_only: Sequence[int],
+) -> list[tuple[Placement, ...]]:
     """All postconditions that hold on every case and split; empty if some output has none."""
     kept: list[set[Placement]] | None = None
     for split in _test_splits(units):
@@ -295,9 +301,15 @@ def _test_splits(units: int) -> list[tuple[int, ...]]:
 
 
 def _forms_once(
-    case: ConcreteCall, rule: OpRule, pre: tuple[Placement, ...], shaped: dict[int, Placement], units: int,
-    split: tuple[int, ...], shape_only: Sequence[int], seed: int,
-) -> list[set[Placement]]:  # fmt: skip
+    case: ConcreteCall,
+    rule: OpRule,
+    pre: tuple[Placement, ...],
+    shaped: dict[int, Placement],
+    units: int,
+    split: tuple[int, ...],
+    shape_only: Sequence[int],
+    seed: int,
+) -> list[set[Placement]]:
     """For each output, the forms that hold on this split (every form for one that nobody needs)."""
     generator = torch.Generator().manual_seed(seed)
     pieces = [

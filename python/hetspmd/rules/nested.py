@@ -143,8 +143,10 @@ def _in_turn(
         else:
             factor = None if row.factor is None else own.factors[row.factor]
             same = factor is not None and (factor.size, factor.inputs, factor.outputs) == (
-                wanted.size, wanted.inputs, wanted.outputs,
-            )  # fmt: skip
+                wanted.size,
+                wanted.inputs,
+                wanted.outputs,
+            )
             if not same:
                 continue
         return localize(part, own, row, rank, world, *second.units)

@@ -166,9 +166,14 @@ def check(
                     found.setdefault(text_, MissingRow(text_, index, text, *row_))
                 skipped += notes
     return OracleReport(
-        op, len(samples), rows_checked, splits_checked, tuple(wrong), without_implied(found.values()),
+        op,
+        len(samples),
+        rows_checked,
+        splits_checked,
+        tuple(wrong),
+        without_implied(found.values()),
         tuple(dict.fromkeys(skipped)),
-    )  # fmt: skip
+    )
 
 
 def _drawn(op: str, samples: Sequence[Sample] | Callable[[], Sequence[Sample]] | None) -> Sequence[Sample]:

@@ -249,9 +249,14 @@ class OpRule:
 
 
 def _verify_cut(
-    where: str, f: Factor, side: str, i: int, cut: Cut, type_: TensorType | None,
+    where: str,
+    f: Factor,
+    side: str,
+    i: int,
+    cut: Cut,
+    type_: TensorType | None,
     used: dict[tuple[str, int, int], str],
-) -> None:  # fmt: skip
+) -> None:
     if type_ is None:
         raise RuleError(f"{where}: factor {f.name} cuts {side} {i}, which is None")
     if not 0 <= cut.dim < type_.ndim:
@@ -313,10 +318,16 @@ def localize(call: Call, rule: OpRule, row: Row, rank: int, world: int, start: i
         return tuple(found)
 
     local = Local(
-        call, rule, row, rank, world, start, stop,
+        call,
+        rule,
+        row,
+        rank,
+        world,
+        start,
+        stop,
         shapes(call.inputs, factor.inputs if factor else None),
         shapes(call.outputs, factor.outputs if factor else None),
-    )  # fmt: skip
+    )
     if factor is not None and start == stop and SUM not in factor.inputs:
         present = [t is not None for t in call.outputs]
         if not any(here and place is None for here, place in zip(present, factor.outputs, strict=True)):

@@ -47,7 +47,7 @@ __all__ = [
     "term_factors",
     "wrap",
     "zero_outputs",
-]  # fmt: skip
+]
 
 
 def wrap(dim: int, ndim: int) -> int:
@@ -94,8 +94,10 @@ def term_factors(
     Raises RuleError if the terms do not fit the call's shapes.
     """
     if len(inputs) != len(call.inputs) or len(outputs) != len(call.outputs):
-        raise RuleError(f"{call.op}: terms for {len(inputs)} inputs and {len(outputs)} outputs, "
-                        f"the call has {len(call.inputs)} and {len(call.outputs)}")  # fmt: skip
+        raise RuleError(
+            f"{call.op}: terms for {len(inputs)} inputs and {len(outputs)} outputs, "
+            f"the call has {len(call.inputs)} and {len(call.outputs)}"
+        )
     sizes: dict[str, int] = {}
     for term, type_ in (*zip(inputs, call.inputs, strict=True), *zip(outputs, call.outputs, strict=True)):
         if term is None or type_ is None:

@@ -150,9 +150,12 @@ def _kinds(graph: Graph) -> dict[int, _Kind]:
         if instruction.is_source:
             continue
         key = (
-            instruction.op, _typed(instruction.args), _typed(instruction.kwargs),
-            tuple([type_of[t] for t in instruction.inputs]), tuple([type_of[t] for t in instruction.outputs]),
-        )  # fmt: skip
+            instruction.op,
+            _typed(instruction.args),
+            _typed(instruction.kwargs),
+            tuple([type_of[t] for t in instruction.inputs]),
+            tuple([type_of[t] for t in instruction.outputs]),
+        )
         kind = made.get(key)
         if kind is None:
             call = call_of(graph, instruction)

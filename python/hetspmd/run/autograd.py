@@ -57,9 +57,15 @@ class Runner:
     """
 
     def __init__(
-        self, program: LocalProgram, runtime: Runtime, loss: int | None, *, gather: bool = False,
-        origin: SourceFinder | None = None, compile: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        program: LocalProgram,
+        runtime: Runtime,
+        loss: int | None,
+        *,
+        gather: bool = False,
+        origin: SourceFinder | None = None,
+        compile: Mapping[str, Any] | None = None,
+    ) -> None:
         self.origin = origin
         self.attendance: Attends | None = None
         self.program, self.runtime, self.loss, self.gather = program, runtime, loss, gather
@@ -240,9 +246,12 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, runner: Runner, buffers: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
+        ctx: Any,
+        runner: Runner,
+        buffers: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         *shards: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    ) -> tuple[torch.Tensor | None, ...]:
         parameters = plain(shards)
         results, saved = runner.forward(parameters, buffers, inputs)
         ctx.runner = runner

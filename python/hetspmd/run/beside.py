@@ -145,9 +145,14 @@ class HostSide:
                 )
 
     def replan(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backward: bool,
-        plans: Sequence[Plan], guards: Sequence[Guard],
-    ) -> Replanned:  # fmt: skip
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        backward: bool,
+        plans: Sequence[Plan],
+        guards: Sequence[Guard],
+    ) -> Replanned:
         """Rank 0's trace of the present step. Generators of the host are then where its draws leave them."""
         setting = self._setting
         states: list[State] = []
@@ -156,9 +161,15 @@ class HostSide:
             def of(training: bool) -> Graph:
                 states.clear()
                 return trace(
-                    setting.model, args, kwargs, loss=setting.loss, training=training, numbers=numbers,
-                    host_randomness=self.randomness, states=states,
-                )  # fmt: skip
+                    setting.model,
+                    args,
+                    kwargs,
+                    loss=setting.loss,
+                    training=training,
+                    numbers=numbers,
+                    host_randomness=self.randomness,
+                    states=states,
+                )
 
             if not backward or setting.model.training:
                 return of(backward), states

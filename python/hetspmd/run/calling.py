@@ -22,9 +22,13 @@ _MOST = 12
 
 
 def calling_text(
-    model: nn.Module, called: Any, device: torch.device, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    model: nn.Module,
+    called: Any,
+    device: torch.device,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
     why: str = "",
-) -> str:  # fmt: skip
+) -> str:
     """Mode of the model and of torch, then the batch; ``why`` no plan fits, if one is looked for."""
     modules = [m.training for m in model.modules()]
     mode = "train mode" if all(modules) else "eval mode"

@@ -51,9 +51,12 @@ def _replace_inner(function: Callable[..., Any], make: Callable[[Any], Callable[
 
 def _clip_grad_norm_(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def clip_grad_norm_(
-        parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0,
-        error_if_nonfinite: bool = False, foreach: bool | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
         rest = max_norm, norm_type, error_if_nonfinite, foreach
         if not _shared():
             return inner(parameters, *rest)
@@ -72,9 +75,11 @@ def _clip_grad_norm_(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 def _get_total_norm(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def get_total_norm(
-        tensors: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0, error_if_nonfinite: bool = False,
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
         foreach: bool | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         rest = norm_type, error_if_nonfinite, foreach
         if not _shared():
             return inner(tensors, *rest)

@@ -41,9 +41,12 @@ def trial_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_elementwise(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, shape: tuple[int, ...],
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    like: torch.Tensor,
+    shape: tuple[int, ...],
     dim: int,
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether ``optimizer`` steps slices along ``dim`` of a tensor of ``shape`` as it steps the tensor.
 
     ``group``: the options of the parameter group. ``like`` has the dtype and device. Raises Untestable.
@@ -69,9 +72,13 @@ def steps_nothing(
 
 
 def _agrees(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype,
-    shape: tuple[int, ...], dim: int,
-) -> bool:  # fmt: skip
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    dim: int,
+) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(size: float) -> torch.Tensor:
@@ -96,9 +103,11 @@ def _agrees(
 
 
 def _stepped(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], start: torch.Tensor,
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    start: torch.Tensor,
     gradients: list[torch.Tensor],
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Where a copy of the optimizer takes ``start``."""
     errors = []
     for make in (_copied, _made_anew):

@@ -26,7 +26,8 @@ from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.discovery import rediscover
 from hetspmd.trace.host.facts import Counter, Host, Read, Write
 from hetspmd.trace.host.places import NOTHING, Roots, Variables, item, own, put, text
-from hetspmd.trace.host.plain import MISSING, fingerprint, from_text, same_function
+from hetspmd.trace.host.plain import MISSING, fingerprint, same_function
+from hetspmd.trace.host.templates import from_text
 
 __all__ = ["Guard"]
 

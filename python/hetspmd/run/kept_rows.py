@@ -14,7 +14,7 @@ import torch
 from hetspmd.errors import KeptRowsWarning
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.places import text
-from hetspmd.trace.host.plain import from_text
+from hetspmd.trace.host.templates import from_text
 
 __all__ = ["KeptRows"]
 

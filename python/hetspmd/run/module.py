@@ -135,9 +135,15 @@ class HAP(WholeStates):
         self.gather_outputs = gather_outputs
         self.gather_state = gather_state
         setting = Setting(
-            model=model, cluster=self.cluster, device=self.device, communicator=communicator, loss=loss,
-            gather_outputs=gather_outputs, compile_options=compiled_with, options={**options, "strict": strict},
-        )  # fmt: skip
+            model=model,
+            cluster=self.cluster,
+            device=self.device,
+            communicator=communicator,
+            loss=loss,
+            gather_outputs=gather_outputs,
+            compile_options=compiled_with,
+            options={**options, "strict": strict},
+        )
         first = first_plan(setting, plan, example)
         check_model(model, first.graph)
         ranks = meet_ranks(communicator, self.device, next_seed(), check_batches)
@@ -232,9 +238,13 @@ class HAP(WholeStates):
         return entry, inputs, parameters
 
     def _run(
-        self, entry: Entry, inputs: list[torch.Tensor], parameters: list[torch.Tensor], args: tuple[Any, ...],
+        self,
+        entry: Entry,
+        inputs: list[torch.Tensor],
+        parameters: list[torch.Tensor],
+        args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         if not entry.traced:
             self._plans.check_model(entry, args, kwargs)
         if entry.model and not (self._lowered or self._recording is not None or is_looked_for()):

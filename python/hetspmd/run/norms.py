@@ -26,9 +26,12 @@ Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
 
 def clip_grad_norm_(
-    parameters: Parameters, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False,
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
     foreach: bool | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Scale gradients in place so that their total norm is at most ``max_norm``; the norm before.
 
     As :func:`torch.nn.utils.clip_grad_norm_` on one device: every rank gets the total over the whole model and
@@ -45,18 +48,23 @@ def clip_grad_norm_(
 
 
 def get_total_norm(
-    parameters: Parameters, norm_type: float = 2.0, error_if_nonfinite: bool = False,
+    parameters: Parameters,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
     foreach: bool | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The norm of the whole gradients, the same on every rank; see :func:`clip_grad_norm_`. Changes nothing."""
     return _norm_of(_listed(parameters), norm_type, error_if_nonfinite, foreach, None)
 
 
 @torch.no_grad()
 def _norm_of(
-    parameters: list[torch.Tensor], norm_type: float, error_if_nonfinite: bool, foreach: bool | None,
+    parameters: list[torch.Tensor],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
     max_norm: float | None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     parts = [gradients_of(part) for part in owners(parameters)]
     return combined_norm(parts, (), norm_type, error_if_nonfinite, foreach, max_norm)
 
@@ -68,9 +76,13 @@ def gradients_of(part: Owned) -> Owned:
 
 
 def combined_norm(
-    parts: Sequence[Owned], others: Sequence[torch.Tensor], norm_type: float, error_if_nonfinite: bool,
-    foreach: bool | None, max_norm: float | None = None,
-) -> torch.Tensor:  # fmt: skip
+    parts: Sequence[Owned],
+    others: Sequence[torch.Tensor],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+    max_norm: float | None = None,
+) -> torch.Tensor:
     """The norm over the whole tensors of ``parts`` and over ``others``, which every rank holds alike.
 
     Every rank must call this, with at least one part; a part may have no tensors. ``max_norm``: to what the caller

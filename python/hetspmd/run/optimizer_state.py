@@ -188,9 +188,14 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _gathered(
-    module: ShardedModule, names: Mapping[int, str], state: Mapping[Any, Any], listed: list[torch.Tensor],
-    kind: str, *, keep: bool,
-) -> dict[int, dict[str, Any]]:  # fmt: skip
+    module: ShardedModule,
+    names: Mapping[int, str],
+    state: Mapping[Any, Any],
+    listed: list[torch.Tensor],
+    kind: str,
+    *,
+    keep: bool,
+) -> dict[int, dict[str, Any]]:
     """The whole state of the parameters of one module by their place in the optimizer, a ``kind``."""
     own = {index: _told(state.get(index, {}), listed[index], kind, names[index]) for index in names}
     everyone: list[dict[int, tuple[bool, dict[str, _Entry]]]] = module.everyone.exchange(own)
@@ -250,9 +255,13 @@ def _check_alike(told: list[tuple[bool, _Entry | None]], what: str) -> None:
 
 
 def _part(
-    value: Any, layout: LocalTensor | None, parameter: torch.Tensor, key: str, name: str,
+    value: Any,
+    layout: LocalTensor | None,
+    parameter: torch.Tensor,
+    key: str,
+    name: str,
     optimizer: torch.optim.Optimizer,
-) -> Any:  # fmt: skip
+) -> Any:
     """This rank's part of an entry of whole state."""
     if not isinstance(value, torch.Tensor):
         return value

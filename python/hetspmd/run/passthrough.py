@@ -33,9 +33,14 @@ def is_the_model(plan: Plan) -> bool:
 
 
 def run_model(
-    module: nn.Module, loss: Loss | None, args: Sequence[Any], kwargs: Mapping[str, Any], plan: Plan,
-    runner: Runner, spec: Any,
-) -> Any:  # fmt: skip
+    module: nn.Module,
+    loss: Loss | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    plan: Plan,
+    runner: Runner,
+    spec: Any,
+) -> Any:
     """What :class:`HAP` returns of a step on the active device, by its model; idle devices are sent the results.
 
     As of any other plan, only the loss is differentiable, and what is no tensor comes back as it was when the model

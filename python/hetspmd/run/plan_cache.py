@@ -82,9 +82,14 @@ class PlanCache:
         def again() -> Graph:
             with self.store.whole_shapes(setting.device):
                 return traced_for(
-                    graph, trace, setting.model, args, kwargs, loss=setting.loss,
+                    graph,
+                    trace,
+                    setting.model,
+                    args,
+                    kwargs,
+                    loss=setting.loss,
                     host_randomness=self.host.randomness,
-                )  # fmt: skip
+                )
 
         check_same_model(setting.communicator, graph, again, setting.device.type)
         entry.traced = True
@@ -133,9 +138,13 @@ class PlanCache:
     def _entry(self, plan: Plan, program: LocalProgram, *, given: bool = False) -> Entry:
         graph, setting = plan.graph, self.setting
         runner = Runner(
-            program, self._runtime, graph.loss, gather=setting.gather_outputs,
-            origin=SourceFinder(graph, setting.model), compile=setting.compile_options,
-        )  # fmt: skip
+            program,
+            self._runtime,
+            graph.loss,
+            gather=setting.gather_outputs,
+            origin=SourceFinder(graph, setting.model),
+            compile=setting.compile_options,
+        )
         names = [p.name for p in graph.parameters]
         parameters = [slot(setting.model, name) for name in names]
         lowered = self._runtime.idle or setting.compile_options is not None

@@ -20,8 +20,8 @@ from hetspmd.run.host import Guard
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.equal import differ_in_numbers, digest, number_values
 from hetspmd.trace.host.places import NOTHING, Roots, text
-from hetspmd.trace.host.plain import from_text
 from hetspmd.trace.host.recorder import Place
+from hetspmd.trace.host.templates import from_text
 
 if TYPE_CHECKING:
     from hetspmd.dist.communicator import Communicator

@@ -44,9 +44,12 @@ def reach_torch_scaler() -> None:
         _REACHED.append(torch.amp.GradScaler._unscale_grads_)
 
         def unscale(
-            self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor,
-            found_inf: torch.Tensor, allow_fp16: bool,
-        ) -> Found:  # fmt: skip
+            self: torch.amp.GradScaler,
+            optimizer: torch.optim.Optimizer,
+            inv_scale: torch.Tensor,
+            found_inf: torch.Tensor,
+            allow_fp16: bool,
+        ) -> Found:
             found: Found = _REACHED[0](self, optimizer, inv_scale, found_inf, allow_fp16)
             known = places()
             mine = [(p, known[id(p)]) for p in _parameters(optimizer) if id(p) in known]

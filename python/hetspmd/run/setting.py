@@ -60,9 +60,14 @@ class Setting:
         )
 
     def compile(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool, like: Plan | None = None,
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        training: bool,
+        like: Plan | None = None,
         traced: Graph | None = None,
-    ) -> Plan:  # fmt: skip
+    ) -> Plan:
         """A plan of this batch in the present mode; ``like`` an earlier one, which keeps to its constraints.
         ``traced``: its graph, if there is one already."""
         from hetspmd.optimize.compiler import compile_plan

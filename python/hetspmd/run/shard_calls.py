@@ -92,9 +92,13 @@ class Use:
     """A function of torch that is called on parts, by the code in ``frame``."""
 
     def __init__(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType,
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
         as_values: Callable[[torch.Tensor, PartMark], torch.Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._as_values = as_values
         if not args and "input" in kwargs and "condition" not in kwargs:  # it is the first one
             args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}

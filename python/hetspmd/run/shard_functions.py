@@ -17,9 +17,17 @@ import torch
 from hetspmd.rules.ops.pointwise import is_pointwise
 
 __all__ = [
-    "Role", "does_as_tensors", "is_list", "is_of_two", "kind_of", "name_of", "role_of", "takes_all", "tensors_in",
+    "Role",
+    "does_as_tensors",
+    "is_list",
+    "is_of_two",
+    "kind_of",
+    "name_of",
+    "role_of",
+    "takes_all",
+    "tensors_in",
     "writes",
-]  # fmt: skip
+]
 
 
 class Role(Enum):

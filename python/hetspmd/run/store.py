@@ -174,9 +174,10 @@ def check_model(module: nn.Module, graph: Graph) -> None:
     have = {
         name: (tuple(t.shape), dtype_name(t.dtype))
         for name, t in (
-            *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
         )
-    }  # fmt: skip
+    }
     wanted = [(p.tensor, p.names) for p in graph.parameters] + [(b.tensor, b.names) for b in graph.buffers]
     for tensor, names in wanted:
         meta = graph.tensors[tensor]

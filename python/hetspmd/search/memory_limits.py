@@ -74,9 +74,15 @@ class _Line:
 
 
 def search_that_fits(
-    searcher: Searcher, model: CostModel, lengths: Lengths, limits: Limits, start: Found, *,
-    within: Space | None = None, reserve: Array | None = None,
-) -> Found:  # fmt: skip
+    searcher: Searcher,
+    model: CostModel,
+    lengths: Lengths,
+    limits: Limits,
+    start: Found,
+    *,
+    within: Space | None = None,
+    reserve: Array | None = None,
+) -> Found:
     """The best program found that fits every device at ``lengths``; ``start``, the best without regard to memory,
     if that fits. ``reserve``: bytes of each device that are left free.
 
@@ -142,9 +148,13 @@ class _Lagrangian:
     def _search(self, at: dict[Place, float], tilt: float = 0.0, estimated: bool = False) -> bool:
         """Search at prices; whether the program fits."""
         found = self.searcher.search(
-            self.model, self.lengths, self.limits, within=self.within, start=self.lines[-1].found,
+            self.model,
+            self.lengths,
+            self.limits,
+            within=self.within,
+            start=self.lines[-1].found,
             prices=self.ledger.prices(self.model, self.lengths, at, tilt, estimated=estimated),
-        )  # fmt: skip
+        )
         if tilt == 0.0:
             paid = float(sum(price * self.capacity[j] for (_, j), price in at.items()))
             value = found.lower_bound - paid

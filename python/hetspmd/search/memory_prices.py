@@ -132,9 +132,14 @@ class Ledger:
         return found
 
     def prices(
-        self, model: CostModel, lengths: Lengths, at: dict[Place, float], tilt: float = 0.0,
-        *, estimated: bool = False,
-    ) -> Prices:  # fmt: skip
+        self,
+        model: CostModel,
+        lengths: Lengths,
+        at: dict[Place, float],
+        tilt: float = 0.0,
+        *,
+        estimated: bool = False,
+    ) -> Prices:
         """The prices of holding tensors, in seconds, at ``at`` seconds per byte; tilted by ``tilt``, and
         ``estimated``: with what communicated tensors add."""
         slant = 1.0 + tilt * self.position

@@ -195,8 +195,10 @@ class Pricing:
         of every instruction would not fit in 64 bits (a device of a few FLOP/s)."""
         dearest = 0.0
         for costs, starts in (
-            (rows, self.row_start), (moves, self.move_start), (keep, self.keep_start),
-        ):  # fmt: skip
+            (rows, self.row_start),
+            (moves, self.move_start),
+            (keep, self.keep_start),
+        ):
             filled = np.flatnonzero(np.diff(starts))
             if len(filled):
                 dearest += float(np.maximum.reduceat(costs, starts[filled]).sum())

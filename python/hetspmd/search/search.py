@@ -81,9 +81,16 @@ class Searcher:
         return searcher.core.problem()
 
     def search(
-        self, model: CostModel, lengths: Lengths, limits: Limits, *, within: Space | None = None,
-        start: Found | None = None, prices: Prices | None = None, overlap: float = 1.0,
-    ) -> Found:  # fmt: skip
+        self,
+        model: CostModel,
+        lengths: Lengths,
+        limits: Limits,
+        *,
+        within: Space | None = None,
+        start: Found | None = None,
+        prices: Prices | None = None,
+        overlap: float = 1.0,
+    ) -> Found:
         """The best program of the space, or of ``within`` it, at ``lengths``.
 
         ``within`` has a part of the space's rows. ``start`` is an earlier find, whose program is an upper bound.
@@ -103,9 +110,12 @@ class Searcher:
         allowed = self._allowed(within) if narrow and within is not None else None
         incumbent = None if start is None else self._incumbent(start, allowed)
         text = self.core.solve(
-            time_limit=limits.seconds, max_expansions=limits.expansions, memory_limit=limits.memory,
-            incumbent=incumbent, allowed=None if allowed is None else allowed.tobytes(),
-        )  # fmt: skip
+            time_limit=limits.seconds,
+            max_expansions=limits.expansions,
+            memory_limit=limits.memory,
+            incumbent=incumbent,
+            allowed=None if allowed is None else allowed.tobytes(),
+        )
         solution = json.loads(text)
         if solution["stop_reason"] == "infeasible":
             raise InfeasibleError(
@@ -178,10 +188,17 @@ class Searcher:
         total += sum(seconds[t] for t in made)
         unit = priced.per_second
         return Found(
-            program, rows, tuple(moves), total / unit,
-            solution["lower_bound"] / unit, solution["gap"], solution["stop_reason"],
-            solution["expansions"], solution["seconds"], solution["values"],
-        )  # fmt: skip
+            program,
+            rows,
+            tuple(moves),
+            total / unit,
+            solution["lower_bound"] / unit,
+            solution["gap"],
+            solution["stop_reason"],
+            solution["expansions"],
+            solution["seconds"],
+            solution["values"],
+        )
 
     def _incumbent(self, start: Found, allowed: np.typing.NDArray[np.uint8] | None) -> str | None:
         """The core's text of an earlier find; None if the space lacks one of its values."""

@@ -181,9 +181,13 @@ def _rows(theory: Theory, constraints: Constraints) -> tuple[tuple[int, ...], ..
             keep = [k for k in keep if allowed(i, theory.rows[i][k], axes[k])]
         if not batch.keys().isdisjoint(instruction.inputs):
             keep = [
-                k for k in keep
-                if all(batch.get(t, f) == f for t, f in zip(instruction.inputs, theory.rows[i][k].pre, strict=True))
-            ]  # fmt: skip
+                k
+                for k in keep
+                if all(
+                    batch.get(t, f) == f
+                    for t, f in zip(instruction.inputs, theory.rows[i][k].pre, strict=True)
+                )
+            ]
         if instruction.op == PARAMETER and instruction.outputs[0] in constraints.forms:
             wanted = constraints.forms[instruction.outputs[0]]
             keep = [k for k in keep if theory.rows[i][k].post[0] == wanted]
@@ -218,9 +222,11 @@ def _requirements(theory: Theory, constraints: Constraints, rows_of_outputs: boo
 
 
 def _moves(
-    theory: Theory, rows: Sequence[tuple[int, ...]], requirements: Sequence[Requirement],
+    theory: Theory,
+    rows: Sequence[tuple[int, ...]],
+    requirements: Sequence[Requirement],
     ties: Sequence[tuple[int, int]],
-) -> tuple[tuple[Move, ...], ...]:  # fmt: skip
+) -> tuple[tuple[Move, ...], ...]:
     graph = theory.graph
     produced = _produced(theory, rows)
     wanted = _wanted(theory, rows)

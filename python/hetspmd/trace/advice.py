@@ -15,9 +15,13 @@ from torch import nn
 from hetspmd.errors import ExampleError, HetspmdError, TraceError
 
 _UNTRACEABLE = (
-    "DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode",
-    "UnsupportedFakeTensorException", "UnsupportedOperatorException", "UserError",
-)  # fmt: skip
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "GuardOnDataDependentSymNode",
+    "UnsupportedFakeTensorException",
+    "UnsupportedOperatorException",
+    "UserError",
+)
 
 _REWRITES: tuple[tuple[str, str], ...] = (
     (r"^\s*assert\b", "remove the assertion from forward, or check the batch before the call"),

@@ -35,7 +35,7 @@ from hetspmd.trace.graph import (
     Static,
     Tensor,
     refs,
-)  # fmt: skip
+)
 from hetspmd.trace.importer import Draft, DraftInstruction, Hole, Value, instruction_inputs
 
 _CREATION = frozenset(
@@ -197,9 +197,10 @@ class _Assembler:
 
     def _live(self, by_output: Mapping[Value, DraftInstruction]) -> set[int]:
         wanted = [
-            v for v, role in zip(self.draft.results, self.outputs, strict=True)
+            v
+            for v, role in zip(self.draft.results, self.outputs, strict=True)
             if v is not None and role.kind != "input_gradient"
-        ]  # fmt: skip
+        ]
         return self._ancestors(wanted, by_output)
 
     def _ancestors(self, values: Sequence[Value], by_output: Mapping[Value, DraftInstruction]) -> set[int]:
@@ -227,9 +228,10 @@ class _Assembler:
     ) -> set[int]:
         found: set[int] = set()
         stack = [
-            v for v, role in zip(self.draft.results, self.outputs, strict=True)
+            v
+            for v, role in zip(self.draft.results, self.outputs, strict=True)
             if v is not None and role.kind != "input_gradient"
-        ]  # fmt: skip
+        ]
         while stack:
             value = stack.pop()
             instruction = by_output.get(value)
@@ -260,8 +262,14 @@ class _Assembler:
     def _id(self, value: Value | None) -> int | None:
         return None if value is None else self.ids[value]
 
-    def _build(self, draft: DraftInstruction, id_: int, ids: Mapping[Value, int], outputs: tuple[int, ...],
-               phase: Phase) -> Instruction:  # fmt: skip
+    def _build(
+        self,
+        draft: DraftInstruction,
+        id_: int,
+        ids: Mapping[Value, int],
+        outputs: tuple[int, ...],
+        phase: Phase,
+    ) -> Instruction:
         def fill(value: Argument) -> Argument:
             if isinstance(value, Hole):
                 return Ref(ids[value.value])

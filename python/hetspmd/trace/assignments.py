@@ -65,9 +65,12 @@ class Assignments(TorchFunctionMode):
         self._inputs = {memory_of(tensor): index for index, tensor in enumerate(inputs)}
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         given = kwargs or {}
         if type(func) is FunctionType and is_own(func.__module__):
             _refuse_wrapper(func)

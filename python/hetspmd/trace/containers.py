@@ -42,8 +42,12 @@ class Held:
     parts: tuple[Any, ...]
 
 
-def wrap(tree: Any, known: Callable[[Any], bool], children: Callable[[Any], tuple[list[Any], Any]],
-         rebuilt: Callable[[list[Any], Any], Any]) -> Any:  # fmt: skip
+def wrap(
+    tree: Any,
+    known: Callable[[Any], bool],
+    children: Callable[[Any], tuple[list[Any], Any]],
+    rebuilt: Callable[[list[Any], Any], Any],
+) -> Any:
     """The tree with a :class:`Held` in the place of each container that torch does not know.
 
     ``known``: whether torch knows an object as a container, ``children`` its parts, and ``rebuilt`` it of others.
@@ -71,8 +75,12 @@ def wrap(tree: Any, known: Callable[[Any], bool], children: Callable[[Any], tupl
     return visit(tree, 0)
 
 
-def unwrap(tree: Any, known: Callable[[Any], bool], children: Callable[[Any], tuple[list[Any], Any]],
-           rebuilt: Callable[[list[Any], Any], Any]) -> Any:  # fmt: skip
+def unwrap(
+    tree: Any,
+    known: Callable[[Any], bool],
+    children: Callable[[Any], tuple[list[Any], Any]],
+    rebuilt: Callable[[list[Any], Any], Any],
+) -> Any:
     """Inverse of :func:`wrap`. Raises MissingClassError for a class that is not found, PlanError for one that has
     changed."""
 

@@ -66,9 +66,12 @@ def with_cuts(graph: Graph, segments: Sequence[int], divisible: Callable[[int], 
         for p in graph.parameters
     )
     return replace(
-        graph, tensors=tuple(tensors), instructions=tuple(instructions), parameters=parameters,
+        graph,
+        tensors=tuple(tensors),
+        instructions=tuple(instructions),
+        parameters=parameters,
         segments=tuple(found),
-    )  # fmt: skip
+    )
 
 
 def _reading(instruction: Instruction, read: Mapping[int, int]) -> Instruction:

@@ -98,9 +98,12 @@ def _mean(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def _var_mean(
-    x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None,
+    x: torch.Tensor,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = None,
     keepdim: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Two passes: the mean by a sum, then the sum of squared distances from it (no cancellation)."""
     if x.is_complex():
         raise TraceError("the variance of a complex tensor has no rule")
@@ -114,17 +117,28 @@ def _var_mean(
 
 
 def _var(
-    x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None,
+    x: torch.Tensor,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = None,
     keepdim: bool = False,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
 def _convolution_backward(
-    grad_output: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Sequence[int] | None,
-    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
-    output_padding: Sequence[int], groups: int, output_mask: Sequence[bool],
-) -> Any:  # fmt: skip
+    grad_output: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> Any:
     """One instruction per gradient; the bias gradient is a sum over batch and space."""
     wanted = [i for i in range(3) if output_mask[i]]
     if wanted in ([0], [1]):
@@ -144,9 +158,14 @@ def _convolution_backward(
 
 
 def _new_full(
-    x: torch.Tensor, size: Sequence[int], fill_value: float, *, dtype: torch.dtype | None = None,
-    device: torch.device | None = None, **_: Any,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    size: Sequence[int],
+    fill_value: float,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **_: Any,
+) -> torch.Tensor:
     """Of x only dtype and device matter."""
     return torch.full(size, fill_value, dtype=dtype or x.dtype, device=device or x.device)
 
@@ -161,9 +180,13 @@ def _reduced(rows: torch.Tensor, reduction: int) -> torch.Tensor:
 
 
 def _multi_margin_loss(
-    x: torch.Tensor, target: torch.Tensor, p: float = 1, margin: float = 1,
-    weight: torch.Tensor | None = None, reduction: int = 1,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    target: torch.Tensor,
+    p: float = 1,
+    margin: float = 1,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+) -> torch.Tensor:
     """``sum(max(0, margin - x[target] + x[others]) ** p) / classes`` of each sample.
 
     A margin that is just met has no gradient, as in the kernel: ``clamp`` gives it one in torch 2.11.

@@ -49,9 +49,15 @@ def _scale(query: Tensor, scale: float | None) -> float:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
-    attn_mask: Tensor | None = None, scale: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """``(output [B, H, L, E], log-sum-exp [B, H, L])`` of the CPU's kernel of the same arguments."""
     assert dropout_p == 0.0
     if not _fused(query, key, value):
@@ -105,9 +111,15 @@ def _in_parts(
 
 
 def _in_parts_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, causal: bool, mask: Tensor | None,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    causal: bool,
+    mask: Tensor | None,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     weights, _ = _weights(query, key, causal, mask, scale)
     wide = weights.dtype
     grad, whole = grad_out.to(wide), out.to(wide)

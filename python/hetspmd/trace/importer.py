@@ -219,9 +219,13 @@ class _Importer:
             )
 
     def _seen_before(
-        self, node: Node, op: str, args: tuple[Argument, ...], kwargs: tuple[tuple[str, Argument], ...],
+        self,
+        node: Node,
+        op: str,
+        args: tuple[Argument, ...],
+        kwargs: tuple[tuple[str, Argument], ...],
         outputs: tuple[Value | None, ...],
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Whether the same call was made before in the same phase; then its outputs are aliases.
 
         Calls of the backward are not merged with equal ones of the forward: recomputing is how activation

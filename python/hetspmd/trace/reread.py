@@ -41,10 +41,17 @@ def with_second_reads(graph: Graph) -> Graph:
         for t in first.get(instruction.id, ()):
             instructions.append(
                 Instruction(
-                    len(instructions), tensors[again[t]].name, SECOND_READ, (Ref(t),), (), (t,), (again[t],),
-                    "backward", instruction.source,
+                    len(instructions),
+                    tensors[again[t]].name,
+                    SECOND_READ,
+                    (Ref(t),),
+                    (),
+                    (t,),
+                    (again[t],),
+                    "backward",
+                    instruction.source,
                 )
-            )  # fmt: skip
+            )
         found = replace(instruction, id=len(instructions))
         if instruction.phase == "backward" and any(t in again for t in instruction.inputs):
             found = replace(

@@ -79,9 +79,12 @@ class _Parting:
             replace(p, gradient=self.given.get(p.tensor, p.gradient)) for p in graph.parameters
         )
         return replace(
-            graph, tensors=tuple(self.tensors), instructions=tuple(self.instructions), parameters=parameters,
+            graph,
+            tensors=tuple(self.tensors),
+            instructions=tuple(self.instructions),
+            parameters=parameters,
             segments=tuple(self.segments) if graph.segments else (),
-        )  # fmt: skip
+        )
 
     def _read(self, instruction: Instruction) -> Instruction:
         """The instruction with copies in the place of what it reads of stored parameters."""

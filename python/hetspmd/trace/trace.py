@@ -65,10 +65,16 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def trace(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, loss: Loss | None = None,
-    training: bool = True, numbers: Sequence[Place] = (), host_randomness: HostRandomness = "refuse",
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    loss: Loss | None = None,
+    training: bool = True,
+    numbers: Sequence[Place] = (),
+    host_randomness: HostRandomness = "refuse",
     states: list[State] | None = None,
-) -> Graph:  # fmt: skip
+) -> Graph:
     """The joint graph of one training step (or, with ``training=False``, of the forward alone).
 
     Only shapes and dtypes of parameters and batch are read, so both may be on the meta device. The model is
@@ -87,9 +93,15 @@ def trace(
 
 
 def _traced(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss | None, training: bool,
-    numbers: Sequence[Place], host_randomness: HostRandomness, states: list[State],
-) -> Graph:  # fmt: skip
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss: Loss | None,
+    training: bool,
+    numbers: Sequence[Place],
+    host_randomness: HostRandomness,
+    states: list[State],
+) -> Graph:
     check_model(model)
     device = model_device(model)
     names = argument_names(model if loss is None else partial(loss, model), args)
@@ -131,13 +143,20 @@ def _traced(
     except (NotImplementedError, TypeError) as error:
         raise TraceError(f"a container of the batch or the output cannot be stored: {error}") from error
     naming = Naming(
-        {f"model.{k}": v for k, v in parameters.items()}, {f"model.{k}": v for k, v in buffers.items()},
+        {f"model.{k}": v for k, v in parameters.items()},
+        {f"model.{k}": v for k, v in buffers.items()},
         frozenset(f"model.{k}" for k in trainable if training),
         [*(batch.paths[i] for i in batch.tensors), *watch.number_names()],
-        [*batch.tensors, *(-1 for _ in numbers)], batch.statics, step.slots,
-        {i: f"model.{name}" for name, i in step.updates.items()}, step.changed,
-        step.has_loss, input_spec, output_spec, training,
-    )  # fmt: skip
+        [*batch.tensors, *(-1 for _ in numbers)],
+        batch.statics,
+        step.slots,
+        {i: f"model.{name}" for name, i in step.updates.items()},
+        step.changed,
+        step.has_loss,
+        input_spec,
+        output_spec,
+        training,
+    )
     _warn(step, watch)
     with collector_paused():
         graph = assemble(draft, inputs, outputs, naming)

@@ -45,9 +45,12 @@ def alternatives(
     Takes the arguments of :func:`hetspmd.optimize.compiler.compile_plan` and raises what it raises.
     """
     shared: dict[str, Any] = {
-        "loss": loss, "constraints": constraints, "strict": strict, "time_limit": time_limit,
+        "loss": loss,
+        "constraints": constraints,
+        "strict": strict,
+        "time_limit": time_limit,
         "loss_only": loss_only,
-    }  # fmt: skip
+    }
     compiled = compile_plan(model, args, kwargs, cluster, **shared, **options)
     found = {COMPILED: compiled}
     if has_machines(cluster):

@@ -158,9 +158,13 @@ def _zero(hap: HAP) -> None:
 
 
 def step_seconds(
-    hap: HAP, args: tuple[Any, ...], kwargs: Mapping[str, Any], optimizer: Optimizer, steps: int,
+    hap: HAP,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    optimizer: Optimizer,
+    steps: int,
     best: float | None,
-) -> list[float]:  # fmt: skip
+) -> list[float]:
     """The slowest rank's seconds of each timed step, the same on every rank; of a plan that is :data:`HOPELESS`
     beside ``best``, those of the first alone."""
     updates = optimizer(list(hap.parameters()))

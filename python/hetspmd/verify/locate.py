@@ -84,9 +84,13 @@ def _reference(plan: Plan, setting: TrainingCase) -> dict[int, torch.Tensor]:
         values.update((t, known[t].detach().clone()) for t in instruction.outputs if t >= 0)
 
     run_reference(
-        plan.theory, dict(model.named_parameters()), dict(model.named_buffers()), inputs,
-        randomness=_randomness(setting, 0), watch=watch,
-    )  # fmt: skip
+        plan.theory,
+        dict(model.named_parameters()),
+        dict(model.named_buffers()),
+        inputs,
+        randomness=_randomness(setting, 0),
+        watch=watch,
+    )
     return values
 
 
@@ -138,8 +142,9 @@ def _on_rank(plan: Plan, setting: TrainingCase, communicator: Communicator) -> V
     with torch.no_grad():
         (loss, *_), saved = runner.forward(
             [layout.slice(parameters[p.name].detach()).contiguous() for p, layout in shards],
-            [buffers[b.name] for b in plan.graph.buffers], inputs,
-        )  # fmt: skip
+            [buffers[b.name] for b in plan.graph.buffers],
+            inputs,
+        )
         if program.backward is not None and loss is not None:
             runner.backward(torch.ones_like(loss), list(saved))
     return {} if runtime.idle else keep.values

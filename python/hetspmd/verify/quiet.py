@@ -30,9 +30,14 @@ from hetspmd.verify.steps import TrainingCase, loss_of
 __all__ = ["quiet_error", "wide_trace"]
 
 _P = {
-    "dropout": 1, "dropout1d": 1, "dropout2d": 1, "dropout3d": 1, "alpha_dropout": 1, "feature_alpha_dropout": 1,
+    "dropout": 1,
+    "dropout1d": 1,
+    "dropout2d": 1,
+    "dropout3d": 1,
+    "alpha_dropout": 1,
+    "feature_alpha_dropout": 1,
     "scaled_dot_product_attention": 4,
-}  # fmt: skip
+}
 """Functions of torch.nn.functional that drop, and the position of the probability."""
 
 

@@ -30,10 +30,15 @@ class ReferenceResult:
 
 
 def run_reference(
-    theory: Theory, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
-    inputs: Sequence[torch.Tensor], *, randomness: Randomness, tangent: float = 1.0,
+    theory: Theory,
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *,
+    randomness: Randomness,
+    tangent: float = 1.0,
     watch: Callable[[Instruction, Mapping[int, torch.Tensor]], None] | None = None,
-) -> ReferenceResult:  # fmt: skip
+) -> ReferenceResult:
     """One step of the graph on one device: ``inputs`` are the batch's tensors in the graph's order.
 
     Nothing is changed in place. The caller has called ``randomness.begin_step``.

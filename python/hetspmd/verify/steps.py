@@ -117,9 +117,14 @@ def on_ranks(setting: TrainingCase, plan: Plan, optimizer_of: Optimizer) -> list
 
     def body(communicator: Communicator) -> TrainedRun:
         hap = HAP(
-            models[communicator.rank], plan.cluster, plan=plan, process_group=communicator, loss=setting.loss,
-            check_plan=False, sync_module_states=False,
-        )  # fmt: skip
+            models[communicator.rank],
+            plan.cluster,
+            plan=plan,
+            process_group=communicator,
+            loss=setting.loss,
+            check_plan=False,
+            sync_module_states=False,
+        )
         hap.run_lowered()
         hap.use_randomness(Randomness(setting.seed, communicator.rank, torch.device("cpu"), reference=True))
 
@@ -136,9 +141,13 @@ def on_ranks(setting: TrainingCase, plan: Plan, optimizer_of: Optimizer) -> list
 
 
 def _steps(
-    setting: TrainingCase, model: nn.Module, optimizer_of: Optimizer, step: Callable[[], torch.Tensor],
-    gradients: Callable[[], Tensors] | None = None, tensors: Callable[[], Tensors] | None = None,
-) -> TrainedRun:  # fmt: skip
+    setting: TrainingCase,
+    model: nn.Module,
+    optimizer_of: Optimizer,
+    step: Callable[[], torch.Tensor],
+    gradients: Callable[[], Tensors] | None = None,
+    tensors: Callable[[], Tensors] | None = None,
+) -> TrainedRun:
     """``step`` leaves gradients; ``gradients`` and ``tensors`` give whole ones by name."""
     parameters = trainable(model)
     optimizer = optimizer_of(parameters) if parameters else None

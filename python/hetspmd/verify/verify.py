@@ -174,9 +174,10 @@ class _Comparison:
             sgd, one = _OPTIMIZERS["sgd"], replace(self.setting, steps=1)
             graph, eager = reference_run(one, self.plan, sgd), eager_run(one, sgd)
             error, worst = largest_error(
-                {**graph.gradients, "the loss": graph.loss}, {**eager.gradients, "the loss": eager.loss},
+                {**graph.gradients, "the loss": graph.loss},
+                {**eager.gradients, "the loss": eager.loss},
                 self.noise["gradients"],
-            )  # fmt: skip
+            )
             if error > self.limit:
                 lines.append(f"the graph differs from eager PyTorch ({worst}: {error:.2e}): it is the trace")
         near = replace(self.setting, model=_rounded(self.setting, 0))

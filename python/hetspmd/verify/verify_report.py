@@ -40,10 +40,11 @@ class VerifyReport:
         lines = [
             f"{name:<10} {error:.2e}  {self.worst.get(name, '')}".rstrip()
             for name, error in (
-                ("loss", self.loss_error), ("gradients", self.gradient_error),
+                ("loss", self.loss_error),
+                ("gradients", self.gradient_error),
                 ("parameters", self.parameter_error),
             )
-        ]  # fmt: skip
+        ]
         against = "its reference graph (random draws)" if self.random else "the single device"
         if self.rounding is not None:
             lines.append(

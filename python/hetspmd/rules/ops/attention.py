@@ -91,9 +91,15 @@ def _seeded(local: Local) -> LocalCall:
 
 
 def _backward(
-    call: Call, *, out: int | None, logsumexp: int | None, mask: int | None, causal: bool, dropout: bool,
+    call: Call,
+    *,
+    out: int | None,
+    logsumexp: int | None,
+    mask: int | None,
+    causal: bool,
+    dropout: bool,
     positions: bool,
-) -> OpRule:  # fmt: skip
+) -> OpRule:
     """The rule of a backward: inputs 0 to 3 are grad_out, query, key, value."""
     shape = _shape(*call.inputs[1:4], positions=positions and not causal)
     if shape is None or dropout:

@@ -155,8 +155,10 @@ def convolution_backward(call: Call) -> OpRule:
         factors.add(f"d{d}", {0: Cut(d, y_unit), 1: Cut(d, x_unit)}, outs(Cut(d, x_unit), SUM, SUM))
     # gx is linear in w and gw in x, but a linear set sums every output
     crossed: dict[tuple[bool, ...], tuple[int, ...]] = {
-        (True, False, False): (2,), (False, True, False): (1,), (True, True, False): (1, 2),
-    }  # fmt: skip
+        (True, False, False): (2,),
+        (False, True, False): (1,),
+        (True, True, False): (1, 2),
+    }
     groups = linear_sets(call, ((0,), crossed.get(wants, ())))
     flops = at.flops * (wants[0] + wants[1]) + (prod(at.y.shape) if wants[2] else 0)
     omitted = _OMITTED if wants[0] or wants[1] else _OMITTED_BIAS

@@ -18,8 +18,13 @@ _REASON = "the input's values are not read; tracing replaces the op by one witho
 _UNREAD = {"{*} {Identity}": _REASON, "{*} {All-*}": _REASON}
 
 
-@rule("aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format",
-      "aten.empty_permuted.default")  # fmt: skip
+@rule(
+    "aten.full.default",
+    "aten.zeros.default",
+    "aten.ones.default",
+    "aten.empty.memory_format",
+    "aten.empty_permuted.default",
+)
 def _sized(call: Call) -> OpRule:
     return OpRule(term_factors(call, [], [dim_names(call.out.ndim)]), shape_args={0: 0})
 
@@ -33,8 +38,13 @@ def _new(call: Call) -> OpRule:
     )
 
 
-@rule("aten.full_like.default", "aten.zeros_like.default", "aten.ones_like.default",
-      "aten.empty_like.default", "aten.zero.default")  # fmt: skip
+@rule(
+    "aten.full_like.default",
+    "aten.zeros_like.default",
+    "aten.ones_like.default",
+    "aten.empty_like.default",
+    "aten.zero.default",
+)
 def _like(call: Call) -> OpRule:
     names = dim_names(call.out.ndim)
     terms: list[Term] = [names, *[()] * (len(call.inputs) - 1)]
@@ -66,8 +76,12 @@ def _strided_locally(local: Local) -> LocalCall:
     return target, (*args[: position + 1], tuple(dense), *args[position + 2 :]), kwargs
 
 
-@rule("aten.scalar_tensor.default", "aten.tril_indices.default", "aten.triu_indices.default",
-      "aten.logspace.default")  # fmt: skip
+@rule(
+    "aten.scalar_tensor.default",
+    "aten.tril_indices.default",
+    "aten.triu_indices.default",
+    "aten.logspace.default",
+)
 def _whole(call: Call) -> OpRule:
     return OpRule()
 

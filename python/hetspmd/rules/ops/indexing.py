@@ -122,8 +122,14 @@ def take_part(x: Tensor, index: Tensor, start: int, extent: int) -> Tensor:
     return x.take(slot.clamp(0, x.numel() - 1)).masked_fill(~held, 0)
 
 
-@rule("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.scatter.reduce",
-      "aten.scatter.value_reduce", "aten.scatter_reduce.two")  # fmt: skip
+@rule(
+    "aten.scatter.src",
+    "aten.scatter.value",
+    "aten.scatter_add.default",
+    "aten.scatter.reduce",
+    "aten.scatter.value_reduce",
+    "aten.scatter_reduce.two",
+)
 def scatter(call: Call) -> OpRule:
     """(x, dim, index, src or value): a dim where index or src is shorter than x is blocked."""
     x, index = call.inputs[0], call.inputs[1]
@@ -153,8 +159,13 @@ def scatter(call: Call) -> OpRule:
     return OpRule(factors.done(), linear_sets(call, groups), rewrite=_write_slots, omitted=omitted)
 
 
-@rule("aten.index_add.default", "aten.index_copy.default", "aten.index_fill.int_Scalar",
-      "aten.index_fill.int_Tensor", "aten.index_reduce.default")  # fmt: skip
+@rule(
+    "aten.index_add.default",
+    "aten.index_copy.default",
+    "aten.index_fill.int_Scalar",
+    "aten.index_fill.int_Tensor",
+    "aten.index_reduce.default",
+)
 def index_write(call: Call) -> OpRule:
     """(x, dim, index, source or value) with index of one dim."""
     x, index = call.inputs[0], call.inputs[1]

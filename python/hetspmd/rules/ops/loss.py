@@ -168,9 +168,15 @@ def _nll_locally(local: Local) -> LocalCall:
 
 
 def nll_part(
-    op: str, scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int,
-    ignored: int, low: int, high: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    op: str,
+    scores: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignored: int,
+    low: int,
+    high: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of the targets in ``low <= class < high``, the classes whose scores are given."""
     if low == high:
         shape = target.shape if reduction == NONE else ()
@@ -208,9 +214,17 @@ def _nll_backward_locally(local: Local) -> LocalCall:
 
 
 def nll_backward_part(
-    op: str, grad: torch.Tensor, scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None,
-    reduction: int, ignored: int, total: torch.Tensor, low: int, high: int,
-) -> torch.Tensor:  # fmt: skip
+    op: str,
+    grad: torch.Tensor,
+    scores: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignored: int,
+    total: torch.Tensor,
+    low: int,
+    high: int,
+) -> torch.Tensor:
     """The gradient of the scores of classes ``[low, high)``."""
     target = local_target(target, ignored, low, high)
     result: torch.Tensor = torch_op(op)(grad, scores, target, weight, reduction, -1, total)

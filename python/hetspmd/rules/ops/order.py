@@ -8,11 +8,17 @@ from hetspmd.rules.rule import Call, OpRule
 from hetspmd.rules.terms import wrap
 
 _POSITIONS = {
-    "aten.topk.default": (2, -1), "aten.sort.default": (1, -1), "aten.sort.stable": (2, -1),
-    "aten.argsort.default": (1, -1), "aten.argsort.stable": (2, -1), "aten.msort.default": (1, 0),
-    "aten.kthvalue.default": (2, -1), "aten.median.dim": (1, None), "aten.nanmedian.dim": (1, None),
+    "aten.topk.default": (2, -1),
+    "aten.sort.default": (1, -1),
+    "aten.sort.stable": (2, -1),
+    "aten.argsort.default": (1, -1),
+    "aten.argsort.stable": (2, -1),
+    "aten.msort.default": (1, 0),
+    "aten.kthvalue.default": (2, -1),
+    "aten.median.dim": (1, None),
+    "aten.nanmedian.dim": (1, None),
     "aten.mode.default": (1, -1),
-}  # fmt: skip
+}
 """Position and default of the argument ``dim``."""
 
 
@@ -30,8 +36,14 @@ def order(call: Call) -> OpRule:
     return OpRule(factors.done())
 
 
-@rule("aten.median.default", "aten.nanmedian.default", "aten._unique.default", "aten._unique2.default",
-      "aten.unique_dim.default", "aten.unique_consecutive.default")  # fmt: skip
+@rule(
+    "aten.median.default",
+    "aten.nanmedian.default",
+    "aten._unique.default",
+    "aten._unique2.default",
+    "aten.unique_dim.default",
+    "aten.unique_consecutive.default",
+)
 def whole(call: Call) -> OpRule:
     """Every element may matter to every result: never sharded."""
     return OpRule(omitted={"*": "holds only as long as the data has no equal neighbours"})

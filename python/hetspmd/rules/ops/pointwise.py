@@ -94,8 +94,9 @@ LINEAR: Final[dict[str, Groups]] = {
 # In these, a number in place of a tensor adds a constant to each summand: harmless if it is 0 or infinite.
 _AFFINE: Final = frozenset({"add", "masked_fill", "rsub", "sub", "where"})
 
-_ALIASES: Final = frozenset({"_conj", "_neg_view", "alias", "detach", "imag", "lift", "lift_fresh",
-                             "positive", "real"})  # fmt: skip
+_ALIASES: Final = frozenset(
+    {"_conj", "_neg_view", "alias", "detach", "imag", "lift", "lift_fresh", "positive", "real"}
+)
 
 UNTAGGED: Final = frozenset({
     "__and__.Scalar", "__and__.Tensor", "__or__.Scalar", "__or__.Tensor", "_conj.default",

@@ -42,22 +42,37 @@ def _flops(call: Call) -> float:
     return float(max(prod(t.shape) for t in (*call.inputs, *call.outputs) if t is not None))
 
 
-@rule("aten.avg_pool1d.default", "aten.avg_pool2d.default", "aten.avg_pool3d.default",
-      "aten.adaptive_avg_pool1d.default", "aten.adaptive_avg_pool2d.default",
-      "aten.adaptive_avg_pool3d.default", "aten._adaptive_avg_pool2d.default",
-      "aten._adaptive_avg_pool3d.default", "aten.avg_pool2d_backward.default",
-      "aten.avg_pool3d_backward.default", "aten._adaptive_avg_pool2d_backward.default",
-      "aten._adaptive_avg_pool3d_backward.default")  # fmt: skip
+@rule(
+    "aten.avg_pool1d.default",
+    "aten.avg_pool2d.default",
+    "aten.avg_pool3d.default",
+    "aten.adaptive_avg_pool1d.default",
+    "aten.adaptive_avg_pool2d.default",
+    "aten.adaptive_avg_pool3d.default",
+    "aten._adaptive_avg_pool2d.default",
+    "aten._adaptive_avg_pool3d.default",
+    "aten.avg_pool2d_backward.default",
+    "aten.avg_pool3d_backward.default",
+    "aten._adaptive_avg_pool2d_backward.default",
+    "aten._adaptive_avg_pool3d_backward.default",
+)
 def average(call: Call) -> OpRule:
     """(x, ...), or (grad, x, ...) for a gradient."""
     factors = _planes(call, range(len(call.inputs)))
     return OpRule(factors.done(), linear_sets(call, [(0,)]), flops=_flops(call), omitted=_omitted(call))
 
 
-@rule("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default",
-      "aten.max_pool1d_with_indices.default", "aten.max_pool2d_with_indices.default",
-      "aten.max_pool3d_with_indices.default", "aten.adaptive_max_pool1d.default",
-      "aten.adaptive_max_pool2d.default", "aten.adaptive_max_pool3d.default")  # fmt: skip
+@rule(
+    "aten.max_pool1d.default",
+    "aten.max_pool2d.default",
+    "aten.max_pool3d.default",
+    "aten.max_pool1d_with_indices.default",
+    "aten.max_pool2d_with_indices.default",
+    "aten.max_pool3d_with_indices.default",
+    "aten.adaptive_max_pool1d.default",
+    "aten.adaptive_max_pool2d.default",
+    "aten.adaptive_max_pool3d.default",
+)
 def maximum(call: Call) -> OpRule:
     """(x, ...) to values, and indices within the plane."""
     return OpRule(_planes(call, range(1)).done(), flops=_flops(call), omitted=_omitted(call))
@@ -78,10 +93,16 @@ def fractional_maximum(call: Call) -> OpRule:
     return OpRule(factors.done(), flops=_flops(call))
 
 
-@rule("aten.max_pool2d_with_indices_backward.default", "aten.max_pool3d_with_indices_backward.default",
-      "aten.adaptive_max_pool2d_backward.default", "aten.adaptive_max_pool3d_backward.default",
-      "aten.fractional_max_pool2d_backward.default", "aten.fractional_max_pool3d_backward.default",
-      "aten.max_unpool2d.default", "aten.max_unpool3d.default")  # fmt: skip
+@rule(
+    "aten.max_pool2d_with_indices_backward.default",
+    "aten.max_pool3d_with_indices_backward.default",
+    "aten.adaptive_max_pool2d_backward.default",
+    "aten.adaptive_max_pool3d_backward.default",
+    "aten.fractional_max_pool2d_backward.default",
+    "aten.fractional_max_pool3d_backward.default",
+    "aten.max_unpool2d.default",
+    "aten.max_unpool3d.default",
+)
 def scattered(call: Call) -> OpRule:
     """(grad, x, ..., indices), or (x, indices, output_size) for max_unpool: each value to its index."""
     factors, omitted = _planes(call, range(len(call.inputs))), _omitted(call)

@@ -95,8 +95,15 @@ def _extremum(call: Call) -> OpRule:
     return _reduction(call, reduced_dims(call.arg(1, "dim", ()), call.inputs[0].ndim), summed=False)
 
 
-@rule("aten.max.default", "aten.min.default", "aten.prod.default", "aten.any.default", "aten.all.default",
-      "aten.var.default", "aten.std.default")  # fmt: skip
+@rule(
+    "aten.max.default",
+    "aten.min.default",
+    "aten.prod.default",
+    "aten.any.default",
+    "aten.all.default",
+    "aten.var.default",
+    "aten.std.default",
+)
 def _whole(call: Call) -> OpRule:
     return _reduction(call, reduced_dims(None, call.inputs[0].ndim), summed=False)
 

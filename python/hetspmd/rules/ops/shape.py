@@ -87,8 +87,12 @@ def view_bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.contiguous().view(dtype)
 
 
-@rule("aten.view_as_real.default", "aten.view_as_complex.default", "aten.view_as_real_copy.default",
-      "aten.view_as_complex_copy.default")  # fmt: skip
+@rule(
+    "aten.view_as_real.default",
+    "aten.view_as_complex.default",
+    "aten.view_as_real_copy.default",
+    "aten.view_as_complex_copy.default",
+)
 def view_complex(call: Call) -> OpRule:
     """Complex numbers as pairs along a last dim, and back."""
     factors = Factors(call)
@@ -113,8 +117,15 @@ def _expand(local: Local) -> LocalCall:
     return "aten.expand.default", (local.call.args[0], local.output_shapes[0]), {}
 
 
-@rule("aten.permute.default", "aten.permute_copy.default", "aten.transpose.int", "aten.transpose_copy.int",
-      "aten.t.default", "aten.t_copy.default", "aten.numpy_T.default")  # fmt: skip
+@rule(
+    "aten.permute.default",
+    "aten.permute_copy.default",
+    "aten.transpose.int",
+    "aten.transpose_copy.int",
+    "aten.t.default",
+    "aten.t_copy.default",
+    "aten.numpy_T.default",
+)
 def permute(call: Call) -> OpRule:
     """Dims change places."""
     ndim = call.inputs[0].ndim

@@ -117,9 +117,16 @@ def slice_backward(call: Call) -> OpRule:
     return OpRule(factors.done(), linear_sets(call, [(0,)]), shape_args={1: 0})
 
 
-@rule("aten.split.Tensor", "aten.split_with_sizes.default", "aten.unsafe_split.Tensor",
-      "aten.unsafe_split_with_sizes.default", "aten.split_copy.Tensor", "aten.split_with_sizes_copy.default",
-      "aten.chunk.default", "aten.unsafe_chunk.default")  # fmt: skip
+@rule(
+    "aten.split.Tensor",
+    "aten.split_with_sizes.default",
+    "aten.unsafe_split.Tensor",
+    "aten.unsafe_split_with_sizes.default",
+    "aten.split_copy.Tensor",
+    "aten.split_with_sizes_copy.default",
+    "aten.chunk.default",
+    "aten.unsafe_chunk.default",
+)
 def split(call: Call) -> OpRule:
     """Parts of one dim."""
     at = wrap(call.arg(2, "dim", 0), call.inputs[0].ndim)

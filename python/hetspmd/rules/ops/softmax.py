@@ -22,8 +22,13 @@ def _flops(call: Call, each: float) -> float:
     return each * math.prod(call.inputs[0].shape)
 
 
-@rule("aten._softmax.default", "aten._log_softmax.default", "aten._safe_softmax.default", "aten.softmax.int",
-      "aten.log_softmax.int")  # fmt: skip
+@rule(
+    "aten._softmax.default",
+    "aten._log_softmax.default",
+    "aten._safe_softmax.default",
+    "aten.softmax.int",
+    "aten.log_softmax.int",
+)
 def _softmax(call: Call) -> OpRule:
     names = _names(call, call.arg(1, "dim"))
     return OpRule(term_factors(call, [names], [names]), flops=_flops(call, 5))

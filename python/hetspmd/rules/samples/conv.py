@@ -57,9 +57,16 @@ _CASES = (
 SAMPLES: dict[str, Factory] = {
     "aten.convolution.default": lambda: [case.call() for case in _CASES],
     "aten.convolution_backward.default": lambda: [
-        *(case.backward(*mask) for case in _CASES[:8] for mask in (
-            (True, False, False), (False, True, False), (False, False, True), (True, True, True),
-        )),
+        *(
+            case.backward(*mask)
+            for case in _CASES[:8]
+            for mask in (
+                (True, False, False),
+                (False, True, False),
+                (False, False, True),
+                (True, True, True),
+            )
+        ),
         *(case.backward(True, True, False) for case in _CASES[8:]),
     ],
-}  # fmt: skip
+}

@@ -103,18 +103,24 @@ SAMPLES: dict[str, Factory] = {
     "aten.scatter.value": lambda: [*_scatter_values(2.5), *_scatter_values(0)],
     "aten.scatter_add.default": lambda: _scatter_sources(False),
     "aten.scatter.reduce": lambda: [
-        *_scatter_sources(False, reduce="add"), *_scatter_sources(False, reduce="multiply"),
+        *_scatter_sources(False, reduce="add"),
+        *_scatter_sources(False, reduce="multiply"),
     ],
     "aten.scatter.value_reduce": lambda: [
-        *_scatter_values(2.5, reduce="add"), *_scatter_values(2.5, reduce="multiply"),
+        *_scatter_values(2.5, reduce="add"),
+        *_scatter_values(2.5, reduce="multiply"),
     ],
     "aten.scatter_reduce.two": lambda: [
-        *_scatter_sources(False, "sum"), *_scatter_sources(False, "amax"),
-        *_scatter_sources(False, "sum", include_self=False), *_scatter_sources(False, "mean"),
-        *_scatter_sources(False, "prod", include_self=False), *_scatter_sources(False, "prod"),
+        *_scatter_sources(False, "sum"),
+        *_scatter_sources(False, "amax"),
+        *_scatter_sources(False, "sum", include_self=False),
+        *_scatter_sources(False, "mean"),
+        *_scatter_sources(False, "prod", include_self=False),
+        *_scatter_sources(False, "prod"),
     ],
     "aten.index_add.default": lambda: [
-        *_index_writes(duplicates=True), *_index_writes(duplicates=True, alpha=0.5),
+        *_index_writes(duplicates=True),
+        *_index_writes(duplicates=True, alpha=0.5),
     ],
     "aten.index_copy.default": lambda: _index_writes(duplicates=False),
     "aten.index_reduce.default": lambda: [
@@ -131,7 +137,7 @@ SAMPLES: dict[str, Factory] = {
     "aten.bucketize.Scalar": lambda: [((0.3, torch.linspace(-1, 1, 6, dtype=torch.float64)), {})],
     "aten.searchsorted.Tensor": _searchsorted,
     "aten.searchsorted.Scalar": lambda: [((torch.linspace(-1, 1, 6, dtype=torch.float64), 0.3), {})],
-}  # fmt: skip
+}
 
 # boundaries must be sorted
 FIXED: dict[str, tuple[int, ...]] = {

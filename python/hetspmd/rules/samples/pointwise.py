@@ -50,9 +50,17 @@ _BOOLEAN: Final = "logical_and logical_not logical_or logical_xor"
 
 # Arguments without a default, by name.
 _VALUES: Final[dict[str, Any]] = {
-    "other": 2, "weight": 0.3, "exponent": 1.5, "self": 0.7, "max": 0.4, "min": -0.4, "scale": 1.25,
-    "threshold": 0.1, "value": 0.5, "lambd": 0.5,
-}  # fmt: skip
+    "other": 2,
+    "weight": 0.3,
+    "exponent": 1.5,
+    "self": 0.7,
+    "max": 0.4,
+    "min": -0.4,
+    "scale": 1.25,
+    "threshold": 0.1,
+    "value": 0.5,
+    "lambd": 0.5,
+}
 _NO_BROADCAST: Final = ("_backward", "ldexp", "log_sigmoid", "special_entr")
 
 

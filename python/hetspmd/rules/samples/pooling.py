@@ -84,11 +84,15 @@ def _unpool(k: int) -> list[Sample]:
 
 
 WINDOWS: dict[int, tuple[tuple[object, ...], ...]] = {
-    1: (([2], [2]), ([3], [1])), 2: (([2, 2], [2, 2]), ([3, 2], [1, 1])), 3: (([2, 2, 2], [2, 2, 2]),),
-}  # fmt: skip
+    1: (([2], [2]), ([3], [1])),
+    2: (([2, 2], [2, 2]), ([3, 2], [1, 1])),
+    3: (([2, 2, 2], [2, 2, 2]),),
+}
 SIZES: dict[int, tuple[tuple[object, ...], ...]] = {
-    1: (([2],),), 2: (([2, 3],), ([1, 1],)), 3: (([2, 2, 2],),)
-}  # fmt: skip
+    1: (([2],),),
+    2: (([2, 3],), ([1, 1],)),
+    3: (([2, 2, 2],),),
+}
 
 SAMPLES: dict[str, Factory] = {
     "aten.avg_pool1d.default": _forward(1, *WINDOWS[1]),
@@ -134,4 +138,4 @@ SAMPLES: dict[str, Factory] = {
     "aten.fractional_max_pool3d_backward.default": lambda: _fractional_backward(3),
     "aten.max_unpool2d.default": lambda: _unpool(2),
     "aten.max_unpool3d.default": lambda: _unpool(3),
-}  # fmt: skip
+}

@@ -14,8 +14,14 @@ def _x(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 
 _NEAREST = tuple(f"{kind}{k}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for k in (1, 2, 3))
-_SMOOTH = ("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d",
-           "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")  # fmt: skip
+_SMOOTH = (
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+    "upsample_trilinear3d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+)
 
 
 def _dims(name: str) -> int:
@@ -80,6 +86,7 @@ SAMPLES: dict[str, Factory] = {
     "aten.grid_sampler_2d_backward.default": lambda: _grids_backward(2),
     "aten.grid_sampler_3d_backward.default": lambda: _grids_backward(3),
     "aten.affine_grid_generator.default": lambda: [
-        ((_x((4, 2, 3)), [4, 3, 5, 4], False), {}), ((_x((4, 3, 4)), [4, 3, 2, 5, 4], True), {}),
+        ((_x((4, 2, 3)), [4, 3, 5, 4], False), {}),
+        ((_x((4, 3, 4)), [4, 3, 2, 5, 4], True), {}),
     ],
-}  # fmt: skip
+}

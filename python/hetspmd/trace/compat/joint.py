@@ -249,9 +249,12 @@ def rehearsal(mode: FakeTensorMode) -> Iterator[None]:
     traced."""
     with ExitStack() as stack:
         for context in (
-            libraries_told(), _without_log_of_shapes(), _backward_without_autocast(),
-            warnings.catch_warnings(), mode,
-        ):  # fmt: skip
+            libraries_told(),
+            _without_log_of_shapes(),
+            _backward_without_autocast(),
+            warnings.catch_warnings(),
+            mode,
+        ):
             stack.enter_context(context)
         warnings.simplefilter("ignore")
         yield

@@ -62,9 +62,14 @@ def _held_context(text: Any) -> tuple[Any, ...]:
 
 
 pytree.register_pytree_node(
-    Held, _held_parts, _held_again, serialized_type_name="hetspmd.Held", to_dumpable_context=_held_text,
-    from_dumpable_context=_held_context, flatten_with_keys_fn=_held_keys,
-)  # fmt: skip
+    Held,
+    _held_parts,
+    _held_again,
+    serialized_type_name="hetspmd.Held",
+    to_dumpable_context=_held_text,
+    from_dumpable_context=_held_context,
+    flatten_with_keys_fn=_held_keys,
+)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:

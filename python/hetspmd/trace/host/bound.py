@@ -23,8 +23,10 @@ from hetspmd.trace.host.stand_ins import FILE, MOMENTS, StandIn, calendar, is_ca
 
 _METHODS: Final = {
     getattr(kind, name): Source("clock", f"datetime.{kind.__name__}.{name}")
-    for kind in (date, datetime) for name in sorted(MOMENTS) if hasattr(kind, name)
-}  # fmt: skip
+    for kind in (date, datetime)
+    for name in sorted(MOMENTS)
+    if hasattr(kind, name)
+}
 
 _DEFAULTS: Final = ".__defaults__"
 

@@ -19,17 +19,11 @@ from hetspmd.trace.compat import is_class_of_trace
 from hetspmd.trace.host.facts import Write
 from hetspmd.trace.host.foreign import is_installed
 from hetspmd.trace.host.places import NOTHING, Path, Roots, text
-from hetspmd.trace.host.plain import (
-    NoTemplateError,
-    fingerprint,
-    is_plain,
-    number_of,
-    tensors_in,
-    to_text,
-)
+from hetspmd.trace.host.plain import fingerprint, is_plain, tensors_in
 from hetspmd.trace.host.raw import elements, pairs, size
 from hetspmd.trace.host.snapshot import OF_TORCH, Change
 from hetspmd.trace.host.steps import ALL, leads, spoken, step_to
+from hetspmd.trace.host.templates import NoTemplateError, number_of, to_text
 
 
 class Left:

@@ -30,12 +30,18 @@ from hetspmd.trace.host.plain import fingerprint
 from hetspmd.trace.values import torch_op
 
 _OVERLOADS: Final = {
-    "aten.mul.Scalar": "aten.mul.Tensor", "aten.add.Scalar": "aten.add.Tensor",
+    "aten.mul.Scalar": "aten.mul.Tensor",
+    "aten.add.Scalar": "aten.add.Tensor",
     "aten.sub.Scalar": "aten.sub.Tensor",
-    "aten.div.Scalar": "aten.div.Tensor", "aten.masked_fill.Scalar": "aten.masked_fill.Tensor",
-    "aten.eq.Scalar": "aten.eq.Tensor", "aten.ne.Scalar": "aten.ne.Tensor", "aten.lt.Scalar": "aten.lt.Tensor",
-    "aten.le.Scalar": "aten.le.Tensor", "aten.gt.Scalar": "aten.gt.Tensor", "aten.ge.Scalar": "aten.ge.Tensor",
-}  # fmt: skip
+    "aten.div.Scalar": "aten.div.Tensor",
+    "aten.masked_fill.Scalar": "aten.masked_fill.Tensor",
+    "aten.eq.Scalar": "aten.eq.Tensor",
+    "aten.ne.Scalar": "aten.ne.Tensor",
+    "aten.lt.Scalar": "aten.lt.Tensor",
+    "aten.le.Scalar": "aten.le.Tensor",
+    "aten.gt.Scalar": "aten.gt.Tensor",
+    "aten.ge.Scalar": "aten.ge.Tensor",
+}
 """Ops of a tensor and a number, as they are of two tensors."""
 
 
@@ -93,12 +99,13 @@ def _lines(graph: Graph) -> Iterator[object]:
             if tensor >= 0:
                 number[tensor] = len(number)
         yield (
-            instruction.op, instruction.phase,
+            instruction.op,
+            instruction.phase,
             [map_refs(a, lambda r: ("ref", known(r.id))) for a in instruction.args],
             [(k, map_refs(v, lambda r: ("ref", known(r.id)))) for k, v in instruction.kwargs],
             [_meta(graph, t) for t in instruction.outputs if t >= 0],
             graph.segments[index] if graph.segments else 0,
-        )  # fmt: skip
+        )
     yield [known(h.updated) for h in graph.holders], [known(p.gradient) for p in graph.parameters]
     yield [(known(o.tensor), type(o.value).__name__, o.value) for o in graph.outputs]
     yield (
@@ -130,10 +137,14 @@ def differ_in_numbers(plain: Graph, other: Graph, numbers: Mapping[int, int | fl
             return False
         same.update(zip(b.outputs, a.outputs, strict=True))
     own_ends, other_ends = (
-        [g.loss, *(p.gradient for p in g.parameters), *(h.updated for h in g.holders),
-         *(o.tensor for o in g.outputs[: count])]
+        [
+            g.loss,
+            *(p.gradient for p in g.parameters),
+            *(h.updated for h in g.holders),
+            *(o.tensor for o in g.outputs[:count]),
+        ]
         for g, count in ((plain, len(plain.outputs)), (other, len(plain.outputs)))
-    )  # fmt: skip
+    )
     literal = all(p.value == q.value for p, q in zip(plain.outputs, other.outputs, strict=False))
     return literal and own_ends == [None if t is None else same.get(t) for t in other_ends]
 
@@ -165,10 +176,13 @@ def _sources(plain: Graph, other: Graph) -> dict[int, int] | None:
     """The other graph's sources as the plain one's; None if they are not the same."""
     found: dict[int, int] = {}
     pairs = [
-        ([(p.names, p.tensor) for p in graph.parameters], [(b.names, b.tensor) for b in graph.buffers],
-         [((i.path,), i.tensor) for i in graph.inputs if i.leaf >= 0])
+        (
+            [(p.names, p.tensor) for p in graph.parameters],
+            [(b.names, b.tensor) for b in graph.buffers],
+            [((i.path,), i.tensor) for i in graph.inputs if i.leaf >= 0],
+        )
         for graph in (plain, other)
-    ]  # fmt: skip
+    ]
     for own, others in zip(*pairs, strict=True):
         if [names for names, _ in own] != [names for names, _ in others]:
             return None
@@ -201,9 +215,13 @@ def _ordered(
 
 
 def _matches(
-    plain: Graph, other: Graph, a: Instruction, b: Instruction, same: Mapping[int, int],
+    plain: Graph,
+    other: Graph,
+    a: Instruction,
+    b: Instruction,
+    same: Mapping[int, int],
     values: Mapping[int, torch.Tensor],
-) -> bool:  # fmt: skip
+) -> bool:
     a, b = _ordered(a, b, values)
     metas = [[_meta(g, t) if t >= 0 else None for t in i.outputs] for g, i in ((plain, a), (other, b))]
     ops = [_OVERLOADS.get(i.op, i.op) for i in (a, b)]

@@ -21,7 +21,7 @@ class Read:
 class Write:
     """A value that the forward leaves behind, to be put there after each step.
 
-    ``value`` is a template (:func:`hetspmd.trace.host.plain.to_text`) whose tensors are outputs of the graph
+    ``value`` is a template (:func:`hetspmd.trace.host.templates.to_text`) whose tensors are outputs of the graph
     beyond the model's own, or constants (``Graph.left_behind``). ``removed``: the attribute is deleted
     instead.
     """

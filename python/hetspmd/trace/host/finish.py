@@ -18,7 +18,8 @@ from hetspmd.trace.host.changes import where
 from hetspmd.trace.host.constants import computing
 from hetspmd.trace.host.equal import varying
 from hetspmd.trace.host.facts import Host, Number
-from hetspmd.trace.host.plain import numbers_in, renumbered, tensors_in
+from hetspmd.trace.host.plain import tensors_in
+from hetspmd.trace.host.templates import numbers_in, renumbered
 from hetspmd.trace.host.watch import HostWatch
 
 

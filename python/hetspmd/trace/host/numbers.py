@@ -36,9 +36,12 @@ class AsNumbers(TorchFunctionMode):
         return id(value) in self._numbers
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         given = dict(kwargs or {})
         tensors = list(_tensors((args, tuple(given.values()))))
         if not any(map(self.is_number, tensors)):

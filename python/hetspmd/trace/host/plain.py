@@ -1,8 +1,7 @@
-"""Values of Python as text: which two are equal, and which can be made again on another rank.
+"""Values of Python as text that tells which two are equal.
 
 A fingerprint is equal for values between which no forward can tell, on every rank and in another process.
-Long ones are shortened to their beginning and a digest. A template is a value as JSON, in which tensors are
-numbers.
+Long ones are shortened to their beginning and a digest.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import collections
 import enum
 import functools
 import hashlib
-import json
-import sys
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +27,6 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from hetspmd.errors import PlanError
 from hetspmd.trace.compat import outside_modes
 from hetspmd.trace.host.code_digest import code_digest
 from hetspmd.trace.host.content import basis, content, has_basis, is_followed_kind, own_attributes, referent
@@ -276,118 +272,3 @@ def _plain_around(function: FunctionType) -> str:
     cells = (cell.cell_contents for cell in function.__closure__ or () if cell != CellType())
     held = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *cells)
     return " ".join(fingerprint(value) for value in held if is_scalar(value))
-
-
-class NoTemplateError(Exception):
-    """A value cannot be made again on another rank."""
-
-
-def to_text(value: object, tensor: Callable[[torch.Tensor], Any]) -> str:
-    """The template of a value; ``tensor`` gives the number of a tensor. Raises NoTemplateError."""
-    return json.dumps(_template(value, tensor))
-
-
-def _template(value: Any, tensor: Callable[[torch.Tensor], Any]) -> Any:
-    kind = type(value)
-    if kind in (bool, int, str, type(None)):
-        return value
-    if kind is float:
-        return value if value == value and abs(value) != float("inf") else {"float": repr(value)}
-    if kind is complex:
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, torch.Tensor):
-        return {"tensor": tensor(value)}
-    if kind is torch.Size:
-        return {"size": list(value)}
-    if isinstance(value, (torch.dtype, torch.device)):
-        return {type(value).__name__: str(value).removeprefix("torch.")}
-    if isinstance(value, enum.Enum):
-        return {"enum": [kind.__module__, kind.__qualname__, value.name]}
-    if kind in (list, tuple, set, frozenset, collections.deque):
-        parts = [_template(v, tensor) for v in value]
-        return (
-            {kind.__name__: parts, "most": value.maxlen}
-            if kind is collections.deque
-            else {kind.__name__: parts}
-        )
-    if kind in (dict, collections.OrderedDict, collections.defaultdict):
-        return {kind.__name__: [[_template(k, tensor), _template(v, tensor)] for k, v in value.items()]}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {
-            "namedtuple": [kind.__module__, kind.__qualname__],
-            "of": [_template(v, tensor) for v in value],
-        }
-    raise NoTemplateError(type_name(kind))
-
-
-_KINDS: dict[str, Callable[[Any], Any]] = {
-    "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque, "dict": dict,
-    "OrderedDict": collections.OrderedDict, "defaultdict": dict,
-}  # fmt: skip
-
-
-def number_of(tensor: int) -> str:
-    """The template of the Python number that a tensor without dims holds."""
-    return json.dumps({"number": {"tensor": tensor}})
-
-
-def from_text(text: str, tensor: Callable[[Any], torch.Tensor]) -> Any:
-    """Inverse of :func:`to_text`. Raises PlanError for what :func:`to_text` does not write."""
-    return _value(json.loads(text), tensor)
-
-
-def _value(made: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
-    if not isinstance(made, dict):
-        return made
-    (name, content), *more = made.items()
-    if name in ("dict", "OrderedDict", "defaultdict"):
-        return _KINDS[name]([(_value(k, tensor), _value(v, tensor)) for k, v in content])
-    if name == "deque":
-        return collections.deque((_value(v, tensor) for v in content), more[0][1])
-    if name in _KINDS:
-        return _KINDS[name]([_value(v, tensor) for v in content])
-    if name == "tensor":
-        return tensor(content)
-    if name == "number":
-        return tensor(content["tensor"]).item()
-    if name == "namedtuple":
-        return _class(*content)(*(_value(v, tensor) for v in more[0][1]))
-    if name == "enum":
-        return _class(*content[:2])[content[2]]
-    simple: dict[str, Callable[[Any], Any]] = {
-        "float": float, "complex": lambda c: complex(*c), "size": torch.Size, "device": torch.device,
-        "dtype": lambda n: getattr(torch, n),
-    }  # fmt: skip
-    return simple[name](content)
-
-
-def _class(module: str, name: str) -> Any:
-    found = functools.reduce(getattr, name.split("."), sys.modules[module])
-    if isinstance(found, type) and (issubclass(found, enum.Enum) or hasattr(found, "_fields")):
-        return found
-    raise PlanError(f"{module}.{name} is no enumeration and no named tuple; compile the plan again")
-
-
-def numbers_in(template: str) -> list[int]:
-    """The numbers of the tensors of a template."""
-    found: list[int] = []
-
-    def kept(number: int) -> int:
-        found.append(number)
-        return number
-
-    renumbered(template, kept)
-    return found
-
-
-def renumbered(template: str, number: Callable[[int], int]) -> str:
-    """A template with other numbers of its tensors."""
-
-    def again(made: Any) -> Any:
-        if isinstance(made, list):
-            return [again(m) for m in made]
-        if isinstance(made, dict):
-            return {k: number(v) if k == "tensor" else again(v) for k, v in made.items()}
-        return made
-
-    return json.dumps(again(json.loads(template)))

@@ -74,13 +74,15 @@ _SETTINGS: Final[dict[str, tuple[Callable[[], Any], Callable[..., object]]]] = {
     "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "deterministic_algorithms": (
         lambda: (
-            torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
         _deterministic,
     ),
     "flash_sdp": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     "mem_efficient_sdp": (
-        torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp,
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
     ),
     "math_sdp": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     "cudnn_sdp": (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
@@ -92,4 +94,4 @@ _SETTINGS: Final[dict[str, tuple[Callable[[], Any], Callable[..., object]]]] = {
     "default_device": (torch.get_default_device, _default_device),
     "autocast on the CPU": _autocast("cpu"),
     "autocast on CUDA": _autocast("cuda"),
-}  # fmt: skip
+}

@@ -10,13 +10,13 @@ from typing import Any, Final
 from hetspmd.trace.host.code_digest import code_digest
 from hetspmd.trace.host.foreign import is_own
 
-__all__ = ["Namespace", "functions_of", "is_users"]
+__all__ = ["Replaced", "functions_of", "is_users"]
 
 _ABSENT: Final = object()
 _FUNCTIONS: Final = (FunctionType, BuiltinFunctionType)
 
 
-class Namespace:
+class Replaced:
     """The variables of a module, or the attributes of a class, as they were at first.
 
     Functions of the user's always count. Other ones count if they are new, and ``counts`` them.
@@ -45,7 +45,7 @@ class Namespace:
         return found
 
 
-_KNOWN: Final[dict[int, Namespace]] = {}
+_KNOWN: Final[dict[int, Replaced]] = {}
 """The namespaces of modules by the ids of their variables, which they hold."""
 
 
@@ -53,7 +53,7 @@ def functions_of(variables: Mapping[str, Any]) -> str:
     """What functions of a module others were put in the place of, or beside, since this was first asked."""
     known = _KNOWN.get(id(variables))
     if known is None:
-        known = _KNOWN[id(variables)] = Namespace(lambda: variables, lambda v: isinstance(v, _FUNCTIONS))
+        known = _KNOWN[id(variables)] = Replaced(lambda: variables, lambda v: isinstance(v, _FUNCTIONS))
     return known.text()
 
 

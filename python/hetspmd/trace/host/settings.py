@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hetspmd.trace.compat import print_options
-from hetspmd.trace.host.replaced import Namespace
+from hetspmd.trace.host.replaced import Replaced
 
 __all__ = ["SETTINGS", "counting"]
 
@@ -32,7 +32,7 @@ def _attribute(of: Any, name: str) -> Callable[[], Any]:
     return read
 
 
-_METHODS: Final = Namespace(lambda: vars(torch.Tensor), lambda method: False)
+_METHODS: Final = Replaced(lambda: vars(torch.Tensor), lambda method: False)
 """Methods of torch's tensors. What packages do to them depends on which of them a rank has imported."""
 
 

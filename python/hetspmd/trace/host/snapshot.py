@@ -33,9 +33,10 @@ OF_TORCH: Final = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight
 """Attributes that every module has, and those in which torch's recurrent layers hold their parameters once more."""
 
 _STRUCTURE = tuple(
-    name for name, value in vars(nn.Module()).items()
+    name
+    for name, value in vars(nn.Module()).items()
     if isinstance(value, dict) and name not in ("_parameters", "_buffers")
-)  # fmt: skip
+)
 """Attributes of a module that hold submodules and hooks."""
 
 

@@ -1,6 +1,6 @@
 """Steps to the items of containers, as text: an index or key by which every rank finds the same item.
 
-A key is written as JSON where that has it, else as a template (:mod:`hetspmd.trace.host.plain`): an enum, a dtype,
+A key is written as JSON where that has it, else as a template (:mod:`hetspmd.trace.host.templates`): an enum, a dtype,
 a device. A step to any other key, such as a class or an object, is there for people alone, and leads nowhere.
 """
 
@@ -15,7 +15,7 @@ import torch
 from hetspmd.errors import PlanError
 from hetspmd.trace.host import raw
 from hetspmd.trace.host.cached import CALL, spoken_call
-from hetspmd.trace.host.plain import NoTemplateError, from_text, to_text
+from hetspmd.trace.host.templates import NoTemplateError, from_text, to_text
 
 __all__ = ["ALL", "FUNCTIONS", "OTHERS", "key_of", "leads", "others", "spoken", "step_to", "told"]
 

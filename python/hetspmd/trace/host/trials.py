@@ -21,9 +21,10 @@ from hetspmd.trace.compat import flatten
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.facts import Counter
 from hetspmd.trace.host.finish import carried
-from hetspmd.trace.host.plain import is_container, numbers_in
+from hetspmd.trace.host.plain import is_container
 from hetspmd.trace.host.raw import elements, pairs
 from hetspmd.trace.host.recorder import Place
+from hetspmd.trace.host.templates import numbers_in
 from hetspmd.trace.host.watch import HostWatch
 
 _MOST = 8
@@ -162,9 +163,12 @@ class _Use(TorchFunctionMode):
         self._of, self.noticed = of, False
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         given = dict(kwargs or {})
         if any(leaf is self._of for leaf in _leaves((*args, *given.values()))):
             self.noticed = True

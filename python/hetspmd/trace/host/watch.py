@@ -51,9 +51,13 @@ class HostWatch:
     """
 
     def __init__(
-        self, model: nn.Module, loss: object = None, *, numbers: Sequence[Place] = (),
+        self,
+        model: nn.Module,
+        loss: object = None,
+        *,
+        numbers: Sequence[Place] = (),
         randomness: HostRandomness = "refuse",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.roots = Roots(model, loss)
         self.numbers, self._randomness = tuple(numbers), randomness
         self._snapshot, self._draws, self.asked = Snapshot(), Draws(), Asked()
