@@ -17,9 +17,8 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +29,18 @@ from hetspmd.cluster.devices import Device
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import StepCost, step_cost
 from hetspmd.errors import MemoryLimitError
-from hetspmd.optimize.alternation import MAX_ITERATIONS, OVERLAPS, Alternation, Clock, Pair
 from hetspmd.optimize.compiler import plan_for
-from hetspmd.optimize.segmentation import Segments, in_segments
+from hetspmd.optimize.options import Segments
+from hetspmd.optimize.segmentation import in_segments
+from hetspmd.optimize.synthesis import Clock, Synthesis
+from hetspmd.optimize.synthesize import synthesize
+from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.placement import PARTIAL, REPLICATE, shard
-from hetspmd.plan.reports import Iteration
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths, lengths_for
 from hetspmd.program.program import Compute, Program
 from hetspmd.ratios.ratios import optimise_ratios
-from hetspmd.ratios.starts import even, proportional
+from hetspmd.ratios.starts import even, proportional, teams
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search import constraints as known
@@ -192,36 +193,39 @@ def fits(cluster: Cluster, cost: StepCost) -> bool:
     return all(n <= d.memory for n, d in zip(cost.memory_bytes, cluster.devices, strict=True))
 
 
-class _OnSeveral(Alternation):
-    """One device alone, which computes every gradient whole, is no candidate."""
+@dataclass(frozen=True)
+class _Without(Synthesis):
+    """A synthesis without some kinds of collectives."""
 
-    def _team(self, part: CostModel, ranks: tuple[int, ...]) -> tuple[list[Pair], list[Iteration]]:
-        return super()._team(part, ranks) if len(ranks) > 1 else ([], [])
+    kinds: tuple[str, ...] = ()
+
+    @cached_property
+    def searcher(self) -> Searcher:
+        """The search core with the programs that are left."""
+        return Searcher(_without(search_space(self.theory, self.constraints), self.kinds))
 
 
 def synthesized(
     theory: Theory, cluster: Cluster, *, without: Sequence[str] = (), sfb: bool = True, clock: Clock | None = None,
     segments: Segments = "auto",
 ) -> Judged:  # fmt: skip
-    """What ``hetspmd.compile`` finds, without some kinds of collectives and without SFB if so asked."""
+    """What ``hetspmd.compile`` finds, without some kinds of collectives and without SFB if so asked.
+
+    Without SFB one device alone, which computes every gradient whole, is no candidate.
+    """
 
     def limited(of: Theory) -> Constraints:
         return Constraints(row_filter=None if sfb else no_sfb(of))
 
-    def alternation(*arguments: Any) -> Alternation:
-        made = (Alternation if sfb else _OnSeveral)(*arguments)
-        if without:
-            made.searcher = Searcher(_without(made.searcher.space, without))
-        return made
-
-    clock = clock or Clock()
-    one = alternation(theory, cluster, limited(theory), Limits(), clock).run()
-    found, outcome = in_segments(
-        theory, cluster, one, segments, limited, Limits(), clock, alternation=alternation
-    )  # fmt: skip
-    pair = outcome.pair
-    check(found, pair.program)
-    return Judged(pair.cost, pair.program, len(pair.active), pair.fits, pair.lengths, found)
+    ctx: Synthesis = _Without(
+        theory, cluster, limited(theory), Limits(), clock or Clock(), kinds=tuple(without)
+    )
+    several = [ranks for ranks in teams(CostModel(theory, cluster)) if len(ranks) > 1]
+    one = synthesize(ctx, None if sfb else several)
+    ctx, outcome = in_segments(ctx, one, segments, limited)
+    best = outcome.best
+    check(ctx.theory, best.program)
+    return Judged(best.cost, best.program, len(best.active), best.fits, best.lengths, ctx.theory)
 
 
 def synthesized_at(
@@ -234,7 +238,10 @@ def synthesized_at(
     costs, lengths = CostModel(theory, cluster), lengths_for(theory.axes, ratios)
     space = _without(search_space(theory, Constraints(row_filter=None if sfb else no_sfb(theory))), without)
     searcher = Searcher(space)
-    found = [searcher.search(costs, lengths, Limits(), overlap=weight) for weight in (1.0, *OVERLAPS)]
+    found = [
+        searcher.search(costs, lengths, Limits(), overlap=weight)
+        for weight in (1.0, *THRESHOLDS.overlap_weights)
+    ]
     programs = [f.program for f in found]
     programs += [
         plan_for(theory, cluster, c, ratios).program
@@ -259,7 +266,7 @@ def as_hap(theory: Theory, cluster: Cluster) -> Judged:
     costs = CostModel(theory, cluster)
     searcher = Searcher(search_space(theory, Constraints()))
     ratios, seen, judged = proportional(costs), set[tuple[tuple[int, ...], ...]](), list[Judged]()
-    while (lengths := lengths_for(theory.axes, ratios)).units not in seen and len(seen) < MAX_ITERATIONS:
+    while (lengths := lengths_for(theory.axes, ratios)).units not in seen and len(seen) < THRESHOLDS.rounds:
         seen.add(lengths.units)
         found = searcher.search(costs, lengths, Limits())
         check(theory, found.program)

@@ -41,7 +41,7 @@ from hetspmd.cost.model import CostModel
 from hetspmd.program.lengths import Lengths, lengths_for
 from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import Constraints
-from hetspmd.search.search import Found, Limits, Searcher
+from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import search_space
 from integer_program import optimum
 from real_models import CLUSTERS, REAL, SMALL, cluster, llama_of, real, small
@@ -60,8 +60,8 @@ class Measured:
     first: float
     second: float
     memory: int
-    found: Found
-    again: Found
+    found: SearchResult
+    again: SearchResult
 
     @property
     def gap(self) -> str:

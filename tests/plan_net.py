@@ -28,6 +28,7 @@ for _folder in (TESTS, TESTS / "run", TESTS.parent / "benches"):
 from hetspmd.cluster.cluster import Cluster  # noqa: E402  # as above
 from hetspmd.errors import HetspmdError  # noqa: E402  # as above
 from hetspmd.optimize.compiler import compile_plan  # noqa: E402  # the folders first
+from hetspmd.optimize.options import CompileOptions  # noqa: E402  # the folders first
 from hetspmd.plan.plan import Plan  # noqa: E402  # as above
 from hetspmd.program.program import Compute, Program  # noqa: E402  # as above
 from hetspmd.trace.graph import Graph  # noqa: E402  # as above
@@ -144,7 +145,7 @@ def recorded(name: str, graph: Graph, point: Point) -> dict[str, Any]:
 def _plan(graph: Graph, devices: Cluster, point: Point) -> Plan:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return compile_plan(nn.Module(), (), {}, devices, traced=graph, **point.options)
+        return compile_plan(nn.Module(), (), {}, devices, CompileOptions(**point.options), traced=graph)
 
 
 def _text(plan: Plan) -> dict[str, Any]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hetspmd.cluster.cluster import Cluster
     from hetspmd.errors import HetspmdError
     from hetspmd.optimize.compiler import compile
+    from hetspmd.optimize.options import CompileOptions
     from hetspmd.plan.plan import Plan
     from hetspmd.rules.registry import rule
     from hetspmd.rules.rule import SUM, Call, Cut, Factor, Local, OpRule
@@ -38,6 +39,7 @@ _HOMES = {
     "SUM": "rules",
     "Call": "rules",
     "Cluster": "cluster.cluster",
+    "CompileOptions": "optimize.options",
     "Cut": "rules",
     "Factor": "rules",
     "GradScaler": "run.scaler",
@@ -67,6 +69,7 @@ __all__ = [
     "SUM",
     "Call",
     "Cluster",
+    "CompileOptions",
     "Cut",
     "Factor",
     "GradScaler",

@@ -34,13 +34,27 @@ def test_compile_for_people(command, targets, cluster) -> None:
     assert "e0 = Parameter" not in outcome.out
 
 
+def test_compile_why(command, targets, cluster) -> None:
+    silent = command("compile", targets, "--cluster", cluster)
+    told = command("compile", targets, "--cluster", cluster, "--why")
+    assert (silent.status, told.status) == (0, 0)
+    assert "compared" not in silent.out
+    head, *rows = told.out[told.out.index("compared") :].splitlines()[1:]
+    assert head.split() == ["a", "step", "devices", "why", "not", "candidate"]
+    assert "the plan" in rows[0]
+    assert sum("the plan" in row for row in rows) == 1
+    assert len(rows) > 3
+    assert all("slower" in row or "as slow" in row or "as fast" in row for row in rows[1:])
+    assert any("data parallel even" in row for row in rows)
+
+
 def test_compile_json(command, targets, cluster, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     assert command("compile", targets, "--cluster", cluster, "--json", out).status == 0
     document = json.loads(out.read_text())
     assert set(document) == {
-        "version", "graph", "search", "cost", "baselines", "ratios", "segments", "inside", "program", "transfers",
-        "sensitivity", "lengths", "seconds",
+        "version", "graph", "search", "cost", "baselines", "candidates", "ratios", "segments", "inside", "program",
+        "transfers", "sensitivity", "lengths", "seconds",
     }  # fmt: skip
     assert all(set(s) == {"quantity", "ranks", "elasticity", "gain"} for s in document["sensitivity"])
     assert sum(-abs(s["elasticity"]) for s in document["sensitivity"]) == pytest.approx(-1.0)

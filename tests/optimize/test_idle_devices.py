@@ -13,6 +13,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel
 from hetspmd.optimize.compiler import compile_plan
+from hetspmd.optimize.options import CompileOptions
 from hetspmd.placement import shard
 from hetspmd.ratios.starts import MAX_TEAMS, teams
 from hetspmd.trace.trace import split_example
@@ -84,10 +85,10 @@ def test_a_subset_of_several_devices_is_found() -> None:
 def test_plans_like_another_keep_its_active_devices() -> None:
     entry = traced("gpt2")
     args, kwargs = split_example(entry.example)
-    devices = on(NETWORKS[-1], 4, 2, 1)
-    plan = compile_plan(entry.model, args, kwargs, devices, loss=entry.loss)
+    devices, options = on(NETWORKS[-1], 4, 2, 1), CompileOptions(loss=entry.loss)
+    plan = compile_plan(entry.model, args, kwargs, devices, options)
     assert plan.active == (0,)
-    again = compile_plan(entry.model, args, kwargs, devices, loss=entry.loss, training=False, like=plan)
+    again = compile_plan(entry.model, args, kwargs, devices, options, training=False, like=plan)
     assert again.active == (0,)
     assert again.cost.memory_bytes[1:] == (0, 0)
 

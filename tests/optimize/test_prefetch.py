@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import hetspmd
-import hetspmd.optimize.alternation as alternation
+import hetspmd.optimize.overlap as overlap
 import hetspmd.optimize.prefetch as prefetch
+import hetspmd.optimize.synthesize as synthesize
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.codec.records import encode
 from hetspmd.errors import PlanError
@@ -55,8 +56,8 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Switches off what is tested here, and what does as much by itself."""
 
     def off() -> None:
-        monkeypatch.setattr(alternation, "gathered_ahead", lambda *_: [])
-        monkeypatch.setattr(alternation, "stored_one_by_one", lambda *_: None)
+        monkeypatch.setattr(overlap, "prefetched", lambda *_: [])
+        monkeypatch.setattr(synthesize, "storage_variants", lambda *_: [])
 
     return off
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_prefetch import compiled, error_of, on, sharded
 
-import hetspmd.optimize.alternation as alternation
 import hetspmd.optimize.parameter_sharding as storage
+import hetspmd.optimize.synthesize as synthesize
 from hetspmd.cluster.cluster import Cluster
+from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.placement import shard
 from hetspmd.program.checker import check
 from workbench import traced
@@ -20,7 +22,7 @@ from workbench import traced
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Switches off what is tested here."""
-    return lambda: monkeypatch.setattr(alternation, "stored_one_by_one", lambda *_: None)
+    return lambda: monkeypatch.setattr(synthesize, "storage_variants", lambda *_: [])
 
 
 @pytest.mark.parametrize(
@@ -60,20 +62,20 @@ def test_nothing_is_tried_where_nothing_is_left_to_gain(monkeypatch: pytest.Monk
     def never(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(storage, "_Settling", never)
+    monkeypatch.setattr(storage, "_Storage", never)
     compiled("vit", on(1e12, 2, 1))
 
 
 @pytest.mark.parametrize("most", [3, 4, 100])
-def test_neighbours_share_a_group(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_share_a_group(most: int) -> None:
     """Twelve parameters of 10 and 30 bytes by turns, and one of which nobody would notice."""
-    monkeypatch.setattr(storage, "GROUPS", most)
     nbytes = [*([10, 30] * 6), 0.1]
     graph = SimpleNamespace(
         tensors=[SimpleNamespace(nbytes=n) for n in nbytes], consumers={t: [t] for t in range(13)}
     )
-    theory: Any = SimpleNamespace(graph=graph)
-    groups = storage.grouped(theory, dict.fromkeys(range(13), shard(0)))
+    thresholds = replace(THRESHOLDS, parameter_groups=most)
+    ctx: Any = SimpleNamespace(theory=SimpleNamespace(graph=graph), thresholds=thresholds)
+    groups = storage.grouped(ctx, dict.fromkeys(range(13), shard(0)))
     assert sorted(t for group in groups for t in group) == list(range(12))
     assert all(group == list(range(group[0], group[-1] + 1)) for group in groups)
     sizes = [sum(nbytes[t] for t in group) for group in groups]

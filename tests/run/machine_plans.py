@@ -12,9 +12,10 @@ from small_plans import NO_COST
 
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.step import StepCost
-from hetspmd.optimize.candidate import Clock
 from hetspmd.optimize.hierarchy import inside_of
+from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.plan.plan import Plan
+from hetspmd.search.constraints import Constraints
 from hetspmd.search.search import Limits
 
 
@@ -46,8 +47,9 @@ def machine_plan(
     world = len(ranks)
     program = (random_program if seed % 2 else cheap_random_program)(case.theory, seed)
     lengths = uneven(case.theory, world, seed)
-    pair: Any = SimpleNamespace(active=ranks, program=program, lengths=lengths)
-    inside = inside_of(case.theory, cluster, pair, Limits(), Clock())
+    candidate: Any = SimpleNamespace(active=ranks, program=program, lengths=lengths)
+    ctx = Synthesis(case.theory, cluster, Constraints(), Limits())
+    inside = inside_of(ctx, candidate)
     everyone = len(accelerators)
     cost = StepCost(0.0, 0.0, 0.0, 0.0, (0,) * everyone, 1, (0.0,) * everyone)
     ratios = ((1.0 / world,) * world,)

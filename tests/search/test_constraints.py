@@ -14,6 +14,7 @@ from small_models import MLP, case
 import hetspmd.rules.ops  # noqa: F401  # registers the rules
 from hetspmd.errors import ConstraintError, InfeasibleError
 from hetspmd.optimize.compiler import compile_plan, plan_for
+from hetspmd.optimize.options import CompileOptions
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, shard
 from hetspmd.plan.plan import Plan
 from hetspmd.program.program import Communicate, Compute
@@ -231,7 +232,7 @@ def test_known_styles_mean_what_they_say(name: str) -> None:
 @pytest.mark.parametrize("form", ["replicated", "shard(0)", "shard(1)"])
 def test_a_parameter_is_stored_as_asked(form: str) -> None:
     model, batch = MLP(), case("mlp", torch.float32).batch
-    plan = compile_plan(model, (), batch, CLUSTER, constraints={"?.weight": form})
+    plan = compile_plan(model, (), batch, CLUSTER, CompileOptions(constraints={"?.weight": form}))
     wanted = {"replicated": REPLICATE, "shard(0)": shard(0), "shard(1)": shard(1)}[form]
     layout = plan.parameter_layout()
     assert layout["a.weight"][0] == layout["b.weight"][0] == wanted
@@ -255,7 +256,7 @@ def test_a_plan_reads_its_inputs_as_asked(form: str, speeds: tuple[int, ...]) ->
     """Also where one device alone is best, which divides nothing else."""
     batch = case("mlp", torch.float32).batch
     devices = cluster(*speeds, fast=speeds[0] == 2)
-    plan = compile_plan(MLP(), (), batch, devices, constraints={"x": form})
+    plan = compile_plan(MLP(), (), batch, devices, CompileOptions(constraints={"x": form}))
     assert plan.active == ((0, 1, 2) if speeds[0] == 2 else (0,))
     wanted = {"replicated": REPLICATE, "shard(0)": shard(0), "shard(1)": shard(1)}[form]
     assert plan.explain("x").chosen == wanted

@@ -27,7 +27,7 @@ from hetspmd.search.constraints import Constraints
 from hetspmd.search.memory_limits import capacities, search_that_fits
 from hetspmd.search.memory_prices import Ledger, Place
 from hetspmd.search.pricing import Prices
-from hetspmd.search.search import Found, Limits, Searcher
+from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import search_space
 from memory_cases import (
     devices,
@@ -103,7 +103,7 @@ def check_charges(name: str, program: Program, lengths: Lengths, dice: random.Ra
     return largest
 
 
-def randomly_searched(name: str, lengths: Lengths, seed: int) -> Found:
+def randomly_searched(name: str, lengths: Lengths, seed: int) -> SearchResult:
     """The best program under random costs."""
     costs = cast(CostModel, RandomCosts(theory_of(name), random.Random(seed)))
     return searcher_of(name).search(costs, lengths, Limits(expansions=100))
@@ -199,17 +199,17 @@ class Problem:
         self.free = self.searcher.search(self.model, self.lengths, Limits())
         self.peaks = np.array(self.profile(self.free).peaks, dtype=float)
 
-    def profile(self, found: Found | Program):
+    def profile(self, found: SearchResult | Program):
         program = found if isinstance(found, Program) else found.program
         return memory_profile(self.theory, program, self.lengths)
 
-    def fits(self, found: Found, part: float) -> bool:
+    def fits(self, found: SearchResult, part: float) -> bool:
         return not self.profile(found).lacking(part * self.peaks).any()
 
     def limited(self, part: float) -> CostModel:
         return CostModel(self.theory, with_memory(self.cluster, part * self.peaks))
 
-    def solve(self, part: float) -> Found:
+    def solve(self, part: float) -> SearchResult:
         return search_that_fits(self.searcher, self.limited(part), self.lengths, Limits(), self.free)
 
 
@@ -225,7 +225,7 @@ PARTS = {"stack": (1.0, 0.8, 0.75, 0.7, 0.65, 0.5), "llama": (1.0, 0.95, 0.9, 0.
 
 
 @cache
-def solutions(name: str) -> dict[float, Found]:
+def solutions(name: str) -> dict[float, SearchResult]:
     """The programs found with parts of the memory that the best one needs, where there are some."""
     found = {}
     for part in PARTS[name]:

@@ -16,7 +16,7 @@ from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
 from hetspmd.search.order import assemble_program
-from hetspmd.search.search import Found, Limits, search
+from hetspmd.search.search import Limits, SearchResult, search
 from hetspmd.search.space import Space, search_space
 from hetspmd.trace.graph import PARAMETER
 from workbench import cluster, randomness  # noqa: F401  # workbench finds the shared helpers
@@ -36,7 +36,7 @@ def theory_of(name: str) -> Theory:
 
 
 @cache
-def found(name: str, style: str) -> tuple[Space, Found]:
+def found(name: str, style: str) -> tuple[Space, SearchResult]:
     theory = theory_of(name)
     space = search_space(theory, STYLES[style](theory))
     costs = CostModel(theory, cluster(4, 2, 1))

@@ -24,7 +24,7 @@ from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search.constraints import Constraints, data_parallel, single_device, tensor_parallel, zero_like
 from hetspmd.search.pricing import Prices
-from hetspmd.search.search import Found, Limits, Searcher
+from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import Space, search_space
 from hetspmd.trace.trace import split_example, trace
 from workbench import example_module, traced
@@ -60,7 +60,7 @@ def lengths(theory: Theory, shares: tuple[float, ...]) -> Lengths:
     return lengths_for(theory.axes, shares)
 
 
-def same(found: Found, fresh: Found) -> None:
+def same(found: SearchResult, fresh: SearchResult) -> None:
     """One proven optimum; the programs may differ where several are best."""
     assert found.stop_reason == fresh.stop_reason == "optimal"
     assert found.gap == fresh.gap == 0.0
@@ -72,7 +72,7 @@ def test_other_lengths_networks_and_weights(model: str) -> None:
     space = space_of(model)
     searcher = Searcher(space)
     optima = set()
-    start: Found | None = None
+    start: SearchResult | None = None
     for number, shares in enumerate(SHARES):
         for bandwidth in (2e9, 2e8):
             overlap = (1.0, 0.5, 0.1)[number % 3]

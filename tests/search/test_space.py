@@ -27,7 +27,7 @@ from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
 from hetspmd.search.pricing import PICOSECONDS
-from hetspmd.search.search import Found, Limits, Searcher, search
+from hetspmd.search.search import Limits, Searcher, SearchResult, search
 from hetspmd.search.space import search_space
 from workbench import cluster as unlike
 
@@ -42,7 +42,7 @@ def equal_devices(rate: float) -> Cluster:
 
 def solve(
     theory: Theory, rate: float, constraints: Constraints, ratios: tuple[float, ...] = (0.25,) * N
-) -> Found:
+) -> SearchResult:
     found = search(
         search_space(theory, constraints),
         CostModel(theory, equal_devices(rate)),
@@ -59,7 +59,7 @@ def replicated(theory: Theory) -> Constraints:
     return Constraints({p.tensor: REPLICATE for p in theory.graph.parameters})
 
 
-def moves(theory: Theory, found: Found) -> Counter[tuple[str, str]]:
+def moves(theory: Theory, found: SearchResult) -> Counter[tuple[str, str]]:
     return Counter(
         (s.kind, theory.graph.tensors[s.tensor].name)
         for s in found.program.steps
@@ -81,7 +81,7 @@ def all_gather_padded(nbytes: float) -> float:
     return LATENCY + (N - 1) / N * nbytes / BANDWIDTH
 
 
-def exactly(found: Found, seconds: float) -> None:
+def exactly(found: SearchResult, seconds: float) -> None:
     """The cost in whole picoseconds per value; roundings of at most half of one each."""
     assert found.cost == pytest.approx(seconds, rel=1e-9, abs=40 / PICOSECONDS)
 

@@ -53,6 +53,11 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
         help="why a parameter, input or output[i] has its form: the best program's cost for each it could have",
     )
     parser.add_argument(
+        "--why",
+        action="store_true",
+        help="print every candidate that was compared, with its predicted seconds and why it was not taken",
+    )
+    parser.add_argument(
         "--timeline",
         metavar="OUT",
         help="show who waits for whom in a step, and write it as a Chrome trace (for ui.perfetto.dev)",
@@ -70,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     from hetspmd.codec.files import write_atomically
     from hetspmd.optimize.compiler import compile as synthesize
     from hetspmd.optimize.compiler import problem_text
-    from hetspmd.report import plan_json, plan_text, program_text
+    from hetspmd.report import candidates_text, plan_json, plan_text, program_text
 
     check_writable(options.json)
     check_writable(options.plan)
@@ -109,6 +114,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json != STDOUT:
         print(plan_text(plan))
         print("Compiled in " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in timings.items()))
+        if options.why:
+            print(f"\n{candidates_text(plan)}")
         if options.timeline is not None:
             print(f"\n{plan.timeline()}")
         for explanation in explained:

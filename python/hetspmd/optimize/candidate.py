@@ -1,154 +1,177 @@
-"""Pairs of a program and its sharding ratios: what the alternation compares (HAP 3.1)."""
+"""Candidates: programs with sharding ratios, each with the reason for which it was made, and their comparison."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
-from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import StageSeconds, StepCost, StepModel, idle_seconds, on_cluster
+from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.placement import REPLICATE, shard
 from hetspmd.program.lengths import Lengths, Matrix
 from hetspmd.program.program import Program, Result
-from hetspmd.rules.theory import Theory
-from hetspmd.search.constraints import Constraints
-from hetspmd.search.search import Found
+from hetspmd.search.search import SearchResult
 
-__all__ = ["Clock", "Context", "Judge", "Pair", "bounded"]
+__all__ = ["Candidate", "Evaluator", "best_of", "bounded", "certified", "is_better"]
 
 
-@dataclass
-class Clock:
-    """Wall seconds per stage; ``progress`` is told each stage that begins."""
+class Candidate:
+    """A program of some devices with the ratios and lengths at which it is evaluated, and why it was made.
 
-    seconds: MutableMapping[str, float] = field(default_factory=dict)
-    progress: Callable[[str], object] | None = None
+    What costs time to know is computed when it is asked for. ``searched``: the program was searched at these
+    lengths, to which its cost and bound belong.
+    """
 
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        if self.progress is not None:
-            self.progress(stage)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
-
-
-class Context(Protocol):
-    """What pairs are judged in: the theory, the whole cluster, the constraints and the axes of the batch."""
-
-    theory: Theory
-    cluster: Cluster
-    fixed: Constraints
-    clock: Clock
-    batch: frozenset[int]
-
-
-class Pair:
-    """A program of some devices with the ratios and lengths it is judged at; what costs time to know is computed
-    when it is asked for. ``searched``: the program was searched at these lengths, to which its cost and bound
-    belong."""
-
-    def __init__(self, judge: Judge, ratios: Matrix, lengths: Lengths) -> None:
-        self.judge, self.ratios, self.lengths = judge, ratios, lengths
-        self.searched = lengths == judge.searched_at
+    def __init__(self, evaluator: Evaluator, ratios: Matrix, lengths: Lengths, reason: str) -> None:
+        self.evaluator, self.ratios, self.lengths, self.reason = evaluator, ratios, lengths, reason
+        self.searched = lengths == evaluator.searched_at
 
     @property
-    def found(self) -> Found:
+    def result(self) -> SearchResult:
         """The program and what the search proved of it."""
-        return self.judge.found
+        return self.evaluator.result
 
     @property
     def program(self) -> Program:
         """The program, with outputs as idle devices want them."""
-        return self.judge.program
+        return self.evaluator.program
 
     @property
     def active(self) -> tuple[int, ...]:
         """Ranks of the devices that take part."""
-        return self.judge.active
+        return self.evaluator.active
+
+    @property
+    def step(self) -> StepModel:
+        """The model of its step."""
+        return self.evaluator.step
 
     @cached_property
     def stages(self) -> StageSeconds:
         """Seconds of the stage model."""
-        return self.judge.step.computed(self.lengths)
+        return self.step.computed(self.lengths)
 
     @cached_property
     def seconds(self) -> float:
-        """Predicted seconds of a step."""
-        return self.judge.step.streams.seconds(self.judge.step.model.shares(self.lengths))
+        """Predicted seconds of a step, by the simulation of two streams."""
+        return self.step.streams.seconds(self.step.model.shares(self.lengths))
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the step was simulated: where the stage model's bound sufficed, it was not."""
+        return "seconds" in vars(self)
 
     @cached_property
     def cost(self) -> StepCost:
         """The prediction for the cluster."""
-        return on_cluster(self.judge.step.cost(self.lengths), self.judge.cluster, self.active)
+        return on_cluster(self.step.cost(self.lengths), self.evaluator.ctx.cluster, self.active)
 
     @cached_property
+    def lacking(self) -> dict[int, int]:
+        """The ranks whose devices do not have the memory that the program holds at its peak, to the bytes that they
+        lack."""
+        memory = [self.evaluator.ctx.cluster.devices[rank].memory for rank in self.active]
+        if not np.isfinite(memory).any():
+            return {}
+        peaks = self.step.held(self.lengths).peaks
+        return {r: int(n - m) for r, n, m in zip(self.active, peaks, memory, strict=True) if n > m}
+
+    @property
     def fits(self) -> bool:
         """Whether every device has the memory that the program holds at its peak."""
-        memory = [self.judge.cluster.devices[rank].memory for rank in self.active]
-        if not np.isfinite(memory).any():
-            return True
-        peaks = self.judge.step.held(self.lengths).peaks
-        return all(n <= m for n, m in zip(peaks, memory, strict=True))
+        return not self.lacking
 
 
-class Judge:
-    """One program, to be judged at several ratios; ``searched_at``: where its cost and bound are those of all
-    programs, if anywhere."""
+class Evaluator:
+    """One program, to be evaluated at several ratios.
+
+    ``searched_at``: the lengths at which its cost and bound are those of all programs, if any. ``reason``: why the
+    program was searched.
+    """
 
     def __init__(
         self,
-        of: Context,
+        ctx: Synthesis,
         costs: CostModel,
-        found: Found,
+        result: SearchResult,
         active: tuple[int, ...],
         searched_at: Lengths | None,
+        reason: str,
     ) -> None:
-        self.of, self.found, self.active, self.searched_at = of, found, active, searched_at
-        self.cluster = of.cluster
-        self.program = self._left(found.program)
-        idle = idle_seconds(of.theory.graph, self.program, of.cluster, active)
-        with of.clock("balance"):
+        self.ctx, self.result, self.active = ctx, result, active
+        self.searched_at, self.reason = searched_at, reason
+        self.program = self._with_rows(result.program)
+        idle = idle_seconds(ctx.theory.graph, self.program, ctx.cluster, active)
+        with ctx.clock("balance"):
             self.step = StepModel(costs, self.program, idle=idle)
-        self._known: dict[Lengths, Pair] = {}
+        self._known: dict[Lengths, Candidate] = {}
 
-    def __call__(self, ratios: Matrix, lengths: Lengths) -> Pair:
-        found = self._known.get(lengths)
-        if found is None or found.ratios != ratios:
-            found = self._known[lengths] = Pair(self, ratios, lengths)
-        return found
+    def __call__(self, ratios: Matrix, lengths: Lengths, *, but: str = "") -> Candidate:
+        """The candidate at these ratios; ``but``: what sets it apart from the one at which it was searched."""
+        known = self._known.get(lengths)
+        if known is None or known.ratios != ratios:
+            known = self._known[lengths] = Candidate(self, ratios, lengths, self.reason + but)
+        return known
 
-    def _left(self, program: Program) -> Program:
+    def _with_rows(self, program: Program) -> Program:
         """What idle devices are sent costs time, so an output with a row per sample that every active device
         holds whole is left as rows instead, which is free: each device slices what it holds."""
-        if len(self.active) == self.of.cluster.world:
+        if len(self.active) == self.ctx.cluster.world:
             return program
-        theory = self.of.theory
+        theory, fixed = self.ctx.theory, self.ctx.constraints.forms
 
         def left(result: Result) -> Result:
             shape = theory.graph.tensors[result.tensor].shape
             axis = theory.axes.axis(result.tensor, 0) if shape else None
-            free = result.form == REPLICATE and result.tensor not in self.of.fixed.forms
-            rows = free and axis is not None and axis.id in self.of.batch and axis.units > 1
+            free = result.form == REPLICATE and result.tensor not in fixed
+            rows = free and axis is not None and axis.id in self.ctx.batch and axis.units > 1
             return Result(result.tensor, shard(0)) if rows else result
 
         return replace(program, outputs=tuple(map(left, program.outputs)))
 
 
-def bounded(found: Found, cost: float, whole: Found) -> Found:
+def best_of(ctx: Synthesis, candidates: Iterable[Candidate]) -> Candidate | None:
+    """The fastest candidate that fits; among equals one that was searched as it is, and the first.
+
+    This is the one place where candidates are compared. One whose stage model alone takes longer than the best is
+    not simulated.
+    """
+    best: Candidate | None = None
+    with ctx.clock("balance"):
+        for candidate in candidates:
+            if best is not None and candidate.stages.floor > best.seconds:
+                continue
+            if candidate.fits and (best is None or is_better(candidate, best)):
+                best = candidate
+    return best
+
+
+def is_better(one: Candidate, other: Candidate) -> bool:
+    """Whether one candidate is faster than another, or as fast and searched as it is."""
+    return (one.seconds, not one.searched) < (other.seconds, not other.searched)
+
+
+def bounded(result: SearchResult, cost: float, whole: SearchResult) -> SearchResult:
     """A program that the simulation prefers, at its additive cost, with the bound that the search at its lengths
     proved."""
     bound = min(whole.lower_bound, cost)
     gap = (cost - bound) / cost if cost > 0 else 0.0
     return replace(
-        found, cost=cost, lower_bound=bound, gap=gap, stop_reason="optimal" if gap == 0 else "rescored"
+        result, cost=cost, lower_bound=bound, gap=gap, stop_reason="optimal" if gap == 0 else "rescored"
     )
+
+
+def certified(ctx: Synthesis, candidate: Candidate) -> Candidate:
+    """The candidate with cost and bound of its own lengths, where its program was searched at others."""
+    if candidate.searched:
+        return candidate
+    costs, lengths = ctx.costs(candidate.active), candidate.lengths
+    whole = ctx.search(costs, lengths, start=candidate.result)
+    cost = ctx.searcher.cost(candidate.result, costs, lengths)
+    result = bounded(candidate.result, cost, whole)
+    evaluator = Evaluator(ctx, costs, result, candidate.active, lengths, candidate.reason)
+    return Candidate(evaluator, candidate.ratios, lengths, candidate.reason)

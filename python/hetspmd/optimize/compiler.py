@@ -6,239 +6,198 @@ The stages in the order of the data's way: trace, rules, then search and ratios 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import replace
-from inspect import signature
-from typing import Any
+from functools import partial
+from typing import Any, Unpack
 
 from torch import nn
 
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import has_machines
-from hetspmd.errors import OptionError
-from hetspmd.optimize.alternation import Alternation, Clock, Outcome
-from hetspmd.optimize.candidate import Pair
+from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.following import followed, warn_of_strays
-from hetspmd.optimize.hierarchy import (
-    Machines,
-    Step,
-    cheaper,
-    check_machines,
-    inside_of,
-    lacking,
-    step_across,
-)
+from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, step_across
+from hetspmd.optimize.options import CompileKeywords, CompileOptions, parted
 from hetspmd.optimize.partition import segmented, segments_like
-from hetspmd.optimize.segmentation import Segments, check_segments, in_segments
+from hetspmd.optimize.segmentation import in_segments
+from hetspmd.optimize.synthesis import Clock, Synthesis
+from hetspmd.optimize.synthesize import Outcome, candidate_at, synthesize
 from hetspmd.placement import Placement
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Inside, SearchReport
 from hetspmd.program.checker import check
-from hetspmd.program.lengths import Lengths, Matrix, Ratios, by_segment, lengths_for
+from hetspmd.program.lengths import Matrix, Ratios, by_segment, lengths_for
 from hetspmd.program.stored import as_stored
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search.conflict import naming_conflicts
-from hetspmd.search.constraints import Constraints, nearest, resolve, spelling
-from hetspmd.search.search import Found, Limits, Searcher
+from hetspmd.search.constraints import Constraints, resolve, spelling
+from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import search_space
 from hetspmd.trace.collector import collector_paused
 from hetspmd.trace.graph import Graph
-from hetspmd.trace.host.watch import HostRandomness, check_randomness
-from hetspmd.trace.losses import Loss, as_loss
 from hetspmd.trace.trace import split_example, trace
+
+__all__ = ["compile", "compile_plan", "following_plan", "plan_for", "plan_of", "problem_text"]
+
+_Constraints = Mapping[str, str | Placement] | None
 
 
 def compile(
     model: nn.Module,
     example: Any,
     cluster: Cluster | Mapping[str, Any] | str,
-    *,
-    loss: Loss | str | int | None = None,
-    strict: bool = False,
-    constraints: Mapping[str, str | Placement] | None = None,
-    time_limit: float = 600.0,
-    loss_only: bool = False,
-    segments: Segments = "auto",
-    machines: Machines = "auto",
-    host_randomness: HostRandomness = "refuse",
-    timings: MutableMapping[str, float] | None = None,
-    progress: Callable[[str], object] | None = None,
+    **options: Unpack[CompileKeywords],
 ) -> Plan:
     """Synthesize the distributed program of one training step.
 
     model        an unchanged module; it may be on the meta device
     example      a batch: a dict of keyword arguments or a tuple of positional ones; only shapes are read
     cluster      a :class:`Cluster`, a dict, or the path of a cluster file
-    loss         where the loss is in the model's output, by name or index ("losses.total", 1), or
-                 ``loss(model, *args, **kwargs)``, if it is not the output, its ``.loss`` or its first item
-    strict       raise MissingRuleError instead of warning where an op has no rule
-    constraints  globs over parameter names, input paths and ``output[i]`` to ``"replicated"``, ``"shard(d)"``
-    time_limit   seconds for one search
-    loss_only    the other outputs are not needed (they come back as None)
-    segments     parts of the model with sharding ratios of their own: a number, or "auto" for as many as gain
-    machines     how machines with several accelerators are planned: across "virtual" devices, "flat", or "auto" for
-                 the cheaper way; across virtual devices there is one segment
-    host_randomness  what becomes of random numbers that the model's Python draws (random, numpy, generators):
-                 "refuse"; "freeze", a plan keeps the outcome of its trace; "trace_each_step", HAP traces anew
-    timings      filled with wall seconds: trace, rules, synth, balance, total
-    progress     called with the name of each of these stages as it begins
+    options      those of :class:`hetspmd.CompileOptions`, by name: loss, strict, constraints, time_limit,
+    loss_only,
+                 segments, machines, host_randomness, timings, progress
 
     Raises a :class:`~hetspmd.errors.HetspmdError` for bad input.
     """
+    _, asked = parted(options, (), ("model", "example", "cluster"))
     args, kwargs = split_example(example)
-    return compile_plan(
-        model, args, kwargs, Cluster.load(cluster), loss=as_loss(loss), constraints=constraints, strict=strict,
-        time_limit=time_limit, loss_only=loss_only, segments=segments, machines=machines,
-        host_randomness=host_randomness, timings=timings, progress=progress,
-    )  # fmt: skip
-
-
-def check_options(given: Iterable[str], own: Iterable[str]) -> None:
-    """Raise OptionError, with the nearest name, unless all are arguments that go to :func:`compile` for a caller
-    who has the arguments ``own`` as well."""
-    known = sorted(set(signature(compile).parameters) - {"model", "example", "cluster"})
-    for name in given:
-        if name not in known:
-            raise OptionError(f"there is no argument {name!r}{nearest(name, {*known, *own})}")
+    return compile_plan(model, args, kwargs, Cluster.load(cluster), asked)
 
 
 def compile_plan(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, *,
-    loss: Loss | None = None, training: bool = True, constraints: Mapping[str, str | Placement] | None = None,
-    strict: bool = False, time_limit: float = 600.0, loss_only: bool = False, segments: Segments = "auto",
-    machines: Machines = "auto", like: Plan | None = None, host_randomness: HostRandomness = "refuse",
-    traced: Graph | None = None, timings: MutableMapping[str, float] | None = None,
-    progress: Callable[[str], object] | None = None,
-) -> Plan:  # fmt: skip
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    cluster: Cluster,
+    options: CompileOptions | None = None,
+    *,
+    training: bool = True,
+    like: Plan | None = None,
+    traced: Graph | None = None,
+) -> Plan:
     """:func:`compile` for a split example, also of the forward alone (``training=False``).
 
     ``like``: an earlier plan of the same model; parameters keep its stored forms and lengths on the
     same active devices, so that the same shards serve both plans (another batch shape, evaluation), and
     modules their segments. ``traced``: the graph, where the step has been traced already.
     """
-    check_segments(segments)
-    check_randomness(host_randomness)
-    check_machines(machines)
-    clock = Clock(timings if timings is not None else {}, progress)
+    asked = options or CompileOptions()
+    clock = asked.clock()
     with clock("total"), collector_paused():
         with clock("trace"):
             graph = traced or trace(
-                model, args, kwargs, loss=loss, training=training, host_randomness=host_randomness
+                model,
+                args,
+                kwargs,
+                loss=asked.find_loss,
+                training=training,
+                host_randomness=asked.host_randomness,
             )
-            if loss_only and graph.loss is not None:
+            if asked.loss_only and graph.loss is not None:
                 graph = graph.without_outputs()
         with clock("rules"):
-            theory = derive(graph, strict=strict)
-        limits = Limits(seconds=time_limit)
+            theory = derive(graph, strict=asked.strict)
         if like is not None:
-            return _like(theory, like.cluster, like, limits, clock)
-        fixed = resolve(theory, constraints)
-
-        def side_by_side(devices: Cluster) -> Plan:
-            with naming_conflicts(theory, fixed):
-                outcome = Alternation(theory, devices, fixed, limits, clock).run()
-            found, outcome = in_segments(
-                theory,
-                devices,
-                outcome,
-                segments,
-                lambda cut: resolve(cut, constraints),
-                limits,
-                clock,
-            )
-            return following_plan(found, devices, outcome, constraints, limits, clock)
-
-        def across() -> Plan:
-            with naming_conflicts(theory, fixed):
-                step = step_across(theory, cluster, fixed, limits, clock)
-            return followed(
-                _across(theory, cluster, step, constraints),
-                limits,
-                clock,
-                lambda stored, pair: _across_at(stored, cluster, pair, constraints, limits),
-            )
-
-        plan = (
-            cheaper(cluster, machines, side_by_side, across)
-            if has_machines(cluster)
-            else side_by_side(cluster)
-        )
+            return _like(theory, like, Limits(seconds=asked.time_limit), clock)
+        compilation = _Compilation(theory, cluster, asked, clock)
+        if has_machines(cluster):
+            plan = cheaper(cluster, asked.machines, compilation.side_by_side, compilation.across)
+        else:
+            plan = compilation.side_by_side(cluster)
         warn_of_strays(plan)
         return plan
 
 
-def _like(theory: Theory, cluster: Cluster, like: Plan, limits: Limits, clock: Clock) -> Plan:
+class _Compilation:
+    """The ways to plan one step on one cluster."""
+
+    def __init__(self, theory: Theory, cluster: Cluster, options: CompileOptions, clock: Clock) -> None:
+        self.theory, self.cluster, self.options, self.clock = theory, cluster, options, clock
+        self.limits = Limits(seconds=options.time_limit)
+        self.constraints = resolve(theory, options.constraints)
+
+    def side_by_side(self, cluster: Cluster) -> Plan:
+        """The plan of the single devices of a cluster."""
+        asked = self.options.constraints
+        with naming_conflicts(self.theory, self.constraints):
+            ctx = Synthesis(self.theory, cluster, self.constraints, self.limits, self.clock)
+            outcome = synthesize(ctx)
+        ctx, outcome = in_segments(ctx, outcome, self.options.segments, lambda cut: resolve(cut, asked))
+        return following_plan(ctx, outcome, asked)
+
+    def across(self) -> Plan:
+        """The plan across the cluster's machines, as virtual devices."""
+        asked = self.options.constraints
+        with naming_conflicts(self.theory, self.constraints):
+            ctx = Synthesis(self.theory, self.cluster, self.constraints, self.limits, self.clock)
+            step = step_across(ctx)
+        plan = _plan_across(ctx, step, asked)
+        return followed(plan, self.limits, self.clock, partial(_plan_that_fits, asked=asked))
+
+
+def _like(theory: Theory, like: Plan, limits: Limits, clock: Clock) -> Plan:
+    """The best program with the storage of an earlier plan."""
     with clock("rules"):
         if like.graph.segments:
             theory = segmented(theory, segments_like(theory.graph, like.graph))
         theory, forms, lengths = as_stored(theory, like.parameter_layout(), like.ratios)
     ratios = like.ratios[: theory.axes.segments]
     with clock("synth"):
-        return _fixed_plan(theory, cluster, Constraints(forms), ratios, lengths, limits, like.active)
+        ctx = Synthesis(theory, like.cluster, Constraints(forms), limits)
+        return _plan_at(ctx, candidate_at(ctx, ratios, lengths, like.active))
 
 
-def _fixed_plan(
-    theory: Theory,
-    cluster: Cluster,
-    fixed: Constraints,
-    ratios: Matrix,
-    lengths: Lengths,
-    limits: Limits,
-    active: tuple[int, ...],
-) -> Plan:
-    """The best program at given lengths."""
-    pair = Alternation(theory, cluster, fixed, limits, Clock()).at(ratios, lengths, active)
-    if has_machines(cluster):
-        inside = inside_of(theory, cluster, pair, limits, Clock())
-        return _across(theory, cluster, (Outcome(pair, {}, ()), inside))
-    return plan_of(theory, cluster, Outcome(pair, {}, ()))
+def _plan_at(ctx: Synthesis, candidate: Candidate) -> Plan:
+    """The plan of one candidate, with nothing beside it."""
+    if has_machines(ctx.cluster):
+        return _plan_across(ctx, (Outcome(candidate, {}, ()), inside_of(ctx, candidate)))
+    return plan_of(ctx, Outcome(candidate, {}, ()))
 
 
-def following_plan(
-    theory: Theory,
-    cluster: Cluster,
-    outcome: Outcome,
-    constraints: Mapping[str, str | Placement] | None,
-    limits: Limits,
-    clock: Clock,
-) -> Plan:
-    """The plan of an outcome, with modules that follow others in their shards if that can be."""
-    return followed(
-        plan_of(theory, cluster, outcome, constraints),
-        limits,
-        clock,
-        lambda stored, pair: plan_of(stored, cluster, replace(outcome, pair=pair), constraints),
-    )
+def following_plan(ctx: Synthesis, outcome: Outcome, asked: _Constraints) -> Plan:
+    """The plan of an outcome, with modules that follow others in their shards if that can be. ``asked``: the user's
+    constraints."""
+
+    def planned(other: Synthesis, candidate: Candidate) -> Plan:
+        return plan_of(other, replace(outcome, best=candidate), asked)
+
+    return followed(plan_of(ctx, outcome, asked), ctx.limits, ctx.clock, planned)
 
 
 def plan_of(
-    theory: Theory,
-    cluster: Cluster,
-    outcome: Outcome,
-    constraints: Mapping[str, str | Placement] | None = None,
-    inside: Inside | None = None,
+    ctx: Synthesis, outcome: Outcome, asked: _Constraints = None, inside: Inside | None = None
 ) -> Plan:
-    pair = outcome.pair
-    check(theory, pair.program)
-    asked = {
-        glob: form if isinstance(form, str) else spelling(form) for glob, form in (constraints or {}).items()
-    }
+    """The plan of an outcome, whose program is proved here. ``asked``: the user's constraints."""
+    best = outcome.best
+    check(ctx.theory, best.program)
     return Plan(
-        theory.graph, pair.program, pair.ratios, pair.lengths, cluster, pair.cost, _report(pair.found),
-        outcome.baselines, outcome.iterations, pair.active, asked, outcome.over_memory,
-        inside,
-    )  # fmt: skip
+        graph=ctx.theory.graph,
+        program=best.program,
+        ratios=best.ratios,
+        lengths=best.lengths,
+        cluster=ctx.cluster,
+        cost=best.cost,
+        search=_report(best.result),
+        baselines=outcome.baselines,
+        iterations=outcome.iterations,
+        active=best.active,
+        constraints={
+            glob: form if isinstance(form, str) else spelling(form) for glob, form in (asked or {}).items()
+        },
+        over_memory=outcome.over_memory,
+        inside=inside,
+        considered=outcome.considered,
+    )
 
 
-def _across(
-    theory: Theory, cluster: Cluster, step: Step, constraints: Mapping[str, str | Placement] | None = None
-) -> Plan:
+def _plan_across(ctx: Synthesis, step: Step, asked: _Constraints = None) -> Plan:
     """The plan of a step across virtual devices. Its baselines are those of single accelerators, if there are
     any."""
     outcome, inside = step
-    plan = plan_of(theory, cluster, replace(outcome, baselines={}, over_memory=()), constraints, inside)
+    plan = plan_of(ctx, replace(outcome, baselines={}, over_memory=()), asked, inside)
     cost, more = plan.cost, inside.seconds
-    memory = tuple(k * n for k, n in zip(cluster.accelerators, inside.memory_bytes, strict=True))
+    memory = tuple(k * n for k, n in zip(ctx.cluster.accelerators, inside.memory_bytes, strict=True))
     return replace(
         plan,
         cost=replace(
@@ -251,24 +210,22 @@ def _across(
     )
 
 
-def _across_at(
-    theory: Theory,
-    cluster: Cluster,
-    pair: Pair,
-    constraints: Mapping[str, str | Placement] | None,
-    limits: Limits,
-) -> Plan | None:
-    """The plan of a pair of machines; None where it does not fit their accelerators."""
-    inside = inside_of(theory, cluster, pair, limits, Clock())
-    return (
-        None
-        if lacking(cluster, inside)
-        else _across(theory, cluster, (Outcome(pair, {}, ()), inside), constraints)
+def _plan_that_fits(ctx: Synthesis, candidate: Candidate, asked: _Constraints) -> Plan | None:
+    """The plan of a candidate of machines; None where it does not fit their accelerators."""
+    inside = inside_of(ctx, candidate)
+    if lacking(ctx.cluster, inside):
+        return None
+    return _plan_across(ctx, (Outcome(candidate, {}, ()), inside), asked)
+
+
+def _report(result: SearchResult) -> SearchReport:
+    return SearchReport(
+        cost=result.cost,
+        lower_bound=result.lower_bound,
+        gap=result.gap,
+        stop_reason=result.stop_reason,
+        expansions=result.expansions,
     )
-
-
-def _report(found: Found) -> SearchReport:
-    return SearchReport(found.cost, found.lower_bound, found.gap, found.stop_reason, found.expansions)
 
 
 def plan_for(
@@ -288,10 +245,11 @@ def plan_for(
     active = tuple(range(cluster.world)) if active is None else active
     matrix = by_segment(ratios, theory.axes.segments)
     lengths = lengths_for(theory.axes, matrix)
-    return _fixed_plan(theory, cluster, constraints, matrix, lengths, limits or Limits(), active)
+    ctx = Synthesis(theory, cluster, constraints, limits or Limits())
+    return _plan_at(ctx, candidate_at(ctx, matrix, lengths, active))
 
 
-def problem_text(plan: Plan, constraints: Mapping[str, str | Placement] | None = None) -> str:
+def problem_text(plan: Plan, constraints: _Constraints = None) -> str:
     """The search problem at the plan's lengths, as a self-contained file for ``hetspmd solve``."""
     space = search_space(plan.theory, resolve(plan.theory, constraints))
     return Searcher(space).problem(plan.costs, plan.lengths)

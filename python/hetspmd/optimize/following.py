@@ -13,13 +13,15 @@ from contextlib import suppress
 from dataclasses import replace
 
 from hetspmd.errors import FollowerWarning, InfeasibleError, SearchError
-from hetspmd.optimize.alternation import Alternation
-from hetspmd.optimize.candidate import Clock, Pair
+from hetspmd.optimize.candidate import Candidate
+from hetspmd.optimize.considered import instead
 from hetspmd.optimize.followers import followers, stored_as_followed
+from hetspmd.optimize.synthesis import Clock, Synthesis
+from hetspmd.optimize.synthesize import candidate_at, within_memory
 from hetspmd.placement import Placement
 from hetspmd.plan.plan import Plan
+from hetspmd.plan.reports import Considered
 from hetspmd.program.stored import Stored, as_stored
-from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import resolve, spelling
 from hetspmd.search.search import Limits
 
@@ -35,12 +37,12 @@ def follows(plan: Plan) -> bool:
 
 
 def followed(
-    plan: Plan, limits: Limits, clock: Clock, planned: Callable[[Theory, Pair], Plan | None]
+    plan: Plan, limits: Limits, clock: Clock, planned: Callable[[Synthesis, Candidate], Plan | None]
 ) -> Plan:
     """The plan with modules that follow others in their shards; ``plan`` itself where they are, or where none is
     found in which they can be so.
 
-    ``planned``: the plan of a pair of a theory; None where it does not fit the memory.
+    ``planned``: the plan of a candidate of a synthesis; None where it does not fit the memory.
     """
     stored = _moved(plan)
     if stored is None:
@@ -49,14 +51,22 @@ def followed(
         theory, forms, lengths = as_stored(plan.theory, stored, plan.ratios)
     with clock("synth"), suppress(InfeasibleError, SearchError):
         said = resolve(theory, plan.constraints)
-        search = Alternation(
-            theory, plan.cluster, replace(said, forms={**said.forms, **forms}), limits, Clock()
-        )
-        pair = search.fitting(search.at(plan.ratios, lengths, plan.active))
-        found = None if pair is None else planned(theory, pair)
+        ctx = Synthesis(theory, plan.cluster, replace(said, forms={**said.forms, **forms}), limits)
+        candidate = within_memory(ctx, candidate_at(ctx, plan.ratios, lengths, plan.active))
+        found = None if candidate is None else planned(ctx, candidate)
         if found is not None:
             optimal = found.search.stop_reason == "optimal"
-            return replace(found, search=replace(found.search, stop_reason=FOLLOWING)) if optimal else found
+            search = replace(found.search, stop_reason=FOLLOWING) if optimal else found.search
+            taken = Considered(
+                reason="modules that follow others in the others' shards",
+                active=found.active,
+                seconds=found.cost.step_seconds,
+                simulated=True,
+                verdict="taken",
+            )
+            return replace(
+                found, search=search, considered=instead(plan.considered, taken, verdict="storage")
+            )
     return plan
 
 

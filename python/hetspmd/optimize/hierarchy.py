@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final, Literal, TypeAlias
+from typing import TypeAlias
 
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import accelerator, flat
 from hetspmd.cost.levels import inside_bytes, inside_seconds
-from hetspmd.cost.model import CostModel
-from hetspmd.errors import HetspmdError, InfeasibleError, MemoryLimitError, OptionError, SearchError
-from hetspmd.optimize.alternation import Alternation, Outcome
-from hetspmd.optimize.candidate import Clock, Pair
+from hetspmd.errors import HetspmdError, InfeasibleError, MemoryLimitError, SearchError
+from hetspmd.optimize.candidate import Candidate
+from hetspmd.optimize.considered import ways_taken
+from hetspmd.optimize.options import Machines
+from hetspmd.optimize.synthesis import Synthesis
+from hetspmd.optimize.synthesize import Outcome, candidate_at, synthesize
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Inside
 from hetspmd.program.checker import check
@@ -32,24 +34,11 @@ from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
-from hetspmd.search.search import Limits
 
-__all__ = ["Machines", "Step", "cheaper", "check_machines", "inside_of", "lacking", "step_across"]
-
-Machines: TypeAlias = Literal["auto", "virtual", "flat"]
-"""How machines with several accelerators are planned: the cheaper way, or the one that is named."""
-
-ATTEMPTS: Final = 4
-"""Plans of the machines, each with less memory, until the accelerators' memory suffices."""
+__all__ = ["Step", "cheaper", "inside_of", "lacking", "step_across"]
 
 Step: TypeAlias = tuple[Outcome, Inside]
 """The best outcome of the machines, and what their accelerators do."""
-
-
-def check_machines(machines: object) -> None:
-    """Raise OptionError for what is no way to plan machines."""
-    if machines not in ("auto", "virtual", "flat"):
-        raise OptionError(f"machines={machines!r}; allowed are 'auto', 'virtual' and 'flat'")
 
 
 def cheaper(
@@ -81,38 +70,39 @@ def cheaper(
     side_by_side, virtual = plans
     names = {"single_accelerators": side_by_side} if best is virtual else {"virtual_devices": virtual}
     others = {name: plan.cost.step_seconds for name, plan in names.items()}
-    return replace(best, baselines={**side_by_side.baselines, **others}, over_memory=side_by_side.over_memory)
+    return replace(
+        best,
+        baselines={**side_by_side.baselines, **others},
+        over_memory=side_by_side.over_memory,
+        considered=ways_taken(
+            {"single accelerators": side_by_side, "virtual devices": virtual},
+            "virtual devices" if best is virtual else "single accelerators",
+        ),
+    )
 
 
-def step_across(theory: Theory, cluster: Cluster, fixed: Constraints, limits: Limits, clock: Clock) -> Step:
+def step_across(ctx: Synthesis) -> Step:
     """The best step across virtual devices.
 
-    Raises what :meth:`Alternation.run` raises, and MemoryLimitError where the accelerators' memory does not
-    suffice.
+    Raises what :func:`hetspmd.optimize.synthesize.synthesize` raises, and MemoryLimitError where the accelerators'
+    memory does not suffice.
     """
-    tight = cluster
-    for _ in range(ATTEMPTS):
-        outcome = Alternation(theory, tight, fixed, limits, clock).run()
-        inside = inside_of(theory, cluster, outcome.pair, limits, clock)
-        missed = lacking(cluster, inside)
+    tight = ctx
+    for _ in range(ctx.thresholds.machine_memory_attempts):
+        outcome = synthesize(tight)
+        inside = inside_of(ctx, outcome.best)
+        missed = lacking(ctx.cluster, inside)
         if not missed:
             return outcome, inside
-        devices = list(tight.devices)
+        devices = list(tight.cluster.devices)
         for rank, (missing, capacity) in missed.items():
             device = devices[rank]
             # What the machines are counted to hold must shrink by as much as an accelerator lacks.
-            devices[rank] = replace(
-                device,
-                memory=max(
-                    min(device.memory, outcome.pair.cost.memory_bytes[rank])
-                    * capacity
-                    / (capacity + missing)
-                    * 0.99,
-                    1.0,
-                ),
-            )
-        tight = replace(tight, devices=tuple(devices))
-    raise MemoryLimitError(missed, [d.name for d in cluster.devices])
+            held = min(device.memory, outcome.best.cost.memory_bytes[rank])
+            memory = max(held * capacity / (capacity + missing) * 0.99, 1.0)
+            devices[rank] = replace(device, memory=memory)
+        tight = replace(tight, cluster=replace(tight.cluster, devices=tuple(devices)))
+    raise MemoryLimitError(missed, [d.name for d in ctx.cluster.devices])
 
 
 def lacking(cluster: Cluster, inside: Inside) -> dict[int, tuple[int, int]]:
@@ -124,26 +114,28 @@ def lacking(cluster: Cluster, inside: Inside) -> dict[int, tuple[int, int]]:
     }
 
 
-def inside_of(theory: Theory, cluster: Cluster, pair: Pair, limits: Limits, clock: Clock) -> Inside:
-    """What the accelerators of the machines do of the best step of the machines. ``pair`` is of machines of
-    ``cluster``.
+def inside_of(ctx: Synthesis, candidate: Candidate) -> Inside:
+    """What the accelerators of the machines do of the best step of the machines. ``candidate`` is of machines of
+    the
+    synthesis's cluster.
 
     Raises what the search raises.
     """
-    counts = [cluster.accelerators[j] for j in pair.active]
-    layout = NestedLayout(theory, pair.lengths, counts)
-    largest = cluster.devices[pair.active[counts.index(max(counts))]]
+    theory, cluster, lengths = ctx.theory, ctx.cluster, candidate.lengths
+    counts = [cluster.accelerators[j] for j in candidate.active]
+    layout = NestedLayout(theory, lengths, counts)
+    largest = cluster.devices[candidate.active[counts.index(max(counts))]]
     machine = largest.machine
     within = Cluster((accelerator(largest),) * max(counts), None if machine is None else machine.inside)
     shares = by_segment((1.0 / within.world,) * within.world, theory.axes.segments)
-    constraints = _data_parallel(theory, layout, pair.program)
-    search = Alternation(theory, within, constraints, limits, clock)
-    inner = search.at(shares, lengths_for(theory.axes, shares), tuple(range(within.world))).program
+    constraints = _data_parallel(theory, layout, candidate.program)
+    own = replace(ctx, cluster=within, constraints=constraints)
+    inner = candidate_at(own, shares, lengths_for(theory.axes, shares), own.everyone).program
     check(theory, inner)
-    costs = CostModel(theory, cluster.part(pair.active))
-    nested = nest(theory, pair.program, inner, costs.bucket_bytes)
-    seconds = inside_seconds(costs, pair.lengths, nested, layout)
-    held = dict(zip(pair.active, inside_bytes(layout, nested), strict=True))
+    costs = ctx.costs(candidate.active)
+    nested = nest(theory, candidate.program, inner, costs.bucket_bytes)
+    seconds = inside_seconds(costs, lengths, nested, layout)
+    held = dict(zip(candidate.active, inside_bytes(layout, nested), strict=True))
     return Inside(inner, seconds, tuple(held.get(j, 0) for j in range(cluster.world)))
 
 

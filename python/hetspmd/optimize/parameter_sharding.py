@@ -16,106 +16,101 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Final
 
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import InfeasibleError, SearchError
-from hetspmd.optimize.candidate import Judge, Pair
-from hetspmd.optimize.prefetch import (
-    AHEAD,
-    WORTH,
-    Searching,
-    divisible,
-    last_first,
-    like,
-    storage_axes,
-    stored_evenly,
-)
+from hetspmd.optimize.candidate import Candidate, Evaluator
+from hetspmd.optimize.prefetch import divisible, last_first, like, storage_axes, stored_evenly
+from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.placement import REPLICATE, Placement
 from hetspmd.program.lengths import Lengths
-from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import Constraints, RowFilter
 from hetspmd.search.search import stored_forms
 
-__all__ = ["stored_one_by_one"]
-
-GROUPS: Final = 32
-"""Groups of parameters that are changed together; neighbours in the order of the forward share one."""
-
-SMALL: Final = 0.002
-"""The smallest parameters, with this part of all bytes, stay as they are."""
-
-ROUNDS: Final = 2
-GAIN: Final = 0.01
-"""Rounds at most, and the part of the step that the first must gain to be followed by another."""
+__all__ = ["storage_variants"]
 
 
-def stored_one_by_one(of: Searching, costs: CostModel, pair: Pair) -> Pair | None:
-    """A pair on the same devices with other parameters stored in shards, if one is faster than ``pair``."""
-    if costs.world == 1 or pair.seconds * (1 - WORTH) <= pair.stages.floor:
-        return None
-    return _Settling(of, costs, pair).run()
+def storage_variants(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> list[Candidate]:
+    """Candidates on the same devices with other parameters stored in shards, in the order in which they were tried;
+    one of them is the best if any is faster than ``candidate``."""
+    gain = ctx.thresholds.hidden_gain
+    if costs.world == 1 or candidate.seconds * (1 - gain) <= candidate.stages.floor:
+        return []
+    return _Storage(ctx, costs, candidate).run()
 
 
-class _Settling:
-    """The storage of the parameters of one pair."""
+class _Storage:
+    """The storage of the parameters of one candidate."""
 
-    def __init__(self, of: Searching, costs: CostModel, pair: Pair) -> None:
-        self.of, self.costs, self.pair = of, costs, pair
-        theory, rows = of.theory, pair.found.rows
-        free = storage_axes(theory, pair.program)
-        self.lengths: Lengths = stored_evenly(theory, pair.lengths, pair.ratios, free)
+    def __init__(self, ctx: Synthesis, costs: CostModel, candidate: Candidate) -> None:
+        self.ctx, self.costs, self.first = ctx, costs, candidate
+        theory, rows = ctx.theory, candidate.result.rows
+        free = storage_axes(theory, candidate.program)
+        self.lengths: Lengths = stored_evenly(theory, candidate.lengths, candidate.ratios, free)
         self.filter: RowFilter = like(theory, rows)
         self.forms = stored_forms(theory, rows)
-        open_ = [t for t in self.forms if t not in of.fixed.forms]
-        self.sharded = divisible(theory, open_, free, pair.lengths.world)
-        self.groups = grouped(theory, self.sharded)
-        self.ahead = pair.program.ahead
-        self.best = pair
+        open_ = [t for t in self.forms if t not in ctx.constraints.forms]
+        self.sharded = divisible(theory, open_, free, candidate.lengths.world)
+        self.groups = grouped(ctx, self.sharded)
+        self.names = {p.tensor: p.name for p in theory.graph.parameters}
+        self.ahead = candidate.program.ahead
+        self.best = candidate
+        self.tried: list[Candidate] = []
 
-    def run(self) -> Pair | None:
-        """The best pair, None where it is the one that was given."""
-        for _ in range(ROUNDS):
+    def run(self) -> list[Candidate]:
+        """All that was tried."""
+        thresholds = self.ctx.thresholds
+        for _ in range(thresholds.storage_rounds):
             before = self.best.seconds
             for group in self.groups:
                 self._change(group)
-            for distance in (1, *AHEAD):
+            for distance in (1, *thresholds.prefetch_distances):
                 if distance != self.ahead:
-                    self._try(self.forms, distance)
-            if self.best.seconds > before * (1 - GAIN):
+                    self._try(self.forms, distance, f"gathers {distance} ahead")
+            if self.best.seconds > before * (1 - thresholds.storage_round_gain):
                 break
-        return None if self.best is self.pair else self.best
+        return self.tried
 
     def _change(self, group: Sequence[int]) -> None:
         """Store the group's parameters in shards, or whole, unless they are."""
-        for form in ({t: self.sharded[t] for t in group}, dict.fromkeys(group, REPLICATE)):
+        more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+        what = f"{self.names[group[0]]}{more}"
+        for form, how in (
+            ({t: self.sharded[t] for t in group}, "in shards"),
+            (dict.fromkeys(group, REPLICATE), "whole"),
+        ):
             forms = {**self.forms, **form}
             if forms != self.forms:
-                self._try(forms, self.ahead)
+                self._try(forms, self.ahead, f"{what} {how}")
 
-    def _try(self, forms: dict[int, Placement], ahead: int) -> None:
-        of = self.of
-        within = of.searcher.space.within(Constraints({**of.fixed.forms, **forms}, self.filter))
+    def _try(self, forms: dict[int, Placement], ahead: int, reason: str) -> None:
+        ctx = self.ctx
+        within = ctx.searcher.space.within(Constraints({**ctx.constraints.forms, **forms}, self.filter))
         try:
-            found = of._search(self.costs, self.lengths, None, within)
+            result = ctx.search(self.costs, self.lengths, within=within)
         except (InfeasibleError, SearchError):
             return
-        found = replace(found, program=replace(found.program, ahead=ahead))
+        result = replace(result, program=replace(result.program, ahead=ahead))
         # Its bound is of programs of its kind.
-        made = Judge(of, self.costs, found, self.pair.active, None)(self.pair.ratios, self.lengths)
-        with of.clock("balance"):
+        reason = f"{reason}, else as the best before"
+        made = Evaluator(ctx, self.costs, result, self.first.active, None, reason)(
+            self.first.ratios, self.lengths
+        )
+        self.tried.append(made)
+        with ctx.clock("balance"):
             if made.seconds < self.best.seconds and made.fits:
                 self.best, self.forms, self.ahead = made, forms, ahead
 
 
-def grouped(theory: Theory, parameters: Iterable[int]) -> list[list[int]]:
-    """The parameters, but for the smallest, in about :data:`GROUPS` groups of neighbours of nearly as many bytes;
-    of most bytes first and, among equals, in the order of the forward."""
-    ordered = last_first(theory, parameters, SMALL)[::-1]
-    nbytes = {t: theory.graph.tensors[t].nbytes for t in ordered}
+def grouped(ctx: Synthesis, parameters: Iterable[int]) -> list[list[int]]:
+    """The parameters, but for the smallest, in about as many groups of neighbours of nearly as many bytes as the
+    thresholds say; of most bytes first and, among equals, in the order of the forward."""
+    most = ctx.thresholds.parameter_groups
+    ordered = last_first(ctx.theory, parameters, ctx.thresholds.smallest_in_groups)[::-1]
+    nbytes = {t: ctx.theory.graph.tensors[t].nbytes for t in ordered}
     total = sum(nbytes.values())
     found: dict[int, list[int]] = {}
     for n, (tensor, end) in enumerate(zip(ordered, accumulate(nbytes.values()), strict=True)):
         middle = (end - nbytes[tensor] / 2) / total
-        found.setdefault(n if len(ordered) <= GROUPS else int(middle * GROUPS), []).append(tensor)
+        found.setdefault(n if len(ordered) <= most else int(middle * most), []).append(tensor)
     return sorted(found.values(), key=lambda group: -sum(nbytes[t] for t in group))

@@ -15,18 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Final
 
 import networkx as nx
 
+from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.trace.cuts import with_cuts
 from hetspmd.trace.graph import PARAMETER, Graph
 
 __all__ = ["partition", "segmented", "segments_like"]
-
-UNEVEN: Final = 0.25
-"""The part by which a half may weigh more or less than it should."""
 
 
 def partition(theory: Theory, seconds: Sequence[float], count: int) -> tuple[int, ...]:
@@ -193,7 +190,7 @@ def _halved(graph: nx.Graph, nodes: list[int], part: float) -> tuple[set[int], s
 
     splits = [(set(nodes[:n]), set(nodes[n:])) for n in range(1, len(nodes))]
     least = min(off(left) for left, _ in splits)
-    tolerated = max(least, UNEVEN * min(part, 1 - part))
+    tolerated = max(least, THRESHOLDS.uneven_halves * min(part, 1 - part))
     chosen = min(
         (s for s in splits if off(s[0]) <= tolerated), key=lambda s: (across(s[0]), off(s[0]), len(s[0]))
     )

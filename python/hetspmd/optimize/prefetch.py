@@ -21,82 +21,49 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Final, Protocol
 
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import InfeasibleError, SearchError
-from hetspmd.optimize.candidate import Context, Judge, Pair
+from hetspmd.optimize.candidate import Candidate, Evaluator
+from hetspmd.optimize.synthesis import Synthesis
+from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.placement import REPLICATE, Placement, is_sharded, shard
 from hetspmd.program.lengths import Lengths, Matrix, apportion
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import Constraints, RowFilter
-from hetspmd.search.search import Found, Searcher, stored_forms
-from hetspmd.search.space import Space
+from hetspmd.search.search import stored_forms
 
 __all__ = [
-    "AHEAD",
-    "PARTS",
-    "WORTH",
-    "Searching",
     "divisible",
-    "gathered_ahead",
     "last_first",
     "like",
+    "prefetched",
     "storage_axes",
     "stored_evenly",
 ]
 
-AHEAD: Final = (2, 3, 4, 6, 8, 12, 16)
-"""Distances that are tried, beside one."""
 
-PATIENCE: Final = 3
-"""Distances in a row that need not gain anything."""
-
-PARTS: Final = (1.0, 0.85, 0.7, 0.5)
-"""Parts of the parameters' bytes that are stored in shards."""
-
-SMALL: Final = 0.01
-"""The smallest parameters, with this part of all bytes, stay as they are."""
-
-WORTH: Final = 0.03
-"""The part of the step that must be left to gain: between the step and what the devices compute or the links carry,
-and in which the links are idle while the forward runs."""
-
-EVEN: Final = 1 / 32
-"""The part by which the largest shard may be larger than the mean to be as small as any need be."""
-
-NEAR: Final = 0.25
-"""Pairs whose gathers may gain are at most this part slower than the best."""
-
-MOST: Final = 4
-"""Pairs of which distances are tried."""
-
-
-class Searching(Context, Protocol):
-    """Where programs are searched."""
-
-    searcher: Searcher
-
-    def _search(
-        self, costs: CostModel, lengths: Lengths, start: Found | None, within: Space | None = None
-    ) -> Found: ...
-
-
-def gathered_ahead(of: Searching, costs: CostModel, best: Pair, pairs: Iterable[Pair]) -> list[Pair]:
-    """Pairs like ``best`` with parameters stored in shards, and such as they, it and the best of ``pairs`` with
-    gathers further ahead, on the same devices."""
-    if costs.world == 1 or best.seconds * (1 - WORTH) <= best.stages.floor:
+def prefetched(
+    ctx: Synthesis, costs: CostModel, best: Candidate, candidates: Iterable[Candidate]
+) -> list[Candidate]:
+    """Candidates like ``best`` with parameters stored in shards, and such as they, it and the best of
+    ``candidates``
+    with gathers further ahead, on the same devices."""
+    if costs.world == 1 or best.seconds * (1 - ctx.thresholds.hidden_gain) <= best.stages.floor:
         return []
-    found = list(_derived(of, costs, best))
-    most = best.seconds * (1 + NEAR)
+    found = list(_derived(ctx, costs, best))
+    most = best.seconds * (1 + ctx.thresholds.near_best_prefetch)
     near = [
-        p for p in (best, *found, *pairs) if p.stages.floor < best.seconds and p.seconds <= most and p.fits
+        c
+        for c in (best, *found, *candidates)
+        if c.stages.floor < best.seconds and c.seconds <= most and c.fits
     ]
-    near.sort(key=lambda pair: pair.seconds)
-    further = (_further(of, costs, pair) for pair in _different(near)[:MOST])
-    return found + [pair for pair in further if pair is not None]
+    near.sort(key=lambda candidate: candidate.seconds)
+    different = _different(near)[: ctx.thresholds.prefetch_candidates]
+    further = (_further(ctx, costs, candidate) for candidate in different)
+    return found + [candidate for candidate in further if candidate is not None]
 
 
 def storage_axes(theory: Theory, program: Program) -> frozenset[int]:
@@ -132,39 +99,46 @@ def stored_evenly(theory: Theory, lengths: Lengths, ratios: Matrix, free: frozen
     return Lengths(lengths.world, units)
 
 
-def _derived(of: Searching, costs: CostModel, pair: Pair) -> Iterable[Pair]:
-    """Pairs like this one: with even shards, and with more parameters in shards where the links have time for it
+def _derived(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Iterable[Candidate]:
+    """Candidates like this one: with even shards, and with more parameters in shards where the links have time for
+    it
     while the forward runs."""
-    theory, rows = of.theory, pair.found.rows
-    free = storage_axes(theory, pair.program)
+    theory, rows = ctx.theory, candidate.result.rows
+    free = storage_axes(theory, candidate.program)
     stored = stored_forms(theory, rows)
-    lengths = stored_evenly(theory, pair.lengths, pair.ratios, free)
+    lengths = stored_evenly(theory, candidate.lengths, candidate.ratios, free)
     sharded = [a for t, form in stored.items() if is_sharded(form) and (a := theory.axes.sharded(t, form))]
-    evened = any(lengths.units[axis.id] != pair.lengths.units[axis.id] for axis in sharded)
-    whole = [t for t, form in stored.items() if form == REPLICATE and t not in of.fixed.forms]
-    divided = divisible(theory, whole, free, pair.lengths.world) if _idle(costs, pair) >= WORTH else {}
+    evened = any(lengths.units[axis.id] != candidate.lengths.units[axis.id] for axis in sharded)
+    whole = [t for t, form in stored.items() if form == REPLICATE and t not in ctx.constraints.forms]
+    divided = (
+        divisible(theory, whole, free, candidate.lengths.world)
+        if _idle(costs, candidate) >= ctx.thresholds.hidden_gain
+        else {}
+    )
     seen = set() if evened else {frozenset[int]()}
-    for part in (*PARTS, 0.0):
-        last = _last(theory, divided, part)
+    for part in (*ctx.thresholds.sharded_parts, 0.0):
+        last = _last(ctx, divided, part)
         if last in seen:
             continue
         seen.add(last)
-        forms = {**of.fixed.forms, **stored, **{t: divided[t] for t in last}}
-        within = of.searcher.space.within(Constraints(forms, like(theory, rows)))
+        forms = {**ctx.constraints.forms, **stored, **{t: divided[t] for t in last}}
+        within = ctx.searcher.space.within(Constraints(forms, like(theory, rows)))
         try:
-            found = of._search(costs, lengths, None, within)
+            result = ctx.search(costs, lengths, within=within)
         except (InfeasibleError, SearchError):
             continue
         # Its bound is of programs of its kind.
-        yield Judge(of, costs, found, pair.active, None)(pair.ratios, lengths)
+        stored_as = f"{len(last)} more parameters in shards" if last else "parameters in even shards"
+        reason = f"{stored_as}, else as {candidate.reason}"
+        yield Evaluator(ctx, costs, result, candidate.active, None, reason)(candidate.ratios, lengths)
 
 
-def _idle(costs: CostModel, pair: Pair) -> float:
+def _idle(costs: CostModel, candidate: Candidate) -> float:
     """The part of the step in which the forward runs and the links are idle."""
-    run = pair.judge.step.streams.run(costs.shares(pair.lengths))
+    run = candidate.step.streams.run(costs.shares(candidate.lengths))
     forward = float(run.forward.max())
     busy = sum(end - start for start, end in zip(run.starts, run.ends, strict=True) if end <= forward)
-    return (forward - busy) / pair.seconds
+    return (forward - busy) / candidate.seconds
 
 
 def divisible(theory: Theory, whole: Iterable[int], free: frozenset[int], world: int) -> dict[int, Placement]:
@@ -175,26 +149,30 @@ def divisible(theory: Theory, whole: Iterable[int], free: frozenset[int], world:
     for tensor in whole:
         dims = range(len(theory.graph.tensors[tensor].shape))
         units = {d: a.units for d in dims if (a := theory.axes.axis(tensor, d)) is not None and a.id in free}
-        over = {d: max(-(-n // world) * world / n - 1, EVEN) for d, n in units.items() if n >= world}
+        over = {
+            d: max(-(-n // world) * world / n - 1, THRESHOLDS.even_shard)
+            for d, n in units.items()
+            if n >= world
+        }
         if over:
             found[tensor] = shard(min(over, key=lambda d: (over[d], d)))
     return found
 
 
-def _last(theory: Theory, divided: dict[int, Placement], part: float) -> frozenset[int]:
+def _last(ctx: Synthesis, divided: dict[int, Placement], part: float) -> frozenset[int]:
     """Of the parameters those that the forward reads last, with at most ``part`` of their bytes, but not the
     smallest."""
-    graph = theory.graph
+    graph = ctx.theory.graph
     found: set[int] = set()
     room = part * sum(graph.tensors[t].nbytes for t in divided)
-    for tensor in last_first(theory, divided):
+    for tensor in last_first(ctx.theory, divided, ctx.thresholds.smallest_parameters):
         if (nbytes := graph.tensors[tensor].nbytes) <= room:
             room -= nbytes
             found.add(tensor)
     return frozenset(found)
 
 
-def last_first(theory: Theory, parameters: Iterable[int], smallest: float = SMALL) -> list[int]:
+def last_first(theory: Theory, parameters: Iterable[int], smallest: float) -> list[int]:
     """The parameters, but for the smallest, with that part of all bytes; what the forward reads last is first."""
     graph = theory.graph
     nbytes = {t: graph.tensors[t].nbytes for t in parameters}
@@ -217,35 +195,38 @@ def like(theory: Theory, rows: Sequence[int]) -> RowFilter:
     return allowed
 
 
-def _different(pairs: Sequence[Pair]) -> list[Pair]:
-    """Pairs without those whose program and lengths another before them has."""
-    first: dict[object, Pair] = {}
-    for pair in pairs:
-        first.setdefault((pair.found.rows, pair.found.moves, pair.lengths), pair)
+def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates without those whose program and lengths another before them has."""
+    first: dict[object, Candidate] = {}
+    for c in candidates:
+        first.setdefault((c.result.rows, c.result.moves, c.lengths), c)
     return list(first.values())
 
 
-def _further(of: Searching, costs: CostModel, pair: Pair) -> Pair | None:
-    """The pair with its gathers as far ahead as is best; None where the distance of one is."""
-    graph = of.theory.graph
+def _further(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Candidate | None:
+    """The candidate with its gathers as far ahead as is best; None where the distance of one is."""
+    graph = ctx.theory.graph
     given = {p.tensor for p in graph.parameters} | {
         graph.instructions[i].outputs[0] for i in graph.second_reads
     }
-    sent = sum(isinstance(s, Communicate) and s.tensor in given for s in pair.program.steps)
-    if sent < 2 or pair.program.ahead != 1:
+    sent = sum(isinstance(s, Communicate) and s.tensor in given for s in candidate.program.steps)
+    if sent < 2 or candidate.program.ahead != 1:
         return None
-    best, distance, waited = pair.seconds, 1, 0
-    step = pair.judge.step
-    shares = costs.shares(pair.lengths)
-    for groups in AHEAD:
-        if waited == PATIENCE or groups > sent:
+    best, distance, waited = candidate.seconds, 1, 0
+    step = candidate.step
+    shares = costs.shares(candidate.lengths)
+    for groups in ctx.thresholds.prefetch_distances:
+        if waited == ctx.thresholds.distances_without_gain or groups > sent:
             break
-        with of.clock("balance"):
+        with ctx.clock("balance"):
             seconds = step.ahead(groups).streams.seconds(shares)
         waited = 0 if seconds < best else waited + 1
         if seconds < best:
             best, distance = seconds, groups
     if distance == 1:
         return None
-    found = replace(pair.found, program=replace(pair.found.program, ahead=distance))
-    return Judge(of, costs, found, pair.active, pair.judge.searched_at)(pair.ratios, pair.lengths)
+    result = replace(candidate.result, program=replace(candidate.result.program, ahead=distance))
+    searched_at = candidate.evaluator.searched_at
+    reason = f"gathers {distance} ahead, else as {candidate.reason}"
+    evaluator = Evaluator(ctx, costs, result, candidate.active, searched_at, reason)
+    return evaluator(candidate.ratios, candidate.lengths)

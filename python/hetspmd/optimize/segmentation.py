@@ -2,8 +2,8 @@
 
 HAP leaves their number to the user. Here cost decides:
 
-1. What could segments gain? In the best program of one segment, the ratios of each of ``MOST`` segments are set
-   free, and cuts cost nothing: a linear program. If even that gains less than ``WORTH`` of the stage model's step,
+1. What could segments gain? In the best program of one segment, the ratios of each of eight segments are set
+   free, and cuts cost nothing: a linear program. If even that gains less than the thresholds say,
    one segment it is.
 2. Else the graph is cut into 2, 4, 8 segments (:mod:`hetspmd.optimize.partition`), those of these numbers that
    could gain as much by the same linear program. Each cut graph has a theory of its own, in which a tensor's copy
@@ -18,99 +18,88 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
-from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.model import Array, CostModel
-from hetspmd.errors import ConstraintError
-from hetspmd.optimize.alternation import Alternation, Outcome
-from hetspmd.optimize.candidate import Clock, Pair
+from hetspmd.optimize.candidate import Candidate
+from hetspmd.optimize.considered import among, one_taken
+from hetspmd.optimize.options import Segments
 from hetspmd.optimize.partition import partition, segmented
+from hetspmd.optimize.synthesis import Synthesis
+from hetspmd.optimize.synthesize import Outcome, synthesize_on
+from hetspmd.plan.reports import Considered
 from hetspmd.program.lengths import Matrix, by_segment
 from hetspmd.ratios.problem import Placement, Problem
 from hetspmd.ratios.ratios import gain
 from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import Constraints
-from hetspmd.search.search import Limits
 
-__all__ = ["MOST", "WORTH", "Segments", "check_segments", "in_segments", "possible_gain"]
-
-Segments: TypeAlias = int | Literal["auto"]
-"""A number of segments, or as many as gain."""
-
-MOST: Final = 8
-WORTH: Final = 0.01
-BETTER: Final = 1e-3
-"""The part of the step that more segments must gain."""
-
-
-def check_segments(segments: object) -> None:
-    """Raise ConstraintError for what is no number of segments."""
-    number = isinstance(segments, int) and not isinstance(segments, bool) and segments >= 1
-    if segments != "auto" and not number:
-        raise ConstraintError(f"segments={segments!r}: give 'auto' or a number from 1 on")
+__all__ = ["in_segments", "possible_gain"]
 
 
 def in_segments(
-    theory: Theory,
-    cluster: Cluster,
+    ctx: Synthesis,
     one: Outcome,
     segments: Segments,
-    fixed: Callable[[Theory], Constraints],
-    limits: Limits,
-    clock: Clock,
-    alternation: Callable[..., Alternation] = Alternation,
-) -> tuple[Theory, Outcome]:
-    """The best outcome beside ``one``, the best of one segment, and its theory. ``fixed``: the constraints in a
-    theory. A number of segments is kept to even where fewer are better, as far as the model can be divided."""
-    active = one.pair.active
+    constraints: Callable[[Theory], Constraints],
+) -> tuple[Synthesis, Outcome]:
+    """The best outcome beside ``one``, the best of one segment, and the synthesis that gave it. ``constraints``:
+    those
+    of the user in a theory. A number of segments is kept to even where fewer are better, as far as the model can be
+    divided."""
+    theory, clock, thresholds = ctx.theory, ctx.clock, ctx.thresholds
+    active = one.best.active
     if segments == 1 or len(active) == 1:
-        return theory, one
-    costs = CostModel(theory, cluster.part(active))
+        return ctx, one
+    costs = ctx.costs(active)
     weights = [float(s) for s in costs.whole().mean(axis=1)]
+    most = thresholds.segments
     if segments == "auto":
         with clock("balance"):
-            most, _ = possible_gain(one.pair, costs, partition(theory, weights, MOST))
-        if most < WORTH:
-            return theory, one
-    found, best = theory, one
-    counts = (segments,) if segments != "auto" else tuple(2**n for n in range(1, MOST.bit_length()))
+            gained, _ = possible_gain(one.best, costs, partition(theory, weights, most))
+        if gained < thresholds.segments_gain:
+            return ctx, one
+    found, best = ctx, one
+    others: list[Considered] = []
+    counts = (segments,) if segments != "auto" else tuple(2**n for n in range(1, most.bit_length()))
     before: tuple[int, ...] = ()
     for count in counts:
         with clock("balance"):
             places = partition(theory, weights, count)
             if max(places, default=0) == 0 or places == before:
                 break
-            most, apart = possible_gain(one.pair, costs, places)
+            gained, apart = possible_gain(one.best, costs, places)
         before = places
-        if segments == "auto" and most < WORTH:
+        if segments == "auto" and gained < thresholds.segments_gain:
             continue
         with clock("rules"):
             cut = segmented(theory, places)
-        starts = _starts(one.pair.ratios, apart, cut.axes.segments)
-        other = alternation(cut, cluster, fixed(cut), limits, clock).on(active, starts)
+        inside = replace(ctx, theory=cut, constraints=constraints(cut))
+        other = synthesize_on(inside, active, _starts(one.best.ratios, apart, cut.axes.segments))
         if other is None:
             continue
-        if segments == "auto" and other.pair.seconds > best.pair.seconds * (1 - BETTER):
+        others += among(other.considered, f"{cut.axes.segments} segments")
+        if segments == "auto" and other.best.seconds > best.best.seconds * (
+            1 - thresholds.more_segments_gain
+        ):
             break
-        found, best = cut, replace(other, baselines=one.baselines, over_memory=one.over_memory)
+        found, best = inside, replace(other, baselines=one.baselines, over_memory=one.over_memory)
     if best is not one:
-        best = replace(best, baselines={**one.baselines, "one_segment": one.pair.seconds})
-    return found, best
+        best = replace(best, baselines={**one.baselines, "one_segment": one.best.seconds})
+    return found, replace(best, considered=one_taken([*one.considered, *others], best.best))
 
 
-def possible_gain(pair: Pair, costs: CostModel, places: Sequence[int]) -> tuple[float, Array]:
-    """What the pair's program of one segment would gain with ratios for each of the segments ``places`` of its
+def possible_gain(candidate: Candidate, costs: CostModel, places: Sequence[int]) -> tuple[float, Array]:
+    """What the candidate's program of one segment would gain with ratios for each of the segments ``places`` of its
     instructions, as a part of the stage model's seconds, if cuts cost nothing; and those ratios."""
-    stages, graph = pair.judge.step.stages, costs.theory.graph
+    stages, graph = candidate.step.stages, costs.theory.graph
     placement = Placement(
         max(places, default=0) + 1,
         np.array([places[i] for i in stages.instructions], dtype=np.int64),
         tuple(places[graph.producers[t]] for t in stages.moved),
     )
-    return gain(Problem(stages, placement=placement), np.asarray(pair.ratios[0], float))
+    return gain(Problem(stages, placement=placement), np.asarray(candidate.ratios[0], float))
 
 
 def _starts(one: Matrix, apart: Array, count: int) -> list[tuple[str, Matrix]]:

@@ -13,7 +13,7 @@ from hetspmd.errors import HetspmdError, PlanError
 from hetspmd.placement import parse_placement
 from hetspmd.plan.graph_check import check_graph
 from hetspmd.plan.ops_check import check_calls, check_schemas
-from hetspmd.plan.reports import Inside, Iteration, SearchReport
+from hetspmd.plan.reports import VERDICTS, Considered, Inside, Iteration, SearchReport
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths, Matrix
 from hetspmd.program.levels import nest
@@ -47,6 +47,8 @@ class Unchecked(Protocol):
     def baselines(self) -> Mapping[str, float]: ...
     @property
     def iterations(self) -> tuple[Iteration, ...]: ...
+    @property
+    def considered(self) -> tuple[Considered, ...]: ...
     @property
     def constraints(self) -> Mapping[str, str]: ...
     @property
@@ -126,6 +128,7 @@ def _check_numbers(plan: Unchecked) -> None:
     for iteration in plan.iterations:
         _seconds("iterations", [iteration.search_seconds, iteration.step_seconds])
         _seconds("iterations", [r for row in iteration.ratios for r in row])
+    _check_considered(plan)
     for name, text in plan.constraints.items():
         try:
             parse_placement(text)
@@ -143,3 +146,15 @@ def _seconds(name: str, values: Iterable[float]) -> None:
     for value in values:
         if not 0 <= value < math.inf:
             raise _fail(f"{name} has {value}, which must be finite and not negative")
+
+
+def _check_considered(plan: Unchecked) -> None:
+    for candidate in plan.considered:
+        _seconds("considered", [candidate.seconds, *(amount for _, amount in candidate.lacking)])
+        if candidate.verdict not in VERDICTS:
+            raise _fail(f"{candidate.verdict!r:.40} is no reason why a candidate was not taken")
+        # Accelerators of machines have ranks of their own where they are planned one by one.
+        if not all(rank >= 0 for rank in (*candidate.active, *(rank for rank, _ in candidate.lacking))):
+            raise _fail("a candidate has ranks that there cannot be")
+    if sum(candidate.verdict == "taken" for candidate in plan.considered) > 1:
+        raise _fail("more than one of its candidates was taken")

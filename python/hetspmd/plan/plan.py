@@ -19,7 +19,7 @@ from hetspmd.cost.step import StepCost
 from hetspmd.errors import PlanError
 from hetspmd.placement import Placement, is_sharded, sharded_dim
 from hetspmd.plan.check import checked_theory
-from hetspmd.plan.reports import Inside, Iteration, SearchReport
+from hetspmd.plan.reports import Considered, Inside, Iteration, SearchReport
 from hetspmd.plan.text import content, content_digest, file_text, read_content, value_of
 from hetspmd.program.lengths import Lengths, Matrix
 from hetspmd.program.program import Compute, Program
@@ -59,6 +59,7 @@ class Plan:
     constraints what the user asked for: globs to forms
     over_memory baselines that need more memory than the devices have
     inside      of a plan across machines, whose ``active`` and ``ratios`` are of machines; None of any other
+    considered  the candidates that were compared, the plan's own first, each with why it is not the plan
 
     Raises PlanError if these do not fit each other.
     """
@@ -76,6 +77,7 @@ class Plan:
     constraints: Mapping[str, str] = field(default_factory=dict)
     over_memory: tuple[str, ...] = ()
     inside: Inside | None = None
+    considered: tuple[Considered, ...] = ()
 
     def __post_init__(self) -> None:
         everyone = range(len(self.cluster.devices))

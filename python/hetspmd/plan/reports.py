@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from hetspmd.program.lengths import Matrix
 from hetspmd.program.program import Program
 
-__all__ = ["Inside", "Iteration", "SearchReport"]
+__all__ = ["VERDICTS", "Considered", "Inside", "Iteration", "SearchReport"]
+
+VERDICTS: Final = ("taken", "slower", "equal", "bound", "memory", "storage", "asked")
+"""Why a candidate is not the plan: it takes more seconds; it takes as many, and came later; it cannot take fewer
+seconds than the plan, by a bound that was enough; it does not fit the memory; copies of trained modules would lie
+in other shards than the modules; or something else was asked for, another number of segments."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,26 @@ class Iteration:
     ratios: Matrix
     search_seconds: float
     step_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Considered:
+    """A candidate that was compared with the plan.
+
+    reason     why it was made
+    active     ranks of the devices that it uses
+    seconds    predicted seconds of its step, or a lower bound of them
+    simulated  whether the step was simulated, so that ``seconds`` is no bound
+    verdict    one of :data:`VERDICTS`
+    lacking    ranks whose devices lack memory for it, each with the bytes
+    """
+
+    reason: str
+    active: tuple[int, ...]
+    seconds: float
+    simulated: bool
+    verdict: str
+    lacking: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

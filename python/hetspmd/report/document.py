@@ -3,7 +3,9 @@
 Keys: ``version`` (of hetspmd), ``graph`` {``instructions``, ``parameters``: numbers of them, parameters
 counted in elements}, ``search`` {``cost``, ``lower_bound``, ``gap``, ``seconds``, ``expansions``,
 ``stop_reason``}, ``cost`` {``step_seconds``, ``compute_seconds``, ``communication_seconds``,
-``memory_bytes`` per device}, ``baselines`` (name to predicted seconds), ``ratios`` (share per device, 0 for
+``memory_bytes`` per device}, ``candidates`` (what was compared, as
+:func:`~hetspmd.report.candidates.candidates_document` says), ``baselines`` (name to predicted seconds),
+``ratios`` (share per device, 0 for
 an idle one, of several segments their mean, weighted with FLOPs; sending idle ones the results is part of
 ``communication_seconds`` and no step of ``program``), ``segments`` (for each: ``ratios``, and ``modules``, the
 first and the last that it runs in forward),
@@ -25,6 +27,7 @@ from typing import Any
 from hetspmd._core import version
 from hetspmd.plan.facts import collectives, segment_modules, transfers
 from hetspmd.plan.plan import Plan
+from hetspmd.report.candidates import candidates_document
 from hetspmd.report.limits import limits, limits_document
 from hetspmd.report.machines import inside_document
 from hetspmd.report.notation import step_text
@@ -56,6 +59,7 @@ def plan_json(plan: Plan, seconds: Mapping[str, float] | None = None) -> dict[st
             "communication_seconds": cost.communication_seconds,
             "memory_bytes": list(cost.memory_bytes),
         },
+        "candidates": candidates_document(plan),
         "baselines": {name: plan.baselines[name] for name in sorted(plan.baselines)},
         "ratios": list(plan.shares),
         "segments": [

@@ -77,7 +77,7 @@ class HostSide:
         self._structure = StructureGuard(setting.model)
         self._last = self._structure.number()
         self._told: set[str] | None = set() if setting.communicator.rank == 0 else None
-        self.randomness = setting.options.get("host_randomness", "refuse")
+        self.randomness = setting.options.host_randomness
         self._warned = False
 
     def structure(self) -> int:

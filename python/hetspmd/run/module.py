@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from inspect import signature
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Unpack
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import hetspmd
@@ -34,6 +32,7 @@ from hetspmd.run.gradient_hooks import give_whole, tell_module_hooks
 from hetspmd.run.guard import check_same_batch, check_tensors
 from hetspmd.run.holders import check_unwrapped
 from hetspmd.run.observer import Observer
+from hetspmd.run.options import HapKeywords, RunOptions
 from hetspmd.run.parameter_registry import remember
 from hetspmd.run.passthrough import run_model
 from hetspmd.run.plan_cache import PlanCache
@@ -51,7 +50,6 @@ from hetspmd.run.wrappers import refuse_wrapper
 from hetspmd.trace.admissible import check_model as check_admissible
 from hetspmd.trace.compat import unflatten
 from hetspmd.trace.containers import MissingClassError
-from hetspmd.trace.losses import as_loss
 
 if TYPE_CHECKING:
     import os
@@ -111,62 +109,58 @@ class HAP(WholeStates):
     """Says to the trace that this is no single-device model."""
 
     def __init__(
-        self, model: nn.Module, cluster: Cluster | Mapping[str, Any] | str | os.PathLike[str], *,
-        example: Any = None, loss: Loss | str | int | None = None,
-        plan: Plan | str | os.PathLike[str] | None = None, gather_outputs: bool = False,
-        strict: bool = False, device: torch.device | str | None = None,
-        process_group: dist.ProcessGroup | Communicator | None = None, sync_module_states: bool = True,
-        check_batches: bool = True, timeout: float = 600.0, compile: bool | Mapping[str, Any] = False,
-        check_plan: bool = True, gather_state: bool = False, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        cluster: Cluster | Mapping[str, Any] | str | os.PathLike[str],
+        *,
+        example: Any = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        **options: Unpack[HapKeywords],
+    ) -> None:
         super().__init__()
-        from hetspmd.optimize.compiler import check_options
-
-        check_options(options, signature(HAP).parameters)
-        loss = as_loss(loss)
+        run, compilation = RunOptions.of(options, ("model", "cluster", "example", "plan"))
         check_admissible(model)
         check_unwrapped(model)
         tell_module_hooks(model)
         self.cluster = Cluster.load(cluster)
-        compiled_with = compile_options(compile)
-        communicator = self._everyone = joined(process_group, self.cluster.ranks, timeout)
-        self.device = device_for(model, device)
+        compiled_with = compile_options(run.compile)
+        communicator = self._everyone = joined(run.process_group, self.cluster.ranks, run.timeout)
+        self.device = device_for(model, run.device)
         self.module = model
-        self.gather_outputs = gather_outputs
-        self.gather_state = gather_state
+        self.gather_outputs = run.gather_outputs
+        self.gather_state = run.gather_state
         setting = Setting(
             model=model,
             cluster=self.cluster,
             device=self.device,
             communicator=communicator,
-            loss=loss,
-            gather_outputs=gather_outputs,
+            gather_outputs=run.gather_outputs,
             compile_options=compiled_with,
-            options={**options, "strict": strict},
+            options=compilation,
         )
         first = first_plan(setting, plan, example)
         check_model(model, first.graph)
-        ranks = meet_ranks(communicator, self.device, next_seed(), check_batches)
+        ranks = meet_ranks(communicator, self.device, next_seed(), run.check_batches)
         randomness = Randomness(ranks.seed, communicator.rank, self.device)
         self._runtime = runtime_of(communicator, first, randomness)
         program = setting.lower(first)
         self._store = Store(model, first.graph, program.parameters)
-        if sync_module_states:
+        if run.sync_module_states:
             self._store.synchronize(communicator, self.device)
         self._store.shard(self.device)
-        traced = plan is None or not check_plan
+        traced = plan is None or not run.check_plan
         self._store.guard(idle=self._runtime.everyone is not None)
         self._plans = PlanCache(setting, self._store, self._runtime, first, program, traced)
         if plan is None:
             self._plans.check_ranks()
-        self._loss = loss
+        self._loss = setting.loss
         self._attendance: Attendance | None = None
         if ranks.roll is not None:
             alike = ranks.alike and first.inside is None
             replicas = replicas_of(self._store, first.graph, program, lambda: self._runtime, alike=alike)
             self._attendance = Attendance(ranks, self.device, replicas)
             self._plans.attendance = self._attendance
-        self._check = check_batches
+        self._check = run.check_batches
         self._recording: Observer | None = None
         self._lowered = False
         remember(self)

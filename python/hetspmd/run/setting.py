@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.communicator import Communicator
 from hetspmd.lower import LocalProgram, lower_plan
 from hetspmd.lower.levels import lower_nested
+from hetspmd.optimize.options import CompileOptions
 from hetspmd.trace.autocast import autocast_state, without_autocast
 from hetspmd.trace.graph import Graph
 
@@ -32,18 +33,22 @@ the number of the model's structure (:mod:`hetspmd.run.structure`)."""
 class Setting:
     """What a HAP module was given: everything that its plans have in common.
 
-    ``communicator`` joins all ranks, idle ones too. ``options`` go to :func:`hetspmd.compile`,
-    ``compile_options`` to ``torch.compile`` (None: ops run as they are).
+    ``communicator`` joins all ranks, idle ones too. ``options`` are those of its compilations,
+    ``compile_options`` go to ``torch.compile`` (None: ops run as they are).
     """
 
     model: nn.Module
     cluster: Cluster
     device: torch.device
     communicator: Communicator
-    loss: Loss | None
     gather_outputs: bool
     compile_options: Mapping[str, Any] | None
-    options: Mapping[str, Any]
+    options: CompileOptions
+
+    @property
+    def loss(self) -> Loss | None:
+        """What finds the loss; None where the model's output tells it."""
+        return self.options.find_loss
 
     @property
     def called(self) -> Callable[..., Any]:
@@ -72,18 +77,10 @@ class Setting:
         ``traced``: its graph, if there is one already."""
         from hetspmd.optimize.compiler import compile_plan
 
-        options = {k: v for k, v in self.options.items() if like is None or k != "constraints"}
+        options = self.options if like is None else replace(self.options, constraints=None)
         with self.communicator.busy():
             return compile_plan(
-                self.model,
-                args,
-                kwargs,
-                self.cluster,
-                loss=self.loss,
-                training=training,
-                like=like,
-                traced=traced,
-                **options,
+                self.model, args, kwargs, self.cluster, options, training=training, like=like, traced=traced
             )
 
     def lower(self, plan: Plan) -> LocalProgram:

@@ -36,7 +36,7 @@ from hetspmd.errors import MemoryLimitError, SearchError
 from hetspmd.program.lengths import Lengths
 from hetspmd.search.highs import quiet_highs
 from hetspmd.search.memory_prices import Ledger, Place
-from hetspmd.search.search import Found, Limits, Searcher
+from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import Space
 
 __all__ = ["capacities", "search_that_fits"]
@@ -67,7 +67,7 @@ def capacities(model: CostModel) -> Array:
 class _Line:
     """A program found, with its profile: its line bounds L from above."""
 
-    found: Found
+    found: SearchResult
     profile: MemoryProfile
     lacking: Array
     """Bytes of each device."""
@@ -78,11 +78,11 @@ def search_that_fits(
     model: CostModel,
     lengths: Lengths,
     limits: Limits,
-    start: Found,
+    start: SearchResult,
     *,
     within: Space | None = None,
     reserve: Array | None = None,
-) -> Found:
+) -> SearchResult:
     """The best program found that fits every device at ``lengths``; ``start``, the best without regard to memory,
     if that fits. ``reserve``: bytes of each device that are left free.
 
@@ -112,7 +112,7 @@ class _Lagrangian:
     within: Space | None
     capacity: Array
     lines: list[_Line] = field(default_factory=list)
-    best: Found | None = None
+    best: SearchResult | None = None
     bound: float = -np.inf
     highest: float = -np.inf
     top: dict[Place, float] = field(default_factory=dict)
@@ -163,7 +163,7 @@ class _Lagrangian:
             self.bound = max(self.bound, value)
         return self.take(found)
 
-    def take(self, found: Found) -> bool:
+    def take(self, found: SearchResult) -> bool:
         """Keep a program; whether it fits."""
         profile = memory_profile(self.searcher.space.theory, found.program, self.lengths)
         lacking = profile.lacking(self.capacity)

@@ -36,7 +36,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """A program and what the search proved of it. Costs are additive, in seconds; ``gap`` is relative.
 
     ``rows`` and ``moves`` are the chosen values; ``seconds`` is wall time. ``cost`` is that of the program alone;
@@ -87,10 +87,10 @@ class Searcher:
         limits: Limits,
         *,
         within: Space | None = None,
-        start: Found | None = None,
+        start: SearchResult | None = None,
         prices: Prices | None = None,
         overlap: float = 1.0,
-    ) -> Found:
+    ) -> SearchResult:
         """The best program of the space, or of ``within`` it, at ``lengths``.
 
         ``within`` has a part of the space's rows. ``start`` is an earlier find, whose program is an upper bound.
@@ -127,7 +127,7 @@ class Searcher:
             )
         return self._found(solution, priced)
 
-    def cost(self, found: Found, model: CostModel, lengths: Lengths) -> float:
+    def cost(self, found: SearchResult, model: CostModel, lengths: Lengths) -> float:
         """The additive cost in seconds of a program of the space at other lengths than it was found at."""
         priced = self.pricing.at(model, lengths)
         total = 0
@@ -167,7 +167,7 @@ class Searcher:
                         found[start + n * copies : start + (n + 1) * copies] = 0
         return found
 
-    def _found(self, solution: dict[str, Any], priced: Priced) -> Found:
+    def _found(self, solution: dict[str, Any], priced: Priced) -> SearchResult:
         space, pricing = self.space, self.pricing
         chosen: list[int] = solution["rows"]
         again = space.theory.graph.second_reads
@@ -187,7 +187,7 @@ class Searcher:
         moves = [move if t in made else None for t, move in enumerate(moves)]
         total += sum(seconds[t] for t in made)
         unit = priced.per_second
-        return Found(
+        return SearchResult(
             program,
             rows,
             tuple(moves),
@@ -200,7 +200,7 @@ class Searcher:
             solution["values"],
         )
 
-    def _incumbent(self, start: Found, allowed: np.typing.NDArray[np.uint8] | None) -> str | None:
+    def _incumbent(self, start: SearchResult, allowed: np.typing.NDArray[np.uint8] | None) -> str | None:
         """The core's text of an earlier find; None if the space lacks one of its values."""
         space = self.space
         again = space.theory.graph.second_reads
@@ -240,7 +240,7 @@ def stored_forms(theory: Theory, rows: Sequence[int]) -> dict[int, Placement]:
 
 
 def search(
-    space: Space, model: CostModel, lengths: Lengths, limits: Limits, *, start: Found | None = None
-) -> Found:
+    space: Space, model: CostModel, lengths: Lengths, limits: Limits, *, start: SearchResult | None = None
+) -> SearchResult:
     """:meth:`Searcher.search` once."""
     return Searcher(space).search(model, lengths, limits, start=start)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 from torch import nn
@@ -11,10 +13,11 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import has_machines
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import HetspmdError
-from hetspmd.optimize.alternation import Alternation, Clock
 from hetspmd.optimize.compiler import compile_plan, following_plan, plan_for
 from hetspmd.optimize.following import follows
-from hetspmd.placement import Placement
+from hetspmd.optimize.options import CompileOptions, Machines
+from hetspmd.optimize.synthesis import Synthesis
+from hetspmd.optimize.synthesize import synthesize_on
 from hetspmd.plan.plan import Plan
 from hetspmd.program.lengths import by_segment
 from hetspmd.ratios.starts import proportional, starting_ratios, teams
@@ -22,7 +25,6 @@ from hetspmd.rules.theory import derive
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import resolve
 from hetspmd.search.search import Limits
-from hetspmd.trace.losses import Loss
 from hetspmd.trace.trace import trace
 
 __all__ = ["COMPILED", "alternatives"]
@@ -33,10 +35,12 @@ FARTHEST: Final = 1.6
 
 
 def alternatives(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, *,
-    loss: Loss | None = None, constraints: Mapping[str, str | Placement] | None = None, strict: bool = False,
-    time_limit: float = 600.0, loss_only: bool = False, **options: Any,
-) -> dict[str, Plan]:  # fmt: skip
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    cluster: Cluster,
+    options: CompileOptions | None = None,
+) -> dict[str, Plan]:
     """By name, the compiled plan first and then others that fit, the predicted fastest first: the best ones of all
     devices and of each team of fast ones, the fastest alone among them, and data parallelism in proportion to the
     devices' speeds where no constraints are given. Across machines with several accelerators: both ways to plan
@@ -44,41 +48,32 @@ def alternatives(
 
     Takes the arguments of :func:`hetspmd.optimize.compiler.compile_plan` and raises what it raises.
     """
-    shared: dict[str, Any] = {
-        "loss": loss,
-        "constraints": constraints,
-        "strict": strict,
-        "time_limit": time_limit,
-        "loss_only": loss_only,
-    }
-    compiled = compile_plan(model, args, kwargs, cluster, **shared, **options)
+    asked = options or CompileOptions()
+    compiled = compile_plan(model, args, kwargs, cluster, asked)
     found = {COMPILED: compiled}
     if has_machines(cluster):
-        for way in ("virtual", "flat"):
-            try:
-                found[way] = compile_plan(
-                    model, args, kwargs, cluster, **shared, **{**options, "machines": way}
-                )
-            except HetspmdError:  # one of the two may not fit
-                continue
+        ways: tuple[Machines, ...] = ("virtual", "flat")
+        for way in ways:
+            with suppress(HetspmdError):  # one of the two may not fit
+                found[way] = compile_plan(model, args, kwargs, cluster, replace(asked, machines=way))
         return _distinct(found)
-    drawn = options.get("host_randomness", "refuse")
-    graph = trace(model, args, kwargs, loss=loss, host_randomness=drawn)
-    theory = derive(graph.without_outputs() if loss_only and graph.loss is not None else graph, strict=strict)
-    limits = Limits(seconds=time_limit)
-    fixed = resolve(theory, constraints)
+    graph = trace(model, args, kwargs, loss=asked.find_loss, host_randomness=asked.host_randomness)
+    if asked.loss_only and graph.loss is not None:
+        graph = graph.without_outputs()
+    theory = derive(graph, strict=asked.strict)
+    limits = Limits(seconds=asked.time_limit)
     costs = CostModel(theory, cluster)
-    alternation = Alternation(theory, cluster, fixed, limits, Clock())
-    for ranks in (tuple(range(cluster.world)), *teams(costs)):
+    ctx = Synthesis(theory, cluster, resolve(theory, asked.constraints), limits)
+    for ranks in (ctx.everyone, *teams(costs)):
         if ranks == compiled.active and len(compiled.ratios) == 1:
             continue
-        starts = starting_ratios(CostModel(theory, cluster.part(ranks)))
-        outcome = alternation.on(ranks, [(name, by_segment(ratios, 1)) for name, ratios in starts])
+        starts = starting_ratios(ctx.costs(ranks))
+        outcome = synthesize_on(ctx, ranks, [(name, by_segment(ratios, 1)) for name, ratios in starts])
         if outcome is not None:
-            plan = following_plan(theory, cluster, outcome, constraints, limits, Clock())
+            plan = following_plan(ctx, outcome, asked.constraints)
             if follows(plan) or not follows(compiled):
                 found[_name(ranks, cluster.world)] = plan
-    if not constraints:
+    if not asked.constraints:
         rows = plan_for(theory, cluster, known.data_parallel(theory), proportional(costs), limits=limits)
         if all(b <= d.memory for b, d in zip(rows.cost.memory_bytes, cluster.devices, strict=True)):
             found["data parallel"] = rows

@@ -12,8 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from inspect import signature
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import torch
 import torch.distributed as dist
@@ -24,11 +23,12 @@ from hetspmd.dist.agreement import agreed_plans
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.process_group import communicator_for
 from hetspmd.errors import ExampleError, OptionError
+from hetspmd.optimize.options import CompileKeywords, parted
 from hetspmd.plan.plan import Plan
 from hetspmd.run.guard import check_same_batch
 from hetspmd.run.module import HAP
 from hetspmd.trace.compat import flatten_with_names
-from hetspmd.trace.losses import Loss, as_loss, find_loss
+from hetspmd.trace.losses import find_loss
 from hetspmd.trace.trace import leaf_path, split_example
 from hetspmd.tune.compare import compare
 
@@ -74,11 +74,23 @@ class Tuned:
         return "\n".join(lines)
 
 
+class TuneKeywords(CompileKeywords, total=False):
+    """The options of :func:`tune` as keyword arguments, for type checkers and editors."""
+
+    process_group: dist.ProcessGroup | Communicator | None
+    device: torch.device | str | None
+    timeout: float
+
+
 def tune(
-    model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str | os.PathLike[str], *,
-    loss: Loss | str | int | None = None, process_group: dist.ProcessGroup | Communicator | None = None,
-    device: torch.device | str | None = None, optimizer: Optimizer = torch.optim.AdamW, steps: int = 5,
-    plans: Mapping[str, Plan] | None = None, timeout: float = 600.0, **options: Any,
+    model: nn.Module,
+    example: Any,
+    cluster: Cluster | Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    optimizer: Optimizer = torch.optim.AdamW,
+    steps: int = 5,
+    plans: Mapping[str, Plan] | None = None,
+    **options: Unpack[TuneKeywords],
 ) -> Tuned:  # fmt: skip
     """Train ``model`` for a few steps by each of several plans, on the ranks of the process group, and choose the
     fastest. Every rank calls this, with the same example.
@@ -95,27 +107,23 @@ def tune(
 
     Raises OptionError for other options, no steps, or no plans, and what HAP raises, on every rank alike.
     """
-    from hetspmd.optimize.compiler import check_options
-
-    check_options(options, signature(tune).parameters)
+    named = ("model", "example", "cluster", "optimizer", "steps", "plans")
+    own, compilation = parted(options, ("process_group", "device", "timeout"), named)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise OptionError(f"steps is {steps!r}; take a whole number from 1")
     if plans is not None and not plans:
         raise OptionError("plans is empty; give at least one, or none for those that hetspmd finds")
-    loss = as_loss(loss)
     devices = Cluster.load(cluster)
-    if isinstance(process_group, Communicator):
-        communicator = process_group
-    else:
-        communicator = communicator_for(process_group, devices.ranks)
+    group, timeout = own.get("process_group"), float(own.get("timeout", 600.0))
+    communicator = group if isinstance(group, Communicator) else communicator_for(group, devices.ranks)
     args, kwargs = split_example(example)
 
     def make() -> dict[str, Plan]:
         from hetspmd.tune.alternatives import alternatives
 
-        return alternatives(model, args, kwargs, devices, loss=loss, **options)
+        return alternatives(model, args, kwargs, devices, compilation)
 
-    communicator.guard(float(timeout))
+    communicator.guard(timeout)
     _check_example(communicator, args, kwargs)
     if plans is None:
         with communicator.busy():
@@ -123,10 +131,18 @@ def tune(
 
     def measure(plan: Plan, best: float | None) -> list[float]:
         hap = HAP(
-            copy.deepcopy(model), devices, plan=plan, loss=loss, process_group=communicator, device=device,
-            check_plan=False, check_batches=False, sync_module_states=False, timeout=timeout,
-            host_randomness=options.get("host_randomness", "refuse"),
-        )  # fmt: skip
+            copy.deepcopy(model),
+            devices,
+            plan=plan,
+            loss=compilation.loss,
+            process_group=communicator,
+            device=own.get("device"),
+            check_plan=False,
+            check_batches=False,
+            sync_module_states=False,
+            timeout=timeout,
+            host_randomness=compilation.host_randomness,
+        )
         if any(p.is_meta for p in model.parameters()):
             _zero(hap)
         try:

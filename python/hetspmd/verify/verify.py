@@ -29,16 +29,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
 
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.errors import HetspmdError, OptionError
+from hetspmd.optimize.options import CompileKeywords, parted
 from hetspmd.trace.autocast import without_autocast
-from hetspmd.trace.losses import as_loss
 from hetspmd.trace.trace import split_example
 from hetspmd.trace.values import dtype_name
 from hetspmd.verify.copies import model_in
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
     import os
 
     from hetspmd.plan.plan import Plan
-    from hetspmd.trace.losses import Loss
 
 __all__ = ["DRAWS", "MOST", "NOISE", "ROUNDINGS", "VerifyReport", "largest_error", "verify"]
 
@@ -80,16 +78,30 @@ NOISE = {
 DRAWS, ROUNDINGS, MOST = 3, 4.0, 100.0
 """See the module's text."""
 
+_NAMED = ("model", "example", "cluster", "plan", "dtype", "steps", "optimizers", "tolerance", "locate")
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Largest relative error by the dtype of the comparison."""
 
 
+class VerifyKeywords(CompileKeywords, total=False):
+    """The options of :func:`verify` as keyword arguments, for type checkers and editors."""
+
+    seed: int
+
+
 def verify(
-    model: nn.Module, example: Any, cluster: Cluster | Mapping[str, Any] | str | os.PathLike[str], *,
-    plan: Plan | None = None, dtype: str | torch.dtype = "float64", steps: int = 2,
-    optimizers: Sequence[str] = ("sgd", "adamw"), loss: Loss | str | int | None = None,
-    tolerance: float | None = None, seed: int = 0, locate: bool = False, **options: Any,
-) -> VerifyReport:  # fmt: skip
+    model: nn.Module,
+    example: Any,
+    cluster: Cluster | Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    plan: Plan | None = None,
+    dtype: str | torch.dtype = "float64",
+    steps: int = 2,
+    optimizers: Sequence[str] = ("sgd", "adamw"),
+    tolerance: float | None = None,
+    locate: bool = False,
+    **options: Unpack[VerifyKeywords],
+) -> VerifyReport:
     """Run ``plan`` (default: compile one) on all simulated ranks and compare with one device.
 
     ``dtype``: float64 or float32, by name or as torch's. ``optimizers``: of ``sgd`` and ``adamw``. The model is
@@ -99,16 +111,15 @@ def verify(
     whose Python draws random numbers, and ExampleError if the model fails on the example, or cannot be copied.
     Under ``torch.autocast`` the plan is the mixed-precision step's; both sides compute all of it in ``dtype``.
     """
-    from hetspmd.optimize.compiler import check_options, compile_plan
+    from hetspmd.optimize.compiler import compile_plan
 
     wide = _dtype(dtype)
     _check(optimizers, steps)
-    check_options(options, signature(verify).parameters)
+    own, compilation = parted(options, ("seed",), _NAMED)
     cluster = Cluster.load(cluster)
     args, kwargs = split_example(example)
-    loss = as_loss(loss)
     if plan is None:
-        plan = compile_plan(model, args, kwargs, cluster, loss=loss, **options)
+        plan = compile_plan(model, args, kwargs, cluster, compilation)
     if plan.graph.host.draws:
         raise OptionError(
             f"the model's Python draws random numbers{plan.graph.host.draws}, which one device would draw anew in "
@@ -117,7 +128,9 @@ def verify(
     limit = _TOLERANCES[wide] if tolerance is None else tolerance
     with without_autocast("cpu"), default_in(wide):
         args, kwargs = batch_in((args, kwargs), wide)
-        setting = TrainingCase(model_in(model, wide), args, kwargs, loss, wide, steps, seed)
+        setting = TrainingCase(
+            model_in(model, wide), args, kwargs, compilation.find_loss, wide, steps, own.get("seed", 0)
+        )
         return _Comparison(_plan_in(plan, setting), setting, limit).of(optimizers, locate)
 
 

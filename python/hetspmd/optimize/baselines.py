@@ -1,0 +1,54 @@
+"""Known kinds of programs as candidates: a plan is never worse than one of them in the same cost model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hetspmd.cost.model import CostModel
+from hetspmd.errors import InfeasibleError, SearchError
+from hetspmd.optimize.candidate import Candidate, Evaluator
+from hetspmd.optimize.synthesis import Synthesis
+from hetspmd.program.lengths import by_segment, lengths_for
+from hetspmd.ratios.starts import even, proportional
+from hetspmd.search import constraints as known
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.search import SearchResult
+
+__all__ = ["baselines"]
+
+
+def baselines(ctx: Synthesis, costs: CostModel) -> dict[str, Candidate]:
+    """Known kinds of programs on all devices by name, as far as the user's constraints allow them.
+
+    Data parallelism with even and proportional shares, the latter with sharded parameters (ZeRO-3), and the
+    best program that does not divide the batch (tensor parallelism).
+    """
+    found: dict[str, Candidate] = {}
+    quick = replace(ctx.limits, expansions=min(ctx.limits.expansions, 10_000))
+    before: SearchResult | None = None
+    for name, wanted, ratios in (
+        ("data_parallel_even", known.data_parallel(ctx.theory), even(costs)),
+        ("data_parallel_proportional", known.data_parallel(ctx.theory), proportional(costs)),
+        ("zero_like", known.zero_like(ctx.theory), proportional(costs)),
+        ("tensor_parallel", known.tensor_parallel(ctx.theory), proportional(costs)),
+    ):
+        if any(wanted.forms.get(t, form) != form for t, form in ctx.constraints.forms.items()):
+            continue
+        same = found.get("data_parallel_even")
+        equal = by_segment(ratios, ctx.theory.axes.segments)
+        if name == "data_parallel_proportional" and same is not None and same.ratios == equal:
+            found[name] = same
+            continue
+        constraints = Constraints({**ctx.constraints.forms, **wanted.forms}, wanted.row_filter)
+        lengths = lengths_for(ctx.theory.axes, ratios)
+        try:
+            with ctx.clock("synth"):
+                within = ctx.searcher.space.within(constraints)
+                result = ctx.searcher.search(costs, lengths, quick, within=within, start=before)
+        except (InfeasibleError, SearchError):
+            continue
+        before = result
+        # Its bound is of programs of its kind.
+        evaluator = Evaluator(ctx, costs, result, ctx.everyone, None, name.replace("_", " "))
+        found[name] = evaluator(equal, lengths)
+    return found

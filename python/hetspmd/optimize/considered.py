@@ -1,0 +1,105 @@
+"""Why each candidate was not taken: what a plan keeps of the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hetspmd.optimize.candidate import Candidate
+from hetspmd.optimize.synthesis import Synthesis
+from hetspmd.plan.plan import Plan
+from hetspmd.plan.reports import Considered
+
+__all__ = ["LeftOut", "among", "instead", "one_taken", "verdicts", "ways_taken"]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Devices on which nothing was searched, since no program on them can take fewer seconds than ``seconds``."""
+
+    active: tuple[int, ...]
+    seconds: float
+
+
+def verdicts(
+    ctx: Synthesis, candidates: Iterable[Candidate], best: Candidate, left_out: Sequence[LeftOut] = ()
+) -> tuple[Considered, ...]:
+    """Of each different candidate why it is not ``best``, and the devices that were left out."""
+    different: dict[object, Candidate] = {}
+    for c in (best, *candidates):
+        result = c.result
+        different.setdefault((result.rows, result.moves, result.program.ahead, c.lengths, c.active), c)
+    made = [_verdict(ctx, c, best) for c in different.values()]
+    out = [
+        Considered(reason="any program", active=o.active, seconds=o.seconds, simulated=False, verdict="bound")
+        for o in left_out
+    ]
+    return _ordered([*made, *out])
+
+
+def _verdict(ctx: Synthesis, candidate: Candidate, best: Candidate) -> Considered:
+    simulated = candidate.simulated
+    with ctx.clock("balance"):
+        seconds = candidate.seconds if simulated else candidate.stages.floor
+        slower = seconds > best.seconds
+        lacking = vars(candidate).get("lacking", {}) if slower else candidate.lacking
+    if candidate is best:
+        verdict = "taken"
+    elif lacking:
+        verdict = "memory"
+    elif not simulated:
+        verdict = "bound"
+    else:
+        verdict = "slower" if slower else "equal"
+    return Considered(
+        reason=candidate.reason,
+        active=candidate.active,
+        seconds=seconds,
+        simulated=simulated,
+        verdict=verdict,
+        lacking=tuple(sorted(lacking.items())),
+    )
+
+
+def among(considered: Iterable[Considered], prefix: str) -> tuple[Considered, ...]:
+    """The candidates of one of several ways to plan, with the way before their reasons."""
+    return tuple(replace(c, reason=f"{prefix}: {c.reason}") for c in considered)
+
+
+def one_taken(considered: Iterable[Considered], best: Candidate) -> tuple[Considered, ...]:
+    """The candidates of several ways to plan, each with one that was taken, when of these only ``best`` is."""
+    made: list[Considered] = []
+    for c in considered:
+        own = c.seconds == best.seconds and c.reason.endswith(best.reason)
+        lost = "slower" if c.seconds > best.seconds else "equal" if c.seconds == best.seconds else "asked"
+        made.append(replace(c, verdict=lost) if c.verdict == "taken" and not own else c)
+    return _ordered(made)
+
+
+def ways_taken(plans: Mapping[str, Plan], taken: str) -> tuple[Considered, ...]:
+    """The candidates of plans that were made in several ways, by the way; the plan of one of them was taken."""
+    made: list[Considered] = []
+    for way, plan in plans.items():
+        lost = "slower" if plan.cost.step_seconds > plans[taken].cost.step_seconds else "equal"
+        for c in among(plan.considered, way):
+            own = c.verdict == "taken"
+            # What accelerators inside machines add is known of the best candidate alone.
+            seconds = plan.cost.step_seconds if own else c.seconds
+            made.append(replace(c, seconds=seconds, verdict=lost if own and way != taken else c.verdict))
+    return _ordered(made)
+
+
+def instead(
+    considered: Iterable[Considered], taken: Considered, verdict: str = "slower"
+) -> tuple[Considered, ...]:
+    """The candidates with another one taken; ``verdict``: why the one is not that was."""
+    return _ordered(
+        [taken, *(replace(c, verdict=verdict) if c.verdict == "taken" else c for c in considered)]
+    )
+
+
+def _ordered(considered: Iterable[Considered]) -> tuple[Considered, ...]:
+    """The one that was taken, then those that were simulated, the fastest first, then the others."""
+    return tuple(
+        sorted(considered, key=lambda c: (c.verdict != "taken", not c.simulated, c.seconds, c.reason))
+    )

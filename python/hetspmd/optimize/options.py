@@ -1,0 +1,105 @@
+"""The options of a compilation, checked as soon as they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias, TypedDict
+
+from hetspmd.errors import ConstraintError, OptionError
+from hetspmd.optimize.synthesis import Clock
+from hetspmd.placement import Placement
+from hetspmd.search.constraints import nearest
+from hetspmd.trace.host.watch import HostRandomness, check_randomness
+from hetspmd.trace.losses import Loss, as_loss
+
+__all__ = ["CompileKeywords", "CompileOptions", "Machines", "Segments", "parted"]
+
+Segments: TypeAlias = int | Literal["auto"]
+"""A number of segments, or as many as gain."""
+
+Machines: TypeAlias = Literal["auto", "virtual", "flat"]
+"""How machines with several accelerators are planned: the cheaper way, or the one that is named."""
+
+
+class CompileKeywords(TypedDict, total=False):
+    """The options of :class:`CompileOptions` as keyword arguments, for type checkers and editors."""
+
+    loss: Loss | str | int | None
+    strict: bool
+    constraints: Mapping[str, str | Placement] | None
+    time_limit: float
+    loss_only: bool
+    segments: Segments
+    machines: Machines
+    host_randomness: HostRandomness
+    timings: MutableMapping[str, float] | None
+    progress: Callable[[str], object] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """What a user may ask of a compilation.
+
+    loss         where the loss is in the model's output, by name or index ("losses.total", 1), or
+                 ``loss(model, *args, **kwargs)``, if it is not the output, its ``.loss`` or its first item
+    strict       raise MissingRuleError instead of warning where an op has no rule
+    constraints  globs over parameter names, input paths and ``output[i]`` to ``"replicated"``, ``"shard(d)"``
+    time_limit   seconds for one search
+    loss_only    the other outputs are not needed (they come back as None)
+    segments     parts of the model with sharding ratios of their own: a number, or "auto" for as many as gain
+    machines     how machines with several accelerators are planned: across "virtual" devices, "flat", or "auto" for
+                 the cheaper way; across virtual devices there is one segment
+    host_randomness  what becomes of random numbers that the model's Python draws (random, numpy, generators):
+                 "refuse"; "freeze", a plan keeps the outcome of its trace; "trace_each_step", HAP traces anew
+    timings      filled with wall seconds: trace, rules, synth, balance, total
+    progress     called with the name of each of these stages as it begins
+
+    Raises ConstraintError for what is no number of segments, and OptionError for another value that cannot be.
+    """
+
+    loss: Loss | str | int | None = None
+    strict: bool = False
+    constraints: Mapping[str, str | Placement] | None = None
+    time_limit: float = 600.0
+    loss_only: bool = False
+    segments: Segments = "auto"
+    machines: Machines = "auto"
+    host_randomness: HostRandomness = "refuse"
+    timings: MutableMapping[str, float] | None = None
+    progress: Callable[[str], object] | None = None
+
+    def __post_init__(self) -> None:
+        check_randomness(self.host_randomness)
+        number = isinstance(self.segments, int) and not isinstance(self.segments, bool) and self.segments >= 1
+        if self.segments != "auto" and not number:
+            raise ConstraintError(f"segments={self.segments!r}: give 'auto' or a number from 1 on")
+        if self.machines not in ("auto", "virtual", "flat"):
+            raise OptionError(f"machines={self.machines!r}; allowed are 'auto', 'virtual' and 'flat'")
+        object.__setattr__(self, "loss", as_loss(self.loss))
+
+    @property
+    def find_loss(self) -> Loss | None:
+        """What finds the loss; None where the model's output tells it."""
+        return as_loss(self.loss)
+
+    def clock(self) -> Clock:
+        """A clock that fills ``timings`` and tells ``progress``."""
+        return Clock({} if self.timings is None else self.timings, self.progress)
+
+
+def parted(
+    given: Mapping[str, Any], names: Iterable[str], named: Iterable[str]
+) -> tuple[dict[str, Any], CompileOptions]:
+    """Keyword arguments as those of these ``names``, and the options of a compilation.
+
+    ``named``: the arguments that a caller has besides. Raises OptionError, with the nearest name, for one that
+    there is not, and for a value that cannot be.
+    """
+    own = frozenset(names)
+    rest = {name: value for name, value in given.items() if name not in own}
+    known = {field.name for field in fields(CompileOptions)}
+    for name in rest:
+        if name not in known:
+            raise OptionError(f"there is no argument {name!r}{nearest(name, {*known, *own, *named})}")
+    return {name: value for name, value in given.items() if name in own}, CompileOptions(**rest)

@@ -1,0 +1,96 @@
+"""What a synthesis works with: the model's theory, the cluster, constraints, limits, and the searcher of its
+space."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cost.model import CostModel
+from hetspmd.optimize.thresholds import THRESHOLDS, Thresholds
+from hetspmd.program.lengths import Lengths
+from hetspmd.rules.theory import Theory
+from hetspmd.search.constraints import Constraints, batch_axes
+from hetspmd.search.search import Limits, Searcher, SearchResult
+from hetspmd.search.space import Space, search_space
+
+__all__ = ["Clock", "Synthesis"]
+
+
+@dataclass
+class Clock:
+    """Wall seconds per stage; ``progress`` is told each stage that begins."""
+
+    seconds: MutableMapping[str, float] = field(default_factory=dict)
+    progress: Callable[[str], object] | None = None
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        if self.progress is not None:
+            self.progress(stage)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Synthesis:
+    """The context of a synthesis. Functions take it first and return candidates; none of them changes it.
+
+    ``constraints`` are the user's, on all candidates. ``limits`` are those of each search. Raises InfeasibleError
+    if no program can satisfy the constraints.
+    """
+
+    theory: Theory
+    cluster: Cluster
+    constraints: Constraints
+    limits: Limits
+    clock: Clock = field(default_factory=Clock)
+    thresholds: Thresholds = THRESHOLDS
+
+    def __post_init__(self) -> None:
+        _ = self.searcher  # constraints that no program satisfies are told here
+
+    @cached_property
+    def searcher(self) -> Searcher:
+        """The search core with all programs that satisfy the constraints."""
+        with self.clock("synth"):
+            return Searcher(search_space(self.theory, self.constraints))
+
+    @cached_property
+    def batch(self) -> frozenset[int]:
+        """The logical axes of the batch."""
+        return batch_axes(self.theory)
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """The ranks of all devices."""
+        return tuple(range(self.cluster.world))
+
+    def costs(self, active: tuple[int, ...]) -> CostModel:
+        """The costs of instructions on these devices, and of collectives among them."""
+        return CostModel(self.theory, self.cluster.part(active))
+
+    def search(
+        self,
+        costs: CostModel,
+        lengths: Lengths,
+        *,
+        start: SearchResult | None = None,
+        within: Space | None = None,
+        overlap: float = 1.0,
+    ) -> SearchResult:
+        """The best program at these lengths by additive costs (:meth:`hetspmd.search.search.Searcher.search`).
+
+        Raises InfeasibleError if there is none, SearchError if a limit struck before the first was found.
+        """
+        with self.clock("synth"):
+            return self.searcher.search(
+                costs, lengths, self.limits, within=within, start=start, overlap=overlap
+            )

@@ -1,0 +1,188 @@
+"""The best candidate on all devices and on subsets of them.
+
+Candidates are compared by the two-stream simulation (:func:`hetspmd.optimize.candidate.best_of`). They come from
+the rounds of search and ratios (:mod:`hetspmd.optimize.alternation`), from known kinds of programs
+(:mod:`hetspmd.optimize.baselines`), from searches that weigh hidden communication less
+(:mod:`hetspmd.optimize.overlap`), from prefetched parameters (:mod:`hetspmd.optimize.prefetch`), and from the
+storage of parameters (:mod:`hetspmd.optimize.parameter_sharding`).
+
+The same is done for subsets of the devices, the fastest one alone among them; the devices of a better
+subset's plan are its active ones, the others idle. A subset whose bound :meth:`CostModel.floor` is no
+better than the best so far is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetspmd.cost.model import CostModel
+from hetspmd.errors import MemoryLimitError
+from hetspmd.optimize.alternation import Rounds, alternate, nearest, search_fitting
+from hetspmd.optimize.baselines import baselines
+from hetspmd.optimize.candidate import Candidate, Evaluator, best_of, certified
+from hetspmd.optimize.considered import LeftOut, verdicts
+from hetspmd.optimize.overlap import overlap_variants
+from hetspmd.optimize.parameter_sharding import storage_variants
+from hetspmd.optimize.synthesis import Synthesis
+from hetspmd.plan.reports import Considered, Iteration
+from hetspmd.program.lengths import Lengths, Matrix
+from hetspmd.ratios.starts import proportional, starting_ratios, teams
+from hetspmd.search import constraints as known
+from hetspmd.search.memory_limits import capacities
+
+__all__ = ["Outcome", "candidate_at", "synthesize", "synthesize_on", "within_memory"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a synthesis gave.
+
+    best         the best candidate
+    baselines    predicted seconds of a step by known kinds of programs
+    iterations   the rounds that led to the best candidate
+    over_memory  the baselines that do not fit the devices' memory
+    considered   all candidates, each with why it was not taken
+    """
+
+    best: Candidate
+    baselines: dict[str, float]
+    iterations: tuple[Iteration, ...]
+    over_memory: tuple[str, ...] = ()
+    considered: tuple[Considered, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Subset:
+    """The best candidate on some devices, and the rounds that led to it."""
+
+    costs: CostModel
+    best: Candidate
+    iterations: list[Iteration]
+
+
+def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None) -> Outcome:
+    """The best candidate on all devices or on one of the ``subsets`` (default:
+    :func:`hetspmd.ratios.starts.teams`).
+
+    Raises InfeasibleError if no program satisfies the constraints, MemoryLimitError if none found fits,
+    SearchError if a limit struck before the first program was found.
+    """
+    costs = CostModel(ctx.theory, ctx.cluster)
+    rounds = alternate(ctx, costs, ctx.everyone, starting_ratios(costs))
+    kinds = baselines(ctx, costs)
+    tried = [*kinds.values(), *rounds.candidates]
+    best = best_of(ctx, tried)
+    if best is not None:
+        more = overlap_variants(ctx, costs, ctx.everyone, best, rounds)
+        tried += more
+        best = best_of(ctx, [best, *more])
+    seconds = {name: candidate.seconds for name, candidate in kinds.items()}
+    over = [name for name, candidate in kinds.items() if not candidate.fits]
+    seconds["fastest_device_alone"] = float(min(costs.alone()))
+    found = [] if best is None else [_Subset(costs, best, rounds.iterations)]
+    lacking, left_out = rounds.lacking, list[LeftOut]()
+    for ranks in teams(costs) if subsets is None else subsets:
+        part = ctx.costs(ranks)
+        limited = len(ranks) == 1 and np.isfinite(capacities(part)).any()
+        if best is not None and part.floor() >= best.seconds and not limited:
+            left_out.append(LeftOut(ranks, part.floor()))
+            continue
+        candidates, rounds = _on_subset(ctx, part, ranks)
+        tried += candidates
+        lacking = nearest(lacking, rounds.lacking)
+        if limited and not any(candidate.fits for candidate in candidates):
+            over.append("fastest_device_alone")
+        better = best_of(ctx, candidates)
+        if better is not None:
+            found.append(_Subset(part, better, rounds.iterations))
+            best = best_of(ctx, [better] if best is None else [best, better])
+    if best is None:
+        raise _none_fits(lacking)
+    stored = [_with_storage(ctx, subset, best, tried) for subset in found]
+    best = best_of(ctx, stored) or best
+    iterations = next(s.iterations for s, c in zip(found, stored, strict=True) if c is best)
+    if len(best.active) < ctx.cluster.world and len(found[0].best.active) == ctx.cluster.world:
+        seconds["all_devices"] = stored[0].seconds
+    considered = verdicts(ctx, tried, best, left_out)
+    return Outcome(
+        best=certified(ctx, best),
+        baselines=seconds,
+        iterations=tuple(iterations),
+        over_memory=tuple(over),
+        considered=considered,
+    )
+
+
+def synthesize_on(
+    ctx: Synthesis, active: tuple[int, ...], starts: Sequence[tuple[str, Matrix]]
+) -> Outcome | None:
+    """The best candidate from these starts on the devices ``active``, without baselines; None if none found
+    fits."""
+    costs = ctx.costs(active)
+    rounds = alternate(ctx, costs, active, starts)
+    tried = list(rounds.candidates)
+    best = best_of(ctx, tried)
+    if best is None:
+        return None
+    more = overlap_variants(ctx, costs, active, best, rounds)
+    tried += more
+    best = best_of(ctx, [best, *more]) or best
+    best = _with_storage(ctx, _Subset(costs, best, rounds.iterations), best, tried)
+    return Outcome(
+        best=certified(ctx, best),
+        baselines={},
+        iterations=tuple(rounds.iterations),
+        considered=verdicts(ctx, tried, best),
+    )
+
+
+def candidate_at(ctx: Synthesis, ratios: Matrix, lengths: Lengths, active: tuple[int, ...]) -> Candidate:
+    """The candidate of the best program at given lengths, whether it fits or not."""
+    costs = ctx.costs(active)
+    result = ctx.search(costs, lengths)
+    return Evaluator(ctx, costs, result, active, lengths, "given ratios")(ratios, lengths)
+
+
+def within_memory(ctx: Synthesis, candidate: Candidate) -> Candidate | None:
+    """The candidate, or that of the best program at its lengths that fits; None if none found does."""
+    if candidate.fits:
+        return candidate
+    costs, active, lengths = ctx.costs(candidate.active), candidate.active, candidate.lengths
+    result, _ = search_fitting(ctx, costs, lengths, candidate.result, None, active)
+    if result is None:
+        return None
+    evaluator = Evaluator(ctx, costs, result, active, lengths, f"{candidate.reason}, within the memory")
+    fitting = evaluator(candidate.ratios, lengths)
+    return fitting if fitting.fits else None
+
+
+def _on_subset(ctx: Synthesis, costs: CostModel, ranks: tuple[int, ...]) -> tuple[list[Candidate], Rounds]:
+    """Candidates of a proper subset of the devices, and the rounds among them."""
+    if len(ranks) > 1:
+        rounds = alternate(ctx, costs, ranks, (("proportional", proportional(costs)),))
+        best = best_of(ctx, rounds.candidates)
+        more = [] if best is None else overlap_variants(ctx, costs, ranks, best, rounds)
+        return rounds.candidates + more, rounds
+    alone = ctx.searcher.space.within(known.single_device(ctx.theory, ctx.constraints.forms))
+    rounds = alternate(ctx, costs, ranks, (("alone", (1.0,)),), alone)
+    return rounds.candidates, rounds
+
+
+def _with_storage(ctx: Synthesis, subset: _Subset, best: Candidate, tried: list[Candidate]) -> Candidate:
+    """The subset's best candidate with its parameters' storage settled, where it could then be as good as ``best``.
+    What is tried for that is added to ``tried``."""
+    candidate = subset.best
+    near = best.seconds * (1 + ctx.thresholds.near_best)
+    if candidate.stages.floor >= best.seconds or candidate.seconds > near:
+        return candidate
+    more = storage_variants(ctx, subset.costs, candidate)
+    tried += more
+    return best_of(ctx, [candidate, *more]) or candidate
+
+
+def _none_fits(lacking: MemoryLimitError | None) -> MemoryLimitError:
+    assert lacking is not None, "no candidate fits, so one lacks memory"
+    return lacking

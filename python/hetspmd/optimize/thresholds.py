@@ -1,0 +1,88 @@
+"""The numbers by which the compiler decides what is worth trying, each with its unit and its reason.
+
+They were chosen on the models and clusters of docs/reproduction.md: a smaller gain than these is within the error
+of the cost model, and more attempts than these found nothing better there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["THRESHOLDS", "Thresholds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """Parts are of the predicted seconds of a step, unless another whole is named."""
+
+    rounds: int = 4
+    """Rounds of search and ratios from one start. Candidates repeat after two or three in practice."""
+
+    memory_search_gain: float = 0.005
+    """The part that another search at prices of memory should gain: such a search takes several plain ones."""
+
+    memory_attempts: int = 4
+    """Attempts at ratios whose whole units keep within the memory, and at programs that do on their way."""
+
+    overlap_weights: tuple[float, ...] = (0.5, 0.1)
+    """Weights on communication that other work can hide, for further candidates."""
+
+    near_best: float = 0.1
+    """A start whose best candidate takes at most this part longer than the best of all gets further candidates."""
+
+    prefetch_distances: tuple[int, ...] = (2, 3, 4, 6, 8, 12, 16)
+    """How many gathers ahead parameters are fetched, beside one."""
+
+    distances_without_gain: int = 3
+    """Prefetch distances in a row that need not gain anything."""
+
+    sharded_parts: tuple[float, ...] = (1.0, 0.85, 0.7, 0.5)
+    """Parts of the parameters' bytes that are stored in shards."""
+
+    smallest_parameters: float = 0.01
+    """The smallest parameters, with this part of all parameters' bytes, are not stored in shards of their own."""
+
+    hidden_gain: float = 0.03
+    """The part that must be left to gain: between the step and what the devices compute or the links carry, and in
+    which the links are idle while the forward runs."""
+
+    even_shard: float = 1 / 32
+    """A largest shard that is larger than the mean by at most this part of it counts as even."""
+
+    near_best_prefetch: float = 0.25
+    """Candidates whose prefetching may gain are slower than the best by at most this part."""
+
+    prefetch_candidates: int = 4
+    """Candidates of which prefetch distances are tried."""
+
+    parameter_groups: int = 32
+    """Groups of parameters whose storage is changed together."""
+
+    smallest_in_groups: float = 0.002
+    """The smallest parameters, with this part of all parameters' bytes, belong to no group."""
+
+    storage_rounds: int = 2
+    """Rounds through all groups of parameters."""
+
+    storage_round_gain: float = 0.01
+    """The part that the first round through the groups must gain to be followed by another."""
+
+    segments: int = 8
+    """Segments of a graph at most, where their number is not given."""
+
+    segments_gain: float = 0.01
+    """The part of the stage model's step that segments must be able to gain if cuts between them cost nothing."""
+
+    more_segments_gain: float = 1e-3
+    """The part that more segments must gain."""
+
+    uneven_halves: float = 0.25
+    """The part by which a half of a graph may weigh more or less seconds than it should, to cut fewer bytes."""
+
+    machine_memory_attempts: int = 4
+    """Plans of machines, each with less memory, until the memory of the accelerators inside suffices."""
+
+
+THRESHOLDS: Final = Thresholds()
+"""Those that are used."""

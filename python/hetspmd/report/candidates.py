@@ -1,0 +1,74 @@
+"""Why a plan was chosen: the candidates that were compared, with their seconds and why each was not taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hetspmd.codec.quantities import quantity_text
+from hetspmd.codec.tables import counted, table
+from hetspmd.plan.explanation import seconds_text
+from hetspmd.plan.plan import Plan
+from hetspmd.plan.reports import Considered
+
+__all__ = ["candidates_document", "candidates_text"]
+
+
+def candidates_text(plan: Plan) -> str:
+    """A table of all candidates: the plan's own first, then by their predicted seconds of a step."""
+    considered = plan.considered
+    if not considered:
+        return "Candidates: none are kept of a plan that was made for the storage of another one"
+    rows = [
+        [
+            seconds_text(c.seconds) if c.simulated else f"at least {seconds_text(c.seconds)}",
+            _devices(c.active, plan),
+            _why(c, considered[0].seconds),
+            c.reason,
+        ]
+        for c in considered
+    ]
+    header = ["a step", "devices", "why not", "candidate"]
+    return f"{counted(len(considered), 'candidate')} compared\n" + table(header, rows, right=(0,))
+
+
+def candidates_document(plan: Plan) -> list[dict[str, Any]]:
+    """For each candidate ``reason``, ``ranks``, ``seconds`` (a lower bound where ``simulated`` is false),
+    ``verdict`` and ``lacking`` (rank to bytes)."""
+    return [
+        {
+            "reason": c.reason,
+            "ranks": list(c.active),
+            "seconds": c.seconds,
+            "simulated": c.simulated,
+            "verdict": c.verdict,
+            "lacking": {str(rank): nbytes for rank, nbytes in c.lacking},
+        }
+        for c in plan.considered
+    ]
+
+
+def _devices(active: Sequence[int], plan: Plan) -> str:
+    if len(active) == plan.world:
+        return "all"
+    return f"rank{'s' if len(active) > 1 else ''} {', '.join(map(str, active))}"
+
+
+def _why(candidate: Considered, best: float) -> str:
+    if candidate.verdict == "memory":
+        rank, nbytes = max(candidate.lacking, key=lambda lack: lack[1])
+        return f"rank {rank} lacks {quantity_text(nbytes, 'bytes')}"
+    if candidate.verdict == "slower" and best > 0:
+        times = candidate.seconds / best
+        return f"{times:.1f} times as slow" if times >= 2 else f"{100 * (times - 1):.2g} % slower"
+    return _WHY[candidate.verdict]
+
+
+_WHY = {
+    "taken": "the plan",
+    "slower": "slower",
+    "equal": "as fast, found later",
+    "bound": "its bound is slower",
+    "storage": "copies of trained modules apart",
+    "asked": "another number of segments was asked",
+}

@@ -1,0 +1,54 @@
+"""The options of :class:`hetspmd.HAP`: how it runs, beside how its plans are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from hetspmd.dist.communicator import Communicator
+from hetspmd.optimize.options import CompileKeywords, CompileOptions, parted
+
+__all__ = ["HapKeywords", "RunOptions"]
+
+
+class HapKeywords(CompileKeywords, total=False):
+    """The options of :class:`hetspmd.HAP` as keyword arguments, for type checkers and editors."""
+
+    gather_outputs: bool
+    gather_state: bool
+    device: torch.device | str | None
+    process_group: dist.ProcessGroup | Communicator | None
+    sync_module_states: bool
+    check_batches: bool
+    check_plan: bool
+    timeout: float
+    compile: bool | Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a HAP module runs; :class:`hetspmd.HAP` says what each option means."""
+
+    gather_outputs: bool = False
+    gather_state: bool = False
+    device: torch.device | str | None = None
+    process_group: dist.ProcessGroup | Communicator | None = None
+    sync_module_states: bool = True
+    check_batches: bool = True
+    check_plan: bool = True
+    timeout: float = 600.0
+    compile: bool | Mapping[str, Any] = False
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], named: Iterable[str]) -> tuple[Self, CompileOptions]:
+        """The options of HAP as those of a run and those of a compilation.
+
+        ``named``: the arguments that are named besides. Raises OptionError, with the nearest name, for one that
+        there is not, and for a value that cannot be.
+        """
+        own, compilation = parted(given, [field.name for field in fields(cls)], named)
+        return cls(**own), compilation
