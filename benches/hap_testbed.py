@@ -29,8 +29,8 @@ from hetspmd.cluster.devices import Device
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import StepCost, step_cost
 from hetspmd.errors import MemoryLimitError
+from hetspmd.optimize.compile_options import Segments
 from hetspmd.optimize.compiler import plan_for
-from hetspmd.optimize.options import Segments
 from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Clock, Synthesis
 from hetspmd.optimize.synthesize import synthesize

@@ -23,7 +23,7 @@ import torch
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.codec.files import write_atomically
 from hetspmd.cost.model import CostModel
-from hetspmd.optimize.alternation import Clock
+from hetspmd.optimize.synthesis import Clock
 from hetspmd.profile.svg import Canvas
 from hetspmd.ratios.starts import even, proportional
 from hetspmd.rules.theory import Theory

@@ -27,8 +27,8 @@ for _folder in (TESTS, TESTS / "run", TESTS.parent / "benches"):
 
 from hetspmd.cluster.cluster import Cluster  # noqa: E402  # as above
 from hetspmd.errors import HetspmdError  # noqa: E402  # as above
+from hetspmd.optimize.compile_options import CompileOptions  # noqa: E402  # the folders first
 from hetspmd.optimize.compiler import compile_plan  # noqa: E402  # the folders first
-from hetspmd.optimize.options import CompileOptions  # noqa: E402  # the folders first
 from hetspmd.plan.plan import Plan  # noqa: E402  # as above
 from hetspmd.program.program import Compute, Program  # noqa: E402  # as above
 from hetspmd.trace.graph import Graph  # noqa: E402  # as above

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from hetspmd import errors, rules
     from hetspmd.cluster.cluster import Cluster
     from hetspmd.errors import HetspmdError
+    from hetspmd.optimize.compile_options import CompileOptions
     from hetspmd.optimize.compiler import compile
-    from hetspmd.optimize.options import CompileOptions
     from hetspmd.plan.plan import Plan
     from hetspmd.rules.registry import rule
     from hetspmd.rules.rule import SUM, Call, Cut, Factor, Local, OpRule
@@ -39,7 +39,7 @@ _HOMES = {
     "SUM": "rules",
     "Call": "rules",
     "Cluster": "cluster.cluster",
-    "CompileOptions": "optimize.options",
+    "CompileOptions": "optimize.compile_options",
     "Cut": "rules",
     "Factor": "rules",
     "GradScaler": "run.scaler",

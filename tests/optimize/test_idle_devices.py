@@ -12,8 +12,8 @@ import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel
+from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.optimize.compiler import compile_plan
-from hetspmd.optimize.options import CompileOptions
 from hetspmd.placement import shard
 from hetspmd.ratios.starts import MAX_TEAMS, teams
 from hetspmd.trace.trace import split_example

@@ -20,6 +20,7 @@ import hetspmd
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import InfeasibleError, OptionError, TraceError
+from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.placement import is_sharded
 from hetspmd.plan.plan import Plan
 from hetspmd.tune import tune as module
@@ -42,7 +43,7 @@ def close(*speeds: float) -> hetspmd.Cluster:
 
 def plans(name: str = "mlp", devices: hetspmd.Cluster | None = None, **options: Any) -> dict[str, Plan]:
     c = case(name, torch.float32)
-    return alternatives(c.model, (), c.batch, devices or close(4, 2, 2), **options)
+    return alternatives(c.model, (), c.batch, devices or close(4, 2, 2), CompileOptions(**options))
 
 
 def test_alternatives() -> None:

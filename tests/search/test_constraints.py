@@ -13,8 +13,8 @@ from small_models import MLP, case
 
 import hetspmd.rules.ops  # noqa: F401  # registers the rules
 from hetspmd.errors import ConstraintError, InfeasibleError
+from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.optimize.compiler import compile_plan, plan_for
-from hetspmd.optimize.options import CompileOptions
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, shard
 from hetspmd.plan.plan import Plan
 from hetspmd.program.program import Communicate, Compute

@@ -16,9 +16,9 @@ from torch import nn
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import has_machines
 from hetspmd.optimize.candidate import Candidate
+from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, parted
 from hetspmd.optimize.following import followed, warn_of_strays
 from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, step_across
-from hetspmd.optimize.options import CompileKeywords, CompileOptions, parted
 from hetspmd.optimize.partition import segmented, segments_like
 from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Clock, Synthesis

@@ -19,8 +19,8 @@ from hetspmd.cluster.machines import accelerator, flat
 from hetspmd.cost.levels import inside_bytes, inside_seconds
 from hetspmd.errors import HetspmdError, InfeasibleError, MemoryLimitError, SearchError
 from hetspmd.optimize.candidate import Candidate
+from hetspmd.optimize.compile_options import Machines
 from hetspmd.optimize.considered import ways_taken
-from hetspmd.optimize.options import Machines
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import Outcome, candidate_at, synthesize
 from hetspmd.plan.plan import Plan

@@ -23,8 +23,8 @@ import numpy as np
 
 from hetspmd.cost.model import Array, CostModel
 from hetspmd.optimize.candidate import Candidate
+from hetspmd.optimize.compile_options import Segments
 from hetspmd.optimize.considered import among, one_taken
-from hetspmd.optimize.options import Segments
 from hetspmd.optimize.partition import partition, segmented
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import Outcome, synthesize_on

@@ -32,12 +32,12 @@ from hetspmd.run.gradient_hooks import give_whole, tell_module_hooks
 from hetspmd.run.guard import check_same_batch, check_tensors
 from hetspmd.run.holders import check_unwrapped
 from hetspmd.run.observer import Observer
-from hetspmd.run.options import HapKeywords, RunOptions
 from hetspmd.run.parameter_registry import remember
 from hetspmd.run.passthrough import run_model
 from hetspmd.run.plan_cache import PlanCache
 from hetspmd.run.reach import reach
 from hetspmd.run.replicas import replicas_of
+from hetspmd.run.run_options import HapKeywords, RunOptions
 from hetspmd.run.setting import Setting
 from hetspmd.run.shards import FULL
 from hetspmd.run.signature import Forward

@@ -14,7 +14,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.communicator import Communicator
 from hetspmd.lower import LocalProgram, lower_plan
 from hetspmd.lower.levels import lower_nested
-from hetspmd.optimize.options import CompileOptions
+from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.trace.autocast import autocast_state, without_autocast
 from hetspmd.trace.graph import Graph
 

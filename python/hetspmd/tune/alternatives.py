@@ -13,9 +13,9 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import has_machines
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import HetspmdError
+from hetspmd.optimize.compile_options import CompileOptions, Machines
 from hetspmd.optimize.compiler import compile_plan, following_plan, plan_for
 from hetspmd.optimize.following import follows
-from hetspmd.optimize.options import CompileOptions, Machines
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import synthesize_on
 from hetspmd.plan.plan import Plan

@@ -23,7 +23,7 @@ from hetspmd.dist.agreement import agreed_plans
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.process_group import communicator_for
 from hetspmd.errors import ExampleError, OptionError
-from hetspmd.optimize.options import CompileKeywords, parted
+from hetspmd.optimize.compile_options import CompileKeywords, parted
 from hetspmd.plan.plan import Plan
 from hetspmd.run.guard import check_same_batch
 from hetspmd.run.module import HAP

@@ -36,7 +36,7 @@ from torch import nn
 
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.errors import HetspmdError, OptionError
-from hetspmd.optimize.options import CompileKeywords, parted
+from hetspmd.optimize.compile_options import CompileKeywords, parted
 from hetspmd.trace.autocast import without_autocast
 from hetspmd.trace.trace import split_example
 from hetspmd.trace.values import dtype_name

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hetspmd.dist.communicator import Communicator
-from hetspmd.optimize.options import CompileKeywords, CompileOptions, parted
+from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, parted
 
 __all__ = ["HapKeywords", "RunOptions"]
 
