@@ -76,13 +76,28 @@ class LinearProgram:
         self.pairs = _merged_pairs(problem, self.groups)
         self.scale = problem.computation(at).max(axis=1)
         self.scale[self.scale == 0] = 1.0
-        unit = self.unit = problem.step_seconds(at) or 1.0
+        self.unit = problem.step_seconds(at) or 1.0
         self.cuts: list[tuple[int, Array, Index, Index]] = []
         self.t0 = count * classes
         self.largest = self.t0 + stages
         self.exchange = self.largest + count
         self.moved = self.exchange + count
-        n = problem.model.world
+        self.highs = quiet_highs(
+            threads=1,
+            random_seed=0,
+            primal_feasibility_tolerance=TOLERANCES[0],
+            dual_feasibility_tolerance=TOLERANCES[0],
+        )
+        self._looser = list(TOLERANCES[1:])
+        self.rows = 0
+        self._solved = False
+        self._add_columns()
+        self._add_rows(at)
+        self._cut(at, problem.lines(at), np.ones((stages, classes), dtype=bool))
+
+    def _add_columns(self) -> None:
+        """The variables with their bounds, and what each costs."""
+        problem, unit, n = self.problem, self.unit, self.problem.model.world
         columns = self.moved + len(self.pairs) * (1 + 2 * n)
         cost = np.zeros(columns)
         cost[self.t0 : self.largest] = problem.weight * self.scale / unit
@@ -95,17 +110,13 @@ class LinearProgram:
         upper = np.full(columns, highspy.kHighsInf)
         bound = np.clip(problem.most[self.first], 0.0, 1.0)
         upper[: self.t0] = np.where(self.kinds_present[self.leader], bound, 0.0).reshape(-1)
-        self.highs = quiet_highs(
-            threads=1,
-            random_seed=0,
-            primal_feasibility_tolerance=TOLERANCES[0],
-            dual_feasibility_tolerance=TOLERANCES[0],
-        )
-        self._looser = list(TOLERANCES[1:])
         self.highs.addVars(columns, lower, upper)
         self.highs.changeColsCost(columns, np.arange(columns, dtype=np.int32), cost)
-        self.rows = 0
-        self._solved = False
+
+    def _add_rows(self, at: Array) -> None:
+        """Shares that sum to one, the largest of them, what an exchange takes (near ``at``), and what moves between
+        segments."""
+        count, classes = len(self.leader), len(self.classes)
         size = [float(len(c)) for c in self.classes]
         x = range(count * classes)
         own = [list(range(g * classes, (g + 1) * classes)) for g in range(count)]
@@ -126,8 +137,7 @@ class LinearProgram:
             [[1.0, 2 * r - 1] for r in shares],
         )
         for p, (a, b, _) in enumerate(self.pairs):
-            self._pair(self.moved + p * (1 + 2 * n), a * classes, b * classes)
-        self._cut(at, problem.lines(at), np.ones((stages, classes), dtype=bool))
+            self._pair(self.moved + p * (1 + 2 * self.problem.model.world), a * classes, b * classes)
 
     def shares(self, at: Array) -> Array:
         """Shares per group and class of B, shape (segments, n)."""

@@ -144,19 +144,14 @@ def check(
             continue
         assert rule is not None  # rule_function found one above
         for row in rule.rows(case.call):
+            tried, failed = _check_row(case, rule, row, shape_only)
             rows_checked += 1
-            factor = None if row.factor is None else rule.factors[row.factor]
-            plans = splits(factor.size) if factor is not None else ((0,), (0, 0), (0, 0, 0))
-            for units in plans:
-                splits_checked += 1
-                try:
-                    _check_split(case, rule, row, units, shape_only)
-                except _WrongError as failure:
-                    shown = units if factor is not None else ()
-                    wrong.append(
-                        WrongRow(index, text, str(row), shown, failure.output, failure.error, failure.reason)
-                    )
-                    break
+            splits_checked += tried
+            if failed is not None:
+                units, failure = failed
+                wrong.append(
+                    WrongRow(index, text, str(row), units, failure.output, failure.error, failure.reason)
+                )
         if missing:
             if rule.random or uninitialised(op):
                 skipped.append("missing rows: the values of the op's result are not determined")
@@ -174,6 +169,22 @@ def check(
         without_implied(found.values()),
         tuple(dict.fromkeys(skipped)),
     )
+
+
+def _check_row(
+    case: ConcreteCall, rule: OpRule, row: Row, shape_only: Sequence[int]
+) -> tuple[int, tuple[Sequence[int], _WrongError] | None]:
+    """How many splits of a row were tried, and the first on which it is wrong, with how; units count only where the
+    row cuts something."""
+    factor = None if row.factor is None else rule.factors[row.factor]
+    tried = 0
+    for units in splits(factor.size) if factor is not None else ((0,), (0, 0), (0, 0, 0)):
+        tried += 1
+        try:
+            _check_split(case, rule, row, units, shape_only)
+        except _WrongError as failure:
+            return tried, (units if factor is not None else (), failure)
+    return tried, None
 
 
 def _drawn(op: str, samples: Sequence[Sample] | Callable[[], Sequence[Sample]] | None) -> Sequence[Sample]:

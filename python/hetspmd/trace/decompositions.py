@@ -126,20 +126,10 @@ def _var(
     return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
-def _convolution_backward(
-    grad_output: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias_sizes: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    output_mask: Sequence[bool],
-) -> Any:
-    """One instruction per gradient; the bias gradient is a sum over batch and space."""
+def _convolution_backward(grad_output: torch.Tensor, *rest: Any) -> Any:
+    """One instruction per gradient; the bias gradient is a sum over batch and space. The last argument says which
+    gradients are wanted."""
+    *arguments, output_mask = rest
     wanted = [i for i in range(3) if output_mask[i]]
     if wanted in ([0], [1]):
         return NotImplemented
@@ -150,10 +140,7 @@ def _convolution_backward(
             results[2] = torch.sum(grad_output, dims)
         else:
             mask = [i == 0, i == 1, False]
-            results[i] = aten.convolution_backward.default(
-                grad_output, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding,
-                groups, mask,
-            )[i]  # fmt: skip
+            results[i] = aten.convolution_backward.default(grad_output, *arguments, mask)[i]
     return tuple(results)
 
 

@@ -70,10 +70,18 @@ def attention(
 
 
 def attention_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    dropout_p: float, is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key and value."""
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value. ``options``: ``attn_mask`` and ``scale``."""
+    attn_mask, scale = options.get("attn_mask"), options.get("scale")
     assert dropout_p == 0.0
     if not _fused(query, key, value):
         return _in_parts_backward(grad_out, query, key, value, out, is_causal, attn_mask, scale)

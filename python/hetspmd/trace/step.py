@@ -49,7 +49,7 @@ class Step(nn.Module):
         self._loss = loss
         self._leaves = leaves
         self._spec = spec
-        self._training_step = training
+        self.wants_gradients = training
         self.slots: list[tuple[int | None, Any]] = []
         self.output_spec: Any = None
         self.has_loss = False
@@ -95,7 +95,7 @@ class Step(nn.Module):
         """The loss, if there is one, the other tensors of the model's output, and those that the model is
         left with."""
         loss = find_loss(output, self._loss)
-        if loss is None and self._training_step:
+        if loss is None and self.wants_gradients:
             raise TraceError(no_loss_text(output, self._loss))
         self.has_loss = loss is not None
         flat, self.output_spec = flatten(output)

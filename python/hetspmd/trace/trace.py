@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -137,26 +137,7 @@ def _traced(
         raise named_error(error, model) from error
     finally:
         step.training = was_training
-    try:
-        output_spec = compat.spec_to_text(step.output_spec)
-        input_spec = compat.spec_to_text(batch.spec)
-    except (NotImplementedError, TypeError) as error:
-        raise TraceError(f"a container of the batch or the output cannot be stored: {error}") from error
-    naming = Naming(
-        {f"model.{k}": v for k, v in parameters.items()},
-        {f"model.{k}": v for k, v in buffers.items()},
-        frozenset(f"model.{k}" for k in trainable if training),
-        [*(batch.paths[i] for i in batch.tensors), *watch.number_names()],
-        [*batch.tensors, *(-1 for _ in numbers)],
-        batch.statics,
-        step.slots,
-        {i: f"model.{name}" for name, i in step.updates.items()},
-        step.changed,
-        step.has_loss,
-        input_spec,
-        output_spec,
-        training,
-    )
+    naming = _naming(step, batch, watch, parameters, buffers, trainable if training else ())
     _warn(step, watch)
     with collector_paused():
         graph = assemble(draft, inputs, outputs, naming)
@@ -167,6 +148,38 @@ def _traced(
         graph = with_second_reads(graph)
     states += watch.states
     return replace(graph, autocast=autocast_state(place.type))
+
+
+def _naming(
+    step: Step,
+    batch: _Batch,
+    watch: HostWatch,
+    parameters: Mapping[str, tuple[str, ...]],
+    buffers: Mapping[str, tuple[str, ...]],
+    trainable: Iterable[str],
+) -> Naming:
+    """What the inputs and outputs of the graph are in the model's terms; ``trainable``: the parameters that get
+    gradients."""
+    try:
+        output_spec = compat.spec_to_text(step.output_spec)
+        input_spec = compat.spec_to_text(batch.spec)
+    except (NotImplementedError, TypeError) as error:
+        raise TraceError(f"a container of the batch or the output cannot be stored: {error}") from error
+    return Naming(
+        parameters={f"model.{k}": v for k, v in parameters.items()},
+        buffers={f"model.{k}": v for k, v in buffers.items()},
+        trainable=frozenset(f"model.{k}" for k in trainable),
+        input_paths=[*(batch.paths[i] for i in batch.tensors), *watch.number_names()],
+        input_leaves=[*batch.tensors, *(-1 for _ in watch.numbers)],
+        statics=batch.statics,
+        slots=step.slots,
+        updates={i: f"model.{name}" for name, i in step.updates.items()},
+        changed=step.changed,
+        has_loss=step.has_loss,
+        input_spec=input_spec,
+        output_spec=output_spec,
+        training=step.wants_gradients,
+    )
 
 
 @dataclass(frozen=True)

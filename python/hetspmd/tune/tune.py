@@ -27,9 +27,11 @@ from hetspmd.optimize.compile_options import CompileKeywords, parted
 from hetspmd.plan.plan import Plan
 from hetspmd.run.guard import check_same_batch
 from hetspmd.run.module import HAP
+from hetspmd.run.run_options import HapKeywords
 from hetspmd.trace.compat import flatten_with_names
 from hetspmd.trace.losses import find_loss
 from hetspmd.trace.trace import leaf_path, split_example
+from hetspmd.tune.alternatives import alternatives
 from hetspmd.tune.compare import compare
 
 __all__ = ["Tuned", "tune"]
@@ -46,6 +48,9 @@ LATEST: Final = 6
 
 HOPELESS: Final = 1.5
 """A plan whose first step that counts takes as many times the best's seconds is not measured further."""
+
+_TRIAL: Final[HapKeywords] = {"check_plan": False, "check_batches": False, "sync_module_states": False}
+"""Options of a HAP module whose steps are only timed."""
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -118,31 +123,24 @@ def tune(
     communicator = group if isinstance(group, Communicator) else communicator_for(group, devices.ranks)
     args, kwargs = split_example(example)
 
-    def make() -> dict[str, Plan]:
-        from hetspmd.tune.alternatives import alternatives
-
-        return alternatives(model, args, kwargs, devices, compilation)
-
     communicator.guard(timeout)
     _check_example(communicator, args, kwargs)
     if plans is None:
         with communicator.busy():
-            plans = agreed_plans(communicator, make)
+            plans = agreed_plans(
+                communicator, lambda: alternatives(model, args, kwargs, devices, compilation)
+            )
+
+    run: HapKeywords = {
+        "loss": compilation.loss,
+        "process_group": communicator,
+        "device": own.get("device"),
+        "timeout": timeout,
+        "host_randomness": compilation.host_randomness,
+    }
 
     def measure(plan: Plan, best: float | None) -> list[float]:
-        hap = HAP(
-            copy.deepcopy(model),
-            devices,
-            plan=plan,
-            loss=compilation.loss,
-            process_group=communicator,
-            device=own.get("device"),
-            check_plan=False,
-            check_batches=False,
-            sync_module_states=False,
-            timeout=timeout,
-            host_randomness=compilation.host_randomness,
-        )
+        hap = HAP(copy.deepcopy(model), devices, plan=plan, **_TRIAL, **run)
         if any(p.is_meta for p in model.parameters()):
             _zero(hap)
         try:
