@@ -1,7 +1,8 @@
 """Steps to the items of containers, as text: an index or key by which every rank finds the same item.
 
 A key is written as JSON where that has it, else as a template (:mod:`hetspmd.trace.host.templates`): an enum, a
-dtype, a device. A step to any other key, such as a class or an object, is there for people alone, and leads nowhere.
+dtype, a device. A step to any other key, such as a class or an object, is there for people alone, and leads
+nowhere.
 """
 
 from __future__ import annotations
