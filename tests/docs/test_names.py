@@ -24,6 +24,8 @@ PATH = re.compile(r"[\w.*/-]+\.(?:py|rs|toml|txt|yaml|md|jsonl|svg|sh|rst)|[\w.*
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 MADE = ("target/", "build/", ".venv")
 """Folders that commands make."""
+HAP_WORDS = {"Identity"}
+"""Names of placements, which are no classes."""
 YOURS = {"cluster.yaml"}
 """Files that users write."""
 
@@ -59,16 +61,26 @@ def members(node: ast.ClassDef) -> Iterator[str]:
             yield part.attr
 
 
+def identifiers(node: ast.AST) -> Iterator[str]:
+    """The names that a node of code has: what it defines, imports, takes, reads or calls, and short strings."""
+    for field in ("name", "id", "attr", "arg", "module", "asname"):
+        found = getattr(node, field, None)
+        if isinstance(found, str):
+            yield from found.split(".")
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 60:
+        yield from re.findall(r"\w+", node.value)
+
+
 @cache
 def known() -> tuple[frozenset[str], dict[str, set[str]]]:
-    """The words of the package and of the corpus of cases, and the names of each class of the package."""
+    """The names that the package and the corpus of cases use in code, and the names of each class."""
     words: set[str] = set()
     classes: dict[str, set[str]] = {}
     above: dict[str, list[str]] = {}
     for file in sorted([*PACKAGE.rglob("*.py"), *(Path(__file__).parents[1] / "foreign").rglob("*.py")]):
         text = file.read_text(encoding="utf-8")
-        words |= set(re.findall(r"\w+", text))
         for node in ast.walk(ast.parse(text)):
+            words.update(identifiers(node))
             if isinstance(node, ast.ClassDef):
                 classes.setdefault(node.name, set()).update(members(node))
                 above[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
@@ -87,6 +99,8 @@ def lost_names(page: str) -> list[str]:
             first, *rest = name.split(".")
             if first in classes and rest:
                 lost += [span] if rest[0] not in classes[first] else []
+            elif re.fullmatch(r"[A-Z][a-z]\w*", name):
+                lost += [span] if name not in {*classes, *HAP_WORDS} else []
             elif not {first, *rest} <= words | {"hetspmd"}:
                 lost.append(span)
     return lost
@@ -156,9 +170,9 @@ def test_make_has_the_targets(page: str) -> None:
 
 
 def test_what_is_not_there_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    text = "# Here\n`cost/model.py` `cost/mode.py` `Plan.timeline()` `Plan.timetable` `apportion` `aporportion`\n"
+    text = "# Here\n`cost/model.py` `cost/mode.py` `Plan.timeline()` `Plan.timetable` `apportion` `aporportion` `Planned`\n"
     (tmp_path / "page.md").write_text(f"{text}[a](b.md) [c](#nowhere) [d](#here)\n", encoding="utf-8")
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
     assert lost_paths("page.md") == ["cost/mode.py"]
-    assert lost_names("page.md") == ["Plan.timetable", "aporportion"]
+    assert lost_names("page.md") == ["Plan.timetable", "aporportion", "Planned"]
     assert lost_links("page.md") == ["b.md", "#nowhere"]

@@ -92,7 +92,7 @@ def compile(
         progress: Is called with the name of each of these stages as it begins.
 
     Returns:
-        The plan of least simulated step time among the candidates, proved and within the devices' memory.
+        The chosen plan. Its program is proved and fits the devices' memory.
 
     Raises:
         ClusterError: The cluster description is missing, malformed or impossible.
