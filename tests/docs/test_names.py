@@ -170,7 +170,8 @@ def test_make_has_the_targets(page: str) -> None:
 
 
 def test_what_is_not_there_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    text = "# Here\n`cost/model.py` `cost/mode.py` `Plan.timeline()` `Plan.timetable` `apportion` `aporportion` `Planned`\n"
+    text = "# Here\n`cost/model.py` `cost/mode.py` `Plan.timeline()` `Plan.timetable`\n"
+    text += "`apportion` `aporportion` `Plan` `Planned`\n"
     (tmp_path / "page.md").write_text(f"{text}[a](b.md) [c](#nowhere) [d](#here)\n", encoding="utf-8")
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
     assert lost_paths("page.md") == ["cost/mode.py"]
