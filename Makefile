@@ -2,6 +2,7 @@
 # make test   set up, then pass all tests (make test-slow: every model, and what takes long)
 # make bench-trust        predicted against measured steps on emulated clusters (as root), into docs/trust.md
 # make bench-cluster      hetspmd beside DDP, FSDP2 and one device (as root), into docs/cluster.md, README
+# make docs   the API pages, made of the docstrings, into build/api/index.html
 # make lint | bench | format | setup | clean
 
 SHELL := bash
@@ -15,13 +16,13 @@ DEPENDENCIES := $(VENV)/.dependencies
 EXTENSION := $(VENV)/.extension
 LIBRARIES := $(VENV)/.libraries
 RUST := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
-PYTHON_CODE := python tests examples benches
+PYTHON_CODE := python tests examples benches docs/api
 # Test processes; each holds its own torch, so more than eight gain little.
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 # One thread per process: the tests and the workers of the demo share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-rust test-python test-slow lint format bench bench-trust bench-cluster clean
+.PHONY: help setup demo test test-rust test-python test-slow lint docs format bench bench-trust bench-cluster clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -61,6 +62,10 @@ lint: setup
 	cargo fmt --all --check
 	PYO3_PYTHON=$(abspath $(BIN))/python cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
 	$(BIN)/python -m mypy.stubtest hetspmd._core
+
+docs: setup
+	$(BIN)/python -m sphinx -W --keep-going -q -E -d build/doctrees -b html docs/api build/api
+	@echo "The API pages: build/api/index.html"
 
 format:
 	$(BIN)/ruff check --fix $(PYTHON_CODE)

@@ -15,6 +15,7 @@ __all__ = [
     "DeviceError",
     "DroppedOutputWarning",
     "ExampleError",
+    "FileWarning",
     "FollowerWarning",
     "GradientError",
     "GradientHookWarning",
@@ -84,23 +85,23 @@ class MissingRuleWarning(UserWarning):
 
 
 class RetraceWarning(UserWarning):
-    """Every step is traced anew, since Python draws random numbers in it."""
+    """Every step is traced anew, since the model's Python code draws random numbers."""
 
 
 class PlanPerValueWarning(UserWarning):
-    """Each value of a plain argument of the batch makes another plan."""
+    """Each value of a plain argument of the batch (a number, a string) makes another plan."""
 
 
 class ClockWarning(UserWarning):
-    """The model's forward reads a clock, of which a plan keeps one reading."""
+    """The model's forward reads a clock; the plan keeps one reading."""
 
 
 class FileWarning(UserWarning):
-    """The model's forward looks at a file, of which a plan keeps one reading."""
+    """The model's forward looks at a file; the plan keeps one reading."""
 
 
 class TensorTypeWarning(UserWarning):
-    """The model's forward asks whether the class of a value is just that of tensors."""
+    """The model's forward asks whether a value's class is exactly the class of tensors, and a trace says no."""
 
 
 class FollowerWarning(UserWarning):
@@ -112,11 +113,11 @@ class CheckpointWarning(UserWarning):
 
 
 class DroppedOutputWarning(UserWarning):
-    """A part of the model's output does not come back."""
+    """A part of the model's output does not come back; it is None."""
 
 
 class KeptRowsWarning(UserWarning):
-    """What the model's forward leaves on it is this rank's rows."""
+    """The model's forward leaves a tensor on the model that has only this rank's rows."""
 
 
 class ConstraintError(HetspmdError):
@@ -146,7 +147,10 @@ def _size(nbytes: int) -> str:
 class MemoryLimitError(HetspmdError):
     """No program that was found fits the devices' memory.
 
-    ``lacking``: of the program that comes nearest, rank to (bytes that are missing, bytes that the device has).
+    Attributes:
+        lacking: Of the program that comes nearest, rank to bytes that are missing and bytes that the device
+            has.
+        names: The name of each device.
     """
 
     def __init__(self, lacking: Mapping[int, tuple[int, int]], names: Sequence[str]) -> None:
@@ -167,7 +171,7 @@ class SearchError(HetspmdError):
 
 
 class ProofError(HetspmdError):
-    """The independent checker could not prove a program."""
+    """The independent checker could not prove that a program computes the graph."""
 
 
 class PlanError(HetspmdError):
@@ -196,7 +200,7 @@ class ShardError(HetspmdError):
 
 
 class GradientHookWarning(UserWarning):
-    """A hook is on a parameter that lies in shards."""
+    """A hook is on a parameter that lies in shards, of which a rank holds only a part."""
 
 
 class NanError(HetspmdError):
@@ -207,16 +211,21 @@ class NanError(HetspmdError):
 
 
 class RandomOpError(HetspmdError):
-    """A random op cannot be drawn as the program or a verification asks."""
+    """A random op cannot draw its numbers as the program or a verification asks."""
 
 
 class RankFailedError(HetspmdError):
     """Another rank died, hangs or raised an error, so that a collective cannot be completed.
 
-    ``ranks`` are those that failed, as far as it could be found out; ``reason`` says how. This rank, ``rank``,
-    waited ``waited`` seconds; ``where`` names the collective of the program and the model's module, "" outside a
-    program; ``call`` is what this rank had been called for ("step 17", "full_state_dict()"), "" where ranks are
-    not compared (``HAP(..., check_batches=False)``); ``seen`` is what this rank saw itself.
+    Attributes:
+        ranks: The ranks that failed, as far as it could be found out.
+        reason: How they failed.
+        rank: This rank.
+        waited: Seconds that this rank waited.
+        seen: What this rank saw itself.
+        where: The collective of the program and the model's module; ``""`` outside of a program.
+        call: What this rank had been called for (``"step 17"``, ``"full_state_dict()"``); ``""`` where ranks
+            are not compared (``HAP(..., check_batches=False)``).
     """
 
     def __init__(
@@ -242,7 +251,7 @@ class RankFailedError(HetspmdError):
 
 
 class WorldSizeError(HetspmdError):
-    """The process group's size is not the cluster's device count."""
+    """The size of the process group is not the number of ranks of the cluster."""
 
 
 class BatchMismatchError(HetspmdError):
@@ -251,7 +260,7 @@ class BatchMismatchError(HetspmdError):
 
 
 class ParameterMismatchError(HetspmdError):
-    """A rank holds another copy of a replicated tensor than the others."""
+    """The ranks hold different copies of a replicated tensor."""
 
 
 class CheckError(HetspmdError):

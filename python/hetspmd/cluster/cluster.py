@@ -46,11 +46,18 @@ _NO_OPS: Final[Mapping[str, OpTime]] = {}
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices in rank order and their network (None only for a single device).
+    """The devices in rank order and the network between them, in SI units.
 
-    ``curves`` are measured collectives between at most as many devices; those between exactly as many take the
-    place of ``network`` in the cost model. ``ops`` are measured seconds of ops, per kind of device. ``lanes``: how
-    many collectives are on their way at a time, the latency of one hidden behind another.
+    Attributes:
+        devices: In rank order. A machine with several accelerators is one device here.
+        network: The network between the devices; None only for a single device.
+        curves: Measured collectives between at most as many devices. Those between exactly as many take the
+            place of ``network`` in the cost model.
+        ops: Measured seconds of ops, per kind of device.
+        lanes: How many collectives are on their way at a time, the latency of one hidden behind another.
+
+    Raises:
+        ClusterError: The parts do not fit each other.
     """
 
     devices: tuple[Device, ...]
@@ -74,26 +81,28 @@ class Cluster:
 
     @property
     def world(self) -> int:
-        """Number of devices."""
+        """Number of devices; a machine counts as one."""
         return len(self.devices)
 
     @property
     def accelerators(self) -> tuple[int, ...]:
-        """The accelerators of each device, 1 for one that is no machine; their sum is the number of ranks."""
+        """The number of accelerators of each device, 1 for a device that is no machine. The sum is
+        :attr:`ranks`.
+        """
         return tuple(1 if d.machine is None else d.machine.accelerators for d in self.devices)
 
     @property
     def ranks(self) -> int:
-        """Number of processes that run on the cluster: one per accelerator."""
+        """Number of processes that run on the cluster, one per accelerator."""
         return sum(self.accelerators)
 
     @property
     def copying(self) -> float:
-        """:attr:`Device.copying` of the slowest device."""
+        """Seconds per byte that the slowest device needs to reorder slices before they are sent."""
         return max(device.copying for device in self.devices)
 
     def part(self, ranks: Sequence[int]) -> Cluster:
-        """The devices of these ranks, in this order, on the same network."""
+        """The cluster of the devices with these ranks, in this order, on the same network."""
         if list(ranks) == list(range(self.world)):
             return self
         devices = tuple(self.devices[r] for r in ranks)
@@ -106,7 +115,7 @@ class Cluster:
         )
 
     def ops_by_rank(self) -> tuple[Mapping[str, OpTime], ...]:
-        """The measured op times of each device by key; devices that were measured together share one mapping."""
+        """For each device the measured op times by key; devices that were measured together share one mapping."""
         found: list[Mapping[str, OpTime]] = [_NO_OPS] * self.world
         for kind in self.ops:
             for rank in kind.ranks:
@@ -117,8 +126,9 @@ class Cluster:
     def load(cls, spec: Cluster | Mapping[str, Any] | str | os.PathLike[str]) -> Cluster:
         """A cluster from a Cluster, a dict, or the path of a YAML or JSON file.
 
-        Raises ClusterError that names the file, line and column (or the place in the dict), the key, and what
-        to write instead.
+        Raises:
+            ClusterError: The description is malformed. The message names the file, line and column (or the
+                place in the dict), the key, and what to write instead.
         """
         if isinstance(spec, Cluster):
             return spec
@@ -132,11 +142,19 @@ class Cluster:
 
     @classmethod
     def from_text(cls, text: str, name: str = "<cluster>") -> Cluster:
-        """A cluster from YAML or JSON text; ``name`` stands in messages. Raises ClusterError."""
+        """A cluster from YAML or JSON text.
+
+        Args:
+            text: The content of a cluster file.
+            name: What messages call it.
+
+        Raises:
+            ClusterError: The text describes no cluster.
+        """
         return _read(read_text(text, name))
 
     def to_dict(self) -> dict[str, Any]:
-        """The cluster as ``load`` reads it; equal neighbours share an entry with a count."""
+        """The cluster as :meth:`load` reads it; equal neighbours share an entry with a count."""
         entries: list[dict[str, Any]] = []
         previous: Device | None = None
         for device in self.devices:
@@ -173,7 +191,7 @@ class Cluster:
         return document
 
     def to_text(self) -> str:
-        """The cluster file's text (YAML); ``Cluster.from_text`` is its inverse."""
+        """The text of the cluster file (YAML). :meth:`from_text` is its inverse."""
         text: str = yaml.safe_dump(self.to_dict(), sort_keys=False)
         return text
 

@@ -24,20 +24,23 @@ and gradient are of the parameter's dtype; the memory model counts the same two 
 
 @dataclass(frozen=True)
 class Device:
-    """One device.
+    """One device: an accelerator, or a machine of several that counts as one device.
 
-    flops             FLOP/s by dtype name; ``default`` holds for dtypes that are not listed
-    memory            bytes
-    memory_bandwidth  bytes/s
-    launch            seconds from one op to the next however small the op is
-    issue             seconds of the device that it takes to issue a collective and to take in its result,
-    issue_bandwidth   and bytes/s that it copies for one
-    optimizer         bytes of parameters that a step of the optimizer updates in a second; None: AdamW's, whose
-                      step reads and writes :data:`PASSES` times as many bytes as the parameters have
-    machine           None for one accelerator; what a virtual device (HAP 3) consists of, whose figures above are
-                      then those of all its accelerators together (:func:`virtual_device`)
+    Attributes:
+        name: What reports call it.
+        flops: FLOP/s by dtype name; ``default`` holds for dtypes that are not listed.
+        memory: Bytes.
+        memory_bandwidth: Bytes/s.
+        launch: Seconds from one op to the next, however small the op is.
+        optimizer: Bytes of parameters that a step of the optimizer updates in a second. By default those of
+            AdamW, whose step reads and writes 20 times as many bytes as the parameters have.
+        issue: Seconds of the device that it takes to issue a collective and to take in its result.
+        issue_bandwidth: Bytes/s that the device copies for a collective.
+        machine: The accelerators of a virtual device (HAP 3), whose figures above are then those of all of
+            them together; None for one accelerator.
 
-    Raises ClusterError for a quantity that is not positive.
+    Raises:
+        ClusterError: A quantity is not positive.
     """
 
     name: str
@@ -86,8 +89,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The network between the devices: ``bandwidth`` of one device's link in bytes/s in each direction,
-    ``latency`` of a collective in seconds. Raises ClusterError for a quantity that is not positive."""
+    """The network between the devices.
+
+    Attributes:
+        bandwidth: Bytes/s of one device's link, in each direction.
+        latency: Seconds of a collective.
+
+    Raises:
+        ClusterError: A quantity is not positive.
+    """
 
     bandwidth: float
     latency: float = LATENCY
@@ -99,7 +109,13 @@ class Network:
 
 @dataclass(frozen=True)
 class Machine:
-    """``accelerators`` of one kind (``each``), joined by the network ``inside``."""
+    """Several accelerators of one kind that are joined by a network.
+
+    Attributes:
+        accelerators: Their number.
+        each: One of them.
+        inside: The network that joins them.
+    """
 
     accelerators: int
     each: Device

@@ -44,14 +44,15 @@ __all__ = [
 class StepCost:
     """The prediction for one training step.
 
-    step_seconds           of the two-stream simulation (:mod:`hetspmd.cost.simulator`), in which communication
-                           overlaps computation as the runtime overlaps them
-    stage_seconds          of the stage model: compute_seconds + communication_seconds
-    compute_seconds        the slowest device's, summed over stages
-    communication_seconds  of all collectives, and of what idle devices are sent
-    memory_bytes           peak per device of the cluster, 0 for an idle one
-    stages                 their number
-    per_device_compute     seconds that each device of the cluster computes, 0 for an idle one
+    Attributes:
+        step_seconds: Seconds of the simulated step, in which communication overlaps computation as the
+            runtime overlaps them.
+        stage_seconds: Seconds without overlap: ``compute_seconds + communication_seconds``.
+        compute_seconds: Those of the slowest device in each stage, summed over stages.
+        communication_seconds: Those of all collectives, and of what idle devices are sent.
+        memory_bytes: Peak bytes of each device of the cluster, 0 for an idle one.
+        stages: The number of stages.
+        per_device_compute: Seconds that each device of the cluster computes, 0 for an idle one.
     """
 
     step_seconds: float

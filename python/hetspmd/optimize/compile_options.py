@@ -41,21 +41,30 @@ class CompileKeywords(TypedDict, total=False):
 class CompileOptions:
     """What a user may ask of a compilation.
 
-    loss         where the loss is in the model's output, by name or index ("losses.total", 1), or
-                 ``loss(model, *args, **kwargs)``, if it is not the output, its ``.loss`` or its first item
-    strict       raise MissingRuleError instead of warning where an op has no rule
-    constraints  globs over parameter names, input paths and ``output[i]`` to ``"replicated"``, ``"shard(d)"``
-    time_limit   seconds for one search
-    loss_only    the other outputs are not needed (they come back as None)
-    segments     parts of the model with sharding ratios of their own: a number, or "auto" for as many as gain
-    machines     how machines with several accelerators are planned: across "virtual" devices, "flat", or "auto" for
-                 the cheaper way; across virtual devices there is one segment
-    host_randomness  what becomes of random numbers that the model's Python draws (random, numpy, generators):
-                 "refuse"; "freeze", a plan keeps the outcome of its trace; "trace_each_step", HAP traces anew
-    timings      filled with wall seconds: trace, rules, synth, balance, total
-    progress     called with the name of each of these stages as it begins
+    Attributes:
+        loss: Where the loss is in the model's output, by name or index (``"losses.total"``, ``1``), or a
+            function ``loss(model, *args, **kwargs)``. By default the loss is the output, its ``.loss`` or its
+            first item.
+        strict: Raise MissingRuleError, instead of a warning, where an op has no rule.
+        constraints: Globs over parameter names, input paths and ``output[i]`` to ``"replicated"`` or
+            ``"shard(d)"``.
+        time_limit: Seconds for one search.
+        loss_only: Leave the other outputs out; they come back as None.
+        segments: How many parts of the model have sharding ratios of their own; ``"auto"`` for as many as
+            gain.
+        machines: How machines with several accelerators are planned: each as one ``"virtual"`` device, all
+            accelerators individually (``"flat"``), or ``"auto"`` for the cheaper of the two. Across virtual
+            devices there is one segment.
+        host_randomness: What becomes of random numbers that the model's Python code draws (random, numpy,
+            generators): ``"refuse"`` them; ``"freeze"`` them, so that a plan keeps the outcome of its trace;
+            or ``"trace_each_step"``, so that HAP traces anew in every step.
+        timings: Is filled with wall seconds of the stages: ``trace``, ``rules``, ``synth``, ``balance``,
+            ``total``.
+        progress: Is called with the name of each of these stages as it begins.
 
-    Raises ConstraintError for what is no number of segments, and OptionError for another value that cannot be.
+    Raises:
+        ConstraintError: ``segments`` is no number of segments.
+        OptionError: Another value is one that cannot be.
     """
 
     loss: Loss | str | int | None = None

@@ -51,14 +51,27 @@ def compile(
 ) -> Plan:
     """Synthesize the distributed program of one training step.
 
-    model        an unchanged module; it may be on the meta device
-    example      a batch: a dict of keyword arguments or a tuple of positional ones; only shapes are read
-    cluster      a :class:`Cluster`, a dict, or the path of a cluster file
-    options      those of :class:`hetspmd.CompileOptions`, by name: loss, strict, constraints, time_limit,
-    loss_only,
-                 segments, machines, host_randomness, timings, progress
+    Args:
+        model: An unchanged module. It may be on the meta device.
+        example: A batch: a dict of keyword arguments or a tuple of positional arguments. Only shapes are
+            read.
+        cluster: A :class:`~hetspmd.Cluster`, a dict, or the path of a cluster file.
+        options: The fields of :class:`~hetspmd.CompileOptions`, by name: ``loss``, ``strict``,
+            ``constraints``, ``time_limit``, ``loss_only``, ``segments``, ``machines``, ``host_randomness``,
+            ``timings``, ``progress``.
 
-    Raises a :class:`~hetspmd.errors.HetspmdError` for bad input.
+    Returns:
+        The chosen plan. Its program is proved and fits the devices' memory.
+
+    Raises:
+        ClusterError: The cluster description is missing, malformed or impossible.
+        ExampleError: The example does not fit the model.
+        TraceError: The model does not trace to one static graph.
+        ConstraintError: A constraint is malformed.
+        InfeasibleError: No program satisfies the constraints.
+        MemoryLimitError: No program was found that fits the devices' memory.
+        SearchError: A limit struck before any program was found.
+        HetspmdError: Any other bad input; every error of hetspmd derives from it.
     """
     _, asked = parted(options, (), ("model", "example", "cluster"))
     args, kwargs = split_example(example)

@@ -17,11 +17,14 @@ EQUAL = 1e-9
 
 @dataclass(frozen=True)
 class Alternative:
-    """A form, and the best program that has it, in seconds.
+    """A placement, and the best program that has it. All seconds are None where there is no such program.
 
-    ``seconds`` is its cost, ``lower_bound`` what no program with the form can beat; both are additive, as in
-    ``plan.search``. ``step_seconds`` is its step in the simulation, as in ``plan.cost``. All are None where no
-    program has the form (``reason`` says so), or where the limits struck before one was found.
+    Attributes:
+        form: The placement.
+        seconds: The additive cost of the program, as in ``plan.search``.
+        lower_bound: What no program with the placement can beat, as in ``plan.search``.
+        step_seconds: The simulated step of the program, as in ``plan.cost``.
+        reason: Why no program has the placement, or that a limit struck before one was found.
     """
 
     form: Placement
@@ -33,10 +36,15 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The alternatives for one tensor, cheapest first (of equals the chosen one), and the form that the plan chose.
+    """The alternatives for one tensor and the placement that the plan chose; ``print`` shows them as a table.
 
-    ``chosen`` is None for an input that the program reads in several forms. ``asked`` is the glob of the
-    constraint on the tensor, if there is one; ``notes`` are sentences on what the numbers cover.
+    Attributes:
+        name: The name that was asked for.
+        chosen: The plan's choice; None for an input that the program reads in several placements.
+        alternatives: Cheapest first; of equal ones the chosen one.
+        tensor: The reference tensor.
+        asked: The glob of the constraint on the tensor, if there is one.
+        notes: Sentences on what the numbers cover.
     """
 
     name: str

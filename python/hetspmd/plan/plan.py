@@ -36,32 +36,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """Graph, program, ratios and predicted cost.
+    """Graph, program, ratios and predicted cost of one training step.
 
-    The program runs on the devices ``active``; its ranks are their places there. The other devices are idle:
-    they hold no parameters, compute nothing, and only get the results of forward.
+    The program runs on the devices ``active``; its ranks are their places in that list. The other devices are
+    idle: they hold no parameters, compute nothing, and only get the results of forward. ``print(plan)`` shows
+    what was decided and what it costs.
 
-    ratios      B: for each segment of the graph the share of each active device, summing to 1
-    lengths     whole units per logical axis and active device
-    cluster     all devices, idle ones too
-    cost        the prediction for the program at these lengths
-    baselines   name -> predicted seconds of a step in the same cost model, for known kinds of programs
-                (those that the user's constraints rule out, or that do not exist, are missing):
-                data_parallel_even          whole parameters, the batch in equal shares (DDP)
-                data_parallel_proportional  the same, in shares proportional to the devices' speed
-                zero_like                   the same shares, parameters in shards (ZeRO-3, FSDP)
-                tensor_parallel             the best program that does not divide the batch
-                fastest_device_alone        one device, nothing communicated
-                all_devices                 the best program without idle devices, where the plan has some
-                one_segment                 the best program of one segment, where the plan has several
-    iterations  the trace of the alternation on the active devices
-    active      ranks in the cluster, ascending; () stands for all
-    constraints what the user asked for: globs to forms
-    over_memory baselines that need more memory than the devices have
-    inside      of a plan across machines, whose ``active`` and ``ratios`` are of machines; None of any other
-    considered  the candidates that were compared, the plan's own first, each with why it is not the plan
+    Attributes:
+        graph: The training step of the single-device model.
+        program: The instructions, by one triple each, and the collectives between them.
+        ratios: For each segment of the graph the share of each active device. Each row sums to 1.
+        lengths: Whole units per logical axis and active device.
+        cluster: All devices, idle devices included.
+        cost: The prediction for the program at these lengths, in seconds and bytes.
+        search: What the search says of the program: cost, lower bound, gap and stop reason.
+        baselines: Name to predicted seconds of a step in the same cost model, for well-known kinds of
+            programs. Those that the constraints rule out, or that do not exist, are missing.
+            ``data_parallel_even`` has whole parameters and the batch in equal shares (DDP);
+            ``data_parallel_proportional`` the same in shares proportional to the devices' speed;
+            ``zero_like`` these shares with parameters in shards (ZeRO-3, FSDP); ``tensor_parallel`` is the
+            best program that does not divide the batch; ``fastest_device_alone`` uses one device and
+            communicates nothing; ``all_devices`` is the best program without idle devices, where the plan has
+            some; ``one_segment`` is the best program of one segment, where the plan has several.
+        iterations: The trace of the alternation between search and ratios on the active devices.
+        active: Ranks in the cluster, ascending; ``()`` stands for all.
+        constraints: What the user asked for: globs to placements.
+        over_memory: Names of baselines that need more memory than the devices have.
+        inside: What the accelerators inside machines do, for a plan across machines. ``active`` and
+            ``ratios`` are then of machines. None for any other plan.
+        considered: The candidates that were compared, the plan's own first, each with why it is not the plan.
 
-    Raises PlanError if these do not fit each other.
+    Raises:
+        PlanError: These do not fit each other.
     """
 
     graph: Graph
@@ -99,7 +105,7 @@ class Plan:
 
     @cached_property
     def theory(self) -> Theory:
-        """The background theory, derived again from the graph."""
+        """All triples of the graph, derived again from it."""
         return derive(self.graph)
 
     def __str__(self) -> str:
@@ -119,8 +125,9 @@ class Plan:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The ratio of each device of the cluster, 0 for an idle one; of several segments the mean, weighted with
-        their FLOPs."""
+        """The share of each device of the cluster, from 0 (idle) to 1. Where the plan has several segments, the
+        mean of their ratios, weighted with their FLOPs.
+        """
         if len(self.ratios) == 1:
             return self.segment_shares[0]
         weights = [0.0] * len(self.ratios)
@@ -135,7 +142,7 @@ class Plan:
 
     @property
     def segment_shares(self) -> Matrix:
-        """For each segment the ratio of each device of the cluster, 0 for an idle one."""
+        """For each segment the share of each device of the cluster, from 0 (idle) to 1."""
         found = []
         for row in self.ratios:
             ratios = dict(zip(self.active, row, strict=True))
@@ -148,15 +155,18 @@ class Plan:
         return CostModel(self.theory, self.cluster.part(self.active))
 
     def timeline(self) -> Timeline:
-        """When each device computes, communicates and waits in a step, with overlap, at the plan's lengths. Of
-        a plan across machines, without what their accelerators add (``inside.seconds``)."""
+        """The simulated step, with overlap: when each device computes, communicates and waits, in seconds.
+
+        The timeline of a plan across machines leaves out what their accelerators add (``inside.seconds``).
+        """
         from hetspmd.cost.timeline import timeline
 
         return timeline(self.costs, self.program, self.lengths, self.cluster, self.active)
 
     def parameter_layout(self) -> dict[str, tuple[Placement, tuple[int, ...]]]:
-        """Parameter name to its stored form and its extents per active device along the sharded dim (empty if
-        whole)."""
+        """Parameter name to the placement in which it is stored, and its elements per active device along the
+        sharded dim (empty for a whole parameter).
+        """
         stored = {
             t: step.row.post[0]
             for step in self.program.steps
@@ -182,10 +192,18 @@ class Plan:
         constraints: Mapping[str, str | Placement] | None = None,
         limits: Limits | None = None,
     ) -> Explanation:
-        """Why the parameter, input or ``output[i]`` called ``name`` has its form: what every other would cost.
+        """Why a tensor has its placement: what every other placement would cost, with one search for each.
 
-        ``constraints``: those the plan was compiled with; other tensors keep to them. One search per form.
-        See :func:`hetspmd.optimize.explain.explain`. Raises ConstraintError if there is no such tensor.
+        Args:
+            name: A parameter, an input or ``output[i]``.
+            constraints: Those the plan was compiled with; other tensors keep to them.
+            limits: The limits of each search.
+
+        Returns:
+            The alternatives, cheapest first, in seconds; ``print`` shows them.
+
+        Raises:
+            ConstraintError: There is no such tensor.
         """
         found: Explanation = hetspmd.attached("explain")(self, name, constraints=constraints, limits=limits)
         return found
@@ -196,11 +214,16 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, *, trial: bool = True) -> Self:
-        """Inverse of :meth:`to_json`, for text that may come from anywhere: its checksum, types and order are
-        looked at, and its program is proved again.
+        """The plan of a plan file's text, which may come from anywhere.
 
-        ``trial``: try each op once, without data; not needed for a plan that another rank has just made. Raises
-        PlanError for text that is no whole plan of this version, or that does not fit torch or the rules.
+        The checksum, the types and the order of the text are checked, and the program is proved again.
+
+        Args:
+            text: What :meth:`to_json` returned.
+            trial: Try each op once, without data. A plan that another rank has just made does not need it.
+
+        Raises:
+            PlanError: The text is no whole plan of this version, or does not fit torch or the rules.
         """
         tree, digest = read_content(text)
         plan = value_of(tree, cls)
@@ -210,12 +233,20 @@ class Plan:
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan file (beside the target, then renamed: never half written)."""
+        """Write the plan file. It is never half written: a new file takes the place of the old one.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         write_atomically(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a plan file, as :meth:`from_json` reads its text. Raises PlanError, which names the file."""
+        """Read a plan file; its text is checked as :meth:`from_json` does.
+
+        Raises:
+            PlanError: The file cannot be read or holds no whole plan. The message names it.
+        """
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
@@ -235,5 +266,5 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the plan's content; ranks compare it before the first step, and a plan file holds it."""
+        """SHA-256 of the plan's content. Ranks compare it before the first step, and a plan file holds it."""
         return content_digest(self._content)

@@ -18,14 +18,19 @@ in other shards than the modules; or something else was asked for, another numbe
 
 @dataclass(frozen=True)
 class SearchReport:
-    """What the search says of a program, in its additive cost model.
+    """What the search says of a program, in its additive cost model, which ignores overlap.
 
-    ``cost`` and ``lower_bound`` are in seconds, ``gap`` is ``(cost - lower_bound) / cost``. ``stop_reason`` is
-    "optimal" for the certified optimum; "rescored" for a program that the simulation of the step prefers to it;
-    "memory" for the best found that fits the devices, with the bound of those that do; "following" for the
-    certified optimum, and the bound, of programs that store copies of trained modules in the modules' shards; or
-    the limit that struck.
-    The numbers are the same in every run; seconds of wall time are not kept here.
+    The numbers are the same in every run; wall time is not kept here.
+
+    Attributes:
+        cost: Seconds of the program.
+        lower_bound: Seconds that no program can beat at the same ratios.
+        gap: ``(cost - lower_bound) / cost``.
+        stop_reason: ``"optimal"`` for the certified optimum; ``"rescored"`` for a program that the simulation
+            of the step prefers to it; ``"memory"`` for the best program found that fits the devices, with the
+            bound of those that fit; ``"following"`` for the certified optimum, and the bound, of programs
+            that store copies of trained modules in the modules' shards; or the limit that struck.
+        expansions: Nodes that the search expanded.
     """
 
     cost: float
@@ -37,7 +42,15 @@ class SearchReport:
 
 @dataclass(frozen=True)
 class Iteration:
-    """One step of the alternation between search and ratios (HAP 3.1)."""
+    """One step of the alternation between search and ratios (HAP 3.1).
+
+    Attributes:
+        start: The name of the ratios that the alternation began with.
+        index: The number of the step.
+        ratios: For each segment the share of each active device.
+        search_seconds: The program's cost in the search, in seconds.
+        step_seconds: The program's simulated step, in seconds.
+    """
 
     start: str
     index: int
@@ -50,12 +63,13 @@ class Iteration:
 class Considered:
     """A candidate that was compared with the plan.
 
-    reason     why it was made
-    active     ranks of the devices that it uses
-    seconds    predicted seconds of its step, or a lower bound of them
-    simulated  whether the step was simulated, so that ``seconds`` is no bound
-    verdict    one of :data:`VERDICTS`
-    lacking    ranks whose devices lack memory for it, each with the bytes
+    Attributes:
+        reason: Why it was made.
+        active: Ranks of the devices that it uses.
+        seconds: Predicted seconds of its step, or a lower bound of them.
+        simulated: Whether the step was simulated; otherwise ``seconds`` is a bound, which was enough.
+        verdict: One of :data:`VERDICTS`.
+        lacking: Ranks whose devices lack memory for it, each with the bytes.
     """
 
     reason: str
@@ -68,11 +82,13 @@ class Considered:
 
 @dataclass(frozen=True)
 class Inside:
-    """What the accelerators of each machine do of its part (:mod:`hetspmd.program.levels`).
+    """What the accelerators of each machine do, in a plan across machines.
 
-    program       of the same theory; divides evenly
-    seconds       of the collectives inside, those that the machines' figures count as computation left out
-    memory_bytes  peak of one accelerator of each device, 0 of an idle one
+    Attributes:
+        program: A program of the same graph, divided evenly over the accelerators of a machine.
+        seconds: Seconds of the collectives inside machines, without those that the machines' figures count as
+            computation.
+        memory_bytes: Peak bytes of one accelerator of each device, 0 of an idle one.
     """
 
     program: Program

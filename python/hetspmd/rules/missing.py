@@ -76,7 +76,16 @@ Triple = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 
 @dataclass(frozen=True)
 class MissingRow:
-    """A row that holds on a sample although the rule does not have it."""
+    """A row that holds on a sample and that the rule lacks.
+
+    Attributes:
+        text: The row.
+        sample: The sample's place in the list.
+        sample_text: The sample's call.
+        pre: The placement of each input.
+        post: The placement of each output.
+        units: Units of the dim that is cut; 0 where none is.
+    """
 
     text: str
     sample: int

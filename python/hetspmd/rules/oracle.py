@@ -58,8 +58,17 @@ _SEED = 20
 
 @dataclass(frozen=True)
 class WrongRow:
-    """A row that does not hold: on which sample and split, in which output (-1: the call itself failed), and
-    by how much (relative to the magnitude; infinite for a wrong shape, dtype or exact value)."""
+    """A row of a rule that does not hold on a sample.
+
+    Attributes:
+        sample: The sample's place in the list.
+        sample_text: The sample's call.
+        row: The row.
+        split: Units of the sharded factor per device.
+        output: The output that is wrong; -1 where the call itself failed.
+        error: The largest error relative to the magnitude; infinite for a wrong shape, dtype or exact value.
+        reason: What is wrong.
+    """
 
     sample: int
     sample_text: str
@@ -78,7 +87,17 @@ class WrongRow:
 
 @dataclass(frozen=True)
 class OracleReport:
-    """What the oracle found for one op. ``skipped`` says what could not be tested, and why."""
+    """What the oracle found for one op; ``print`` shows each row that is wrong or missing.
+
+    Attributes:
+        op: The op's name.
+        samples: How many sample calls were tried.
+        rows_checked: How many rows.
+        splits_checked: How many splits of inputs.
+        wrong: The rows that do not hold.
+        missing: The rows that hold and that the rule lacks.
+        skipped: What could not be tested, and why.
+    """
 
     op: str
     samples: int
@@ -173,7 +192,7 @@ def check(
 
 def _check_row(
     case: ConcreteCall, rule: OpRule, row: Row, shape_only: Sequence[int]
-) -> tuple[int, tuple[Sequence[int], _WrongError] | None]:
+) -> tuple[int, tuple[tuple[int, ...], _WrongError] | None]:
     """How many splits of a row were tried, and the first on which it is wrong, with how; units count only where the
     row cuts something."""
     factor = None if row.factor is None else rule.factors[row.factor]
@@ -183,7 +202,7 @@ def _check_row(
         try:
             _check_split(case, rule, row, units, shape_only)
         except _WrongError as failure:
-            return tried, (units if factor is not None else (), failure)
+            return tried, (tuple(units) if factor is not None else (), failure)
     return tried, None
 
 

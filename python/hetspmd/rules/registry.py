@@ -43,12 +43,17 @@ def rule(
 def rule(*ops: str, linear: Iterable[Sequence[int]] = (), rewrite: Rewrite | None = None) -> Any:
     """Register the rule of an op.
 
-    As a decorator, ``@rule(op, ...)`` takes a function ``Call -> OpRule`` for one or more ops. With an
-    annotation, ``rule(op, "m k, k n -> m n", linear=[[0], [1]])`` needs no function; see
-    :func:`hetspmd.rules.annotation.parse_annotation` for the grammar. ``linear`` lists sets of tensor
-    arguments (by index) in which the op is linear, ``rewrite`` is the local rewrite.
+    ``@rule(op, ...)`` decorates a function ``Call -> OpRule``, for one or more ops. With an annotation no
+    function is needed: ``rule(op, "m k, k n -> m n", linear=[[0], [1]])``.
 
-    Raises RuleError for a malformed annotation and for an op that already has a rule.
+    Args:
+        ops: Op names (``mylib::op``, ``mylib.op.overload``), or one op name and an annotation: one term per
+            tensor argument, then one per output.
+        linear: Of an annotation, sets of tensor arguments (by index) in which the op is linear.
+        rewrite: Of an annotation, the function that makes the local call from a :class:`Local`.
+
+    Raises:
+        RuleError: The annotation is malformed, or an op already has a rule.
     """
     if len(ops) == 2 and "->" in ops[1]:
         annotation = ops[1]
@@ -84,13 +89,17 @@ def _add(op: str, function: RuleFunction) -> None:
 
 
 def unregister(op: str) -> None:
-    """Remove the rule of an op. Raises RuleError if it has none."""
+    """Remove the rule of an op.
+
+    Raises:
+        RuleError: The op has no rule of its own.
+    """
     if _RULES.pop(op_name(op), None) is None:
         raise RuleError(f"{op_name(op)} has no rule of its own")
 
 
 def registered() -> tuple[str, ...]:
-    """Names of all ops with a rule of their own, sorted."""
+    """The names of all ops that have a rule of their own, sorted."""
     return tuple(sorted(_RULES))
 
 

@@ -25,7 +25,12 @@ from hetspmd.trace.graph import DEVICE, Argument, DType, Graph, Instruction, Ref
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Shape and dtype name of a tensor."""
+    """Shape and dtype of a tensor.
+
+    Attributes:
+        shape: Elements along each dim.
+        dtype: The dtype's name, such as ``float32``.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -37,10 +42,14 @@ class TensorType:
 
 @dataclass(frozen=True)
 class Call:
-    """An instruction as a rule sees it.
+    """An op call as a rule sees it: values, shapes and dtypes, no tensors.
 
-    ``inputs`` are the tensors in order of appearance in args, then kwargs; inside ``args`` and ``kwargs`` a
-    tensor is ``Ref(i)`` with i an index into ``inputs``. ``outputs`` has None where the op returns None.
+    Attributes:
+        op: The op's name, such as ``aten.mm.default``.
+        args: Positional arguments. A tensor is ``Ref(i)``, with i an index into ``inputs``.
+        kwargs: Keyword arguments, with tensors in the same form.
+        inputs: The tensors in order of appearance in ``args``, then ``kwargs``.
+        outputs: The results; None where the op returns None.
     """
 
     op: str
@@ -50,19 +59,25 @@ class Call:
     outputs: tuple[TensorType | None, ...]
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
-        """The argument at ``position`` or called ``name``, else ``default``."""
+        """The argument at ``position`` or called ``name``, or else ``default``."""
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
 
     def tensor(self, position: int, name: str = "") -> int | None:
-        """The input index of the tensor at ``position`` (or called ``name``); None if it is no tensor."""
+        """The index in ``inputs`` of the tensor at ``position`` (or called ``name``); None if there is no
+        tensor.
+        """
         value = self.arg(position, name)
         return value.id if isinstance(value, Ref) else None
 
     @property
     def out(self) -> TensorType:
-        """The first output."""
+        """The first output.
+
+        Raises:
+            RuleError: It is None.
+        """
         first = self.outputs[0]
         if first is None:
             raise RuleError(f"{self.op}: the first output is None")
@@ -71,14 +86,19 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A factor lies along ``dim`` of a tensor; ``unit`` elements make one indivisible unit."""
+    """Places a factor along a dim of a tensor.
+
+    Attributes:
+        dim: The dim.
+        unit: Elements of the dim that make one indivisible unit of the factor.
+    """
 
     dim: int
     unit: int = 1
 
 
 class _Sum:
-    """The tensor is a sum over the factor: its form is All-Reduce when the factor is sharded."""
+    """Places a factor that is summed. The tensor is All-Reduce when the factor is sharded."""
 
     def __repr__(self) -> str:
         return "SUM"
@@ -92,10 +112,15 @@ Place = Cut | _Sum | None
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One factor of an op: ``size`` indivisible units, and its place in every input and output.
+    """One factor of an op: an independent index over which the op loops.
 
-    For an output, None claims that it is whole on every device although the factor is sharded; write SUM for
-    a reduction.
+    Attributes:
+        name: A name that is unique in the rule.
+        size: How many indivisible units the factor has.
+        inputs: The place of the factor in each input: a :class:`Cut`, :data:`SUM`, or None for a tensor that
+            is whole.
+        outputs: The place in each output. None claims that the output is whole on every device although the
+            factor is sharded; write :data:`SUM` for a reduction.
     """
 
     name: str
@@ -105,16 +130,22 @@ class Factor:
 
     @property
     def nameable(self) -> bool:
-        """Whether forms can say that it is divided: no tensor is cut along a dim beyond the first ``DIMS``."""
+        """Whether a placement can say that the factor is cut. It cannot if a tensor is cut beyond its first
+        ``DIMS`` dims.
+        """
         places = (*self.inputs, *self.outputs)
         return all(place.dim < DIMS for place in places if isinstance(place, Cut))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A Hoare triple of one op: the forms needed of its inputs, and the forms its outputs then have.
+    """A triple of one op: the placements that its inputs need, and those that its outputs then have.
 
-    ``factor`` is the index of the sharded factor in the rule, None where the whole op runs on every device.
+    Attributes:
+        name: The factor's name, ``linear(...)`` or ``always``.
+        pre: The placement of each input.
+        post: The placement of each output.
+        factor: The index in the rule of the sharded factor; None where the whole op runs on every device.
     """
 
     name: str
@@ -133,11 +164,18 @@ LocalCall = tuple[Target, tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Local:
-    """What one device knows when an instruction is rewritten for it.
+    """What one device knows when a call is rewritten for it.
 
-    ``start`` and ``stop`` are the units of the row's factor that this device holds (0, 0 without a factor);
-    ``input_shapes`` and ``output_shapes`` are local. ``args`` and ``kwargs`` still hold ``Ref(i)``; the
-    rewrite returns ``(target, args, kwargs)`` in the same terms, the target an op name or a function.
+    Attributes:
+        call: The call on whole tensors.
+        rule: The rule of the op.
+        row: The triple that the program uses.
+        rank: The device.
+        world: The number of devices.
+        start: The first unit of the row's factor that this device holds (0 without a factor).
+        stop: The unit after the last one (0 without a factor).
+        input_shapes: The local shape of each input.
+        output_shapes: The local shape of each output.
     """
 
     call: Call
@@ -152,11 +190,14 @@ class Local:
 
     @property
     def factor(self) -> Factor | None:
-        """The sharded factor, None where the whole op runs on every device."""
+        """The sharded factor; None where the whole op runs on every device."""
         return None if self.row.factor is None else self.rule.factors[self.row.factor]
 
     def default(self) -> LocalCall:
-        """The call with its shape arguments replaced by local shapes."""
+        """The call ``(target, args, kwargs)``, its shape arguments replaced by local shapes.
+
+        The target is an op name or a function; tensors are still ``Ref(i)``. A rewrite returns the same.
+        """
         args = list(self.call.args)
         kwargs = dict(self.call.kwargs)
         for key, output in self.rule.shape_args.items():
@@ -173,17 +214,19 @@ Rewrite = Callable[[Local], LocalCall]
 
 @dataclass(frozen=True)
 class OpRule:
-    """The rule of one op call.
+    """The rule of one op call, from which its triples follow.
 
-    factors     what may be sharded; a dim that belongs to no factor is never sharded (blocked)
-    linear      sets of input indices: all of a set may be All-Reduce at once (others Identity), and so are
-                then all outputs
-    shape_args  position (or keyword) of an argument that is an output's shape -> index of that output
-    rewrite     the local call where more than shapes changes; None: :meth:`Local.default`
-    flops       floating-point operations of the whole op (FLOPs)
-    alias       the op only makes a view: no compute cost
-    random      the op draws random numbers
-    omitted     text of a triple -> why it is right and left out all the same (for the oracle)
+    Attributes:
+        factors: What may be sharded. A dim that belongs to no factor is never sharded.
+        linear: Sets of input indices. All inputs of a set may be All-Reduce at once, the others Identity; all
+            outputs are then All-Reduce.
+        shape_args: Position (or keyword) of an argument that is an output's shape to the index of that
+            output.
+        rewrite: Makes the local call where more than shapes changes; None for :meth:`Local.default`.
+        flops: Floating-point operations of the whole op (FLOPs).
+        alias: The op only makes a view and costs nothing.
+        random: The op draws random numbers.
+        omitted: Text of a triple that holds and is left out on purpose to the reason, for the oracle.
     """
 
     factors: tuple[Factor, ...] = ()
@@ -196,7 +239,11 @@ class OpRule:
     omitted: Mapping[str, str] = field(default_factory=dict)
 
     def verify(self, call: Call) -> None:
-        """Raise RuleError unless the rule fits the call's shapes."""
+        """Check that the rule fits the call's shapes.
+
+        Raises:
+            RuleError: It does not; the message names the op, the tensor and the dim.
+        """
         where = f"rule of {call.op}"
         names = [f.name for f in self.factors]
         if len(set(names)) != len(names):
@@ -230,7 +277,7 @@ class OpRule:
                 )
 
     def rows(self, call: Call) -> tuple[Row, ...]:
-        """The Hoare triples: always first, then one per factor, then one per linear set."""
+        """The triples of a call: ``always`` first, then one per factor, then one per linear set."""
         n_in, n_out = len(call.inputs), len(call.outputs)
         rows = [Row("always", (REPLICATE,) * n_in, (REPLICATE,) * n_out)]
         for index, f in enumerate(self.factors):

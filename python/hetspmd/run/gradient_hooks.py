@@ -33,11 +33,22 @@ _TOLD: weakref.WeakKeyDictionary[ShardedModule, set[tuple[str, int]]] = weakref.
 
 
 def on_full_gradient(hap: ShardedModule, parameter: str | torch.Tensor, hook: Hook) -> RemovableHandle:
-    """Call ``hook`` with the whole gradient of a parameter in every backward, on every rank.
+    """Call ``hook`` with the whole gradient of a parameter in every backward, on every rank. Every rank must
+    call this.
 
-    ``parameter`` is its name in the model, or the parameter itself. What the hook returns, if anything, takes the
-    gradient's place, as of ``Tensor.register_hook``; every rank keeps its part. Every rank must call this. Returns
-    a handle whose ``remove()`` ends it. Raises GradientError for a parameter that is not of ``hap``.
+    Each call of the hook takes one all-gather of the gradient.
+
+    Args:
+        hap: The HAP module.
+        parameter: Its name in the model, or the parameter itself.
+        hook: Takes the gradient, of the whole parameter's shape. A tensor that it returns takes the
+            gradient's place, as with ``Tensor.register_hook``; every rank keeps its part of it.
+
+    Returns:
+        A handle whose ``remove()`` ends the calls.
+
+    Raises:
+        GradientError: The parameter is not one of ``hap``.
     """
     if isinstance(parameter, str):
         named = dict(hap.module.named_parameters(remove_duplicate=False))

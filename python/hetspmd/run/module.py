@@ -61,48 +61,56 @@ if TYPE_CHECKING:
 class HAP(WholeStates):
     """A single-device model as one rank of an SPMD program.
 
-    ``hap(*args, **kwargs)`` is called as the model is, with the same global batch on every rank, and returns
-    the model's own output structure. The loss is the global loss on every rank; ``loss.backward()`` leaves
-    gradients on this rank's parameter shards, and any elementwise optimizer over ``hap.parameters()`` steps
-    them. An output that the program leaves divided along dim 0 comes back as this rank's rows, any other
-    whole; with ``gather_outputs`` all come back whole.
+    ``hap(*args, **kwargs)`` is called as the model is called, with the same global batch on every rank, and
+    returns the model's own output structure. The loss is the global loss on every rank. ``loss.backward()``
+    puts gradients on this rank's parameter shards, and an elementwise optimizer over ``hap.parameters()``
+    steps the shards. An output that the program leaves sharded along dim 0 comes back as this rank's rows;
+    any other output comes back whole.
 
-    Where the plan leaves a device idle, its rank holds parameters of no elements (its optimizer steps nothing)
-    and no rows of outputs, and runs nothing; it gets the loss and whole outputs from the first active rank.
-    Its buffers do not follow the training; :meth:`full_state_dict` has the true ones on every rank.
+    A plan may leave a device idle. The rank of an idle device runs nothing: its parameters and its rows of
+    outputs have no elements. It gets the loss and the whole outputs from the first active rank. Its buffers
+    do not follow the training; :meth:`full_state_dict` returns the true ones on every rank.
 
-    model                the model; its parameters are cut to this rank's shards, in place
-    cluster              a Cluster, a dict or the path of a cluster file, with one device per rank
-    example              a batch to plan for: a dict of keyword arguments or a tuple of positional ones
-    loss                 where the loss is in the model's output, by name or index ("losses.total", 1), or
-                         ``loss(model, *args, **kwargs)``, if it is not the output, its ``.loss`` or its first item
-    plan                 a Plan or the path of a plan file, instead of an example
-    gather_outputs       return whole outputs on every rank
-    gather_state         ``state_dict()`` of this module, and of optimizers over its parameters, gathers the whole
-                         tensors of the single device; every rank must call it. Otherwise shards are refused
-    strict               raise MissingRuleError where an op has no rule
-    device               where to run; default: where the model is
-    process_group        default: the default group; a Communicator is taken as well (simulation)
-    sync_module_states   start from rank 0's parameters and buffers, as DistributedDataParallel does
-    check_batches        compare what the ranks are given, and their copies of replicated tensors, in every step;
-                         False if only the rows that a rank uses are right on it
-    timeout              seconds in which a rank gives up a collective for which another one does not come
-                         (it hangs, or is busy for as long between two steps), with RankFailedError; a process that
-                         has died is noticed in seconds;
-                         compiling does not count
-    compile              run the ops between two communications through ``torch.compile``; a dict is given to it.
-                         Predictions and recordings are of the ops as they are
-    check_plan           trace the model again at the first step, on rank 0, and compare it with the ``plan`` that
-                         was given, which may be of an older version of its code; False for those who know
-    options              further arguments of :func:`hetspmd.compile`
+    A batch of another shape, ``train()`` or ``eval()``, frozen parameters and ``torch.autocast`` each get a
+    plan of their own, with the same shards. Such a plan is compiled when it is first needed, and kept. Make
+    HAP under the autocast in which it will be called, and it compiles once.
 
-    A batch of another shape, ``train()``/``eval()``, frozen parameters and ``torch.autocast`` get plans of their
-    own, with the same shards, compiled when they first appear; they are kept. Made under the autocast in which it
-    will be called, HAP compiles once. Raises OptionError for an argument that there is not and WorldSizeError
-    if the group's size is not the cluster's, both before anything else; PlanMismatchError if the ranks hold
-    different plans, DeviceError for a model on several devices, BatchMismatchError if the ranks' first batches
-    differ, and what :func:`hetspmd.compile` raises, on every rank alike. A plan that does not compute the model is
-    a PlanMismatchError at the first step.
+    Args:
+        model: The model. Its parameters are cut to this rank's shards, in place.
+        cluster: A :class:`~hetspmd.Cluster`, a dict, or the path of a cluster file, with one device per rank.
+        example: A batch to plan for: a dict of keyword arguments or a tuple of positional arguments.
+        loss: Where the loss is in the model's output, by name or index (``"losses.total"``, ``1``), or a
+            function ``loss(model, *args, **kwargs)``. By default the loss is the output, its ``.loss`` or its
+            first item.
+        plan: A :class:`~hetspmd.Plan` or the path of a plan file, instead of an example.
+        gather_outputs: Return whole outputs on every rank.
+        gather_state: ``state_dict()`` of this module, and of optimizers over its parameters, gathers the
+            whole tensors of the single device; every rank must call it. By default ``state_dict()`` of shards
+            is refused.
+        strict: Raise MissingRuleError where an op has no rule.
+        device: Where to run; by default where the model is.
+        process_group: By default the default group. A Communicator is taken as well (simulation).
+        sync_module_states: Start from rank 0's parameters and buffers, as DistributedDataParallel does.
+        check_batches: Compare in every step what the ranks are given, and now and then their copies of
+            replicated tensors. Set it to False if a rank's batch is right only in the rows that the rank
+            uses.
+        timeout: Seconds that a rank waits in a collective for a rank that does not come (it hangs, or is busy
+            between two steps) before it raises RankFailedError. The death of a process is noticed within
+            seconds. Compiling does not count.
+        compile: Run the ops between two communications through ``torch.compile``; a dict holds its options.
+            Predictions and recordings are of the ops as they are.
+        check_plan: Trace the model again at the first step, on rank 0, and compare the trace with ``plan``,
+            which may have been made from an older version of the code.
+        options: Further arguments of :func:`hetspmd.compile`.
+
+    Raises:
+        OptionError: An argument does not exist. Raised before anything else.
+        WorldSizeError: The size of the process group is not that of the cluster. Raised before anything else.
+        PlanMismatchError: The ranks hold different plans, or (at the first step) the plan does not compute
+            the model.
+        DeviceError: The model lies on several devices.
+        BatchMismatchError: The first batches of the ranks differ.
+        HetspmdError: What :func:`hetspmd.compile` raises, on every rank alike.
     """
 
     runs_a_plan: Final = True
@@ -169,12 +177,12 @@ class HAP(WholeStates):
 
     @property
     def plan(self) -> Plan:
-        """The plan that was made first; it decides where parameters live."""
+        """The plan that was made first. It decides where parameters live."""
         return self._plans.first
 
     @property
     def loss_function(self) -> Loss | None:
-        """What was given as ``loss``, as a function; None if the loss is where it is usually."""
+        """The argument ``loss`` as a function; None where it was left out."""
         return self._loss
 
     @property
@@ -204,7 +212,7 @@ class HAP(WholeStates):
 
     @Forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step on a global batch, the same on every rank."""
+        """Run one step on a global batch, which must be the same on every rank."""
         if self._attendance is None:
             return self._run(*self._planned(args, kwargs), args, kwargs)
         with self._attendance.may_refuse():
@@ -268,11 +276,12 @@ class HAP(WholeStates):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accept loops written for ``DistributedDataParallel.no_sync``; changes nothing.
+        """Accept loops that were written for ``DistributedDataParallel.no_sync``; changes nothing.
 
-        Accumulated gradients are right with it and without it. A program reduces gradients where its plan says,
-        most of them between other ops of the backward and some not at all, so that there is no last
-        reduction to put off: every backward adds whole gradients of its micro-batch to ``.grad``, in place.
+        Accumulated gradients are right with ``no_sync`` and without it. A program reduces gradients where its
+        plan says: most of them between other ops of the backward, some not at all. So there is no last
+        reduction that could be skipped. Every backward adds the whole gradients of its micro-batch to
+        ``.grad``, in place.
         """
         yield
 
@@ -280,11 +289,20 @@ class HAP(WholeStates):
     def record(self, path: str | os.PathLike[str] | None = None) -> Iterator[Observer]:
         """Record what every rank does within the ``with`` block: each instruction, wait and collective.
 
-        Every rank must enter and leave it, and run whole steps within it, backward and optimizer included. At
-        its end rank 0 writes the steps to ``path`` as a Chrome trace, laid out as
-        ``hap.plan.timeline().save(...)`` lays out the simulated step, and ``print(recording)`` compares the
-        two. See :class:`hetspmd.record.measured.MeasuredSteps`. Raises OutputError on every rank, before anything
-        runs, if the file cannot be written, and RuntimeError within another recording.
+        Every rank must enter and leave the block, and run whole steps within it, backward and optimizer
+        included. At the end of the block rank 0 writes the steps to ``path`` as a Chrome trace. The trace has
+        the layout of the simulated step that ``hap.plan.timeline().save(...)`` writes. ``print(recording)``
+        compares the two; times are in seconds.
+
+        Args:
+            path: The file to write; by default none.
+
+        Yields:
+            The recording.
+
+        Raises:
+            OutputError: The file cannot be written. Raised on every rank, before anything runs.
+            RuntimeError: The module is being recorded already.
         """
         if self._recording is not None:
             raise RuntimeError("this module is being recorded already")
@@ -321,7 +339,7 @@ class HAP(WholeStates):
         self._runtime.randomness = randomness
 
     def run_lowered(self) -> None:
-        """Run the lowered graphs from now on, also where the model itself would run: to verify or measure them."""
+        """Run the local graphs from now on, also where the model itself would run: to verify or measure them."""
         self._lowered = True
 
     def compile(self, *_: Any, **__: Any) -> NoReturn:
@@ -338,7 +356,7 @@ class HAP(WholeStates):
         refuse_wrapper("FSDP")
 
     def parameter_shards(self) -> dict[str, LocalTensor]:
-        """Name to layout of every parameter (tied names included)."""
+        """Name of each parameter (tied names included) to its whole shape and what this rank holds of it."""
         return dict(self._store.shards)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HAP:

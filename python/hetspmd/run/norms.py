@@ -32,14 +32,25 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their total norm is at most ``max_norm``; the norm before.
+    """Scale gradients in place so that their total norm is at most ``max_norm``, and return the norm before.
 
-    As :func:`torch.nn.utils.clip_grad_norm_` on one device: every rank gets the total over the whole model and
-    scales its shards by the same factor. Every rank must call this. ``parameters`` is a HAP module, or some of
-    its parameters. ``norm_type`` is a positive number or ``inf``.
+    This is :func:`torch.nn.utils.clip_grad_norm_` over the whole model: every rank gets the same total and
+    scales its shards by the same factor. Every rank must call this.
 
-    Raises RuntimeError, on every rank, where the total is not finite and ``error_if_nonfinite`` is set,
-    GradientError for parameters of no HAP module, ValueError for another ``norm_type``.
+    Args:
+        parameters: A HAP module, or some of its parameters.
+        max_norm: The greatest norm that is left as it is.
+        norm_type: A positive number, or ``inf`` for the largest absolute value.
+        error_if_nonfinite: Raise where the total is not finite.
+        foreach: As of torch.
+
+    Returns:
+        The total norm of the whole gradients before they were scaled, a tensor of shape ``()``.
+
+    Raises:
+        RuntimeError: The total is not finite and ``error_if_nonfinite`` is set. Raised on every rank.
+        GradientError: A parameter belongs to no HAP module.
+        ValueError: ``norm_type`` is neither positive nor ``inf``.
     """
     found = _listed(parameters)
     total = _norm_of(found, norm_type, error_if_nonfinite, foreach, max_norm)
@@ -53,7 +64,10 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """The norm of the whole gradients, the same on every rank; see :func:`clip_grad_norm_`. Changes nothing."""
+    """The norm of the whole gradients, the same on every rank. Every rank must call this; it changes nothing.
+
+    Arguments, result and errors are those of :func:`clip_grad_norm_`.
+    """
     return _norm_of(_listed(parameters), norm_type, error_if_nonfinite, foreach, None)
 
 

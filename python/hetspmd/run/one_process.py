@@ -27,17 +27,22 @@ NAMES: Final = (
 
 
 def hide_ranks() -> int:
-    """Let Accelerate, Trainer and Lightning run as in a single process on every rank; the rank of this one.
+    """Let Accelerate, Trainer and Lightning run on every rank as in a single process.
 
     Call it after ``init_process_group`` and before ``Accelerator()``, ``TrainingArguments(...)`` or
-    ``lightning.Trainer(...)`` is made. Every rank then takes the same global batch, clips, evaluates and saves as
-    one device does, into a folder that must be the rank's own. Processes that this one starts see no ranks either.
+    ``lightning.Trainer(...)``. Every rank then takes the same global batch, clips, evaluates and saves as one
+    device does, into a folder that must be the rank's own. Processes that this one starts see no ranks
+    either.
 
-    A library in one process takes the first GPU, or all of them (Trainer: DataParallel, which is refused). Where
-    a machine has several, let each rank see its own alone, before anything uses CUDA:
-    ``os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]``; it is ``cuda:0`` then.
+    In one process a library takes the first GPU that it sees, or all of them (Trainer: DataParallel, which is
+    refused). Where a machine has several GPUs, let each rank see only its own, before anything uses CUDA:
+    ``os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]``. It is ``cuda:0`` then.
 
-    Raises WorldSizeError before ``init_process_group``, and where Accelerate has seen the ranks already.
+    Returns:
+        The rank of this process.
+
+    Raises:
+        WorldSizeError: ``init_process_group`` has not been called, or Accelerate has seen the ranks already.
     """
     if not dist.is_initialized():
         raise WorldSizeError(

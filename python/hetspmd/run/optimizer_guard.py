@@ -58,9 +58,13 @@ _HOOKED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def allow_optimizer(kind: type) -> None:
-    """Let optimizers of this class step shards, each rank its own, though they may not be elementwise.
+    """Let optimizers of this class step shards, each rank its own, even if they may not be elementwise.
 
-    For those that cannot be tried, or whose results may differ from one device's. Every rank must call this.
+    It is meant for optimizers that cannot be tried on a small tensor, and for those whose results may differ
+    from one device's. Every rank must call this.
+
+    Args:
+        kind: The optimizer's class.
     """
     _ALLOWED.add(kind)
 

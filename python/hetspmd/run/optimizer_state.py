@@ -43,16 +43,21 @@ class _Entry:
 def full_optimizer_state_dict(
     hap: ShardedModule, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False
 ) -> dict[str, Any]:
-    """The state dict of the single-device optimizer, whole tensors on the CPU; every rank must call this.
+    """The state dict of the single-device optimizer, in whole tensors on the CPU. Every rank must call this.
 
-    It has the form of ``optimizer.state_dict()``. A single-device optimizer over the same parameters in the same
-    order loads it, and :func:`load_full_optimizer_state_dict` does on any cluster. The optimizer may hold
-    parameters of several HAP modules, and others, whose state is this rank's. ``rank0_only``: the other ranks get
-    an empty dict.
+    It has the form of ``optimizer.state_dict()``. A single-device optimizer over the same parameters in the
+    same order loads it, and so does :func:`load_full_optimizer_state_dict` on any cluster. Whole state that
+    was loaded since the last step is cut to shards first.
 
-    Raises OptimizerError, on every rank, for an optimizer without parameters of ``hap``, and for state that is
-    neither of the parameter's shape nor one number. Whole state that was loaded since the last step is
-    cut to shards first.
+    Args:
+        hap: The HAP module.
+        optimizer: It may also hold parameters of other HAP modules, and parameters of none, whose state is
+            this rank's.
+        rank0_only: The other ranks get an empty dict.
+
+    Raises:
+        OptimizerError: The optimizer has no parameters of ``hap``, or holds state that has neither the
+            parameter's shape nor one element. Raised on every rank.
     """
     known = _known(hap, optimizer)
     hap.meet("full_optimizer_state_dict()")
@@ -84,12 +89,20 @@ def full_optimizer_state_dict(
 def load_full_optimizer_state_dict(
     hap: ShardedModule, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
-    """Load a single-device optimizer's state dict into this rank's shards; no communication.
+    """Load a single-device optimizer's state dict into this rank's shards, without communication.
 
-    ``state_dict`` is of :func:`full_optimizer_state_dict` on any cluster, or of ``optimizer.state_dict()`` on one
-    device, with the parameters in the same order. Every rank must load the same. Raises OptimizerError for an
-    optimizer without parameters of ``hap`` and for tensors of other shapes, naming the parameter, and ValueError
-    for other groups, as ``Optimizer.load_state_dict`` does. Nothing is changed then.
+    Every rank must load the same state. Nothing is changed where an error is raised.
+
+    Args:
+        hap: The HAP module.
+        optimizer: An optimizer over its parameters.
+        state_dict: From :func:`full_optimizer_state_dict` on any cluster, or from ``optimizer.state_dict()``
+            on one device, with the parameters in the same order.
+
+    Raises:
+        OptimizerError: The optimizer has no parameters of ``hap``, or a tensor has another shape; the message
+            names the parameter.
+        ValueError: The parameter groups differ, as in ``Optimizer.load_state_dict``.
     """
     known = _known(hap, optimizer)
     listed = _parameters(optimizer)

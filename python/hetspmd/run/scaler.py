@@ -24,10 +24,14 @@ _REACHED: list[Any] = []
 
 
 class GradScaler(torch.amp.GradScaler):
-    """:class:`torch.amp.GradScaler` for the parameters of a HAP module; made and used in the same way.
+    """:class:`torch.amp.GradScaler` for the parameters of a HAP module, made and used in the same way.
 
-    Every rank must make one with the same arguments. Raises GradientError, in the first ``unscale_`` or ``step``,
-    for an optimizer of parameters of no HAP module.
+    Every rank must make one with the same arguments.
+
+    Raises:
+        GradientError: In the first ``unscale_`` or ``step``, where the optimizer has parameters of no HAP
+            module.
+        CollectiveMismatchError: On every rank, where the ranks have scaled by different numbers.
     """
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> Found:

@@ -47,19 +47,20 @@ class WholeStates(nn.Module):
         def did(self, doing: Doing) -> None: ...
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The single-device model's state dict, whole tensors on the CPU; every rank must call this.
+        """The state dict of the single-device model, in whole tensors on the CPU. Every rank must call this.
 
-        ``rank0_only``: the other ranks get an empty dict.
+        Args:
+            rank0_only: The other ranks get an empty dict.
         """
         self.meet("full_state_dict()")
         with self._store.sentry.lifted():
             return full_state_dict(self._store, self._runtime, keep=not rank0_only or self.rank == 0)
 
     def full_module(self) -> nn.Module:
-        """A single-device copy of the model, whole, on every rank; every rank must call this.
+        """A whole single-device copy of the model on every rank. Every rank must call this.
 
-        It is what the model was before it was wrapped, with the present values: call it, or its methods and parts,
-        copy it, save it. The copy does not follow the training.
+        The copy is what the model was before it was wrapped, with the present values. It can be called,
+        copied and saved, and so can its methods and parts be called. It does not follow the training.
         """
         self.meet("full_module()")
         with self._store.sentry.lifted():
@@ -68,9 +69,13 @@ class WholeStates(nn.Module):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """:meth:`full_state_dict` with ``gather_state``; shards are refused without.
+        """:meth:`full_state_dict` where ``gather_state`` is set; refused otherwise, since parameters lie in
+        shards.
 
-        Hooks on this module are called. Raises ShardError for ``keep_vars``: the parameters are shards.
+        Hooks on this module are called.
+
+        Raises:
+            ShardError: ``gather_state`` is not set, or ``keep_vars`` asks for the parameters themselves.
         """
         if not self.gather_state:
             return super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -95,7 +100,9 @@ class WholeStates(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """:meth:`load_full_state_dict`, also of keys that begin with ``module.``, as those of DDP do."""
+        """:meth:`load_full_state_dict`, which here also takes keys that begin with ``module.``, as those of DDP
+        do.
+        """
 
         def load(state: Mapping[str, Any], strict: bool) -> Any:
             state = without_prefix(state, self.module)
@@ -106,12 +113,21 @@ class WholeStates(nn.Module):
         return loaded_with_hooks(self, state_dict, strict, load)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load a single-device state dict into this rank's shards; no communication.
+        """Load a single-device state dict into this rank's shards, without communication.
 
-        A mapping that reads a tensor when it is asked for its key is asked for each parameter once; no more than
-        one whole parameter is held at a time. So are the shards alone read of ``torch.load(FILE, mmap=True)``.
-        Returns torch's report of missing and unexpected keys; raises RuntimeError as
-        ``Module.load_state_dict`` does.
+        A mapping that reads a tensor when it is asked for its key is asked once for each parameter, and at
+        most one whole parameter is held at a time. Of ``torch.load(FILE, mmap=True)`` only the shards are
+        read.
+
+        Args:
+            state_dict: Name to whole tensor.
+            strict: Refuse missing and unexpected keys.
+
+        Returns:
+            Torch's report of missing and unexpected keys.
+
+        Raises:
+            RuntimeError: As ``Module.load_state_dict`` does, for keys or shapes that do not fit.
         """
         loaded = Loaded()
         found = load_full_state_dict(self._store, state_dict, loaded, strict=strict)
@@ -119,14 +135,14 @@ class WholeStates(nn.Module):
         return found
 
     def full_tensors(self) -> dict[str, torch.Tensor]:
-        """Whole copies of all parameters and buffers by (first) name; every rank must call this."""
+        """Whole copies of all parameters and buffers, by (first) name. Every rank must call this."""
         self.meet("full_tensors()")
         named: dict[str, torch.Tensor] = dict(self.module.named_parameters())
         named.update(self.module.named_buffers())
         return self.gather(named)
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
-        """Whole copies of the gradients that there are, by parameter; every rank must call this."""
+        """Whole copies of the gradients that exist, by the parameter's name. Every rank must call this."""
         self.meet("full_gradients()")
         named = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
         return self.gather(named)

@@ -49,20 +49,18 @@ LATEST: Final = 6
 HOPELESS: Final = 1.5
 """A plan whose first step that counts takes as many times the best's seconds is not measured further."""
 
-_TRIAL: Final[HapKeywords] = {"check_plan": False, "check_batches": False, "sync_module_states": False}
-"""Options of a HAP module whose steps are only timed."""
-
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What :func:`tune` found.
+    """What :func:`tune` chose, and what it measured.
 
-    plan       the fastest as measured; of those that cannot be told apart, one of the fewest devices
-    name       what it is called in ``seconds``
-    seconds    by name of a plan, the mean over its turns of the median seconds of a step
-    predicted  by name, the seconds that its plan predicts
+    Attributes:
+        plan: The plan with the fewest seconds as measured; on a tie, the one that uses fewer devices.
+        name: The name of that plan in ``seconds``.
+        seconds: Name of each plan to the mean over its turns of the median seconds of a step.
+        predicted: Name of each plan to the seconds of a step that it predicts.
     """
 
     plan: Plan
@@ -97,20 +95,37 @@ def tune(
     plans: Mapping[str, Plan] | None = None,
     **options: Unpack[TuneKeywords],
 ) -> Tuned:  # fmt: skip
-    """Train ``model`` for a few steps by each of several plans, on the ranks of the process group, and choose the
-    fastest. Every rank calls this, with the same example.
+    """Train ``model`` for a few steps by each of several plans and choose the fastest. Every rank must call
+    this.
 
-    The plans are ``plans``, by name, or those of :func:`hetspmd.tune.alternatives.alternatives`, to which
-    ``options`` go (arguments of :func:`hetspmd.compile`). Each works on a copy of the model, one after the other;
-    a model on the meta device takes the memory of its shards alone, which are zeros. The model and torch's random
-    numbers stay as they are. A step is forward, backward and the step of ``optimizer``; it lasts until the last
-    rank has ended it. ``steps`` of them are timed, after the first two to five, until they get no shorter; plans
-    that are close to the fastest have further turns of as many (:mod:`hetspmd.tune.compare`), until one leads by
-    twice the standard error of the difference, or they are equal to 1 %, or each has had six. Of plans that cannot
-    be told apart then, one of the fewest devices is chosen. ``loss``, ``process_group``, ``device`` and
-    ``timeout`` are those of :class:`hetspmd.HAP`.
+    Each plan works on a copy of the model, one plan after the other; the model and torch's random numbers
+    stay as they are. A copy of a model on the meta device takes only the memory of its shards, which are
+    zeros.
 
-    Raises OptionError for other options, no steps, or no plans, and what HAP raises, on every rank alike.
+    A step is forward, backward and the optimizer's step, and lasts until the last rank has ended it. The
+    first steps of a plan, two to five, do not count: timing starts when steps get no shorter. Plans that are
+    close to the fastest have further turns, until one leads by twice the standard error of the difference, or
+    they are equal to 1 %, or each has had six turns.
+
+    Args:
+        model: An unchanged module.
+        example: The same batch on every rank, as for :func:`hetspmd.compile`.
+        cluster: A :class:`~hetspmd.Cluster`, a dict, or the path of a cluster file.
+        loss: As of :class:`~hetspmd.HAP`.
+        process_group: As of :class:`~hetspmd.HAP`.
+        device: As of :class:`~hetspmd.HAP`.
+        optimizer: Makes an optimizer of parameters.
+        steps: How many steps a turn times.
+        plans: Plans by name; by default those that hetspmd finds promising.
+        timeout: Seconds, as of :class:`~hetspmd.HAP`.
+        options: Further arguments of :func:`hetspmd.compile`, for the plans that hetspmd finds.
+
+    Returns:
+        The chosen plan with all measurements. On a tie it is the plan that uses fewer devices.
+
+    Raises:
+        OptionError: An option does not exist, ``steps`` is no whole number from 1, or ``plans`` is empty.
+        HetspmdError: What :class:`~hetspmd.HAP` raises, on every rank alike.
     """
     named = ("model", "example", "cluster", "optimizer", "steps", "plans")
     own, compilation = parted(options, ("process_group", "device", "timeout"), named)
@@ -137,10 +152,13 @@ def tune(
         "device": own.get("device"),
         "timeout": timeout,
         "host_randomness": compilation.host_randomness,
+        "check_plan": False,
+        "check_batches": False,
+        "sync_module_states": False,
     }
 
     def measure(plan: Plan, best: float | None) -> list[float]:
-        hap = HAP(copy.deepcopy(model), devices, plan=plan, **_TRIAL, **run)
+        hap = HAP(copy.deepcopy(model), devices, plan=plan, **run)
         if any(p.is_meta for p in model.parameters()):
             _zero(hap)
         try:

@@ -102,14 +102,32 @@ def verify(
     locate: bool = False,
     **options: Unpack[VerifyKeywords],
 ) -> VerifyReport:
-    """Run ``plan`` (default: compile one) on all simulated ranks and compare with one device.
+    """Run a plan on all simulated ranks, in one process, and compare with one device.
 
-    ``dtype``: float64 or float32, by name or as torch's. ``optimizers``: of ``sgd`` and ``adamw``. The model is
-    left as it was; its parameters must have values (not be on the meta device). ``options`` go to
-    :func:`hetspmd.compile`. ``locate``: say from which tensor and instruction on the sides differ, where they do
-    (:mod:`hetspmd.verify.locate`). Raises OptionError for another dtype, optimizer or argument, no steps, or a step
-    whose Python draws random numbers, and ExampleError if the model fails on the example, or cannot be copied.
-    Under ``torch.autocast`` the plan is the mixed-precision step's; both sides compute all of it in ``dtype``.
+    The model is left as it was. Its parameters must have values (they may not be on the meta device). Under
+    ``torch.autocast`` the plan is that of the mixed-precision step, and both sides compute all of it in
+    ``dtype``.
+
+    Args:
+        model: An unchanged module.
+        example: A batch, as for :func:`hetspmd.compile`; its values are used.
+        cluster: A :class:`~hetspmd.Cluster`, a dict, or the path of a cluster file.
+        plan: The plan to verify; by default one is compiled.
+        dtype: ``float64`` or ``float32``, by name or as torch's.
+        steps: Steps of each optimizer after which the parameters are compared.
+        optimizers: One or more of ``"sgd"`` and ``"adamw"``.
+        tolerance: The greatest relative error that counts as equal; by default that of ``dtype``.
+        locate: Where the two sides differ, say from which tensor and instruction on.
+        seed: The seed of random numbers; 0 by default.
+        options: The fields of :class:`~hetspmd.CompileOptions`, by name.
+
+    Returns:
+        The largest relative errors of the loss, of every gradient and of every parameter.
+
+    Raises:
+        OptionError: The dtype, an optimizer, ``steps`` or another argument is not one that is allowed, or the
+            step draws random numbers in Python.
+        ExampleError: The model fails on the example, or cannot be copied.
     """
     from hetspmd.optimize.compiler import compile_plan
 

@@ -12,14 +12,22 @@ __all__ = ["VerifyReport"]
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The largest relative errors, and whether all are within ``tolerance`` and prove anything.
+    """The largest relative errors, and whether they prove that the plan computes the model.
 
-    ``random``: the model draws random numbers, so the training step was compared with its reference graph.
-    ``worst`` names the tensor of each error. ``rounding``: by how much the single device's own parameters
-    change where it starts one rounding away; measured only where ``parameter_error`` is above the tolerance.
-    ``unproved`` says why equal numbers would prove nothing ("" if they do): then it is not ok. ``notes`` say
-    what was compared, where that is not all. ``located`` is what :mod:`hetspmd.verify.locate` found, "" if it was
-    not asked.
+    Attributes:
+        ok: Whether all errors are within ``tolerance`` and equal numbers prove anything.
+        loss_error: Relative error of the loss.
+        gradient_error: Largest relative error of a gradient.
+        parameter_error: Largest relative error of a parameter after the steps.
+        tolerance: The greatest relative error that counts as equal.
+        random: The model draws random numbers, so that the training step was compared with its reference
+            graph.
+        worst: Name of each error to the tensor that has it.
+        rounding: By how much the single device's own parameters change where it starts one rounding away.
+            Measured only where ``parameter_error`` is above the tolerance.
+        unproved: Why equal numbers would prove nothing; ``""`` if they do prove it.
+        notes: What was compared, where that is not all.
+        located: The first tensor and instruction that differ; ``""`` if ``locate`` was not asked for.
     """
 
     ok: bool
@@ -36,7 +44,7 @@ class VerifyReport:
 
     @property
     def text(self) -> str:
-        """For people."""
+        """The verdict and the errors as text, for people."""
         lines = [
             f"{name:<10} {error:.2e}  {self.worst.get(name, '')}".rstrip()
             for name, error in (
@@ -63,6 +71,10 @@ class VerifyReport:
         return not max(self.loss_error, self.gradient_error) <= self.tolerance
 
     def require(self) -> None:
-        """Raise CheckError unless ok."""
+        """Do nothing if ``ok``.
+
+        Raises:
+            CheckError: The report is not ok.
+        """
         if not self.ok:
             raise CheckError(self.text)
