@@ -85,7 +85,11 @@ def check(graph: fx.Graph) -> None:
 
 PASSES: Final[tuple[Pass, ...]] = (
     Pass("emit", "writes ops of local shapes, and collectives where they start and are waited for", emit),
-    Pass("unread", "drops results that nothing reads, of ops with several", Rewrite(drop_unread)),
+    Pass(
+        "unread",
+        "drops what nothing reads: results of ops with several, the runtime inside a machine",
+        Rewrite(drop_unread),
+    ),
     Pass("aliases", "drops calls that only rename a value (one level)", Rewrite(fuse.drop_aliases, True)),
     Pass(
         "convolutions",
