@@ -18,7 +18,7 @@ from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.levels import MachineRuntime
 from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
-from hetspmd.lower.levels import lower_place
+from hetspmd.lower import lower_place
 from hetspmd.placement import PARTIAL
 from hetspmd.program.layout import Region
 from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout

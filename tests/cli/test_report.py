@@ -9,7 +9,7 @@ import torch
 
 import hetspmd
 from hetspmd.codec.tables import shortened, table
-from hetspmd.lower.local import lower_plan
+from hetspmd.lower import lower_plan
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.plan.facts import collectives, sent, storage, tensor_roles, transfers
 from hetspmd.program.program import Communicate

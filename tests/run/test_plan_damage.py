@@ -13,7 +13,6 @@ from damage import damaged_bytes, damaged_tree
 from hetspmd.codec.records import encode
 from hetspmd.errors import PlanError
 from hetspmd.lower import lower_plan
-from hetspmd.lower.levels import lower_nested
 from hetspmd.plan.plan import Plan
 
 CHUNK = 50
@@ -21,7 +20,7 @@ CHUNK = 50
 
 def lower_everywhere(plan: Plan) -> None:
     for rank in range(plan.cluster.ranks):
-        (lower_plan if plan.inside is None else lower_nested)(plan, rank, torch.device("cpu"))
+        lower_plan(plan, rank, torch.device("cpu"))
 
 
 def check_damaged_bytes(seeds: range, folder: Path) -> None:

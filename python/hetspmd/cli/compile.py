@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hetspmd.cli.files import STDOUT, check_writable, read_constraints, write_json
+from hetspmd.cli.files import STDOUT, check_folder_writable, check_writable, read_constraints, write_json
 from hetspmd.cli.options import add_target, autocast, positive_seconds
 from hetspmd.cli.progress import Elapsed
+
+if TYPE_CHECKING:
+    from hetspmd.plan.explanation import Explanation
+    from hetspmd.plan.plan import Plan
 
 STAGES = {
     "trace": "tracing the model",
@@ -65,6 +70,11 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--problem", metavar="OUT", help="write the search problem at the plan's lengths, for hetspmd solve"
     )
+    parser.add_argument(
+        "--dump-passes",
+        metavar="DIR",
+        help="write the local graphs of each rank after each pass of lowering, as DIR/rank0/00-emit.txt",
+    )
     parser.set_defaults(run=run)
 
 
@@ -73,14 +83,16 @@ def run(options: argparse.Namespace) -> int:
     from hetspmd.cli.target import load_target
     from hetspmd.cluster.cluster import Cluster
     from hetspmd.codec.files import write_atomically
+    from hetspmd.lower.dump import dump_passes
     from hetspmd.optimize.compiler import compile as synthesize
     from hetspmd.optimize.compiler import problem_text
-    from hetspmd.report import candidates_text, plan_json, plan_text, program_text
+    from hetspmd.report import plan_json
 
     check_writable(options.json)
     check_writable(options.plan)
     check_writable(options.problem)
     check_writable(options.timeline)
+    check_folder_writable(options.dump_passes)
     cluster = Cluster.load(options.cluster)
     constraints = read_constraints(options.constraints)
     model, example = load_target(options.target)
@@ -105,6 +117,7 @@ def run(options: argparse.Namespace) -> int:
         write_atomically(Path(options.problem), problem_text(plan, constraints))
     if options.timeline is not None:
         plan.timeline().save(options.timeline)
+    dumped = () if options.dump_passes is None else dump_passes(plan, Path(options.dump_passes))
     explained = [plan.explain(name, constraints=constraints) for name in options.explain]
     if options.json is not None:
         document = plan_json(plan, timings)
@@ -112,14 +125,30 @@ def run(options: argparse.Namespace) -> int:
             document["explain"] = [e.document() for e in explained]
         write_json(options.json, document)
     if options.json != STDOUT:
-        print(plan_text(plan))
-        print("Compiled in " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in timings.items()))
-        if options.why:
-            print(f"\n{candidates_text(plan)}")
-        if options.timeline is not None:
-            print(f"\n{plan.timeline()}")
-        for explanation in explained:
-            print(f"\n{explanation}")
-        if options.program:
-            print(f"\nProgram\n{program_text(plan)}")
+        _show(options, plan, timings, dumped, explained)
     return 0
+
+
+def _show(
+    options: argparse.Namespace,
+    plan: Plan,
+    timings: Mapping[str, float],
+    dumped: Sequence[int],
+    explained: Sequence[Explanation],
+) -> None:
+    """Print the plan; ``timings`` in seconds per stage, ``dumped`` the ranks whose local graphs were written."""
+    from hetspmd.lower.program import numbered
+    from hetspmd.report import candidates_text, plan_text, program_text
+
+    print(plan_text(plan))
+    print("Compiled in " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in timings.items()))
+    if dumped:
+        print(f"Local graphs of {numbered('rank', dumped)} after each pass: {options.dump_passes}")
+    if options.why:
+        print(f"\n{candidates_text(plan)}")
+    if options.timeline is not None:
+        print(f"\n{plan.timeline()}")
+    for explanation in explained:
+        print(f"\n{explanation}")
+    if options.program:
+        print(f"\nProgram\n{program_text(plan)}")

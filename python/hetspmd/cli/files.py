@@ -27,6 +27,24 @@ def check_writable(path: str | None) -> None:
         raise OutputError(f"{path} cannot be written: no permission in {folder}; name another file")
 
 
+def check_folder_writable(path: str | None) -> None:
+    """Raise OutputError if files cannot be written to the folder ``path``, which is made if there is none, before
+    the work whose results go there."""
+    if path is None:
+        return
+    folder = Path(path).resolve()
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{path} is a file; name a folder")
+    if not folder.exists():
+        if not folder.parent.is_dir():
+            raise OutputError(
+                f"{path} cannot be made: there is no folder {folder.parent}; make that one first"
+            )
+        folder = folder.parent
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"{path} cannot be written: no permission in {folder}; name another folder")
+
+
 def write_json(path: str, document: Mapping[str, Any]) -> None:
     """Write a document to a file, or to standard output for ``-``. Raises OutputError."""
     write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")

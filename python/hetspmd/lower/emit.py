@@ -261,15 +261,19 @@ class GraphWriter:
         for key in self._pending:
             self.need(key)
         self.graph.output(results)
-        for node in reversed(self.graph.nodes):
-            if node.target is item and not node.users:
-                self.graph.erase_node(node)
 
 
 def valued(node: fx.Node, key: tuple[int, ...]) -> fx.Node:
     """The node, which says of which tensor in which form it is the value, for :mod:`hetspmd.verify.locate`."""
     node.meta[VALUE] = key
     return node
+
+
+def drop_unread(graph: fx.Graph) -> None:
+    """Erase the results of ops with several, and the runtime inside a machine, where nothing reads them."""
+    for node in reversed(graph.nodes):
+        if node.target in (item, calls.within) and not node.users:
+            graph.erase_node(node)
 
 
 def instructions(node: fx.Node) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Exact rewrites of a local graph, so that it costs what eager PyTorch costs where nothing is sharded between.
 
-Each looks at what stands in the graph: a collective between two instructions, or a value that something else
-reads too, leaves them as they are.
+Each is a pass of its own (:mod:`hetspmd.lower.passes`): it is given a whole graph, whose output is written, and
+changes that graph. It looks at what stands there: a collective between two instructions, or a value that something
+else reads too, leaves them as they are.
 
 - What only renames what a call gives (``alias``) goes.
 - The two gradients of a convolution, taken of the same tensors one after the other, are one call.
@@ -20,8 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetspmd.lower import batch_norm
 from hetspmd.lower.aliases import allocates, allocates_each
-from hetspmd.lower.batch_norm import join_batch_norms
 from hetspmd.lower.emit import ALSO, DTYPE, SHAPE, VALUE, instructions, item
 from hetspmd.trace.compat import is_op
 
@@ -41,16 +42,27 @@ _OUT_OF_PLACE = {op: whole for whole, op in _IN_PLACE.items()}
 _COMMUTE = frozenset({aten.add.Tensor, aten.mul.Tensor})
 
 
-def fuse(graph: fx.Graph) -> None:
-    """Rewrite ``graph``, which is whole (its output is written), in place."""
+def drop_aliases(graph: fx.Graph) -> None:
+    """Erase what only renames what a call gives."""
     for node in _calls(graph, aten.alias.default):
         _renamed(node)
+
+
+def join_convolutions(graph: fx.Graph) -> None:
+    """Compute both gradients of a convolution by one call."""
     for node in _calls(graph, aten.convolution_backward.default):
         _both_gradients(graph, node)
+
+
+def scatter_rows(graph: fx.Graph) -> None:
+    """Write one number per row to its place, where it is multiplied by a tensor that is zero elsewhere."""
     for node in _calls(graph, aten.mul.Tensor):
         _scattered(graph, node)
-    join_batch_norms(graph, _erase)
-    _in_place(graph)
+
+
+def join_batch_norms(graph: fx.Graph) -> None:
+    """Compute the pieces of a batch norm by one call (:mod:`hetspmd.lower.batch_norm`)."""
+    batch_norm.join_batch_norms(graph, _erase)
 
 
 def out_of_place(target: Any) -> Any:
@@ -147,7 +159,8 @@ def _scattered(graph: fx.Graph, product: fx.Node) -> None:
 _ZEROS = frozenset({aten.zeros_like.default, aten.zeros.default})
 
 
-def _in_place(graph: fx.Graph) -> None:
+def write_in_place(graph: fx.Graph) -> None:
+    """Let elementwise ops write to an operand that is fresh and that nothing reads afterwards."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         target = _IN_PLACE.get(node.target)

@@ -1,4 +1,4 @@
-"""The local program of an idle device: the shapes of a step, and no work.
+"""The graphs of an idle device: the shapes of a step, and no work.
 
 An idle device stores a part of no elements of every parameter, along the sharded dim or else dim 0. Its
 forward makes zeros for the loss and for the outputs, which the runtime overwrites with what the active devices
@@ -8,12 +8,13 @@ send, or no rows of an output that each device has its own rows of. Its backward
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from hetspmd.lower.program import LocalProgram, LocalTensor
+from hetspmd.lower.program import Groups, LocalGraphs, LocalTensor
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, shard, sharded_dim
 from hetspmd.program.layout import Layout, Region
 from hetspmd.program.lengths import Lengths
@@ -22,8 +23,23 @@ from hetspmd.rules.theory import Theory
 from hetspmd.trace.values import torch_dtype
 
 
-def lower_idle(theory: Theory, program: Program, lengths: Lengths, device: torch.device) -> LocalProgram:
-    """The local program of a device that takes no part in ``program``; its ``rank`` is None."""
+@dataclass(frozen=True)
+class IdleEmitter:
+    """Writes the graphs of a device that takes no part in ``program``; its ``rank`` is None."""
+
+    theory: Theory
+    program: Program
+    lengths: Lengths
+    device: torch.device
+
+    levels: ClassVar[int] = 1
+
+    def emit(self) -> LocalGraphs:
+        """The graphs."""
+        return _idle(self.theory, self.program, self.lengths, self.device)
+
+
+def _idle(theory: Theory, program: Program, lengths: Lengths, device: torch.device) -> LocalGraphs:
     graph, layout = theory.graph, Layout(theory.graph, theory.axes, lengths)
     stored: dict[int, Placement] = {
         graph.instructions[step.instruction].outputs[0]: step.row.post[0]
@@ -67,15 +83,28 @@ def lower_idle(theory: Theory, program: Program, lengths: Lengths, device: torch
         made.placeholder("saved")
         return [zeros(made, parameters[i]) for i in differentiable]
 
-    return LocalProgram(
-        None, lengths.world, device, parameters, buffers, inputs, outputs, (), (), differentiable,
-        _module(forward, "Forward"), _module(backward, "Backward") if program.gradients else None,
-    )  # fmt: skip
+    return LocalGraphs(
+        rank=None,
+        world=lengths.world,
+        device=device,
+        parameters=parameters,
+        buffers=buffers,
+        inputs=inputs,
+        outputs=outputs,
+        updated=(),
+        written=(),
+        differentiable=differentiable,
+        forward=_written(forward),
+        backward=_written(backward) if program.gradients else None,
+        constants={},
+        reference=graph,
+        local_shape=lambda key: graph.tensors[key[0]].shape,
+        groups=Groups("nobody"),
+    )
 
 
-def _module(write: Callable[[fx.Graph], Any], name: str) -> fx.GraphModule:
+def _written(write: Callable[[fx.Graph], Any]) -> fx.Graph:
     made = fx.Graph()
     made.placeholder("runtime")
     made.output(write(made))
-    made.lint()
-    return fx.GraphModule(torch.nn.Module(), made, name)
+    return made

@@ -223,6 +223,3 @@ class NestedWriter:
         for key in self._pending:
             self.need(key)
         self.graph.output(results)
-        for node in reversed(self.graph.nodes):
-            if node.target in (emit.item, calls.within) and not node.users:
-                self.graph.erase_node(node)

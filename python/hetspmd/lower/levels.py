@@ -1,30 +1,28 @@
-"""Lowering of a plan across machines: the local graphs of one accelerator."""
+"""The graphs of one accelerator of a plan across machines, as they are written."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import fx
 
-from hetspmd.cluster.machines import machine_of
 from hetspmd.cost.coalesce import bucket_bytes
 from hetspmd.lower import emit
-from hetspmd.lower.idle import lower_idle
 from hetspmd.lower.level_writer import NestedWriter
-from hetspmd.lower.program import LocalProgram, LocalTensor
-from hetspmd.placement import REPLICATE, is_sharded, shard
+from hetspmd.lower.program import Groups, LocalGraphs, LocalTensor, numbered
+from hetspmd.placement import REPLICATE, is_sharded
 from hetspmd.program.layout import Region
 from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
 from hetspmd.program.levels import Key, Nested, nest
-from hetspmd.program.program import Program, Result
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.evaluate import constant_value
 
 if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
 
-__all__ = ["lower_nested", "lower_place", "nested_of"]
+__all__ = ["MachineEmitter", "nested_of"]
 
 
 def nested_of(plan: Plan) -> Nested:
@@ -34,42 +32,34 @@ def nested_of(plan: Plan) -> Nested:
     return nest(plan.theory, plan.program, plan.inside.program, size)
 
 
-def lower_nested(plan: Plan, rank: int, device: torch.device) -> LocalProgram:
-    """The local program of a rank of a plan across machines, be it idle."""
-    assert plan.inside is not None
-    theory, cluster = plan.theory, plan.cluster
-    machine = machine_of(cluster)[rank]
-    if machine not in plan.active:
-        outputs = tuple(
-            r if r.form == shard(0) else Result(r.tensor, REPLICATE) for r in plan.program.outputs
-        )
-        left = Program(
-            plan.program.steps, plan.program.loss, outputs, plan.program.gradients, plan.program.buffers
-        )
-        return lower_idle(theory, left, plan.lengths, device)
-    counts = [cluster.accelerators[j] for j in plan.active]
-    layout = NestedLayout(theory, plan.lengths, counts)
-    at = AcceleratorPlace(plan.active.index(machine), rank - machine_of(cluster).index(machine))
-    return lower_place(theory, nested_of(plan), layout, at, device)
+class MachineEmitter:
+    """Writes the graphs of one accelerator of a machine on ``device``.
 
+    ``machines`` and ``ranks`` are the numbers of the active machines and of their accelerators in the cluster,
+    where they are others than their places (for the text of the graphs alone).
+    """
 
-def lower_place(
-    theory: Theory, nested: Nested, layout: NestedLayout, at: AcceleratorPlace, device: torch.device
-) -> LocalProgram:
-    """The local program of one accelerator. Raises PlanError if the rows of an instruction cannot be had at
-    once."""
-    return _Lowering(theory, nested, layout, at, device).run()
+    levels: Final = 2
 
-
-class _Lowering:
     def __init__(
-        self, theory: Theory, nested: Nested, layout: NestedLayout, at: AcceleratorPlace, device: torch.device
+        self,
+        theory: Theory,
+        nested: Nested,
+        layout: NestedLayout,
+        at: AcceleratorPlace,
+        device: torch.device,
+        machines: Sequence[int] = (),
+        ranks: Sequence[int] = (),
     ) -> None:
         self.theory, self.graph, self.nested = theory, theory.graph, nested
         self.layout, self.at, self.device = layout, at, device
+        self.machines = tuple(machines or range(len(layout.accelerators)))
+        self.ranks = tuple(ranks or range(layout.world))
         self.constants: dict[str, torch.Tensor] = {}
 
-    def run(self) -> LocalProgram:
+    def emit(self) -> LocalGraphs:
+        """The graphs; constants are computed. Raises PlanError if the rows of an instruction cannot be had at
+        once."""
         graph, nested = self.graph, self.nested
         forward = self._forward()
         backward = self._backward() if nested.gradients else None
@@ -85,7 +75,7 @@ class _Lowering:
         updated = tuple(i for i, b in enumerate(graph.buffers) if b.updated is not None)
         written = tuple(i for i, p in enumerate(graph.parameters) if p.updated is not None)
         differentiable = tuple(i for i, p in enumerate(graph.parameters) if p.gradient is not None)
-        return LocalProgram(
+        return LocalGraphs(
             self.layout.rank(self.at),
             self.layout.world,
             self.device,
@@ -96,9 +86,18 @@ class _Lowering:
             updated if nested.buffers else (),
             written if nested.buffers else (),
             differentiable if nested.gradients else (),
-            self._module(forward, "Forward"),
-            None if backward is None else self._module(backward, "Backward"),
+            forward.graph,
+            None if backward is None else backward.graph,
+            self.constants,
+            graph,
+            lambda key: self.layout.shape((key[0], key[1], key[2]), self.at),
+            self._groups(),
         )
+
+    def _groups(self) -> Groups:
+        places = zip(self.ranks, self.layout.places, strict=True)
+        inside = [rank for rank, place in places if place.machine == self.at.machine]
+        return Groups(numbered("rank", inside), numbered("machine", self.machines))
 
     def _stored(self, tensor: int) -> LocalTensor:
         """A parameter: each accelerator holds its machine's part, which counts as the first one's."""
@@ -124,12 +123,6 @@ class _Lowering:
 
     def _writer(self) -> NestedWriter:
         return NestedWriter(self.theory, self.layout, self.at, self.device)
-
-    def _module(self, writer: NestedWriter, name: str) -> fx.GraphModule:
-        wanted = {str(n.target) for n in writer.graph.nodes if n.op == "get_attr"}
-        root = {k: v for k, v in self.constants.items() if k in wanted}
-        writer.graph.lint()
-        return fx.GraphModule(root, writer.graph, name)
 
     def _forward(self) -> NestedWriter:
         writer, graph = self._writer(), self.graph

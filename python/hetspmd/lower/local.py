@@ -1,21 +1,18 @@
-"""Plan x rank -> :class:`~hetspmd.lower.program.LocalProgram`.
+"""The graphs of one rank of a program of one level, as they are written.
 
 Values that cross from forward to backward are saved in the forms that :mod:`hetspmd.program.saved_tensors` says.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import fx
 
-from hetspmd.cost.coalesce import bucket_bytes
 from hetspmd.lower.emit import GraphWriter, identifier, take_saved
-from hetspmd.lower.fuse import fuse
-from hetspmd.lower.idle import lower_idle
-from hetspmd.lower.program import LocalProgram, LocalTensor
-from hetspmd.lower.reuse import mark_spare
+from hetspmd.lower.program import Groups, LocalGraphs, LocalTensor, numbered
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, sharded_dim
 from hetspmd.program.buckets import Scheduled
 from hetspmd.program.layout import Layout
@@ -27,49 +24,40 @@ from hetspmd.rules.theory import Theory
 from hetspmd.trace.evaluate import constant_value
 from hetspmd.trace.graph import BUFFER, CONSTANT, INPUT, PARAMETER, TANGENT
 
-if TYPE_CHECKING:
-    from hetspmd.plan.plan import Plan
+__all__ = ["FlatEmitter"]
 
 
-def lower_plan(plan: Plan, rank: int, device: torch.device) -> LocalProgram:
-    """The local program of a device of the plan's cluster, be it idle."""
-    if rank not in plan.active:
-        return lower_idle(plan.theory, plan.program, plan.lengths, device)
-    rank, size = plan.active.index(rank), bucket_bytes(plan.cluster.part(plan.active))
-    return lower(plan.theory, plan.program, plan.lengths, rank, device, bucket_bytes=size)
+class FlatEmitter:
+    """Writes the graphs of ``rank``, among the ranks that run a program of one level, on ``device``.
 
-
-def lower(
-    theory: Theory,
-    program: Program,
-    lengths: Lengths,
-    rank: int,
-    device: torch.device,
-    *,
-    bucket_bytes: int = 0,
-) -> LocalProgram:
-    """The local program of ``rank``, among those that run the program, on ``device``.
-
-    Small collectives share buckets of at most ``bucket_bytes`` bytes, the same on every rank.
-    Constants are computed here. Raises PlanError if the program reads what it has not produced.
+    Small collectives share buckets of at most ``bucket_bytes`` bytes, the same on every rank. ``ranks`` are the
+    numbers of the program's ranks in the cluster, where they are others (for the text of the graphs alone).
     """
-    return _Lowering(theory, program, lengths, rank, device).run(bucket_bytes)
 
+    levels: Final = 1
 
-class _Lowering:
     def __init__(
-        self, theory: Theory, program: Program, lengths: Lengths, rank: int, device: torch.device
+        self,
+        theory: Theory,
+        program: Program,
+        lengths: Lengths,
+        rank: int,
+        device: torch.device,
+        bucket_bytes: int,
+        ranks: Sequence[int] = (),
     ) -> None:
         self.theory, self.graph, self.program = theory, theory.graph, program
-        self.rank, self.device = rank, device
+        self.rank, self.device, self.bucket_bytes = rank, device, bucket_bytes
+        self.ranks = tuple(ranks or range(lengths.world))
         self.layout = Layout(self.graph, theory.axes, lengths)
         self.world = lengths.world
         self.stored: dict[int, Placement] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
 
-    def run(self, bucket_bytes: int) -> LocalProgram:
-        plan = schedule(self.theory, self.program, bucket_bytes)
+    def emit(self) -> LocalGraphs:
+        """The graphs; constants are computed. Raises PlanError if the program reads what it has not produced."""
+        plan = schedule(self.theory, self.program, self.bucket_bytes)
         for step in plan.forward:
             if isinstance(step, Compute) and self.graph.instructions[step.instruction].is_source:
                 self.stored[self.graph.instructions[step.instruction].outputs[0]] = step.row.post[0]
@@ -93,7 +81,7 @@ class _Lowering:
         updated = tuple(i for i, b in enumerate(buffers) if b.updated is not None)
         written = tuple(i for i, p in enumerate(self.graph.parameters) if p.updated is not None)
         differentiable = tuple(i for i, p in enumerate(self.graph.parameters) if p.gradient is not None)
-        return LocalProgram(
+        return LocalGraphs(
             self.rank,
             self.world,
             self.device,
@@ -104,8 +92,12 @@ class _Lowering:
             updated if self.program.buffers else (),
             written if self.program.buffers else (),
             differentiable if self.program.gradients else (),
-            self._module(forward, "Forward"),
-            None if backward is None else self._module(backward, "Backward"),
+            forward.graph,
+            None if backward is None else backward.graph,
+            self.constants,
+            self.graph,
+            lambda key: self.layout.shape(key[0], key[1], self.rank),
+            Groups(numbered("rank", self.ranks)),
         )
 
     def _local(self, tensor: int, form: Placement) -> LocalTensor:
@@ -116,14 +108,6 @@ class _Lowering:
 
     def _writer(self) -> GraphWriter:
         return GraphWriter(self.theory, self.layout, self.rank, self.device)
-
-    def _module(self, writer: GraphWriter, name: str) -> fx.GraphModule:
-        wanted = {str(n.target) for n in writer.graph.nodes if n.op == "get_attr"}
-        root = {k: v for k, v in self.constants.items() if k in wanted}
-        fuse(writer.graph)
-        mark_spare(writer.graph)
-        writer.graph.lint()
-        return fx.GraphModule(root, writer.graph, name)
 
     def _forward(self, plan: Schedule) -> GraphWriter:
         writer = self._writer()

@@ -25,7 +25,7 @@ from hetspmd.cost.op_keys import Order, dense_strides
 from hetspmd.dist.communicator import LoneCommunicator
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
-from hetspmd.lower.emit import GraphWriter
+from hetspmd.lower.emit import GraphWriter, drop_unread
 from hetspmd.placement import Placement
 from hetspmd.program.layout import Layout
 from hetspmd.program.lengths import Lengths
@@ -136,6 +136,7 @@ def local_op(theory: Theory, orders: Sequence[Order], row: int, held: int, devic
     writer.write(Compute(instruction.id, triple))
     results = [(t, f) for t, f in zip(instruction.outputs, triple.post, strict=True) if t >= 0]
     writer.finish([writer.need(key) for key in results])
+    drop_unread(writer.graph)
     shapes = {key: layout.shape(*key, 0) for key in (*keys, *results)}
     bounds = {key: _bound(theory.calls[instruction.id], instruction, key[0], shapes) for key in keys}
     dtypes = {key: graph.tensors[key[0]].dtype for key in shapes}

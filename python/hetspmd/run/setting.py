@@ -13,7 +13,6 @@ from torch import nn
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.communicator import Communicator
 from hetspmd.lower import LocalProgram, lower_plan
-from hetspmd.lower.levels import lower_nested
 from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.trace.autocast import autocast_state, without_autocast
 from hetspmd.trace.graph import Graph
@@ -86,5 +85,4 @@ class Setting:
     def lower(self, plan: Plan) -> LocalProgram:
         """The local graphs of this rank."""
         with without_autocast(self.device.type), self.communicator.busy():  # constants are computed here
-            lowered = lower_plan if plan.inside is None else lower_nested
-            return lowered(plan, self.communicator.rank, self.device)
+            return lower_plan(plan, self.communicator.rank, self.device)

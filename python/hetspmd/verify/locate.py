@@ -27,7 +27,6 @@ from hetspmd.dist.simulate import run_ranks
 from hetspmd.lower import lower_plan
 from hetspmd.lower.emit import VALUE
 from hetspmd.lower.instrument import instrumented
-from hetspmd.lower.levels import lower_nested
 from hetspmd.placement import PARTIAL, REPLICATE, placement_text
 from hetspmd.program.layout import Layout, Region
 from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
@@ -119,8 +118,7 @@ class _Keep:
 
 def _on_rank(plan: Plan, setting: TrainingCase, communicator: Communicator) -> Values:
     rank, model, keep = communicator.rank, setting.copy(), _Keep()
-    lowered = lower_plan if plan.inside is None else lower_nested
-    program = lowered(plan, rank, CPU)
+    program = lower_plan(plan, rank, CPU)
     randomness = Randomness(setting.seed, rank, CPU, reference=True)
     if plan.inside is None:
         runtime = Runtime.join(communicator, plan.active, randomness)

@@ -1,0 +1,135 @@
+"""The passes of lowering: one list for every plan, flat or across machines, and for every rank, be it idle.
+
+The first pass writes the two graphs of a rank, the others rewrite them. A pass is a function from the state of the
+lowering to the next one. A state owns its graphs: a pass may rewrite them in place, so that what is wanted of a
+state is taken from it before the next pass runs (``watch`` of :func:`run_passes`).
+
+A pass that is only for plans of one level leaves the graphs of an accelerator of a machine as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from torch import fx
+
+from hetspmd.lower import fuse
+from hetspmd.lower.emit import drop_unread
+from hetspmd.lower.program import LocalGraphs, LocalProgram
+from hetspmd.lower.reuse import mark_spare
+
+__all__ = ["PASSES", "Emitter", "Lowering", "Pass", "Rewrite", "Watch", "run_passes"]
+
+
+class Emitter(Protocol):
+    """What writes the graphs of one rank of a plan: :class:`~hetspmd.lower.local.FlatEmitter`,
+    :class:`~hetspmd.lower.levels.MachineEmitter` or :class:`~hetspmd.lower.idle.IdleEmitter`."""
+
+    @property
+    def levels(self) -> int:
+        """Levels of the plan: 2 for an accelerator of a machine, else 1."""
+
+    def emit(self) -> LocalGraphs:
+        """The graphs, newly written. Raises PlanError if the program reads what it has not produced."""
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """The state of the lowering of one rank: who writes its graphs, and the graphs once they are written."""
+
+    emitter: Emitter
+    written: LocalGraphs | None = None
+
+    @property
+    def graphs(self) -> LocalGraphs:
+        """The graphs, which the first pass has written."""
+        assert self.written is not None, "the first pass writes the graphs"
+        return self.written
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass: its name, what it does in one line, and the function from a state to the next one."""
+
+    name: str
+    what: str
+    run: Callable[[Lowering], Lowering]
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A pass that looks at each graph by itself; ``one_level``: it leaves accelerators of machines as they are."""
+
+    rewrite: Callable[[fx.Graph], None]
+    one_level: bool = False
+
+    def __call__(self, state: Lowering) -> Lowering:
+        """The state whose graphs are rewritten: they are those of ``state``."""
+        if state.emitter.levels == 1 or not self.one_level:
+            for graph in state.graphs.graphs:
+                self.rewrite(graph)
+        return state
+
+
+def emit(state: Lowering) -> Lowering:
+    """The state with graphs. Raises PlanError if the program reads what it has not produced."""
+    return Lowering(state.emitter, state.emitter.emit())
+
+
+def check(graph: fx.Graph) -> None:
+    """Raise if a graph is malformed, which would be a fault of a pass."""
+    graph.lint()
+
+
+PASSES: Final[tuple[Pass, ...]] = (
+    Pass("emit", "writes ops of local shapes, and collectives where they start and are waited for", emit),
+    Pass(
+        "unread",
+        "drops what nothing reads: results of ops with several, the runtime inside a machine",
+        Rewrite(drop_unread),
+    ),
+    Pass("aliases", "drops calls that only rename a value (one level)", Rewrite(fuse.drop_aliases, True)),
+    Pass(
+        "convolutions",
+        "computes both gradients of a convolution by one call (one level)",
+        Rewrite(fuse.join_convolutions, True),
+    ),
+    Pass(
+        "scatter",
+        "writes a factor per row to its place, where the rest of the row is zero (one level)",
+        Rewrite(fuse.scatter_rows, True),
+    ),
+    Pass(
+        "batch-norms",
+        "computes the pieces of a batch norm by one call, where a rank has the whole batch (one level)",
+        Rewrite(fuse.join_batch_norms, True),
+    ),
+    Pass(
+        "in-place",
+        "lets elementwise ops write to an operand that nothing reads afterwards (one level)",
+        Rewrite(fuse.write_in_place, True),
+    ),
+    Pass(
+        "spare",
+        "lets collectives work in the memory of an operand that nothing reads afterwards (one level)",
+        Rewrite(mark_spare, True),
+    ),
+    Pass("check", "checks that each value is written once, before it is read", Rewrite(check)),
+)
+"""All passes, in the order in which they run. In the graphs of an idle rank the rewrites find nothing to do."""
+
+Watch = Callable[[int, Pass, LocalGraphs], None]
+"""Called after each pass with its place in the list, the pass, and the graphs, which it must leave as they are."""
+
+
+def run_passes(emitter: Emitter, watch: Watch | None = None) -> LocalProgram:
+    """The local program that the passes make of what ``emitter`` writes. Raises PlanError if the program reads what
+    it has not produced."""
+    state = Lowering(emitter)
+    for place, each in enumerate(PASSES):
+        state = each.run(state)
+        if watch is not None:
+            watch(place, each, state.graphs)
+    return state.graphs.program()
