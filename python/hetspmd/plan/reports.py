@@ -69,9 +69,8 @@ class Considered:
         seconds: Predicted seconds of its step, or a lower bound of them.
         simulated: Whether the step was simulated; otherwise ``seconds`` is a bound, which was enough.
         verdict: ``"taken"``; ``"slower"``; ``"equal"``, as fast and found later; ``"bound"``, a bound of its
-        seconds
-            is slower; ``"memory"``, it does not fit; ``"storage"``, copies of trained modules would lie in other
-            shards than these; or ``"asked"``, another number of segments was asked for.
+            seconds is slower; ``"memory"``, it does not fit; ``"storage"``, copies of trained modules would lie in
+            other shards than these; or ``"asked"``, another number of segments was asked for.
         lacking: Ranks whose devices lack memory for it, each with the bytes.
     """
 
