@@ -59,6 +59,7 @@ class CodeReader:
         self._roots, self._found, self._visited = roots, found, visited
         self._seen: set[int] = set()
         self._told: set[tuple[str, str, frozenset[str]]] = set()
+        self._looked: set[tuple[int, str]] = set()
         self._classes = Classes(roots)
         self._names: set[str] = set()
         self._texts: set[str] = set()
@@ -112,8 +113,13 @@ class CodeReader:
                 self._computing = True
         variables, imported = function.__globals__, sys.modules
         root, module = self._roots.know_variables(variables)
+        looked, home_id = self._looked, id(variables)
         for name, qualified in named:
+            if (home_id, name) in looked:
+                continue
             if name in variables:
+                if not issubclass(type(variables[name]), (ModuleType, type)):  # of those the names count
+                    looked.add((home_id, name))
                 self._variable(root, name, variables[name], module, names)
             elif (found := imported.get(name) or imported.get(qualified)) is not None:
                 self._variable(root, name, found, module, names)

@@ -12,6 +12,7 @@ from hetspmd.trace.host.content import held, is_followed_kind, own_attributes, r
 from hetspmd.trace.host.foreign import is_foreign, is_own
 from hetspmd.trace.host.kinds import answers, bound_to, is_function
 from hetspmd.trace.host.members import members
+from hetspmd.trace.host.names import names_in
 from hetspmd.trace.host.places import Path, Roots
 from hetspmd.trace.host.plain import is_container, is_scalar, type_name
 from hetspmd.trace.host.raw import elements, pairs, size
@@ -34,6 +35,7 @@ def discover(roots: Roots) -> None:
     walk.value(roots.loss)
     for module in roots.model.modules():
         walk.module(module)
+    walk.settle()
     roots.all_known()
 
 
@@ -68,17 +70,43 @@ class _Walk:
     """One walk through a model and what its code names; what was met is kept, so that no id is used twice."""
 
     def __init__(self, roots: Roots) -> None:
-        self._reader = CodeReader(roots, self._found, everything=True)
+        self._names = {"forward", "__call__"}
+        self._installed: list[tuple[type, set[str]]] = []
+        self._settling = False
+        self._reader = CodeReader(roots, self._found, self._visited, everything=True)
         self._seen: dict[int, Any] = {}
         self._kinds: set[type] = set()
 
     def kind(self, kind: type) -> None:
         """The functions of a class of a module."""
-        if kind not in self._kinds and not is_foreign(kind.__module__):
-            self._kinds.add(kind)
-            for value in list(vars(kind).values()):
-                self._reader.visit(value)
-            self._reader.meet(kind, "", (), made=True)
+        if kind in self._kinds or is_foreign(kind.__module__):
+            return
+        self._kinds.add(kind)
+        if not is_own(kind.__module__):
+            self._installed.append((kind, set()))
+            self.settle()
+            return
+        for value in list(vars(kind).values()):
+            self._reader.visit(value)
+        self._reader.meet(kind, "", (), made=True)
+
+    def _visited(self, function: FunctionType) -> None:
+        self._names |= names_in(function.__code__)
+
+    def settle(self) -> None:
+        """Look at the members of installed packages' classes whose names the code has that was met so far. Such a
+        class has many more (it loads, saves and generates), which name half of its package."""
+        if self._settling:
+            return
+        self._settling, known = True, -1
+        while known != len(self._names) + len(self._installed):
+            known = len(self._names) + len(self._installed)
+            for kind, met in self._installed:
+                own = vars(kind)
+                for name in sorted((self._names & own.keys()) - met):
+                    met.add(name)
+                    self._reader.visit(own[name])
+        self._settling = False
 
     def layer(self, kind: type) -> None:
         """The user's functions in the place of those that a layer of torch's calls."""
