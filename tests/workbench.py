@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -36,9 +35,6 @@ from hetspmd.verify.reference import ReferenceResult, run_reference
 from hetspmd.verify.verify import largest_error
 
 CPU = torch.device("cpu")
-RUN = str(Path(__file__).parent / "run")
-if RUN not in sys.path:
-    sys.path.append(RUN)
 
 
 def cluster(*speeds: float, fast: bool = True) -> Cluster:

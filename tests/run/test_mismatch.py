@@ -213,9 +213,8 @@ def test_other_errors_are_left_alone() -> None:
 
 def test_the_process_ends_with_the_note() -> None:
     """Each action is called once, before the hook that was there."""
-    program = f"""
+    program = """
 import sys
-sys.path.insert(0, {str(sys.path[0])!r})
 sys.excepthook = lambda kind, error, trace: print(error, *error.__notes__)
 from hetspmd.dist.uncaught import before_the_end
 def action(error): error.add_note("a note")

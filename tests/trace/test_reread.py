@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -13,36 +12,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_models import case
 
-for folder in (Path(__file__).parent.parent, Path(__file__).parent.parent / "run"):
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-
-from small_models import case  # noqa: E402  # after the path is set
-
-from hetspmd.cost.memory import memory_profile  # noqa: E402  # after the path is set
-from hetspmd.cost.model import CostModel  # noqa: E402  # after the path is set
-from hetspmd.cost.step import StepCost  # noqa: E402  # after the path is set
-from hetspmd.dist.runtime import Runtime  # noqa: E402  # after the path is set
-from hetspmd.dist.simulate import run_ranks  # noqa: E402  # after the path is set
-from hetspmd.lower import calls, lower  # noqa: E402  # after the path is set
-from hetspmd.placement import REPLICATE, is_sharded, shard  # noqa: E402  # after the path is set
-from hetspmd.plan.plan import Plan  # noqa: E402  # after the path is set
-from hetspmd.plan.reports import SearchReport  # noqa: E402  # after the path is set
-from hetspmd.program.checker import check  # noqa: E402  # after the path is set
-from hetspmd.program.lengths import Lengths, lengths_for  # noqa: E402  # after the path is set
-from hetspmd.program.program import Program  # noqa: E402  # after the path is set
-from hetspmd.rules.theory import Theory, derive  # noqa: E402  # after the path is set
-from hetspmd.search import constraints as known  # noqa: E402  # after the path is set
-from hetspmd.search.constraints import Constraints  # noqa: E402  # after the path is set
-from hetspmd.search.pricing import Prices  # noqa: E402  # after the path is set
-from hetspmd.search.search import Limits, Searcher  # noqa: E402  # after the path is set
-from hetspmd.search.space import search_space  # noqa: E402  # after the path is set
-from hetspmd.trace.graph import SECOND_READ, Graph, Ref, map_refs, refs  # noqa: E402  # after the path is set
-from hetspmd.trace.reread import with_second_reads  # noqa: E402  # after the path is set
-from hetspmd.trace.trace import trace  # noqa: E402  # after the path is set
-from memory_cases import devices, gathered_again, kept_for_backward, second_readings, stack  # noqa: E402  # after the path is set
-from workbench import CPU, randomness, simulated_error, single_device, traced  # noqa: E402  # after the path is set
+from hetspmd.cost.memory import memory_profile
+from hetspmd.cost.model import CostModel
+from hetspmd.cost.step import StepCost
+from hetspmd.dist.runtime import Runtime
+from hetspmd.dist.simulate import run_ranks
+from hetspmd.lower import calls, lower
+from hetspmd.placement import REPLICATE, is_sharded, shard
+from hetspmd.plan.plan import Plan
+from hetspmd.plan.reports import SearchReport
+from hetspmd.program.checker import check
+from hetspmd.program.lengths import Lengths, lengths_for
+from hetspmd.program.program import Program
+from hetspmd.rules.theory import Theory, derive
+from hetspmd.search import constraints as known
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.pricing import Prices
+from hetspmd.search.search import Limits, Searcher
+from hetspmd.search.space import search_space
+from hetspmd.trace.graph import SECOND_READ, Graph, Ref, map_refs, refs
+from hetspmd.trace.reread import with_second_reads
+from hetspmd.trace.trace import trace
+from memory_cases import devices, gathered_again, kept_for_backward, second_readings, stack
+from workbench import CPU, randomness, simulated_error, single_device, traced
 
 SMALL = ("mlp", "conv", "attention")
 SHARES = (0.5, 0.3, 0.2)

@@ -1,9 +1,0 @@
-"""Makes the shared helpers of tests/, tests/run importable."""
-
-import sys
-from pathlib import Path
-
-TESTS = Path(__file__).parent.parent
-for folder in (TESTS, TESTS / "run", ):
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
