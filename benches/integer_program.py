@@ -6,7 +6,7 @@ the communicated form m costs
 
     row + move + kept,    kept = price of holding p, or the least of those of p and m
 
-and makes p and m available, and everything if one of them is Identity. Let x be the values of the producer of a
+and makes p and m available, and everything if one of them is replicated. Let x be the values of the producer of a
 tensor and y those of a reader. With
 
     sum of y that need form f             <=   sum of x that make f available    for each form f and reader

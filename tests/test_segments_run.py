@@ -166,7 +166,7 @@ def test_the_checker_wants_every_rebalance() -> None:
     ):
         with pytest.raises(ProofError):
             check(theory, replace(plan.program, steps=(*steps[:place], *wrong, *steps[place + 1 :])))
-    assert placement_text(step.source) == "All-Gather(0)'"
+    assert placement_text(step.source) == "shard(0)'"
     assert communication_text(step, "x") == "Rebalance(x, 0)"
 
 

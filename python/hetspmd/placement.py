@@ -34,6 +34,7 @@ __all__ = [
     "Placement",
     "available",
     "before_cut",
+    "in_our_words",
     "is_before_cut",
     "is_sharded",
     "parse_placement",
@@ -56,41 +57,49 @@ def before_cut(dim: int) -> Placement:
 
 
 def is_before_cut(placement: Placement) -> bool:
-    """Whether the placement is ``All-Gather(d)'`` for some d."""
+    """Whether the placement is ``shard(d)'`` for some d."""
     return placement >= 2 + DIMS
 
 
 def is_sharded(placement: Placement) -> bool:
-    """Whether the placement is ``All-Gather(d)`` or ``All-Gather(d)'`` for some d."""
+    """Whether the placement is ``shard(d)`` or ``shard(d)'`` for some d."""
     return placement >= 2
 
 
 def sharded_dim(placement: Placement) -> int:
-    """The d of ``All-Gather(d)`` and of ``All-Gather(d)'``."""
+    """The d of ``shard(d)`` and of ``shard(d)'``."""
     if placement < 2:
         raise ValueError(f"{placement_text(placement)} is not sharded")
     return (placement - 2) % DIMS
 
 
 def available(have: Placement, want: Placement) -> bool:
-    """Whether ``want`` follows from ``have`` without communication (slice or mask of Identity)."""
+    """Whether ``want`` follows from ``have`` without communication (slice or mask of a replicated tensor)."""
     return have in (want, REPLICATE)
 
 
 def placement_text(placement: Placement) -> str:
-    """``Identity``, ``All-Reduce``, ``All-Gather(d)`` or ``All-Gather(d)'``."""
+    """``replicated``, ``partial``, ``shard(d)`` or ``shard(d)'``."""
     if placement == REPLICATE:
-        return "Identity"
+        return "replicated"
     if placement == PARTIAL:
-        return "All-Reduce"
-    return f"All-Gather({sharded_dim(placement)})" + ("'" if is_before_cut(placement) else "")
+        return "partial"
+    return f"shard({sharded_dim(placement)})" + ("'" if is_before_cut(placement) else "")
+
+
+def in_our_words(text: str) -> str:
+    """A text with HAP's words for placements, in ours: ``{All-Gather(0), Identity} {All-Reduce}`` is
+    ``{shard(0), replicated} {partial}``."""
+    text = text.replace("Identity", "replicated").replace("All-Reduce", "partial")
+    return text.replace("All-Gather(", "shard(")
 
 
 _SHARD = re.compile(r"(?:all-gather|shard)\((\d+)\)\Z", re.IGNORECASE)
 
 
 def parse_placement(text: str) -> Placement:
-    """Inverse of :func:`placement_text`; also takes ``replicated``, ``partial`` and ``shard(d)``."""
+    """Inverse of :func:`placement_text`; also takes HAP's words, ``Identity``, ``All-Reduce`` and
+    ``All-Gather(d)``."""
     lowered = text.strip().lower()
     if lowered in ("identity", "replicated"):
         return REPLICATE

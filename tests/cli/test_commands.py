@@ -110,7 +110,7 @@ def test_program(command, targets, cluster, tmp_path: Path) -> None:
     assert outcome.status == 0
     lines = outcome.out.split("\nProgram\n")[1].splitlines()
     first = lines[0].split("  #")[0].split()
-    assert " ".join(first) == "e0 = Parameter-Shard(0) {} -> {e0 | All-Gather(0)}"
+    assert " ".join(first) == "e0 = Parameter-Shard(0) {} -> {e0 | shard(0)}"
     saved = Plan.load(plan)
     assert len(lines) == len(saved.program.steps)
     weight = next(p.tensor for p in saved.graph.parameters if p.name == "up.weight")
@@ -245,7 +245,7 @@ def test_rules_list(command) -> None:
 def test_rules_show(command) -> None:
     outcome = command("rules", "show", "mm")
     assert outcome.status == 0
-    assert "  {All-Gather(1), All-Gather(0)} k {All-Reduce}\n" in outcome.out
+    assert "  {shard(1), shard(0)} k {partial}\n" in outcome.out
 
 
 def test_rules_check(command) -> None:

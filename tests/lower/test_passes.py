@@ -241,12 +241,12 @@ def summed(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 FULL = """\
 forward
   %runtime = runtime
-  %parameter_v0_weight: float32[3, 2] | Identity = parameter 0.weight
-  %batch_args_0: float32[4, 2] | Identity = input args[0]
-  %t: float32[2, 3] | Identity = aten.t.default(%parameter_v0_weight: float32[3, 2])
-  %mm: float32[4, 3] | Identity = aten.mm.default(%batch_args_0: float32[4, 2], %t: float32[2, 3])
-  %relu: float32[4, 3] | Identity = aten.relu_.default(%mm: float32[4, 3])  # writes to %mm
-  %sum_1: float32[] | Identity = aten.sum.default(%relu: float32[4, 3])
+  %parameter_v0_weight: float32[3, 2] | replicated = parameter 0.weight
+  %batch_args_0: float32[4, 2] | replicated = input args[0]
+  %t: float32[2, 3] | replicated = aten.t.default(%parameter_v0_weight: float32[3, 2])
+  %mm: float32[4, 3] | replicated = aten.mm.default(%batch_args_0: float32[4, 2], %t: float32[2, 3])
+  %relu: float32[4, 3] | replicated = aten.relu_.default(%mm: float32[4, 3])  # writes to %mm
+  %sum_1: float32[] | replicated = aten.sum.default(%relu: float32[4, 3])
   return loss = %sum_1: float32[]
   return output[0] = %sum_1: float32[]
   return saved[0] = %relu: float32[4, 3]
@@ -256,13 +256,13 @@ backward
   %runtime = runtime
   %tangent: float32[] = the gradient of the loss sum_1
   %saved = what forward has saved
-  %expand: float32[4, 3] | Identity = aten.expand.default(%tangent: float32[], [4, 3])
-  %relu: float32[4, 3] | Identity = take_saved(%saved, 0)
-  %threshold_backward: float32[4, 3] | Identity = \
+  %expand: float32[4, 3] | replicated = aten.expand.default(%tangent: float32[], [4, 3])
+  %relu: float32[4, 3] | replicated = take_saved(%saved, 0)
+  %threshold_backward: float32[4, 3] | replicated = \
 aten.threshold_backward.default(%expand: float32[4, 3], %relu: float32[4, 3], 0)
-  %t_1: float32[3, 4] | Identity = aten.t.default(%threshold_backward: float32[4, 3])
-  %args_0: float32[4, 2] | Identity = take_saved(%saved, 1)
-  %mm_1: float32[3, 2] | Identity = aten.mm.default(%t_1: float32[3, 4], %args_0: float32[4, 2])
+  %t_1: float32[3, 4] | replicated = aten.t.default(%threshold_backward: float32[4, 3])
+  %args_0: float32[4, 2] | replicated = take_saved(%saved, 1)
+  %mm_1: float32[3, 2] | replicated = aten.mm.default(%t_1: float32[3, 4], %args_0: float32[4, 2])
   return gradient of 0.weight = %mm_1: float32[3, 2]
 """
 

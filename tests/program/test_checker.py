@@ -122,7 +122,7 @@ def test_no_computation_can_be_dropped_or_repeated(model: str, style: str) -> No
 @pytest.mark.parametrize(("model", "style"), PROGRAMS)
 def test_forms_of_collectives_cannot_change(model: str, style: str) -> None:
     """Another source, another target, another kind of another meaning. Right all the same: another
-    implementation of the same triple, and a target of Identity for any kind that reaches it."""
+    implementation of the same triple, and a target of replicated for any kind that reaches it."""
     found = plan(model, style)
     theory, program = found.theory, found.program
     alike = [set(collectives.SCATTERS), set(collectives.GATHERS)]
@@ -335,7 +335,7 @@ def test_messages_name_the_step_the_tensor_and_the_form() -> None:
     position, step = next((i, s) for i, s in enumerate(found.program.steps) if isinstance(s, Communicate))
     name = found.graph.tensors[step.tensor].name
     with pytest.raises(
-        ProofError, match=rf"(at the end {name} \| Identity|needs {name} \| Identity).* is not proved"
+        ProofError, match=rf"(at the end {name} \| replicated|needs {name} \| replicated).* is not proved"
     ):
         check(found.theory, changed(found.program, position))
     broken = changed(found.program, position, replace(step, kind="all_to_all"))

@@ -44,14 +44,14 @@ def rows(op: str, *args: Any) -> list[str]:
 def test_rows_of_the_annotations(page: dict[str, Any]) -> None:
     x, bias = torch.randn(6, 4), torch.randn(4)
     assert rows(OPS[0], x, bias) == [
-        "{Identity, Identity} always {Identity}",
-        "{All-Gather(0), Identity} b {All-Gather(0)}",
-        "{All-Gather(1), All-Gather(0)} h {All-Gather(1)}",
+        "{replicated, replicated} always {replicated}",
+        "{shard(0), replicated} b {shard(0)}",
+        "{shard(1), shard(0)} h {shard(1)}",
     ]
     assert rows(OPS[1], x, x, bias)[1:] == [
-        "{All-Gather(0), All-Gather(0), Identity} b {All-Gather(0), All-Reduce}",
-        "{All-Gather(1), All-Gather(1), All-Gather(0)} h {All-Gather(1), All-Gather(0)}",
-        "{All-Reduce, Identity, Identity} linear(0) {All-Reduce, All-Reduce}",
+        "{shard(0), shard(0), replicated} b {shard(0), partial}",
+        "{shard(1), shard(1), shard(0)} h {shard(1), shard(0)}",
+        "{partial, replicated, replicated} linear(0) {partial, partial}",
     ]
 
 
@@ -83,4 +83,4 @@ def test_the_rewrite_is_needed(page: dict[str, Any]) -> None:
 
     x = torch.randn(6, 4, dtype=torch.float64)
     report = check("mylib::decay", [((x, 0.5, 0), {})], missing=False)
-    assert [w.row for w in report.wrong] == ["{All-Gather(0)} rows {All-Gather(0)}"]
+    assert [w.row for w in report.wrong] == ["{shard(0)} rows {shard(0)}"]

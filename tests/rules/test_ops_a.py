@@ -64,34 +64,34 @@ def rows(op: str, *args: object, **kwargs: object) -> list[str]:
 
 def test_matrix_product() -> None:
     assert rows("aten.mm.default", real(3, 4), real(4, 5)) == [
-        "Identity Identity -> Identity",
-        "All-Gather(0) Identity -> All-Gather(0)",
-        "All-Gather(1) All-Gather(0) -> All-Reduce",
-        "Identity All-Gather(1) -> All-Gather(1)",
-        "All-Reduce Identity -> All-Reduce",
-        "Identity All-Reduce -> All-Reduce",
+        "replicated replicated -> replicated",
+        "shard(0) replicated -> shard(0)",
+        "shard(1) shard(0) -> partial",
+        "replicated shard(1) -> shard(1)",
+        "partial replicated -> partial",
+        "replicated partial -> partial",
     ]
 
 
 def test_a_bias_is_added_once() -> None:
     assert rows("aten.addmm.default", real(5), real(3, 4), real(4, 5)) == [
-        "Identity Identity Identity -> Identity",
-        "All-Gather(0) Identity All-Gather(1) -> All-Gather(1)",
-        "Identity All-Gather(0) Identity -> All-Gather(0)",
-        "All-Reduce All-Gather(1) All-Gather(0) -> All-Reduce",
-        "All-Reduce All-Reduce Identity -> All-Reduce",
-        "All-Reduce Identity All-Reduce -> All-Reduce",
+        "replicated replicated replicated -> replicated",
+        "shard(0) replicated shard(1) -> shard(1)",
+        "replicated shard(0) replicated -> shard(0)",
+        "partial shard(1) shard(0) -> partial",
+        "partial partial replicated -> partial",
+        "partial replicated partial -> partial",
     ]
 
 
 def test_adding_a_number_is_not_linear() -> None:
-    assert rows("aten.add.Tensor", real(4), 1.5) == ["Identity -> Identity", "All-Gather(0) -> All-Gather(0)"]
-    assert rows("aten.mul.Tensor", real(4), 1.5)[-1] == "All-Reduce -> All-Reduce"
+    assert rows("aten.add.Tensor", real(4), 1.5) == ["replicated -> replicated", "shard(0) -> shard(0)"]
+    assert rows("aten.mul.Tensor", real(4), 1.5)[-1] == "partial -> partial"
 
 
 def test_rounding_division_is_not_linear() -> None:
     assert "All-Reduce" not in " ".join(rows("aten.div.Tensor_mode", real(4), real(4), rounding_mode="floor"))
-    assert rows("aten.div.Tensor", real(4), real(4))[-1] == "All-Reduce Identity -> All-Reduce"
+    assert rows("aten.div.Tensor", real(4), real(4))[-1] == "partial replicated -> partial"
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
@@ -101,8 +101,8 @@ def test_conversion_to_a_discrete_dtype_is_not_linear(dtype: torch.dtype) -> Non
 
 def test_maxima_over_a_dim_keep_it_whole() -> None:
     assert rows("aten.amax.default", real(3, 4), [1]) == [
-        "Identity -> Identity",
-        "All-Gather(0) -> All-Gather(0)",
+        "replicated -> replicated",
+        "shard(0) -> shard(0)",
     ]
 
 
@@ -121,21 +121,20 @@ def test_layer_norm_backward_sums_parameter_gradients() -> None:
         [True, True, True],
     )
     assert found[1] == (
-        "All-Gather(0) All-Gather(0) All-Gather(0) All-Gather(0) Identity Identity"
-        " -> All-Gather(0) All-Reduce All-Reduce"
+        "shard(0) shard(0) shard(0) shard(0) replicated replicated -> shard(0) partial partial"
     )
 
 
 def test_vocabulary_parallel_embedding() -> None:
     found = rows("aten.embedding.default", real(7, 5), integers(7, 4))
-    assert "All-Gather(0) Identity -> All-Reduce" in found
+    assert "shard(0) replicated -> partial" in found
 
 
 def test_gradient_scaled_by_frequency_needs_all_positions() -> None:
     grad, indices = real(6, 5), integers(7, 6)
     free = rows("aten.embedding_dense_backward.default", grad, indices, 7, -1, False)
     scaled = rows("aten.embedding_dense_backward.default", grad, indices, 7, -1, True)
-    assert set(free) - set(scaled) == {"All-Gather(0) All-Gather(0) -> All-Reduce"}
+    assert set(free) - set(scaled) == {"shard(0) shard(0) -> partial"}
 
 
 def flash_call(heads: int, groups: int, *, dropout: float = 0.0) -> Call:
@@ -166,8 +165,8 @@ def test_attention_with_dropout_inside_is_never_sharded() -> None:
 def test_composed_mean_loss_keeps_the_global_count() -> None:
     x, y = real(4, 5), real(4, 5, seed=1)
     assert rows("aten.mse_loss.default", x, y, 1)[1:] == [
-        "All-Gather(0) All-Gather(0) -> All-Reduce",
-        "All-Gather(1) All-Gather(1) -> All-Reduce",
+        "shard(0) shard(0) -> partial",
+        "shard(1) shard(1) -> partial",
     ]
 
 

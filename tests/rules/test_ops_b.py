@@ -46,18 +46,13 @@ def rule(op: str, *args: object, **kwargs: object) -> OpRule:
 
 
 def rows(op: str, *args: object, **kwargs: object) -> dict[str, str]:
-    """Name of each row of a call -> its forms: ``S0`` All-Gather(0), ``P`` All-Reduce, ``R`` Identity."""
+    """Name of each row of a call -> its forms: ``S0`` shard(0), ``P`` partial, ``R`` replicated."""
     call = case_of(op, args, kwargs, 0).call
     found = rule_for(call)
     assert found is not None
 
     def short(form: int) -> str:
-        return (
-            placement_text(form)
-            .replace("Identity", "R")
-            .replace("All-Reduce", "P")
-            .replace("All-Gather", "S")
-        )
+        return placement_text(form).replace("replicated", "R").replace("partial", "P").replace("shard", "S")
 
     def side(forms: tuple[int, ...]) -> str:
         return " ".join(short(f).replace("(", "").replace(")", "") for f in forms)

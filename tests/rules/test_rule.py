@@ -99,12 +99,12 @@ def test_verification_accepts_a_right_rule() -> None:
 
 def test_rows_are_always_factors_linear_in_this_order() -> None:
     assert [str(row) for row in MM_RULE.rows(MM)] == [
-        "{Identity, Identity} always {Identity}",
-        "{All-Gather(0), Identity} m {All-Gather(0)}",
-        "{All-Gather(1), All-Gather(0)} k {All-Reduce}",
-        "{Identity, All-Gather(1)} n {All-Gather(1)}",
-        "{All-Reduce, Identity} linear(0) {All-Reduce}",
-        "{Identity, All-Reduce} linear(1) {All-Reduce}",
+        "{replicated, replicated} always {replicated}",
+        "{shard(0), replicated} m {shard(0)}",
+        "{shard(1), shard(0)} k {partial}",
+        "{replicated, shard(1)} n {shard(1)}",
+        "{partial, replicated} linear(0) {partial}",
+        "{replicated, partial} linear(1) {partial}",
     ]
     assert [row.factor for row in MM_RULE.rows(MM)] == [None, 0, 1, 2, None, None]
 

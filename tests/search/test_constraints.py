@@ -188,7 +188,7 @@ def test_a_space_without_a_triple_names_the_instruction() -> None:
         InfeasibleError, match=f"{target.name}: no triple is left; loosen the constraints on it"
     ):
         search_space(theory, Constraints({}, nothing))
-    with pytest.raises(InfeasibleError, match=r"a.weight: no triple is left in the form All-Gather\(7\)"):
+    with pytest.raises(InfeasibleError, match=r"a.weight: no triple is left in the form shard\(7\)"):
         search_space(theory, Constraints({names["a.weight"]: shard(7)}))
 
 

@@ -35,7 +35,7 @@ KIND_TEXT: dict[Kind, str] = {
 SCATTERS: Final[frozenset[Kind]] = frozenset(
     ("reduce_scatter", "grouped_reduce", "ring_reduce", "exchange_reduce")
 )
-"""The implementations of All-Reduce to All-Gather(dim)."""
+"""The implementations of partial to shard(dim)."""
 
 GATHERS: Final[frozenset[Kind]] = frozenset(("all_gather", "grouped_broadcast", "ring_gather"))
-"""The implementations of All-Gather(dim) to Identity."""
+"""The implementations of shard(dim) to replicated."""

@@ -7,7 +7,7 @@ in
     max(F s_j / rate_j, (C s_j + W) / bandwidth_j) + launch_j      seconds,
 
 F the op's FLOPs, C the bytes of the tensors that the row cuts, W those of the tensors that stay whole
-(Identity and All-Reduce), rate_j in the op's dtype. A device with s_j = 0 skips the op. Views and sources
+(replicated and partial), rate_j in the op's dtype. A device with s_j = 0 skips the op. Views and sources
 cost nothing, but for trained parameters: the row in which one is stored carries the optimizer's step, which takes
 
     (C s_j + W) / update_j + launch_j                              seconds,

@@ -53,7 +53,7 @@ class PendingBucket:
 
 
 def start_all_reduces(runtime: Member, tensors: Sequence[torch.Tensor]) -> PendingBucket:
-    """All-Reduce to Identity of each tensor; the results are views of one buffer."""
+    """partial to replicated of each tensor; the results are views of one buffer."""
     comm = runtime.communicator
     if comm.world == 1:
         return PendingBucket(Pending((), lambda: list(tensors)))
@@ -72,7 +72,7 @@ def start_all_reduces(runtime: Member, tensors: Sequence[torch.Tensor]) -> Pendi
 def start_reduce_scatters(
     runtime: Member, tensors: Sequence[torch.Tensor], places: Sequence[Place]
 ) -> PendingBucket:
-    """All-Reduce to All-Gather(dim) of each tensor, padded: this rank's slices of the sums."""
+    """partial to shard(dim) of each tensor, padded: this rank's slices of the sums."""
     comm = runtime.communicator
     if comm.world == 1:
         slices = [whole_slice(t, dim, extents, 0) for t, (dim, extents) in zip(tensors, places, strict=True)]
@@ -100,7 +100,7 @@ def start_reduce_scatters(
 def start_all_gathers(
     runtime: Member, tensors: Sequence[torch.Tensor], places: Sequence[Place]
 ) -> PendingBucket:
-    """All-Gather(dim) to Identity of each tensor, padded."""
+    """shard(dim) to replicated of each tensor, padded."""
     comm = runtime.communicator
     if comm.world == 1:
         return PendingBucket(Pending((), lambda: list(tensors)))

@@ -39,7 +39,7 @@ _MOVABLE = (
 
 
 def start_all_reduce(runtime: Member, tensor: torch.Tensor, *, spare: bool = False) -> PendingTensor:
-    """All-Reduce to Identity: the sum over the ranks."""
+    """partial to replicated: the sum over the ranks."""
     comm = runtime.communicator
     if comm.world == 1 or tensor.numel() == 0:
         return Pending((), lambda: tensor)
@@ -52,7 +52,7 @@ def start_all_reduce(runtime: Member, tensor: torch.Tensor, *, spare: bool = Fal
 def start_reduce_scatter(
     runtime: Member, tensor: torch.Tensor, dim: int, extents: Sequence[int], *, spare: bool = False
 ) -> PendingTensor:
-    """All-Reduce to All-Gather(dim), padded: this rank's slice of the sum."""
+    """partial to shard(dim), padded: this rank's slice of the sum."""
     comm = runtime.communicator
     if comm.world == 1 or tensor.numel() == 0:
         return Pending((), lambda: whole_slice(tensor, dim, extents, comm.rank))
@@ -83,7 +83,7 @@ def start_reduce_scatter(
 def start_grouped_reduce(
     runtime: Member, tensor: torch.Tensor, dim: int, extents: Sequence[int], *, spare: bool = False
 ) -> PendingTensor:
-    """All-Reduce to All-Gather(dim), grouped: one reduce per rank that holds anything."""
+    """partial to shard(dim), grouped: one reduce per rank that holds anything."""
 
     def issue(comm: Communicator, parts: Sequence[torch.Tensor]) -> list[Work]:
         return [comm.reduce(part, rank) for rank, part in enumerate(parts) if part.numel()]
@@ -94,7 +94,7 @@ def start_grouped_reduce(
 def start_ring_reduce(
     runtime: Member, tensor: torch.Tensor, dim: int, extents: Sequence[int], *, spare: bool = False
 ) -> PendingTensor:
-    """All-Reduce to All-Gather(dim), around a ring."""
+    """partial to shard(dim), around a ring."""
     return _reduced(runtime, tensor, dim, extents, lambda comm, parts: [comm.ring_reduce(parts)], spare)
 
 
@@ -125,7 +125,7 @@ def _reduced(
 def start_exchange_reduce(
     runtime: Member, tensor: torch.Tensor, dim: int, extents: Sequence[int]
 ) -> PendingTensor:
-    """All-Reduce to All-Gather(dim), by exchange: an all-to-all of slices, which their rank sums in rank order."""
+    """partial to shard(dim), by exchange: an all-to-all of slices, which their rank sums in rank order."""
     comm = runtime.communicator
     if comm.world == 1 or tensor.numel() == 0:
         return Pending((), lambda: whole_slice(tensor, dim, extents, comm.rank))
@@ -141,7 +141,7 @@ def start_exchange_reduce(
 def start_all_gather(
     runtime: Member, tensor: torch.Tensor, dim: int, extents: Sequence[int]
 ) -> PendingTensor:
-    """All-Gather(dim) to Identity, padded."""
+    """shard(dim) to replicated, padded."""
     comm = runtime.communicator
     if comm.world == 1 or _whole(tensor, dim, extents) == 0:
         return Pending((), lambda: _filled(tensor, dim, extents))
@@ -175,7 +175,7 @@ def start_all_gather(
 def start_grouped_broadcast(
     runtime: Member, tensor: torch.Tensor, dim: int, extents: Sequence[int]
 ) -> PendingTensor:
-    """All-Gather(dim) to Identity, grouped: one broadcast per rank that holds anything."""
+    """shard(dim) to replicated, grouped: one broadcast per rank that holds anything."""
 
     def issue(comm: Communicator, parts: Sequence[torch.Tensor]) -> list[Work]:
         return [comm.broadcast(part, rank) for rank, part in enumerate(parts) if part.numel()]
@@ -186,7 +186,7 @@ def start_grouped_broadcast(
 def start_ring_gather(
     runtime: Member, tensor: torch.Tensor, dim: int, extents: Sequence[int]
 ) -> PendingTensor:
-    """All-Gather(dim) to Identity, around a ring."""
+    """shard(dim) to replicated, around a ring."""
     return _gathered(runtime, tensor, dim, extents, lambda comm, parts: [comm.ring_gather(parts)])
 
 
@@ -216,14 +216,14 @@ SCATTERS: dict[str, Callable[..., PendingTensor]] = {
     "ring_reduce": start_ring_reduce,
     "exchange_reduce": start_exchange_reduce,
 }
-"""By kind: All-Reduce to All-Gather(dim)."""
+"""By kind: partial to shard(dim)."""
 
 GATHERS: dict[str, Callable[..., PendingTensor]] = {
     "all_gather": start_all_gather,
     "grouped_broadcast": start_grouped_broadcast,
     "ring_gather": start_ring_gather,
 }
-"""By kind: All-Gather(dim) to Identity."""
+"""By kind: shard(dim) to replicated."""
 
 
 def start_all_to_all(
@@ -275,7 +275,7 @@ def start_rebalance(
     source_extents: Sequence[int],
     target_extents: Sequence[int],
 ) -> PendingTensor:
-    """All-Gather(dim) in other extents: slices stay in rank order, so that each rank sends to its neighbours what
+    """shard(dim) in other extents: slices stay in rank order, so that each rank sends to its neighbours what
     its new slice has no part of, and keeps what both have."""
     comm = runtime.communicator
     if comm.world == 1 or _whole(tensor, dim, source_extents) == 0:

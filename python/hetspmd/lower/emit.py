@@ -1,7 +1,7 @@
 """Writing one local graph: steps become torch.fx nodes.
 
 A value is a key ``(tensor, form)``. It is there because a step produced it, or it is derived for free from
-Identity: a slice for All-Gather(d), for All-Reduce the tensor itself on rank 0 and zeros elsewhere. A
+replicated: a slice for shard(d), for partial the tensor itself on rank 0 and zeros elsewhere. A
 collective is written as its start where its step stands, and as its wait where its result is first read.
 
 A node's ``meta`` says what it is the work of, for :mod:`hetspmd.record.record`: ``instruction`` (its id) or

@@ -3,11 +3,11 @@
 ::
 
     forward
-      %parameter_up_weight: float32[2, 8] | All-Gather(0) = parameter up.weight
-      %t: float32[8, 2] | All-Gather(1) = aten.t.default(%parameter_up_weight: float32[2, 8])
+      %parameter_up_weight: float32[2, 8] | shard(0) = parameter up.weight
+      %t: float32[8, 2] | shard(1) = aten.t.default(%parameter_up_weight: float32[2, 8])
       %sum_1_all_reduce = start all_reduce(%sum_1: float32[])  # among ranks 0-2; gives 4 B, gets 4 B
-      %sum_1_whole: float32[] | Identity = wait(%sum_1_all_reduce)
-      %relu: float32[2, 4] | All-Gather(0) = aten.relu_.default(%mm: float32[2, 4])  # writes to %mm
+      %sum_1_whole: float32[] | replicated = wait(%sum_1_all_reduce)
+      %relu: float32[2, 4] | shard(0) = aten.relu_.default(%mm: float32[2, 4])  # writes to %mm
       return loss = %sum_1_whole: float32[]
 
 The form behind a value's shape is that of the reference tensor it is a part of; across machines there are two, what

@@ -6,10 +6,11 @@ reference tensor e the set of forms I with ``e | I`` proved so far, and demands 
 - a computation, that its triple is in the theory and its precondition is proved;
 - a communication, that it is one of HAP Fig. 9 (in any implementation), or gives a copy at a cut
   its own segment's lengths, and its source is proved;
-- the end, ``loss | Identity`` (which implies HAP's ``loss | All-Reduce``), every ``gradient | stored form
-  of its parameter``, every ``updated buffer or parameter | Identity`` and every output in the form that is claimed.
+- the end, ``loss | replicated`` (which implies ``loss | partial``), every ``gradient | stored form
+  of its parameter``, every ``updated buffer or parameter | replicated`` and every output in the form that is
+  claimed.
 
-``e | Identity`` proves every other form of e: a device may slice or mask what it holds whole.
+``e | replicated`` proves every other form of e: a device may slice or mask what it holds whole.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class _Proof:
     def conclude(self, program: Program) -> None:
         graph = self.graph
         if graph.loss is not None and (program.loss is None or program.loss != Result(graph.loss, _WHOLE)):
-            raise ProofError("the program does not claim loss | Identity")
+            raise ProofError("the program does not claim loss | replicated")
         trainable = [p for p in graph.parameters if p.gradient is not None]
         outputs = [o.tensor for o in graph.outputs if o.tensor is not None]
         if [r.tensor for r in program.gradients] != [p.gradient for p in trainable]:
@@ -134,5 +135,5 @@ class _Proof:
 
 def _text(form: int) -> str:
     if form < 2:
-        return ("Identity", "All-Reduce")[form]
+        return ("replicated", "partial")[form]
     return f"All-Gather({form - 2})" if form < _COPIED else f"All-Gather({form - _COPIED})'"

@@ -38,7 +38,7 @@ class Layout:
         return same
 
     def region(self, tensor: int, form: Placement, rank: int) -> Region | None:
-        """What a rank holds of a tensor; None where it holds the whole shape (Identity, All-Reduce)."""
+        """What a rank holds of a tensor; None where it holds the whole shape (replicated, partial)."""
         if not is_sharded(form):
             return None
         extents: tuple[int, ...] = self.extents(tensor, form)

@@ -41,9 +41,9 @@ class Result:
 @dataclass(frozen=True)
 class Program:
     """Steps in execution order, the stored form of each parameter and buffer (implied by their source
-    steps), and the forms of what is left: the loss (Identity), the outputs (in the graph's order, for those
+    steps), and the forms of what is left: the loss (replicated), the outputs (in the graph's order, for those
     that are tensors), the gradients (in the order of the graph's parameters that have one: in their
-    parameter's stored form) and what the forward writes (``buffers``, Identity): the updated buffers and, behind
+    parameter's stored form) and what the forward writes (``buffers``, replicated): the updated buffers and, behind
     them, the updated parameters, each of which is whole on every device whatever of it is stored there.
 
     ``ahead``: how many groups of prefetched collectives are on their way ahead of the one that is used

@@ -253,7 +253,7 @@ def _is_source(graph: Graph, step: Step) -> bool:
 
 
 def _provider(graph: Graph, have: dict[Key, int], key: Key) -> int:
-    """The step that a value comes from, itself or as a slice or mask of Identity."""
+    """The step that a value comes from, itself or as a slice or mask of a replicated one."""
     tensor, form = key
     found = have.get(key)
     if found is None and (form == PARTIAL or is_sharded(form)):

@@ -2,9 +2,9 @@
 
 ::
 
-    e1 = Parameter-Shard(0)  {} -> {e1 | All-Gather(0)}                           fc.weight: float32[8, 6]
-    All-Gather(e1, 0)        {e1 | All-Gather(0)} -> {e1 | Identity}              192 B, 51 us
-    e3 = mm(e2, e1)          {e2 | All-Gather(0), e1 | Identity} -> {e3 | ...}    float32[4, 6]  fc
+    e1 = Parameter-Shard(0)  {} -> {e1 | shard(0)}                           fc.weight: float32[8, 6]
+    All-Gather(e1, 0)        {e1 | shard(0)} -> {e1 | replicated}              192 B, 51 us
+    e3 = mm(e2, e1)          {e2 | shard(0), e1 | replicated} -> {e3 | ...}    float32[4, 6]  fc
 
 ``e7`` is the reference tensor with id 7 of the plan's graph; it keeps its name in every form, and the
 properties say which form a step reads and makes.

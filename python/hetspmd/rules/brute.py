@@ -1,6 +1,6 @@
 """Running one op call in shards on one process: the mechanics below the oracle.
 
-A value of form ``Identity`` is held whole by every rank, ``All-Gather(d)`` as consecutive slices along d
+A value of form ``replicated`` is held whole by every rank, ``shard(d)`` as consecutive slices along d
 (rank r holds units ``starts[r]..starts[r+1]`` of the factor), ``All-Reduce`` as summands. :func:`shards`
 splits a tensor by its form, :func:`execute` makes one rank's local call, :func:`assembled` inverts
 ``shards``, and :func:`mismatch` compares with the single device: exactly for integers and bools, up to
@@ -185,7 +185,7 @@ def shards(
 
 
 def assembled(locals_: Sequence[Tensor], form: Placement) -> Tensor:
-    """The reference tensor that local tensors of a form stand for (the first one for Identity)."""
+    """The reference tensor that local tensors of a form stand for (the first one for replicated)."""
     if form == REPLICATE:
         return locals_[0]
     if form == PARTIAL:

@@ -1,6 +1,6 @@
 """Rows that hold but that a rule does not have, found by enumeration.
 
-A candidate names a form for every input: ``Identity``, ``All-Reduce``, or ``All-Gather(d)`` of a dim of at
+A candidate names a form for every input: ``replicated``, ``partial``, or ``shard(d)`` of a dim of at
 least two elements, all cut dims standing for one factor of n units, where n runs over the divisors of the
 greatest common divisor of their extents, largest first. The local call is the plain one (shape arguments
 replaced, no rewrite); the forms of the outputs are read off its results. A candidate counts if it holds on
@@ -32,6 +32,7 @@ from hetspmd.placement import (
     REPLICATE,
     Placement,
     available,
+    in_our_words,
     is_sharded,
     placement_text,
     shard,
@@ -100,7 +101,7 @@ class MissingRow:
 
 
 def triple_text(pre: Sequence[Placement], post: Sequence[Placement]) -> str:
-    """``{All-Gather(0), Identity} {All-Reduce}``."""
+    """``{shard(0), replicated} {partial}``."""
     return f"{{{', '.join(map(placement_text, pre))}}} {{{', '.join(map(placement_text, post))}}}"
 
 
@@ -159,7 +160,7 @@ def missing_rows(
                 text = triple_text(pre, post)
                 if any(implies(row, (pre, post), unread) for row in known):
                     continue
-                if any(fnmatchcase(text, pattern) for pattern in rule.omitted):
+                if any(fnmatchcase(text, in_our_words(pattern)) for pattern in rule.omitted):
                     continue
                 found.setdefault(text, (pre, post, units))
             break
@@ -391,6 +392,6 @@ def _holding(
 
 
 def _weaker(tensor: Tensor) -> set[Placement]:
-    """The forms that follow from Identity by slicing or masking."""
+    """The placements that follow from a replicated tensor by slicing or masking."""
     sums = set() if tensor.dtype == torch.bool else {PARTIAL}
     return {shard(d) for d in range(tensor.dim())} | sums

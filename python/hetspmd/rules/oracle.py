@@ -8,15 +8,15 @@ single device::
     for all splits s:   assemble_post( local_r( split_pre(x, s)_r ) for ranks r )  =  op(x)
 
 ``All-Reduce`` inputs are split twice: into random summands, and whole on one rank with zeros elsewhere (which
-is how the compiler makes All-Reduce out of Identity). Where the op draws random numbers (``rule.random``),
+is how the compiler makes partial out of replicated). Where the op draws random numbers (``rule.random``),
 rows without a sharded factor must give what the single device gives from the same seed; of other rows,
 shapes, dtypes, determinism and the mean are checked, and that a dropout's output agrees with its mask. Of
 uninitialised tensors (``aten.empty`` and its like) only shapes and dtypes are checked.
 
 Rows that hold but that the rule does not have are *missing* (:mod:`hetspmd.rules.missing`). A rule leaves one out
 on purpose by naming it in ``OpRule.omitted``: the key is the text ``{pre, pre} {post, post}`` of
-:func:`~hetspmd.placement.placement_text`, for instance ``"{All-Gather(0), Identity} {All-Reduce}"`` (an output
-that is None counts as Identity; ``*`` stands for any text), the value says why.
+:func:`~hetspmd.placement.placement_text`, for instance ``"{shard(0), replicated} {partial}"`` (an output
+that is None counts as replicated; ``*`` stands for any text), the value says why.
 """
 
 from __future__ import annotations

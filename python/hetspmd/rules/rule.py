@@ -2,10 +2,10 @@
 
 An op's dimensions are named by *factors*. For ``mm`` with ``"m k, k n -> m n"``:
 
-- m and n are cut in inputs and outputs alike:  ``{a | All-Gather(0), b | Identity} mm {c | All-Gather(0)}``
-- k is cut in the inputs, summed in the output: ``{a | All-Gather(1), b | All-Gather(0)} mm {c | All-Reduce}``
-- mm is linear in each argument:                ``{a | All-Reduce, b | Identity} mm {c | All-Reduce}``
-- always:                                        ``{a | Identity, b | Identity} mm {c | Identity}``
+- m and n are cut in inputs and outputs alike:  ``{a | shard(0), b | replicated} mm {c | shard(0)}``
+- k is cut in the inputs, summed in the output: ``{a | shard(1), b | shard(0)} mm {c | partial}``
+- mm is linear in each argument:                ``{a | partial, b | replicated} mm {c | partial}``
+- always:                                        ``{a | replicated, b | replicated} mm {c | replicated}``
 
 :func:`OpRule.rows` writes these out as :class:`Row`; :class:`Local` is what an op's local rewrite sees when
 its arguments change under sharding.
@@ -107,7 +107,7 @@ class _Sum:
 SUM: Final = _Sum()
 
 Place = Cut | _Sum | None
-"""Where a factor lies in a tensor: a Cut, SUM (All-Reduce), or None (the tensor is whole: Identity)."""
+"""Where a factor lies in a tensor: a Cut, SUM (partial), or None (the tensor is whole: replicated)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class OpRule:
 
     Attributes:
         factors: What may be sharded. A dim that belongs to no factor is never sharded.
-        linear: Sets of input indices. All inputs of a set may be All-Reduce at once, the others Identity; all
+        linear: Sets of input indices. All inputs of a set may be partial at once, the others replicated; all
             outputs are then All-Reduce.
         shape_args: Position (or keyword) of an argument that is an output's shape to the index of that
             output.
@@ -226,7 +226,8 @@ class OpRule:
         flops: Floating-point operations of the whole op (FLOPs).
         alias: The op only makes a view and costs nothing.
         random: The op draws random numbers.
-        omitted: Text of a triple that holds and is left out on purpose to the reason, for the oracle.
+        omitted: Text of a triple that holds and is left out on purpose, in DTensor's words or in HAP's, to the
+            reason, for the oracle.
     """
 
     factors: tuple[Factor, ...] = ()

@@ -104,7 +104,7 @@ def _with_results(steps: list[Step], chosen: _Chosen, made: Mapping[int, Placeme
     graph, allowed = chosen.theory.graph, chosen.allowed
 
     def result(t: int) -> Result:
-        """The form at the end: one that is there, else one that follows from Identity."""
+        """The form at the end: one that is there, else one that follows from a replicated tensor."""
         have = (chosen.stored(t), made[t]) if t in made else (chosen.stored(t),)
         for form in have:
             if form in allowed[t]:

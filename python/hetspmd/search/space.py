@@ -253,7 +253,7 @@ def _moves(
 def _moves_between(
     dims: tuple[int, ...], summable: bool, produced: frozenset[Placement], wanted: frozenset[Placement]
 ) -> tuple[Move, ...]:
-    """Communications of a tensor from a form in which it is produced to one that is wanted, or to Identity if any
+    """Communications of a tensor from a form in which it is produced to one that is wanted, or to replicated if any
     is."""
     copied = tuple(sorted(sharded_dim(form) for form in produced if is_before_cut(form)))
     return tuple(

@@ -1,11 +1,11 @@
 //! The search problem as it arrives from Python (JSON), and nothing derived from it.
 //!
-//! Forms are small integers: 0 is Identity, 1 is All-Reduce, `2 + d` is All-Gather(d).
+//! Forms are small integers: 0 is replicated, 1 is partial, `2 + d` is shard(d).
 //! Costs are integers (picoseconds), so that bounds and optima are compared exactly.
 
 use serde::{Deserialize, Serialize};
 
-/// A form of a tensor: 0 Identity, 1 All-Reduce, `2 + d` All-Gather(d).
+/// A form of a tensor: 0 replicated, 1 partial, `2 + d` shard(d).
 pub type Form = u8;
 /// Every device holds the tensor.
 pub const IDENTITY: Form = 0;
@@ -119,7 +119,7 @@ impl Tensor {
 
 /// The set of forms available from a tensor produced as `produced` and communicated to `moved`.
 ///
-/// `{produced} ∪ {moved}`, and everything if that contains Identity: slicing and masking are local
+/// `{produced} ∪ {moved}`, and everything if that contains replicated: slicing and masking are local
 /// and free.
 pub fn availability(produced: Form, moved: Option<Form>) -> u32 {
     let mask = 1u32 << produced | moved.map_or(0, |form| 1u32 << form);

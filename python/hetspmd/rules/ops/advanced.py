@@ -163,7 +163,7 @@ def index_put(call: Call) -> OpRule:
     for d in at.indices:
         factors.add(f"slots{d}", {0: d}, {0: d})
     groups = ((0, values),) if accumulate else ()
-    omitted = {"{All-Reduce, *, All-Reduce} {All-Reduce}": ANY_WINNER}
+    omitted = {"{partial, *, partial} {partial}": ANY_WINNER}
     return OpRule(factors.done(), linear_sets(call, groups), rewrite=_index_put, omitted=omitted)
 
 

@@ -79,7 +79,7 @@ def _forward(call: Call, *, mask: int | None, causal: bool, dropout: bool, posit
         linear=linear_sets(call, [[2]]) if len(outputs) == 1 else (),
         rewrite=_seeded,
         flops=shape.flops,
-        omitted={"{*, All-Gather(3)*} {*}": _VALUE_DIM, "{Identity, *All-Reduce*} {*": _VALUES},
+        omitted={"{*, shard(3)*} {*}": _VALUE_DIM, "{replicated, *partial*} {*": _VALUES},
     )
 
 
@@ -120,7 +120,7 @@ def _backward(
         term_factors(call, inputs, terms),
         linear=linear_sets(call, [[0]]),
         flops=2.5 * shape.flops,
-        omitted={"{Identity, *All-Reduce*} {*": _VALUES},
+        omitted={"{replicated, *partial*} {*": _VALUES},
     )
 
 

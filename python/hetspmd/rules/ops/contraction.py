@@ -60,7 +60,7 @@ def _product(call: Call) -> OpRule:
         term_factors(call, [a, b], [out]),
         linear=linear_sets(call, [[0], [1]]),
         flops=_flops(call, [a, b]),
-        omitted={"*All-Reduce} {All-Reduce}": WRAPS, "{All-Reduce*": WRAPS}
+        omitted={"*partial} {partial}": WRAPS, "{partial*": WRAPS}
         if call.op == "aten._int_mm.default"
         else {},
     )

@@ -125,8 +125,8 @@ def bias_only(bias: Tensor, shape: list[int]) -> Tensor:
 
 _SUMS_ALL = "a linear set sums every output, and this sums only some"
 _OMITTED = {
-    "{Identity, All-Reduce, *} {*Identity*}": _SUMS_ALL,
-    "{Identity, Identity, All-Reduce} {*Identity*}": _SUMS_ALL,
+    "{replicated, partial, *} {*replicated*}": _SUMS_ALL,
+    "{replicated, replicated, partial} {*replicated*}": _SUMS_ALL,
 }
 _OMITTED_BIAS = {"*": "the gradient of b depends on gy alone, so x and w may have any form"}
 

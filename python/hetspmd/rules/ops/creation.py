@@ -15,7 +15,7 @@ from hetspmd.rules.terms import Term, dim_names, linear_sets, term_factors
 from hetspmd.trace.graph import DEVICE, DType
 
 _REASON = "the input's values are not read; tracing replaces the op by one without input"
-_UNREAD = {"{*} {Identity}": _REASON, "{*} {All-*}": _REASON}
+_UNREAD = {"{*} {replicated}": _REASON, "{*} {partial}": _REASON, "{*} {shard*}": _REASON}
 
 
 @rule(

@@ -74,7 +74,7 @@ def _embedding_bag(call: Call) -> OpRule:
     """Features are parallel; bags are ragged and stay whole."""
     inputs: list[Term] = [(None, "e"), *[None] * (len(call.inputs) - 1)]
     outputs: list[Term] = [(None, "e"), None, None, _maxima(call.outputs[3], call.out.shape[1])]
-    return OpRule(term_factors(call, inputs, outputs), omitted={"*All-Reduce*} {*": _BAGS})
+    return OpRule(term_factors(call, inputs, outputs), omitted={"*partial*} {*": _BAGS})
 
 
 def _maxima(type_: object, width: int) -> Term:
@@ -100,7 +100,7 @@ def _embedding_bag_backward(call: Call) -> OpRule:
     return OpRule(
         term_factors(call, inputs, [(None, "e")]),
         linear=linear_sets(call, groups),
-        omitted={"{All-Reduce, All-Gather(0)*": "in mode max the indices are not read"},
+        omitted={"{partial, shard(0)*": "in mode max the indices are not read"},
     )
 
 
@@ -117,7 +117,7 @@ def _embedding_bag_backward_by_offsets(call: Call) -> OpRule:
     return OpRule(
         term_factors(call, inputs, [(None, "e")]),
         linear=linear_sets(call, groups),
-        omitted={"*All-Gather(0)*": "bags are ragged: a share of the indices is not a share of the bags"},
+        omitted={"*shard(0)*": "bags are ragged: a share of the indices is not a share of the bags"},
     )
 
 

@@ -155,7 +155,7 @@ def scatter(call: Call) -> OpRule:
         groups = ((0, 2),)
     elif multiplies or (call.op == "aten.scatter.value" and call.arg(3, "value") == 0):
         groups = ((0,),)
-    omitted = {"{All-Reduce, Identity, All-Reduce} {All-Reduce}": ANY_WINNER}
+    omitted = {"{partial, replicated, partial} {partial}": ANY_WINNER}
     return OpRule(factors.done(), linear_sets(call, groups), rewrite=_write_slots, omitted=omitted)
 
 
@@ -187,7 +187,7 @@ def index_write(call: Call) -> OpRule:
         groups = ((0, 2),)
     elif fills and call.arg(3, "value") == 0:
         groups = ((0,),)
-    omitted = {"{All-Reduce, Identity, All-Reduce} {All-Reduce}": ANY_WINNER}
+    omitted = {"{partial, replicated, partial} {partial}": ANY_WINNER}
     return OpRule(factors.done(), linear_sets(call, groups), rewrite=_write_slots, omitted=omitted)
 
 

@@ -148,7 +148,7 @@ def _nll(call: Call) -> OpRule:
     scores, target = _nll_terms(call, 0)
     reduction = _reduction(call, 3)
     if reduction == MEAN:
-        return OpRule(omitted={"*All-Reduce*} {*": _NLL})
+        return OpRule(omitted={"*partial*} {*": _NLL})
     inputs: list[Term] = [scores, target]
     if call.tensor(2, "weight") is not None:
         inputs.append(("c",))
@@ -156,7 +156,7 @@ def _nll(call: Call) -> OpRule:
     # The total weight is zero where the loss is not reduced, except for a single sample.
     unread = reduction == NONE and len(scores) > 1
     factors = term_factors(call, inputs, [output, None if unread else ()])
-    return OpRule(factors, rewrite=_nll_locally, omitted={"*All-Reduce*} {*": _NLL})
+    return OpRule(factors, rewrite=_nll_locally, omitted={"*partial*} {*": _NLL})
 
 
 def _nll_locally(local: Local) -> LocalCall:

@@ -17,8 +17,8 @@ from hetspmd.rules.rule import Call, Local, LocalCall, OpRule
 from hetspmd.rules.terms import Dim, Term, dim_names, linear_sets, term_factors, zero_outputs
 
 _PARTIAL = {
-    "{Identity, *All-Reduce*} {*}": "linear in weight and bias, which are parameters: no cheaper as summands",
-    "{All-Reduce, *All-Reduce*} {*}": "affine in the input, but the statistics come back whole",
+    "{replicated, *partial*} {*}": "linear in weight and bias, which are parameters: no cheaper as summands",
+    "{partial, *partial*} {*}": "affine in the input, but the statistics come back whole",
 }
 
 

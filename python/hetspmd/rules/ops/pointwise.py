@@ -235,7 +235,7 @@ def _fill(call: Call) -> OpRule:
     return OpRule(
         term_factors(call, terms, [names]),
         linear=linear_sets(call, groups),
-        omitted={"{All-Reduce*} {Identity}": "the values are not read; tracing makes this aten.full"},
+        omitted={"{partial*} {replicated}": "the values are not read; tracing makes this aten.full"},
     )
 
 

@@ -108,5 +108,5 @@ def scattered(call: Call) -> OpRule:
     factors, omitted = _planes(call, range(len(call.inputs))), _omitted(call)
     groups = linear_sets(call, [(0,)])
     if "unpool" in call.op:
-        groups, omitted["{All-Reduce, Identity} {All-Reduce}"] = (), _OVERLAP
+        groups, omitted["{partial, replicated} {partial}"] = (), _OVERLAP
     return OpRule(factors.done(), groups, flops=_flops(call), omitted=omitted)

@@ -41,7 +41,7 @@ def _reduction(
         linear=linear_sets(call, [[0]]) if linear else (),
         rewrite=rewrite,
         flops=float(math.prod(x.shape)),
-        omitted={"{All-Reduce} {All-Reduce}": WRAPS} if linear and x.dtype in INTEGER else {},
+        omitted={"{partial} {partial}": WRAPS} if linear and x.dtype in INTEGER else {},
     )
 
 

@@ -79,7 +79,7 @@ def grid_sampler_backward(call: Call) -> OpRule:
         factors.add(f"d{d}", {0: d, 2: d - 1}, outs(SUM, d - 1))
     # the gradient of grid is linear in x, too; that of x does not depend on it
     groups = linear_sets(call, [(0,)] if wants_x else [(0,), (1,)])
-    omitted = {"{Identity, All-Reduce, Identity} {Identity, All-Reduce}": "a linear set sums every output"}
+    omitted = {"{replicated, partial, replicated} {replicated, partial}": "a linear set sums every output"}
     flops = 16.0 * prod(call.inputs[0].shape)
     return OpRule(factors.done(), groups, flops=flops, omitted=omitted)
 

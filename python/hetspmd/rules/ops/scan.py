@@ -24,7 +24,7 @@ def _others(call: Call) -> Factors:
 def cumsum(call: Call) -> OpRule:
     """(x, dim): linear."""
     groups = linear_sets(call, [(0,)])
-    omitted = {"{All-Reduce} {All-Reduce}": "integer summands wrap around, their sum as a float does not"}
+    omitted = {"{partial} {partial}": "integer summands wrap around, their sum as a float does not"}
     return OpRule(_others(call).done(), groups, flops=float(prod(call.out.shape)), omitted=omitted)
 
 

@@ -1,7 +1,7 @@
 """The rule of the copy at a cut between segments: the identity, in every form (HAP 5.2).
 
 The theory gives the copy lengths of its own (:func:`hetspmd.rules.theory.derive`): where the factor of a dim is
-divided, the copy is ``All-Gather(d)'``, which an all-to-all turns into ``All-Gather(d)``.
+divided, the copy is ``shard(d)'``, which an all-to-all turns into ``shard(d)``.
 """
 
 from __future__ import annotations

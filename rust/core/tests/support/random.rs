@@ -84,7 +84,7 @@ fn assemble(
 }
 
 /// A problem whose interaction graph is dense, so that neither the bound nor the beam settles it quickly.
-/// Every row set contains an all-Identity row and every form can be gathered, so it is feasible.
+/// Every row set contains an all-replicated row and every form can be gathered, so it is feasible.
 pub fn dense(count: usize, mut seed: u64) -> Problem {
     let mut next = |below: u64| {
         seed ^= seed << 13;
