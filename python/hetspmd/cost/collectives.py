@@ -47,8 +47,8 @@ class MoveForm:
     sharded that of the source, with ``target_axis`` the target's); None if neither is. ``moved``: a rebalance,
     whose X and whose seconds where the shares agree are those of :mod:`hetspmd.cost.rebalance`. ``latency`` is the
     part of ``constant`` in which links are idle; so they are during ``per_shard * k``. ``pack`` and ``unpack`` are
-    the parts of it in which the device that copies slowest puts slices in order, before it issues the collective and
-    after it has waited for it.
+    the parts of it in which the device that copies slowest puts slices in order, before it issues the collective
+    and after it has waited for it.
     """
 
     constant: float

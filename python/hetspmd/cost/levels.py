@@ -234,7 +234,8 @@ class _Memory:
         """What the first accelerators hold for a collective: the collected part, the whole result and its
         padding."""
         layout = self.layout
-        held = self._padding(step)
+        sharded = step.source if is_sharded(step.source) else step.target
+        held = self._padding(step, sharded)
         found = []
         for machine in self.machines:
             size = _bytes(layout, (step.tensor, step.target, REPLICATE), machine)
@@ -242,17 +243,17 @@ class _Memory:
                 size += _bytes(layout, (step.tensor, step.source, REPLICATE), machine)
             size += held.whole
             if held.sharded:
-                part = _bytes(layout, (step.tensor, step.target, REPLICATE), machine)
+                part = _bytes(layout, (step.tensor, sharded, REPLICATE), machine)
                 size += held.sharded * part // layout.graph.tensors[step.tensor].nbytes
             found.append(size)
         return found
 
-    def _padding(self, step: Across) -> Held:
-        """What a collective's kind has on the first accelerators besides."""
+    def _padding(self, step: Across, sharded: Placement) -> Held:
+        """What the kind of a collective has on the first accelerators besides; ``sharded``: the placement of the
+        shards that it sends or gives."""
         buffers, nbytes = KINDS[step.kind].buffers, self.graph.tensors[step.tensor].nbytes
         if buffers is None:
             return Held()
-        sharded = step.source if is_sharded(step.source) else step.target
         largest = nbytes
         if is_sharded(sharded):
             extents = self.layout.outer.extents(step.tensor, sharded)
