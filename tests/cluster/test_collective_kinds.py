@@ -62,10 +62,11 @@ def test_records_are_sound() -> None:
         assert priced
         if kind.terms:
             assert priced <= set(kind.terms), "a curve can be what the formula is"
-        for other in (kind.measured_as, kind.lone):
+        for field in ("measured_as", "lone"):
+            other: Kind | None = getattr(kind, field)
             if other is not None:
                 assert KINDS[other].target == kind.target
-                assert KINDS[other].measured_as is KINDS[other].lone is None, "one step leads to it"
+                assert getattr(KINDS[other], field) is None, "one step leads to it"
         assert not kind.in_place or kind.source == "partial"
 
 
@@ -227,10 +228,13 @@ def test_seconds(added: Kind) -> None:
     assert form == MoveForm(latency, per_largest=2 * nbytes / bandwidth, axis=axis.id, latency=latency)
     assert KINDS[added].formula(3) == Terms(latency=1, per_largest=2)
     assert not coalesces(theory.graph, tensor, added, 1e9)
-    # A curve of its own, when one was measured.
-    measured = replace(cluster, curves=(Curve(added, 3, latency=3e-3, per_largest=1e-6),))
-    form = CostModel(theory, measured).move_form(tensor, shard(0), REPLICATE, added)
-    assert (form.latency, form.per_largest) == (3e-3, 1e-6 * nbytes)
+    # The curve of the kind that stands in for it, then its own.
+    other, own = (Curve(k, 3, latency=s, per_largest=1e-6) for k, s in (("all_gather", 1e-3), (added, 3e-3)))
+    for curves, wanted in (((other,), 1e-3), ((other, own), 3e-3)):
+        form = CostModel(theory, replace(cluster, curves=curves)).move_form(
+            tensor, shard(0), REPLICATE, added
+        )
+        assert (form.latency, form.per_largest) == (wanted, 1e-6 * nbytes)
 
 
 def gathered_by(program: Program, kind: Kind) -> Program:

@@ -70,14 +70,10 @@ def test_curves_take_the_place_of_the_network() -> None:
     found = curves(4)
     model = CostModel(theory, measured(4, found, curves(2)))
     lengths = Lengths(4, tuple((a.units // 2, a.units // 2, 0, 0) for a in theory.axes.axes))
-    shapes = {
-        "all_reduce": (PARTIAL, REPLICATE), "reduce_scatter": (PARTIAL, S1),
-        "grouped_reduce": (PARTIAL, S0), "all_gather": (S0, REPLICATE),
-        "grouped_broadcast": (S0, REPLICATE), "all_to_all": (S0, S1),
-        "ring_reduce": (PARTIAL, S0), "exchange_reduce": (PARTIAL, S1), "ring_gather": (S0, REPLICATE),
-    }  # fmt: skip
+    sources = {"partial": PARTIAL, "shard": S0}
+    targets = {"replicated": REPLICATE, "shard": S1}
     for of in found:
-        source, target = shapes[of.kind]
+        source, target = sources[KINDS[of.kind].source], targets[KINDS[of.kind].target]
         want = of.seconds(NBYTES, 2, 0.5, 0.25)
         assert model.move_seconds(C, source, target, of.kind, lengths) == pytest.approx(want, rel=1e-12)
         form = model.move_form(C, source, target, of.kind)

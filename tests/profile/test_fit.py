@@ -228,7 +228,7 @@ def test_trials(n: int) -> None:
                 want = max(max(s * (1 - u), u * (1 - s)) for s, u in zip(shares, targets, strict=True))
                 assert t.exchange == pytest.approx(want)
         kinds = [(t.kind, t.skew) for t in found]
-        assert len(kinds) == len(set(kinds)) == 1 + 8 * (3 if n in (2, 3) else 4) - 2
+        assert len(kinds) == len(set(kinds)) == 1 + (len(COLLECTIVES) - 1) * (3 if n in (2, 3) else 4) - 2
         assert not {("all_gather", "lone"), ("reduce_scatter", "lone")} & set(kinds), (
             "they run as grouped ones"
         )
