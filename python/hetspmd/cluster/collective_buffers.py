@@ -7,9 +7,9 @@ says.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-__all__ = ["Buffers", "Carried", "Held"]
+__all__ = ["NOTHING", "Buffers", "Carried", "Held"]
 
 
 class Carried(NamedTuple):
@@ -42,6 +42,9 @@ class Held(NamedTuple):
     target: int = 0
 
 
+NOTHING: Final = Held()
+
+
 class Buffers(NamedTuple):
     """What a collective holds for itself, besides its operand and its result.
 
@@ -52,8 +55,8 @@ class Buffers(NamedTuple):
     machine  on the first accelerator of a machine, while the collective runs between machines
     """
 
-    flight: Held = Held()
-    end: Held = Held()
+    flight: Held = NOTHING
+    end: Held = NOTHING
     early: bool = False
     freed: int = 0
-    machine: Held = Held()
+    machine: Held = NOTHING

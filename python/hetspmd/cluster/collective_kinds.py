@@ -35,10 +35,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, Final, Literal, NamedTuple
 
-from hetspmd.cluster.collective_buffers import Buffers, Carried, Held
+from hetspmd.cluster.collective_buffers import NOTHING, Buffers, Carried, Held
 from hetspmd.placement import PARTIAL, Placement, is_before_cut, is_sharded
 
 __all__ = [
@@ -82,7 +83,7 @@ class Terms(NamedTuple):
     per_exchange: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CollectiveKind:
     """What the compiler knows of a kind of collectives.
 
@@ -111,22 +112,22 @@ class CollectiveKind:
     in_place: bool = False
     buffers: Callable[[Carried], Buffers] | None = None
 
-    @property
+    @cached_property
     def gathers(self) -> bool:
         """Whether slices become the whole tensor on every device."""
         return self.source == "shard" and self.target == "replicated"
 
-    @property
+    @cached_property
     def scatters(self) -> bool:
         """Whether each device gets its slice of a sum."""
         return self.source == "partial" and self.target == "shard"
 
-    @property
+    @cached_property
     def keeps_dim(self) -> bool:
         """Whether slices stay along their dim and only their lengths change: nothing is sent if these agree."""
         return self.source == "before_cut"
 
-    @property
+    @cached_property
     def sharded_ends(self) -> int:
         """How many of source and target are sharded: 0, 1 or 2."""
         return sum(end in ("shard", "before_cut") for end in (self.source, self.target))
@@ -141,19 +142,19 @@ class CollectiveKind:
 
 
 def _ring_of_all(n: int) -> Terms:
-    return Terms(latency=2, per_byte=2 * (n - 1) / n)
+    return Terms(latency=2.0, per_byte=2 * (n - 1) / n)
 
 
 def _padded_ring(n: int) -> Terms:
-    return Terms(latency=1, per_largest=n - 1)
+    return Terms(latency=1.0, per_largest=float(n - 1))
 
 
 def _one_per_shard(n: int) -> Terms:
-    return Terms(per_shard=1, per_byte=1)
+    return Terms(per_shard=1.0, per_byte=1.0)
 
 
 def _exchange(n: int) -> Terms:
-    return Terms(latency=1, per_exchange=1)
+    return Terms(latency=1.0, per_exchange=1.0)
 
 
 def _padded_reduce(c: Carried) -> Buffers:
@@ -171,7 +172,7 @@ def _exact_reduce(c: Carried) -> Buffers:
     freed = c.spare and not c.moved
     return Buffers(
         flight=Held(c.nbytes, -c.nbytes),
-        end=Held(sharded=c.nbytes) if freed and c.several else Held(),
+        end=Held(sharded=c.nbytes) if freed and c.several else NOTHING,
         early=True,
         freed=c.nbytes if freed else 0,
         machine=Held(c.nbytes),
@@ -192,14 +193,14 @@ def _padded_gather(c: Carried) -> Buffers:
     copied = c.moved or c.bucket or padding > 0
     return Buffers(
         flight=Held(padding),
-        end=Held(c.nbytes) if copied else Held(),
+        end=Held(c.nbytes) if copied else NOTHING,
         early=padding > 0,
         machine=Held(padding + c.nbytes),
     )
 
 
 def _exact_gather(c: Carried) -> Buffers:
-    return Buffers(end=Held(c.nbytes) if c.moved else Held())
+    return Buffers(end=Held(c.nbytes) if c.moved else NOTHING)
 
 
 def _slices(c: Carried) -> Buffers:
@@ -328,4 +329,4 @@ def end_of(placement: Placement) -> End:
 
 def kinds_between(source: End, target: End) -> tuple[Kind, ...]:
     """The kinds that turn one placement into the other, in the order of :data:`KINDS`."""
-    return tuple(name for name, kind in KINDS.items() if (kind.source, kind.target) == (source, target))
+    return tuple(name for name, kind in KINDS.items() if kind.source == source and kind.target == target)

@@ -29,7 +29,7 @@ from hetspmd.cluster.curves import Curve, curve_for
 from hetspmd.cost.coalesce import bucket_bytes
 from hetspmd.cost.rebalance import rebalance_seconds
 from hetspmd.cost.signatures import Array, Index
-from hetspmd.placement import Placement, is_sharded, sharded_dim
+from hetspmd.placement import Placement, sharded_dim
 from hetspmd.program.buckets import Bucket, coalesces
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate
@@ -74,10 +74,15 @@ class Moves:
         self.cluster = cluster
         self.world = cluster.world
         self.bucket_bytes = bucket_bytes(cluster)
-        self._measured: dict[Kind, list[Curve]] = {}
+        measured: dict[Kind, list[Curve]] = {}
         for curve in sorted(cluster.curves, key=lambda c: c.above):
             if curve.devices == self.world:
-                self._measured.setdefault(curve.kind, []).append(curve)
+                measured.setdefault(curve.kind, []).append(curve)
+        self._curves: dict[Kind, list[Curve]] = {}
+        for name, kind in KINDS.items():
+            curves = measured.get(name) or measured.get(kind.measured_as or name)
+            if curves:
+                self._curves[name] = curves
         self._formulas = {name: kind.formula(self.world) for name, kind in KINDS.items()}
         self._nbytes = [t.nbytes for t in theory.graph.tensors]
         self._shares: _Shares | None = None
@@ -155,13 +160,10 @@ class Moves:
     ) -> MoveForm:
         """:meth:`move_form` of slices that lie in memory as they are sent."""
         assert self.cluster.network is not None
-        curves = self._measured.get(kind.name)
-        if curves is None and kind.measured_as is not None:
-            curves = self._measured.get(kind.measured_as)
-        nbytes = self._nbytes[tensor]
-        first = source if is_sharded(source) else target
-        axis = self._axis(tensor, first) if is_sharded(first) else None
-        second = self._axis(tensor, target) if is_sharded(source) and is_sharded(target) else None
+        name, nbytes, ends = kind.name, self._nbytes[tensor], kind.sharded_ends
+        axis = self._axis(tensor, target if kind.scatters else source) if ends else None
+        second = self._axis(tensor, target) if ends == 2 else None
+        curves = self._curves.get(name)
         if curves is not None:
             curve = curve_for(curves, nbytes if travels is None else travels)
             return MoveForm(
@@ -174,17 +176,18 @@ class Moves:
                 moved=kind.keeps_dim,
                 latency=curve.latency,
             )
-        terms, latency = self._formulas[kind.name], self.cluster.network.latency
-        whole = nbytes / self.cluster.network.bandwidth
+        latencies, per_shard, per_byte, per_largest, per_exchange = self._formulas[name]
+        latency = self.cluster.network.latency
+        whole, idle = nbytes / self.cluster.network.bandwidth, latencies * latency
         return MoveForm(
-            constant=terms.latency * latency + terms.per_byte * whole,
-            per_shard=terms.per_shard * latency,
-            per_largest=terms.per_largest * whole,
-            per_exchange=terms.per_exchange * whole,
+            constant=idle + per_byte * whole,
+            per_shard=per_shard * latency,
+            per_largest=per_largest * whole,
+            per_exchange=per_exchange * whole,
             axis=axis,
             target_axis=second,
             moved=kind.keeps_dim,
-            latency=terms.latency * latency,
+            latency=idle,
         )
 
     def move_seconds(

@@ -28,7 +28,7 @@ from math import prod
 import numpy as np
 
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cluster.collective_buffers import Carried, Held
+from hetspmd.cluster.collective_buffers import NOTHING, Carried, Held
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cluster.devices import Machine
 from hetspmd.cluster.machines import accelerator
@@ -253,7 +253,7 @@ class _Memory:
         shards that it sends or gives."""
         buffers, nbytes = KINDS[step.kind].buffers, self.graph.tensors[step.tensor].nbytes
         if buffers is None:
-            return Held()
+            return NOTHING
         largest = nbytes
         if is_sharded(sharded):
             extents = self.layout.outer.extents(step.tensor, sharded)

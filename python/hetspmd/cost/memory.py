@@ -31,9 +31,9 @@ from functools import cached_property
 
 import numpy as np
 
-from hetspmd.cluster.collective_buffers import Carried
-from hetspmd.cluster.collective_kinds import KINDS
-from hetspmd.cost.liveness import Liveness
+from hetspmd.cluster.collective_buffers import NOTHING, Carried
+from hetspmd.cluster.collective_kinds import KINDS, CollectiveKind
+from hetspmd.cost.liveness import Liveness, Transit
 from hetspmd.cost.model import Array, Index
 from hetspmd.placement import Placement, is_sharded, sharded_dim
 from hetspmd.program.buckets import Bucket, Scheduled
@@ -247,16 +247,8 @@ class Holdings:
         """
         n, blank = units.shape[1], len(units) - 1
         shares, holders = units.max(axis=1).tolist(), np.count_nonzero(units, axis=1).tolist()
-        for transit in self._transits:
-            start, step, wait = transit.start, transit.step, transit.wait
-            kind = KINDS[step.kind]
-            if kind.buffers is None:
-                continue
-            sharded = step.source if is_sharded(step.source) else step.target
-            axis = _axis(self.theory, step.tensor, sharded)
-            target = axis if step.target == sharded else _axis(self.theory, step.tensor, step.target)
-            size = self.theory.graph.tensors[step.tensor].nbytes
-            until = start + 1 if completed is None else min(completed.get(start, wait), wait)
+        for transit, kind, axis, target, moved in self._holding:
+            start, wait = transit.start, transit.wait
             if not transit.shared and holders[axis] == 1:
                 # One rank holds everything: nothing is padded, and moved to itself.
                 kind = KINDS[kind.lone or kind.name]
@@ -264,25 +256,41 @@ class Holdings:
                     continue
             if kind.buffers is None:
                 continue
-            held = kind.buffers(
-                Carried(
-                    world=n,
-                    nbytes=size,
-                    largest=size // int(of[axis]) * shares[axis],
-                    several=holders[axis] > 1,
-                    moved=is_sharded(sharded) and sharded_dim(sharded) != 0,
-                    bucket=transit.shared,
-                    spare=id(step) in self._spare,
-                )
+            size = self.theory.graph.tensors[transit.step.tensor].nbytes
+            carried = Carried(
+                world=n,
+                nbytes=size,
+                largest=size // int(of[axis]) * shares[axis],
+                several=holders[axis] > 1,
+                moved=moved,
+                bucket=transit.shared,
+                spare=id(transit.step) in self._spare,
             )
-            if held.freed:
-                yield start, start + 1, blank, -held.freed
+            flight, done, early, freed, _ = kind.buffers(carried)
+            if freed:
+                yield start, start + 1, blank, -freed
+            until = start + 1 if completed is None else min(completed.get(start, wait), wait)
             # What is made early is made on completion, the rest when it is waited for.
-            last = max(start, (until if held.early else wait) - 1)
-            for first, end, part in ((start, max(until, start + 1), held.flight), (last, last + 1, held.end)):
-                for place, nbytes in zip((blank, axis, target), part, strict=True):
-                    if nbytes:
-                        yield first, end, place, nbytes
+            last = max(start, (until if early else wait) - 1)
+            for first, end, held in ((start, max(until, start + 1), flight), (last, last + 1, done)):
+                if held is not NOTHING:
+                    yield from (
+                        (first, end, p, b) for p, b in zip((blank, axis, target), held, strict=True) if b
+                    )
+
+    @cached_property
+    def _holding(self) -> list[tuple[Transit, CollectiveKind, int, int, bool]]:
+        """The collectives that hold buffers: each with its kind, the axes of its shards and of its result, and
+        whether it moves dims."""
+        found = []
+        for transit in self._transits:
+            step, kind = transit.step, KINDS[transit.step.kind]
+            if kind.buffers is not None:
+                sharded = step.source if is_sharded(step.source) else step.target
+                axis, target = (_axis(self.theory, step.tensor, form) for form in (sharded, step.target))
+                moved = is_sharded(sharded) and sharded_dim(sharded) != 0
+                found.append((transit, kind, axis, target, moved))
+        return found
 
     def _over_time(self, first: Index, end: Index, held: Index) -> Index:
         steps = len(self.instruction)

@@ -71,12 +71,14 @@ def communications(
     """
     found: list[tuple[Placement, Placement, Kind]] = []
     forms = tuple(2 + d for d in dims)
+    gathers, exchanges = kinds_between("shard", "replicated"), kinds_between("shard", "shard")
     if summable:
         found.extend((PARTIAL, REPLICATE, kind) for kind in kinds_between("partial", "replicated"))
-        found.extend((PARTIAL, f, kind) for f in forms for kind in kinds_between("partial", "shard"))
+        scatters = kinds_between("partial", "shard") if forms else ()
+        found.extend((PARTIAL, f, kind) for f in forms for kind in scatters)
     for f in forms:
-        found.extend((f, REPLICATE, kind) for kind in kinds_between("shard", "replicated"))
-        found.extend((f, g, kind) for g in forms if g != f for kind in kinds_between("shard", "shard"))
+        found.extend((f, REPLICATE, kind) for kind in gathers)
+        found.extend((f, g, kind) for g in forms if g != f for kind in exchanges)
     found.extend(
         (before_cut(d), shard(d), kind) for d in copied for kind in kinds_between("before_cut", "shard")
     )
