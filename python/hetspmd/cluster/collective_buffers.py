@@ -35,7 +35,7 @@ class Carried(NamedTuple):
 
 class Held(NamedTuple):
     """Bytes: ``whole`` on each device; ``sharded`` and ``target`` over all devices, of which one has its share of
-    the axis along which the tensor is sharded, and of the axis of the result."""
+    the axis along which the tensor is sharded, and, where both ends of a kind are sharded, of the result's."""
 
     whole: int = 0
     sharded: int = 0

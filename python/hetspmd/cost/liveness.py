@@ -116,11 +116,10 @@ class Liveness:
         for each in self.sums if not self._alone else ():
             base = self.storage[each.source]
             whole = self.sizes[base][1] == PARTIAL and tensors[self.sizes[base][0]].nbytes
-            kind = KINDS[each.step.kind]
-            free = kind.in_place and self.last[base] == each.at and self.side[base] == each.late
-            if free and whole == tensors[each.step.tensor].nbytes:
+            free = self.last[base] == each.at and self.side[base] == each.late
+            if free and whole == tensors[each.step.tensor].nbytes and KINDS[each.step.kind].in_place:
                 spare.add(id(each.step))
-                if kind.target == "replicated":
+                if KINDS[each.step.kind].target == "replicated":
                     self.born[each.result] = each.at + 1
         return spare
 

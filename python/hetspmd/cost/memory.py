@@ -32,8 +32,8 @@ from functools import cached_property
 import numpy as np
 
 from hetspmd.cluster.collective_buffers import NOTHING, Carried
-from hetspmd.cluster.collective_kinds import KINDS, CollectiveKind
-from hetspmd.cost.liveness import Liveness, Transit
+from hetspmd.cluster.collective_kinds import KINDS
+from hetspmd.cost.liveness import Liveness
 from hetspmd.cost.model import Array, Index
 from hetspmd.placement import Placement, is_sharded, sharded_dim
 from hetspmd.program.buckets import Bucket, Scheduled
@@ -245,26 +245,33 @@ class Holdings:
 
         ``units[a, j]`` of ``of[a]`` units of axis a are device j's; the last axis is that of what is whole.
         """
-        n, blank = units.shape[1], len(units) - 1
-        shares, holders = units.max(axis=1).tolist(), np.count_nonzero(units, axis=1).tolist()
-        for transit, kind, axis, target, moved in self._holding:
-            start, wait = transit.start, transit.wait
-            if not transit.shared and holders[axis] == 1:
+        n, blank, tensors = units.shape[1], len(units) - 1, self.theory.graph.tensors
+        whole, most = of.tolist(), units.max(axis=1).tolist()
+        holders = np.count_nonzero(units, axis=1).tolist()
+        for transit in self._transits:
+            start, step, wait, shared = transit.start, transit.step, transit.wait, transit.shared
+            kind = KINDS[step.kind]
+            if kind.buffers is None:
+                continue
+            sharded = step.source if is_sharded(step.source) else step.target
+            axis = _axis(self.theory, step.tensor, sharded)
+            target = _axis(self.theory, step.tensor, step.target) if kind.sharded_ends == 2 else axis
+            if not shared and holders[axis] == 1:
                 # One rank holds everything: nothing is padded, and moved to itself.
                 kind = KINDS[kind.lone or kind.name]
                 if kind.sharded_ends == 2 and np.array_equal(units[axis] > 0, units[target] > 0):
                     continue
             if kind.buffers is None:
                 continue
-            size = self.theory.graph.tensors[transit.step.tensor].nbytes
+            size = tensors[step.tensor].nbytes
             carried = Carried(
                 world=n,
                 nbytes=size,
-                largest=size // int(of[axis]) * shares[axis],
+                largest=size // whole[axis] * most[axis],
                 several=holders[axis] > 1,
-                moved=moved,
-                bucket=transit.shared,
-                spare=id(transit.step) in self._spare,
+                moved=is_sharded(sharded) and sharded_dim(sharded) != 0,
+                bucket=shared,
+                spare=id(step) in self._spare,
             )
             flight, done, early, freed, _ = kind.buffers(carried)
             if freed:
@@ -274,23 +281,9 @@ class Holdings:
             last = max(start, (until if early else wait) - 1)
             for first, end, held in ((start, max(until, start + 1), flight), (last, last + 1, done)):
                 if held is not NOTHING:
-                    yield from (
-                        (first, end, p, b) for p, b in zip((blank, axis, target), held, strict=True) if b
-                    )
-
-    @cached_property
-    def _holding(self) -> list[tuple[Transit, CollectiveKind, int, int, bool]]:
-        """The collectives that hold buffers: each with its kind, the axes of its shards and of its result, and
-        whether it moves dims."""
-        found = []
-        for transit in self._transits:
-            step, kind = transit.step, KINDS[transit.step.kind]
-            if kind.buffers is not None:
-                sharded = step.source if is_sharded(step.source) else step.target
-                axis, target = (_axis(self.theory, step.tensor, form) for form in (sharded, step.target))
-                moved = is_sharded(sharded) and sharded_dim(sharded) != 0
-                found.append((transit, kind, axis, target, moved))
-        return found
+                    for place, nbytes in ((blank, held.whole), (axis, held.sharded), (target, held.target)):
+                        if nbytes:
+                            yield first, end, place, nbytes
 
     def _over_time(self, first: Index, end: Index, held: Index) -> Index:
         steps = len(self.instruction)
