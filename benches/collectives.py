@@ -33,8 +33,8 @@ from emulated.entry import exit_status
 from emulated.launch import Workers
 from emulated.pages import replace_results
 from emulated.spec import ClusterSpec
-from hetspmd.cluster.collective_kinds import GATHERS, SCATTERS, Kind
-from hetspmd.cluster.curves import COLLECTIVES, Curve, Point, curve_for
+from hetspmd.cluster.collective_kinds import Kind, kinds_between
+from hetspmd.cluster.curves import Curve, Point, curve_for
 from hetspmd.dist.process_group import ProcessGroupCommunicator
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
@@ -43,8 +43,8 @@ from hetspmd.profile.trials import Trial, start, trials
 
 SIZES: Final = (1 << 16, 1 << 20, 1 << 23)
 GROUPS: Final = {
-    "gather": tuple(k for k in COLLECTIVES if k in GATHERS),
-    "reduce": tuple(k for k in COLLECTIVES if k in SCATTERS),
+    "gather": kinds_between("shard", "replicated"),
+    "reduce": kinds_between("partial", "shard"),
 }
 EXCHANGED: Final = "exchange_gather"
 """What programs do not have."""

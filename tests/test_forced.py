@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 import zoo
-from hetspmd.cluster.collective_kinds import GATHERS, SCATTERS
+from hetspmd.cluster.collective_kinds import kinds_between
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, shard
 from hetspmd.plan.plan import Plan
@@ -37,7 +37,8 @@ MODELS = [
     pytest.param(n, marks=pytest.mark.slow if n == "resnet50" else ()) for n in (*zoo.REQUIRED, "bert-moe")
 ]
 
-REDUCES = {"all_reduce", *SCATTERS}
+GATHERS = kinds_between("shard", "replicated")
+REDUCES = {"all_reduce", *kinds_between("partial", "shard")}
 
 
 def forced(entry: Traced, constraints: Constraints) -> Plan:

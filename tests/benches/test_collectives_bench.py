@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 import collectives as bench
-from hetspmd.cluster.collective_kinds import GATHERS, SCATTERS
+from hetspmd.cluster.collective_kinds import kinds_between
 from hetspmd.profile.fit import fit_curves
 
+SCATTERS = set(kinds_between("partial", "shard"))
+GATHERS = set(kinds_between("shard", "replicated"))
 WORLD = 4
 SIZES = [1 << 16, 1 << 20]
 BANDWIDTH, LATENCY = 1e8, 1e-4

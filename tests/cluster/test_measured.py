@@ -8,10 +8,9 @@ import pytest
 from cost_graphs import Builder, cluster
 
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.cluster.collective_kinds import KINDS, Kind
 from hetspmd.cluster.curves import (
     COLLECTIVES,
-    TERMS_OF,
     Curve,
     Fit,
     MeasuredFigures,
@@ -45,13 +44,13 @@ def product() -> Theory:
 
 
 def curve(kind: Kind, devices: int, *numbers: float) -> Curve:
-    return Curve(kind, devices, **dict(zip(TERMS_OF[kind], numbers, strict=False)))
+    return Curve(kind, devices, **dict(zip(KINDS[kind].terms, numbers, strict=False)))
 
 
 def curves(devices: int) -> tuple[Curve, ...]:
     """Every term of every collective at once, each another number."""
     return tuple(
-        curve(kind, devices, *(1e-3 * (10 * k + t + 1) / devices for t in range(len(TERMS_OF[kind]))))
+        curve(kind, devices, *(1e-3 * (10 * k + t + 1) / devices for t in range(len(KINDS[kind].terms))))
         for k, kind in enumerate(COLLECTIVES)
     )
 
@@ -62,7 +61,7 @@ def measured(n: int, *parts: tuple[Curve, ...]) -> Cluster:
 
 def test_every_collective_can_be_measured() -> None:
     # A rebalance is an all_to_all.
-    assert set(COLLECTIVES) == set(get_args(Kind)) - {"rebalance"} == set(TERMS_OF)
+    assert set(COLLECTIVES) == set(get_args(Kind)) - {"rebalance"}
 
 
 def test_curves_take_the_place_of_the_network() -> None:
@@ -71,14 +70,10 @@ def test_curves_take_the_place_of_the_network() -> None:
     found = curves(4)
     model = CostModel(theory, measured(4, found, curves(2)))
     lengths = Lengths(4, tuple((a.units // 2, a.units // 2, 0, 0) for a in theory.axes.axes))
-    shapes = {
-        "all_reduce": (PARTIAL, REPLICATE), "reduce_scatter": (PARTIAL, S1),
-        "grouped_reduce": (PARTIAL, S0), "all_gather": (S0, REPLICATE),
-        "grouped_broadcast": (S0, REPLICATE), "all_to_all": (S0, S1),
-        "ring_reduce": (PARTIAL, S0), "exchange_reduce": (PARTIAL, S1), "ring_gather": (S0, REPLICATE),
-    }  # fmt: skip
+    sources = {"partial": PARTIAL, "shard": S0}
+    targets = {"replicated": REPLICATE, "shard": S1}
     for of in found:
-        source, target = shapes[of.kind]
+        source, target = sources[KINDS[of.kind].source], targets[KINDS[of.kind].target]
         want = of.seconds(NBYTES, 2, 0.5, 0.25)
         assert model.move_seconds(C, source, target, of.kind, lengths) == pytest.approx(want, rel=1e-12)
         form = model.move_form(C, source, target, of.kind)

@@ -94,13 +94,15 @@ def test_one_device_needs_no_group() -> None:
     comm = communicator_for(None, 1)
     assert isinstance(comm, LoneCommunicator)
     assert comm.exchange("x") == ["x"]
+    from hetspmd.cluster.collective_kinds import KINDS
     from hetspmd.dist import collectives
     from hetspmd.dist.random import Randomness
     from hetspmd.dist.runtime import Runtime
 
     runtime = Runtime(comm, Randomness(0, 0, torch.device("cpu")))
     x = torch.arange(6.0).view(2, 3)
-    for start in (*collectives.SCATTERS.values(), *collectives.GATHERS.values()):
-        assert torch.equal(start(runtime, x, 1, (3,)).wait(), x)
+    for name, kind in KINDS.items():
+        if kind.sharded_ends == 1:
+            assert torch.equal(collectives.STARTS[name].one(runtime, x, 1, (3,)).wait(), x)
     assert torch.equal(collectives.start_all_to_all(runtime, x, 0, 1, (2,), (3,)).wait(), x)
     assert torch.equal(collectives.start_all_reduce(runtime, x).wait(), x)

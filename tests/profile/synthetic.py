@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from hetspmd.cluster.collective_kinds import Kind
-from hetspmd.cluster.curves import COLLECTIVES, TERMS_OF, Curve, Fit, Point, Rate
+from hetspmd.cluster.collective_kinds import KINDS, Kind
+from hetspmd.cluster.curves import COLLECTIVES, Curve, Fit, Point, Rate
 from hetspmd.cluster.devices import Device
 from hetspmd.profile.fit import fit_curve
 from hetspmd.profile.trials import LEVELS, trials
@@ -15,7 +15,7 @@ TRUE = {"latency": 8e-5, "per_shard": 3e-5, "per_byte": 2e-10, "per_largest": 9e
 
 
 def true_curve(kind: Kind, devices: int) -> Curve:
-    return Curve(kind, devices, **{term: TRUE[term] * devices for term in TERMS_OF[kind]})
+    return Curve(kind, devices, **{term: TRUE[term] * devices for term in KINDS[kind].terms})
 
 
 def points(curve: Curve, noise: float = 0.0, seed: int = 0) -> list[Point]:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import TRUE, points, true_curve
 
-from hetspmd.cluster.collective_kinds import Kind
-from hetspmd.cluster.curves import COLLECTIVES, TERMS_OF, Curve, Fit
+from hetspmd.cluster.collective_kinds import KINDS, Kind
+from hetspmd.cluster.curves import COLLECTIVES, Curve, Fit
 from hetspmd.errors import ProfileError
 from hetspmd.profile.fit import fit_curve, fit_curves, fit_network, hidden, non_negative_least_squares
 from hetspmd.profile.sampling import CONFIDENCE, FIRST, interval, repeat, tight
@@ -25,7 +25,7 @@ from hetspmd.profile.trials import LEVELS, trials
 def test_exact_times_give_exact_terms(kind: Kind, devices: int) -> None:
     true = true_curve(kind, devices)
     fit = fit_curve(kind, devices, points(true))
-    for term in TERMS_OF[kind]:
+    for term in KINDS[kind].terms:
         assert getattr(fit.curve, term) == pytest.approx(getattr(true, term), rel=1e-4), term
     assert fit.r2 == pytest.approx(1.0)
     assert fit.error == pytest.approx(0.0, abs=1e-5)
@@ -60,7 +60,7 @@ def test_a_split_where_the_terms_change(kind: Kind, noise: float) -> None:
     """Beyond 1 MiB everything takes four times as long per byte; without that, there is one curve."""
     true = true_curve(kind, 4)
     steep = replace(
-        true, above=2.0**20, **{t: 4 * getattr(true, t) for t in TERMS_OF[kind] if t.startswith("per_")}
+        true, above=2.0**20, **{t: 4 * getattr(true, t) for t in KINDS[kind].terms if t.startswith("per_")}
     )
     measured = [p for p in points(true, noise, 5) if p.nbytes <= 2**20]
     assert len(fit_curves(kind, 4, points(true, noise, 5))) == 1
@@ -228,8 +228,8 @@ def test_trials(n: int) -> None:
                 want = max(max(s * (1 - u), u * (1 - s)) for s, u in zip(shares, targets, strict=True))
                 assert t.exchange == pytest.approx(want)
         kinds = [(t.kind, t.skew) for t in found]
-        assert len(kinds) == len(set(kinds)) == 1 + 8 * (3 if n in (2, 3) else 4) - 2
+        assert len(kinds) == len(set(kinds)) == 1 + (len(COLLECTIVES) - 1) * (3 if n in (2, 3) else 4) - 2
         assert not {("all_gather", "lone"), ("reduce_scatter", "lone")} & set(kinds), (
             "they run as grouped ones"
         )
-    assert set(TRUE) == {term for terms in TERMS_OF.values() for term in terms}
+    assert set(TRUE) == {term for kind in KINDS.values() for term in kind.terms}

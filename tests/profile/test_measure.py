@@ -18,7 +18,7 @@ from profile_worker import worker
 from synthetic import rates_of
 
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.cluster.collective_kinds import KINDS, Kind
 from hetspmd.cluster.curves import COLLECTIVES, Point
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.pending import PendingTensor
@@ -31,7 +31,7 @@ from hetspmd.profile.collectives import measure_group
 from hetspmd.profile.measure import Options, Profile, measure
 from hetspmd.profile.sampling import FIRST
 from hetspmd.profile.session import Session
-from hetspmd.profile.trials import LEVELS, PADDED, Trial
+from hetspmd.profile.trials import LEVELS, Trial
 from processes import spawn
 
 TARGETS = Path(__file__).parents[1] / "cli" / "targets.py"
@@ -169,7 +169,7 @@ def test_simulated_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes = {p.nbytes for p in found}
         assert max(sizes) <= LEVELS[2]
         assert len(sizes) == 3
-        skews = 1 if kind == "all_reduce" else (3 if devices == 2 else 4) - (kind in PADDED)
+        skews = 1 if kind == "all_reduce" else (3 if devices == 2 else 4) - (KINDS[kind].lone is not None)
         assert len(found) == 3 * skews
         assert all(0 < p.low <= p.seconds <= p.high and p.samples >= 2 for p in found)
     assert Cluster.from_text(made.to_text()) == made.cluster

@@ -12,12 +12,13 @@ from small_models import case
 import workbench  # isort: split
 
 from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cluster.curves import Curve
 from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.coalesce import FULL, LARGEST, bucket_bytes
 from hetspmd.cost.model import CostModel
 from hetspmd.placement import PARTIAL, REPLICATE
-from hetspmd.program.buckets import COALESCED, TINY, Bucket, Scheduled, bucketed, transfer_text
+from hetspmd.program.buckets import TINY, Bucket, Scheduled, bucketed, transfer_text
 from hetspmd.program.program import Communicate, Compute, Step
 from hetspmd.program.schedule import reads, schedule, writes
 
@@ -55,7 +56,8 @@ def test_buckets_of_random_programs(size: int) -> None:
                         found += 1
                         tensors = [graph.tensors[m.tensor] for m in step.members]
                         assert len(step.members) > 1
-                        assert {m.kind for m in step.members} == {step.kind} <= set(COALESCED)
+                        assert {m.kind for m in step.members} == {step.kind}
+                        assert KINDS[step.kind].coalesces
                         assert len({t.dtype for t in tensors}) == 1
                         assert sum(t.nbytes for t in tensors) <= size
                 for i, step in enumerate(after):

@@ -15,8 +15,7 @@ from typing import get_args
 import pytest
 from small_models import Case, case
 
-from hetspmd.cluster.collective_kinds import Kind
-from hetspmd.dist import collectives
+from hetspmd.cluster.collective_kinds import Kind, kinds_between
 from hetspmd.errors import ProofError
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, available, is_sharded, shard
@@ -125,7 +124,7 @@ def test_forms_of_collectives_cannot_change(model: str, style: str) -> None:
     implementation of the same triple, and a target of replicated for any kind that reaches it."""
     found = plan(model, style)
     theory, program = found.theory, found.program
-    alike = [set(collectives.SCATTERS), set(collectives.GATHERS)]
+    alike = [set(kinds_between("partial", "shard")), set(kinds_between("shard", "replicated"))]
     kinds = [kind for kind in get_args(Kind) if kind != "rebalance"]
 
     def mutants() -> Iterator[Mutant]:

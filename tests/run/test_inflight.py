@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.cluster.collective_kinds import Kind, kinds_between
 from hetspmd.cost.memory import Holdings
 from hetspmd.dist import collectives
 from hetspmd.dist.communicator import Communicator, Work
@@ -256,8 +256,8 @@ def settled(comm: Communicator) -> list[bool]:
         (collectives.start_all_to_all, (0, 1, extents, (1, 1, 1)), extents[comm.rank]),
     ]
     results: dict[Any, Callable[[int, Any], int]] = {start: lambda rank, args: 18 for start, _, _ in starts}
-    for scatter in collectives.SCATTERS.values():
-        results[scatter] = lambda rank, args: 3 * args[1][rank]
+    for kind in kinds_between("partial", "shard"):
+        results[collectives.STARTS[kind].one] = lambda rank, args: 3 * args[1][rank]
     results[collectives.start_all_to_all] = lambda rank, args: 6
     found: list[bool] = []
     for start, args, rows in starts:

@@ -15,9 +15,9 @@ import pytest
 from small_models import case
 
 from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.collective_kinds import kinds_between
 from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel
-from hetspmd.dist import collectives
 from hetspmd.errors import SearchError
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, shard
 from hetspmd.program.checker import check
@@ -218,7 +218,7 @@ def test_moves_are_those_that_can_matter(name: str) -> None:
             assert source != target
             assert source != REPLICATE, "what is whole needs no collective"
             assert target != PARTIAL
-            assert (source == PARTIAL) == (kind in ("all_reduce", *collectives.SCATTERS))
+            assert (source == PARTIAL) == (kind in ("all_reduce", *kinds_between("partial", "shard")))
             assert not (source == PARTIAL and e.dtype == "bool")
             for form in (source, target):
                 if is_sharded(form):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +31,9 @@ def test_a_wrong_collective_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     c = case("mlp", torch.float32)
     plans = [random_plan(c, 3, seed) for seed in range(4)]
-    monkeypatch.setitem(collectives.STARTS, "all_reduce", wrong)
+    monkeypatch.setitem(
+        collectives.STARTS, "all_reduce", replace(collectives.STARTS["all_reduce"], one=wrong)
+    )
     found = [verify(c.model, c.batch, p.cluster, plan=p, locate=True, optimizers=("sgd",)) for p in plans]
     report = next(r for r in found if not r.ok)
     assert "is the first value that differs, on rank" in report.located, report.text

@@ -12,6 +12,7 @@ from small_plans import cluster
 from torch import nn
 from torch.nn import functional as F
 
+from hetspmd.cluster.collective_kinds import kinds_between
 from hetspmd.codec.records import DamageError, decode, encode
 from hetspmd.dist import collectives
 from hetspmd.dist.communicator import Communicator
@@ -241,13 +242,14 @@ def test_collectives_of_conjugates() -> None:
         runtime = Runtime(comm, Randomness(0, comm.rank, torch.device("cpu")))
         start = (0, 3, 3)[comm.rank]
         part = whole.conj()[start : start + extents[comm.rank]]
-        found = [gather(runtime, part, 0, extents).wait() for gather in collectives.GATHERS.values()]
-        found += [gather(runtime, part.imag, 0, extents).wait() for gather in collectives.GATHERS.values()]
+        gathers = [collectives.STARTS[kind].one for kind in kinds_between("shard", "replicated")]
+        found = [gather(runtime, part, 0, extents).wait() for gather in gathers]
+        found += [gather(runtime, part.imag, 0, extents).wait() for gather in gathers]
         moved = collectives.start_all_to_all(runtime, part, 0, 1, extents, (2, 2, 2)).wait()
         found.append(collectives.start_all_gather(runtime, moved.conj(), 1, (2, 2, 2)).wait().conj())
         found.append(collectives.start_all_reduce(runtime, whole.conj()).wait() / 3)
-        for scatter in collectives.SCATTERS.values():
-            summed = scatter(runtime, whole.conj(), 0, extents).wait() / 3
+        for kind in kinds_between("partial", "shard"):
+            summed = collectives.STARTS[kind].one(runtime, whole.conj(), 0, extents).wait() / 3
             found.append(collectives.start_all_gather(runtime, summed, 0, extents).wait())
         return found
 

@@ -42,44 +42,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, cast
 
-from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.cluster.collective_kinds import KINDS, Kind, Terms
 from hetspmd.cluster.file import Node
 from hetspmd.cluster.op_times import OpFits, OpTimes, op_entries, read_ops
 from hetspmd.errors import ClusterError
 
 __all__ = [
-    "COLLECTIVES", "TERMS_OF", "Curve", "Fit", "MeasuredFigures", "Point", "Rate", "at_devices",
+    "COLLECTIVES", "Curve", "Fit", "MeasuredFigures", "Point", "Rate", "at_devices",
     "check_curves", "curve_for", "read_measured",
 ]  # fmt: skip
 
 VERSION: Final = 1
-COLLECTIVES: Final[tuple[Kind, ...]] = (
-    "all_reduce",
-    "reduce_scatter",
-    "grouped_reduce",
-    "ring_reduce",
-    "exchange_reduce",
-    "all_gather",
-    "grouped_broadcast",
-    "ring_gather",
-    "all_to_all",
-)
+COLLECTIVES: Final[tuple[Kind, ...]] = tuple(name for name, kind in KINDS.items() if kind.terms)
+"""The kinds that are measured."""
 RATES: Final = ("matmul", "convolution", "memory", "launch", "optimizer")
-TERMS: Final = ("latency", "per_shard", "per_byte", "per_largest", "per_exchange")
-_PADDED: Final = ("latency", "per_byte", "per_largest")
-_EXACT: Final = ("latency", "per_shard", "per_byte", "per_largest")
-TERMS_OF: Final[Mapping[str, tuple[str, ...]]] = {
-    "all_reduce": ("latency", "per_byte"),
-    "reduce_scatter": _PADDED,
-    "grouped_reduce": _EXACT,
-    "ring_reduce": _EXACT,
-    "exchange_reduce": _EXACT,
-    "all_gather": _PADDED,
-    "grouped_broadcast": _EXACT,
-    "ring_gather": _EXACT,
-    "all_to_all": ("latency", "per_byte", "per_exchange"),
-}
-"""The terms that a collective's seconds may have; local copies are in ``per_byte``."""
+TERMS: Final = Terms._fields
 ABOUT: Final = (
     "backend", "torch", "budget", "spent", "tolerance", "confidence", "threads", "memory", "flops", "timing",
     "dropped", "optimizer", "ops",
@@ -106,13 +83,13 @@ class Curve:
 
     def __post_init__(self) -> None:
         where = f"measured curve of {self.kind!r} between {self.devices} devices"
-        if self.kind not in COLLECTIVES or self.devices < 2:
+        if self.kind not in KINDS or not KINDS[self.kind].terms or self.devices < 2:
             raise ClusterError(f"{where}: no such collective; profile again")
         numbers = {term: getattr(self, term) for term in TERMS}
         for term, number in numbers.items():
             if not 0 <= number < float("inf"):
                 raise ClusterError(f"{where}: {term} is {number}; it must be finite and not negative")
-            if number and term not in TERMS_OF[self.kind]:
+            if number and term not in KINDS[self.kind].terms:
                 raise ClusterError(f"{where}: {term} has no meaning there; it must be 0")
         if not 0 <= self.above < float("inf"):
             raise ClusterError(f"{where}: above is {self.above}; it must be finite and not negative")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cluster.curves import Curve
 from hetspmd.program.buckets import TINY
 
@@ -28,7 +29,8 @@ def bucket_bytes(cluster: Cluster) -> int:
     n = cluster.world
     if n == 1 or cluster.network is None:
         return 0
-    fixed, per_byte = 2 * cluster.network.latency, 2 * (n - 1) / n / cluster.network.bandwidth
+    terms = KINDS["all_reduce"].formula(n)
+    fixed, per_byte = terms.latency * cluster.network.latency, terms.per_byte / cluster.network.bandwidth
     curves: Sequence[Curve] = sorted(
         (c for c in cluster.curves if c.kind == "all_reduce" and c.devices == n), key=lambda c: c.above
     )

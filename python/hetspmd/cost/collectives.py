@@ -1,19 +1,13 @@
 """Seconds of a collective, linear in the sharding ratios (HAP 3.2).
 
-For a tensor of E bytes over n devices, largest share M, k devices with a share, latency L
-and link bandwidth b:
+For a tensor of E bytes over n devices, largest share M, k devices with a share, exchanged part X, latency L and
+link bandwidth b:
 
-    all_gather, reduce_scatter          L + (n - 1) M E / b             ring, padded to the largest shard
-    grouped_broadcast, grouped_reduce   k L + E / b                     one pipelined operation per shard
-    ring_gather, ring_reduce            as the grouped, unless measured; so exchange_reduce
-    all_reduce                          2 L + 2 (n - 1) / n E / b       ring: reduce-scatter, all-gather
-    all_to_all                          L + E max_j max(s_j (1 - t_j), t_j (1 - s_j)) / b
-    rebalance                           an all_to_all along one dim: :mod:`hetspmd.cost.rebalance`
+    latency L + per_shard k L + (per_byte + per_largest M + per_exchange X) E / b
 
-with s and t the shares of the source's and the target's axis: device j sends its slice but for the part that
-it keeps, and receives its new slice but for that part. Ring formulas as in Thakur, Rabenseifner and Gropp,
-IJHPCA 2005; padding and grouping as in HAP 2.5.1. One device communicates in 0 seconds. A collective that was
-measured between n devices has its own curve in place of these formulas (:mod:`hetspmd.cluster.curves`).
+with the terms of the kind's formula (:mod:`hetspmd.cluster.collective_kinds`). A collective that was measured
+between n devices has its own curve in place of the formula (:mod:`hetspmd.cluster.curves`); one that was not has
+the curve of the kind that stands in for it, if there is one. One device communicates in 0 seconds.
 
 Collectives that share a bucket (:mod:`hetspmd.program.buckets`) have one latency, the first one's.
 
@@ -24,19 +18,18 @@ and after it was gathered, each in the seconds that the slowest device needs for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cluster.collective_kinds import GATHERS, SCATTERS, Kind
+from hetspmd.cluster.collective_kinds import KINDS, CollectiveKind, Kind
 from hetspmd.cluster.curves import Curve, curve_for
 from hetspmd.cost.coalesce import bucket_bytes
 from hetspmd.cost.rebalance import rebalance_seconds
 from hetspmd.cost.signatures import Array, Index
-from hetspmd.placement import Placement, is_sharded, sharded_dim
+from hetspmd.placement import Placement, sharded_dim
 from hetspmd.program.buckets import Bucket, coalesces
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate
@@ -44,25 +37,18 @@ from hetspmd.rules.theory import Theory
 
 __all__ = ["MoveForm", "Moves", "exchanged"]
 
-_GROUPED: Final[Mapping[Kind, Kind]] = {
-    "ring_gather": "grouped_broadcast",
-    "ring_reduce": "grouped_reduce",
-    "exchange_reduce": "grouped_reduce",
-}
-"""Those that cost what others do unless they were measured: nothing tells them apart, and the others are taken."""
-
 
 @dataclass(frozen=True, slots=True)
 class MoveForm:
     """A collective's seconds: ``constant + per_shard * k + per_largest * M + per_exchange * X``.
 
     k counts the devices with a share, M is the largest share and X the exchanged part
-    ``max_j max(s_j (1 - t_j), t_j (1 - s_j))``. ``axis`` is the axis of the shards (for all_to_all of the
-    source, with ``target_axis`` the target's); None for all_reduce. ``moved``: a rebalance, whose X and whose
-    seconds where the shares agree are those of :mod:`hetspmd.cost.rebalance`. ``latency`` is the part of
-    ``constant`` in which links are idle; so they are during ``per_shard * k``. ``pack`` and ``unpack`` are the
-    parts of it in which the device that copies slowest puts slices in order, before it issues the collective and
-    after it has waited for it.
+    ``max_j max(s_j (1 - t_j), t_j (1 - s_j))``. ``axis`` is the axis of the shards (where source and target are
+    sharded that of the source, with ``target_axis`` the target's); None if neither is. ``moved``: a rebalance,
+    whose X and whose seconds where the shares agree are those of :mod:`hetspmd.cost.rebalance`. ``latency`` is the
+    part of ``constant`` in which links are idle; so they are during ``per_shard * k``. ``pack`` and ``unpack`` are
+    the parts of it in which the device that copies slowest puts slices in order, before it issues the collective
+    and after it has waited for it.
     """
 
     constant: float
@@ -88,10 +74,16 @@ class Moves:
         self.cluster = cluster
         self.world = cluster.world
         self.bucket_bytes = bucket_bytes(cluster)
-        self._measured: dict[Kind, list[Curve]] = {}
+        measured: dict[Kind, list[Curve]] = {}
         for curve in sorted(cluster.curves, key=lambda c: c.above):
             if curve.devices == self.world:
-                self._measured.setdefault(curve.kind, []).append(curve)
+                measured.setdefault(curve.kind, []).append(curve)
+        self._curves: dict[Kind, list[Curve]] = {}
+        for name, kind in KINDS.items():
+            curves = measured.get(name) or measured.get(kind.measured_as or name)
+            if curves:
+                self._curves[name] = curves
+        self._formulas = {name: kind.formula(self.world) for name, kind in KINDS.items()}
         self._nbytes = [t.nbytes for t in theory.graph.tensors]
         self._shares: _Shares | None = None
         self._table: _Table | None = None
@@ -152,53 +144,50 @@ class Moves:
         Raises ValueError for a dim that no axis shards.
         """
         if self.world == 1 or self.cluster.network is None:
-            return MoveForm(0.0, moved=kind == "rebalance")
-        if kind == "rebalance":
-            return replace(self.move_form(tensor, source, target, "all_to_all"), moved=True)
-        sent = self._sent_form(tensor, source, target, kind, travels)
-        if kind in SCATTERS and sharded_dim(target):
+            return MoveForm(0.0, moved=KINDS[kind].keeps_dim)
+        of = KINDS[kind]
+        sent = self._sent_form(tensor, source, target, of, travels)
+        if of.scatters and sharded_dim(target):
             copied = self._nbytes[tensor] * self.cluster.copying
             return replace(sent, constant=sent.constant + copied, pack=copied)
-        if kind in GATHERS and sharded_dim(source):
+        if of.gathers and sharded_dim(source):
             copied = self._nbytes[tensor] * self.cluster.copying
             return replace(sent, constant=sent.constant + copied, unpack=copied)
         return sent
 
     def _sent_form(
-        self, tensor: int, source: Placement, target: Placement, kind: Kind, travels: int | None
+        self, tensor: int, source: Placement, target: Placement, kind: CollectiveKind, travels: int | None
     ) -> MoveForm:
         """:meth:`move_form` of slices that lie in memory as they are sent."""
         assert self.cluster.network is not None
-        if kind in _GROUPED and kind not in self._measured:
-            kind = _GROUPED[kind]
-        if kind in self._measured:
-            return self._measured_form(tensor, source, target, kind, travels)
-        n, latency = self.world, self.cluster.network.latency
-        whole = self._nbytes[tensor] / self.cluster.network.bandwidth
-        if kind == "all_reduce":
-            return MoveForm(2 * latency + 2 * (n - 1) / n * whole, latency=2 * latency)
-        axis = self._axis(tensor, source if is_sharded(source) else target)
-        if kind == "all_to_all":
-            target_axis = self._axis(tensor, target)
-            return MoveForm(latency, per_exchange=whole, axis=axis, target_axis=target_axis, latency=latency)
-        if kind in ("all_gather", "reduce_scatter"):
-            return MoveForm(latency, per_largest=(n - 1) * whole, axis=axis, latency=latency)
-        return MoveForm(whole, per_shard=latency, axis=axis)
-
-    def _measured_form(
-        self, tensor: int, source: Placement, target: Placement, kind: Kind, travels: int | None
-    ) -> MoveForm:
-        """:meth:`move_form` from the measured curve of ``kind``."""
-        nbytes = self._nbytes[tensor]
-        curve = curve_for(self._measured[kind], nbytes if travels is None else travels)
+        name, nbytes, ends = kind.name, self._nbytes[tensor], kind.sharded_ends
+        axis = self._axis(tensor, target if kind.scatters else source) if ends else None
+        second = self._axis(tensor, target) if ends == 2 else None
+        curves = self._curves.get(name)
+        if curves is not None:
+            curve = curve_for(curves, nbytes if travels is None else travels)
+            return MoveForm(
+                constant=curve.latency + curve.per_byte * nbytes,
+                per_shard=curve.per_shard,
+                per_largest=curve.per_largest * nbytes,
+                per_exchange=curve.per_exchange * nbytes,
+                axis=axis,
+                target_axis=second,
+                moved=kind.keeps_dim,
+                latency=curve.latency,
+            )
+        latencies, per_shard, per_byte, per_largest, per_exchange = self._formulas[name]
+        latency = self.cluster.network.latency
+        whole, idle = nbytes / self.cluster.network.bandwidth, latencies * latency
         return MoveForm(
-            curve.latency + curve.per_byte * nbytes,
-            curve.per_shard,
-            curve.per_largest * nbytes,
-            curve.per_exchange * nbytes,
-            None if kind == "all_reduce" else self._axis(tensor, source if is_sharded(source) else target),
-            self._axis(tensor, target) if kind == "all_to_all" else None,
-            latency=curve.latency,
+            constant=idle + per_byte * whole,
+            per_shard=per_shard * latency,
+            per_largest=per_largest * whole,
+            per_exchange=per_exchange * whole,
+            axis=axis,
+            target_axis=second,
+            moved=kind.keeps_dim,
+            latency=idle,
         )
 
     def move_seconds(

@@ -28,6 +28,8 @@ from math import prod
 import numpy as np
 
 from hetspmd.cluster.cluster import Cluster
+from hetspmd.cluster.collective_buffers import NOTHING, Carried, Held
+from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cluster.devices import Machine
 from hetspmd.cluster.machines import accelerator
 from hetspmd.cost.memory import OPTIMIZER_BYTES, TEMPORARIES
@@ -44,6 +46,7 @@ from hetspmd.program.levels import (
     NestedStep,
     Together,
     between,
+    default_kind,
     provider,
 )
 from hetspmd.trace.graph import ITEM_SIZES
@@ -84,12 +87,15 @@ def _seconds(
         return _bytes(layout, (tensor, outer, REPLICATE), machine) / bandwidth
 
     if isinstance(step, InsideCollective):
+        # Shards are even: M is 1 / k, and an exchange sends no more than one.
+        terms = KINDS[default_kind(step.source, step.target)].formula(k)
         whole = moved(step.tensor, step.outer)
-        if step.kind == "all_reduce":
-            return 2 * latency + 2 * (k - 1) / k * whole
-        if step.kind == "all_to_all":
-            return latency + whole / k
-        return latency + (k - 1) / k * whole
+        latencies = terms.latency + terms.per_shard * k
+        return (
+            latencies * latency
+            + (terms.per_byte + terms.per_largest / k) * whole
+            + terms.per_exchange * whole / k
+        )
     members = between(step)
     cut = sum(is_sharded(m.collected) for m in members) + sum(is_sharded(m.handed_out) for m in members)
     whole_parts = (
@@ -228,21 +234,28 @@ class _Memory:
         """What the first accelerators hold for a collective: the collected part, the whole result and its
         padding."""
         layout = self.layout
+        sharded = step.source if is_sharded(step.source) else step.target
+        held = self._padding(step, sharded)
         found = []
         for machine in self.machines:
             size = _bytes(layout, (step.tensor, step.target, REPLICATE), machine)
             if step.collected != REPLICATE:
                 size += _bytes(layout, (step.tensor, step.source, REPLICATE), machine)
-            form = step.source if is_sharded(step.source) else step.target
-            if step.kind in ("all_gather", "reduce_scatter"):
-                extents = layout.outer.extents(step.tensor, form)
-                of = layout.graph.tensors[step.tensor].nbytes
-                size += len(extents) * max(extents) * of // max(sum(extents), 1)
-            elif step.kind in ("grouped_reduce", "ring_reduce", "exchange_reduce"):
-                size += layout.graph.tensors[step.tensor].nbytes
-                if step.kind == "exchange_reduce":  # a part from each machine
-                    size += len(self.machines) * _bytes(
-                        layout, (step.tensor, step.target, REPLICATE), machine
-                    )
+            size += held.whole
+            if held.sharded:
+                part = _bytes(layout, (step.tensor, sharded, REPLICATE), machine)
+                size += held.sharded * part // layout.graph.tensors[step.tensor].nbytes
             found.append(size)
         return found
+
+    def _padding(self, step: Across, sharded: Placement) -> Held:
+        """What the kind of a collective has on the first accelerators besides; ``sharded``: the placement of the
+        shards that it sends or gives."""
+        buffers, nbytes = KINDS[step.kind].buffers, self.graph.tensors[step.tensor].nbytes
+        if buffers is None:
+            return NOTHING
+        largest = nbytes
+        if is_sharded(sharded):
+            extents = self.layout.outer.extents(step.tensor, sharded)
+            largest = nbytes * max(extents) // max(sum(extents), 1)
+        return buffers(Carried(len(self.machines), nbytes, largest)).machine

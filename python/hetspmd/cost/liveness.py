@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.placement import PARTIAL, REPLICATE
 from hetspmd.program.buckets import Bucket, members
 from hetspmd.program.program import Communicate, Compute, Program
@@ -109,16 +110,16 @@ class Liveness:
         self.transits += [Transit(*started, steps) for started in self._started.values()]
 
     def give_memory(self) -> set[int]:
-        """The ids of collectives that work in the memory of what they sum, since nothing reads it afterwards. What
-        an all-reduce makes there is one step younger."""
+        """The ids of collectives that work in the memory of what they sum, since nothing reads it afterwards. A
+        whole sum that is made there is one step younger."""
         tensors, spare = self._theory.graph.tensors, set[int]()
         for each in self.sums if not self._alone else ():
             base = self.storage[each.source]
             whole = self.sizes[base][1] == PARTIAL and tensors[self.sizes[base][0]].nbytes
             free = self.last[base] == each.at and self.side[base] == each.late
-            if free and whole == tensors[each.step.tensor].nbytes:
+            if free and whole == tensors[each.step.tensor].nbytes and KINDS[each.step.kind].in_place:
                 spare.add(id(each.step))
-                if each.step.kind == "all_reduce":
+                if KINDS[each.step.kind].target == "replicated":
                     self.born[each.result] = each.at + 1
         return spare
 

@@ -6,23 +6,14 @@ produced to the end, any other tensor from its step to the last that reads it (a
 the optimizer's state always. Of a whole tensor of which the backward reads no more than slices, copies of these
 are held from the forward on (:mod:`hetspmd.program.saved_tensors`). Until it has completed, a collective holds
 buffers besides, as those of :mod:`hetspmd.dist.collectives` do: at least while it is started, and as long as the
-simulation of the step (:mod:`hetspmd.cost.simulator`) says where it is asked. For a tensor of E bytes over n
-devices, with M the largest share, s a device's share of the source's axis, t that of the result's, more than the
-result:
+simulation of the step (:mod:`hetspmd.cost.simulator`) says where it is asked. How many bytes these are, more than
+the result, is said by the record of its kind (:mod:`hetspmd.cluster.collective_kinds`).
 
-    all_reduce          0
-    reduce_scatter      n M E + (M - t) E       what is summed, padded, and a padded result
-    grouped_reduce      (1 - t) E               what is summed; so ring_reduce
-    exchange_reduce     E + (n - 1) t E         what is sent, and the n parts that are summed; then (n + 1) t E
-    all_gather          (n M - 1) E             padded; while it is cut to size or moved from dim 0, n M E
-    grouped_broadcast   0                       while it is moved from dim 0, E; so ring_gather
-    all_to_all          s E                     what is sent; while the result is put together, (s + t) E
+Where one device holds the whole axis, padded kinds are grouped, and an all-to-all from and to it is nothing.
 
-Where one device holds the whole axis, reduce_scatter and all_gather are grouped, and an all_to_all from and to it
-is nothing.
-
-What is summed and read by nothing afterwards gives its memory to an all-reduce, and to a reduce-scatter of equal
-shards along dim 0 (:mod:`hetspmd.lower.reuse`): it and the sum, or the copy that is summed, are then one.
+What is summed and read by nothing afterwards gives its memory to a collective that works in place, such as an
+all-reduce, or a reduce-scatter of equal shards along dim 0 (:mod:`hetspmd.lower.reuse`): it and the sum, or the
+copy that is summed, are then one.
 
 On a lone device a collective is nothing. After the backward the optimizer updates one parameter after the other,
 with two temporaries of its size (AdamW's loop in torch; its fused version needs none, its ``foreach`` version,
@@ -40,6 +31,8 @@ from functools import cached_property
 
 import numpy as np
 
+from hetspmd.cluster.collective_buffers import NOTHING, Carried
+from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cost.liveness import Liveness
 from hetspmd.cost.model import Array, Index
 from hetspmd.placement import Placement, is_sharded, sharded_dim
@@ -252,52 +245,45 @@ class Holdings:
 
         ``units[a, j]`` of ``of[a]`` units of axis a are device j's; the last axis is that of what is whole.
         """
-        n, blank = units.shape[1], len(units) - 1
+        n, blank, tensors = units.shape[1], len(units) - 1, self.theory.graph.tensors
+        whole, most = of.tolist(), units.max(axis=1).tolist()
+        holders = np.count_nonzero(units, axis=1).tolist()
         for transit in self._transits:
-            start, step, shared, wait = transit.start, transit.step, transit.shared, transit.wait
-            size, kind = self.theory.graph.tensors[step.tensor].nbytes, str(step.kind)
-            if kind == "all_reduce":
+            start, step, wait, shared = transit.start, transit.step, transit.wait, transit.shared
+            kind = KINDS[step.kind]
+            if kind.buffers is None:
                 continue
             sharded = step.source if is_sharded(step.source) else step.target
             axis = _axis(self.theory, step.tensor, sharded)
-            largest = size // int(of[axis]) * int(units[axis].max())
-            moved = sharded_dim(sharded) != 0
-            until = start + 1 if completed is None else min(completed.get(start, wait), wait)
-            if not shared and np.count_nonzero(units[axis]) == 1:
+            target = _axis(self.theory, step.tensor, step.target) if kind.sharded_ends == 2 else axis
+            if not shared and holders[axis] == 1:
                 # One rank holds everything: nothing is padded, and moved to itself.
-                kind = {"reduce_scatter": "grouped_reduce", "all_gather": "grouped_broadcast"}.get(kind, kind)
-                target = _axis(self.theory, step.tensor, step.target)
-                if kind in ("all_to_all", "rebalance") and np.array_equal(units[axis] > 0, units[target] > 0):
+                kind = KINDS[kind.lone or kind.name]
+                if kind.sharded_ends == 2 and np.array_equal(units[axis] > 0, units[target] > 0):
                     continue
-            flight: list[tuple[int, int]] = []
-            done: list[tuple[int, int]] = []
-            if kind == "reduce_scatter":
-                flight = [(blank, (n + 1) * largest), (axis, -size)]
-                if id(step) in self._spare and n * largest == size and not moved:
-                    yield start, start + 1, blank, -size
-            elif kind in ("grouped_reduce", "ring_reduce"):
-                flight = [(blank, size), (axis, -size)]
-                if id(step) in self._spare and not moved:
-                    yield start, start + 1, blank, -size
-                    done = [(axis, size)] if np.count_nonzero(units[axis]) > 1 else []
-            elif kind == "exchange_reduce":
-                flight = [(blank, size), (axis, (n - 1) * size)]
-                done = [(axis, n * size)]
-            elif kind == "all_gather":
-                flight = [(blank, n * largest - size)]
-                done = [(blank, size)] if moved or shared or n * largest > size else []
-            elif kind in ("grouped_broadcast", "ring_gather"):
-                done = [(blank, size)] if moved else []
-            else:
-                flight = [(axis, size)]
-                done = [(_axis(self.theory, step.tensor, step.target), size)]
-            for place, nbytes in flight:
-                yield start, max(until, start + 1), place, nbytes
-            # Padding is cut off and parts are summed on completion, the rest is put in order when waited for.
-            early = kind.endswith("_reduce") or (kind == "all_gather" and n * largest > size)
+            if kind.buffers is None:
+                continue
+            size = tensors[step.tensor].nbytes
+            carried = Carried(
+                world=n,
+                nbytes=size,
+                largest=size // whole[axis] * most[axis],
+                several=holders[axis] > 1,
+                moved=is_sharded(sharded) and sharded_dim(sharded) != 0,
+                bucket=shared,
+                spare=id(step) in self._spare,
+            )
+            flight, done, early, freed, _ = kind.buffers(carried)
+            if freed:
+                yield start, start + 1, blank, -freed
+            until = start + 1 if completed is None else min(completed.get(start, wait), wait)
+            # What is made early is made on completion, the rest when it is waited for.
             last = max(start, (until if early else wait) - 1)
-            for place, nbytes in done:
-                yield last, last + 1, place, nbytes
+            for first, end, held in ((start, max(until, start + 1), flight), (last, last + 1, done)):
+                if held is not NOTHING:
+                    for place, nbytes in ((blank, held.whole), (axis, held.sharded), (target, held.target)):
+                        if nbytes:
+                            yield first, end, place, nbytes
 
     def _over_time(self, first: Index, end: Index, held: Index) -> Index:
         steps = len(self.instruction)

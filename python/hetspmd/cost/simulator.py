@@ -45,7 +45,7 @@ from typing import Final
 
 import numpy as np
 
-from hetspmd.cluster.collective_kinds import GATHERS, SCATTERS
+from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
 from hetspmd.placement import PARTIAL, REPLICATE
 from hetspmd.program.buckets import Bucket, Scheduled, members
@@ -145,9 +145,10 @@ class TwoStreams:
         """Bytes that a device copies to issue a collective, but for what :attr:`MoveForm.pack` is of. A bucket is
         packed; of a gather a device sends about its part of the tensor."""
         nbytes = float(sum(self.model.theory.graph.tensors[m.tensor].nbytes for m in members(collective)))
-        if collective.kind in GATHERS:
+        kind = KINDS[collective.kind]
+        if kind.gathers:
             return nbytes / self.model.world
-        return 0.0 if collective.kind in SCATTERS and isinstance(collective, Communicate) else nbytes
+        return 0.0 if kind.scatters and isinstance(collective, Communicate) else nbytes
 
     def _priced(self) -> list[tuple[MoveForm, ...]]:
         return [

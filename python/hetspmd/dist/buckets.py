@@ -6,16 +6,16 @@ extent along its own dim, so that one equal-size primitive carries all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
 import torch
 
-from hetspmd.dist.collectives import back, ranges, whole_slice
 from hetspmd.dist.communicator import Member
 from hetspmd.dist.pending import Pending
+from hetspmd.dist.slices import back, ranges, whole_slice
 
 Place = tuple[int, Sequence[int]]
 """The dim along which a tensor is cut, and the extent of each rank's shard along it."""
@@ -52,8 +52,10 @@ class PendingBucket:
         return found
 
 
-def start_all_reduces(runtime: Member, tensors: Sequence[torch.Tensor]) -> PendingBucket:
-    """partial to replicated of each tensor; the results are views of one buffer."""
+def start_all_reduces(
+    runtime: Member, tensors: Sequence[torch.Tensor], places: Sequence[tuple[()]] = ()
+) -> PendingBucket:
+    """partial to replicated of each tensor, which has no place; the results are views of one buffer."""
     comm = runtime.communicator
     if comm.world == 1:
         return PendingBucket(Pending((), lambda: list(tensors)))
@@ -129,12 +131,6 @@ def start_all_gathers(
 
     return PendingBucket(Pending((work,), finish, comm, early=True))
 
-
-STARTS: dict[str, Callable[[Member, Sequence[torch.Tensor], Sequence[Place]], PendingBucket]] = {
-    "reduce_scatter": start_reduce_scatters,
-    "all_gather": start_all_gathers,
-}
-"""By kind; an all-reduce has no places."""
 
 
 @dataclass

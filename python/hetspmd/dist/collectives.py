@@ -20,23 +20,43 @@ broadcast and a reduce without padding, and an all-to-all from and to the same r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from typing import Final
+
 import torch
 
+from hetspmd.dist.buckets import PendingBucket, start_all_gathers, start_all_reduces, start_reduce_scatters
 from hetspmd.dist.communicator import Communicator, Member, Work
 from hetspmd.dist.pending import Pending, PendingTensor
-
-_MOVABLE = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.int8,
+from hetspmd.dist.slices import (
+    back,
+    byte_factor,
+    common,
+    filled,
+    is_alone,
+    lone,
+    movable,
+    plain,
+    ranges,
+    summable,
+    whole_numel,
+    whole_slice,
 )
 
+__all__ = [
+    "STARTS",
+    "Start",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_all_to_all",
+    "start_exchange_reduce",
+    "start_grouped_broadcast",
+    "start_grouped_reduce",
+    "start_rebalance",
+    "start_reduce_scatter",
+    "start_ring_gather",
+    "start_ring_reduce",
+]
 
 def start_all_reduce(runtime: Member, tensor: torch.Tensor, *, spare: bool = False) -> PendingTensor:
     """partial to replicated: the sum over the ranks."""
@@ -44,9 +64,9 @@ def start_all_reduce(runtime: Member, tensor: torch.Tensor, *, spare: bool = Fal
     if comm.world == 1 or tensor.numel() == 0:
         return Pending((), lambda: tensor)
     comm.settle()
-    own = spare and _is_alone(tensor)
+    own = spare and is_alone(tensor)
     total = tensor if own else tensor.clone(memory_format=torch.contiguous_format)
-    return Pending((comm.all_reduce(_summable(total)),), lambda: total, comm)
+    return Pending((comm.all_reduce(summable(total)),), lambda: total, comm)
 
 
 def start_reduce_scatter(
@@ -69,7 +89,7 @@ def start_reduce_scatter(
             buffer[rank * most : rank * most + extent] = front[start : start + extent]
     part = tensor.new_empty((most, *rest))
     spare = spare or buffer.data_ptr() != front.data_ptr()
-    work = comm.reduce_scatter(_summable(part), _summable(buffer), spare=spare)
+    work = comm.reduce_scatter(summable(part), summable(buffer), spare=spare)
     extent = extents[comm.rank]
 
     def finish() -> torch.Tensor:
@@ -112,10 +132,10 @@ def _reduced(
         return Pending((), lambda: whole_slice(tensor, dim, extents, comm.rank))
     comm.settle()
     parts = torch.split(tensor, list(extents), dim)
-    own = spare and dim == 0 and _is_alone(tensor)
+    own = spare and dim == 0 and is_alone(tensor)
     if not own:
         parts = tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
-    works = issue(comm, [_summable(part) for part in parts])
+    works = issue(comm, [summable(part) for part in parts])
     result = parts[comm.rank]
     # The other slices are not held on to by what is a view.
     view = own and result.numel() < tensor.numel()
@@ -131,7 +151,7 @@ def start_exchange_reduce(
         return Pending((), lambda: whole_slice(tensor, dim, extents, comm.rank))
     comm.settle()
     front = plain(tensor).movedim(dim, 0).contiguous()
-    own, row = extents[comm.rank], front.shape[1:].numel() * _byte_factor(tensor.dtype)
+    own, row = extents[comm.rank], front.shape[1:].numel() * byte_factor(tensor.dtype)
     parts = tensor.new_empty((comm.world, own, *front.shape[1:]))
     splits = [extent * row for extent in extents]
     work = comm.all_to_all(movable(parts), movable(front), [own * row] * comm.world, splits)
@@ -143,8 +163,8 @@ def start_all_gather(
 ) -> PendingTensor:
     """shard(dim) to replicated, padded."""
     comm = runtime.communicator
-    if comm.world == 1 or _whole(tensor, dim, extents) == 0:
-        return Pending((), lambda: _filled(tensor, dim, extents))
+    if comm.world == 1 or whole_numel(tensor, dim, extents) == 0:
+        return Pending((), lambda: filled(tensor, dim, extents))
     if lone(extents) is not None:
         return start_grouped_broadcast(runtime, tensor, dim, extents)
     comm.settle()
@@ -199,8 +219,8 @@ def _gathered(
 ) -> PendingTensor:
     """What ``issue`` makes of the parts of the result, of which a rank has its own."""
     comm = runtime.communicator
-    if comm.world == 1 or _whole(tensor, dim, extents) == 0:
-        return Pending((), lambda: _filled(tensor, dim, extents))
+    if comm.world == 1 or whole_numel(tensor, dim, extents) == 0:
+        return Pending((), lambda: filled(tensor, dim, extents))
     comm.settle()
     front = plain(tensor).movedim(dim, 0)
     gathered = tensor.new_empty((sum(extents), *front.shape[1:]))
@@ -208,22 +228,6 @@ def _gathered(
     parts[comm.rank].copy_(front)
     works = issue(comm, [movable(part) for part in parts])
     return Pending(works, lambda: back(gathered, dim), comm)
-
-
-SCATTERS: dict[str, Callable[..., PendingTensor]] = {
-    "reduce_scatter": start_reduce_scatter,
-    "grouped_reduce": start_grouped_reduce,
-    "ring_reduce": start_ring_reduce,
-    "exchange_reduce": start_exchange_reduce,
-}
-"""By kind: partial to shard(dim)."""
-
-GATHERS: dict[str, Callable[..., PendingTensor]] = {
-    "all_gather": start_all_gather,
-    "grouped_broadcast": start_grouped_broadcast,
-    "ring_gather": start_ring_gather,
-}
-"""By kind: shard(dim) to replicated."""
 
 
 def start_all_to_all(
@@ -253,7 +257,7 @@ def start_all_to_all(
     splits = [part.numel() for part in parts]
     output_splits = [extent * target_extents[me] * rest for extent in source_extents]
     received = tensor.new_empty(sum(output_splits))
-    scale = _byte_factor(tensor.dtype)
+    scale = byte_factor(tensor.dtype)
     work = comm.all_to_all(
         movable(received), movable(buffer), [n * scale for n in output_splits], [n * scale for n in splits]
     )
@@ -278,92 +282,44 @@ def start_rebalance(
     """shard(dim) in other extents: slices stay in rank order, so that each rank sends to its neighbours what
     its new slice has no part of, and keeps what both have."""
     comm = runtime.communicator
-    if comm.world == 1 or _whole(tensor, dim, source_extents) == 0:
+    if comm.world == 1 or whole_numel(tensor, dim, source_extents) == 0:
         shape = (*tensor.shape[:dim], target_extents[comm.rank], *tensor.shape[dim + 1 :])
         return Pending((), lambda: tensor if comm.world == 1 else tensor.new_empty(shape))
     comm.settle()
     front = plain(tensor).movedim(dim, 0).contiguous()
-    row = front.shape[1:].numel() * _byte_factor(tensor.dtype)
+    row = front.shape[1:].numel() * byte_factor(tensor.dtype)
     before, after = ranges(source_extents), ranges(target_extents)
-    splits = [_common(before[comm.rank], place) * row for place in after]
-    output_splits = [_common(place, after[comm.rank]) * row for place in before]
+    splits = [common(before[comm.rank], place) * row for place in after]
+    output_splits = [common(place, after[comm.rank]) * row for place in before]
     received = tensor.new_empty((target_extents[comm.rank], *front.shape[1:]))
     work = comm.all_to_all(movable(received), movable(front), output_splits, splits)
     return Pending((work,), lambda: back(received, dim), comm)
 
 
-STARTS: dict[str, Callable[..., PendingTensor]] = {
-    "all_reduce": start_all_reduce,
-    **SCATTERS,
-    **GATHERS,
-    "all_to_all": start_all_to_all,
-    "rebalance": start_rebalance,
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What starts the collectives of a kind.
+
+    one      takes the runtime, the tensor, and the arguments that the kind's record gives; where the kind works in
+             place, ``spare``
+    several  of one dtype, as one collective: takes the runtime, the tensors, and the arguments of each; None for a
+             kind that does not coalesce
+    """
+
+    one: Callable[..., PendingTensor]
+    several: Callable[..., PendingBucket] | None = None
+
+
+STARTS: Final[dict[str, Start]] = {
+    "all_reduce": Start(start_all_reduce, start_all_reduces),
+    "reduce_scatter": Start(start_reduce_scatter, start_reduce_scatters),
+    "grouped_reduce": Start(start_grouped_reduce),
+    "ring_reduce": Start(start_ring_reduce),
+    "exchange_reduce": Start(start_exchange_reduce),
+    "all_gather": Start(start_all_gather, start_all_gathers),
+    "grouped_broadcast": Start(start_grouped_broadcast),
+    "ring_gather": Start(start_ring_gather),
+    "all_to_all": Start(start_all_to_all),
+    "rebalance": Start(start_rebalance),
 }
-"""By kind."""
-
-
-def _common(one: tuple[int, int], other: tuple[int, int]) -> int:
-    """How many elements two ranges ``(start, extent)`` have in common."""
-    return max(0, min(one[0] + one[1], other[0] + other[1]) - max(one[0], other[0]))
-
-
-def ranges(extents: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, extent) of each rank."""
-    return [(stop - extent, extent) for stop, extent in zip(accumulate(extents), extents, strict=True)]
-
-
-def lone(extents: Sequence[int]) -> int | None:
-    """The only rank that holds anything, None if none or several do."""
-    holders = [rank for rank, extent in enumerate(extents) if extent]
-    return holders[0] if len(holders) == 1 else None
-
-
-def whole_slice(tensor: torch.Tensor, dim: int, extents: Sequence[int], rank: int) -> torch.Tensor:
-    start, extent = ranges(extents)[rank]
-    return tensor.narrow(dim, start, extent)
-
-
-def _is_alone(tensor: torch.Tensor) -> bool:
-    """Whether the tensor lies in order in a storage of which it is all, so that a sum may be made there."""
-    dense = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    return dense and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
-
-
-def _whole(tensor: torch.Tensor, dim: int, extents: Sequence[int]) -> int:
-    """Elements of the whole tensor of which this is a shard."""
-    count = sum(extents)
-    for d, extent in enumerate(tensor.shape):
-        count *= 1 if d == dim else extent
-    return count
-
-
-def _filled(tensor: torch.Tensor, dim: int, extents: Sequence[int]) -> torch.Tensor:
-    """The whole tensor where nothing need be sent: the only rank's shard, or a tensor of no elements."""
-    if tensor.shape[dim] == sum(extents):
-        return tensor
-    return tensor.new_empty((*tensor.shape[:dim], sum(extents), *tensor.shape[dim + 1 :]))
-
-
-def back(front: torch.Tensor, dim: int) -> torch.Tensor:
-    """Dim 0 moved back to where it belongs, contiguous."""
-    return front.movedim(0, dim).contiguous()
-
-
-def _byte_factor(dtype: torch.dtype) -> int:
-    return 1 if dtype in _MOVABLE else dtype.itemsize
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, whose memory holds its values: no conjugate or negative is left to be taken."""
-    return tensor.resolve_conj().resolve_neg() if tensor.is_complex() or tensor.is_neg() else tensor
-
-
-def movable(buffer: torch.Tensor) -> torch.Tensor:
-    """A flat view of a contiguous buffer in a dtype that every backend moves."""
-    flat = buffer.view(-1)
-    return flat if buffer.dtype in _MOVABLE else flat.view(torch.uint8)
-
-
-def _summable(buffer: torch.Tensor) -> torch.Tensor:
-    """A flat view of a contiguous buffer in a dtype that every backend sums."""
-    return (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
+"""By kind: the same kinds as :data:`hetspmd.cluster.collective_kinds.KINDS`."""

@@ -18,11 +18,11 @@ import torch
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import machine_of, ranks_of
 from hetspmd.dist.buckets import PendingBucket
-from hetspmd.dist.collectives import _summable, movable
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.pending import Pending, PendingTensor
 from hetspmd.dist.random import Draw, Randomness, Region, random_op
 from hetspmd.dist.runtime import Runtime
+from hetspmd.dist.slices import movable, summable
 from hetspmd.program.level_layout import Leg, Part
 
 Result = TypeVar("Result")
@@ -133,7 +133,7 @@ def _collect_all(
     if summed:
         packed = torch.cat([tensors[i].reshape(-1) for i in summed])
         if packed.numel():
-            comm.reduce(_summable(packed), 0).wait()
+            comm.reduce(summable(packed), 0).wait()
         for i, part in zip(summed, torch.split(packed, [tensors[i].numel() for i in summed]), strict=True):
             found[i] = part.view(tensors[i].shape)
     return found
@@ -165,7 +165,7 @@ def collect(comm: Communicator, tensor: torch.Tensor, held: Part, shape: Sequenc
         return tensor if held is None or comm.rank else tensor.new_zeros(list(shape))
     if held == "sum":
         total = tensor.clone(memory_format=torch.contiguous_format)
-        comm.reduce(_summable(total), 0).wait()
+        comm.reduce(summable(total), 0).wait()
         return total
     dim, extents = cast(tuple[int, Sequence[int]], held)
     rest = _numel(shape) // shape[dim]

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from hetspmd.dist import buckets, collectives
+from hetspmd.dist import collectives
 from hetspmd.dist.buckets import PendingBucket
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.pending import PendingTensor
 from hetspmd.dist.random import Draw, Randomness, Region, random_op
+from hetspmd.dist.slices import movable
 
 
 @dataclass
@@ -41,15 +42,15 @@ class Runtime:
     def start(self, kind: str, tensor: torch.Tensor, *args: Any, spare: bool = False) -> PendingTensor:
         """Start a collective of this kind, with the dims and extents that it needs."""
         own = {"spare": True} if spare else {}
-        return collectives.STARTS[kind](self, tensor, *args, **own)
+        return collectives.STARTS[kind].one(self, tensor, *args, **own)
 
     def start_bucket(
         self, kind: str, tensors: Sequence[torch.Tensor], args: Sequence[Sequence[Any]]
     ) -> PendingBucket:
         """Start several collectives of one kind and dtype as one; ``args`` are those of each."""
-        if kind == "all_reduce":
-            return buckets.start_all_reduces(self, tensors)
-        return buckets.STARTS[kind](self, tensors, [(dim, extents) for dim, extents in args])
+        several = collectives.STARTS[kind].several
+        assert several is not None, "only kinds that coalesce share buckets"
+        return several(self, tensors, args)
 
     def draw(
         self,
@@ -75,5 +76,5 @@ class Runtime:
             buffer = value.detach().contiguous()
         else:
             buffer = torch.empty_like(value, memory_format=torch.contiguous_format, requires_grad=False)
-        self.everyone.broadcast(collectives.movable(buffer), self.source).wait()
+        self.everyone.broadcast(movable(buffer), self.source).wait()
         return buffer if self.idle else value

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetspmd.cluster.collective_kinds import GATHERS, SCATTERS
+from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.errors import PlanError
 from hetspmd.lower import calls
-from hetspmd.placement import PARTIAL, REPLICATE, placement_text, sharded_dim
+from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, placement_text, sharded_dim
 from hetspmd.program.buckets import Bucket, Scheduled
 from hetspmd.program.layout import Layout
 from hetspmd.program.program import Communicate, Compute
@@ -136,7 +136,7 @@ class GraphWriter:
             return
         source = self.need((step.tensor, step.source))
         if self.world == 1 or (
-            step.kind == "rebalance" and self.layout.agrees(step.tensor, step.source, step.target)
+            KINDS[step.kind].keeps_dim and self.layout.agrees(step.tensor, step.source, step.target)
         ):
             self.produced[target] = source
             return
@@ -311,19 +311,9 @@ def _returns_many(instruction: Instruction) -> bool:
 
 def _arguments(layout: Layout, step: Communicate) -> tuple[Any, ...]:
     """The dims and extents with which a collective is started."""
-    tensor, source, target = step.tensor, step.source, step.target
-    if step.kind == "all_reduce":
-        return ()
-    if step.kind in SCATTERS:
-        return sharded_dim(target), layout.extents(tensor, target)
-    if step.kind in GATHERS:
-        return sharded_dim(source), layout.extents(tensor, source)
-    both = layout.extents(tensor, source), layout.extents(tensor, target)
-    return (
-        (sharded_dim(target), *both)
-        if step.kind == "rebalance"
-        else (sharded_dim(source), sharded_dim(target), *both)
-    )
+    ends = (end for end in (step.source, step.target) if is_sharded(end))
+    cuts = [(sharded_dim(end), layout.extents(step.tensor, end)) for end in ends]
+    return KINDS[step.kind].arguments(cuts)
 
 
 def identifier(name: str) -> str:

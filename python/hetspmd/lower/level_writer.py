@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.errors import PlanError
 from hetspmd.lower import calls, emit
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, placement_text, sharded_dim
@@ -122,14 +123,9 @@ class NestedWriter:
     def _inside(self, step: InsideCollective) -> None:
         source = (step.tensor, step.outer, step.source)
         target = (step.tensor, step.outer, step.target)
-        machine, extents = self.at.machine, self.layout.extents
-        args: tuple[Any, ...] = ()
-        if step.kind == "all_to_all":
-            dims = sharded_dim(step.source), sharded_dim(step.target)
-            args = (*dims, extents(source, machine), extents(target, machine))
-        elif step.kind != "all_reduce":
-            cut = source if is_sharded(step.source) else target
-            args = (sharded_dim(cut[2]), extents(cut, machine))
+        ends = (key for key in (source, target) if is_sharded(key[2]))
+        cuts = [(sharded_dim(key[2]), self.layout.extents(key, self.at.machine)) for key in ends]
+        args = KINDS[step.kind].arguments(cuts)
         given = (self.within, step.kind, self.need(source), *args)
         pending = self.call(f"{self.name(source)}_{step.kind}_inside", calls.start, given)
         pending.meta["transfer"] = step

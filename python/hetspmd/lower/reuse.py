@@ -9,18 +9,16 @@ constants, what collectives deliver, and what the graph returns.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import cast
 
 from torch import fx
 
+from hetspmd.cluster.collective_kinds import KINDS, Kind
 from hetspmd.lower import calls
 from hetspmd.lower.aliases import allocates_each
 from hetspmd.lower.emit import take_saved
 
 __all__ = ["mark_spare"]
-
-TAKE_SPARE: Final = frozenset(("all_reduce", "reduce_scatter", "grouped_reduce", "ring_reduce"))
-"""The kinds of collectives whose start can use a spare operand."""
 
 
 def mark_spare(graph: fx.Graph) -> None:
@@ -50,4 +48,4 @@ def mark_spare(graph: fx.Graph) -> None:
 
 
 def _takes_spare(node: fx.Node) -> bool:
-    return node.target is calls.start and node.args[1] in TAKE_SPARE
+    return node.target is calls.start and KINDS[cast("Kind", node.args[1])].in_place

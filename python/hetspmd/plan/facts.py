@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.cluster.collective_kinds import KINDS, Kind
 from hetspmd.placement import REPLICATE, Placement, is_sharded, sharded_dim
 from hetspmd.plan.plan import Plan
 from hetspmd.program.buckets import Bucket
@@ -82,7 +82,7 @@ def tensor_roles(graph: Graph) -> tuple[str, ...]:
 
 def sent(plan: Plan) -> tuple[Collective, ...]:
     """The collectives but for copies at cuts whose lengths agree: those are none."""
-    return tuple(c for c in collectives(plan) if c.seconds > 0 or c.step.kind != "rebalance")
+    return tuple(c for c in collectives(plan) if c.seconds > 0 or not KINDS[c.step.kind].keeps_dim)
 
 
 def transfers(plan: Plan) -> int:

@@ -31,8 +31,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from hetspmd.cluster.collective_kinds import Kind
-from hetspmd.cluster.curves import TERMS_OF, Curve, Fit, Point
+from hetspmd.cluster.collective_kinds import KINDS, Kind
+from hetspmd.cluster.curves import Curve, Fit, Point
 from hetspmd.cluster.devices import Network
 from hetspmd.errors import ProfileError
 
@@ -125,7 +125,7 @@ def hidden(points: Sequence[Point]) -> bool:
 
 def _terms(kind: Kind, points: Sequence[Point]) -> tuple[str, ...]:
     single = len({p.nbytes for p in points}) == 1
-    return tuple(t for t in TERMS_OF[kind] if not single or t not in ("latency", "per_shard"))
+    return tuple(t for t in KINDS[kind].terms if not single or t not in ("latency", "per_shard"))
 
 
 def _errors(curve: Curve, points: Sequence[Point]) -> list[float]:
@@ -159,21 +159,16 @@ def relative_least_squares(matrix: Array, seconds: Array, weights: Array | None 
 def fit_network(fits: Sequence[Fit]) -> Network:
     """The latency and bandwidth with which the cost model's own formulas come closest to all measured points.
 
-    They stand for what no curve was measured of. The formulas are those of :mod:`hetspmd.cost.model`. Raises
-    ProfileError if the times do not grow with the size.
+    They stand for what no curve was measured of. The formulas are those of the kinds' records
+    (:mod:`hetspmd.cluster.collective_kinds`). Raises ProfileError if the times do not grow with the size.
     """
     rows, seconds, points = [], [], [p for fit in fits for p in fit.points]
     for fit in fits:
-        n, kind = fit.curve.devices, fit.curve.kind
+        terms = KINDS[fit.curve.kind].formula(fit.curve.devices)
         for p in fit.points:
-            latencies, traffic = 1.0, (n - 1) * p.largest * p.nbytes
-            if kind == "all_reduce":
-                latencies, traffic = 2.0, 2 * (n - 1) / n * p.nbytes
-            elif kind == "all_to_all":
-                traffic = p.exchange * p.nbytes
-            elif kind.startswith(("grouped", "ring", "exchange")):
-                latencies, traffic = float(p.shards), float(p.nbytes)
-            rows.append([latencies, traffic])
+            traffic = terms.per_byte * p.nbytes
+            traffic += terms.per_largest * p.largest * p.nbytes + terms.per_exchange * p.exchange * p.nbytes
+            rows.append([terms.latency + terms.per_shard * p.shards, traffic])
             seconds.append(p.seconds)
     latency, per_byte = relative_least_squares(np.array(rows), np.array(seconds), _weights(points)).tolist()
     latencies, traffic = max(rows, key=lambda row: row[1])

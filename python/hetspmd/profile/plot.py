@@ -9,7 +9,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Final, NamedTuple
 
-from hetspmd.cluster.collective_kinds import KIND_TEXT
+from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cluster.curves import Curve, Point, curve_for
 from hetspmd.codec.quantities import quantity_text
 from hetspmd.codec.tables import counted
@@ -101,7 +101,7 @@ def _frame(canvas: Canvas, panel: _Panel, across: LogAxis, up: LogAxis, x: float
     for value in across.ticks():
         canvas.line(across.at(value), y, across.at(value), y + HEIGHT, GRID)
         canvas.text(across.at(value), y + HEIGHT + 14, _decimal_bytes(value), size=10, anchor="middle")
-    title = f"{KIND_TEXT[panel.curves[0].kind]}, {panel.curves[0].devices} devices"
+    title = f"{KINDS[panel.curves[0].kind].text}, {panel.curves[0].devices} devices"
     canvas.text(x, y - 6, title, bold=True)
     canvas.text(x + WIDTH, y - 6, f"median error {100 * panel.error:.1f} %", size=10, anchor="end")
 

@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cluster.collective_kinds import KIND_TEXT
+from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cluster.curves import Fit, Point, Rate
 from hetspmd.cluster.op_times import OpFit
 from hetspmd.codec.quantities import Kind, quantity_text
@@ -143,7 +143,7 @@ def _fit_row(fit: Fit, tolerance: float) -> list[str]:
     curve = fit.curve
     per_byte = (curve.per_byte, curve.per_largest, curve.per_exchange)
     return [
-        KIND_TEXT[curve.kind],
+        KINDS[curve.kind].text,
         str(curve.devices),
         quantity_text(curve.above, "bytes") if curve.above else "-",
         _seconds(curve.latency),

@@ -20,20 +20,19 @@ from typing import Final
 
 import torch
 
-from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.cluster.collective_kinds import KINDS, Kind
 from hetspmd.cluster.curves import COLLECTIVES
 from hetspmd.dist import collectives
 from hetspmd.dist.pending import PendingTensor
 from hetspmd.dist.runtime import Runtime
 
-__all__ = ["LEVELS", "PADDED", "Trial", "start", "trials"]
+__all__ = ["LEVELS", "Trial", "start", "trials"]
 
 LEVELS: Final = tuple(4096 * 8**i for i in range(6))
 """Bytes of the whole tensor: 4 KiB to 128 MiB."""
 ITEM: Final = 4
 UNITS: Final = 256
 FALL: Final = 8.0
-PADDED: Final = ("reduce_scatter", "all_gather")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +74,10 @@ class Trial:
 
     def shape(self, rank: int) -> tuple[int, ...]:
         """The shape of this rank's operand."""
-        if self.kind == "all_reduce":
+        kind = KINDS[self.kind]
+        if not kind.sharded_ends:
             return (self.width,)
-        if self.kind == "all_to_all":
-            return self.extents[rank], self.width
-        return sum(self.extents) if self.kind in collectives.SCATTERS else self.extents[rank], self.width
+        return sum(self.extents) if kind.scatters else self.extents[rank], self.width
 
 
 def trials(nbytes: int, order: Sequence[int]) -> list[Trial]:
@@ -87,9 +85,10 @@ def trials(nbytes: int, order: Sequence[int]) -> list[Trial]:
     skews = _skews(len(order))
     found: list[Trial] = []
     for kind in COLLECTIVES:
-        if kind == "all_reduce":
+        ends, lone = KINDS[kind].sharded_ends, KINDS[kind].lone
+        if ends == 0:
             found.append(Trial(kind, "even", (), (), nbytes // ITEM))
-        elif kind == "all_to_all":
+        elif ends == 2:
             side = math.isqrt(nbytes // ITEM)
             even = _extents(side, skews["even"], order)
             for skew, shares in skews.items():
@@ -100,19 +99,16 @@ def trials(nbytes: int, order: Sequence[int]) -> list[Trial]:
             found += [
                 Trial(kind, skew, _extents(UNITS, shares, order), (), width)
                 for skew, shares in skews.items()
-                if skew != "lone" or kind not in PADDED
+                if skew != "lone" or lone is None
             ]
     return found
 
 
 def start(runtime: Runtime, trial: Trial, operand: torch.Tensor) -> PendingTensor:
     """Start the collective of ``trial`` on this rank's ``operand``, as a lowered program does."""
-    if trial.kind == "all_reduce":
-        return collectives.start_all_reduce(runtime, operand)
-    if trial.kind == "all_to_all":
-        return collectives.start_all_to_all(runtime, operand, 0, 1, trial.extents, trial.targets)
-    run = (collectives.SCATTERS | collectives.GATHERS)[trial.kind]
-    return run(runtime, operand, 0, trial.extents)
+    kind = KINDS[trial.kind]
+    cuts = [(0, trial.extents), (1, trial.targets)][: kind.sharded_ends]
+    return collectives.STARTS[trial.kind].one(runtime, operand, *kind.arguments(cuts))
 
 
 def _skews(n: int) -> dict[str, list[float]]:

@@ -21,15 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from hetspmd.cluster.collective_kinds import KIND_TEXT, Kind
+from hetspmd.cluster.collective_kinds import KINDS, Kind
 from hetspmd.placement import REPLICATE
 from hetspmd.program.program import Communicate, Compute, Step, communication_text
 from hetspmd.trace.graph import Graph
 
-__all__ = ["COALESCED", "Bucket", "Scheduled", "bucketed", "coalesces", "members", "transfer_text"]
-
-COALESCED: Final[tuple[Kind, ...]] = ("all_reduce", "reduce_scatter", "all_gather")
-"""The kinds that :mod:`hetspmd.dist.buckets` carries together."""
+__all__ = ["Bucket", "Scheduled", "bucketed", "coalesces", "members", "transfer_text"]
 
 TINY: Final = 10
 """A collective of at most this part of a bucket takes no longer to carry than to begin, as a bucket is sized."""
@@ -61,7 +58,7 @@ def members(step: Communicate | Bucket) -> tuple[Communicate, ...]:
 def coalesces(graph: Graph, tensor: int, kind: Kind, nbytes: float) -> bool:
     """Whether a collective of this kind may share a bucket of ``nbytes`` bytes."""
     meta = graph.tensors[tensor]
-    return kind in COALESCED and meta.dtype in _DTYPES and 0 < meta.nbytes < nbytes
+    return KINDS[kind].coalesces and meta.dtype in _DTYPES and 0 < meta.nbytes < nbytes
 
 
 def transfer_text(step: Communicate | Bucket, names: Sequence[str]) -> str:
@@ -70,7 +67,7 @@ def transfer_text(step: Communicate | Bucket, names: Sequence[str]) -> str:
         return communication_text(step, names[step.tensor])
     shown = ", ".join(names[m.tensor] for m in step.members[:2])
     more = len(step.members) - 2
-    return f"{KIND_TEXT[step.kind]}({shown}{f' and {more} more' if more else ''})"
+    return f"{KINDS[step.kind].text}({shown}{f' and {more} more' if more else ''})"
 
 
 @dataclass

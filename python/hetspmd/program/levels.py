@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.cluster.collective_kinds import Kind, end_of, kinds_between
 from hetspmd.errors import PlanError
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, placement_text, shard
 from hetspmd.program.buckets import Bucket, Scheduled
@@ -347,7 +347,5 @@ class _Reads:
 
 
 def default_kind(source: Placement, target: Placement) -> Kind:
-    """The collective that turns one form into another."""
-    if source == PARTIAL:
-        return "reduce_scatter" if is_sharded(target) else "all_reduce"
-    return "all_to_all" if is_sharded(target) else "all_gather"
+    """The collective that turns one form into another: the first kind between the two."""
+    return kinds_between(end_of(source), end_of(target))[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetspmd.cluster.collective_kinds import KIND_TEXT, Kind
+from hetspmd.cluster.collective_kinds import KINDS, Kind, kinds_between
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, before_cut, is_sharded, shard, sharded_dim
 from hetspmd.rules.rule import Row
 
@@ -71,28 +71,27 @@ def communications(
     """
     found: list[tuple[Placement, Placement, Kind]] = []
     forms = tuple(2 + d for d in dims)
+    gathers, exchanges = kinds_between("shard", "replicated"), kinds_between("shard", "shard")
     if summable:
-        found.append((PARTIAL, REPLICATE, "all_reduce"))
-        for f in forms:
-            found.append((PARTIAL, f, "reduce_scatter"))
-            found.append((PARTIAL, f, "grouped_reduce"))
-            found.append((PARTIAL, f, "ring_reduce"))
-            found.append((PARTIAL, f, "exchange_reduce"))
+        found.extend((PARTIAL, REPLICATE, kind) for kind in kinds_between("partial", "replicated"))
+        scatters = kinds_between("partial", "shard") if forms else ()
+        found.extend((PARTIAL, f, kind) for f in forms for kind in scatters)
     for f in forms:
-        found.append((f, REPLICATE, "all_gather"))
-        found.append((f, REPLICATE, "grouped_broadcast"))
-        found.append((f, REPLICATE, "ring_gather"))
-        found.extend((f, g, "all_to_all") for g in forms if g != f)
-    found.extend((before_cut(d), shard(d), "rebalance") for d in copied)
+        found.extend((f, REPLICATE, kind) for kind in gathers)
+        found.extend((f, g, kind) for g in forms if g != f for kind in exchanges)
+    found.extend(
+        (before_cut(d), shard(d), kind) for d in copied for kind in kinds_between("before_cut", "shard")
+    )
     return tuple(found)
 
 
 def communication_text(step: Communicate, name: str) -> str:
     """``All-Gather(e3, 0)`` as in HAP Fig. 8."""
     dims = [str(sharded_dim(f)) for f in (step.source, step.target) if is_sharded(f)]
-    if step.kind == "rebalance":
+    kind = KINDS[step.kind]
+    if kind.keeps_dim:
         dims.pop()
-    return f"{KIND_TEXT[step.kind]}({', '.join([name, *dims])})"
+    return f"{kind.text}({', '.join([name, *dims])})"
 
 
 __all__ = [

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import fx
 
-from hetspmd.cluster.collective_kinds import KIND_TEXT
+from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.dist.buckets import PendingBucket
 from hetspmd.dist.communicator import DoneWork, Work
 from hetspmd.dist.levels import PendingAcross
@@ -213,7 +213,7 @@ def transfer_name(step: Communicate | Bucket | InsideCollective | Across | Toget
     """As the simulated timeline calls a collective; it knows of none inside a machine."""
     names = [t.name for t in graph.tensors]
     if isinstance(step, InsideCollective):
-        return f"{KIND_TEXT[step.kind]} inside({names[step.tensor]})"
+        return f"{KINDS[step.kind].text} inside({names[step.tensor]})"
     if isinstance(step, (Across, Together)):
         moves = tuple(Communicate(s.tensor, s.kind, s.source, s.target) for s in between(step))
         step = Bucket(moves) if isinstance(step, Together) else moves[0]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.codec.quantities import quantity_text
 from hetspmd.placement import Placement, placement_text
 from hetspmd.plan.facts import collectives
@@ -36,7 +37,7 @@ def program_text(plan: Plan) -> str:
             cost = costs[position]
             seconds = quantity_text(cost.seconds, "seconds")
             note = f"{quantity_text(cost.nbytes, 'bytes')}, {seconds}, {cost.role}"
-            if step.kind == "rebalance" and cost.seconds == 0:
+            if KINDS[step.kind].keeps_dim and cost.seconds == 0:
                 note = "nothing is sent: the lengths agree"
         lines.append(f"{call:<{_CALL}}  {triple:<{_TRIPLE}}  # {note}".rstrip())
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetspmd.cluster.collective_kinds import KIND_TEXT
+from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.codec.quantities import quantity_text
 from hetspmd.codec.tables import counted, shortened, table
 from hetspmd.cost.step import idle_seconds
@@ -105,7 +105,7 @@ def _collectives(plan: Plan) -> str:
     if not found:
         return "Collectives: none"
     rows = [
-        [KIND_TEXT[kind], str(count), _bytes(nbytes), _seconds(seconds)]
+        [KINDS[kind].text, str(count), _bytes(nbytes), _seconds(seconds)]
         for kind, count, nbytes, seconds in by_kind(found)
     ]
     times = transfers(plan)

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from hetspmd.cluster.collective_kinds import KIND_TEXT, Kind
+from hetspmd.cluster.collective_kinds import KINDS, Kind
 from hetspmd.dist.buckets import PendingBucket
 from hetspmd.dist.levels import PendingAcross
 from hetspmd.dist.pending import Pending
@@ -117,7 +117,7 @@ class SourceFinder:
 def _kind(node: fx.Node) -> str | None:
     """What kind of collective a node starts, None if it starts none."""
     if node.target in (calls.start, calls.start_bucket):
-        return KIND_TEXT[cast("Kind", node.args[1])]
+        return KINDS[cast("Kind", node.args[1])].text
     across = node.target in (calls.start_across, calls.start_bucket_across)
     return "collective between machines" if across else None
 

@@ -15,6 +15,7 @@ from torch import nn
 from hetspmd.dist import collectives
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.runtime import Runtime
+from hetspmd.dist.slices import movable
 from hetspmd.errors import DeviceError, PlanMismatchError
 from hetspmd.lower.program import LocalTensor
 from hetspmd.placement import is_sharded, sharded_dim
@@ -116,7 +117,7 @@ class Store:
                 if tensor.is_meta or tensor.numel() == 0:
                     continue
                 value = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
-                comm.broadcast(collectives.movable(value), 0).wait()
+                comm.broadcast(movable(value), 0).wait()
                 tensor.copy_(value)
 
     @contextmanager

@@ -16,7 +16,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from hetspmd.cluster.collective_kinds import KIND_TEXT
+from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cost.model import Array, CostModel, Index
 from hetspmd.placement import Placement, is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths
@@ -91,7 +91,7 @@ class Pricing:
         """
         space, theory = self.space, self.space.theory
         metas = theory.graph.tensors
-        kinds = {kind: n for n, kind in enumerate(KIND_TEXT)}
+        kinds = {kind: n for n, kind in enumerate(KINDS)}
         sizes: dict[tuple[int, str | None], int] = {}
         size: list[int] = []
         alike: dict[int, list[int]] = {}  # equal tensors share their moves
