@@ -24,8 +24,8 @@ PATH = re.compile(r"[\w.*/-]+\.(?:py|rs|toml|txt|yaml|md|jsonl|svg|sh|rst)|[\w.*
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 MADE = ("target/", "build/", ".venv")
 """Folders that commands make."""
-HAP_WORDS = {"Identity"}
-"""Names of placements, which are no classes."""
+WORDS = {"Identity", "Kind", "exchange_gather"}
+"""HAP's name of a placement, an alias of types, and the kind of collectives that CONTRIBUTING adds."""
 YOURS = {"cluster.yaml"}
 """Files that users write."""
 
@@ -100,7 +100,7 @@ def lost_names(page: str) -> list[str]:
             if first in classes and rest:
                 lost += [span] if rest[0] not in classes[first] else []
             elif re.fullmatch(r"[A-Z][a-z]\w*", name):
-                lost += [span] if name not in {*classes, *HAP_WORDS} else []
+                lost += [span] if name not in {*classes, *WORDS} else []
             elif not {first, *rest} <= words | {"hetspmd"}:
                 lost.append(span)
     return lost

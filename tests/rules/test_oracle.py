@@ -398,7 +398,7 @@ def test_check_all_takes_some_or_all() -> None:
 
 
 @pytest.mark.usefixtures("_empty_registry")
-@pytest.mark.parametrize("text", ["{partial, replicated} {partial}", "{partial, replicated} {partial}"])
+@pytest.mark.parametrize("text", ["{All-Reduce, Identity} {All-Reduce}", "{partial, replicated} {partial}"])
 def test_a_triple_is_left_out_by_either_words(text: str) -> None:
     assert planted(
         "aten::mm", OpRule((M, K, N), LINEAR[1:], omitted={text: "for this test"}), MM, missing=True
