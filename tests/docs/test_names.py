@@ -101,7 +101,7 @@ def lost_names(page: str) -> list[str]:
                 lost += [span] if rest[0] not in classes[first] else []
             elif re.fullmatch(r"[A-Z][a-z]\w*", name):
                 lost += [span] if name not in {*classes, *WORDS} else []
-            elif not {first, *rest} <= words | {"hetspmd"}:
+            elif not {first, *rest} <= words | {"hetspmd", *WORDS}:
                 lost.append(span)
     return lost
 
