@@ -12,7 +12,8 @@ from hetspmd.cost.simulator import TwoStreams
 from hetspmd.cost.step import idle_seconds
 from hetspmd.plan.plan import Plan
 from hetspmd.ratios.problem import Room
-from hetspmd.ratios.sensitivity import MORE, QUANTITIES, Quantity, Sensitivity, sensitivities
+from hetspmd.ratios.ratio_thresholds import THRESHOLDS
+from hetspmd.ratios.sensitivity import QUANTITIES, Quantity, Sensitivity, sensitivities
 
 _SHOWN = 5
 _WORTH = 0.0005
@@ -75,11 +76,11 @@ def sentence(plan: Plan, of: Sensitivity) -> str:
     """``10 % more FLOP/s on large (rank 0)``."""
     name, more = _NAMES[of.quantity], "more" if QUANTITIES[of.quantity] < 0 else "less"
     if not of.ranks:
-        return f"{100 * MORE:.0f} % {more} {name}"
+        return f"{100 * THRESHOLDS.better_quantity:.0f} % {more} {name}"
     kinds = dict.fromkeys(plan.cluster.devices[rank].name for rank in of.ranks)
     ranks = ", ".join(map(str, of.ranks))
     where = f"rank {ranks}" if len(of.ranks) == 1 else f"ranks {ranks}"
-    return f"{100 * MORE:.0f} % {more} {name} on {', '.join(kinds)} ({where})"
+    return f"{100 * THRESHOLDS.better_quantity:.0f} % {more} {name} on {', '.join(kinds)} ({where})"
 
 
 def limits_document(found: StepLimits) -> dict[str, Any]:
