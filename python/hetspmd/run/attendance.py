@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Attendance", "Ranks", "meet_ranks"]
 
-_REMEMBERED: Final = 16
-"""Steps of which it is known that their backward has run."""
+_REMEMBERED_STEPS: Final = 16
+"""Steps of which it is known that their backward has run: a script seldom holds the losses of more."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Attendance:
         self._behind: _Taken | None = None
         self._doings: list[Doing] = []
         self._first: torch.Tensor | None = None
-        self._backwards: deque[int] = deque(maxlen=_REMEMBERED)
+        self._backwards: deque[int] = deque(maxlen=_REMEMBERED_STEPS)
         self.step = 0
 
     def unplanned(self, text: str) -> None:

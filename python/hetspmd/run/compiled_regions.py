@@ -24,8 +24,8 @@ from hetspmd.trace.compat import is_op
 
 __all__ = ["compile_options", "in_stretches"]
 
-SHORTEST = 2
-"""Ops that are worth a stretch."""
+FEWEST_OPS = 2
+"""Ops of the shortest stretch: one alone cannot be fused with another."""
 
 Busy = Callable[[], AbstractContextManager[None]]
 
@@ -87,7 +87,7 @@ class _Cut:
     def _end(self) -> None:
         """Write the stretch that has been read."""
         nodes, self._stretch = self._stretch, []
-        if sum(is_op(node.target) for node in nodes) < SHORTEST:
+        if sum(is_op(node.target) for node in nodes) < FEWEST_OPS:
             for node in nodes:
                 self._copy(node)
             return

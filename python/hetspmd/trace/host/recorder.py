@@ -42,10 +42,10 @@ from hetspmd.trace.host.wrapped import registered
 
 Place = tuple[str, Path]
 
-_DEEPEST: Final = 40
-"""Steps of a path to an object that is followed."""
-_LONGEST: Final = 10_000
-"""Elements of a container that is looked into."""
+_LONGEST_PATH: Final = 40
+"""Steps of a path to an object that is followed: a linked list has no end of them."""
+_MOST_ELEMENTS: Final = 10_000
+"""Elements of the largest container that is looked into: a data set would take longer than a trace."""
 
 
 class Recorder:
@@ -301,7 +301,7 @@ class Recorder:
     def _look_into(self, root: str, path: Path, container: Any) -> None:
         if id(container) in self._looking:
             return
-        if size(container) > _LONGEST or len(path) > _DEEPEST:
+        if size(container) > _MOST_ELEMENTS or len(path) > _LONGEST_PATH:
             kinds = (
                 type(v) for _, v in items(container) if not is_plain(v) and not isinstance(v, torch.Tensor)
             )
@@ -326,7 +326,7 @@ class Recorder:
         attributes = members(value)
         if attributes is None:
             return
-        if len(path) > _DEEPEST:
+        if len(path) > _LONGEST_PATH:
             if not is_foreign(kind.__module__):
                 self.opaque.setdefault((root, path), type_name(kind))
             return

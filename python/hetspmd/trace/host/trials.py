@@ -27,8 +27,8 @@ from hetspmd.trace.host.recorder import Place
 from hetspmd.trace.host.templates import numbers_in
 from hetspmd.trace.host.watch import HostWatch
 
-_MOST = 8
-"""Counters that are looked for in one model."""
+_MOST_COUNTERS = 8
+"""Counters that are looked for in one model: each takes a run of its forward."""
 
 
 class _Noticed(Exception):
@@ -84,7 +84,7 @@ def settled(graph: Graph, watch: HostWatch, call: Callable[[], Any]) -> Graph:
     host, left = graph.host, watch.left
     assert left is not None
     counters = []
-    for place, (before, after) in list(left.changed.items())[:_MOST]:
+    for place, (before, after) in list(left.changed.items())[:_MOST_COUNTERS]:
         if place not in watch.recorder.reads or not _both_numbers(before, after):
             continue
         step = _counted(watch, place, call)

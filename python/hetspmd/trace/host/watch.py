@@ -30,8 +30,8 @@ from hetspmd.trace.host.snapshot import Snapshot, Structure
 from hetspmd.trace.host.steps import ALL, OTHERS
 from hetspmd.trace.host.tensor_hooks import observers_refused
 
-_RUNS: Final = 3
-"""How often a forward runs again since cached functions have given more."""
+_MOST_RUNS: Final = 3
+"""Runs of a forward at most after cached functions have given more: each run may meet some that the last hid."""
 HostRandomness = Literal["refuse", "trace_each_step", "freeze"]
 
 
@@ -99,7 +99,7 @@ class HostWatch:
         held before another run.
         """
         output, made = self._run(call, numbers)
-        for _ in range(_RUNS):
+        for _ in range(_MOST_RUNS):
             if not made:
                 break
             self.recorder.hold_results(made)
