@@ -40,16 +40,16 @@ class PlotLayout:
     panel_height: float = 220.0
     """Likewise."""
 
-    left: float = 62.0
+    left_margin: float = 62.0
     """Left of a panel, for the text of its vertical axis."""
 
-    below: float = 34.0
+    bottom_margin: float = 34.0
     """Below a panel, for the text of its horizontal axis."""
 
     gap: float = 26.0
     """Between a panel's text and the next panel, whose title stands there."""
 
-    top: float = 64.0
+    top_margin: float = 64.0
     """Above all panels, for the title and the legend."""
 
     bar_row: float = 18.0
@@ -67,24 +67,28 @@ def profile_svg(profile: Profile) -> str:
     found = _panels(profile)
     rows = -(-len(found) // LAYOUT.columns)
     bars = rate_rows(profile)
-    panels = rows * (LAYOUT.panel_height + LAYOUT.below + LAYOUT.gap)
-    width = LAYOUT.columns * (LAYOUT.panel_width + LAYOUT.left) + 24
-    canvas = Canvas(width, LAYOUT.top + panels + (len(bars) * LAYOUT.bar_row + 40 if bars else 0))
+    panels = rows * (LAYOUT.panel_height + LAYOUT.bottom_margin + LAYOUT.gap)
+    width = LAYOUT.columns * (LAYOUT.panel_width + LAYOUT.left_margin) + 24
+    canvas = Canvas(width, LAYOUT.top_margin + panels + (len(bars) * LAYOUT.bar_row + 40 if bars else 0))
     world = profile.cluster.world
     canvas.text(16, 26, f"Measured cluster of {counted(world, 'device')}", size=16, bold=True)
     points = [p for panel in found for p in panel.points]
     if points:
         _legend(canvas, list(dict.fromkeys(p.skew for p in points)))
     for index, panel in enumerate(found):
-        x = LAYOUT.left + (index % LAYOUT.columns) * (LAYOUT.panel_width + LAYOUT.left)
-        y = LAYOUT.top + 12 + (index // LAYOUT.columns) * (LAYOUT.panel_height + LAYOUT.below + LAYOUT.gap)
+        x = LAYOUT.left_margin + (index % LAYOUT.columns) * (LAYOUT.panel_width + LAYOUT.left_margin)
+        y = (
+            LAYOUT.top_margin
+            + 12
+            + (index // LAYOUT.columns) * (LAYOUT.panel_height + LAYOUT.bottom_margin + LAYOUT.gap)
+        )
         across = LogAxis(
             min(p.nbytes for p in points), max(p.nbytes for p in points), x, x + LAYOUT.panel_width
         )
         up = LogAxis(min(p.low for p in points), max(p.high for p in points), y + LAYOUT.panel_height, y)
         _frame(canvas, panel, across, up, x, y)
         _curves(canvas, panel, across, up)
-    _bars(canvas, bars, LAYOUT.top + panels + 8, width)
+    _bars(canvas, bars, LAYOUT.top_margin + panels + 8, width)
     return canvas.render()
 
 

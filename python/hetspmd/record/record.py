@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 
 from hetspmd.errors import OutputError
 from hetspmd.record.measured import MeasuredSteps, assemble
-from hetspmd.record.timestamps import GraphCall, Pass, Stamps, clock_of, stamped
+from hetspmd.record.timestamps import GraphCall, Pass, Timestamps, clock_of, timestamped
 
 if TYPE_CHECKING:
     import os
@@ -123,9 +123,9 @@ class Recording:
         self._programs.append((runner, program))
 
         def copy(name: str, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-            stamps = Stamps(self._clock, index, lambda made: self._passes.append((index, name, made)))
-            found = stamped(module, stamps, plan.graph)
-            self._calls[index, name] = stamps.calls
+            timestamps = Timestamps(self._clock, index, lambda made: self._passes.append((index, name, made)))
+            found = timestamped(module, timestamps, plan.graph)
+            self._calls[index, name] = timestamps.calls
             return found
 
         backward = program.backward

@@ -141,7 +141,7 @@ class Attendance:
     ) -> Iterator[None]:
         """Around a step of this plan; ``state`` is what must be the same beside the plan."""
         entry.runner.attendance = self
-        self._first = None if entry.plan.idle else entry.known.first
+        self._first = None if entry.plan.idle else entry.known_parameters.first
         self._begin(entry, inputs, f"gradients {torch.is_grad_enabled()}, {state}", describe)
         yield
         self._owing = torch.is_grad_enabled() and entry.differentiable and not entry.model

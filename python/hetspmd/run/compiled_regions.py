@@ -42,7 +42,7 @@ def compile_options(given: bool | Mapping[str, Any]) -> dict[str, Any] | None:
 
 def in_stretches(module: fx.GraphModule, options: Mapping[str, Any], busy: Busy) -> fx.GraphModule:
     """A copy of a local graph that runs its stretches compiled; ``busy`` surrounds a stretch's first run."""
-    return _Cut(module, options, busy).made()
+    return _Cut(module, options, busy).copied()
 
 
 class _Stretch(nn.Module):
@@ -68,7 +68,7 @@ class _Cut:
         self._attributes: dict[str, Any] = {}
         self._stretch: list[fx.Node] = []
 
-    def made(self) -> fx.GraphModule:
+    def copied(self) -> fx.GraphModule:
         for node in self._module.graph.nodes:
             if _compiles(node):
                 self._stretch.append(node)

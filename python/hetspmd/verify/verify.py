@@ -168,7 +168,7 @@ class _Comparison:
         self.errors = {"loss": 0.0, "gradients": 0.0, "parameters": 0.0}
         self.rounding: float | None = None
         self.allowed = True
-        self.given: set[str] = set()
+        self.with_gradients: set[str] = set()
         self.moved: set[str] = set()
 
     def of(self, optimizers: Sequence[str], locate: bool) -> VerifyReport:
@@ -220,7 +220,7 @@ class _Comparison:
     def _compare(self, optimizer: str) -> None:
         setting, noise = self.setting, self.noise
         single = self._single_device(setting, optimizer)
-        self.given |= set(single.gradients)
+        self.with_gradients |= set(single.gradients)
         self.moved |= single.moved
         apart = 0.0
         for run in on_ranks(setting, self.plan, _OPTIMIZERS[optimizer]):
@@ -261,7 +261,7 @@ class _Comparison:
         model = self.setting.model
         if not trainable(model):
             return ["no parameter requires a gradient: the loss and the buffers alone were compared"]
-        still = sorted(self.given - self.moved)
+        still = sorted(self.with_gradients - self.moved)
         if not still:
             return []
         more = f" and {len(still) - 3} more" if len(still) > 3 else ""

@@ -39,7 +39,7 @@ from hetspmd.search.pricing import Prices  # noqa: E402  # after the path is set
 from hetspmd.search.search import Limits, Searcher  # noqa: E402  # after the path is set
 from hetspmd.search.space import search_space  # noqa: E402  # after the path is set
 from hetspmd.trace.graph import SECOND_READ, Graph, Ref, map_refs, refs  # noqa: E402  # after the path is set
-from hetspmd.trace.reread import with_second_reads  # noqa: E402  # after the path is set
+from hetspmd.trace.second_reads import with_second_reads  # noqa: E402  # after the path is set
 from hetspmd.trace.trace import trace  # noqa: E402  # after the path is set
 from memory_cases import devices, gathered_again, kept_for_backward, second_readings, stack  # noqa: E402  # after the path is set
 from workbench import CPU, randomness, simulated_error, single_device, traced  # noqa: E402  # after the path is set
