@@ -40,7 +40,7 @@ from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths, lengths_for
 from hetspmd.program.program import Compute, Program
 from hetspmd.ratios.ratios import optimise_ratios
-from hetspmd.ratios.starts import even, proportional, teams
+from hetspmd.ratios.starts import device_subsets, even, proportional
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search import constraints as known
@@ -220,7 +220,7 @@ def synthesized(
     ctx: Synthesis = _Without(
         theory, cluster, limited(theory), Limits(), clock or Clock(), kinds=tuple(without)
     )
-    several = [ranks for ranks in teams(CostModel(theory, cluster)) if len(ranks) > 1]
+    several = [ranks for ranks in device_subsets(CostModel(theory, cluster)) if len(ranks) > 1]
     one = synthesize(ctx, None if sfb else several)
     ctx, outcome = in_segments(ctx, one, segments, limited)
     best = outcome.best

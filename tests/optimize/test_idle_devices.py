@@ -15,7 +15,8 @@ from hetspmd.cost.model import CostModel
 from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.optimize.compiler import compile_plan
 from hetspmd.placement import shard
-from hetspmd.ratios.starts import MAX_TEAMS, teams
+from hetspmd.ratios.ratio_thresholds import THRESHOLDS
+from hetspmd.ratios.starts import device_subsets
 from hetspmd.trace.trace import split_example
 from workbench import cluster, traced
 
@@ -119,11 +120,11 @@ def test_plans_are_stored_and_the_same_every_time() -> None:
 
 def test_teams_are_prefixes_by_speed() -> None:
     theory = traced("gpt2").theory
-    assert teams(CostModel(theory, cluster(1, 4, 2, 4))) == ((1,), (1, 3), (1, 2, 3))
-    assert teams(CostModel(theory, cluster(2, 2, 2))) == ((0,),)
-    assert teams(CostModel(theory, cluster(2))) == ()
-    many = teams(CostModel(theory, cluster(*range(1, 41))))
-    assert len(many) == MAX_TEAMS
+    assert device_subsets(CostModel(theory, cluster(1, 4, 2, 4))) == ((1,), (1, 3), (1, 2, 3))
+    assert device_subsets(CostModel(theory, cluster(2, 2, 2))) == ((0,),)
+    assert device_subsets(CostModel(theory, cluster(2))) == ()
+    many = device_subsets(CostModel(theory, cluster(*range(1, 41))))
+    assert len(many) == THRESHOLDS.device_subsets
     assert many[0] == (39,)
     assert many[-1] == tuple(range(1, 40))
 

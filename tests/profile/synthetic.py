@@ -8,7 +8,8 @@ from hetspmd.cluster.collective_kinds import KINDS, Kind
 from hetspmd.cluster.curves import COLLECTIVES, Curve, Fit, Point, Rate
 from hetspmd.cluster.devices import Device
 from hetspmd.profile.fit import fit_curve
-from hetspmd.profile.trials import LEVELS, trials
+from hetspmd.profile.profile_thresholds import THRESHOLDS
+from hetspmd.profile.trials import trials
 
 SPEEDS = (4e12, 1e12, 4e12, 1e12)
 TRUE = {"latency": 8e-5, "per_shard": 3e-5, "per_byte": 2e-10, "per_largest": 9e-10, "per_exchange": 1.1e-9}
@@ -22,7 +23,7 @@ def points(curve: Curve, noise: float = 0.0, seed: int = 0) -> list[Point]:
     """Every trial between ``curve.devices`` devices, with lognormal noise."""
     dice = random.Random(seed)
     found = []
-    for nbytes in LEVELS:
+    for nbytes in THRESHOLDS.level_bytes:
         for t in trials(nbytes, range(curve.devices)):
             if t.kind == curve.kind:
                 exact = curve.seconds(t.nbytes, t.shards, t.largest, t.exchange)

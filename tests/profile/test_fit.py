@@ -16,8 +16,9 @@ from hetspmd.cluster.collective_kinds import KINDS, Kind
 from hetspmd.cluster.curves import COLLECTIVES, Curve, Fit
 from hetspmd.errors import ProfileError
 from hetspmd.profile.fit import fit_curve, fit_curves, fit_network, hidden, non_negative_least_squares
-from hetspmd.profile.sampling import CONFIDENCE, FIRST, interval, repeat, tight
-from hetspmd.profile.trials import LEVELS, trials
+from hetspmd.profile.profile_thresholds import THRESHOLDS
+from hetspmd.profile.sampling import interval, repeat, tight
+from hetspmd.profile.trials import trials
 
 
 @pytest.mark.parametrize("devices", [2, 4, 9])
@@ -82,7 +83,7 @@ def test_a_split_where_the_terms_change(kind: Kind, noise: float) -> None:
 def test_a_last_size_of_its_own(kind: Kind) -> None:
     """Only the largest size is five times as slow: its own curve is proportional to the size beyond it."""
     true = true_curve(kind, 4)
-    top = LEVELS[-1] // 2
+    top = THRESHOLDS.level_bytes[-1] // 2
     measured = [replace(p, seconds=5 * p.seconds) if p.nbytes > top else p for p in points(true)]
     low, high = fit_curves(kind, 4, measured)
     assert (high.curve.latency, high.curve.per_shard) == (0.0, 0.0)
@@ -191,16 +192,16 @@ def test_interval_holds_the_median_often_enough(n: int) -> None:
     def coverage(k: int) -> float:
         return 1 - 2 * sum(math.comb(n, i) for i in range(k)) / 2**n
 
-    assert coverage(k) >= CONFIDENCE > coverage(k + 1)
+    assert coverage(k) >= THRESHOLDS.confidence > coverage(k + 1)
 
 
 def test_tight_and_repeat() -> None:
     assert interval([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
-    assert not tight([1.0] * (FIRST - 1), 0.05)
-    assert tight([1.0] * FIRST, 0.05)
+    assert not tight([1.0] * (THRESHOLDS.first_samples - 1), 0.05)
+    assert tight([1.0] * THRESHOLDS.first_samples, 0.05)
     assert tight([1.0, 1.0, 1.0, 1.0, 1.0, 1.09], 0.05)
     assert not tight([1.0, 1.0, 1.0, 1.0, 1.0, 1.2], 0.05)
-    assert len(repeat(lambda: 1.0, math.inf, 0.05)) == FIRST
+    assert len(repeat(lambda: 1.0, math.inf, 0.05)) == THRESHOLDS.first_samples
     assert len(repeat(lambda: 1.0, 0.0, 0.05)) == 3
     coin = iter(range(10_000))
     assert len(repeat(lambda: float(1 + next(coin) % 2), math.inf, 0.05)) == 400
@@ -209,7 +210,7 @@ def test_tight_and_repeat() -> None:
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 16])
 def test_trials(n: int) -> None:
     order = list(reversed(range(n)))
-    for nbytes in LEVELS[:3]:
+    for nbytes in THRESHOLDS.level_bytes[:3]:
         found = trials(nbytes, order)
         assert {t.kind for t in found} == set(COLLECTIVES)
         for t in found:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ from hetspmd.profile import collectives
 from hetspmd.profile import measure as measuring
 from hetspmd.profile.collectives import measure_group
 from hetspmd.profile.measure import Options, Profile, measure
-from hetspmd.profile.sampling import FIRST
+from hetspmd.profile.profile_thresholds import THRESHOLDS
 from hetspmd.profile.session import Session
-from hetspmd.profile.trials import LEVELS, Trial
+from hetspmd.profile.trials import Trial
 from processes import spawn
 
 TARGETS = Path(__file__).parents[1] / "cli" / "targets.py"
@@ -69,7 +70,8 @@ def between_two(monkeypatch: pytest.MonkeyPatch, start: Any) -> list[tuple[Kind,
         return measure_group(Session(communicator, CPU), [0, 1], [0, 1], 0.0, 0.05, lambda what: None)
 
     monkeypatch.setattr(collectives, "start", start)
-    monkeypatch.setattr(collectives, "LEVELS", LEVELS[:3])
+    few = replace(THRESHOLDS, level_bytes=THRESHOLDS.level_bytes[:3])
+    monkeypatch.setattr(collectives, "THRESHOLDS", few)
     (found, other) = run_ranks(2, body)
     assert found == other
     return found
@@ -81,13 +83,13 @@ def test_what_a_group_does_once_does_not_count(monkeypatch: pytest.MonkeyPatch) 
 
     def start(runtime: Runtime, trial: Trial, operand: torch.Tensor) -> PendingTensor:
         seen[runtime.communicator.rank, trial.kind] += 1
-        if seen[runtime.communicator.rank, trial.kind] <= FIRST:
+        if seen[runtime.communicator.rank, trial.kind] <= THRESHOLDS.first_samples:
             time.sleep(0.05)
         return real(runtime, trial, operand)
 
     found = between_two(monkeypatch, start)
     assert {kind for kind, _ in found} == set(COLLECTIVES)
-    assert max(point.seconds for _, point in found if point.nbytes == LEVELS[0]) < 0.04
+    assert max(point.seconds for _, point in found if point.nbytes == THRESHOLDS.level_bytes[0]) < 0.04
 
 
 class Clock(threading.local):
@@ -129,7 +131,7 @@ def test_what_takes_longer_in_a_row_counts_as_it_does_there(monkeypatch: pytest.
     def ratio(kind: Kind, nbytes: int) -> float:
         return seconds[kind, nbytes] / seconds["all_gather", nbytes]
 
-    latency, *sizes = LEVELS[:3]
+    latency, *sizes = THRESHOLDS.level_bytes[:3]
     assert ratio("grouped_broadcast", latency) == pytest.approx(1.0), "one alone"
     for nbytes in sizes:
         assert ratio("grouped_broadcast", nbytes) == pytest.approx(2.5)
@@ -143,8 +145,8 @@ def test_simulated_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         measuring, "measure_device", lambda rank, *rest: rates_of(rank, speeds[rank], jitter=1 + 0.01 * rank)
     )
-    monkeypatch.setattr("hetspmd.profile.collectives.LEVELS", LEVELS[:3])
-    monkeypatch.setattr("hetspmd.profile.collectives.FIRST", 2)
+    few = replace(THRESHOLDS, level_bytes=THRESHOLDS.level_bytes[:3], first_samples=2)
+    monkeypatch.setattr("hetspmd.profile.collectives.THRESHOLDS", few)
 
     def run(comm: Any) -> Profile:
         return measure(Session(comm, CPU, "simulated", start=time.perf_counter()), Options(budget=0.01))
@@ -167,7 +169,7 @@ def test_simulated_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rest == [slow, fast]
     for (kind, devices), found in points.items():
         sizes = {p.nbytes for p in found}
-        assert max(sizes) <= LEVELS[2]
+        assert max(sizes) <= THRESHOLDS.level_bytes[2]
         assert len(sizes) == 3
         skews = 1 if kind == "all_reduce" else (3 if devices == 2 else 4) - (KINDS[kind].lone is not None)
         assert len(found) == 3 * skews

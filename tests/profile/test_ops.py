@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -22,11 +23,12 @@ from hetspmd.dist.simulate import run_ranks
 from hetspmd.profile import ops as measuring
 from hetspmd.profile import single
 from hetspmd.profile.cache import cache_file, cache_folder, load_points, save_points
-from hetspmd.profile.cases import SHARES, OpCase, cases_of, tasks_of, together
+from hetspmd.profile.cases import OpCase, cases_of, tasks_of, together
 from hetspmd.profile.local_op import Alone, Arena, alone, index_bound, local_op
 from hetspmd.profile.measure import Options, Profile, with_ops
 from hetspmd.profile.ops import fit_points, measure_ops
 from hetspmd.profile.pages import Sample
+from hetspmd.profile.profile_thresholds import THRESHOLDS
 from hetspmd.profile.session import Session
 from hetspmd.rules.rule import Call, TensorType
 from hetspmd.rules.theory import Theory, derive
@@ -56,9 +58,9 @@ ONE = Cluster((Device("cpu", {"default": 5e10}, memory_bandwidth=1e10),))
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETSPMD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(measuring, "LONG", 1e-5)
-    monkeypatch.setattr(single, "LONG", 1e-5)
-    monkeypatch.setattr(measuring, "FOOTPRINT", {"cpu": 2**20})
+    quick = replace(THRESHOLDS, sample_seconds=1e-5, cpu_arena_bytes=2**20)
+    monkeypatch.setattr(measuring, "THRESHOLDS", quick)
+    monkeypatch.setattr(single, "THRESHOLDS", quick)
 
 
 @cache
@@ -164,14 +166,14 @@ def test_cases_are_the_keys_of_the_cost_model() -> None:
     assert cases[VIEW_KEY].weight == pytest.approx(views * ONE.devices[0].launch)
     both = together([theory, theory_of("resnet50")], ONE)
     assert sum(c.weight for c in both if c.key == c.whole) == pytest.approx(2.0)
-    assert {s for s in SHARES if not 0 < s < 1} == set()
+    assert {s for s in THRESHOLDS.shares if not 0 < s < 1} == set()
 
 
 def test_lines_are_convex_and_meet_exact_points() -> None:
     cases = [case("a", 1.0), case("a/8", 1.0, 8, "a"), case("b", 1.0), case("b/8", 1.0, 8, "b")]
     points = {
         "a": {1.0: (9e-3, 0.0, 0.0, 3)},
-        "a/8": {s: (1e-3 + 8e-3 * s, 0.0, 0.0, 3) for s in SHARES},
+        "a/8": {s: (1e-3 + 8e-3 * s, 0.0, 0.0, 3) for s in THRESHOLDS.shares},
         "b": {1.0: (1e-3, 0.0, 0.0, 3)},
     }
     found = {f.time.key: f for f in fit_points(cases, points)}
@@ -230,7 +232,7 @@ def test_a_slow_spell_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(measuring, "_samples", samples)
     report = measure_ops(session(), ONE, cases, 30.0, 0.5)
-    assert next(calls) == measuring.TURNS * number
+    assert next(calls) == THRESHOLDS.op_turns * number
     assert {seconds for _, fits in report.ops for fit in fits for _, seconds in fit.points} == {1e-3}
     stored = next(iter(cache_folder().glob("*.json"))).read_text()
     assert {tuple(p[2:]) for of in json.loads(stored)["points"].values() for p in of} == {

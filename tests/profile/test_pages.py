@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from dataclasses import replace
 from itertools import count
 from time import perf_counter
 
@@ -12,6 +13,7 @@ import torch
 
 from hetspmd.profile import ops
 from hetspmd.profile.pages import Sample, page_faults, settled, settling
+from hetspmd.profile.profile_thresholds import THRESHOLDS
 from hetspmd.profile.single import SingleCalls
 
 PAGE = mmap.PAGESIZE
@@ -51,7 +53,7 @@ def test_a_call_whose_memory_moved_does_not_count(monkeypatch: pytest.MonkeyPatc
         for page in range(PAGES):
             place[page * PAGE] = 1
 
-    monkeypatch.setattr(ops, "LONG", 0.0)
+    monkeypatch.setattr(ops, "THRESHOLDS", replace(THRESHOLDS, sample_seconds=0.0))
     samples = ops._samples(torch.device("cpu"), call, SingleCalls(), perf_counter(), 0.05)
     assert samples[0].faults > PAGES / 2, "the system gave it one page at a time, or nearly"
     assert len(samples) == 2

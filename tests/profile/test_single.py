@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hetspmd.profile import single
+from hetspmd.profile.profile_thresholds import THRESHOLDS
 from hetspmd.profile.single import SingleCalls
 
 
@@ -78,5 +79,5 @@ def test_code_and_memory_are_cold() -> None:
     calls.sample(lambda: order.append("call"))
     assert order == ["other memory", "call"] * (len(order) // 2)
     assert order
-    assert cold.nbytes == single.COLD >= 2**21
+    assert cold.nbytes == THRESHOLDS.cold_bytes >= 2**21
     assert not torch.equal(cold, before)

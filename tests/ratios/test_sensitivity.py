@@ -19,8 +19,9 @@ from hetspmd.cost.step import Stages, idle_seconds
 from hetspmd.placement import shard
 from hetspmd.program.program import Communicate, Program
 from hetspmd.ratios.problem import Problem
+from hetspmd.ratios.ratio_thresholds import THRESHOLDS
 from hetspmd.ratios.ratios import minimise, optimise_ratios
-from hetspmd.ratios.sensitivity import MORE, QUANTITIES, Quantity, Sensitivity, changed, sensitivities
+from hetspmd.ratios.sensitivity import QUANTITIES, Quantity, Sensitivity, changed, sensitivities
 from hetspmd.rules.theory import Theory
 
 
@@ -151,13 +152,15 @@ def test_gains_are_those_of_the_simulation_on_a_better_cluster(seed: int) -> Non
     assert order == sorted(order, reverse=True)
     before = TwoStreams(model, chosen).seconds(model.even_shares(ratios))
     for s in found[:4]:
-        factor = 1 + MORE if QUANTITIES[s.quantity] < 0 else 1 - MORE
+        factor = (
+            1 + THRESHOLDS.better_quantity if QUANTITIES[s.quantity] < 0 else 1 - THRESHOLDS.better_quantity
+        )
         better = CostModel(theory, changed(of, s.quantity, s.ranks, factor))
         streams = TwoStreams(better, chosen)
         moved = optimise_ratios(theory, better, chosen, ratios)
         after = min(streams.seconds(better.even_shares(b)) for b in (ratios, moved))
         assert s.gain is not None
-        assert -1e-12 <= s.gain <= MORE + 1e-12
+        assert -1e-12 <= s.gain <= THRESHOLDS.better_quantity + 1e-12
         assert s.gain == pytest.approx(1 - after / before, abs=1e-6)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import highspy
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from cost_graphs import cluster, data_parallel, mlp
 import hetspmd
 from hetspmd.cost.model import CostModel
 from hetspmd.ratios import linear
+from hetspmd.ratios.ratio_thresholds import THRESHOLDS
 from hetspmd.ratios.ratios import optimise_ratios
 from workbench import cluster as devices
 from workbench import traced
@@ -28,9 +31,9 @@ def test_where_no_tolerance_is_loose_enough_the_last_has_no_limit(monkeypatch: p
 
     monkeypatch.setattr(linear.LinearProgram, "solve", noted)
     usual = optimise_ratios(theory, model, data_parallel(theory), start=(0.25,) * 4)
-    assert set(solved) == {len(linear.TOLERANCES) - 1}, "small programs need no looser one"
+    assert set(solved) == {len(THRESHOLDS.tolerances) - 1}, "small programs need no looser one"
     solved.clear()
-    monkeypatch.setattr(linear, "ITERATIONS", 0)
+    monkeypatch.setattr(linear, "THRESHOLDS", replace(THRESHOLDS, simplex_steps=0))
     limited = optimise_ratios(theory, model, data_parallel(theory), start=(0.25,) * 4)
     assert 0 in solved, "some that need steps"
     assert limited == pytest.approx(usual, abs=1e-5)
@@ -53,4 +56,4 @@ def test_no_program_of_googlenet_takes_millions_of_steps(monkeypatch: pytest.Mon
     entry = traced("googlenet")
     hetspmd.compile(entry.model, entry.example, devices(4, 2, 1, 1), loss=entry.loss, time_limit=3.0)
     assert len(steps) > 50
-    assert max(steps) <= linear.ITERATIONS
+    assert max(steps) <= THRESHOLDS.simplex_steps

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from hetspmd.plan.plan import Plan
-from hetspmd.tune.compare import CLOSE, LITTLE, TURNS, compare
+from hetspmd.tune.compare import compare
+from hetspmd.tune.tune_thresholds import THRESHOLDS
 
 NAMES = ("first", "second", "third")
 
@@ -53,7 +54,7 @@ def test_plans_that_are_close_are_measured_in_alternating_order() -> None:
     assert machine.compare()[0] == "second"
     names = [name for name, _ in machine.order]
     assert names[:7] == [*NAMES, "second", "first", "first", "second"]
-    assert len(names) == 3 + 2 * (TURNS - 1), "a drift is no certainty"
+    assert len(names) == 3 + 2 * (THRESHOLDS.turns - 1), "a drift is no certainty"
     assert [name for name, free in machine.order if free] == ["first", *names[3:]]
 
 
@@ -66,7 +67,7 @@ def test_on_a_quiet_machine(true: tuple[float, ...], measured: int) -> None:
     """One turn where one plan is ahead, two to believe it, and no more where it does not matter."""
     dice = random.Random(0)
     machine = Machine(true, lambda n: dice.gauss(1.0, 0.002))
-    assert true[NAMES.index(machine.compare()[0])] <= (1 + LITTLE) * min(true)
+    assert true[NAMES.index(machine.compare()[0])] <= (1 + THRESHOLDS.equal_part) * min(true)
     assert len(machine.order) == measured
 
 
@@ -79,7 +80,7 @@ def test_on_a_noisy_machine() -> None:
             (1.05, 1.0, 1.5), lambda n: dice.lognormvariate(0, 0.06) * (2.0 if dice.random() < 0.1 else 1.0)
         )
         right += machine.compare()[0] == "second"
-        assert len(machine.order) <= 3 * TURNS
+        assert len(machine.order) <= 3 * THRESHOLDS.turns
     assert right >= 180
 
 
@@ -106,11 +107,13 @@ def test_a_lone_device_where_steps_vary_too_much_to_tell(true: float, wanted: st
 
 def test_single_steps() -> None:
     """Of one step a turn nothing is known of how they vary until there are several."""
-    machine = Machine((1.0, CLOSE - 0.01, CLOSE + 0.01), lambda n: 1.0, steps=1)
+    machine = Machine(
+        (1.0, THRESHOLDS.rival_part - 0.01, THRESHOLDS.rival_part + 0.01), lambda n: 1.0, steps=1
+    )
     chosen, found = machine.compare()
     assert (chosen, found) == ("first", pytest.approx(machine.true))
     assert [name for name, _ in machine.order].count("third") == 1
-    assert len(machine.order) == 1 + 2 * TURNS
+    assert len(machine.order) == 1 + 2 * THRESHOLDS.turns
 
 
 def test_a_plan_of_its_own() -> None:

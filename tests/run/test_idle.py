@@ -26,7 +26,7 @@ from hetspmd.search.constraints import Constraints, named_tensors
 from hetspmd.verify.verify import verify
 
 T = TypeVar("T")
-TEAMS = [(0,), (2,), (0, 2), (1, 2), (0, 1, 2)]
+SUBSETS = [(0,), (2,), (0, 2), (1, 2), (0, 1, 2)]
 
 
 def idle_plan(c: Case, active: tuple[int, ...], forms: dict[str, int] | None = None) -> Plan:
@@ -51,7 +51,7 @@ def trained(model: nn.Module, batch: dict[str, Any]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("active", TEAMS)
+@pytest.mark.parametrize("active", SUBSETS)
 @pytest.mark.parametrize("name", ["mlp", "conv"])
 def test_training_equals_the_single_device(name: str, active: tuple[int, ...]) -> None:
     c = case(name)

@@ -27,7 +27,7 @@ from hetspmd.errors import (
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
-from hetspmd.run.replicas import ROUND
+from hetspmd.run.replicas import ROUND_STEPS
 from hetspmd.search import constraints as known
 
 WORLD = 4
@@ -321,7 +321,7 @@ def edited(hap: HAP, c: Case) -> None:
     if hap.rank == ODD:
         with torch.no_grad():
             hap.module.get_parameter("a.weight").view(-1)[5] += 1e-12
-    for _ in range(ROUND):
+    for _ in range(ROUND_STEPS):
         hap(**c.batch)
 
 
@@ -350,7 +350,7 @@ def loaded_alone(hap: HAP, c: Case) -> None:
 
 def other_randomness(hap: HAP, c: Case) -> None:
     hap.use_randomness(Randomness(int(hap.rank == ODD), hap.rank, torch.device("cpu")))
-    for _ in range(ROUND):
+    for _ in range(ROUND_STEPS):
         hap(**c.batch)
 
 
@@ -375,7 +375,7 @@ def test_a_buffer_that_parts() -> None:
     def body(hap: HAP, c: Case) -> None:
         if hap.rank == ODD:
             hap.module.get_buffer("norm.num_batches_tracked").add_(1)
-        for _ in range(ROUND):
+        for _ in range(ROUND_STEPS):
             hap(**c.batch)
 
     for text in errors_of(c, even_plan(c), body, ParameterMismatchError):

@@ -118,7 +118,7 @@ def test_a_parameter_is_set_to_a_whole_value() -> None:
 @pytest.mark.slow
 def test_the_look_costs_little() -> None:
     """Of 200 parameters in 200 modules: less than 0.3 ms, also on a busy machine."""
-    from hetspmd.run.known import KnownParameters
+    from hetspmd.run.known_parameters import KnownParameters
 
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(200)))
     names = [f"{i}.weight" for i in range(200)]

@@ -24,9 +24,9 @@ from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.placement import is_sharded
 from hetspmd.plan.plan import Plan
 from hetspmd.tune import tune as module
-from hetspmd.tune.alternatives import COMPILED, FARTHEST, alternatives
-from hetspmd.tune.compare import CLOSE
-from hetspmd.tune.tune import LATEST, WARM, Tuned, step_seconds, timed, tune
+from hetspmd.tune.alternatives import COMPILED, alternatives
+from hetspmd.tune.tune import Tuned, step_seconds, timed, tune
+from hetspmd.tune.tune_thresholds import THRESHOLDS
 from processes import spawn
 
 WORLD = 3
@@ -57,7 +57,7 @@ def test_alternatives() -> None:
     assert all(p not in programs[:i] for i, p in enumerate(programs))
     seconds = [p.cost.step_seconds for p in others]
     assert seconds == sorted(seconds)
-    assert all(s <= FARTHEST * first.cost.step_seconds for s in seconds)
+    assert all(s <= THRESHOLDS.slowest_alternative * first.cost.step_seconds for s in seconds)
     assert min(seconds) >= first.cost.step_seconds * (1 - 1e-9), "the search found the best"
     for name, plan in found.items():
         if name.startswith("rank"):
@@ -143,7 +143,9 @@ def test_ranks_agree_and_the_model_stays(kind: str, speeds: tuple[int, ...], met
     first, *others = on_ranks(body)
     assert all(o.name == first.name and o.seconds == first.seconds for o in others)
     assert all(o.plan == first.plan for o in others)
-    assert 0 < first.seconds[first.name] <= CLOSE * min(first.seconds.values()), "or one of fewer devices"
+    assert 0 < first.seconds[first.name] <= THRESHOLDS.rival_part * min(first.seconds.values()), (
+        "or one of fewer devices"
+    )
     assert len(first.seconds) > 1
     assert all(torch.equal(before[k], v) for k, v in c.model.state_dict().items())
     assert all(p.is_meta == meta for p in models[0].parameters())
@@ -178,7 +180,7 @@ def test_the_hopeless_are_not_measured_further(best: float | None, counted: int)
     c = case("mlp")
     Counting.count = 0
     seconds = step_seconds(lone(c), (), c.batch, lambda p: Counting(p, lr=0.1), 3, best)
-    assert WARM <= Counting.count - counted < LATEST
+    assert THRESHOLDS.warm_steps <= Counting.count - counted < THRESHOLDS.latest_first_step
     assert len(seconds) == counted
     assert all(0 < s < 60 for s in seconds)
 

@@ -39,7 +39,7 @@ def lone(**options: Any) -> HAP:
 
 def test_the_third_value_is_warned_about_by_name_and_few_are_kept() -> None:
     hap = lone(example=(X, 0.0))
-    values = [float(k) for k in range(variety.PER_VALUE + 4)]
+    values = [float(k) for k in range(variety.ALIKE_PLANS_HELD + 4)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = [float(hap(X, value).detach()) for value in values]
@@ -47,7 +47,7 @@ def test_the_third_value_is_warned_about_by_name_and_few_are_kept() -> None:
     assert len(texts) == 1
     assert r"factor (args[1]) is 0.0, 1.0, 2.0" in texts[0]
     assert found == pytest.approx([found[1] * value for value in values])
-    assert len(hap._plans.entries) == variety.PER_VALUE
+    assert len(hap._plans.entries) == variety.ALIKE_PLANS_HELD
     assert hap._plans.entries[0].plan is hap.plan
 
 

@@ -11,9 +11,12 @@ from typing import TextIO
 
 __all__ = ["Elapsed", "Progress"]
 
-_WIDTH = 30
-_EVERY = 0.1
-_TICK = 0.5
+_BAR_CHARACTERS = 30
+"""Characters of the bar, beside which a line has room for its text."""
+_BAR_SECONDS = 0.1
+"""Seconds between two states of the bar: more of them would take time from what is measured."""
+_CLOCK_SECONDS = 0.5
+"""Seconds between two states of the line that shows whole seconds."""
 
 
 class _Line:
@@ -53,10 +56,10 @@ class Progress(_Line):
         now = perf_counter()
         if not self._shown or now < self._next:
             return
-        self._next = now + _EVERY
+        self._next = now + _BAR_SECONDS
         spent = now - self._start
-        full = min(int(_WIDTH * spent / self._budget), _WIDTH)
-        bar = "#" * full + "." * (_WIDTH - full)
+        full = min(int(_BAR_CHARACTERS * spent / self._budget), _BAR_CHARACTERS)
+        bar = "#" * full + "." * (_BAR_CHARACTERS - full)
         self._write(f"[{bar}] {spent:5.0f} s of {self._budget:.0f} s  {what[:40]}")
 
 
@@ -90,5 +93,5 @@ class Elapsed(_Line):
         self.close()
 
     def _tick(self) -> None:
-        while not self._ended.wait(_TICK):
+        while not self._ended.wait(_CLOCK_SECONDS):
             self._write(f"{perf_counter() - self._start:5.0f} s  {self._what}")

@@ -3,7 +3,7 @@
 FLOPs are the rule's; bytes are those of the tensors that a row cuts and of those that stay whole, each tensor read
 once, results written once. Views (unless measured) and sources cost nothing, but for a trained parameter, whose
 rows carry the optimizer's step on what the device stores, with the bytes of the parameter. Its second reading in
-the backward (:mod:`hetspmd.trace.reread`) is a view, and never made.
+the backward (:mod:`hetspmd.trace.second_reads`) is a view, and never made.
 
 Where op times were measured, a signature also has the key of its row and that of the same call run whole
 (:mod:`hetspmd.cost.op_keys`).

@@ -29,7 +29,7 @@ from hetspmd.optimize.parameter_sharding import storage_variants
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.plan.reports import Considered, Iteration
 from hetspmd.program.lengths import Lengths, Matrix
-from hetspmd.ratios.starts import proportional, starting_ratios, teams
+from hetspmd.ratios.starts import device_subsets, proportional, starting_ratios
 from hetspmd.search import constraints as known
 from hetspmd.search.memory_limits import capacities
 
@@ -65,7 +65,7 @@ class _Subset:
 
 def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None) -> Outcome:
     """The best candidate on all devices or on one of the ``subsets`` (default:
-    :func:`hetspmd.ratios.starts.teams`).
+    :func:`hetspmd.ratios.starts.device_subsets`).
 
     Raises InfeasibleError if no program satisfies the constraints, MemoryLimitError if none found fits,
     SearchError if a limit struck before the first program was found.
@@ -84,7 +84,7 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
     seconds["fastest_device_alone"] = float(min(costs.alone()))
     found = [] if best is None else [_Subset(costs, best, rounds.iterations)]
     lacking, left_out = rounds.lacking, list[LeftOut]()
-    for ranks in teams(costs) if subsets is None else subsets:
+    for ranks in device_subsets(costs) if subsets is None else subsets:
         part = ctx.costs(ranks)
         limited = len(ranks) == 1 and np.isfinite(capacities(part)).any()
         if best is not None and part.floor() >= best.seconds and not limited:

@@ -27,12 +27,12 @@ import torch
 from hetspmd.cluster.devices import Device
 from hetspmd.codec.files import write_atomically
 from hetspmd.profile.host import processor_name
+from hetspmd.profile.profile_thresholds import THRESHOLDS
 
 __all__ = ["Points", "cache_file", "load_points", "save_points"]
 
 VERSION: Final = 4
 """Of the file, and of what a point means: since 4 of samples whose memory has settled."""
-STEP: Final = 1.1
 
 Points = dict[str, dict[float, tuple[float, float, float, int]]]
 """Key -> share -> (median seconds, low, high, samples)."""
@@ -49,7 +49,7 @@ def cache_folder() -> Path:
 def cache_file(device: torch.device, kind: Device, optimizer: str) -> Path:
     """The file of this rank's ``device``, which is of ``kind`` in the cluster."""
     name = os.environ.get("HETSPMD_DEVICE_NAME") or processor_name(device)
-    speed = round(math.log(kind.rate("float32"), STEP))
+    speed = round(math.log(kind.rate("float32"), THRESHOLDS.speed_step))
     identity = {
         "version": VERSION,
         "device": name,

@@ -4,7 +4,7 @@ A *case* is a key of :mod:`hetspmd.cost.op_keys`: an instruction alone with one 
 step on a stored parameter. Cases of one call (its triples) make the same call at the share 1, which is measured
 once, under the key of the whole call.
 
-A task is a case at a share. First come all whole calls, then the triples at the shares :data:`SHARES`, each time
+A task is a case at a share. First come all whole calls, then the triples at further ``shares``, each time
 those first that take most of the predicted single-device step: the roofline's seconds on the slowest device, times
 the number of the model's instructions with that call. So what matters is measured however short the time.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 
@@ -23,14 +22,12 @@ from hetspmd.cost.op_keys import VIEW_KEY, memory_orders, parameter_key
 from hetspmd.cost.signatures import row_keys
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.profile.local_op import Alone, alone
+from hetspmd.profile.profile_thresholds import THRESHOLDS
 from hetspmd.rules.rule import TensorType
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import PARAMETER
 
-__all__ = ["SHARES", "OpCase", "Task", "cases_of", "tasks_of", "together"]
-
-SHARES: Final = (0.25, 0.5, 0.125)
-"""Shares of an axis, in the order in which they are measured, after 1."""
+__all__ = ["OpCase", "Task", "cases_of", "tasks_of", "together"]
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,7 @@ def tasks_of(cases: Sequence[OpCase]) -> list[Task]:
     """What is to be measured, in order."""
     ordered = sorted(cases, key=lambda c: -c.weight)
     tasks: dict[tuple[str, float], Task] = {}
-    for share in (1.0, *SHARES):
+    for share in (1.0, *THRESHOLDS.shares):
         for case in ordered:
             task = Task(case, case.held(share))
             tasks.setdefault((task.key, task.share), task)

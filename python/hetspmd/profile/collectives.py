@@ -4,16 +4,16 @@ A sample: the ranks meet in a one-element all-reduce, then each runs the collect
 (start, wait) and takes its time; the sample is the largest of these. Every collective runs a few times before the
 first sample, as a new group makes its connections and threads with its first ones. Sizes grow by eight, six samples
 of each case, as long as the next size is expected to fit into half of what is left of the budget. The first
-``LEAST`` sizes are measured whatever the budget, and so are further ones until every collective takes ``GROWTH``
-times as long as at the least size, for before that its bandwidth is hidden by its latency. What time is left
-repeats the cases whose medians are not tight, those with the fewest samples and the widest intervals first. Every
-rank sees all samples and the latest of all clocks, so that all decide alike.
+``first_levels`` sizes are measured whatever the budget, and so are further ones until every collective takes
+``hidden_growth`` times as long as at the least size, for before that its bandwidth is hidden by its latency. What
+time is left repeats the cases whose medians are not tight, those with the fewest samples and the widest intervals
+first. Every rank sees all samples and the latest of all clocks, so that all decide alike.
 
 A program has collectives in a row, and some backends carry these more slowly: gloo's broadcasts from two ranks
 share a link in both directions when they begin on an idle one, but not those that follow (it seems that their
-receivers' word that they are ready waits behind what these send themselves). So each case also runs ``ROW`` times
-in a row at the largest size, and where such a one takes k > 1 times a single one's seconds, the points that
-bandwidth decides are k times what was measured.
+receivers' word that they are ready waits behind what these send themselves). So each case also runs
+``row_collectives`` times in a row at the largest size, and where such a one takes k > 1 times a single one's
+seconds, the points that bandwidth decides are k times what was measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean, median
 from time import perf_counter, thread_time
-from typing import Final
 
 import torch
 
@@ -35,30 +34,12 @@ from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
 from hetspmd.profile.device import synchronize
-from hetspmd.profile.sampling import FIRST, MOST, interval, tight
+from hetspmd.profile.profile_thresholds import THRESHOLDS
+from hetspmd.profile.sampling import interval, tight
 from hetspmd.profile.session import Session
-from hetspmd.profile.trials import LEVELS, Trial, start, trials
+from hetspmd.profile.trials import Trial, start, trials
 
 __all__ = ["Issue", "measure_group", "measure_issue", "measure_lanes"]
-
-LEAST: Final = 3
-"""Sizes that are measured whatever the budget."""
-GROWTH: Final = 3.0
-MOST_SECONDS: Final = 60.0
-"""Seconds that one size may take beyond the budget where bandwidths are still hidden."""
-ROW, ROWS, ROW_BYTES = 4, 2, 16 << 20
-"""Collectives in a row, how many rows of them (the quickest counts), and the most bytes of each."""
-TOGETHER: Final = (1, 2, 4, 8)
-"""How many collectives are started together."""
-ROUNDS: Final = 40
-ISSUED: Final = ((1 << 14, 40), (1 << 21, 8))
-"""Bytes of a collective whose issue is timed, and how often of each kind."""
-COLD: Final = 1 << 23
-"""Bytes that work between two collectives touches."""
-WORK: Final = 0.5
-"""Seconds of computing that tell what a second of CPU time takes."""
-OVERHEAD: Final = 1.5
-"""Seconds that a sample takes with its meeting before it, per second of the collective."""
 
 Tick = Callable[[str], None]
 
@@ -103,6 +84,7 @@ def measure_group(
 
     Raises ProfileError on every rank if a rank fails.
     """
+    first_samples, most_samples = THRESHOLDS.first_samples, THRESHOLDS.most_samples
     everyone = range(session.world)
     rest = [r for r in everyone if r not in ranks]
     what = f"the collectives between {len(ranks)} devices"
@@ -111,9 +93,9 @@ def measure_group(
     bench = _Bench(session, own if session.rank in ranks else None, deadline, tick)
     cases: list[_Case] = []
     levels: list[list[_Case]] = []
-    for index, nbytes in enumerate(LEVELS):
-        if index >= LEAST:
-            most = (deadline - bench.clock) / 2 if _grown(levels) else MOST_SECONDS
+    for index, nbytes in enumerate(THRESHOLDS.level_bytes):
+        if index >= THRESHOLDS.first_levels:
+            most = (deadline - bench.clock) / 2 if _grown(levels) else THRESHOLDS.hidden_level_seconds
             if _ahead(levels) > most:
                 break
         level = [_Case(t) for t in trials(nbytes, order)]
@@ -122,18 +104,19 @@ def measure_group(
         with session.guard(what):
             if index == 0:
                 bench.warm(level)
-            bench.visit(level, [FIRST] * len(level), warm=True)
+            bench.visit(level, [first_samples] * len(level), warm=True)
         cases += level
     with session.guard(what):
         _in_rows(bench, levels)
     while True:
-        wide = [c for c in cases if len(c.samples) < MOST and not tight(c.samples, tolerance)]
+        wide = [c for c in cases if len(c.samples) < most_samples and not tight(c.samples, tolerance)]
         chosen: list[_Case] = []
         counts: list[int] = []
         left = deadline - bench.clock
         for case in sorted(wide, key=lambda c: (len(c.samples), -c.width)):
-            count = min(len(case.samples), 2 * FIRST, MOST - len(case.samples))
-            left -= OVERHEAD * count * case.seconds
+            taken = len(case.samples)
+            count = min(taken, 2 * first_samples, most_samples - taken)
+            left -= THRESHOLDS.meeting_part * count * case.seconds
             if left < 0:
                 break
             chosen.append(case)
@@ -146,40 +129,42 @@ def measure_group(
 
 
 def _in_rows(bench: _Bench, levels: Sequence[Sequence[_Case]]) -> None:
-    """Tell what takes longer in a row; of sizes that take :data:`GROWTH` times as long as the least."""
-    *_, last = (level for level in levels if level[0].trial.nbytes <= ROW_BYTES)
+    """Tell what takes longer in a row; of sizes that take ``hidden_growth`` times as long as the least."""
+    *_, last = (level for level in levels if level[0].trial.nbytes <= THRESHOLDS.row_bytes)
     singles = [min(case.samples) for case in last]
     for index, (single, seconds) in enumerate(zip(singles, bench.rows(last), strict=True)):
         of_sizes = [level[index] for level in levels]
         for case in of_sizes:
-            if case.seconds >= GROWTH * of_sizes[0].seconds:
+            if case.seconds >= THRESHOLDS.hidden_growth * of_sizes[0].seconds:
                 case.in_a_row = max(seconds / single, 1.0)
 
 
 def _ahead(levels: Sequence[Sequence[_Case]]) -> float:
     """Seconds that the next level will take, if each case goes on along the line through its last two sizes."""
-    step = LEVELS[len(levels)] / LEVELS[len(levels) - 1]
+    sizes = THRESHOLDS.level_bytes
+    step = sizes[len(levels)] / sizes[len(levels) - 1]
     before, last = ([case.seconds for case in level] for level in levels[-2:])
     ahead = [b + step * max(b - a, 0.0) for a, b in zip(before, last, strict=True)]
-    return OVERHEAD * (FIRST + 1) * math.fsum(ahead)
+    return THRESHOLDS.meeting_part * (THRESHOLDS.first_samples + 1) * math.fsum(ahead)
 
 
 def _grown(levels: Sequence[Sequence[_Case]]) -> bool:
-    """Whether even shards take ``GROWTH`` times as long as at the least size, in every collective."""
+    """Whether even shards take ``hidden_growth`` times as long as at the least size, in every collective."""
     pairs = zip(levels[0], levels[-1], strict=True)
-    return all(b.seconds >= GROWTH * a.seconds for a, b in pairs if a.trial.skew == "even")
+    return all(b.seconds >= THRESHOLDS.hidden_growth * a.seconds for a, b in pairs if a.trial.skew == "even")
 
 
 def measure_lanes(session: Session) -> int:
-    """How many collectives the backend has on their way at a time: the largest k of ``TOGETHER`` for which k short
-    all-reduces that are started together take less than one and a half times as long as one alone, in the mean
-    (the slowest rank's time of each). Every rank gets the same number.
+    """How many collectives the backend has on their way at a time: the largest k of ``lane_counts`` for which k
+    short all-reduces that are started together take less than one and a half times as long as one alone, in the
+    mean (the slowest rank's time of each). Every rank gets the same number.
 
     Raises ProfileError on every rank if a rank fails.
     """
+    counts, rounds = THRESHOLDS.lane_counts, THRESHOLDS.lane_rounds
     with session.guard("collectives that are started together"):
         runtime = Runtime(session.communicator, Randomness(0, session.rank, session.device))
-        operand, one = (torch.ones(n, device=session.device) for n in (LEVELS[0] // 4, 1))
+        operand, one = (torch.ones(n, device=session.device) for n in (THRESHOLDS.level_bytes[0] // 4, 1))
 
         def sample(count: int) -> float:
             session.communicator.all_reduce(one).wait()
@@ -190,11 +175,12 @@ def measure_lanes(session: Session) -> int:
             synchronize(session.device)
             return perf_counter() - begin
 
-        sample(TOGETHER[-1])
-        taken = [[sample(count) for count in TOGETHER] for _ in range(ROUNDS)]
+        sample(counts[-1])
+        taken = [[sample(count) for count in counts] for _ in range(rounds)]
         every = session.communicator.exchange(taken)
-    means = [fmean(max(rank[i][k] for rank in every) for i in range(ROUNDS)) for k in range(len(TOGETHER))]
-    return max(count for count, seconds in zip(TOGETHER, means, strict=True) if seconds < 1.5 * means[0])
+    means = [fmean(max(rank[i][k] for rank in every) for i in range(rounds)) for k in range(len(counts))]
+    most = THRESHOLDS.lane_part * means[0]
+    return max(count for count, seconds in zip(counts, means, strict=True) if seconds < most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,13 +204,13 @@ def measure_issue(session: Session) -> list[Issue]:
         return [Issue()] * session.world
     with session.guard("issuing collectives"):
         runtime = Runtime(session.communicator, Randomness(0, session.rank, session.device))
-        cold = torch.ones(COLD // 4)
+        cold = torch.ones(THRESHOLDS.issue_cold_bytes // 4)
         begin, used = perf_counter(), thread_time()
-        while perf_counter() - begin < WORK:
+        while perf_counter() - begin < THRESHOLDS.pace_seconds:
             cold.add_(1.0)
         pace = max((perf_counter() - begin) / max(thread_time() - used, 1e-9), 1.0)
         sizes, seconds = [], []
-        for nbytes, rounds in ISSUED:
+        for nbytes, rounds in THRESHOLDS.issue_sizes:
             extents = [nbytes // 4 // session.world] * session.world
             whole, own = torch.ones(sum(extents)), torch.ones(extents[0])
             kinds = (
@@ -272,7 +258,7 @@ class _Bench:
         """Run each case as often as it has samples at first; none counts."""
         for case in cases:
             self.tick(f"{case.trial.kind} before the first sample")
-            for _ in range(FIRST):
+            for _ in range(THRESHOLDS.first_samples):
                 self._sample(case.trial)
 
     def visit(self, cases: Sequence[_Case], counts: Sequence[int], *, warm: bool) -> None:
@@ -293,9 +279,10 @@ class _Bench:
     def rows(self, cases: Sequence[_Case]) -> list[float]:
         """Seconds of each case in the quickest of some rows of it."""
         found = []
+        times, rows = THRESHOLDS.row_collectives, range(THRESHOLDS.rows)
         for case in cases:
             self.tick(f"{case.trial.kind} {case.trial.nbytes} B {case.trial.skew} in a row")
-            found.append(min(self._exchange([self._sample(case.trial, ROW) for _ in range(ROWS)])) / ROW)
+            found.append(min(self._exchange([self._sample(case.trial, times) for _ in rows])) / times)
         return found
 
     def _sample(self, trial: Trial, times: int = 1) -> float:

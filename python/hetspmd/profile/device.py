@@ -1,7 +1,7 @@
 """What one rank measures of its own device: rates of products, convolutions and memory, and the launch time.
 
-- matmul: a square product n x n x n, 2 n^3 FLOPs, n grown until a call takes ``LONG`` seconds (or a 300th of the
-  budget, if that is less);
+- matmul: a square product n x n x n, 2 n^3 FLOPs, n grown until a call takes ``device_call_seconds`` (or a
+  300th of the budget, if that is less);
 - convolution: 3 x 3 over 128 channels, 2 FLOPs per weight and position, grown in the same way;
 - memory: ``a + b`` of tensors larger than most caches (16 MiB, on a GPU 256 MiB): two are read and a new one is
   written, as programs do; several times in a call, until it is as long;
@@ -27,20 +27,12 @@ import torch
 from torch.nn.functional import conv2d
 
 from hetspmd.cluster.curves import Rate
+from hetspmd.profile.profile_thresholds import THRESHOLDS
 from hetspmd.profile.sampling import interval, repeat
 
 __all__ = ["DTYPES", "OPTIMIZERS", "measure_device", "synchronize"]
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
-LONG: Final = 0.06
-"""Seconds of one call: thousands of times a launch, and many periods of a short CPU quota. In calls of 25 to 32 ms
-one of four equal emulated ranks seemed to read memory 20 % faster than the others, in calls of 90 ms none."""
-CHANNELS: Final = 128
-IMAGES: Final = ((1, 8), (1, 16), (1, 32), (1, 64), (4, 64), (16, 64), (64, 64), (256, 64))
-"""(batch, height = width) of the convolution, each with four times the FLOPs of the one before."""
-CHAIN: Final = 300
-ROUNDS: Final = 3
-PARAMETERS: Final = 8
 
 
 def _adamw(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
@@ -91,17 +83,18 @@ def measure_device(
         ("optimizer", "float32", partial(_optimizer, optimizer)),
     ]
     cases += [(what, dtype, make) for dtype in dtypes for what, make in makers.items()]
+    long = min(THRESHOLDS.device_call_seconds, budget / THRESHOLDS.device_calls)
     start = perf_counter()
     made: list[tuple[str, str, float, Call]] = []
     for what, dtype, make in cases:
         tick(f"{what} {dtype}")
         try:
-            made.append((what, dtype, *make(device, dtype, min(LONG, budget / 300))))
+            made.append((what, dtype, *make(device, dtype, long)))
         except RuntimeError as error:  # torch's own for an op without a kernel in this dtype
             if dtype == "float32" or isinstance(error, torch.OutOfMemoryError):
                 raise
     samples: list[list[list[float]]] = [[] for _ in made]
-    turns = [(which, *one) for _ in range(ROUNDS) for which, one in enumerate(made)]
+    turns = [(which, *one) for _ in range(THRESHOLDS.device_rounds) for which, one in enumerate(made)]
     for index, (which, what, dtype, _, call) in enumerate(turns):
         tick(f"{what} {dtype}")
         now = perf_counter()
@@ -140,25 +133,26 @@ def _warm(device: torch.device, call: Call) -> float:
     A short call may fall into a pause of a device whose time is shared out in slices, and seem to be long.
     """
     _timed(device, call)
-    return min(_timed(device, call) for _ in range(3))
+    return min(_timed(device, call) for _ in range(THRESHOLDS.warm_calls))
 
 
 def _matmul(device: torch.device, dtype: str, long: float) -> Case:
-    n = 128
+    n, largest = THRESHOLDS.product_sides
     while True:
         a = torch.randn(n, n, device=device).to(getattr(torch, dtype))
         call = partial(torch.mm, a, a.t().contiguous())
         seconds = _warm(device, call)
-        if seconds >= long or n >= 16384:
+        if seconds >= long or n >= largest:
             return 2.0 * n**3, call
         grown = 1.1 * n * (long / seconds) ** (1 / 3)
         n = min(2 * n, -(-int(grown) // 64) * 64)
 
 
 def _convolution(device: torch.device, dtype: str, long: float) -> Case:
-    weight = torch.randn(CHANNELS, CHANNELS, 3, 3, device=device).to(getattr(torch, dtype))
-    for batch, side in IMAGES:
-        x = torch.randn(batch, CHANNELS, side, side, device=device).to(weight.dtype)
+    channels = THRESHOLDS.convolution_channels
+    weight = torch.randn(channels, channels, 3, 3, device=device).to(getattr(torch, dtype))
+    for batch, side in THRESHOLDS.convolution_images:
+        x = torch.randn(batch, channels, side, side, device=device).to(weight.dtype)
         call = partial(conv2d, x, weight, padding=1)
         if _warm(device, call) >= long:
             break
@@ -167,7 +161,9 @@ def _convolution(device: torch.device, dtype: str, long: float) -> Case:
 
 def _memory(device: torch.device, dtype: str, long: float) -> Case:
     kind: torch.dtype = getattr(torch, dtype)
-    count = (256 if device.type == "cuda" else 16) * 2**20 // kind.itemsize
+    cuda = device.type == "cuda"
+    nbytes = THRESHOLDS.gpu_memory_bytes if cuda else THRESHOLDS.cpu_memory_bytes
+    count = nbytes // kind.itemsize
     once = partial(torch.add, *(torch.ones(count, device=device, dtype=kind) for _ in range(2)))
     times = _times(device, once, long)
     return 3.0 * count * kind.itemsize * times, partial(_repeated, once, times)
@@ -178,12 +174,12 @@ def _launch(device: torch.device, dtype: str, long: float) -> Case:
 
     def chain() -> torch.Tensor:
         y = x
-        for _ in range(CHAIN // 3):
+        for _ in range(THRESHOLDS.launch_chain // 3):
             y = torch.mul(torch.mm(torch.add(y, x), x), 0.5)
         return y
 
     times = _times(device, chain, long)
-    return float(CHAIN * times), partial(_repeated, chain, times)
+    return float(THRESHOLDS.launch_chain * times), partial(_repeated, chain, times)
 
 
 def _times(device: torch.device, call: Call, long: float) -> int:
@@ -197,8 +193,10 @@ def _repeated(call: Call, times: int) -> None:
 
 
 def _optimizer(name: str, device: torch.device, dtype: str, long: float) -> Case:
-    count = (32 if device.type == "cuda" else 4) * 2**18
-    parameters = [torch.ones(count, device=device, dtype=getattr(torch, dtype)) for _ in range(PARAMETERS)]
+    cuda = device.type == "cuda"
+    count = (THRESHOLDS.gpu_parameter_bytes if cuda else THRESHOLDS.cpu_parameter_bytes) // 4  # of float32
+    kind, number = getattr(torch, dtype), THRESHOLDS.optimizer_parameters
+    parameters = [torch.ones(count, device=device, dtype=kind) for _ in range(number)]
     for p in parameters:
         p.grad = torch.full_like(p, 0.5)
     step = OPTIMIZERS[name](parameters).step

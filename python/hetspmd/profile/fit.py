@@ -6,7 +6,7 @@ the terms at point i (1, k, E, M E, X E), p_i = x_i b and t_i its measured media
     argmin over b >= 0 of sum_i w_i ln(p_i / t_i)^2,
 
 in which a microsecond of a short message weighs what a second of a long one does, and half the time what twice the
-time does. w_i is the inverse of the variance of ln t_i: ``NOISE`` squared, and the square of a quarter of the
+time does. w_i is the inverse of the variance of ln t_i: ``point_noise`` squared, and the square of a quarter of the
 logarithm of its interval's upper end over its lower one (a 95 % interval spans four standard deviations), so that
 what was measured badly has little to say. The minimum is found by Gauss and Newton's method: with q the last
 solution's p, ln(p / t) is nearly ln(q / t) + (p - q) / q, which makes each step a non-negative least squares
@@ -16,8 +16,8 @@ found.
 
 Backends change their algorithm with the size, and memory is slower than caches; so the sizes may fall into two
 parts, each with its own terms. The split, or none, is the one of least N ln(S / W) + p ln N (Schwarz's criterion),
-S the sum above over N points whose w sum up to W (a mean deviation of less than ``NOISE`` counts as that much) and
-p the number of terms, and one more for a split. A part of a single size has the terms per byte only.
+S the sum above over N points whose w sum up to W (a mean deviation of less than ``point_noise`` counts as that
+much) and p the number of terms, and one more for a split. A part of a single size has the terms per byte only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import math
 from collections.abc import Sequence
 from itertools import combinations
 from statistics import median
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +34,7 @@ from hetspmd.cluster.collective_kinds import KINDS, Kind
 from hetspmd.cluster.curves import Curve, Fit, Point
 from hetspmd.cluster.devices import Network
 from hetspmd.errors import ProfileError
+from hetspmd.profile.profile_thresholds import THRESHOLDS
 
 __all__ = [
     "fit_curve",
@@ -46,8 +46,6 @@ __all__ = [
 ]
 
 Array = npt.NDArray[np.float64]
-NOISE: Final = 0.05
-ROUNDS: Final = 20
 
 
 def non_negative_least_squares(matrix: Array, target: Array) -> Array:
@@ -60,7 +58,7 @@ def non_negative_least_squares(matrix: Array, target: Array) -> Array:
         for chosen in combinations(columns.tolist(), count):
             found = np.linalg.lstsq(scaled[:, chosen], target, rcond=None)[0]
             left = scaled[:, chosen] @ found - target
-            if found.min() >= 0 and float(left @ left) < least * (1 - 1e-12):
+            if found.min() >= 0 and float(left @ left) < least * (1 - THRESHOLDS.better_fit):
                 least = float(left @ left)
                 best = np.zeros(matrix.shape[1])
                 best[list(chosen)] = found / scale[list(chosen)]
@@ -81,7 +79,7 @@ def fit_curves(kind: Kind, devices: int, points: Sequence[Point]) -> tuple[Fit, 
         fits = [fit_curve(kind, devices, q, at) for q, at in zip(parts, (0.0, above), strict=True) if q]
         errors = np.array([e for fit in fits for e in _errors(fit.curve, fit.points)])
         weights = _weights([p for fit in fits for p in fit.points])
-        deviation = max(float(weights @ errors**2) / float(weights.sum()), NOISE**2)
+        deviation = max(float(weights @ errors**2) / float(weights.sum()), THRESHOLDS.point_noise**2)
         count = sum(len(_terms(kind, fit.points)) for fit in fits) + len(fits) - 1
         value = len(points) * math.log(deviation) + count * math.log(len(points))
         if value < least:
@@ -120,7 +118,7 @@ def hidden(points: Sequence[Point]) -> bool:
     """Whether the times tell too little of the bandwidth: even shards of the largest size take less than twice as
     long as those of the least."""
     even = sorted((p.nbytes, p.seconds) for p in points if p.skew == "even")
-    return even[-1][1] < 2 * even[0][1]
+    return even[-1][1] < THRESHOLDS.hardly_grown * even[0][1]
 
 
 def _terms(kind: Kind, points: Sequence[Point]) -> tuple[str, ...]:
@@ -135,23 +133,24 @@ def _errors(curve: Curve, points: Sequence[Point]) -> list[float]:
 
 def _weights(points: Sequence[Point]) -> Array:
     """The inverse variance of the logarithm of each point's seconds."""
-    return np.array([1 / (NOISE**2 + (math.log(p.high / p.low) / 4) ** 2) for p in points])
+    return np.array([1 / (THRESHOLDS.point_noise**2 + (math.log(p.high / p.low) / 4) ** 2) for p in points])
 
 
 def relative_least_squares(matrix: Array, seconds: Array, weights: Array | None = None) -> Array:
     """argmin over b >= 0 of the sum of w ln(p / t)^2, with p = matrix b, t the seconds and w the weights (1 if not
-    given); the best of ``ROUNDS``."""
+    given); the best of ``fit_rounds``."""
     roots = np.ones(len(seconds)) if weights is None else np.sqrt(weights)
     best = found = non_negative_least_squares(matrix * (roots / seconds)[:, None], roots)
     least = math.inf
-    for _ in range(ROUNDS):
-        predicted = np.clip(matrix @ found, 0.01 * seconds, 100 * seconds)
+    low, high = THRESHOLDS.predicted_range
+    for _ in range(THRESHOLDS.fit_rounds):
+        predicted = np.clip(matrix @ found, low * seconds, high * seconds)
         errors = np.log(predicted / seconds)
         value = float((roots * errors) @ (roots * errors))
-        if value < least * (1 - 1e-12):
+        if value < least * (1 - THRESHOLDS.better_fit):
             best, least = found, value
         found = non_negative_least_squares(
-            matrix * (roots / predicted)[:, None], roots * np.clip(1 - errors, 0.1, 3.0)
+            matrix * (roots / predicted)[:, None], roots * np.clip(1 - errors, *THRESHOLDS.target_range)
         )
     return best
 

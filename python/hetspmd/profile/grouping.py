@@ -14,19 +14,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Final
 
 from hetspmd.cluster.curves import Rate
 from hetspmd.cluster.devices import Device
+from hetspmd.profile.profile_thresholds import THRESHOLDS
 
-__all__ = ["ALIKE", "Report", "devices_of", "groups_of", "kinds_of"]
-
-ALIKE: Final = 0.1
-FARTHEST: Final = 0.25
-"""Of one rate. On a busy host medians of equal ranks were found 13 % apart, tight intervals and all."""
-FARTHEST_LAUNCH: Final = 0.5
-"""Likewise 40 %."""
-MAX_GROUPS: Final = 4
+__all__ = ["Report", "devices_of", "groups_of", "kinds_of"]
 
 
 @dataclass(frozen=True)
@@ -101,12 +94,13 @@ def groups_of(devices: Sequence[Device]) -> tuple[tuple[int, ...], ...]:
     """Groups of ranks between which collectives are measured, each with the fastest device first.
 
     All ranks, the two fastest, and the fastest kinds together, which are the subsets that the compiler tries; of
-    the last at most ``MAX_GROUPS``, evenly spaced.
+    the last at most ``rank_groups``, evenly spaced.
     """
     order = sorted(range(len(devices)), key=lambda r: (-devices[r].rate("float32"), r))
     ends = [i for i in range(2, len(order)) if i == 2 or devices[order[i]] != devices[order[i - 1]]]
-    if len(ends) > MAX_GROUPS:
-        ends = [ends[i * (len(ends) - 1) // (MAX_GROUPS - 1)] for i in range(MAX_GROUPS)]
+    most = THRESHOLDS.rank_groups
+    if len(ends) > most:
+        ends = [ends[i * (len(ends) - 1) // (most - 1)] for i in range(most)]
     return tuple(tuple(order[:end]) for end in (len(order), *reversed(ends)) if end > 1)
 
 
@@ -118,13 +112,16 @@ def _alike(first: Report, other: Report) -> bool:
     gaps = {
         k: 0.0 if _same(a, theirs[k]) else _gap(a.per_second, theirs[k].per_second) for k, a in ours.items()
     }
-    most = {k: math.log1p(FARTHEST_LAUNCH if k[0] == "launch" else FARTHEST) for k in gaps}
+    most = {
+        k: math.log1p(THRESHOLDS.alike_launch if k[0] == "launch" else THRESHOLDS.alike_rate) for k in gaps
+    }
     others = [gap for k, gap in gaps.items() if k[0] != "launch"]
-    return all(gaps[k] <= most[k] for k in gaps) and sum(others) <= math.log1p(ALIKE) * len(others)
+    most_of_all = math.log1p(THRESHOLDS.alike_rates) * len(others)
+    return all(gaps[k] <= most[k] for k in gaps) and sum(others) <= most_of_all
 
 
 def _near(a: float, b: float) -> bool:
-    return max(a, b) <= (1 + ALIKE) * min(a, b)
+    return max(a, b) <= (1 + THRESHOLDS.alike_rates) * min(a, b)
 
 
 def _gap(a: float, b: float) -> float:

@@ -27,6 +27,7 @@ from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
 from hetspmd.lower.emit import GraphWriter, drop_unread
 from hetspmd.placement import Placement
+from hetspmd.profile.profile_thresholds import THRESHOLDS
 from hetspmd.program.layout import Layout
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Compute
@@ -36,10 +37,6 @@ from hetspmd.trace.graph import INPUT, ITEM_SIZES, Graph, Input, Instruction, Re
 from hetspmd.trace.values import torch_dtype
 
 __all__ = ["Alone", "Arena", "LocalOp", "alone", "index_bound", "local_op"]
-
-LOW: Final = 0.1
-TILE: Final = 2**20
-ALIGNED: Final = 64
 
 
 @dataclass(frozen=True)
@@ -100,12 +97,14 @@ class Arena:
         flat = self._flat.get(kind)
         if flat is None or flat.numel() < count:
             size = max(self.nbytes // kind.itemsize, count)
-            tile = torch.rand(min(TILE, size), device=self.device)
-            tile = (tile < 0.5).to(kind) if kind == torch.bool else (LOW + (1 - LOW) * tile).to(kind)
+            low = THRESHOLDS.least_float
+            tile = torch.rand(min(THRESHOLDS.tile_elements, size), device=self.device)
+            tile = (tile < 0.5).to(kind) if kind == torch.bool else (low + (1 - low) * tile).to(kind)
             flat = self._flat[kind] = tile.repeat(-(-size // len(tile)))[:size]
             self._at[kind] = 0
+        aligned = THRESHOLDS.aligned_elements
         start = self._at[kind] if self._at[kind] + count <= flat.numel() else 0
-        self._at[kind] = start + -(-count // ALIGNED) * ALIGNED
+        self._at[kind] = start + -(-count // aligned) * aligned
         return flat.as_strided(tuple(shape), strides, start)
 
 

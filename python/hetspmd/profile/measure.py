@@ -29,12 +29,11 @@ from hetspmd.profile.fit import fit_curves, fit_network, hidden
 from hetspmd.profile.grouping import Report, devices_of, groups_of, issuing
 from hetspmd.profile.host import device_name, host_identity, usable_memory
 from hetspmd.profile.ops import measure_ops
-from hetspmd.profile.sampling import CONFIDENCE
+from hetspmd.profile.profile_thresholds import THRESHOLDS
 from hetspmd.profile.session import Session
 
 __all__ = ["Options", "Profile", "measure", "with_ops"]
 
-DEVICE_PART: Final = 1 / 3
 TIMING: Final = (
     "medians; a sample of a collective is the slowest rank's time after all have met, times what one in a row "
     "takes longer; intervals of the median by order statistics"
@@ -99,7 +98,7 @@ def measure(session: Session, options: Options, tick: Callable[[str], None] = la
     hosts = session.together("naming the host", host_identity)
     ranks_on_host = Counter(hosts)[hosts[session.rank]]
     memory = session.together("asking for memory", lambda: usable_memory(device, ranks_on_host))
-    part = DEVICE_PART if session.world > 1 else 1.0
+    part = THRESHOLDS.device_part if session.world > 1 else 1.0
     budget = max(part * options.budget - session.elapsed(), 0.0)
     reports = session.together(
         "measuring its device",
@@ -193,7 +192,7 @@ def _about(session: Session, options: Options, spent: float, hosts: Counter[str]
         "budget": options.budget,
         "spent": round(spent, 2),
         "tolerance": options.tolerance,
-        "confidence": CONFIDENCE,
+        "confidence": THRESHOLDS.confidence,
         "flops": options.product,
         "optimizer": options.optimizer,
         "memory": "free memory of the GPU"

@@ -2,15 +2,15 @@
 
 The ranks of a kind share its tasks (:mod:`hetspmd.profile.cases`), and all kinds measure at the same time, as in
 training. A local call is lowered as the runtime lowers it and called as generated code calls it, without gradients,
-on inputs that rotate through an arena of :data:`FOOTPRINT` bytes: in a step, too, an op's weights and what the
+on inputs that rotate through an arena larger than caches: in a step, too, an op's weights and what the
 backward reads of the forward come from memory, since everything else has passed through the caches in between. A
-sample is as many calls as last :data:`LONG`. Calls on a CPU are timed one by one, with other work between them
-(:mod:`hetspmd.profile.single`), unless several threads compute long ones. The optimizer's step is measured on as
-many parameters of a shape as fill the arena, so that its own overhead is spread as over a model's.
+sample is as many calls as last ``sample_seconds``. Calls on a CPU are timed one by one, with other work between
+them (:mod:`hetspmd.profile.single`), unless several threads compute long ones. The optimizer's step is measured on
+as many parameters of a shape as fill the arena, so that its own overhead is spread as over a model's.
 
 A machine may be slow for seconds on end, and what is measured then would look dear beside all the rest. So there
-are :data:`TURNS`, each of which samples every task (:mod:`hetspmd.profile.sampling`), and the median of the turns'
-medians counts, of the samples whose memory has settled (:mod:`hetspmd.profile.pages`).
+are ``op_turns`` turns, each of which samples every task (:mod:`hetspmd.profile.sampling`), and the median of the
+turns' medians counts, of the samples whose memory has settled (:mod:`hetspmd.profile.pages`).
 
 A key's line ``constant + slope share`` is the non-negative least squares solution for the logarithms of its points
 (:mod:`hetspmd.profile.fit`); it is convex in the share, whatever the noise.
@@ -29,7 +29,7 @@ from functools import partial
 from itertools import count
 from statistics import median
 from time import perf_counter
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,25 +45,16 @@ from hetspmd.profile.grouping import kinds_of
 from hetspmd.profile.host import host_identity
 from hetspmd.profile.local_op import Alone, Arena, local_op
 from hetspmd.profile.pages import Sample, page_faults, settled, settling
+from hetspmd.profile.profile_thresholds import THRESHOLDS
 from hetspmd.profile.sampling import interval, repeat
 from hetspmd.profile.session import Session
-from hetspmd.profile.single import LONG, SingleCalls
+from hetspmd.profile.single import SingleCalls
 from hetspmd.rules.rule import TensorType
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import ITEM_SIZES
 from hetspmd.trace.values import torch_dtype
 
 __all__ = ["OpReport", "fit_points", "measure_ops"]
-
-FOOTPRINT: Final = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
-"""Bytes through which inputs rotate: twice the last cache of most CPUs, several times a GPU's."""
-SHORT: Final = 0.005
-"""Seconds of a call on a CPU below which calls are timed one by one even if several threads compute."""
-TURNS: Final = 3
-MOST_CALLS: Final = 2000
-MOST_SETS: Final = 64
-ROOM: Final = 0.5
-"""The part of a device's memory that inputs and results of one op may take."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +109,7 @@ def measure_ops(
     have = known[kinds.index(mine)]
     todo = [t for t in tasks if t.share not in have.get(t.key, {})]
     own_tasks = todo[mine.index(session.rank) :: len(mine)]
-    room = ROOM * cluster.devices[session.rank].memory
+    room = THRESHOLDS.memory_part * cluster.devices[session.rank].memory
     done = session.together(
         "measuring ops", lambda: _measure(device, own_tasks, budget, tolerance, optimizer, room, tick)
     )
@@ -190,13 +181,13 @@ def _measure(
 ) -> _Done:
     done = _Done()
     begin = perf_counter()
-    arena = Arena(device, FOOTPRINT[device.type])
+    arena = Arena(device, _arena_bytes(device))
     single = SingleCalls() if device.type == "cpu" else None
     theories: dict[int, tuple[Alone, Theory]] = {}
     found: dict[str, dict[float, list[list[Sample]]]] = {}
     left = list(tasks)
-    for turn in range(TURNS):
-        due = begin + budget * (turn + 1) / TURNS
+    for turn in range(THRESHOLDS.op_turns):
+        due = begin + budget * (turn + 1) / THRESHOLDS.op_turns
         todo, left = left, []
         for index, task in enumerate(todo):
             now = perf_counter()
@@ -250,10 +241,10 @@ def _samples(
 
     run(1)  # the first call may compile or choose kernels
     once = 0.0 if single is not None and single.alone else run(2).seconds
-    if single is not None and once < SHORT:
+    if single is not None and once < THRESHOLDS.single_call_seconds:
         take = partial(single.sample, call)
     else:
-        take = partial(run, min(max(int(LONG / once), 1), MOST_CALLS))
+        take = partial(run, min(max(int(THRESHOLDS.sample_seconds / once), 1), THRESHOLDS.calls_of_sample))
     samples: list[Sample] = []
 
     def seconds() -> float:
@@ -284,7 +275,8 @@ def _call(
         theories[id(own)] = own, own.theory
     op = local_op(theories[id(own)][1], own.orders, row, task.held, device)
     _check_room(op.held, room)
-    sets = [op.make(arena) for _ in range(min(max(arena.nbytes // max(op.nbytes, 1), 1), MOST_SETS))]
+    number = min(max(arena.nbytes // max(op.nbytes, 1), 1), THRESHOLDS.input_sets)
+    sets = [op.make(arena) for _ in range(number)]
     turn = count()
 
     def call() -> object:
@@ -301,12 +293,16 @@ def _step(
     if dim is not None:
         shape[dim] = held
     nbytes = 4 * max(math.prod(shape) * ITEM_SIZES[type_.dtype], 1)  # with gradients and state
-    number = min(max(FOOTPRINT[device.type] // nbytes, 1), MOST_SETS)
+    number = min(max(_arena_bytes(device) // nbytes, 1), THRESHOLDS.input_sets)
     _check_room(number * nbytes, room)
     parameters = [torch.ones(shape, device=device, dtype=torch_dtype(type_.dtype)) for _ in range(number)]
     for p in parameters:
         p.grad = torch.full_like(p, 0.5)
     return OPTIMIZERS[optimizer](parameters).step, number
+
+
+def _arena_bytes(device: torch.device) -> int:
+    return THRESHOLDS.gpu_arena_bytes if device.type == "cuda" else THRESHOLDS.cpu_arena_bytes
 
 
 def _check_room(nbytes: int, room: float) -> None:

@@ -8,7 +8,9 @@ same in each step (where what is freed goes back to the system). So the samples 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import NamedTuple
+
+from hetspmd.profile.profile_thresholds import THRESHOLDS
 
 try:
     from resource import RUSAGE_SELF, getrusage
@@ -24,12 +26,7 @@ else:
         return getrusage(RUSAGE_SELF).ru_minflt
 
 
-__all__ = ["FEW", "Sample", "page_faults", "settled", "settling"]
-
-FEW: Final = 16
-"""Page faults of a call that any call may have."""
-MORE: Final = 1.2
-"""Times as many page faults as another sample of the call has, from which a sample does not count."""
+__all__ = ["Sample", "page_faults", "settled", "settling"]
 
 
 class Sample(NamedTuple):
@@ -43,10 +40,11 @@ def settled(samples: Iterable[Sample], fewest: float | None = None) -> list[floa
     """Seconds of the samples whose page faults are near the ``fewest``, by default of these."""
     known = list(samples)
     least = min((s.faults for s in known), default=0.0) if fewest is None else fewest
-    return [s.seconds for s in known if s.faults <= MORE * least + FEW]
+    most = THRESHOLDS.more_page_faults * least + THRESHOLDS.page_faults
+    return [s.seconds for s in known if s.faults <= most]
 
 
 def settling(samples: list[Sample]) -> bool:
     """Whether the last sample had page faults that the next may not have."""
-    last = samples[-1].faults
-    return last > FEW and (len(samples) == 1 or MORE * last < samples[-2].faults)
+    last, more = samples[-1].faults, THRESHOLDS.more_page_faults
+    return last > THRESHOLDS.page_faults and (len(samples) == 1 or more * last < samples[-2].faults)

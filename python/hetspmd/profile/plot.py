@@ -6,6 +6,7 @@ axes, so that heights compare. Below, the devices' rates as bars.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -22,39 +23,72 @@ __all__ = ["profile_svg"]
 COLORS: Final = {"even": "#0072b2", "skewed": "#d55e00", "half": "#009e73", "lone": "#cc79a7"}
 """Okabe and Ito's, which people with any colour vision tell apart."""
 OTHER: Final = "#666"
+"""Of what has no colour of its own."""
 GRID: Final = "#e4e4e4"
-COLUMNS: Final = 3
-WIDTH: Final = 300.0
-HEIGHT: Final = 220.0
-LEFT: Final = 62.0
-BELOW: Final = 34.0
-GAP: Final = 26.0
-TOP: Final = 64.0
-ROW: Final = 18.0
-STEPS: Final = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotLayout:
+    """Where panels and bars lie, in pixels unless said otherwise: sizes at which their text can be read."""
+
+    columns: int = 3
+    """Panels side by side: as many as a page is wide."""
+
+    panel_width: float = 300.0
+    """Of a panel without the text of its axes."""
+
+    panel_height: float = 220.0
+    """Likewise."""
+
+    left_margin: float = 62.0
+    """Left of a panel, for the text of its vertical axis."""
+
+    bottom_margin: float = 34.0
+    """Below a panel, for the text of its horizontal axis."""
+
+    gap: float = 26.0
+    """Between a panel's text and the next panel, whose title stands there."""
+
+    top_margin: float = 64.0
+    """Above all panels, for the title and the legend."""
+
+    bar_row: float = 18.0
+    """Height of a bar with its text."""
+
+    curve_steps: int = 40
+    """Straight pieces of a curve, which looks smooth with so many."""
+
+
+LAYOUT: Final = PlotLayout()
 
 
 def profile_svg(profile: Profile) -> str:
     """The picture as an SVG document. The same profile gives the same text."""
     found = _panels(profile)
-    rows = -(-len(found) // COLUMNS)
+    rows = -(-len(found) // LAYOUT.columns)
     bars = rate_rows(profile)
-    panels = rows * (HEIGHT + BELOW + GAP)
-    width = COLUMNS * (WIDTH + LEFT) + 24
-    canvas = Canvas(width, TOP + panels + (len(bars) * ROW + 40 if bars else 0))
+    panels = rows * (LAYOUT.panel_height + LAYOUT.bottom_margin + LAYOUT.gap)
+    width = LAYOUT.columns * (LAYOUT.panel_width + LAYOUT.left_margin) + 24
+    canvas = Canvas(width, LAYOUT.top_margin + panels + (len(bars) * LAYOUT.bar_row + 40 if bars else 0))
     world = profile.cluster.world
     canvas.text(16, 26, f"Measured cluster of {counted(world, 'device')}", size=16, bold=True)
     points = [p for panel in found for p in panel.points]
     if points:
         _legend(canvas, list(dict.fromkeys(p.skew for p in points)))
     for index, panel in enumerate(found):
-        x = LEFT + (index % COLUMNS) * (WIDTH + LEFT)
-        y = TOP + 12 + (index // COLUMNS) * (HEIGHT + BELOW + GAP)
-        across = LogAxis(min(p.nbytes for p in points), max(p.nbytes for p in points), x, x + WIDTH)
-        up = LogAxis(min(p.low for p in points), max(p.high for p in points), y + HEIGHT, y)
+        x = LAYOUT.left_margin + (index % LAYOUT.columns) * (LAYOUT.panel_width + LAYOUT.left_margin)
+        y = (
+            LAYOUT.top_margin
+            + 12
+            + (index // LAYOUT.columns) * (LAYOUT.panel_height + LAYOUT.bottom_margin + LAYOUT.gap)
+        )
+        across = LogAxis(
+            min(p.nbytes for p in points), max(p.nbytes for p in points), x, x + LAYOUT.panel_width
+        )
+        up = LogAxis(min(p.low for p in points), max(p.high for p in points), y + LAYOUT.panel_height, y)
         _frame(canvas, panel, across, up, x, y)
         _curves(canvas, panel, across, up)
-    _bars(canvas, bars, TOP + panels + 8, width)
+    _bars(canvas, bars, LAYOUT.top_margin + panels + 8, width)
     return canvas.render()
 
 
@@ -96,14 +130,18 @@ def _legend(canvas: Canvas, skews: list[str]) -> None:
 
 def _frame(canvas: Canvas, panel: _Panel, across: LogAxis, up: LogAxis, x: float, y: float) -> None:
     for value in up.ticks():
-        canvas.line(x, up.at(value), x + WIDTH, up.at(value), GRID)
+        canvas.line(x, up.at(value), x + LAYOUT.panel_width, up.at(value), GRID)
         canvas.text(x - 6, up.at(value) + 4, quantity_text(value, "seconds"), size=10, anchor="end")
     for value in across.ticks():
-        canvas.line(across.at(value), y, across.at(value), y + HEIGHT, GRID)
-        canvas.text(across.at(value), y + HEIGHT + 14, _decimal_bytes(value), size=10, anchor="middle")
+        canvas.line(across.at(value), y, across.at(value), y + LAYOUT.panel_height, GRID)
+        canvas.text(
+            across.at(value), y + LAYOUT.panel_height + 14, _decimal_bytes(value), size=10, anchor="middle"
+        )
     title = f"{KINDS[panel.curves[0].kind].text}, {panel.curves[0].devices} devices"
     canvas.text(x, y - 6, title, bold=True)
-    canvas.text(x + WIDTH, y - 6, f"median error {100 * panel.error:.1f} %", size=10, anchor="end")
+    canvas.text(
+        x + LAYOUT.panel_width, y - 6, f"median error {100 * panel.error:.1f} %", size=10, anchor="end"
+    )
 
 
 def _curves(canvas: Canvas, panel: _Panel, across: LogAxis, up: LogAxis) -> None:
@@ -113,8 +151,8 @@ def _curves(canvas: Canvas, panel: _Panel, across: LogAxis, up: LogAxis) -> None
         low, high = min(p.nbytes for p in points), max(p.nbytes for p in points)
         like = max(points, key=lambda p: p.nbytes)  # shares are least rounded in the largest
         line = []
-        for step in range(STEPS + 1):
-            nbytes = low * (high / low) ** (step / STEPS)
+        for step in range(LAYOUT.curve_steps + 1):
+            nbytes = low * (high / low) ** (step / LAYOUT.curve_steps)
             seconds = min(max(panel.seconds(nbytes, like), 10.0**up.low), 10.0**up.high)
             line.append((across.at(nbytes), up.at(seconds)))
         canvas.path(line, color)
@@ -133,7 +171,7 @@ def _bars(canvas: Canvas, rows: list[RateRow], y: float, width: float) -> None:
     for row in rows:
         most[_unit(row)] = max(most.get(_unit(row), 0.0), row.value)
     for index, row in enumerate(rows):
-        line = y + 34 + index * ROW
+        line = y + 34 + index * LAYOUT.bar_row
         long = max((width - 560) * row.value / most[_unit(row)], 1.0)
         canvas.text(16, line, f"{row.device} ({row.ranks})")
         canvas.text(190, line, "launch" if row.what == "launch" else f"{row.what} {row.dtype}")

@@ -14,15 +14,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from statistics import median
 from time import perf_counter
-from typing import Final
 
-__all__ = ["CONFIDENCE", "FIRST", "MOST", "interval", "repeat", "tight"]
+from hetspmd.profile.profile_thresholds import THRESHOLDS
 
-CONFIDENCE: Final = 0.95
-FIRST: Final = 6
-"""Samples of the least interval with that confidence."""
-MOST: Final = 400
-"""Samples at which a measurement is given up as noisy."""
+__all__ = ["interval", "repeat", "tight"]
 
 
 @cache
@@ -31,7 +26,7 @@ def _rank(n: int) -> int:
     tail, k = 0.0, 0
     while k < n // 2:
         tail += math.comb(n, k) * 0.5**n  # P(B = k)
-        if 2 * tail > 1 - CONFIDENCE:
+        if 2 * tail > 1 - THRESHOLDS.confidence:
             break
         k += 1
     return k
@@ -46,16 +41,16 @@ def interval(samples: Sequence[float]) -> tuple[float, float, float]:
 
 def tight(samples: Sequence[float], tolerance: float) -> bool:
     """Whether half the interval's width is at most ``tolerance`` of the median."""
-    if len(samples) < FIRST:
+    if len(samples) < THRESHOLDS.first_samples:
         return False
     middle, low, high = interval(samples)
     return (high - low) / 2 <= tolerance * middle
 
 
 def repeat(run: Callable[[], float], deadline: float, tolerance: float, least: int = 3) -> list[float]:
-    """Samples of ``run`` until they are tight, ``perf_counter()`` passes ``deadline`` or there are ``MOST``; at
-    least as many as ``least``."""
-    samples = [run() for _ in range(least)]
-    while len(samples) < MOST and perf_counter() < deadline and not tight(samples, tolerance):
+    """Samples of ``run`` until they are tight, ``perf_counter()`` passes ``deadline`` or there are
+    ``most_samples``; at least as many as ``least``."""
+    samples, most = [run() for _ in range(least)], THRESHOLDS.most_samples
+    while len(samples) < most and perf_counter() < deadline and not tight(samples, tolerance):
         samples.append(run())
     return samples

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from time import perf_counter
 from typing import TypeVar
 
@@ -25,11 +24,11 @@ from hetspmd.dist.communicator import Communicator, LoneCommunicator
 from hetspmd.dist.process_group import communicator_for
 from hetspmd.errors import ProfileError
 from hetspmd.profile.host import host_name
+from hetspmd.profile.profile_thresholds import THRESHOLDS
 
 __all__ = ["Session", "joined"]
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=5)
 _FAILURE = "hetspmd/profile/failure"
 
 
@@ -110,7 +109,7 @@ def joined(wanted: str) -> Iterator[Session]:
         yield Session(LoneCommunicator(), _device(wanted, None), start=perf_counter())
         return
     try:
-        store, rank, world = next(iter(rendezvous("env://", timeout=TIMEOUT)))
+        store, rank, world = next(iter(rendezvous("env://", timeout=THRESHOLDS.meeting_timeout)))
     except Exception as error:
         raise ProfileError(
             f"rank {os.environ['RANK']} on {host_name()} could not meet the others at "
@@ -124,7 +123,7 @@ def joined(wanted: str) -> Iterator[Session]:
         store=store,
         rank=rank,
         world_size=world,
-        timeout=TIMEOUT,
+        timeout=THRESHOLDS.meeting_timeout,
         device_id=device if device.type == "cuda" else None,
     )
     try:

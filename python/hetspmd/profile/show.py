@@ -23,9 +23,10 @@ UNITS: dict[str, Kind] = {
     "launch": "seconds",
     "optimizer": "bytes/s",
 }
-WIDTH = 90
-LONGEST = 12
-"""Ops in the table of a kind of device."""
+KEY_CHARACTERS = 90
+"""Characters of an op's key in a table, so that most terminals show a row as a line."""
+OPS_SHOWN = 12
+"""Ops in the table of a kind of device: the longest, on one screen."""
 
 
 def profile_text(profile: Profile) -> str:
@@ -65,7 +66,7 @@ def profile_text(profile: Profile) -> str:
 
 def _ops_text(cluster: Cluster, ranks: Sequence[int], fits: Sequence[OpFit]) -> str:
     """The longest ops of a kind of device, and how well the lines fit."""
-    longest = sorted(fits, key=lambda f: (-f.time.seconds(1.0), f.time.key))[:LONGEST]
+    longest = sorted(fits, key=lambda f: (-f.time.seconds(1.0), f.time.key))[:OPS_SHOWN]
     rows = [
         [
             _shortened(f.time.key),
@@ -88,7 +89,7 @@ def _ops_text(cluster: Cluster, ranks: Sequence[int], fits: Sequence[OpFit]) -> 
 
 
 def _shortened(key: str) -> str:
-    return key if len(key) <= WIDTH else key[: WIDTH - 3] + "..."
+    return key if len(key) <= KEY_CHARACTERS else key[: KEY_CHARACTERS - 3] + "..."
 
 
 class RateRow(NamedTuple):

@@ -1,7 +1,7 @@
 """Seconds of single calls on a CPU, as they are in a step: after other work.
 
 A call that is repeated at once finds its code and its temporary memory in the nearest caches, and may take half of
-the time that it takes between the other calls of a step. So between two calls :data:`COLD` bytes are touched, and
+the time that it takes between the other calls of a step. So between two calls ``cold_bytes`` are touched, and
 only the calls are timed.
 
 A thread that may run for a part of the time only (a quota of CPU time) seldom stands still within a short call,
@@ -14,48 +14,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter, thread_time
-from typing import Final
 
 import torch
 
 from hetspmd.profile.pages import Sample, page_faults
+from hetspmd.profile.profile_thresholds import THRESHOLDS
 
-__all__ = ["LONG", "SingleCalls"]
-
-LONG: Final = 0.01
-"""Seconds of a sample of short calls."""
-COLD: Final = 2**21
-"""Bytes touched between two calls: twice the second cache of most CPUs."""
-KEPT: Final = 0.98
-"""Of the past, at each sample, in what a CPU second takes."""
-EMPTY: Final = 10
-"""Samples of calls that do nothing, of which the least is what timing a call takes."""
+__all__ = ["SingleCalls"]
 
 
 class SingleCalls:
     """Times calls one by one. ``alone``: whether PyTorch computes with one thread."""
 
     def __init__(self) -> None:
-        self._cold = torch.ones(COLD // 4)
+        self._cold = torch.ones(THRESHOLDS.cold_bytes // 4)
         self.alone = torch.get_num_threads() == 1
         self._clock = thread_time if self.alone else perf_counter
         self._passed, self._used = 0.0, 0.0
         self._empty = 0.0
-        self._empty = min(self.sample(_nothing).seconds for _ in range(EMPTY))
+        self._empty = min(self.sample(_nothing).seconds for _ in range(THRESHOLDS.empty_samples))
 
     def sample(self, call: Callable[[], object]) -> Sample:
-        """One call: the mean over as many as take :data:`LONG` with the work between them."""
+        """One call: the mean over as many as take ``sample_seconds`` with the work between them."""
         cold, clock = self._cold, self._clock
         faults = page_faults()
         began, used, taken, calls = perf_counter(), thread_time(), 0.0, 0
-        while calls == 0 or perf_counter() - began < LONG:
+        while calls == 0 or perf_counter() - began < THRESHOLDS.sample_seconds:
             cold.add_(1.0)
             start = clock()
             call()
             taken += clock() - start
             calls += 1
-        self._passed = KEPT * self._passed + perf_counter() - began
-        self._used = KEPT * self._used + thread_time() - used
+        self._passed = THRESHOLDS.past_weight * self._passed + perf_counter() - began
+        self._used = THRESHOLDS.past_weight * self._used + thread_time() - used
         pace = max(self._passed / max(self._used, 1e-9), 1.0) if self.alone else 1.0
         seconds = max(pace * taken / calls - self._empty, 1e-9)
         return Sample(seconds, (page_faults() - faults) / calls)

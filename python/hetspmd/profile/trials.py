@@ -25,14 +25,12 @@ from hetspmd.cluster.curves import COLLECTIVES
 from hetspmd.dist import collectives
 from hetspmd.dist.pending import PendingTensor
 from hetspmd.dist.runtime import Runtime
+from hetspmd.profile.profile_thresholds import THRESHOLDS
 
-__all__ = ["LEVELS", "Trial", "start", "trials"]
+__all__ = ["Trial", "start", "trials"]
 
-LEVELS: Final = tuple(4096 * 8**i for i in range(6))
-"""Bytes of the whole tensor: 4 KiB to 128 MiB."""
-ITEM: Final = 4
-UNITS: Final = 256
-FALL: Final = 8.0
+ITEM_BYTES: Final = 4
+"""Of an element: float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Trial:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return ITEM * self.width * max(sum(self.extents), 1)
+        return ITEM_BYTES * self.width * max(sum(self.extents), 1)
 
     @property
     def shards(self) -> int:
@@ -87,17 +85,17 @@ def trials(nbytes: int, order: Sequence[int]) -> list[Trial]:
     for kind in COLLECTIVES:
         ends, lone = KINDS[kind].sharded_ends, KINDS[kind].lone
         if ends == 0:
-            found.append(Trial(kind, "even", (), (), nbytes // ITEM))
+            found.append(Trial(kind, "even", (), (), nbytes // ITEM_BYTES))
         elif ends == 2:
-            side = math.isqrt(nbytes // ITEM)
+            side = math.isqrt(nbytes // ITEM_BYTES)
             even = _extents(side, skews["even"], order)
             for skew, shares in skews.items():
                 extents = _extents(side, shares, order)
                 found.append(Trial(kind, skew, extents, extents if skew == "skewed" else even, side))
         else:
-            width = max(nbytes // ITEM // UNITS, 1)
+            width = max(nbytes // ITEM_BYTES // THRESHOLDS.shard_units, 1)
             found += [
-                Trial(kind, skew, _extents(UNITS, shares, order), (), width)
+                Trial(kind, skew, _extents(THRESHOLDS.shard_units, shares, order), (), width)
                 for skew, shares in skews.items()
                 if skew != "lone" or lone is None
             ]
@@ -116,7 +114,7 @@ def _skews(n: int) -> dict[str, list[float]]:
     half = n // 2
     found = {
         "even": [1.0] * n,
-        "skewed": [FALL ** (-i / (n - 1)) for i in range(n)],
+        "skewed": [THRESHOLDS.skew_fall ** (-i / (n - 1)) for i in range(n)],
         "half": [1.0] * half + [0.0] * (n - half),
         "lone": [1.0] + [0.0] * (n - 1),
     }

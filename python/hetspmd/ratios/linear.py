@@ -19,7 +19,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import highspy
 import numpy as np
@@ -28,23 +27,10 @@ import numpy.typing as npt
 from hetspmd.cost.model import Array, Index
 from hetspmd.errors import HetspmdError
 from hetspmd.ratios.problem import Lines, Mask, Problem
+from hetspmd.ratios.ratio_thresholds import THRESHOLDS
 from hetspmd.search.highs import quiet_highs
 
 __all__ = ["BalanceError", "LinearProgram", "NoRoomError", "spread"]
-
-
-INTERIOR: Final = 4000
-"""Rows from which on the first solution is an interior point's."""
-
-TOLERANCES: Final = (1e-10, 1e-9, 1e-8, 1e-7)
-"""How far rows and reduced costs may be off; HiGHS takes nothing smaller than the first."""
-
-ITERATIONS: Final = 20
-"""Steps of the simplex method per row and column, after which the next of the tolerances is taken.
-
-Programs are solved within 9; at the first tolerance, which is as small as rounding, some went round in circles for
-millions of steps.
-"""
 
 
 class BalanceError(HetspmdError):
@@ -85,10 +71,10 @@ class LinearProgram:
         self.highs = quiet_highs(
             threads=1,
             random_seed=0,
-            primal_feasibility_tolerance=TOLERANCES[0],
-            dual_feasibility_tolerance=TOLERANCES[0],
+            primal_feasibility_tolerance=THRESHOLDS.tolerances[0],
+            dual_feasibility_tolerance=THRESHOLDS.tolerances[0],
         )
-        self._looser = list(TOLERANCES[1:])
+        self._looser = list(THRESHOLDS.tolerances[1:])
         self.rows = 0
         self._solved = False
         self._add_columns()
@@ -223,7 +209,8 @@ class LinearProgram:
         lines = self.problem.lines(at)
         slope, constant = self._on(lines)
         seconds = constant + np.einsum("gsc,gc->sc", slope, self.shares(at))
-        where = seconds / self.scale[:, None] > t[:, None] * (1 + 1e-8) + 1e-10
+        beyond = t[:, None] * (1 + THRESHOLDS.cut_part) + THRESHOLDS.cut_scaled
+        where = seconds / self.scale[:, None] > beyond
         self._cut(at, lines, where)
         return self._fill(at) or bool(where.any())
 
@@ -237,7 +224,7 @@ class LinearProgram:
         found = False
         for c, step in enumerate(worst):
             capacity = float(room.capacity[self.first[c]])
-            if held[step, c] <= capacity * (1 + 1e-9):
+            if held[step, c] <= capacity * (1 + THRESHOLDS.bound_part):
                 continue
             found = True
             cut = np.zeros(len(self.leader))
@@ -268,14 +255,14 @@ class LinearProgram:
 
     def _limit(self) -> None:
         """As many steps as a solution takes, unless there is no looser tolerance left."""
-        most = ITERATIONS * (self.rows + self.highs.getNumCol())
+        most = THRESHOLDS.simplex_steps * (self.rows + self.highs.getNumCol())
         self.highs.setOptionValue("simplex_iteration_limit", most if self._looser else highspy.kHighsIInf)
 
     def solve(self) -> tuple[Array, Array]:
         """B, shape (segments, n), and seconds per stage, in units of ``scale``. Raises NoRoomError where rows of
         memory leave no ratios, BalanceError if the solver fails."""
         # From nothing the interior point method is the quicker one for large programs, from a solution the simplex.
-        first = self.rows > INTERIOR and not self._solved
+        first = self.rows > THRESHOLDS.interior_rows and not self._solved
         self.highs.setOptionValue("solver", "ipm" if first else "simplex")
         self._solved = True
         self._limit()
@@ -305,7 +292,8 @@ def spread(world: int, classes: Sequence[Sequence[int]], x: Array) -> Array:
     1."""
     ratios = np.zeros((len(x), world))
     for c, devices in enumerate(classes):
-        ratios[:, list(devices)] = np.where(x[:, c] > 1e-12, x[:, c], 0.0)[:, None]
+        share = np.where(x[:, c] > THRESHOLDS.smallest_share, x[:, c], 0.0)
+        ratios[:, list(devices)] = share[:, None]
     found: Array = ratios / ratios.sum(axis=1, keepdims=True)
     return found
 

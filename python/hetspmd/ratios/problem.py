@@ -21,10 +21,9 @@ from hetspmd.cost.memory import MemoryProfile
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
 from hetspmd.cost.rebalance import rebalance_seconds
 from hetspmd.cost.step import Stages
+from hetspmd.ratios.ratio_thresholds import THRESHOLDS
 
-__all__ = ["SETS", "Lines", "Mask", "Placement", "Problem", "Room"]
-
-SETS = 32
+__all__ = ["Lines", "Mask", "Placement", "Problem", "Room"]
 
 Mask = npt.NDArray[np.bool_]
 
@@ -61,7 +60,7 @@ class Room:
 
     def fits(self, ratios: Array) -> bool:
         """Whether every device holds no more than it has."""
-        return bool((self.held(ratios) <= self.capacity * (1 + 1e-9)).all())
+        return bool((self.held(ratios) <= self.capacity * (1 + THRESHOLDS.bound_part)).all())
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ class Problem:
 
     def seconds_within(self, ratios: Array) -> float:
         """t(Q, B), infinite where a ratio is above its bound or a device lacks memory."""
-        over = (ratios > self.most * (1 + 1e-9)).any()
+        over = (ratios > self.most * (1 + THRESHOLDS.bound_part)).any()
         if over or (self.room is not None and not self.room.fits(ratios)):
             return math.inf
         return self.step_seconds(ratios)
@@ -205,9 +204,9 @@ class Problem:
 
     def sets(self) -> list[Mask]:
         """Sets of devices that may have shares, of each kind the first ranks, all devices first: every set if there
-        are at most ``SETS``, else the fastest n, n - 1, ..., 1."""
+        are at most ``device_sets``, else the fastest n, n - 1, ..., 1."""
         sizes = [len(kind) for kind in self.kinds]
-        if math.prod(n + 1 for n in sizes) - 1 <= SETS:
+        if math.prod(n + 1 for n in sizes) - 1 <= THRESHOLDS.device_sets:
             every = itertools.product(*(range(n, -1, -1) for n in sizes))
             return [self.first(c) for c in sorted((c for c in every if any(c)), key=lambda c: -sum(c))]
         alone = self.model.alone()

@@ -5,9 +5,9 @@
 :mod:`hetspmd.ratios.problem` is t as a function, :mod:`hetspmd.ratios.linear` the linear program. Beyond it:
 
 - A device without a share skips sharded ops with all their fixed cost. So the program is solved for sets of
-  devices as well: every set (up to equal devices) if there are at most ``SETS``; else the fastest n - 1, n - 2, ...
-  while that helps, and the fastest n / 2, n / 4, ...; and the first device of each kind alone. Of several segments
-  each may leave out devices of its own, where there are few sets.
+  devices as well: every set (up to equal devices) if there are at most ``device_sets``; else the fastest n - 1,
+  n - 2, ... while that helps, and the fastest n / 2, n / 4, ...; and the first device of each kind alone. Of
+  several segments each may leave out devices of its own, where there are few sets.
 - Two segments whose lengths agree exchange nothing at their cuts, and no message: the latency of a rebalance is
   not convex. So neighbours are tied to each other, those whose ratios are nearest first: in small problems one pair
   after another while that helps, in large ones all, half of them, a quarter, ...
@@ -27,16 +27,12 @@ from hetspmd.cost.step import Stages
 from hetspmd.program.lengths import Matrix, by_segment
 from hetspmd.program.program import Program
 from hetspmd.ratios.linear import BalanceError, LinearProgram, NoRoomError, spread
-from hetspmd.ratios.problem import SETS, Mask, Problem, Room
+from hetspmd.ratios.problem import Mask, Problem, Room
+from hetspmd.ratios.ratio_thresholds import THRESHOLDS
 from hetspmd.ratios.starts import proportional
 from hetspmd.rules.theory import Theory
 
 __all__ = ["BalanceError", "gain", "minimise", "optimise", "optimise_ratios", "solved"]
-
-PATIENCE = 2  # sets in a row, each without one more device, that need not help
-ROUNDS = 100
-SMALL = 64  # kinds of devices times segments up to which neighbours are tied one by one
-BETTER = 1e-9  # a candidate replaces another only if it is better by this part
 
 
 def optimise_ratios(
@@ -104,7 +100,7 @@ class _Search:
     def consider(self, candidate: Array) -> bool:
         """Whether a candidate is the best so far."""
         seconds = self.problem.seconds_within(candidate)
-        if not seconds < self.value * (1 - BETTER):
+        if not seconds < self.value * (1 - THRESHOLDS.better_part):
             return False
         self.best, self.value = candidate, seconds
         return True
@@ -119,7 +115,7 @@ class _Search:
         problem, world = self.problem, self.problem.model.world
         sets = problem.sets()
         several = problem.segments > 1
-        if len(sets) <= SETS // problem.segments:
+        if len(sets) <= THRESHOLDS.device_sets // problem.segments:
             for present in sets:
                 self.on(present)
         elif several:
@@ -131,7 +127,7 @@ class _Search:
             waited = 0
             for present in sets:
                 waited = 0 if self.on(present) else waited + 1
-                if waited > PATIENCE:
+                if waited > THRESHOLDS.sets_without_gain:
                     break
             for halving in range(1, world.bit_length()):
                 self.on(sets[-(world >> halving)])
@@ -140,7 +136,7 @@ class _Search:
             alone[:, kind[0]] = 1.0
             self.consider(alone)
         if several:
-            if len(sets) <= SETS // problem.segments:
+            if len(sets) <= THRESHOLDS.device_sets // problem.segments:
                 self._by_segment(sets)
             self._tied()
         return self.best
@@ -175,7 +171,7 @@ class _Search:
                 groups = tied
 
         near = sorted(problem.pairs, key=apart)
-        if len(problem.kinds) * problem.segments <= SMALL:
+        if len(problem.kinds) * problem.segments <= THRESHOLDS.kinds_times_segments:
             for pair in near:
                 tie([pair])
         else:
@@ -216,14 +212,14 @@ def solved(
     value = problem.seconds_within(best)
     lp = LinearProgram(problem, present, tied, at)
     bends = bool((problem.per_exchange > 0).any())
-    for _ in range(ROUNDS):
+    for _ in range(THRESHOLDS.solutions):
         before = at
         at, t = lp.solve()
         seconds = problem.seconds_within(at)
         if seconds < value:
             best, value = at, seconds
         violated = lp.cut(at, t)
-        moved = bends and float(np.abs(at - before).max()) > 1e-9
+        moved = bends and float(np.abs(at - before).max()) > THRESHOLDS.equal_shares
         if moved:
             lp.bend(at)
         if not violated and not moved:

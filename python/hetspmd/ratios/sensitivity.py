@@ -36,9 +36,10 @@ from hetspmd.program.lengths import by_segment
 from hetspmd.program.program import Communicate, Program
 from hetspmd.ratios.linear import LinearProgram
 from hetspmd.ratios.problem import Mask, Problem, Room
+from hetspmd.ratios.ratio_thresholds import THRESHOLDS
 from hetspmd.ratios.ratios import minimise, solved
 
-__all__ = ["MORE", "QUANTITIES", "Quantity", "Sensitivity", "changed", "sensitivities"]
+__all__ = ["QUANTITIES", "Quantity", "Sensitivity", "changed", "sensitivities"]
 
 Quantity = Literal["flops", "memory_bandwidth", "launch", "bandwidth", "latency"]
 """Of devices the first three, of the network the others."""
@@ -52,11 +53,6 @@ QUANTITIES: Final[Mapping[Quantity, float]] = {
 }
 """The power in which seconds depend on each."""
 
-MORE: Final = 0.1
-"""How much better a quantity is for its ``gain``."""
-
-GAINS: Final = 8
-
 
 @dataclass(frozen=True)
 class Sensitivity:
@@ -64,8 +60,8 @@ class Sensitivity:
 
     ranks       the devices, in the cluster; () for the network
     elasticity  d ln (seconds of the stage model) / d ln quantity
-    gain        the part of the predicted step that ``MORE`` more (of launch and latency: less) would gain; None
-                for a quantity that is not among the first ones
+    gain        the part of the predicted step that ``better_quantity`` more (of launch and latency: less) would
+                gain; None for a quantity that is not among the first ones
     """
 
     quantity: Quantity
@@ -114,7 +110,7 @@ def sensitivities(
     most: Array | None = None,
     room: Room | None = None,
     streams: TwoStreams | None = None,
-    gains: int = GAINS,
+    gains: int = THRESHOLDS.gains,
 ) -> tuple[Sensitivity, ...]:
     """The quantities that the step depends on, those with the greatest elasticity first.
 
@@ -158,7 +154,7 @@ class _Analysis:
         found = [
             Sensitivity(quantity, tuple(self.active[j] for j in devices), QUANTITIES[quantity] * part / total)
             for (quantity, devices), part in parts.items()
-            if part > 1e-9 * total
+            if part > THRESHOLDS.smallest_elasticity * total
         ]
         found.sort(key=lambda s: (-abs(s.elasticity), tuple(QUANTITIES).index(s.quantity), s.ranks))
         if gains <= 0:
@@ -237,7 +233,8 @@ class _Analysis:
         return idle_seconds(self.model.theory.graph, self.program, cluster, self.active)
 
     def _gain(self, of: Sensitivity, streams: TwoStreams, best: Array, before: float) -> float:
-        factor = 1 + MORE if QUANTITIES[of.quantity] < 0 else 1 - MORE
+        better = THRESHOLDS.better_quantity
+        factor = 1 + better if QUANTITIES[of.quantity] < 0 else 1 - better
         model, moves, cluster = self._with(of.quantity, of.ranks, factor)
         moved = minimise(self.problem.priced(model, moves), self.present, best)
         other = streams.on(model, idle=self._idle(cluster))

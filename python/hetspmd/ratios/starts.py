@@ -4,7 +4,7 @@ HAP starts from ratios proportional to computing power. Even ratios are tried to
 ratios in proportion to memory where the others do not fit.
 
 Each device that takes part costs something even without a share: replicated instructions, and its place in
-every collective. :func:`teams` are the subsets that are worth a search of their own.
+every collective. :func:`device_subsets` are the subsets that are worth a search of their own.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import numpy as np
 
 from hetspmd.cost.model import CostModel
 from hetspmd.program.lengths import Ratios
-
-MAX_TEAMS = 6
-"""Subsets of devices that are tried beside all of them."""
+from hetspmd.ratios.ratio_thresholds import THRESHOLDS
 
 
 def proportional(model: CostModel) -> Ratios:
@@ -43,23 +41,27 @@ def starting_ratios(model: CostModel) -> tuple[tuple[str, Ratios], ...]:
         ("proportional", proportional(model)),
         ("even", even(model)),
     ):
-        if all(max(abs(a - b) for a, b in zip(ratios, known, strict=True)) > 1e-9 for _, known in found):
+        if all(
+            max(abs(a - b) for a, b in zip(ratios, known, strict=True)) > THRESHOLDS.equal_shares
+            for _, known in found
+        ):
             found.append((name, ratios))
     return tuple(found)
 
 
-def teams(model: CostModel) -> tuple[tuple[int, ...], ...]:
+def device_subsets(model: CostModel) -> tuple[tuple[int, ...], ...]:
     """Ranks of the proper subsets of devices to try, ascending by size.
 
     The device that runs the single-device step soonest, and each prefix of the devices in the order of that
     time, equal devices together: a slower device is not taken while a faster one is left out. Of more than
-    MAX_TEAMS, evenly spaced ones are kept, with the first.
+    ``device_subsets``, evenly spaced ones are kept, with the first.
     """
     if model.world == 1:
         return ()
     alone = model.alone()
     order = sorted(range(model.world), key=lambda j: (alone[j], j))
     ends = [i for i in range(1, model.world) if i == 1 or alone[order[i]] != alone[order[i - 1]]]
-    if len(ends) > MAX_TEAMS:
-        ends = [ends[i * (len(ends) - 1) // (MAX_TEAMS - 1)] for i in range(MAX_TEAMS)]
+    most = THRESHOLDS.device_subsets
+    if len(ends) > most:
+        ends = [ends[i * (len(ends) - 1) // (most - 1)] for i in range(most)]
     return tuple(tuple(sorted(order[:end])) for end in ends)

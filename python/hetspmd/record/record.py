@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 
 from hetspmd.errors import OutputError
 from hetspmd.record.measured import MeasuredSteps, assemble
-from hetspmd.record.timestamps import GraphCall, Pass, Stamps, clock_of, stamped
+from hetspmd.record.timestamps import GraphCall, Pass, Timestamps, clock_of, timestamped
 
 if TYPE_CHECKING:
     import os
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
     from hetspmd.run.autograd import Runner
 
-_ROUNDS = 8
-"""In which the ranks compare clocks, before and after."""
+_CLOCK_ROUNDS = 8
+"""Rounds in which the ranks compare clocks, before and after: each leaves less of how far they may be apart."""
 
 
 class Recording:
@@ -123,9 +123,9 @@ class Recording:
         self._programs.append((runner, program))
 
         def copy(name: str, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-            stamps = Stamps(self._clock, index, lambda made: self._passes.append((index, name, made)))
-            found = stamped(module, stamps, plan.graph)
-            self._calls[index, name] = stamps.calls
+            timestamps = Timestamps(self._clock, index, lambda made: self._passes.append((index, name, made)))
+            found = timestamped(module, timestamps, plan.graph)
+            self._calls[index, name] = timestamps.calls
             return found
 
         backward = program.backward
@@ -184,7 +184,7 @@ class Recording:
     def _rounds(self) -> dict[str, Any]:
         """See :func:`hetspmd.record.timestamps.offsets`."""
         began, ended = [], []
-        for _ in range(_ROUNDS):
+        for _ in range(_CLOCK_ROUNDS):
             began.append(time.monotonic_ns())
             self._communicator.exchange(None)
             ended.append(time.monotonic_ns())

@@ -106,12 +106,12 @@ class Flight:
 class Pass:
     """One run of a local graph: the readings of the clock, and its collectives in order."""
 
-    stamps: Stamps
+    timestamps: Timestamps
     times: list[Any]
     flights: list[Flight] = field(default_factory=list)
 
 
-class Stamps:
+class Timestamps:
     """What the copy of a graph calls. ``calls`` are its calls in order; each finished run goes to ``keep``."""
 
     def __init__(self, clock: Clock, plan: int, keep: Callable[[Pass], None]) -> None:
@@ -175,22 +175,22 @@ def _future(work: Any) -> Any:
         return None
 
 
-def stamped(module: fx.GraphModule, stamps: Stamps, graph: Graph) -> fx.GraphModule:
-    """The copy of a local graph of ``graph``; ``stamps.calls`` is set."""
+def timestamped(module: fx.GraphModule, timestamps: Timestamps, graph: Graph) -> fx.GraphModule:
+    """The copy of a local graph of ``graph``; ``timestamps.calls`` is set."""
     order: dict[fx.Node, int] = {}
 
     def behind(made: fx.Graph, reader: fx.Node, node: fx.Node, copied: Callable[[fx.Node], fx.Node]) -> None:
         call = _call(node, order, graph)
-        stamps.calls.append(call)
+        timestamps.calls.append(call)
         if call.what == "issue":
             made.call_method("issued", (reader, copied(node)))
         else:
             made.call_method("stamp", (reader,))
         for other in node.meta.get(ALSO, ()):  # done by the same call: no time of its own
-            stamps.calls.append(GraphCall("instruction", graph.instructions[other].name))
+            timestamps.calls.append(GraphCall("instruction", graph.instructions[other].name))
             made.call_method("stamp", (reader,))
 
-    return instrumented(module, stamps, f"Recorded{type(module).__name__}", behind, ends=("begin", "end"))
+    return instrumented(module, timestamps, f"Recorded{type(module).__name__}", behind, ends=("begin", "end"))
 
 
 def _call(node: fx.Node, order: dict[fx.Node, int], graph: Graph) -> GraphCall:

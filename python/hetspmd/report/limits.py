@@ -12,10 +12,13 @@ from hetspmd.cost.simulator import TwoStreams
 from hetspmd.cost.step import idle_seconds
 from hetspmd.plan.plan import Plan
 from hetspmd.ratios.problem import Room
-from hetspmd.ratios.sensitivity import MORE, QUANTITIES, Quantity, Sensitivity, sensitivities
+from hetspmd.ratios.ratio_thresholds import THRESHOLDS
+from hetspmd.ratios.sensitivity import QUANTITIES, Quantity, Sensitivity, sensitivities
 
-_SHOWN = 5
-_WORTH = 0.0005
+_MOST_LINES = 5
+"""Quantities that the text names: those that gain most."""
+_SHOWN_GAIN = 0.0005
+"""The part of a step from which a gain is shown: less would read as 0.0 %."""
 _NAMES: dict[Quantity, str] = {
     "flops": "FLOP/s",
     "memory_bandwidth": "memory bandwidth",
@@ -60,9 +63,9 @@ def limits(plan: Plan) -> StepLimits:
 
 def limits_text(plan: Plan, found: StepLimits) -> str:
     """For people: what would gain most, and what whole units cost."""
-    shown = [(s.gain, s) for s in found.sensitivities if s.gain is not None and s.gain >= _WORTH]
+    shown = [(s.gain, s) for s in found.sensitivities if s.gain is not None and s.gain >= _SHOWN_GAIN]
     shown.sort(key=lambda entry: -entry[0])
-    lines = [f"  {sentence(plan, s)} would gain {100 * gain:.1f} %" for gain, s in shown[:_SHOWN]]
+    lines = [f"  {sentence(plan, s)} would gain {100 * gain:.1f} %" for gain, s in shown[:_MOST_LINES]]
     if not lines:
         lines = ["  no single speed: 10 % more of any gains less than 0.05 %"]
     if found.fractional_seconds > 0:
@@ -75,11 +78,11 @@ def sentence(plan: Plan, of: Sensitivity) -> str:
     """``10 % more FLOP/s on large (rank 0)``."""
     name, more = _NAMES[of.quantity], "more" if QUANTITIES[of.quantity] < 0 else "less"
     if not of.ranks:
-        return f"{100 * MORE:.0f} % {more} {name}"
+        return f"{100 * THRESHOLDS.better_quantity:.0f} % {more} {name}"
     kinds = dict.fromkeys(plan.cluster.devices[rank].name for rank in of.ranks)
     ranks = ", ".join(map(str, of.ranks))
     where = f"rank {ranks}" if len(of.ranks) == 1 else f"ranks {ranks}"
-    return f"{100 * MORE:.0f} % {more} {name} on {', '.join(kinds)} ({where})"
+    return f"{100 * THRESHOLDS.better_quantity:.0f} % {more} {name} on {', '.join(kinds)} ({where})"
 
 
 def limits_document(found: StepLimits) -> dict[str, Any]:

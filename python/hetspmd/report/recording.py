@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from hetspmd.cost.timeline import Timeline
     from hetspmd.plan.plan import Plan
 
-_TOP = 12
+_MOST_OPS = 12
+"""Ops of a table: those that differ most, on one screen."""
 _PARTS = ("instruction", "local", "issue", "transfers", "devices", "optimizer")
 
 
@@ -181,13 +182,13 @@ class _Comparison:
                 predicted[self.op_of[event.name]] += accelerators[event.device] * each
         ops = sorted({*predicted, *self.by_op}, key=lambda op: (-abs(self.by_op[op] - predicted[op]), op))
         rows = []
-        for op in ops[:_TOP]:
+        for op in ops[:_MOST_OPS]:
             got, want = self.by_op[op], predicted[op]
             change = seconds_text(abs(got - want))
             sign = "+" if got >= want else "-"
             rows.append([op, seconds_text(got), seconds_text(want), _ratio(got, want), sign + change])
         total, want = sum(self.by_op.values()), sum(predicted.values())
-        more = f" (the largest differences of {len(ops)})" if len(ops) > _TOP else ""
+        more = f" (the largest differences of {len(ops)})" if len(ops) > _MOST_OPS else ""
         title = (
             f"Ops, summed over devices{more}: {seconds_text(total)} measured, {seconds_text(want)} predicted"
         )

@@ -14,9 +14,10 @@ from hetspmd.report.limits import limits, limits_text
 from hetspmd.report.machines import inside_text
 from hetspmd.report.notation import tensor_text
 
-_TOP = 12
-_ROUNDING = 1e-9
-"""Of the seconds of all stages: what the two simulations may differ by where nothing overlaps."""
+_MOST_COLLECTIVES = 12
+"""Collectives of a table: the dearest, on one screen."""
+_ROUNDING_PART = 1e-9
+"""The part of the seconds of all stages: what the two simulations may differ by where nothing overlaps."""
 
 
 def plan_text(plan: Plan) -> str:
@@ -119,7 +120,7 @@ def _collectives(plan: Plan) -> str:
     text = f"Collectives: {len(found)}{shared}{early}\n" + table(
         ["kind", "count", "bytes", "seconds"], rows, right=(1, 2, 3)
     )
-    dearest = sorted(found, key=lambda c: (-c.seconds, c.position))[:_TOP]
+    dearest = sorted(found, key=lambda c: (-c.seconds, c.position))[:_MOST_COLLECTIVES]
     top = [
         [
             communication_text(c.step, tensor_text(c.step.tensor)),
@@ -129,7 +130,7 @@ def _collectives(plan: Plan) -> str:
         ]
         for c in dearest
     ]
-    title = "The dearest" if len(found) > _TOP else "Each of them"
+    title = "The dearest" if len(found) > _MOST_COLLECTIVES else "Each of them"
     return text + f"\n\n{title}\n" + table(["collective", "of", "bytes", "seconds"], top, right=(2, 3))
 
 
@@ -149,7 +150,7 @@ def _cost(plan: Plan) -> str:
         for name, seconds in sorted(plan.baselines.items())
     ]
     overlap = cost.stage_seconds - cost.step_seconds
-    if abs(overlap) <= _ROUNDING * cost.stage_seconds:
+    if abs(overlap) <= _ROUNDING_PART * cost.stage_seconds:
         overlap = 0.0
     lines = [
         f"Predicted step: {_seconds(cost.step_seconds)}; {_seconds(cost.compute_seconds)} computation + "

@@ -11,8 +11,10 @@ from hetspmd.cost.timeline import Stream, Timeline, Transfer
 from hetspmd.plan.facts import tensor_roles
 from hetspmd.program.program import Communicate
 
-_BAR = 32
-_TOP = 8
+_BAR_CHARACTERS = 32
+"""Characters of a bar, beside which a line has room for its numbers."""
+_MOST_WAITS = 8
+"""Waits of a table: the longest, on one screen."""
 THREADS: dict[Stream, int] = {"compute": 0, "waiting": 0, "communication": 1}
 
 
@@ -111,13 +113,14 @@ def _devices(timeline: Timeline) -> str:
 
 
 def _bar(compute: float, exposed: float, others: float, step: float) -> str:
-    """The step's seconds in ``_BAR`` characters, each boundary rounded to the nearest."""
+    """The step's seconds in ``_BAR_CHARACTERS``, each boundary rounded to the nearest."""
     if step <= 0:
         return ""
+    width = _BAR_CHARACTERS
     ends = [
-        round(_BAR * min(1.0, s / step)) for s in (compute, compute + exposed, compute + exposed + others)
+        round(width * min(1.0, s / step)) for s in (compute, compute + exposed, compute + exposed + others)
     ]
-    return "|" + ("#" * ends[0] + "-" * (ends[1] - ends[0]) + "." * (ends[2] - ends[1])).ljust(_BAR) + "|"
+    return "|" + ("#" * ends[0] + "-" * (ends[1] - ends[0]) + "." * (ends[2] - ends[1])).ljust(width) + "|"
 
 
 def _waits(timeline: Timeline) -> str:
@@ -133,10 +136,12 @@ def _waits(timeline: Timeline) -> str:
             seconds_text(t.waited),
             _cause(timeline, t),
         ]
-        for t in waits[:_TOP]
+        for t in waits[:_MOST_WAITS]
     ]
     header = ["collective", "of", "takes", "waited", "begins when"]
-    title = f"Waits, summed over devices (the longest of {len(waits)})" if len(waits) > _TOP else "Waits"
+    title = (
+        f"Waits, summed over devices (the longest of {len(waits)})" if len(waits) > _MOST_WAITS else "Waits"
+    )
     return f"{title}\n" + table(header, rows, right=(2, 3))
 
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Attendance", "Ranks", "meet_ranks"]
 
-_REMEMBERED: Final = 16
-"""Steps of which it is known that their backward has run."""
+_REMEMBERED_STEPS: Final = 16
+"""Steps of which it is known that their backward has run: a script seldom holds the losses of more."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Attendance:
         self._behind: _Taken | None = None
         self._doings: list[Doing] = []
         self._first: torch.Tensor | None = None
-        self._backwards: deque[int] = deque(maxlen=_REMEMBERED)
+        self._backwards: deque[int] = deque(maxlen=_REMEMBERED_STEPS)
         self.step = 0
 
     def unplanned(self, text: str) -> None:
@@ -141,7 +141,7 @@ class Attendance:
     ) -> Iterator[None]:
         """Around a step of this plan; ``state`` is what must be the same beside the plan."""
         entry.runner.attendance = self
-        self._first = None if entry.plan.idle else entry.known.first
+        self._first = None if entry.plan.idle else entry.known_parameters.first
         self._begin(entry, inputs, f"gradients {torch.is_grad_enabled()}, {state}", describe)
         yield
         self._owing = torch.is_grad_enabled() and entry.differentiable and not entry.model

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from hetspmd.run.setting import Mode, Setting
     from hetspmd.trace.graph import Graph
 
-_MOST: Final = 64
-"""States in which one plan serves that are remembered."""
+_MOST_STATES: Final = 64
+"""States in which one plan serves that are remembered: each holds what it guards, and is compared in turn."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Served:
 
     def add(self, mode: Mode, guard: Guard) -> None:
         """Serve one more state."""
-        self.states = [s for s in self.states if not s[1].once][-_MOST + 1 :]
+        self.states = [s for s in self.states if not s[1].once][-_MOST_STATES + 1 :]
         self.states.append((mode, guard))
         self.now = guard
 

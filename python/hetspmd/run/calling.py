@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["calling_text", "changing"]
 
-_MOST = 12
+_MOST_LEAVES = 12
+"""Leaves of an argument that a message names: more make it unreadable."""
 
 
 def calling_text(
@@ -43,7 +44,7 @@ def calling_text(
     names = argument_names(called, args)
     for path, value in (*((f"args[{i}]", a) for i, a in enumerate(args)), *kwargs.items()):
         leaves = flatten(value)[0]
-        parts.append(f"{spoken(path, names)} {', '.join(map(_leaf, leaves[:_MOST]))}")
+        parts.append(f"{spoken(path, names)} {', '.join(map(_leaf, leaves[:_MOST_LEAVES]))}")
     if why:
         parts.append(f"for which there is no plan yet: {why}")
     return "; ".join(parts)
@@ -57,7 +58,7 @@ def changing(guards: Iterable[Guard]) -> list[str]:
         for name, was, value in guard.values():
             known.setdefault(name, set()).add(was)
             now[name] = value
-    return [f"{name} is {now[name][:80]}" for name, was in known.items() if was != {now[name]}][:_MOST]
+    return [f"{name} is {now[name][:80]}" for name, was in known.items() if was != {now[name]}][:_MOST_LEAVES]
 
 
 def _leaf(leaf: Any) -> str:

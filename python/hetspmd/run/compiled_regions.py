@@ -24,8 +24,8 @@ from hetspmd.trace.compat import is_op
 
 __all__ = ["compile_options", "in_stretches"]
 
-SHORTEST = 2
-"""Ops that are worth a stretch."""
+FEWEST_OPS = 2
+"""Ops of the shortest stretch: one alone cannot be fused with another."""
 
 Busy = Callable[[], AbstractContextManager[None]]
 
@@ -42,7 +42,7 @@ def compile_options(given: bool | Mapping[str, Any]) -> dict[str, Any] | None:
 
 def in_stretches(module: fx.GraphModule, options: Mapping[str, Any], busy: Busy) -> fx.GraphModule:
     """A copy of a local graph that runs its stretches compiled; ``busy`` surrounds a stretch's first run."""
-    return _Cut(module, options, busy).made()
+    return _Cut(module, options, busy).copied()
 
 
 class _Stretch(nn.Module):
@@ -68,7 +68,7 @@ class _Cut:
         self._attributes: dict[str, Any] = {}
         self._stretch: list[fx.Node] = []
 
-    def made(self) -> fx.GraphModule:
+    def copied(self) -> fx.GraphModule:
         for node in self._module.graph.nodes:
             if _compiles(node):
                 self._stretch.append(node)
@@ -87,7 +87,7 @@ class _Cut:
     def _end(self) -> None:
         """Write the stretch that has been read."""
         nodes, self._stretch = self._stretch, []
-        if sum(is_op(node.target) for node in nodes) < SHORTEST:
+        if sum(is_op(node.target) for node in nodes) < FEWEST_OPS:
             for node in nodes:
                 self._copy(node)
             return

@@ -18,16 +18,17 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-STEPS: Final = 12
-"""Long enough for optimizers that begin with plain steps (Shampoo, SOAP, RAdam)."""
+TRIAL_STEPS: Final = 12
+"""Steps of a trial: long enough for optimizers that begin with plain steps (Shampoo, SOAP, RAdam)."""
 
-LARGEST: Final = 130
+LARGEST_EXTENT: Final = 130
 """Elements of the two largest dimensions in a trial, which exceed the sizes from which optimizers factor (128)."""
 
-OTHERS: Final = 4
-"""Elements of the other dimensions."""
+OTHER_EXTENT: Final = 4
+"""Elements of the other dimensions at most, so that a trial is short."""
 
 GRADIENT_SIZES: Final = (1.0, 1e-3, 10.0)
+"""Standard deviations of the gradients of a trial, in turn: what depends on how large they are shows itself."""
 
 
 class Untestable(Exception):
@@ -37,7 +38,7 @@ class Untestable(Exception):
 def trial_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a trial for a parameter of this shape."""
     largest = sorted(range(len(shape)), key=lambda d: (-shape[d], d))[:2]
-    return tuple(min(size, LARGEST if d in largest else OTHERS) for d, size in enumerate(shape))
+    return tuple(min(size, LARGEST_EXTENT if d in largest else OTHER_EXTENT) for d, size in enumerate(shape))
 
 
 def is_elementwise(
@@ -85,7 +86,7 @@ def _agrees(
         return (torch.randn(shape, generator=generator, dtype=dtype) * size).to(device)
 
     start = drawn(1.0)
-    gradients = [drawn(GRADIENT_SIZES[i % len(GRADIENT_SIZES)]) for i in range(STEPS)]
+    gradients = [drawn(GRADIENT_SIZES[i % len(GRADIENT_SIZES)]) for i in range(TRIAL_STEPS)]
     whole = _stepped(optimizer, group, start, gradients) - start
     third = shape[dim] // 3
     sizes = [third, shape[dim] - third] if third else [shape[dim]]

@@ -9,7 +9,7 @@ from hetspmd.plan.plan import Plan
 from hetspmd.run.autograd import Runner
 from hetspmd.run.beside import Served
 from hetspmd.run.guard import Expected
-from hetspmd.run.known import KnownParameters
+from hetspmd.run.known_parameters import KnownParameters
 from hetspmd.run.setting import Mode
 from hetspmd.run.store import Slot
 
@@ -29,7 +29,7 @@ class Entry:
     output_spec: Any
     parameters: list[Slot]
     buffers: list[Slot]
-    known: KnownParameters
+    known_parameters: KnownParameters
     inputs: list[str]
     model: bool
     compared: bool = False

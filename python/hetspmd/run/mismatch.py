@@ -24,8 +24,8 @@ _ABOUT_SIZES: Final = re.compile(r"\b(sizes?|shapes?|dimensions?|broadcast|eleme
 
 _NOT_THE_USERS: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
-_LOOKED_AT: Final = 1000
-"""So many members of a list or dict are looked at."""
+_MOST_MEMBERS: Final = 1000
+"""Members of a list or dict that are looked at, so that a message does not take long."""
 
 
 def explain(error: BaseException) -> None:
@@ -90,6 +90,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         members = iter(value)
     elif type(value) is dict:
         members = iter(value.values())
-    for _, member in zip(range(_LOOKED_AT), members, strict=False):
+    for _, member in zip(range(_MOST_MEMBERS), members, strict=False):
         if isinstance(member, torch.Tensor):
             yield member

@@ -230,7 +230,7 @@ class HAP(WholeStates):
         entry, inputs = self._plans.select(args, kwargs, self._recording)
         check_tensors(inputs, entry.inputs, self.device)
         try:
-            parameters = entry.known.now()
+            parameters = entry.known_parameters.now()
         except ShardError as error:
             self._everyone.report(error)
             raise

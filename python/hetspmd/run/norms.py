@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hetspmd.errors import GradientError
-from hetspmd.run.parameter_registry import Owned, owners
+from hetspmd.run.parameter_registry import Owned, owned_parameters
 
 Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
@@ -79,7 +79,7 @@ def _norm_of(
     foreach: bool | None,
     max_norm: float | None,
 ) -> torch.Tensor:
-    parts = [gradients_of(part) for part in owners(parameters)]
+    parts = [gradients_of(part) for part in owned_parameters(parameters)]
     return combined_norm(parts, (), norm_type, error_if_nonfinite, foreach, max_norm)
 
 

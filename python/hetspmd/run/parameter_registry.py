@@ -124,7 +124,8 @@ class Owned:
 
 
 def remember(module: ShardedModule) -> None:
-    """Let :func:`owners` find the module, as long as it lives, and errors about its shards' sizes be explained."""
+    """Let :func:`owned_parameters` find the module, as long as it lives, and errors about its shards' sizes be
+    explained."""
     before_the_end(explain)
     with _LOCK:
         _WRAPPED[:] = [ref for ref in _WRAPPED if ref() is not None]
@@ -166,7 +167,7 @@ def grouped(tensors: Iterable[tuple[torch.Tensor, ParameterPlace]]) -> list[Owne
     ]
 
 
-def owners(parameters: Iterable[torch.Tensor]) -> list[Owned]:
+def owned_parameters(parameters: Iterable[torch.Tensor]) -> list[Owned]:
     """The parameters by HAP module, in the order in which the modules first appear.
 
     Raises GradientError for no parameters at all, and for one that belongs to no HAP module.

@@ -21,7 +21,7 @@ from hetspmd.run.calling import calling_text, changing
 from hetspmd.run.entry import Entry
 from hetspmd.run.guard import expected, match, refuse_own_rows
 from hetspmd.run.host import Guard
-from hetspmd.run.known import KnownParameters
+from hetspmd.run.known_parameters import KnownParameters
 from hetspmd.run.observer import Observer
 from hetspmd.run.passthrough import is_the_model
 from hetspmd.run.same_model import check_same_model, traced_for
@@ -161,14 +161,14 @@ class PlanCache:
             output_spec=output_spec,
             parameters=parameters,
             buffers=[slot(setting.model, b.name) for b in graph.buffers],
-            known=KnownParameters(setting.model, names, parameters, self.store.shards),
+            known_parameters=KnownParameters(setting.model, names, parameters, self.store.shards),
             inputs=[i.path for i in graph.inputs],
             model=not lowered and is_the_model(plan),
         )
 
     def _new(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backward: bool, why: str) -> Entry:
         setting = self.setting
-        self.entries[0].known.now()
+        self.entries[0].known_parameters.now()
         for entry in self.entries:
             refuse_own_rows(entry.runner.program.outputs, setting.called, args, kwargs)
         if self.attendance is not None:
@@ -184,7 +184,7 @@ class PlanCache:
             with setting.communicator.busy(), self.store.whole_shapes(setting.device):
                 plans, guards = self._candidates(args, kwargs, mode)
                 found = self.host.replan(args, kwargs, backward=backward, plans=plans, guards=guards)
-            if found.known is None:
+            if found.position is None:
                 plan = agreed_plan(setting.communicator, make)
         except HetspmdError as error:
             raise BatchMismatchError(
@@ -196,8 +196,8 @@ class PlanCache:
                 f"rank 0 runs under autocast {found.graph.autocast or 'off'}, rank {setting.communicator.rank} "
                 f"under {mode[2] or 'off'}; every rank must call the model in the same torch.autocast"
             )
-        if found.known is not None:
-            entry = self.entries[found.known]
+        if found.position is not None:
+            entry = self.entries[found.position]
             guard = self.host.guard(found.graph, entry.output_spec.num_leaves)
             entry.served.add(mode, guard)
             entry.used = self._calls

@@ -37,7 +37,7 @@ class Replanned:
     """What rank 0 found: the position of the plan that it knows (None: a new plan), the graph, and the
     states in which the host's generators are after the draws of the step."""
 
-    known: int | None
+    position: int | None
     graph: Graph
     states: list[Any]
 

@@ -1,6 +1,6 @@
 """Which replicated tensors are compared between the ranks, and how nearly they must agree.
 
-Every step compares some pieces, in turn, so that each tensor is compared about once in :data:`ROUND` steps
+Every step compares some pieces, in turn, so that each tensor is compared about once in :data:`ROUND_STEPS` steps
 and what parts all of them is seen in the next step. Copies are equal bit for bit where devices of one kind
 have computed them in the same way: parameters whose gradient is the result of a collective, which is the
 same everywhere, and those that have none; whole numbers always. Other copies come from sums that each rank
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from hetspmd.lower.program import LocalProgram
     from hetspmd.trace.graph import Graph
 
-__all__ = ["ROUND", "Piece", "Replicas", "device_kind"]
+__all__ = ["ROUND_STEPS", "Piece", "Replicas", "device_kind"]
 
-ROUND: Final = 100
+ROUND_STEPS: Final = 100
 """Steps in which all replicated tensors are compared once, or twice as many where some of them are large."""
 
 _LEAST_BYTES: Final = 1 << 16
+"""Bytes of a step's pieces, however small the model: to compare fewer takes as long."""
 _LEAST_TENSORS: Final = 2
+"""Tensors of which a step compares pieces, however few there are."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ class Replicas:
         self.held = tuple(held)
         self._index = self._start = 0
         sizes = [t.numel() * t.element_size() for t in (h.tensor() for h in self.held)]
-        self._bytes = max(_LEAST_BYTES, -(-sum(sizes) // ROUND))
-        self._tensors = min(len(self.held), max(_LEAST_TENSORS, -(-len(self.held) // ROUND)))
+        self._bytes = max(_LEAST_BYTES, -(-sum(sizes) // ROUND_STEPS))
+        self._tensors = min(len(self.held), max(_LEAST_TENSORS, -(-len(self.held) // ROUND_STEPS)))
 
     def take(self) -> list[Piece]:
         """The next pieces."""

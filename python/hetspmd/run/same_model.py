@@ -60,8 +60,8 @@ def check_same_model(communicator: Communicator, plan: Graph, trace: Callable[[]
 
 def difference(plan: Graph, model: Graph) -> str:
     """The first difference between a plan's graph and a model's; empty if they compute the same."""
-    lone = all(o.tensor in (None, plan.loss) for o in plan.outputs)
-    if lone and any(o.tensor not in (None, model.loss) for o in model.outputs):
+    loss_alone = all(o.tensor in (None, plan.loss) for o in plan.outputs)
+    if loss_alone and any(o.tensor not in (None, model.loss) for o in model.outputs):
         model = model.without_outputs()
     for mine, other in zip_longest(_items(plan), _items(model)):
         if mine is None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hetspmd.errors import CollectiveMismatchError
-from hetspmd.run.parameter_registry import Owned, grouped, owners, places
+from hetspmd.run.parameter_registry import Owned, grouped, owned_parameters, places
 
 Found = dict[torch.device, torch.Tensor]
 """Whether a gradient on each device is not finite."""
@@ -35,7 +35,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> Found:
-        owners(_parameters(optimizer))
+        owned_parameters(_parameters(optimizer))
         found: Found = super()._unscale_grads_(optimizer, *args)
         return found
 

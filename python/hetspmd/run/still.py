@@ -24,8 +24,8 @@ __all__ = ["comparison", "stays"]
 
 Comparison = Callable[[Any], bool]
 
-_COPIED: Final = 1 << 20
-"""Bytes of a tensor or array up to which a copy is compared; of a larger one a digest."""
+_LARGEST_COPY: Final = 1 << 20
+"""Bytes of a tensor or array up to which a copy is compared; of a larger one a digest, to hold little memory."""
 
 
 def stays(value: object) -> bool:
@@ -87,7 +87,7 @@ def _tensor(value: torch.Tensor) -> Comparison:
     if value.is_meta or value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter):
         version = value._version
         return lambda now: now is value and value._version == version
-    look = _copy if value.numel() * value.element_size() <= _COPIED else _digest
+    look = _copy if value.numel() * value.element_size() <= _LARGEST_COPY else _digest
     about, held = (value.dtype, value.shape, value.device), look(value)
 
     def same(now: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 
 from hetspmd.run.beside import HostSide
 from hetspmd.run.entry import Entry
-from hetspmd.run.known import KnownParameters
+from hetspmd.run.known_parameters import KnownParameters
 from hetspmd.run.plan_cache import PlanCache
 from hetspmd.run.shards import attributes, divided, mark, marked, parameter_like
 from hetspmd.run.store import Slot, Store
@@ -73,7 +73,7 @@ def twin_plans(plans: PlanCache, store: Store) -> PlanCache:
         names, slots = [p.name for p in of.plan.graph.parameters], moved(of.parameters)
         known = KnownParameters(setting.model, names, slots, store.shards)
         served = made.host.moved(of.served, plans.host.structure())
-        return replace(of, parameters=slots, buffers=moved(of.buffers), known=known, served=served)
+        return replace(of, parameters=slots, buffers=moved(of.buffers), known_parameters=known, served=served)
 
     made = copy.copy(plans)
     made.setting, made.store, made.host = setting, store, HostSide(setting)

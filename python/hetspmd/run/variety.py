@@ -16,12 +16,13 @@ from hetspmd.trace.host.places import text
 if TYPE_CHECKING:
     from hetspmd.run.entry import Entry
 
-WARN_AT = 3
-"""Plans that differ in plain values alone, at which a warning says so."""
-PER_VALUE = 8
-"""Plans that are kept of those that differ in plain values alone."""
-IN_ALL = 64
-"""Plans that are kept in all."""
+ALIKE_PLANS_WARNED = 3
+"""Plans that differ in plain values alone, at which a warning says so: two may be meant, such as for two modes."""
+ALIKE_PLANS_HELD = 8
+"""Plans that stay of those that differ in plain values alone: where a value changes in each step, there is no end
+of them."""
+PLANS_HELD = 64
+"""Plans that stay in all, so that memory does not grow with the steps."""
 _NOT_READ = "not read"
 
 
@@ -33,9 +34,9 @@ def make_room(entries: list[Entry]) -> None:
     """
     new = entries[-1]
     alike = [entry for entry in entries if _shape(entry) == _shape(new)]
-    if len(alike) == WARN_AT:
+    if len(alike) == ALIKE_PLANS_WARNED:
         warnings.warn(_text(alike), PlanPerValueWarning, stacklevel=4)
-    for group, most in ((alike, PER_VALUE), (entries, IN_ALL)):
+    for group, most in ((alike, ALIKE_PLANS_HELD), (entries, PLANS_HELD)):
         if len(group) > most:
             _drop(entries, group)
 
@@ -66,7 +67,7 @@ def _text(alike: Sequence[Entry]) -> str:
         "which ops there are, is "
         "part of the plan. Give a number that only scales as a tensor, torch.tensor(value), or make "
         "it a buffer of the "
-        f"model; of plans that differ in such values alone, {PER_VALUE} are kept"
+        f"model; of plans that differ in such values alone, {ALIKE_PLANS_HELD} are kept"
     )
 
 

@@ -41,11 +41,11 @@ from hetspmd.trace.importer import Draft, DraftInstruction, Hole, Value, instruc
 _CREATION = frozenset(
     {"full", "zeros", "ones", "empty", "arange", "scalar_tensor", "eye", "linspace", "empty_strided"}
 )
-_FOLD_LIMIT = 256 * 2**20
-"""A constant of more bytes than this is computed in every step, where it can be sharded, instead of kept."""
+_LARGEST_FOLDED = 256 * 2**20
+"""Bytes of a constant that a plan holds; a larger one is computed in every step, where it can be sharded."""
 
-_DATA_LIMIT = 64 * 2**20
-"""Bytes of a plain tensor attribute that a plan may hold."""
+_LARGEST_DATA = 64 * 2**20
+"""Bytes of a plain tensor attribute that a plan may hold: its file has them as text."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class _Assembler:
             for i in kept
             if id(i) not in varying and i.op.split(".")[1] not in _CREATION
             for v in i.outputs
-            if v in needed and self._nbytes(v) <= _FOLD_LIMIT
+            if v in needed and self._nbytes(v) <= _LARGEST_FOLDED
         ]
         constant_values = [*(v for v in self.draft.data if v in needed), *folded]
 
@@ -336,7 +336,7 @@ def _bytes_text(tensor: torch.Tensor, name: str) -> str:
             "the model on a real device"
         )
     nbytes = tensor.numel() * tensor.element_size()
-    if nbytes > _DATA_LIMIT:
+    if nbytes > _LARGEST_DATA:
         raise TraceError(f"{name} is a plain tensor attribute of {nbytes} bytes; register it as a buffer")
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else None
     return base64.b64encode(bytes(flat.tolist()) if flat is not None else b"").decode()

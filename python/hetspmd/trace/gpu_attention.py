@@ -19,9 +19,9 @@ __all__ = ["ON_GPU"]
 
 aten = torch.ops.aten
 
-_ALIGNED: Final = 8
+_HEAD_MULTIPLE: Final = 8
 """What a head's size must be a multiple of for the fused kernel, in all dtypes; its mask's rows too."""
-_PADDED: Final = 32
+_STATISTICS_MULTIPLE: Final = 32
 """The kernel's log-sum-exps of a head are padded to a multiple of this many positions."""
 
 
@@ -29,7 +29,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
     sizes = (query.shape[3], value.shape[3])
     return (
         query.dtype in (torch.float32, torch.float16, torch.bfloat16)
-        and all(size % _ALIGNED == 0 for size in sizes)
+        and all(size % _HEAD_MULTIPLE == 0 for size in sizes)
         and query.shape[1] == key.shape[1] == value.shape[1]
         and min(*query.shape, *key.shape) > 0
     )
@@ -41,7 +41,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
         return None
     length = key.shape[2]
     whole = mask.to(query.dtype).expand(*query.shape[:3], length)
-    return F.pad(whole, (0, -length % (2 * _ALIGNED)))[..., :length]
+    return F.pad(whole, (0, -length % (2 * _HEAD_MULTIPLE)))[..., :length]
 
 
 def _scale(query: Tensor, scale: float | None) -> float:
@@ -86,7 +86,7 @@ def attention_backward(
     if not _fused(query, key, value):
         return _in_parts_backward(grad_out, query, key, value, out, is_causal, attn_mask, scale)
     seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout, which there is none of
-    statistics = F.pad(logsumexp, (0, -query.shape[2] % _PADDED))
+    statistics = F.pad(logsumexp, (0, -query.shape[2] % _STATISTICS_MULTIPLE))
     bias = _bias(attn_mask, query, key)
     wanted = [True, True, True, False]
     found = aten._scaled_dot_product_efficient_attention_backward.default(

@@ -21,7 +21,7 @@ INPUT: Final = "hetspmd.input"
 TANGENT: Final = "hetspmd.tangent"
 CONSTANT: Final = "hetspmd.constant"
 SECOND_READ: Final = "aten.alias.default"
-"""How the backward reads a parameter that the forward has read (:mod:`hetspmd.trace.reread`)."""
+"""How the backward reads a parameter that the forward has read (:mod:`hetspmd.trace.second_reads`)."""
 REBALANCE: Final = "hetspmd.rebalance.default"
 """The copy of a tensor for another segment, to whose lengths it moves (:mod:`hetspmd.trace.cuts`), and of a
 parameter that is stored in lengths of its own (:mod:`hetspmd.trace.stored`)."""

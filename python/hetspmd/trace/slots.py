@@ -56,7 +56,7 @@ class Slots:
         self._held: list[Any] = []
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Within the context tied slots hold one tensor; afterwards all hold what they held before."""
         before = [dict(table) for _, _, table in self._tables]
         first: dict[int, Any] = {}

@@ -69,7 +69,7 @@ class Step(nn.Module):
 
     def rehearsed(self, tensors: Sequence[torch.Tensor]) -> Any:
         """What the model, or the loss function, returns for a batch with these tensors; slots are as before."""
-        with self._places.kept():
+        with self._places.restored():
             return self.call_on(tensors)()
 
     def _run(self, call: Callable[[], Any]) -> Any:
@@ -81,7 +81,7 @@ class Step(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = len(tensors) - len(self._watch.numbers)
         batch, numbers = tensors[:count], tensors[count:]
-        with self._places.kept():
+        with self._places.restored():
             self.checkpoints = Checkpoints(self.model, self._watch.counted)
             with Assignments(self.model, batch) as assignments, named_writes(), self.checkpoints.plain():
                 output = self._watch.run(partial(self._run, self.call_on(batch)), numbers)
@@ -112,7 +112,7 @@ class Step(nn.Module):
             else:
                 self.slots.append((len(returned), None))
                 returned.append(leaf.detach())
-        for tensor in self._watch.left.tensors if self._watch.left else ():
+        for tensor in self._watch.state_changes.tensors if self._watch.state_changes else ():
             self.slots.append((len(returned), None))
             returned.append(tensor.detach())
         return returned

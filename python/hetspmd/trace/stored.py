@@ -53,7 +53,7 @@ class _Parting:
         self.instructions: list[Instruction] = []
         self.segments: list[int] = []
         self.used: dict[int, int] = {}  # what is stored, or read again -> its copy for use
-        self.given: dict[int, int] = {}  # parameter -> its gradient as it is stored
+        self.stored_gradients: dict[int, int] = {}  # parameter -> its gradient as it is stored
 
     def run(self) -> Graph:
         graph = self.graph
@@ -74,9 +74,11 @@ class _Parting:
                 for owner in made.get(tensor, ()):
                     home = graph.segment(owner)
                     name = f"{graph.tensors[tensor].name} as stored"
-                    self.given[owner] = self._copy(tensor, name, "backward", instruction.source, home)
+                    self.stored_gradients[owner] = self._copy(
+                        tensor, name, "backward", instruction.source, home
+                    )
         parameters = tuple(
-            replace(p, gradient=self.given.get(p.tensor, p.gradient)) for p in graph.parameters
+            replace(p, gradient=self.stored_gradients.get(p.tensor, p.gradient)) for p in graph.parameters
         )
         return replace(
             graph,

@@ -40,7 +40,7 @@ from hetspmd.trace.host.watch import HostRandomness, HostWatch
 from hetspmd.trace.importer import import_graph
 from hetspmd.trace.losses import Loss
 from hetspmd.trace.recurrent import layer_by_layer
-from hetspmd.trace.reread import with_second_reads
+from hetspmd.trace.second_reads import with_second_reads
 from hetspmd.trace.step import Step
 
 
@@ -238,7 +238,7 @@ def _watch(
 ) -> HostWatch:
     try:
         watch = HostWatch(model, loss, numbers=numbers, randomness=randomness)
-        watch.recorder.given(batch)
+        watch.recorder.note_argument(batch)
         return watch
     except HetspmdError:
         raise

@@ -30,5 +30,5 @@ def trial(
     given, named = unflatten(fakes, spec)
     watch = HostWatch(model, randomness="freeze")
     fake = fake_parameters(model, mode, place, gradients=False)
-    with fake, Slots(model).kept(), watch.tracing(), mode, torch.no_grad():
+    with fake, Slots(model).restored(), watch.tracing(), mode, torch.no_grad():
         flatten(watch.run(partial(called, *given, **named)))

@@ -20,18 +20,17 @@ from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import synthesize_on
 from hetspmd.plan.plan import Plan
 from hetspmd.program.lengths import by_segment
-from hetspmd.ratios.starts import proportional, starting_ratios, teams
+from hetspmd.ratios.starts import device_subsets, proportional, starting_ratios
 from hetspmd.rules.theory import derive
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import resolve
 from hetspmd.search.search import Limits
 from hetspmd.trace.trace import trace
+from hetspmd.tune.tune_thresholds import THRESHOLDS
 
 __all__ = ["COMPILED", "alternatives"]
 
 COMPILED: Final = "compiled"
-FARTHEST: Final = 1.6
-"""How many times the predicted seconds of the compiled plan another may have."""
 
 
 def alternatives(
@@ -42,9 +41,9 @@ def alternatives(
     options: CompileOptions | None = None,
 ) -> dict[str, Plan]:
     """By name, the compiled plan first and then others that fit, the predicted fastest first: the best ones of all
-    devices and of each team of fast ones, the fastest alone among them, and data parallelism in proportion to the
+    devices and of each subset of fast ones, the fastest alone among them, and data parallelism in proportion to the
     devices' speeds where no constraints are given. Across machines with several accelerators: both ways to plan
-    them. Each program once; none whose predicted seconds are beyond :data:`FARTHEST` times the first's.
+    them. Each program once; none whose predicted seconds are beyond ``slowest_alternative`` times the first's.
 
     Takes the arguments of :func:`hetspmd.optimize.compiler.compile_plan` and raises what it raises.
     """
@@ -64,7 +63,7 @@ def alternatives(
     limits = Limits(seconds=asked.time_limit)
     costs = CostModel(theory, cluster)
     ctx = Synthesis(theory, cluster, resolve(theory, asked.constraints), limits)
-    for ranks in (ctx.everyone, *teams(costs)):
+    for ranks in (ctx.everyone, *device_subsets(costs)):
         if ranks == compiled.active and len(compiled.ratios) == 1:
             continue
         starts = starting_ratios(ctx.costs(ranks))
@@ -88,7 +87,8 @@ def _name(ranks: tuple[int, ...], world: int) -> str:
 
 def _distinct(found: Mapping[str, Plan]) -> dict[str, Plan]:
     first = found[COMPILED]
-    near = [n for n, p in found.items() if p.cost.step_seconds <= FARTHEST * first.cost.step_seconds]
+    slowest = THRESHOLDS.slowest_alternative * first.cost.step_seconds
+    near = [n for n, p in found.items() if p.cost.step_seconds <= slowest]
     near.sort(key=lambda n: (n != COMPILED, found[n].cost.step_seconds))
     kept: dict[str, Plan] = {}
     for name in near:

@@ -15,26 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median, stdev
-from typing import Final
 
 from hetspmd.plan.plan import Plan
+from hetspmd.tune.tune_thresholds import THRESHOLDS
 
 __all__ = ["compare"]
-
-CLOSE: Final = 1.1
-"""Plans that take at most as many times the best's seconds may be measured again."""
-
-TURNS: Final = 6
-"""Turns of a plan, at most."""
-
-ENOUGH: Final = 6
-"""Steps from which a standard error is believed."""
-
-CERTAIN: Final = 2.0
-"""Standard errors of a difference by which a plan is behind."""
-
-LITTLE: Final = 0.01
-"""Parts of a step by which the choice may be wrong."""
 
 Turns = Sequence[Sequence[float]]
 
@@ -49,7 +34,7 @@ def compare(
     for name, plan in plans.items():
         best = min((_seconds(turns) for turns in found.values()), default=None)
         found[name] = [measure(plan, best)]
-    for turn in range(1, TURNS):
+    for turn in range(1, THRESHOLDS.turns):
         rivals, settled = _rivals(found)
         if settled:
             break
@@ -61,16 +46,16 @@ def compare(
 
 
 def _rivals(found: Mapping[str, Turns]) -> tuple[list[str], bool]:
-    """The plans that may be the fastest, and whether none of them is by more than :data:`LITTLE`. One that was
+    """The plans that may be the fastest, and whether none of them is by more than ``equal_part``. One that was
     behind before is among them again when the others turn out slower than they seemed."""
     best = min(found, key=lambda name: _seconds(found[name]))
     least = _seconds(found[best])
-    close = {
-        name: turns for name, turns in found.items() if name != best and _seconds(turns) <= CLOSE * least
-    }
+    most = THRESHOLDS.rival_part * least
+    close = {name: turns for name, turns in found.items() if name != best and _seconds(turns) <= most}
     margins = {name: _margin(turns, found[best]) for name, turns in close.items()}
     left = {n: m for n, m in margins.items() if _seconds(found[n]) <= (1 + m) * least}
-    return [name for name in found if name == best or name in left], all(m <= LITTLE for m in left.values())
+    settled = all(m <= THRESHOLDS.equal_part for m in left.values())
+    return [name for name in found if name == best or name in left], settled
 
 
 def _seconds(turns: Turns) -> float:
@@ -79,9 +64,9 @@ def _seconds(turns: Turns) -> float:
 
 def _margin(one: Turns, other: Turns) -> float:
     """By how much, as a part, the two must differ for the slower to be the slower."""
-    if min(sum(map(len, one)), sum(map(len, other))) < ENOUGH:
-        return CLOSE - 1
-    return CERTAIN * math.hypot(_error(one), _error(other))
+    if min(sum(map(len, one)), sum(map(len, other))) < THRESHOLDS.steps_for_error:
+        return THRESHOLDS.rival_part - 1
+    return THRESHOLDS.certain_errors * math.hypot(_error(one), _error(other))
 
 
 def _error(turns: Turns) -> float:

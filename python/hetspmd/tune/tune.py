@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Unpack
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -33,21 +33,9 @@ from hetspmd.trace.losses import find_loss
 from hetspmd.trace.trace import leaf_path, split_example
 from hetspmd.tune.alternatives import alternatives
 from hetspmd.tune.compare import compare
+from hetspmd.tune.tune_thresholds import THRESHOLDS
 
 __all__ = ["Tuned", "tune"]
-
-WARM: Final = 2
-"""Steps that never count: the first makes gradients and the optimizer's state."""
-
-SETTLED: Final = 0.95
-"""After them a step counts that takes at least this part of the one before: while memory is new to a process, the
-system takes longer to provide it than steps take to compute."""
-
-LATEST: Final = 6
-"""From this one on every step counts."""
-
-HOPELESS: Final = 1.5
-"""A plan whose first step that counts takes as many times the best's seconds is not measured further."""
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -197,8 +185,8 @@ def step_seconds(
     steps: int,
     best: float | None,
 ) -> list[float]:
-    """The slowest rank's seconds of each timed step, the same on every rank; of a plan that is :data:`HOPELESS`
-    beside ``best``, those of the first alone."""
+    """The slowest rank's seconds of each timed step, the same on every rank; of a plan that takes
+    ``hopeless_part`` times as long as ``best``, those of the first alone."""
     updates = optimizer(list(hap.parameters()))
 
     def step() -> float:
@@ -221,11 +209,11 @@ def step_seconds(
 def timed(step: Callable[[], float], count: int, best: float | None) -> list[float]:
     """The seconds of ``count`` steps from the first that counts on, or of that alone (see :func:`step_seconds`).
     ``step`` makes one and gives its seconds."""
-    found = [step() for _ in range(WARM)]
+    found = [step() for _ in range(THRESHOLDS.warm_steps)]
     while True:
         found.append(step())
-        if found[-1] >= SETTLED * found[-2] or len(found) == LATEST:
+        if found[-1] >= THRESHOLDS.settled_part * found[-2] or len(found) == THRESHOLDS.latest_first_step:
             break
-    if best is not None and found[-1] > HOPELESS * best:
+    if best is not None and found[-1] > THRESHOLDS.hopeless_part * best:
         return found[-1:]
     return [found[-1], *(step() for _ in range(count - 1))]

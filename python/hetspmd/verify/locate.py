@@ -3,7 +3,7 @@
 The ranks run copies of their local graphs that keep every value; together they make the tensors of the
 reference graph again (slices, or summands that are added up), which are compared with those of its interpreter
 in the graph's order. So all that comes before the one that is named is right. A tensor may differ by the
-tolerance, or by :data:`AMPLIFIED` times what it changes by where every parameter starts one rounding away. The
+tolerance, or by ``located_changes`` times what it changes by where every parameter starts one rounding away. The
 graph itself is compared with eager PyTorch: where that differs it is the trace, not the program. Flat plans and
 plans across machines are looked at alike; values that a fused call does not give are not seen, their readers
 are.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -36,15 +36,13 @@ from hetspmd.run.source_location import source_line
 from hetspmd.trace.graph import Instruction, instruction_text
 from hetspmd.verify.difference import largest_difference, magnitude
 from hetspmd.verify.reference import run_reference
+from hetspmd.verify.verify_thresholds import THRESHOLDS
 
 if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
     from hetspmd.verify.steps import TrainingCase
 
 __all__ = ["first_difference"]
-
-AMPLIFIED: Final = 100.0
-"""See the module's text."""
 
 Key = tuple[int, ...]
 """(tensor, form), or (tensor, form on machines, form inside)."""
@@ -65,7 +63,8 @@ def first_difference(plan: Plan, setting: TrainingCase, rounded: TrainingCase, l
     keys = sorted({key for values in found for key in values}, key=lambda key: (producers[key[0]], key))
     for key in keys:
         reference = want[key[0]]
-        allowed = max(limit * magnitude(reference), AMPLIFIED * largest_difference(near[key[0]], reference))
+        moved = largest_difference(near[key[0]], reference)
+        allowed = max(limit * magnitude(reference), THRESHOLDS.located_changes * moved)
         for ranks, got, part in layout(key, found, reference):
             error = largest_difference(got, part) if got.shape == part.shape else float("inf")
             if not error <= allowed:

@@ -19,6 +19,7 @@ from hetspmd.trace.assemble import constant_data
 from hetspmd.trace.graph import CONSTANT, Argument, Constant, Graph, Instruction, Tensor
 from hetspmd.trace.values import torch_dtype
 from hetspmd.verify.precision import data_text, tensor_in
+from hetspmd.verify.verify_thresholds import THRESHOLDS
 
 __all__ = ["with_own_numbers"]
 
@@ -89,7 +90,10 @@ def _of_limits(here: float, there: float, dtype: torch.dtype) -> bool:
     for narrow in map(torch.finfo, _NARROW):
         for name in _LIMITS:
             ratio = getattr(narrow, name) / getattr(wide, name)
-            if any(math.isclose(here / there, r, rel_tol=1e-12) for r in (ratio, math.sqrt(ratio))):
+            if any(
+                math.isclose(here / there, r, rel_tol=THRESHOLDS.same_number)
+                for r in (ratio, math.sqrt(ratio))
+            ):
                 return True
     return False
 

@@ -4,8 +4,8 @@ The ranks run :class:`~hetspmd.run.module.HAP` itself with real parameter values
 unchanged model in eager PyTorch. Compared are the loss and every gradient of the first step, and every
 parameter and buffer after a few steps of each optimizer (:mod:`hetspmd.verify.steps`), by the relative error of
 :mod:`hetspmd.verify.difference`. Some tensors are nothing but rounding noise, such as the gradient of a bias that
-batch norm or softmax cancels, and a zero-initialised parameter that AdamW moves by it: :data:`NOISE` says from
-where on.
+batch norm or softmax cancels, and a zero-initialised parameter that AdamW moves by it: the thresholds
+(:mod:`hetspmd.verify.verify_thresholds`) say from where on.
 
 Adam divides a gradient by its own magnitude plus eps, so that a gradient that is zero but for rounding (a
 channel that no sample activates) moves its parameter by noise. With eps = 1e-4 the step amplifies noise by no
@@ -14,9 +14,9 @@ by 1e-6.
 
 Some models amplify rounding all the same: batch norm divides by the deviation of a few samples, and the second
 step starts from what the first one left. Where the parameters alone are further apart than the tolerance, the
-single device is run again with every parameter moved by one rounding, :data:`DRAWS` times; the ranks may differ
-from it by :data:`ROUNDINGS` times what that changes, and by :data:`MOST` tolerances at most. The loss and the
-gradients of the first step have no such allowance.
+single device is run again with every parameter moved by one rounding, ``rounded_starts`` times; the ranks may
+differ from it by ``allowed_changes`` times what that changes, and by ``allowed_tolerances`` at most. The loss and
+the gradients of the first step have no such allowance.
 
 A model that draws random numbers is compared with the interpreter of its own reference graph, which makes the
 same draws (:mod:`hetspmd.dist.random`); that graph is compared with eager PyTorch where it draws none
@@ -57,30 +57,22 @@ from hetspmd.verify.steps import (
     trainable,
 )
 from hetspmd.verify.verify_report import VerifyReport
+from hetspmd.verify.verify_thresholds import THRESHOLDS
 
 if TYPE_CHECKING:
     import os
 
     from hetspmd.plan.plan import Plan
 
-__all__ = ["DRAWS", "MOST", "NOISE", "ROUNDINGS", "VerifyReport", "largest_error", "verify"]
+__all__ = ["VerifyReport", "largest_error", "verify"]
 
 _OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4),
 }
-NOISE = {
-    torch.float64: {"loss": 0.0, "gradients": 1e-12, "parameters": 1e-10},
-    torch.float32: {"loss": 0.0, "gradients": 1e-5, "parameters": 1e-5},
-}
-"""See the module's text; by the dtype of the comparison and the kind of tensor."""
-
-DRAWS, ROUNDINGS, MOST = 3, 4.0, 100.0
-"""See the module's text."""
-
 _NAMED = ("model", "example", "cluster", "plan", "dtype", "steps", "optimizers", "tolerance", "locate")
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Largest relative error by the dtype of the comparison."""
+_DTYPES = (torch.float64, torch.float32)
+"""In which two computations are compared."""
 
 
 class VerifyKeywords(CompileKeywords, total=False):
@@ -143,7 +135,7 @@ def verify(
             f"the model's Python draws random numbers{plan.graph.host.draws}, which one device would draw anew in "
             "each step, so that there is nothing to compare with; draw before the call and pass it in the batch"
         )
-    limit = _TOLERANCES[wide] if tolerance is None else tolerance
+    limit = THRESHOLDS.tolerance(wide) if tolerance is None else tolerance
     with without_autocast("cpu"), default_in(wide):
         args, kwargs = batch_in((args, kwargs), wide)
         setting = TrainingCase(
@@ -171,12 +163,12 @@ class _Comparison:
     def __init__(self, plan: Plan, setting: TrainingCase, limit: float) -> None:
         self.plan, self.setting, self.limit = plan, setting, limit
         self.random = any(rule.random for rule in plan.theory.rules.values())
-        self.noise = NOISE[setting.dtype]
+        self.noise = THRESHOLDS.noise(setting.dtype)
         self.worst: dict[str, str] = {}
         self.errors = {"loss": 0.0, "gradients": 0.0, "parameters": 0.0}
         self.rounding: float | None = None
         self.allowed = True
-        self.given: set[str] = set()
+        self.with_gradients: set[str] = set()
         self.moved: set[str] = set()
 
     def of(self, optimizers: Sequence[str], locate: bool) -> VerifyReport:
@@ -207,7 +199,7 @@ class _Comparison:
             error, worst = largest_error(
                 {**graph.gradients, "the loss": graph.loss},
                 {**eager.gradients, "the loss": eager.loss},
-                self.noise["gradients"],
+                self.noise.gradients,
             )
             if error > self.limit:
                 lines.append(f"the graph differs from eager PyTorch ({worst}: {error:.2e}): it is the trace")
@@ -228,25 +220,28 @@ class _Comparison:
     def _compare(self, optimizer: str) -> None:
         setting, noise = self.setting, self.noise
         single = self._single_device(setting, optimizer)
-        self.given |= set(single.gradients)
+        self.with_gradients |= set(single.gradients)
         self.moved |= single.moved
         apart = 0.0
         for run in on_ranks(setting, self.plan, _OPTIMIZERS[optimizer]):
-            pairs: tuple[tuple[str, Tensors, Tensors], ...] = (
-                ("loss", {"loss": run.loss}, {"loss": single.loss}),
-                ("gradients", run.gradients, single.gradients),
-                ("parameters", run.final, single.final),
+            pairs: tuple[tuple[str, Tensors, Tensors, float], ...] = (
+                ("loss", {"loss": run.loss}, {"loss": single.loss}, noise.loss),
+                ("gradients", run.gradients, single.gradients, noise.gradients),
+                ("parameters", run.final, single.final, noise.parameters),
             )
-            for kind, got, want in pairs:
-                error, where = largest_error(got, want, noise[kind])
+            for kind, got, want, unseen in pairs:
+                error, where = largest_error(got, want, unseen)
                 apart = max(apart, error) if kind == "parameters" else apart
                 self._met(kind, error, f"{where} ({optimizer})")
         if apart > self.limit:
-            starts = (replace(setting, model=_rounded(setting, draw)) for draw in range(DRAWS))
+            starts = (
+                replace(setting, model=_rounded(setting, draw)) for draw in range(THRESHOLDS.rounded_starts)
+            )
             moved = [self._single_device(start, optimizer).final for start in starts]
-            own = max(largest_error(final, single.final, noise["parameters"])[0] for final in moved)
+            own = max(largest_error(final, single.final, noise.parameters)[0] for final in moved)
             self.rounding = max(own, self.rounding or 0.0)
-            self.allowed = self.allowed and apart <= min(ROUNDINGS * own, MOST * self.limit)
+            most = min(THRESHOLDS.allowed_changes * own, THRESHOLDS.allowed_tolerances * self.limit)
+            self.allowed = self.allowed and apart <= most
 
     def _met(self, kind: str, error: float, where: str) -> None:
         if not error <= self.errors[kind]:
@@ -254,7 +249,7 @@ class _Comparison:
 
     def _quietly(self) -> list[str]:
         """Compare the graph with eager PyTorch where it draws nothing."""
-        where, loss, gradients, worst = quiet_error(self.setting, self.noise["gradients"])
+        where, loss, gradients, worst = quiet_error(self.setting, self.noise.gradients)
         self._met("loss", loss, where)
         self._met("gradients", gradients, f"{worst} ({where})")
         if where:
@@ -266,7 +261,7 @@ class _Comparison:
         model = self.setting.model
         if not trainable(model):
             return ["no parameter requires a gradient: the loss and the buffers alone were compared"]
-        still = sorted(self.given - self.moved)
+        still = sorted(self.with_gradients - self.moved)
         if not still:
             return []
         more = f" and {len(still) - 3} more" if len(still) > 3 else ""
@@ -277,9 +272,9 @@ class _Comparison:
 
 def _dtype(given: object) -> torch.dtype:
     """The dtype that is meant. Raises OptionError."""
-    found = next((d for d in _TOLERANCES if given == d or given in (dtype_name(d), str(d))), None)
+    found = next((d for d in _DTYPES if given == d or given in (dtype_name(d), str(d))), None)
     if found is None:
-        raise OptionError(f"dtype is {given!r}; allowed are {_listed(map(str, _TOLERANCES))}, or their names")
+        raise OptionError(f"dtype is {given!r}; allowed are {_listed(map(str, _DTYPES))}, or their names")
     return found
 
 

@@ -32,12 +32,13 @@ _OF_AUTOGRAD: Final = frozenset({"forward", "backward", "setup_context", "vjp", 
 
 @dataclass(slots=True)
 class Met:
-    """A class, where it lies, and its members that have not counted yet. ``made``: the code makes objects of it."""
+    """A class, where it lies, and its members that have not counted yet. ``makes_objects``: the code makes objects
+    of it."""
 
     kind: type
     root: str
     path: Path
-    made: bool
+    makes_objects: bool
     pending: dict[str, Any] = field(default_factory=dict)
 
     def due(self, counts: Callable[[str, Any], bool] | None) -> Iterator[tuple[str, Any]]:
@@ -51,12 +52,12 @@ class Met:
     def _unnamed(self, name: str) -> bool:
         """Whether a member is reached without its name."""
         if name in _CONSTRUCTORS:
-            return self.made
+            return self.makes_objects
         if name.startswith("__") and name.endswith("__"):
             return True
         if issubclass(self.kind, torch.autograd.Function):
             return name in _OF_AUTOGRAD
-        return name == "forward" and self.made and issubclass(self.kind, nn.Module)
+        return name == "forward" and self.makes_objects and issubclass(self.kind, nn.Module)
 
 
 class Classes:
@@ -81,8 +82,8 @@ class Classes:
                 place = self._place(base, root, (*path, ".__mro__", f"[{index}]") if index else path)
                 met = self._met[base] = Met(base, *place, made, dict(vars(base)))
                 self.extent += 1 + made
-            elif made and not met.made:
-                met.made = True
+            elif made and not met.makes_objects:
+                met.makes_objects = True
                 self.extent += 1
         return self.extent > before
 

@@ -109,7 +109,9 @@ class CodeReader:
         if is_own(home):
             self._names |= names
             if computes_names(function.__code__):
-                self._texts |= {text for text in constants_in(function.__code__) if len(text) >= _TELLING}
+                self._texts |= {
+                    text for text in constants_in(function.__code__) if len(text) >= _FEWEST_LETTERS
+                }
                 self._computing = True
         variables, imported = function.__globals__, sys.modules
         root, module = self._roots.know_variables(variables)
@@ -267,8 +269,8 @@ _MADE_OF_FUNCTIONS = (
     functools.partialmethod,
     functools.singledispatchmethod,
 )
-_TELLING = 3
-"""Letters of a text from which a name that has them may be computed with it."""
+_FEWEST_LETTERS = 3
+"""Letters of a text from which a name that has them may be computed with it: shorter ones are in any name."""
 _COMPUTING = frozenset({"globals", "eval", "exec", "__globals__", "f_globals"})
 _ASKING = frozenset({"getattr", "vars", "__dict__"})
 """What reads variables by names that the code may compute: of its own module, of another one."""

@@ -20,8 +20,8 @@ from hetspmd.trace.host.snapshot import OF_TORCH
 
 __all__ = ["discover", "own_kinds", "rediscover"]
 
-_LONGEST = 1000
-"""Elements of a container that is looked into."""
+_MOST_ELEMENTS = 1000
+"""Elements of the largest container that is looked into: a data set would take longer than a trace."""
 
 
 def discover(roots: Roots) -> None:
@@ -59,7 +59,7 @@ def own_kinds(value: Any) -> list[type]:
             found.setdefault(type(value))
         if isinstance(value, dict):
             rest += [part for pair in pairs(value) for part in pair]
-        elif is_container(value) and size(value) <= _LONGEST:
+        elif is_container(value) and size(value) <= _MOST_ELEMENTS:
             rest += elements(value)
         if not is_scalar(value) and is_own(type(value).__module__) and own_attributes(value) is not value:
             rest += (members(value) or {}).values()
@@ -137,7 +137,7 @@ class _Walk:
             self._reader.visit(value)
             for _, part in bound_to(value):
                 self.value(part)
-        elif is_container(value) and size(value) <= _LONGEST:
+        elif is_container(value) and size(value) <= _MOST_ELEMENTS:
             self._parts(value)
         elif (inside := held(referent(value))) is not None:
             self.value(inside)

@@ -31,7 +31,7 @@ def with_host(
 
     Raises TraceError for a tensor that one step leaves to the next.
     """
-    left = watch.left
+    left = watch.state_changes
     assert left is not None
     own = len(graph.outputs) - len(left.tensors)
     changing = varying(graph)

@@ -19,8 +19,8 @@ from typing import Any, Final
 
 __all__ = ["Content", "content_of"]
 
-_MOST: Final = 1 << 30
-"""Bytes of an array of which a copy is held."""
+_LARGEST_ARRAY: Final = 1 << 30
+"""Bytes of the largest array of which a copy is held: a larger one might not fit beside it."""
 _ABSENT: Final = object()
 
 
@@ -64,7 +64,7 @@ def _array(value: Any) -> Content | None:
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray):
         return None
-    if not value.flags.writeable or value.nbytes > _MOST:
+    if not value.flags.writeable or value.nbytes > _LARGEST_ARRAY:
         return None
 
     def same(one: Any, other: Any) -> bool:

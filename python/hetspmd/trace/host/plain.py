@@ -44,7 +44,8 @@ _KNOWN: Final = {id(kind): True for kind in _SCALARS} | {
     for kind in (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, *_CONTAINERS, torch.Tensor)
 }
 """Whether values of just these classes are scalars, by the ids of the classes: no value needs to be asked."""
-_LONGEST = 160
+_LONGEST_TEXT = 160
+"""Characters of a value's text that is held whole; of a longer one half of them and a digest."""
 _TOLD = (int, str, bool, float, type(None), tuple, enum.Enum, *_TORCH)
 """Keys of a dict to whose values steps lead (:mod:`hetspmd.trace.host.steps`)."""
 
@@ -105,9 +106,9 @@ def fingerprint(
     counts. ``opaque`` is filled with the classes of objects in it of which nothing can be told, ``met`` with the
     functions and classes in it and the classes of objects in it, each with whether it is in it itself."""
     text = repr(value) if type(value) in _SCALARS else _text(value, _Walk(opaque, met))
-    if len(text) <= _LONGEST:
+    if len(text) <= _LONGEST_TEXT:
         return text
-    return f"{text[: _LONGEST // 2]}... #{hashlib.sha1(text.encode(errors='replace')).hexdigest()[:16]}"
+    return f"{text[: _LONGEST_TEXT // 2]}... #{hashlib.sha1(text.encode(errors='replace')).hexdigest()[:16]}"
 
 
 class _Walk:

@@ -42,10 +42,10 @@ from hetspmd.trace.host.wrapped import registered
 
 Place = tuple[str, Path]
 
-_DEEPEST: Final = 40
-"""Steps of a path to an object that is followed."""
-_LONGEST: Final = 10_000
-"""Elements of a container that is looked into."""
+_LONGEST_PATH: Final = 40
+"""Steps of a path to an object that is followed: a linked list has no end of them."""
+_MOST_ELEMENTS: Final = 10_000
+"""Elements of the largest container that is looked into: a data set would take longer than a trace."""
 
 
 class Recorder:
@@ -80,7 +80,7 @@ class Recorder:
             path = tuple(f".{part}" for part in name.split(".") if part)
             self._follow("model", path, module)
         if roots.loss is not None:
-            self.found("loss", (), roots.loss)
+            self.note_value("loss", (), roots.loss)
         for kind in {type(module): None for module in roots.model.modules()}:
             if is_foreign(kind.__module__):
                 self.reader.library.of_class(kind)
@@ -89,7 +89,7 @@ class Recorder:
                 for hook in hooks.values():
                     self.reader.visit(hook)
 
-    def given(self, value: Any) -> None:
+    def note_argument(self, value: Any) -> None:
         """Look at the code of what the model is called with: its methods may read variables."""
         for kind in own_kinds(value):
             self.reader.meet(kind, "", ())
@@ -136,13 +136,13 @@ class Recorder:
     def _read(self, followed: Followed, of: Any, name: str, value: Any) -> None:
         if name in followed.before:
             if followed.live.get(name, NOTHING) is followed.before[name]:
-                self.found(followed.root, (*followed.path, f".{name}"), value)
+                self.note_value(followed.root, (*followed.path, f".{name}"), value)
         elif isinstance(value, MethodType) or type(value) is FunctionType:
             self.reader.visit(value)
         elif (code := code_of(type(of), name)) is not None:
             self.reader.visit(code)
         elif (home := home_of_data(type(of), name)) is not None and self._snapshot.is_as_held(home, name):
-            self.found(followed.root, (*followed.path, f".{name}"), value)
+            self.note_value(followed.root, (*followed.path, f".{name}"), value)
 
     def _all(self, followed: Followed, asked: str) -> None:
         """The attributes of an object were taken together: by the model's own code (``vars(self)``), or by whoever
@@ -158,7 +158,7 @@ class Recorder:
             self._note((followed.root, (*followed.path, ".__dict__", ALL)), keys, NOTHING)
         for name in sorted(followed.own - followed.seen):
             followed.seen.add(name)
-            self.found(followed.root, (*followed.path, f".{name}"), followed.before[name])
+            self.note_value(followed.root, (*followed.path, f".{name}"), followed.before[name])
         for name in frame.f_code.co_consts if asked == "__dict__" else ():  # "name" in self.__dict__
             if isinstance(name, str) and name.isidentifier() and name not in followed.before:
                 self._note((followed.root, (*followed.path, f".{name}")), MISSING, NOTHING)
@@ -206,7 +206,7 @@ class Recorder:
                 return
         elif isinstance(holder, CellType):
             self._snapshot.cell(root, path, holder)
-        self.found(root, path, value)
+        self.note_value(root, path, value)
 
     def _note(self, place: Place, text: str, value: Any) -> None:
         if id(value) in self._registered:
@@ -215,7 +215,7 @@ class Recorder:
             self.reads.setdefault(place, text)
             self.values.setdefault(place, value)
 
-    def found(self, root: str, path: Path, value: Any) -> None:
+    def note_value(self, root: str, path: Path, value: Any) -> None:
         """A value at a place was read, or may be."""
         value = referent(value)
         self.bound.look(root, path, value)
@@ -255,9 +255,9 @@ class Recorder:
             self.hold_results(self.results_made())
         self.reader.visit(value)
         if (registry := registered(value)) is not None:
-            self.found(root, (*path, ".registry"), registry)
+            self.note_value(root, (*path, ".registry"), registry)
         for step, part in bound_to(value):
-            self.found(root, (*path, step), part)
+            self.note_value(root, (*path, step), part)
         self._follow(root, path, value)
 
     def results_made(self) -> list[Place]:
@@ -268,7 +268,7 @@ class Recorder:
         """Note these results, which are made where they are not there."""
         with outside_modes():
             for root, path in places:
-                self.found(root, path, self._roots.value(root, path))
+                self.note_value(root, path, self._roots.value(root, path))
         self._snapshot.hold_caches()
 
     def _beside(self, root: str, path: Path, value: Any) -> None:
@@ -276,7 +276,7 @@ class Recorder:
         attributes = own_attributes(value)
         if isinstance(value, Enum):
             for name in parts_of(value):
-                self.found(root, (*path, f".{name}"), attributes[name])
+                self.note_value(root, (*path, f".{name}"), attributes[name])
         elif attributes and attributes is not value:
             self._follow(root, path, value)
 
@@ -301,7 +301,7 @@ class Recorder:
     def _look_into(self, root: str, path: Path, container: Any) -> None:
         if id(container) in self._looking:
             return
-        if size(container) > _LONGEST or len(path) > _DEEPEST:
+        if size(container) > _MOST_ELEMENTS or len(path) > _LONGEST_PATH:
             kinds = (
                 type(v) for _, v in items(container) if not is_plain(v) and not isinstance(v, torch.Tensor)
             )
@@ -315,7 +315,7 @@ class Recorder:
             elif id(value) in self._registered:
                 self.aliases[root, (*path, step)] = self._registered[id(value)]
             elif not is_scalar(value) and not isinstance(value, torch.Tensor):
-                self.found(root, (*path, step), value)
+                self.note_value(root, (*path, step), value)
         self._looking.discard(id(container))
 
     def _follow(self, root: str, path: Path, value: Any) -> None:
@@ -326,7 +326,7 @@ class Recorder:
         attributes = members(value)
         if attributes is None:
             return
-        if len(path) > _DEEPEST:
+        if len(path) > _LONGEST_PATH:
             if not is_foreign(kind.__module__):
                 self.opaque.setdefault((root, path), type_name(kind))
             return
@@ -336,7 +336,7 @@ class Recorder:
                 return
             if foreign or not self._change(kind):
                 if (whole := getattr(value, "__dict__", None)) is not None:
-                    self.found(root, (*path, ".__dict__"), whole)
+                    self.note_value(root, (*path, ".__dict__"), whole)
                 return
         self._class_data.hold(kind)
         before = self._snapshot.attributes(root, path, attributes)
@@ -354,7 +354,7 @@ class Recorder:
         """Look at the attributes that code may read in a way of which no one is told, by their names."""
         for name in sorted(followed.own & self.reader.names - followed.seen):
             followed.seen.add(name)
-            self.found(followed.root, (*followed.path, f".{name}"), followed.before[name])
+            self.note_value(followed.root, (*followed.path, f".{name}"), followed.before[name])
 
     def _tensors(self, root: str, path: Path, value: Any) -> None:
         """Parameters and buffers of a module that the model does not have among its own are read as they

@@ -58,7 +58,7 @@ class _Held:
     root: str
     path: Path
     live: Any
-    kept: Any
+    before: Any
 
 
 class Snapshot:
@@ -78,7 +78,7 @@ class Snapshot:
         held = self._attributes.get(key)
         if held is None:
             held = self._attributes[key] = _Held(root, path, of, dict(of))
-        kept: dict[str, Any] = held.kept
+        kept: dict[str, Any] = held.before
         return kept
 
     def container(self, root: str, path: Path, value: Any) -> None:
@@ -129,7 +129,7 @@ class Snapshot:
     def is_as_held(self, holder: Any, name: str) -> bool:
         """Whether a variable is still what it was when it was held."""
         held = self._variables.get((id(holder), f".{name}"))
-        return held is None or _own(holder, name) is held.kept
+        return held is None or _own(holder, name) is held.before
 
     def cache(self, function: Any) -> None:
         """Hold a ``functools.lru_cache``: what is put into it is thrown away."""
@@ -143,52 +143,52 @@ class Snapshot:
     def changes(self) -> Iterator[Change]:
         """What is not as it was."""
         for held in self._attributes.values():
-            if _identical(held.live, held.kept):
+            if _identical(held.live, held.before):
                 continue
-            for name in [*held.kept, *(n for n in held.live if n not in held.kept)]:
-                before, after = held.kept.get(name, NOTHING), held.live.get(name, NOTHING)
+            for name in [*held.before, *(n for n in held.live if n not in held.before)]:
+                before, after = held.before.get(name, NOTHING), held.live.get(name, NOTHING)
                 if before is not after:
                     yield Change(held.root, (*held.path, f".{name}"), before, after)
         for held in self._cells.values():
-            if content(held.live) is not held.kept:
-                yield Change(held.root, held.path, held.kept, content(held.live))
+            if content(held.live) is not held.before:
+                yield Change(held.root, held.path, held.before, content(held.live))
         for held in self._variables.values():
-            if (now := _own(held.live, held.path[-1][1:])) is not held.kept:
-                yield Change(held.root, held.path, held.kept, now)
+            if (now := _own(held.live, held.path[-1][1:])) is not held.before:
+                yield Change(held.root, held.path, held.before, now)
         for held, inner in self._contents.values():
-            if not inner.same(held.kept, now := inner.read()):
-                yield Change(held.root, held.path, held.kept, now, instead=inner.instead)
+            if not inner.same(held.before, now := inner.read()):
+                yield Change(held.root, held.path, held.before, now, instead=inner.instead)
         for held in self._containers.values():
-            if not _same(held.live, held.kept):
-                yield Change(held.root, held.path, held.kept, held.live, inside=True)
+            if not _same(held.live, held.before):
+                yield Change(held.root, held.path, held.before, held.live, inside=True)
 
     def rewind(self) -> None:
         """Put everything back."""
         for held in self._attributes.values():
-            if _identical(held.live, held.kept):
+            if _identical(held.live, held.before):
                 continue
-            for name, value in held.kept.items():
+            for name, value in held.before.items():
                 if held.live.get(name, NOTHING) is not value:
                     held.live[name] = value
-            if len(held.live) != len(held.kept):
-                for name in [n for n in held.live if n not in held.kept]:
+            if len(held.live) != len(held.before):
+                for name in [n for n in held.live if n not in held.before]:
                     del held.live[name]
         for held in self._cells.values():
-            if content(held.live) is not held.kept:
-                held.live.cell_contents = held.kept
+            if content(held.live) is not held.before:
+                held.live.cell_contents = held.before
         for held in self._variables.values():
             name = held.path[-1][1:]
-            if _own(held.live, name) is not held.kept:
-                if held.kept is NOTHING:
+            if _own(held.live, name) is not held.before:
+                if held.before is NOTHING:
                     delattr(held.live, name)
                 else:
-                    setattr(held.live, name, held.kept)
+                    setattr(held.live, name, held.before)
         for held in self._containers.values():
-            if not _same(held.live, held.kept):
-                refill(held.live, held.kept)
+            if not _same(held.live, held.before):
+                refill(held.live, held.before)
         for held, inner in self._contents.values():
-            if not inner.same(held.kept, inner.read()):
-                inner.set(held.kept)
+            if not inner.same(held.before, inner.read()):
+                inner.set(held.before)
         for function, kept in self._caches.values():
             table = results_of(function)
             for key in table.keys() - kept:

@@ -26,17 +26,19 @@ Kind = Literal["clock", "bytes", "file", "thread"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A function that asks. With ``given`` arguments it asks nothing, but computes from the last of them."""
+    """A function that asks. With ``computing_arguments`` it asks nothing, but computes from the last of them."""
 
     kind: Kind
     called: str
-    given: int = 0
+    computing_arguments: int = 0
 
     def asks(self, args: tuple[Any, ...], kwargs: object = ()) -> bool:
         """Whether a call with these arguments asks."""
-        if not self.given:
+        if not self.computing_arguments:
             return True
-        return not kwargs and (len(args) < self.given or args[self.given - 1] is None)
+        return not kwargs and (
+            len(args) < self.computing_arguments or args[self.computing_arguments - 1] is None
+        )
 
 
 _GIVEN: Final = {"gmtime": 1, "localtime": 1, "ctime": 1, "asctime": 1, "strftime": 2}

@@ -27,8 +27,8 @@ from hetspmd.trace.host.recorder import Place
 from hetspmd.trace.host.templates import numbers_in
 from hetspmd.trace.host.watch import HostWatch
 
-_MOST = 8
-"""Counters that are looked for in one model."""
+_MOST_COUNTERS = 8
+"""Counters that are looked for in one model: each takes a run of its forward."""
 
 
 class _Noticed(Exception):
@@ -81,10 +81,10 @@ def settled(graph: Graph, watch: HostWatch, call: Callable[[], Any]) -> Graph:
 
     ``call`` runs the forward on fake tensors.
     """
-    host, left = graph.host, watch.left
+    host, left = graph.host, watch.state_changes
     assert left is not None
     counters = []
-    for place, (before, after) in list(left.changed.items())[:_MOST]:
+    for place, (before, after) in list(left.changed.items())[:_MOST_COUNTERS]:
         if place not in watch.recorder.reads or not _both_numbers(before, after):
             continue
         step = _counted(watch, place, call)
@@ -110,8 +110,8 @@ def settled(graph: Graph, watch: HostWatch, call: Callable[[], Any]) -> Graph:
 
 def wants_trials(graph: Graph, watch: HostWatch) -> bool:
     """Whether there is anything to find out: state that forward has read and leaves another value of."""
-    assert watch.left is not None
-    return any(_may_be_read(watch, place) for place in watch.left.changed)
+    assert watch.state_changes is not None
+    return any(_may_be_read(watch, place) for place in watch.state_changes.changed)
 
 
 def _may_be_read(watch: HostWatch, place: Place) -> bool:

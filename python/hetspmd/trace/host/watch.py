@@ -30,8 +30,8 @@ from hetspmd.trace.host.snapshot import Snapshot, Structure
 from hetspmd.trace.host.steps import ALL, OTHERS
 from hetspmd.trace.host.tensor_hooks import observers_refused
 
-_RUNS: Final = 3
-"""How often a forward runs again since cached functions have given more."""
+_MOST_RUNS: Final = 3
+"""Runs of a forward at most after cached functions have given more: each run may meet some that the last hid."""
 HostRandomness = Literal["refuse", "trace_each_step", "freeze"]
 
 
@@ -68,7 +68,7 @@ class HostWatch:
             for name, module in model.named_modules()
         ]
         self._settings = {step: read() for step, read in SETTINGS.items()}
-        self.left: Left | None = None
+        self.state_changes: Left | None = None
         self._behind: list[tuple[Place, Any]] = []
         self.draws = ""
         self.states: list[Any] = []
@@ -99,7 +99,7 @@ class HostWatch:
         held before another run.
         """
         output, made = self._run(call, numbers)
-        for _ in range(_RUNS):
+        for _ in range(_MOST_RUNS):
             if not made:
                 break
             self.recorder.hold_results(made)
@@ -128,7 +128,7 @@ class HostWatch:
                 if self._found_draws(drawn[0].name, call):
                     self.states = states
             self._take_back(numbers, originals)
-            self.left = Left(self.roots, self._snapshot.changes(), self.numbers)
+            self.state_changes = Left(self.roots, self._snapshot.changes(), self.numbers)
         finally:
             process.rewind()
             structure.rewind()
@@ -180,10 +180,10 @@ class HostWatch:
             ("torch", (step,)): fingerprint(self._settings[step])
             for step in counting(self.recorder.reader.names)
         }
-        for place, (before, _) in self.left.changed.items() if self.left else ():
+        for place, (before, _) in self.state_changes.changed.items() if self.state_changes else ():
             if before is NOTHING and place[0].startswith("function "):
                 found[place] = MISSING  # a function that makes an attribute of its own asks for it, too
-        written = set(self.left.writes) if self.left else set()
+        written = set(self.state_changes.writes) if self.state_changes else set()
         for (root, path), value in self.recorder.reads.items():
             container = self.recorder.values[root, path]
             if is_container(container):

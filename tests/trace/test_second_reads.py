@@ -33,7 +33,7 @@ from hetspmd.search.pricing import Prices
 from hetspmd.search.search import Limits, Searcher
 from hetspmd.search.space import search_space
 from hetspmd.trace.graph import SECOND_READ, Graph, Ref, map_refs, refs
-from hetspmd.trace.reread import with_second_reads
+from hetspmd.trace.second_reads import with_second_reads
 from hetspmd.trace.trace import trace
 from memory_cases import devices, gathered_again, kept_for_backward, second_readings, stack
 from workbench import CPU, randomness, simulated_error, single_device, traced
