@@ -14,7 +14,7 @@ import torch
 
 import workbench
 from hetspmd.cluster import collective_kinds
-from hetspmd.cluster.collective_buffers import Buffers, Carried, Held
+from hetspmd.cluster.collective_buffers import Buffers, Carried, HeldBytes
 from hetspmd.cluster.collective_kinds import KINDS, CollectiveKind, Kind, Terms, end_of, kinds_between
 from hetspmd.cluster.curves import TERMS, Curve
 from hetspmd.cost.collectives import MoveForm
@@ -88,7 +88,7 @@ def test_nothing_is_held_of_an_empty_tensor(kind: CollectiveKind) -> None:
     if kind.buffers is not None:
         for spare in (False, True):
             held = kind.buffers(Carried(world=3, nbytes=0, largest=0, spare=spare))
-            assert held.flight == held.end == held.machine == Held()
+            assert held.flight == held.end == held.machine == HeldBytes()
             assert held.freed == 0
 
 

@@ -168,7 +168,7 @@ def test_a_plan_file_says_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(containers, "_KNOWN", {})
     with pytest.raises(PlanError, match="Output has other fields than the plan's"):
         containers._together(
-            containers.Held("dataclass", f"{__name__}:Output", ("loss", "gone"), 2, ()), [X, X]
+            containers.ApartContainer("dataclass", f"{__name__}:Output", ("loss", "gone"), 2, ()), [X, X]
         )
 
 

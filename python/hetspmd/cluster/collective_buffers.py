@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-__all__ = ["NOTHING", "Buffers", "Carried", "Held"]
+__all__ = ["NOTHING", "Buffers", "Carried", "HeldBytes"]
 
 
 class Carried(NamedTuple):
@@ -33,7 +33,7 @@ class Carried(NamedTuple):
     spare: bool = False
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """Bytes: ``whole`` on each device; ``sharded`` and ``target`` over all devices, of which one has its share of
     the axis along which the tensor is sharded, and, where both ends of a kind are sharded, of the result's."""
 
@@ -42,7 +42,7 @@ class Held(NamedTuple):
     target: int = 0
 
 
-NOTHING: Final = Held()
+NOTHING: Final = HeldBytes()
 
 
 class Buffers(NamedTuple):
@@ -55,8 +55,8 @@ class Buffers(NamedTuple):
     machine  on the first accelerator of a machine, while the collective runs between machines
     """
 
-    flight: Held = NOTHING
-    end: Held = NOTHING
+    flight: HeldBytes = NOTHING
+    end: HeldBytes = NOTHING
     early: bool = False
     freed: int = 0
-    machine: Held = NOTHING
+    machine: HeldBytes = NOTHING

@@ -39,7 +39,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Final, Literal, NamedTuple
 
-from hetspmd.cluster.collective_buffers import NOTHING, Buffers, Carried, Held
+from hetspmd.cluster.collective_buffers import NOTHING, Buffers, Carried, HeldBytes
 from hetspmd.placement import PARTIAL, Placement, is_before_cut, is_sharded
 
 __all__ = [
@@ -161,30 +161,30 @@ def _padded_reduce(c: Carried) -> Buffers:
     padded = c.world * c.largest
     freed = c.spare and padded == c.nbytes and not c.moved
     return Buffers(
-        flight=Held(padded + c.largest, -c.nbytes),
+        flight=HeldBytes(padded + c.largest, -c.nbytes),
         early=True,
         freed=c.nbytes if freed else 0,
-        machine=Held(padded),
+        machine=HeldBytes(padded),
     )
 
 
 def _exact_reduce(c: Carried) -> Buffers:
     freed = c.spare and not c.moved
     return Buffers(
-        flight=Held(c.nbytes, -c.nbytes),
-        end=Held(sharded=c.nbytes) if freed and c.several else NOTHING,
+        flight=HeldBytes(c.nbytes, -c.nbytes),
+        end=HeldBytes(sharded=c.nbytes) if freed and c.several else NOTHING,
         early=True,
         freed=c.nbytes if freed else 0,
-        machine=Held(c.nbytes),
+        machine=HeldBytes(c.nbytes),
     )
 
 
 def _exchanged_parts(c: Carried) -> Buffers:
     return Buffers(
-        flight=Held(c.nbytes, (c.world - 1) * c.nbytes),
-        end=Held(sharded=c.world * c.nbytes),
+        flight=HeldBytes(c.nbytes, (c.world - 1) * c.nbytes),
+        end=HeldBytes(sharded=c.world * c.nbytes),
         early=True,
-        machine=Held(c.nbytes, c.world * c.nbytes),
+        machine=HeldBytes(c.nbytes, c.world * c.nbytes),
     )
 
 
@@ -192,19 +192,19 @@ def _padded_gather(c: Carried) -> Buffers:
     padding = c.world * c.largest - c.nbytes
     copied = c.moved or c.bucket or padding > 0
     return Buffers(
-        flight=Held(padding),
-        end=Held(c.nbytes) if copied else NOTHING,
+        flight=HeldBytes(padding),
+        end=HeldBytes(c.nbytes) if copied else NOTHING,
         early=padding > 0,
-        machine=Held(padding + c.nbytes),
+        machine=HeldBytes(padding + c.nbytes),
     )
 
 
 def _exact_gather(c: Carried) -> Buffers:
-    return Buffers(end=Held(c.nbytes) if c.moved else NOTHING)
+    return Buffers(end=HeldBytes(c.nbytes) if c.moved else NOTHING)
 
 
 def _slices(c: Carried) -> Buffers:
-    return Buffers(flight=Held(sharded=c.nbytes), end=Held(target=c.nbytes))
+    return Buffers(flight=HeldBytes(sharded=c.nbytes), end=HeldBytes(target=c.nbytes))
 
 
 _PADDED: Final = ("latency", "per_byte", "per_largest")

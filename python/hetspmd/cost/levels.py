@@ -28,7 +28,7 @@ from math import prod
 import numpy as np
 
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cluster.collective_buffers import NOTHING, Carried, Held
+from hetspmd.cluster.collective_buffers import NOTHING, Carried, HeldBytes
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cluster.devices import Machine
 from hetspmd.cluster.machines import accelerator
@@ -248,7 +248,7 @@ class _Memory:
             found.append(size)
         return found
 
-    def _padding(self, step: Across, sharded: Placement) -> Held:
+    def _padding(self, step: Across, sharded: Placement) -> HeldBytes:
         """What the kind of a collective has on the first accelerators besides; ``sharded``: the placement of the
         shards that it sends or gives."""
         buffers, nbytes = KINDS[step.kind].buffers, self.graph.tensors[step.tensor].nbytes

@@ -241,16 +241,21 @@ class TwoStreams:
                 flying.remove(collective)
         return found
 
-    def run(self, shares: Array) -> SimulatedRun:
-        """All clocks at the given shares (of :meth:`CostModel.shares`)."""
-        seconds = self.model.seconds(self._unique, shares)[self._inverse]
-        sums = np.add.reduceat(seconds, self._groups, axis=0) if len(self._groups) else seconds
+    def _carried(self, shares: Array) -> tuple[list[float], list[float], list[float]]:
+        """By collective, the seconds on the communication stream, and those of the devices before and after it."""
         packs = [sum(m.pack for m in forms) for forms in self._moves]
         unpacks = [sum(m.unpack for m in forms) for forms in self._moves]
         moves = [
             max(sum(self.model.form_seconds(m, shares) for m in forms) - pack - unpack, 0.0)
             for forms, pack, unpack in zip(self._moves, packs, unpacks, strict=True)
         ]
+        return moves, packs, unpacks
+
+    def run(self, shares: Array) -> SimulatedRun:
+        """All clocks at the given shares (of :meth:`CostModel.shares`)."""
+        seconds = self.model.seconds(self._unique, shares)[self._inverse]
+        sums = np.add.reduceat(seconds, self._groups, axis=0) if len(self._groups) else seconds
+        moves, packs, unpacks = self._carried(shares)
         dropped = tuple(f[0].moved and s == 0 for f, s in zip(self._moves, moves, strict=True))
         lanes = self.model.cluster.lanes
         latencies = [self.model.form_latency(f[0], shares) if lanes > 1 else 0.0 for f in self._moves]

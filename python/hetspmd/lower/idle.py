@@ -20,6 +20,7 @@ from hetspmd.program.layout import Layout, Region
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Compute, Program
 from hetspmd.rules.theory import Theory
+from hetspmd.trace.graph import Graph
 from hetspmd.trace.values import torch_dtype
 
 
@@ -41,11 +42,7 @@ class IdleEmitter:
 
 def _idle(theory: Theory, program: Program, lengths: Lengths, device: torch.device) -> LocalGraphs:
     graph, layout = theory.graph, Layout(theory.graph, theory.axes, lengths)
-    stored: dict[int, Placement] = {
-        graph.instructions[step.instruction].outputs[0]: step.row.post[0]
-        for step in program.steps
-        if isinstance(step, Compute) and graph.instructions[step.instruction].is_source
-    }
+    stored = _stored(graph, program)
 
     def local(tensor: int, form: Placement, region: Region | None) -> LocalTensor:
         meta = graph.tensors[tensor]
@@ -101,6 +98,15 @@ def _idle(theory: Theory, program: Program, lengths: Lengths, device: torch.devi
         local_shape=lambda key: graph.tensors[key[0]].shape,
         groups=Groups("nobody"),
     )
+
+
+def _stored(graph: Graph, program: Program) -> dict[int, Placement]:
+    """The placements of what is given to the step."""
+    return {
+        graph.instructions[step.instruction].outputs[0]: step.row.post[0]
+        for step in program.steps
+        if isinstance(step, Compute) and graph.instructions[step.instruction].is_source
+    }
 
 
 def _written(write: Callable[[fx.Graph], Any]) -> fx.Graph:

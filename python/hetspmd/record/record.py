@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 
 from hetspmd.errors import OutputError
 from hetspmd.record.measured import MeasuredSteps, assemble
-from hetspmd.record.timestamps import GraphCall, Pass, Timestamps, clock_of, timestamped
+from hetspmd.record.timestamps import GraphCall, GraphRun, Timestamps, clock_of, timestamped
 
 if TYPE_CHECKING:
     import os
@@ -62,7 +62,7 @@ class Recording:
         self._plans: list[Plan] = []
         self._programs: list[tuple[Runner, LocalProgram]] = []
         self._calls: dict[tuple[int, str], list[GraphCall]] = {}
-        self._passes: list[tuple[int, str, Pass]] = []
+        self._passes: list[tuple[int, str, GraphRun]] = []
         self._optimizer: list[Any] = []
         self._shares: list[Any] = []
         self._handles: list[Any] = []

@@ -103,7 +103,7 @@ class Flight:
 
 
 @dataclass(slots=True)
-class Pass:
+class GraphRun:
     """One run of a local graph: the readings of the clock, and its collectives in order."""
 
     timestamps: Timestamps
@@ -114,18 +114,18 @@ class Pass:
 class Timestamps:
     """What the copy of a graph calls. ``calls`` are its calls in order; each finished run goes to ``keep``."""
 
-    def __init__(self, clock: Clock, plan: int, keep: Callable[[Pass], None]) -> None:
+    def __init__(self, clock: Clock, plan: int, keep: Callable[[GraphRun], None]) -> None:
         self.calls: list[GraphCall] = []
         self.plan = plan
         self._clock, self._keep = clock, keep
         self._now: Callable[[], Any] = clock.now
-        self._pass = Pass(self, [])
+        self._pass = GraphRun(self, [])
         self._watched: list[tuple[Work, Flight]] = []
 
     def begin(self) -> None:
         """The first reading of a run."""
         self._watched.clear()
-        self._pass = Pass(self, [self._now()])
+        self._pass = GraphRun(self, [self._now()])
 
     def stamp(self) -> None:
         """Behind a call."""

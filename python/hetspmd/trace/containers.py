@@ -1,9 +1,9 @@
 """Containers of a batch or an output that torch's pytrees do not know: their class, their fields, and back.
 
 Dataclasses, named tuples, classes derived from dict, list and tuple, and objects whose attributes hold tensors are
-taken apart into a :class:`Held`, of which a spec keeps the name of the class and of the fields as text. They come
-back as instances of their class, made without calling ``__init__``. A class is found by its name in its module; one
-that is local to a function is found where this process has met it.
+taken apart into a :class:`ApartContainer`, of which a spec keeps the name of the class and of the fields as text.
+They come back as instances of their class, made without calling ``__init__``. A class is found by its name in its
+module; one that is local to a function is found where this process has met it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 from hetspmd.errors import PlanError, TraceError
 
-__all__ = ["Held", "MissingClassError", "is_cache", "unwrap", "wrap"]
+__all__ = ["ApartContainer", "MissingClassError", "is_cache", "unwrap", "wrap"]
 
 _PLAIN: Final = (type(None), bool, int, float, str)
 _KNOWN: dict[str, type] = {}
@@ -31,7 +31,7 @@ class MissingClassError(PlanError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class ApartContainer:
     """A container taken apart: ``kind`` says how, ``name`` is its class's, ``keys`` those of its parts, of which
     the first ``items`` are items and the others attributes."""
 
@@ -48,7 +48,7 @@ def wrap(
     children: Callable[[Any], tuple[list[Any], Any]],
     rebuilt: Callable[[list[Any], Any], Any],
 ) -> Any:
-    """The tree with a :class:`Held` in the place of each container that torch does not know.
+    """The tree with a :class:`ApartContainer` in the place of each container that torch does not know.
 
     ``known``: whether torch knows an object as a container, ``children`` its parts, and ``rebuilt`` it of others.
     """
@@ -65,7 +65,7 @@ def wrap(
             kind, keys, items, parts = taken
             name = _name(type(value))
             _KNOWN[name] = type(value)
-            return Held(kind, name, keys, items, tuple(visit(p, depth + 1) for p in parts))
+            return ApartContainer(kind, name, keys, items, tuple(visit(p, depth + 1) for p in parts))
         if not known(value):
             return value
         inner, spec = children(value)
@@ -85,7 +85,7 @@ def unwrap(
     changed."""
 
     def visit(value: Any) -> Any:
-        if isinstance(value, Held):
+        if isinstance(value, ApartContainer):
             return _together(value, [visit(p) for p in value.parts])
         if isinstance(value, (torch.Tensor, *_PLAIN)) or not known(value):
             return value
@@ -181,7 +181,7 @@ def _found(name: str) -> Any:
     return found
 
 
-def _together(held: Held, parts: list[Any]) -> Any:
+def _together(held: ApartContainer, parts: list[Any]) -> Any:
     cls = _found(held.name)
     items, attributes = (
         parts[: held.items],

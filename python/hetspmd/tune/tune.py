@@ -117,40 +117,44 @@ def tune(
     """
     named = ("model", "example", "cluster", "optimizer", "steps", "plans")
     own, compilation = parted(options, ("process_group", "device", "timeout"), named)
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise OptionError(f"steps is {steps!r}; take a whole number from 1")
-    if plans is not None and not plans:
-        raise OptionError("plans is empty; give at least one, or none for those that hetspmd finds")
+    _check(steps, plans)
     devices = Cluster.load(cluster)
-    group, timeout = own.get("process_group"), float(own.get("timeout", 600.0))
-    communicator = group if isinstance(group, Communicator) else communicator_for(group, devices.ranks)
-    args, kwargs = split_example(example)
-
+    communicator = _joined(own.get("process_group"), devices)
+    batch, timeout = split_example(example), float(own.get("timeout", 600.0))
     communicator.guard(timeout)
-    _check_example(communicator, args, kwargs)
+    _check_example(communicator, *batch)
     if plans is None:
         with communicator.busy():
-            plans = agreed_plans(
-                communicator, lambda: alternatives(model, args, kwargs, devices, compilation)
-            )
+            plans = agreed_plans(communicator, lambda: alternatives(model, *batch, devices, compilation))
+    run = HapKeywords(
+        loss=compilation.loss,
+        process_group=communicator,
+        device=own.get("device"),
+        timeout=timeout,
+        host_randomness=compilation.host_randomness,
+    )
 
-    run: HapKeywords = {
-        "loss": compilation.loss,
-        "process_group": communicator,
-        "device": own.get("device"),
-        "timeout": timeout,
-        "host_randomness": compilation.host_randomness,
-        "check_plan": False,
-        "check_batches": False,
-        "sync_module_states": False,
-    }
+    def seconds(hap: HAP, best: float | None) -> list[float]:
+        return step_seconds(hap, *batch, optimizer, steps, best)
+
+    return _fastest(plans, lambda plan: _trial(model, devices, plan, run), seconds)
+
+
+def _joined(group: dist.ProcessGroup | Communicator | None, devices: Cluster) -> Communicator:
+    return group if isinstance(group, Communicator) else communicator_for(group, devices.ranks)
+
+
+def _fastest(
+    plans: Mapping[str, Plan],
+    trial: Callable[[Plan], HAP],
+    seconds: Callable[[HAP, float | None], list[float]],
+) -> Tuned:
+    """The fastest plan; ``seconds`` are those of a trial's steps, given the best of the others."""
 
     def measure(plan: Plan, best: float | None) -> list[float]:
-        hap = HAP(copy.deepcopy(model), devices, plan=plan, **run)
-        if any(p.is_meta for p in model.parameters()):
-            _zero(hap)
+        hap = trial(plan)
         try:
-            return step_seconds(hap, args, kwargs, optimizer, steps, best)
+            return seconds(hap, best)
         finally:
             del hap
             gc.collect()
@@ -158,6 +162,23 @@ def tune(
     with torch.random.fork_rng():
         chosen, found = compare(plans, measure)
     return Tuned(plans[chosen], chosen, found, {name: p.cost.step_seconds for name, p in plans.items()})
+
+
+def _check(steps: object, plans: Mapping[str, Plan] | None) -> None:
+    """Raise OptionError for no number of steps, and for plans of which there is none."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise OptionError(f"steps is {steps!r}; take a whole number from 1")
+    if plans is not None and not plans:
+        raise OptionError("plans is empty; give at least one, or none for those that hetspmd finds")
+
+
+def _trial(model: nn.Module, devices: Cluster, plan: Plan, run: HapKeywords) -> HAP:
+    """A copy of the model under the plan, whose steps are only timed."""
+    unchecked: HapKeywords = {"check_plan": False, "check_batches": False, "sync_module_states": False}
+    hap = HAP(copy.deepcopy(model), devices, plan=plan, **(run | unchecked))
+    if any(p.is_meta for p in model.parameters()):
+        _zero(hap)
+    return hap
 
 
 def _check_example(communicator: Communicator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -138,9 +138,8 @@ def verify(
     limit = THRESHOLDS.tolerance(wide) if tolerance is None else tolerance
     with without_autocast("cpu"), default_in(wide):
         args, kwargs = batch_in((args, kwargs), wide)
-        setting = TrainingCase(
-            model_in(model, wide), args, kwargs, compilation.find_loss, wide, steps, own.get("seed", 0)
-        )
+        same, loss, seed = model_in(model, wide), compilation.find_loss, own.get("seed", 0)
+        setting = TrainingCase(same, args, kwargs, loss, wide, steps, seed)
         return _Comparison(_plan_in(plan, setting), setting, limit).of(optimizers, locate)
 
 

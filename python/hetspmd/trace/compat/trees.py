@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from hetspmd.errors import PlanError
-from hetspmd.trace.containers import Held, unwrap, wrap
+from hetspmd.trace.containers import ApartContainer, unwrap, wrap
 
 __all__ = [
     "flatten",
@@ -33,11 +33,11 @@ def _rebuilt(parts: list[Any], spec: Any) -> Any:
     return pytree.tree_unflatten(parts, spec)
 
 
-def _held_parts(held: Held) -> tuple[list[Any], tuple[Any, ...]]:
+def _held_parts(held: ApartContainer) -> tuple[list[Any], tuple[Any, ...]]:
     return list(held.parts), (held.kind, held.name, held.keys, held.items)
 
 
-def _held_keys(held: Held) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+def _held_keys(held: ApartContainer) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
     parts, context = _held_parts(held)
     by_attribute = held.kind in ("object", "dataclass", "namedtuple")
     names: list[Any] = [
@@ -47,9 +47,9 @@ def _held_keys(held: Held) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
     return list(zip(names, parts, strict=True)), context
 
 
-def _held_again(parts: Iterable[Any], context: tuple[Any, ...]) -> Held:
+def _held_again(parts: Iterable[Any], context: tuple[Any, ...]) -> ApartContainer:
     kind, name, keys, items = context
-    return Held(kind, name, tuple(keys), items, tuple(parts))
+    return ApartContainer(kind, name, tuple(keys), items, tuple(parts))
 
 
 def _held_text(context: tuple[Any, ...]) -> Any:
@@ -62,7 +62,7 @@ def _held_context(text: Any) -> tuple[Any, ...]:
 
 
 pytree.register_pytree_node(
-    Held,
+    ApartContainer,
     _held_parts,
     _held_again,
     serialized_type_name="hetspmd.Held",
