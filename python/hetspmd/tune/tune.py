@@ -82,13 +82,11 @@ def tune(
     steps: int = 5,
     plans: Mapping[str, Plan] | None = None,
     **options: Unpack[TuneKeywords],
-) -> Tuned:  # fmt: skip
-    """Train ``model`` for a few steps by each of several plans and choose the fastest. Every rank must call
-    this.
+) -> Tuned:
+    """Train ``model`` by each of several plans and choose the fastest. Every rank must call this.
 
-    Each plan works on a copy of the model, one plan after the other; the model and torch's random numbers
-    stay as they are. A copy of a model on the meta device takes only the memory of its shards, which are
-    zeros.
+    Each plan works on a copy of the model, one after the other; the model and torch's random numbers stay as they
+    are. A copy of a model on the meta device takes only the memory of its shards, which are zeros.
 
     A step is forward, backward and the optimizer's step, and lasts until the last rank has ended it. The
     first steps of a plan, two to five, do not count: timing starts when steps get no shorter. Plans that are
@@ -99,7 +97,6 @@ def tune(
         model: An unchanged module.
         example: The same batch on every rank, as for :func:`hetspmd.compile`.
         cluster: A :class:`~hetspmd.Cluster`, a dict, or the path of a cluster file.
-        loss: As of :class:`~hetspmd.HAP`.
         process_group: As of :class:`~hetspmd.HAP`.
         device: As of :class:`~hetspmd.HAP`.
         optimizer: Makes an optimizer of parameters.
