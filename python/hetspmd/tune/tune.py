@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -131,10 +132,8 @@ def tune(
         host_randomness=compilation.host_randomness,
     )
 
-    def seconds(hap: HAP, best: float | None) -> list[float]:
-        return step_seconds(hap, *batch, optimizer, steps, best)
-
-    return _fastest(plans, lambda plan: _trial(model, devices, plan, run), seconds)
+    timed = partial(step_seconds, args=batch[0], kwargs=batch[1], optimizer=optimizer, steps=steps)
+    return _fastest(plans, lambda plan: _trial(model, devices, plan, run), timed)
 
 
 def _joined(group: dist.ProcessGroup | Communicator | None, devices: Cluster) -> Communicator:
@@ -144,14 +143,14 @@ def _joined(group: dist.ProcessGroup | Communicator | None, devices: Cluster) ->
 def _fastest(
     plans: Mapping[str, Plan],
     trial: Callable[[Plan], HAP],
-    seconds: Callable[[HAP, float | None], list[float]],
+    seconds: Callable[..., list[float]],
 ) -> Tuned:
     """The fastest plan; ``seconds`` are those of a trial's steps, given the best of the others."""
 
     def measure(plan: Plan, best: float | None) -> list[float]:
         hap = trial(plan)
         try:
-            return seconds(hap, best)
+            return seconds(hap, best=best)
         finally:
             del hap
             gc.collect()
