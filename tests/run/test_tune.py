@@ -108,7 +108,7 @@ def test_the_fastest_as_measured_is_chosen(monkeypatch: pytest.MonkeyPatch) -> N
     names = list(plans())
     slow = dict.fromkeys(names, 2.0) | {names[-1]: 1.0}
     at = {p.digest: n for n, p in plans().items()}
-    monkeypatch.setattr(module, "step_seconds", lambda hap, *rest: [slow[at[hap.plan.digest]]] * 5)
+    monkeypatch.setattr(module, "step_seconds", lambda hap, **rest: [slow[at[hap.plan.digest]]] * 5)
 
     def body(communicator: Communicator) -> Tuned:
         return tune(c.model, c.batch, close(4, 2, 2), process_group=communicator)

@@ -132,8 +132,8 @@ def tune(
         host_randomness=compilation.host_randomness,
     )
 
-    timed = partial(step_seconds, args=batch[0], kwargs=batch[1], optimizer=optimizer, steps=steps)
-    return _fastest(plans, lambda plan: _trial(model, devices, plan, run), timed)
+    seconds = partial(step_seconds, args=batch[0], kwargs=batch[1], optimizer=optimizer, steps=steps)
+    return _fastest(plans, lambda plan: _trial(model, devices, plan, run), seconds)
 
 
 def _joined(group: dist.ProcessGroup | Communicator | None, devices: Cluster) -> Communicator:
