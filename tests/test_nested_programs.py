@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.levels import MachineRuntime
 from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
-from hetspmd.lower import lower_place
+from hetspmd.lower import lower_place, passes
 from hetspmd.placement import PARTIAL
 from hetspmd.program.layout import Region
 from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
@@ -28,7 +29,7 @@ from hetspmd.rules.rule import Row
 from test_random_programs import TOLERANCE, Subject, subject
 from workbench import CPU, known, largest_error, randomness
 
-from program_builder import Builder, cheap_random_program, random_program, uneven  # isort: skip  # found by workbench
+from program_builder import Builder, build, cheap_random_program, random_program, uneven  # isort: skip  # found by workbench
 
 MODES = ("random", "data parallel", "cheap")
 
@@ -131,9 +132,9 @@ def nested_case(of: Subject, seed: int) -> tuple[Nested, NestedLayout]:
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        *(("mlp", 12), ("conv", 4), ("attention", 2), ("vocabulary", 6), ("experts", 4)),
+        *(("mlp", 12), ("conv", 4), ("residual", 4), ("attention", 2), ("vocabulary", 6), ("experts", 4)),
         *(pytest.param(name, 30, marks=pytest.mark.slow)
-          for name in ("mlp", "conv", "attention", "vocabulary", "experts")),
+          for name in ("mlp", "conv", "residual", "attention", "vocabulary", "experts")),
     ],
 )  # fmt: skip
 def test_random_nested_programs(name: str, count: int) -> None:
@@ -168,6 +169,45 @@ def test_random_nested_programs(name: str, count: int) -> None:
         assert set(seen) >= wanted | {"from 0", "from 1", "from 2", "to 0", "to 2", "bucket all_reduce"}, (
             sorted(wanted - set(seen))
         )
+
+
+def passed(seen: Counter[str]) -> tuple[passes.Pass, ...]:
+    """The passes of lowering, which count in ``seen`` whether they have changed a graph."""
+
+    def counted(each: passes.Pass) -> passes.Pass:
+        def run(state: passes.Lowering) -> passes.Lowering:
+            before = [str(g) for g in state.graphs.graphs] if state.written else []
+            state = each.run(state)
+            seen[each.name] += before != [str(g) for g in state.graphs.graphs]
+            return state
+
+        return replace(each, run=run)
+
+    return tuple(counted(each) for each in passes.PASSES)
+
+
+@pytest.mark.parametrize("kind", ["random", "whole"])
+def test_passes_of_lowering_leave_every_value_as_it_is(kind: str) -> None:
+    """Each one finds something to do for accelerators, whose results stay equal to the single device's and, where
+    they are dropped, to those without it. ``whole``: nothing is divided on either level, so that all is fused."""
+    of, seen = subject("residual"), Counter[str]()
+    kept = tuple(p for p in passes.PASSES if p.name in ("emit", "unread", "check"))
+    for seed in range(6 if kind == "random" else 1):
+        if kind == "random":
+            nested, layout = nested_case(of, seed)
+        else:
+            program = build(of.theory, lambda _, rows: rows[0])
+            layout = NestedLayout(of.theory, uneven(of.theory, 2, seed), (2, 3))
+            nested = nest(of.theory, program, program)
+        with patch.object(passes, "PASSES", passed(seen)):
+            assert error_of(of, nested, layout) <= TOLERANCE
+        with patch.object(passes, "PASSES", kept):
+            assert error_of(of, nested, layout) <= TOLERANCE
+    assert seen["check"] == 0
+    wanted = {"aliases", "in-place"} | (
+        {"spare"} if kind == "random" else {"convolutions", "scatter", "batch-norms"}
+    )
+    assert {name for name, count in seen.items() if count} >= wanted
 
 
 @pytest.mark.parametrize("seed", [1, 3])

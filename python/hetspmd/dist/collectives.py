@@ -44,7 +44,7 @@ def start_all_reduce(runtime: Member, tensor: torch.Tensor, *, spare: bool = Fal
     if comm.world == 1 or tensor.numel() == 0:
         return Pending((), lambda: tensor)
     comm.settle()
-    own = spare and _is_alone(tensor)
+    own = spare and is_alone(tensor)
     total = tensor if own else tensor.clone(memory_format=torch.contiguous_format)
     return Pending((comm.all_reduce(_summable(total)),), lambda: total, comm)
 
@@ -112,7 +112,7 @@ def _reduced(
         return Pending((), lambda: whole_slice(tensor, dim, extents, comm.rank))
     comm.settle()
     parts = torch.split(tensor, list(extents), dim)
-    own = spare and dim == 0 and _is_alone(tensor)
+    own = spare and dim == 0 and is_alone(tensor)
     if not own:
         parts = tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
     works = issue(comm, [_summable(part) for part in parts])
@@ -323,7 +323,7 @@ def whole_slice(tensor: torch.Tensor, dim: int, extents: Sequence[int], rank: in
     return tensor.narrow(dim, start, extent)
 
 
-def _is_alone(tensor: torch.Tensor) -> bool:
+def is_alone(tensor: torch.Tensor) -> bool:
     """Whether the tensor lies in order in a storage of which it is all, so that a sum may be made there."""
     dense = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     return dense and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize

@@ -34,9 +34,11 @@ def start_bucket(runtime: Any, kind: str, tensors: Sequence[torch.Tensor], args:
     return runtime.start_bucket(kind, tensors, args)
 
 
-def start_across(runtime: Any, kind: str, tensor: torch.Tensor, args: Sequence[Any], leg: Any) -> Any:
+def start_across(
+    runtime: Any, kind: str, tensor: torch.Tensor, args: Sequence[Any], leg: Any, *, spare: bool = False
+) -> Any:
     """Start a collective between machines; ``leg`` says how the tensor lies on the accelerators of one."""
-    return runtime.start_across(kind, tensor, args, leg)
+    return runtime.start_across(kind, tensor, args, leg, spare=spare)
 
 
 def start_bucket_across(

@@ -54,6 +54,12 @@ class NestedWriter:
         ]
         return "_".join([emit.identifier(self.theory.graph.tensors[key[0]].name), *parts])
 
+    def typed(self, node: fx.Node, key: Key) -> fx.Node:
+        """The node, with the shape and dtype of the value on this accelerator."""
+        node.meta[emit.SHAPE] = self.layout.shape(key, self.at)
+        node.meta[emit.DTYPE] = self.theory.graph.tensors[key[0]].dtype
+        return emit.valued(node, key)
+
     def call(
         self, name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> fx.Node:
@@ -216,7 +222,7 @@ class NestedWriter:
         for index, key in enumerate(keys):
             if key[0] >= 0 and key not in self.produced:
                 made = node if single else self.call(self.name(key), emit.item, (node, index))
-                self.produced[key] = emit.valued(made, key)
+                self.produced[key] = self.typed(made, key)
 
     def finish(self, results: Any) -> None:
         """Wait for the collectives whose results nothing reads, and write the output."""

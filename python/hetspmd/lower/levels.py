@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -38,8 +38,6 @@ class MachineEmitter:
     ``machines`` and ``ranks`` are the numbers of the active machines and of their accelerators in the cluster,
     where they are others than their places (for the text of the graphs alone).
     """
-
-    levels: Final = 2
 
     def __init__(
         self,
@@ -134,7 +132,7 @@ class MachineEmitter:
             for tensor in tensors:
                 name = f"{prefix}_{emit.identifier(graph.tensors[tensor].name)}"
                 key = (tensor, self.nested.stored.get(tensor, REPLICATE), REPLICATE)
-                writer.produced[key] = writer.graph.placeholder(name)
+                writer.produced[key] = writer.typed(writer.graph.placeholder(name), key)
         self._constants(writer)
         writer.start()
         for step in self.nested.forward:
@@ -151,7 +149,7 @@ class MachineEmitter:
         writer.start()
 
         def take(index: int, key: Key) -> fx.Node:
-            return writer.call(writer.name(key), emit.take_saved, (saved, index))
+            return writer.typed(writer.call(writer.name(key), emit.take_saved, (saved, index)), key)
 
         for index, (key, _) in enumerate(self.nested.saved):
             writer.produced[key] = lambda index=index, key=key: take(index, key)  # type: ignore[misc]  # bound

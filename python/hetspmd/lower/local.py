@@ -6,7 +6,6 @@ Values that cross from forward to backward are saved in the forms that :mod:`het
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import fx
@@ -33,8 +32,6 @@ class FlatEmitter:
     Small collectives share buckets of at most ``bucket_bytes`` bytes, the same on every rank. ``ranks`` are the
     numbers of the program's ranks in the cluster, where they are others (for the text of the graphs alone).
     """
-
-    levels: Final = 1
 
     def __init__(
         self,
