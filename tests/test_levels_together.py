@@ -67,7 +67,7 @@ def test_across_machines(name: str) -> None:
         outer = program_of(of, seed)
         layout = NestedLayout(of.theory, uneven(of.theory, len(accelerators), seed), accelerators)
         inner = inner_program(of, layout, outer, seed, MODES[seed % 3])
-        nested = nest(of.theory, outer, inner, BUCKETS[seed // 3 % 3])
+        nested = nest(of.theory, outer, inner, BUCKETS[seed // 3 % 3], BUCKETS[(seed // 3 + seed) % 3])
         error = error_of(of, nested, layout)
         assert error <= TOLERANCE, f"seed {seed}: {error}"
         seen["gathers"] += gathers(of, outer) if outer.ahead > 1 else 0

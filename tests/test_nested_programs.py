@@ -23,7 +23,7 @@ from hetspmd.lower import lower_place, passes
 from hetspmd.placement import PARTIAL
 from hetspmd.program.layout import Region
 from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
-from hetspmd.program.levels import InsideCollective, Key, Nested, Together, between, inner_rows, nest
+from hetspmd.program.levels import Key, Nested, Together, between, inner_rows, nest, within
 from hetspmd.program.program import Program
 from hetspmd.rules.rule import Row
 from test_random_programs import TOLERANCE, Subject, subject
@@ -126,7 +126,7 @@ def nested_case(of: Subject, seed: int) -> tuple[Nested, NestedLayout]:
     outer = (random_program if seed % 2 else cheap_random_program)(of.theory, seed)
     layout = NestedLayout(of.theory, uneven(of.theory, len(accelerators), seed), accelerators)
     inner = inner_program(of, layout, outer, seed, MODES[seed % 3])
-    return nest(of.theory, outer, inner, BUCKETS[seed // 3 % 3]), layout
+    return nest(of.theory, outer, inner, BUCKETS[seed // 3 % 3], BUCKETS[(seed // 3 + seed) % 3]), layout
 
 
 @pytest.mark.parametrize(
@@ -146,16 +146,16 @@ def test_random_nested_programs(name: str, count: int) -> None:
         error = error_of(of, nested, layout)
         assert error <= TOLERANCE, f"seed {seed}: {error}"
         for step in (*nested.forward, *nested.backward):
-            if isinstance(step, InsideCollective):
-                seen[f"inside {step.kind}"] += 1
+            for inside in within(step):
+                seen[f"inside {inside.kind}"] += 1
             for move in between(step):
                 seen[f"across {move.kind}"] += 1
                 seen[f"from {min(move.collected, 2)}"] += 1
                 seen[f"to {min(move.handed_out, 2)}"] += 1
             if isinstance(step, Together):
-                seen[f"bucket {step.kind}"] += 1
-                seen["a bucket from parts and sums"] += len({m.collected for m in step.members}) > 1
-                seen["a bucket to parts and wholes"] += len({m.handed_out for m in step.members}) > 1
+                seen[f"{'bucket inside' if within(step) else 'bucket'} {step.kind}"] += 1
+                seen["a bucket from parts and sums"] += len({m.collected for m in between(step)}) > 1
+                seen["a bucket to parts and wholes"] += len({m.handed_out for m in between(step)}) > 1
     if name == "mlp":
         kinds = (
             "all_reduce",
@@ -166,9 +166,16 @@ def test_random_nested_programs(name: str, count: int) -> None:
             "grouped_reduce",
         )
         wanted = {f"{where} {kind}" for where in ("inside", "across") for kind in kinds}
-        assert set(seen) >= wanted | {"from 0", "from 1", "from 2", "to 0", "to 2", "bucket all_reduce"}, (
-            sorted(wanted - set(seen))
-        )
+        wanted |= {
+            "from 0",
+            "from 1",
+            "from 2",
+            "to 0",
+            "to 2",
+            "bucket all_reduce",
+            "bucket inside all_reduce",
+        }
+        assert set(seen) >= wanted, sorted(wanted - set(seen))
 
 
 def passed(seen: Counter[str]) -> tuple[passes.Pass, ...]:

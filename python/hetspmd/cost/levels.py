@@ -10,8 +10,9 @@ bandwidth b:
     all-to-all inside                   L + E / k / b
     to and from the first, whole        L + E / b                      a reduce, a broadcast
 
-of gradients only the latencies; what is whole has one latency for all of a bucket. Where the inner row divides
-nothing, the seconds in which one accelerator runs what the machine was supposed to run, less those, are added too.
+of gradients only the latencies; a bucket inside has one latency, as has what is whole of one between machines.
+Where the inner row divides nothing, the seconds in which one accelerator runs what the machine was supposed to
+run, less those, are added too.
 
 Bytes are counted by liveness over the order of execution on the first accelerator of each machine, which has
 the largest part of what is divided: parameters, buffers and inputs always, gradients to the end, other values
@@ -45,6 +46,7 @@ from hetspmd.program.levels import (
     Together,
     between,
     provider,
+    within,
 )
 from hetspmd.trace.graph import ITEM_SIZES
 
@@ -83,8 +85,8 @@ def _seconds(
             return 0.0
         return _bytes(layout, (tensor, outer, REPLICATE), machine) / bandwidth
 
-    if isinstance(step, InsideCollective):
-        whole = moved(step.tensor, step.outer)
+    if inside := within(step):
+        whole = sum(moved(m.tensor, m.outer) for m in inside)
         if step.kind == "all_reduce":
             return 2 * latency + 2 * (k - 1) / k * whole
         if step.kind == "all_to_all":
@@ -199,11 +201,11 @@ class _Memory:
             self.add(key, at - 1 if at else 0, at)
 
     def _step(self, at: int, step: NestedStep) -> None:
-        if isinstance(step, InsideCollective):
-            self.read((step.tensor, step.outer, step.source), at)
-            self.add((step.tensor, step.outer, step.target), at, at)
-        elif isinstance(step, Both):
+        if isinstance(step, Both):
             self._both(at, step)
+        for inside in within(step):
+            self.read((inside.tensor, inside.outer, inside.source), at)
+            self.add((inside.tensor, inside.outer, inside.target), at, at)
         for move in between(step):
             target = (move.tensor, move.target, move.handed_out)
             self.read((move.tensor, move.source, move.collected), at)

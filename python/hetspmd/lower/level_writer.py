@@ -16,7 +16,18 @@ from hetspmd.errors import PlanError
 from hetspmd.lower import calls, emit
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, placement_text, sharded_dim
 from hetspmd.program.level_layout import AcceleratorPlace, Leg, NestedLayout
-from hetspmd.program.levels import Across, Both, InsideCollective, Key, NestedStep, Together, provider
+from hetspmd.program.levels import (
+    Across,
+    Both,
+    InsideCollective,
+    Key,
+    NestedStep,
+    Together,
+    between,
+    provider,
+    reads_of,
+    within,
+)
 from hetspmd.program.program import Communicate
 from hetspmd.rules.kernels import reader_of
 from hetspmd.rules.theory import Theory
@@ -125,18 +136,23 @@ class NestedWriter:
         self.produced[key] = lambda: emit.valued(self.call(self.name(key), calls.wait, (pending,)), key)
         self._pending.append(key)
 
-    def _inside(self, step: InsideCollective) -> None:
+    def _inside_arguments(self, step: InsideCollective) -> tuple[Any, ...]:
+        """The dims and extents with which a collective inside is started."""
         source = (step.tensor, step.outer, step.source)
         target = (step.tensor, step.outer, step.target)
         machine, extents = self.at.machine, self.layout.extents
-        args: tuple[Any, ...] = ()
         if step.kind == "all_to_all":
             dims = sharded_dim(step.source), sharded_dim(step.target)
-            args = (*dims, extents(source, machine), extents(target, machine))
-        elif step.kind != "all_reduce":
-            cut = source if is_sharded(step.source) else target
-            args = (sharded_dim(cut[2]), extents(cut, machine))
-        given = (self.within, step.kind, self.need(source), *args)
+            return (*dims, extents(source, machine), extents(target, machine))
+        if step.kind == "all_reduce":
+            return ()
+        cut = source if is_sharded(step.source) else target
+        return sharded_dim(cut[2]), extents(cut, machine)
+
+    def _inside(self, step: InsideCollective) -> None:
+        source = (step.tensor, step.outer, step.source)
+        target = (step.tensor, step.outer, step.target)
+        given = (self.within, step.kind, self.need(source), *self._inside_arguments(step))
         pending = self.call(f"{self.name(source)}_{step.kind}_inside", calls.start, given)
         pending.meta["transfer"] = step
         self._arrives(target, pending)
@@ -150,18 +166,27 @@ class NestedWriter:
         self._arrives((step.tensor, step.target, step.handed_out), pending)
 
     def _together(self, step: Together) -> None:
-        sources = [self.need((m.tensor, m.source, m.collected)) for m in step.members]
-        given = [self._leg(m) for m in step.members]
-        pending = self.call(
-            f"bucket_{step.kind}_across",
-            calls.start_bucket_across,
-            (self.runtime, step.kind, sources, [args for args, _ in given], [leg for _, leg in given]),
-        )
+        sources = [self.need(key) for key in reads_of(self.theory.graph, step)]
+        if inside := within(step):
+            given = (self.within, step.kind, sources, [self._inside_arguments(m) for m in inside])
+            pending = self.call(f"bucket_{step.kind}_inside", calls.start_bucket, given)
+            targets = [(m.tensor, m.outer, m.target) for m in inside]
+        else:
+            legs = [self._leg(m) for m in between(step)]
+            arguments, parts = [args for args, _ in legs], [leg for _, leg in legs]
+            pending = self.call(
+                f"bucket_{step.kind}_across",
+                calls.start_bucket_across,
+                (self.runtime, step.kind, sources, arguments, parts),
+            )
+            targets = [(m.tensor, m.target, m.handed_out) for m in between(step)]
         pending.meta["transfer"] = step
-        for index, member in enumerate(step.members):
-            target = (member.tensor, member.target, member.handed_out)
-            self.produced[target] = partial(self.call, self.name(target), calls.take, (pending, index))
+        for index, target in enumerate(targets):
+            self.produced[target] = partial(self._taken, pending, index, target)
             self._pending.append(target)
+
+    def _taken(self, pending: fx.Node, index: int, key: Key) -> fx.Node:
+        return emit.valued(self.call(self.name(key), calls.take, (pending, index)), key)
 
     def _leg(self, step: Across) -> tuple[tuple[Any, ...], Leg]:
         """The arguments of a collective's start, and what is collected and handed out for it."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from hetspmd.cluster.machines import inside_cluster
 from hetspmd.cost.coalesce import bucket_bytes
 from hetspmd.lower import emit
 from hetspmd.lower.level_writer import NestedWriter
@@ -28,8 +29,9 @@ __all__ = ["MachineEmitter", "nested_of"]
 def nested_of(plan: Plan) -> Nested:
     """What each accelerator does by a plan across machines."""
     assert plan.inside is not None
-    size = bucket_bytes(plan.cluster.part(plan.active))
-    return nest(plan.theory, plan.program, plan.inside.program, size)
+    cluster, active = plan.cluster, plan.active
+    sizes = bucket_bytes(cluster.part(active)), bucket_bytes(inside_cluster(cluster, active))
+    return nest(plan.theory, plan.program, plan.inside.program, *sizes)
 
 
 class MachineEmitter:

@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cluster.machines import accelerator, flat
+from hetspmd.cluster.machines import accelerator, flat, inside_cluster
+from hetspmd.cost.coalesce import bucket_bytes
 from hetspmd.cost.levels import inside_bytes, inside_seconds
 from hetspmd.errors import HetspmdError, InfeasibleError, MemoryLimitError, SearchError
 from hetspmd.optimize.candidate import Candidate
@@ -124,16 +125,14 @@ def inside_of(ctx: Synthesis, candidate: Candidate) -> Inside:
     theory, cluster, lengths = ctx.theory, ctx.cluster, candidate.lengths
     counts = [cluster.accelerators[j] for j in candidate.active]
     layout = NestedLayout(theory, lengths, counts)
-    largest = cluster.devices[candidate.active[counts.index(max(counts))]]
-    machine = largest.machine
-    within = Cluster((accelerator(largest),) * max(counts), None if machine is None else machine.inside)
+    within = inside_cluster(cluster, candidate.active)
     shares = by_segment((1.0 / within.world,) * within.world, theory.axes.segments)
     constraints = _data_parallel(theory, layout, candidate.program)
     own = replace(ctx, cluster=within, constraints=constraints)
     inner = candidate_at(own, shares, lengths_for(theory.axes, shares), own.everyone).program
     check(theory, inner)
     costs = ctx.costs(candidate.active)
-    nested = nest(theory, candidate.program, inner, costs.bucket_bytes)
+    nested = nest(theory, candidate.program, inner, costs.bucket_bytes, bucket_bytes(within))
     seconds = inside_seconds(costs, lengths, nested, layout)
     held = dict(zip(candidate.active, inside_bytes(layout, nested), strict=True))
     return Inside(inner, seconds, tuple(held.get(j, 0) for j in range(cluster.world)))

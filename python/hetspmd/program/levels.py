@@ -12,13 +12,16 @@ them:
 - :class:`InsideCollective`, a collective among the accelerators of each machine;
 - :class:`Across`, one of the outer program, in three steps: each machine's first accelerator collects what its
   machine holds, communicates with the other first ones, and hands the result out, whole or in slices;
-- :class:`Together`, several of these that share a bucket of the outer program's schedule.
+- :class:`Together`, several of either that share a bucket.
 
 Collectives across are where the outer program's schedule has them. One inside runs as soon as its tensor is
 there if the same graph reads what it gives, else where that is read. What a form says beyond that is derived
 for free, as in one program: a slice or a mask of what is whole at that level. There is one exception: a tensor
 that is whole on machines and sliced inside along a dim is gathered inside before machines take slices of the
-same dim, for these are other slices. Collectives inside are not put into buckets.
+same dim, for these are other slices.
+
+Collectives between machines share the buckets of the outer program's schedule, those inside have buckets of their
+own (:mod:`hetspmd.program.buckets`).
 """
 
 from __future__ import annotations
@@ -29,15 +32,27 @@ from dataclasses import dataclass, field
 from hetspmd.cluster.collective_kinds import Kind
 from hetspmd.errors import PlanError
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, placement_text, shard
-from hetspmd.program.buckets import Bucket, Scheduled
+from hetspmd.program.buckets import Bucket, Scheduled, Small, coalesces, grouped
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import schedule
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
+from hetspmd.trace.graph import Graph
 
 __all__ = [
-    "Across", "Both", "InsideCollective", "Key", "Nested", "NestedStep", "Together", "between", "nest", "provider",
-]  # fmt: skip
+    "Across",
+    "Both",
+    "InsideCollective",
+    "Key",
+    "Nested",
+    "NestedStep",
+    "Together",
+    "between",
+    "nest",
+    "provider",
+    "reads_of",
+    "within",
+]
 
 Key = tuple[int, Placement, Placement]
 """(tensor id, outer form, inner form): a value of an accelerator's local program."""
@@ -77,9 +92,10 @@ class Across:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Collectives between machines of one kind and dtype that run as one (:mod:`hetspmd.program.buckets`)."""
+    """Collectives of one kind and dtype that run as one (:mod:`hetspmd.program.buckets`), all of them between
+    machines or all of them inside."""
 
-    members: tuple[Across, ...]
+    members: tuple[Across, ...] | tuple[InsideCollective, ...]
 
     @property
     def kind(self) -> Kind:
@@ -92,9 +108,14 @@ NestedStep = Both | InsideCollective | Across | Together
 
 def between(step: NestedStep) -> tuple[Across, ...]:
     """The collectives between machines that a step is."""
-    if isinstance(step, Together):
-        return step.members
-    return (step,) if isinstance(step, Across) else ()
+    members = step.members if isinstance(step, Together) else (step,)
+    return tuple(m for m in members if isinstance(m, Across))
+
+
+def within(step: NestedStep) -> tuple[InsideCollective, ...]:
+    """The collectives inside machines that a step is."""
+    members = step.members if isinstance(step, Together) else (step,)
+    return tuple(m for m in members if isinstance(m, InsideCollective))
 
 
 @dataclass(frozen=True)
@@ -128,9 +149,11 @@ def inner_rows(program: Program) -> dict[int, Row]:
     return {step.instruction: step.row for step in program.steps if isinstance(step, Compute)}
 
 
-def nest(theory: Theory, outer: Program, inner: Program, bucket_bytes: float = 0) -> Nested:
+def nest(
+    theory: Theory, outer: Program, inner: Program, bucket_bytes: float = 0, inside_bytes: float = 0
+) -> Nested:
     """The steps of ``outer`` over machines, with buckets of at most ``bucket_bytes`` bytes between them, and of
-    ``inner`` within them.
+    ``inner`` within them, with buckets of at most ``inside_bytes`` bytes.
 
     Raises PlanError if one reads what the other does not leave, and for a graph of several segments, whose copies
     have lengths across machines that no lengths inside fit.
@@ -140,7 +163,7 @@ def nest(theory: Theory, outer: Program, inner: Program, bucket_bytes: float = 0
             f"the graph has {theory.graph.segment_count} segments, and programs across machines have one; compile "
             'with segments=1, or with machines="flat"'
         )
-    return _Nesting(theory, outer, inner, bucket_bytes).run()
+    return _Nesting(theory, outer, inner, bucket_bytes, inside_bytes).run()
 
 
 @dataclass
@@ -168,11 +191,14 @@ class _Graph:
 
 
 class _Nesting:
-    def __init__(self, theory: Theory, outer: Program, inner: Program, bucket_bytes: float) -> None:
+    def __init__(
+        self, theory: Theory, outer: Program, inner: Program, bucket_bytes: float, inside_bytes: float
+    ) -> None:
         self.theory, self.graph, self.outer = theory, theory.graph, outer
         self.rows = inner_rows(inner)
         self.moves = {s.tensor: s for s in inner.steps if isinstance(s, Communicate)}
         self.order = schedule(theory, outer, bucket_bytes)
+        self.inside_bytes = inside_bytes
 
     def run(self) -> Nested:
         graph, outer = self.graph, self.outer
@@ -220,6 +246,7 @@ class _Nesting:
                 self._both(into, step, reads)
         for key in left:
             self._reach(into, key)
+        into.steps = _bucketed_inside(self.graph, into.steps, self.inside_bytes)
 
     def _both(self, into: _Graph, step: Compute, reads: _Reads) -> None:
         instruction, inner = self.graph.instructions[step.instruction], self.rows[step.instruction]
@@ -322,6 +349,44 @@ class _Nesting:
                 slices[key] = base
         compact = [key for key, base in slices.items() if base not in whole]
         return (*((key, False) for key in whole), *((key, True) for key in compact))
+
+
+def reads_of(graph: Graph, step: NestedStep) -> tuple[Key, ...]:
+    """The values that a step reads."""
+    if isinstance(step, Both):
+        inputs = graph.instructions[step.instruction].inputs
+        return tuple(zip(inputs, step.outer.pre, step.inner.pre, strict=True))
+    return (
+        *((m.tensor, m.source, m.collected) for m in between(step)),
+        *((m.tensor, m.outer, m.source) for m in within(step)),
+    )
+
+
+def _bucketed_inside(graph: Graph, steps: list[NestedStep], nbytes: float) -> list[NestedStep]:
+    """The steps in their order, with buckets of at most ``nbytes`` bytes of collectives inside machines. Any value
+    of a collective's tensor but the one that it is given is taken for one that needs its result."""
+    moves = [(i, s) for i, s in enumerate(steps) if isinstance(s, InsideCollective)]
+    small = [(i, s) for i, s in moves if coalesces(graph, s.tensor, s.kind, nbytes)]
+    if len(small) < 2:
+        return steps
+    tensors = {s.tensor for _, s in small}
+    readers: dict[int, list[tuple[int, Key]]] = {}
+    for at, step in enumerate(steps):
+        for key in reads_of(graph, step):
+            if key[0] in tensors:
+                readers.setdefault(key[0], []).append((at, key))
+    places: dict[int, Small] = {}
+    for i, move in small:
+        source, meta = (move.tensor, move.outer, move.source), graph.tensors[move.tensor]
+        reading = (at for at, key in readers[move.tensor] if at > i and key != source)
+        places[i] = Small(move.kind, meta.dtype, meta.nbytes, min(reading, default=len(steps)))
+    found: list[NestedStep | None] = list(steps)
+    of = dict(small)
+    for group in grouped(places, [isinstance(s, Both) for s in steps], moves[-1][0], nbytes):
+        for i in group[:-1]:
+            found[i] = None
+        found[group[-1]] = Together(tuple(of[i] for i in group))
+    return [step for step in found if step is not None]
 
 
 class _Reads:
