@@ -46,7 +46,9 @@ from hetspmd.program.levels import (
     Together,
     between,
     provider,
+    reads_of,
     within,
+    written_by,
 )
 from hetspmd.trace.graph import ITEM_SIZES
 
@@ -61,6 +63,8 @@ def inside_seconds(costs: CostModel, lengths: Lengths, nested: Nested, layout: N
     alone = CostModel(costs.theory, each)
     found = 0.0
     for step in (*nested.forward, *nested.backward):
+        if layout.is_nothing(step):
+            continue
         if not isinstance(step, Both):
             times = [
                 0.0 if device.machine is None else _seconds(layout, step, machine, device.machine)
@@ -208,16 +212,17 @@ class _Memory:
             self.add((inside.tensor, inside.outer, inside.target), at, at)
         for move in between(step):
             target = (move.tensor, move.target, move.handed_out)
-            self.read((move.tensor, move.source, move.collected), at)
+            held = self.read((move.tensor, move.source, move.collected), at)
+            if held is not None and self.layout.is_nothing(move):
+                self.value[target] = held
+                continue
             self.add(target, at, at)
             self.flight[target] = (at, self._for_all(move))
 
     def _both(self, at: int, step: Both) -> None:
-        instruction = self.graph.instructions[step.instruction]
-        keys = list(zip(instruction.inputs, step.outer.pre, step.inner.pre, strict=True))
-        bases = [self.read(key, at) for key in keys]
+        bases = [self.read(key, at) for key in reads_of(self.graph, step)]
         alias = self.layout.theory.rules[step.instruction].alias
-        for key in zip(instruction.outputs, step.outer.post, step.inner.post, strict=True):
+        for key in written_by(self.graph, step):
             if key[0] < 0:
                 continue
             base = bases[0] if alias and bases else None

@@ -27,6 +27,7 @@ from hetspmd.program.levels import (
     provider,
     reads_of,
     within,
+    written_by,
 )
 from hetspmd.program.program import Communicate
 from hetspmd.rules.kernels import reader_of
@@ -158,12 +159,18 @@ class NestedWriter:
         self._arrives(target, pending)
 
     def _across(self, step: Across) -> None:
+        source, target = (
+            (step.tensor, step.source, step.collected),
+            (step.tensor, step.target, step.handed_out),
+        )
+        if self.layout.is_nothing(step):
+            self.produced[target] = self.need(source)
+            return
         args, leg = self._leg(step)
-        source = (step.tensor, step.source, step.collected)
         given = (self.runtime, step.kind, self.need(source), args, leg)
         pending = self.call(f"{self.name(source)}_{step.kind}_across", calls.start_across, given)
         pending.meta["transfer"] = step
-        self._arrives((step.tensor, step.target, step.handed_out), pending)
+        self._arrives(target, pending)
 
     def _together(self, step: Together) -> None:
         sources = [self.need(key) for key in reads_of(self.theory.graph, step)]
@@ -209,10 +216,7 @@ class NestedWriter:
     def _compute(self, step: Both) -> None:
         theory = self.theory
         instruction = theory.graph.instructions[step.instruction]
-        inputs = [
-            self.need((t, outer, inner))
-            for t, outer, inner in zip(instruction.inputs, step.outer.pre, step.inner.pre, strict=True)
-        ]
+        inputs = [self.need(key) for key in reads_of(theory.graph, step)]
         if (reader := reader_of(instruction.op)) is not None:
             inputs = [self.call(f"{node.name}_dense", reader, (node,)) for node in inputs]
         local = self.layout.call(step.instruction, step.outer, step.inner, self.at)
@@ -229,10 +233,7 @@ class NestedWriter:
         local_args = tuple(torch_value(a) for a in args)
         local_kwargs = {k: torch_value(v) for k, v in kwargs.items()}
         name = emit.identifier(instruction.name)
-        keys = [
-            (t, outer, inner)
-            for t, outer, inner in zip(instruction.outputs, step.outer.post, step.inner.post, strict=True)
-        ]
+        keys = written_by(theory.graph, step)
         function: Any = local_op(target, self.device) if isinstance(target, str) else target
         if theory.rules[instruction.id].random and isinstance(target, str):
             shape = list(theory.graph.tensors[keys[0][0]].shape)

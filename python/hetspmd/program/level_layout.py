@@ -7,15 +7,15 @@ the machine where the outer form divides the same dim, those of the whole axis e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeAlias
 
 from hetspmd.errors import PlanError
-from hetspmd.placement import is_sharded, placement_text, sharded_dim
+from hetspmd.placement import after_cut, is_sharded, placement_text, same_dim, sharded_dim
 from hetspmd.program.layout import Layout, Region
 from hetspmd.program.lengths import Lengths, apportion
-from hetspmd.program.levels import Key
+from hetspmd.program.levels import Across, Key, NestedStep
 from hetspmd.program.noise import divisible
 from hetspmd.rules.nested import Level, localize_drawn, localize_nested, runs_whole
 from hetspmd.rules.rule import LocalCall, Row
@@ -72,11 +72,12 @@ class NestedLayout:
     def extents(self, key: Key, machine: int) -> tuple[int, ...]:
         """Elements per accelerator of the machine along the dim that the inner form divides."""
         tensor, outer, inner = key
-        axis = self.axes.sharded(tensor, inner)
+        own = outer if same_dim(outer, inner) else inner  # as many units before a cut and behind it
+        axis = self.axes.sharded(tensor, own)
         if axis is None:
-            raise PlanError(f"{self.graph.tensors[tensor].name} is never divided as {placement_text(inner)}")
+            raise PlanError(f"{self.graph.tensors[tensor].name} is never divided as {placement_text(own)}")
         unit = self.graph.tensors[tensor].shape[sharded_dim(inner)] // axis.units
-        units = self.outer.lengths.units[axis.id][machine] if outer == inner else axis.units
+        units = self.outer.lengths.units[axis.id][machine] if own == outer else axis.units
         return tuple(n * unit for n in self.even(units, machine))
 
     def inner_region(self, key: Key, at: AcceleratorPlace) -> Region | None:
@@ -105,7 +106,7 @@ class NestedLayout:
     def levels(self, instruction: int, outer: Row, inner: Row, at: AcceleratorPlace) -> tuple[Level, Level]:
         """Both rows with the units that the machine and the accelerator hold."""
         start, stop = self._units(instruction, outer, lambda axis: self.outer.lengths.range(axis, at.machine))
-        first = Level(outer, (start, stop))
+        first = Level(_as_copied(outer), (start, stop))
 
         def inside(axis: int) -> tuple[int, int]:
             low, units = 0, self.axes.axes[axis].units
@@ -115,7 +116,7 @@ class NestedLayout:
             stops = [low, *(low + n for n in accumulate(self.even(units, at.machine)))]
             return stops[at.inside], stops[at.inside + 1]
 
-        return first, Level(inner, self._units(instruction, inner, inside))
+        return first, Level(_as_copied(inner), self._units(instruction, inner, inside))
 
     def _units(self, instruction: int, row: Row, held: Any) -> tuple[int, int]:
         if row.factor is None:
@@ -141,8 +142,20 @@ class NestedLayout:
             return localize_drawn(call, rule, level, self.rank(at), self.world)
         return localize_nested(call, rule, *levels, self.rank(at), self.world)
 
+    def is_nothing(self, step: NestedStep) -> bool:
+        """Whether a step is a rebalance of lengths that agree, between machines and inside: the value is there."""
+        if not isinstance(step, Across) or step.kind != "rebalance" or step.collected != step.handed_out:
+            return False
+        return self.outer.agrees(step.tensor, step.source, step.target)
+
     def drawn_alike(self, instruction: int, outer: Row, inner: Row) -> bool:
         """Whether a random instruction draws slices of which several accelerators have the same."""
         return bool(self.theory.rules[instruction].random) and is_sharded(outer.post[0]) != is_sharded(
             inner.post[0]
         )
+
+
+def _as_copied(row: Row) -> Row:
+    """The row of a copy at a cut as its rule has it: the copy is divided as what it is a copy of."""
+    post = tuple(map(after_cut, row.post))
+    return row if post == row.post else replace(row, post=post)

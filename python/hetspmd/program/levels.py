@@ -20,6 +20,10 @@ for free, as in one program: a slice or a mask of what is whole at that level. T
 that is whole on machines and sliced inside along a dim is gathered inside before machines take slices of the
 same dim, for these are other slices.
 
+A copy at a cut between segments (:mod:`hetspmd.trace.cuts`) has other lengths than its original across machines,
+but the same inside, where all lengths are even. So ``All-Gather(d)'`` is ``All-Gather(d)`` inside, and the inner
+program's rebalances are nothing.
+
 Collectives between machines share the buckets of the outer program's schedule, those inside have buckets of their
 own (:mod:`hetspmd.program.buckets`).
 """
@@ -31,7 +35,17 @@ from dataclasses import dataclass, field
 
 from hetspmd.cluster.collective_kinds import Kind
 from hetspmd.errors import PlanError
-from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, placement_text, shard
+from hetspmd.placement import (
+    PARTIAL,
+    REPLICATE,
+    Placement,
+    after_cut,
+    is_before_cut,
+    is_sharded,
+    placement_text,
+    same_dim,
+    shard,
+)
 from hetspmd.program.buckets import Bucket, Scheduled, Small, coalesces, grouped
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import schedule
@@ -52,6 +66,7 @@ __all__ = [
     "provider",
     "reads_of",
     "within",
+    "written_by",
 ]
 
 Key = tuple[int, Placement, Placement]
@@ -136,7 +151,7 @@ class Nested:
 def provider(have: Iterable[Key] | Mapping[Key, object], key: Key) -> Key | None:
     """The value that ``key`` is, or is sliced or masked from; None if there is none."""
     tensor, outer, inner = key
-    moved = is_sharded(outer) and inner == outer  # slices of slices are not slices of inner slices
+    moved = same_dim(outer, inner)  # slices of slices are not slices of inner slices
     bases = [key, (tensor, outer, REPLICATE)]
     if not moved:
         bases.append((tensor, REPLICATE, inner))
@@ -155,14 +170,8 @@ def nest(
     """The steps of ``outer`` over machines, with buckets of at most ``bucket_bytes`` bytes between them, and of
     ``inner`` within them, with buckets of at most ``inside_bytes`` bytes.
 
-    Raises PlanError if one reads what the other does not leave, and for a graph of several segments, whose copies
-    have lengths across machines that no lengths inside fit.
+    Raises PlanError if one reads what the other does not leave.
     """
-    if theory.graph.segment_count > 1:
-        raise PlanError(
-            f"the graph has {theory.graph.segment_count} segments, and programs across machines have one; compile "
-            'with segments=1, or with machines="flat"'
-        )
     return _Nesting(theory, outer, inner, bucket_bytes, inside_bytes).run()
 
 
@@ -196,7 +205,8 @@ class _Nesting:
     ) -> None:
         self.theory, self.graph, self.outer = theory, theory.graph, outer
         self.rows = inner_rows(inner)
-        self.moves = {s.tensor: s for s in inner.steps if isinstance(s, Communicate)}
+        moves = (s for s in inner.steps if isinstance(s, Communicate))
+        self.moves = {s.tensor: s for s in moves if s.kind != "rebalance"}
         self.order = schedule(theory, outer, bucket_bytes)
         self.inside_bytes = inside_bytes
 
@@ -249,18 +259,19 @@ class _Nesting:
         into.steps = _bucketed_inside(self.graph, into.steps, self.inside_bytes)
 
     def _both(self, into: _Graph, step: Compute, reads: _Reads) -> None:
-        instruction, inner = self.graph.instructions[step.instruction], self.rows[step.instruction]
-        for tensor, *forms in zip(instruction.inputs, step.row.pre, inner.pre, strict=True):
-            self._reach(into, (tensor, forms[0], forms[1]))
-        into.steps.append(Both(step.instruction, step.row, inner))
-        for tensor, *forms in zip(instruction.outputs, step.row.post, inner.post, strict=True):
+        both = Both(step.instruction, step.row, self.rows[step.instruction])
+        for key in reads_of(self.graph, both):
+            self._reach(into, key)
+        into.steps.append(both)
+        for made in written_by(self.graph, both):
+            tensor, outer, inner = made
             if tensor < 0:
                 continue
-            into.have[(tensor, forms[0], forms[1])] = None
+            into.have[made] = None
             move = self.moves.get(tensor)
-            if move is not None and move.source == forms[1]:
+            if move is not None and move.source == inner:
                 for key in reads.of(tensor):
-                    direct = key[1] == forms[0] or forms[0] == REPLICATE
+                    direct = outer in (key[1], REPLICATE)
                     if direct and provider(into.have, key) is None:
                         self._reach(into, key)
 
@@ -272,7 +283,7 @@ class _Nesting:
             raise self._missing((step.tensor, step.source, REPLICATE))
         source = next((k for k in collected if k[2] == REPLICATE), collected[0])
         wanted = {k[2] for k in reads.of(step.tensor) if k[1] == step.target or step.target == REPLICATE}
-        moved = any(is_sharded(k[1]) and k[1] == k[2] != step.target for k in reads.of(step.tensor))
+        moved = any(same_dim(k[1], k[2]) and k[1] != step.target for k in reads.of(step.tensor))
         (handed,) = wanted if len(wanted) == 1 and not moved else (REPLICATE,)
         self._append(
             into,
@@ -311,7 +322,7 @@ class _Nesting:
         tensor, outer, inner = key
         for source in into.of(tensor):
             if source[1] in (outer, REPLICATE):
-                moved = source[1] != outer and is_sharded(outer) and inner == outer
+                moved = source[1] != outer and same_dim(outer, inner)
                 target = REPLICATE if moved or inner == PARTIAL else inner
                 kind = default_kind(source[2], target)
                 planned = self.moves.get(tensor)
@@ -322,6 +333,8 @@ class _Nesting:
                 return self._reach(into, key)
         for source in into.of(tensor):
             target = REPLICATE if outer == PARTIAL else outer
+            if is_before_cut(source[1]):
+                target = after_cut(source[1])
             handed = inner if is_sharded(inner) else REPLICATE
             step = Across(tensor, default_kind(source[1], target), source[1], target, source[2], handed)
             self._append(into, source, step)
@@ -355,11 +368,17 @@ def reads_of(graph: Graph, step: NestedStep) -> tuple[Key, ...]:
     """The values that a step reads."""
     if isinstance(step, Both):
         inputs = graph.instructions[step.instruction].inputs
-        return tuple(zip(inputs, step.outer.pre, step.inner.pre, strict=True))
+        return tuple(zip(inputs, step.outer.pre, map(after_cut, step.inner.pre), strict=True))
     return (
         *((m.tensor, m.source, m.collected) for m in between(step)),
         *((m.tensor, m.outer, m.source) for m in within(step)),
     )
+
+
+def written_by(graph: Graph, step: Both) -> tuple[Key, ...]:
+    """The values that a computation gives; of a result that is None the tensor is -1."""
+    outputs = graph.instructions[step.instruction].outputs
+    return tuple(zip(outputs, step.outer.post, map(after_cut, step.inner.post), strict=True))
 
 
 def _bucketed_inside(graph: Graph, steps: list[NestedStep], nbytes: float) -> list[NestedStep]:
@@ -403,9 +422,7 @@ class _Reads:
 
     @staticmethod
     def _keys(nesting: _Nesting, step: Compute) -> Iterator[Key]:
-        instruction = nesting.graph.instructions[step.instruction]
-        inner = nesting.rows[step.instruction]
-        yield from zip(instruction.inputs, step.row.pre, inner.pre, strict=True)
+        yield from reads_of(nesting.graph, Both(step.instruction, step.row, nesting.rows[step.instruction]))
 
     def of(self, tensor: int) -> tuple[Key, ...]:
         return tuple(self._of.get(tensor, ()))
@@ -413,6 +430,8 @@ class _Reads:
 
 def default_kind(source: Placement, target: Placement) -> Kind:
     """The collective that turns one form into another."""
+    if is_before_cut(source):
+        return "rebalance"
     if source == PARTIAL:
         return "reduce_scatter" if is_sharded(target) else "all_reduce"
     return "all_to_all" if is_sharded(target) else "all_gather"
