@@ -5,7 +5,8 @@ program is searched for the accelerators within a machine, one for all machines,
 an instruction it may use those that can be had at once with the row that the machines use; an instruction none
 of whose rows along the batch can is run alike on all accelerators of a machine. Both programs are proved. The
 prediction of the step is that of the machines and what :mod:`hetspmd.cost.levels` adds; a plan fits if it fits
-each accelerator. Where it does not, the machines are planned again with less memory.
+each accelerator. Where it does not, the machines are planned again with less memory. The machines may have several
+segments; inside, where all shares are even, those change nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from hetspmd.cost.coalesce import bucket_bytes
 from hetspmd.cost.levels import inside_bytes, inside_seconds
 from hetspmd.errors import HetspmdError, InfeasibleError, MemoryLimitError, SearchError
 from hetspmd.optimize.candidate import Candidate
-from hetspmd.optimize.compile_options import Machines
+from hetspmd.optimize.compile_options import Machines, Segments
 from hetspmd.optimize.considered import ways_taken
+from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import Outcome, candidate_at, synthesize
 from hetspmd.plan.plan import Plan
@@ -36,7 +38,7 @@ from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
 
-__all__ = ["Step", "cheaper", "inside_of", "lacking", "step_across"]
+__all__ = ["Step", "cheaper", "inside_of", "lacking", "segments_across", "step_across"]
 
 Step: TypeAlias = tuple[Outcome, Inside]
 """The best outcome of the machines, and what their accelerators do."""
@@ -73,7 +75,7 @@ def cheaper(
     others = {name: plan.cost.step_seconds for name, plan in names.items()}
     return replace(
         best,
-        baselines={**side_by_side.baselines, **others},
+        baselines={**side_by_side.baselines, **best.baselines, **others},
         over_memory=side_by_side.over_memory,
         considered=ways_taken(
             {"single accelerators": side_by_side, "virtual devices": virtual},
@@ -106,6 +108,27 @@ def step_across(ctx: Synthesis) -> Step:
     raise MemoryLimitError(missed, [d.name for d in ctx.cluster.devices])
 
 
+def segments_across(
+    ctx: Synthesis, step: Step, segments: Segments, constraints: Callable[[Theory], Constraints]
+) -> tuple[Synthesis, Step]:
+    """The best step across virtual devices beside ``step``, the best of one segment, and the synthesis that gave it
+    (:func:`~hetspmd.optimize.segmentation.in_segments`).
+
+    With what the accelerators add, one of several segments must be shorter, unless a number of segments is asked
+    for. One whose accelerators' memory does not suffice is not taken.
+    """
+    outcome, inside = step
+    found, other = in_segments(ctx, outcome, segments, constraints)
+    if found is ctx:
+        return ctx, (other, inside)
+    own = inside_of(found, other.best)
+    one = outcome.best.seconds + inside.seconds
+    longer = other.best.seconds + own.seconds >= one
+    if lacking(ctx.cluster, own) or (segments == "auto" and longer):
+        return ctx, step
+    return found, (replace(other, baselines={"one_segment": one}), own)
+
+
 def lacking(cluster: Cluster, inside: Inside) -> dict[int, tuple[int, int]]:
     """Machines whose accelerators do not have the memory, to the bytes that one of them lacks and those it has."""
     return {
@@ -117,8 +140,7 @@ def lacking(cluster: Cluster, inside: Inside) -> dict[int, tuple[int, int]]:
 
 def inside_of(ctx: Synthesis, candidate: Candidate) -> Inside:
     """What the accelerators of the machines do of the best step of the machines. ``candidate`` is of machines of
-    the
-    synthesis's cluster.
+    the synthesis's cluster.
 
     Raises what the search raises.
     """
