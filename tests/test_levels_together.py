@@ -18,8 +18,9 @@ from hetspmd.optimize.compiler import plan_for
 from hetspmd.optimize.partition import partition, segmented
 from hetspmd.placement import is_sharded, same_dim
 from hetspmd.program.lengths import lengths_for
-from hetspmd.program.level_layout import NestedLayout
-from hetspmd.program.levels import between, nest
+from hetspmd.program.level_layout import LevelLayout
+from hetspmd.program.levels import between
+from hetspmd.program.nesting import nest
 from hetspmd.program.program import Communicate, Program
 from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
@@ -67,7 +68,7 @@ def test_across_machines(name: str) -> None:
         dice = random.Random(seed)
         accelerators = [dice.choice((1, 2, 3)) for _ in range(dice.choice((2, 3)))]
         outer = program_of(of, seed)
-        layout = NestedLayout(of.theory, uneven(of.theory, len(accelerators), seed), accelerators)
+        layout = LevelLayout(of.theory, uneven(of.theory, len(accelerators), seed), accelerators)
         inner = inner_program(of, layout, outer, seed, MODES[seed % 3])
         nested = nest(of.theory, outer, inner, BUCKETS[seed // 3 % 3], BUCKETS[(seed // 3 + seed) % 3])
         error = error_of(of, nested, layout)
@@ -117,7 +118,7 @@ def test_segments_across_machines(name: str) -> None:
             shares = [dice.random() for _ in accelerators]
             lengths = lengths_for(of.theory.axes, shares)
         outer = program_of(of, seed)
-        layout = NestedLayout(of.theory, lengths, accelerators)
+        layout = LevelLayout(of.theory, lengths, accelerators)
         inner = inner_program(of, layout, outer, seed, MODES[seed // 2 % 3])
         nested = nest(of.theory, outer, inner, BUCKETS[seed // 3 % 3], BUCKETS[(seed // 3 + seed) % 3])
         error = error_of(of, nested, layout)

@@ -22,8 +22,9 @@ from hetspmd.dist.simulate import run_ranks
 from hetspmd.lower import lower_place, passes
 from hetspmd.placement import PARTIAL
 from hetspmd.program.layout import Region
-from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
-from hetspmd.program.levels import Key, Nested, Together, between, inner_rows, nest, within
+from hetspmd.program.level_layout import LevelKey, LevelLayout, RankPlace
+from hetspmd.program.levels import Nested, Together, between, within
+from hetspmd.program.nesting import inner_rows, nest
 from hetspmd.program.program import Program
 from hetspmd.rules.rule import Row
 from test_random_programs import TOLERANCE, Subject, subject
@@ -34,7 +35,7 @@ from program_builder import Builder, build, cheap_random_program, random_program
 MODES = ("random", "data parallel", "cheap")
 
 
-def inner_program(of: Subject, layout: NestedLayout, outer: Program, seed: int, mode: str) -> Program:
+def inner_program(of: Subject, layout: LevelLayout, outer: Program, seed: int, mode: str) -> Program:
     """A program whose rows go together with those of ``outer``."""
     theory, rows = of.theory, inner_rows(outer)
     batch = known.batch_axes(theory)
@@ -62,14 +63,15 @@ def inner_program(of: Subject, layout: NestedLayout, outer: Program, seed: int, 
             row
             for row in fitting
             if all(
-                layout.call(instruction.id, rows[instruction.id], row, at) is not None for at in layout.places
+                layout.call(instruction.id, (rows[instruction.id], row), at) is not None
+                for at in layout.places
             )
         ]
         builder.compute(instruction, pick(instruction.id, fitting))
     return builder.finish()
 
 
-def error_of(of: Subject, nested: Nested, layout: NestedLayout) -> float:
+def error_of(of: Subject, nested: Nested, layout: LevelLayout) -> float:
     """The largest relative error of any accelerator's loss, outputs, gradients and buffers."""
     graph, want = of.theory.graph, of.want
     parameters, buffers = dict(of.model.named_parameters()), dict(of.model.named_buffers())
@@ -79,7 +81,7 @@ def error_of(of: Subject, nested: Nested, layout: NestedLayout) -> float:
     machines = [[r for r, m in enumerate(machine) if m == v] for v in range(len(layout.accelerators))]
 
     def body(communicator: Communicator) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        local = lower_place(of.theory, nested, layout, layout.places[communicator.rank], CPU)
+        local = lower_place(nested, layout, layout.places[communicator.rank], CPU)
         drawn = randomness(communicator.rank)
         inside = communicator.split(machines)
         across = communicator.split([part for part in (first, others) if part])
@@ -118,13 +120,13 @@ BUCKETS = (0, 600, 10**9)
 """Bytes: no buckets, small ones, one of all that may run together."""
 
 
-def nested_case(of: Subject, seed: int) -> tuple[Nested, NestedLayout]:
+def nested_case(of: Subject, seed: int) -> tuple[Nested, LevelLayout]:
     dice = random.Random(seed)
     accelerators = [dice.choice((1, 2, 3)) for _ in range(dice.choice((1, 2, 3)))]
     if max(accelerators) == 1:
         accelerators[0] = 2
     outer = (random_program if seed % 2 else cheap_random_program)(of.theory, seed)
-    layout = NestedLayout(of.theory, uneven(of.theory, len(accelerators), seed), accelerators)
+    layout = LevelLayout(of.theory, uneven(of.theory, len(accelerators), seed), accelerators)
     inner = inner_program(of, layout, outer, seed, MODES[seed % 3])
     return nest(of.theory, outer, inner, BUCKETS[seed // 3 % 3], BUCKETS[(seed // 3 + seed) % 3]), layout
 
@@ -204,7 +206,7 @@ def test_passes_of_lowering_leave_every_value_as_it_is(kind: str) -> None:
             nested, layout = nested_case(of, seed)
         else:
             program = build(of.theory, lambda _, rows: rows[0])
-            layout = NestedLayout(of.theory, uneven(of.theory, 2, seed), (2, 3))
+            layout = LevelLayout(of.theory, uneven(of.theory, 2, seed), (2, 3))
             nested = nest(of.theory, program, program)
         with patch.object(passes, "PASSES", passed(seen)):
             assert error_of(of, nested, layout) <= TOLERANCE
@@ -223,17 +225,15 @@ def test_a_wrong_part_is_noticed(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
     of = subject("mlp")
     nested, layout = nested_case(of, seed)
     assert error_of(of, nested, layout) <= TOLERANCE
-    right = NestedLayout.inner_region
+    right = LevelLayout.region
 
-    def wrong(self: NestedLayout, key: Key, at: AcceleratorPlace) -> Region | None:
-        region = right(self, key, at)
-        if (
-            region is None
-            or at.inside != 1
-            or region.extent != right(self, key, AcceleratorPlace(at.machine, 0)).extent
-        ):
+    def wrong(self: LevelLayout, key: LevelKey, level: int, at: RankPlace) -> Region | None:
+        region = right(self, key, level, at)
+        if region is None or level == 0 or at.inside != 1:
             return region
-        return replace(region, start=0)
+        first = right(self, key, level, RankPlace(at.machine))
+        alike = first is not None and first.extent == region.extent
+        return replace(region, start=0) if alike else region
 
-    monkeypatch.setattr(NestedLayout, "inner_region", wrong)
+    monkeypatch.setattr(LevelLayout, "region", wrong)
     assert error_of(of, nested, layout) > TOLERANCE

@@ -26,7 +26,7 @@ from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import OutputError
-from hetspmd.lower import LocalProgram, active_ranks, idle, levels, local, lower_plan, passes
+from hetspmd.lower import LocalProgram, active_ranks, idle, local, lower_plan, passes
 from hetspmd.lower.dump import dump_passes
 from hetspmd.lower.instrument import instrumented
 from hetspmd.lower.passes import PASSES, Rewrite
@@ -136,7 +136,7 @@ def test_the_architecture_page_has_the_list() -> None:
             assert f"`{module.__name__.removeprefix('hetspmd.').replace('.', '/')}.py`" in named
 
 
-EMITTERS: tuple[Any, ...] = (local.FlatEmitter, levels.MachineEmitter, idle.IdleEmitter)
+EMITTERS: tuple[Any, ...] = (local.ActiveEmitter, idle.IdleEmitter)
 
 
 # the text -------------------------------------------------------------------------------------------------------

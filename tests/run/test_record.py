@@ -18,7 +18,7 @@ from small_plans import random_plan, segmented_plan
 
 from hetspmd.cluster.machines import machine_of
 from hetspmd.errors import OutputError
-from hetspmd.lower.levels import nested_of
+from hetspmd.lower.lowering import nested_of
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.program.levels import Both, between, within
 from hetspmd.record.measured import MeasuredCollective, MeasuredSteps

@@ -35,7 +35,7 @@ from hetspmd.cost.memory import OPTIMIZER_BYTES, TEMPORARIES
 from hetspmd.cost.model import CostModel
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
+from hetspmd.program.level_layout import LevelLayout, RankPlace
 from hetspmd.program.levels import (
     Across,
     Both,
@@ -55,7 +55,7 @@ from hetspmd.trace.graph import ITEM_SIZES
 __all__ = ["inside_bytes", "inside_seconds"]
 
 
-def inside_seconds(costs: CostModel, lengths: Lengths, nested: Nested, layout: NestedLayout) -> float:
+def inside_seconds(costs: CostModel, lengths: Lengths, nested: Nested, layout: LevelLayout) -> float:
     """Seconds that the accelerators add to a step that ``costs`` predicts. ``costs.cluster`` has the active
     machines."""
     devices = costs.cluster.devices
@@ -80,7 +80,7 @@ def inside_seconds(costs: CostModel, lengths: Lengths, nested: Nested, layout: N
 
 
 def _seconds(
-    layout: NestedLayout, step: InsideCollective | Across | Together, machine: int, of: Machine
+    layout: LevelLayout, step: InsideCollective | Across | Together, machine: int, of: Machine
 ) -> float:
     latency, bandwidth, k = of.inside.latency, of.inside.bandwidth, of.accelerators
 
@@ -110,10 +110,10 @@ def _seconds(
     return found
 
 
-def _bytes(layout: NestedLayout, key: Key, machine: int) -> int:
+def _bytes(layout: LevelLayout, key: Key, machine: int) -> int:
     """Of a value on the first accelerator of a machine."""
     meta = layout.graph.tensors[key[0]]
-    return prod(layout.shape(key, AcceleratorPlace(machine, 0))) * ITEM_SIZES[meta.dtype]
+    return prod(layout.shape(key, RankPlace(machine, 0))) * ITEM_SIZES[meta.dtype]
 
 
 @dataclass
@@ -126,14 +126,14 @@ class _Held:
 
 
 def inside_bytes(
-    layout: NestedLayout, nested: Nested, *, optimizer_bytes: int = OPTIMIZER_BYTES
+    layout: LevelLayout, nested: Nested, *, optimizer_bytes: int = OPTIMIZER_BYTES
 ) -> tuple[int, ...]:
     """Peak bytes of the first accelerator of each machine of ``layout``."""
     return _Memory(layout, nested).peaks(optimizer_bytes)
 
 
 class _Memory:
-    def __init__(self, layout: NestedLayout, nested: Nested) -> None:
+    def __init__(self, layout: LevelLayout, nested: Nested) -> None:
         self.layout, self.nested, self.graph = layout, nested, layout.graph
         self.steps: tuple[NestedStep, ...] = (*nested.forward, *nested.backward)
         self.end = len(self.steps)
@@ -188,7 +188,7 @@ class _Memory:
         trained = [p.tensor for p in graph.parameters if p.gradient is not None]
         numbers = [
             [
-                prod(self.layout.shape((t, nested.stored[t], REPLICATE), AcceleratorPlace(m, 0)))
+                prod(self.layout.shape((t, nested.stored[t], REPLICATE), RankPlace(m, 0)))
                 for m in self.machines
             ]
             for t in trained

@@ -21,7 +21,7 @@ from hetspmd.dist.buckets import PendingBucket
 from hetspmd.dist.collectives import _summable, is_alone, movable
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.pending import Pending, PendingTensor
-from hetspmd.dist.random import Draw, Randomness, Region, random_op
+from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
 from hetspmd.program.level_layout import Leg, Part
 
@@ -68,22 +68,6 @@ class MachineRuntime(Runtime):
             return carried
         pending = cast(Pending[list[torch.Tensor]], carried.pending)
         return PendingBucket(PendingAcross(lambda: _hand_out_all(comm, pending.wait(), legs), pending))
-
-    def draw_nested(
-        self,
-        instruction: int,
-        shape: Sequence[int],
-        regions: Sequence[Region],
-        alike: bool,
-        op: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """What a random op draws (:func:`hetspmd.lower.calls.draw_nested`)."""
-        cut = [(dim, start, extent) for dim, start, extent in regions]
-        first = cut[0] if cut else None
-        made = Draw(instruction, tuple(shape), first, tuple(cut[1:]), alike)
-        return random_op(self.randomness, made, op, args, kwargs)
 
 
 def join_machines(

@@ -13,7 +13,6 @@ import torch
 
 __all__ = [
     "draw",
-    "draw_nested",
     "start",
     "start_across",
     "start_bucket",
@@ -69,25 +68,13 @@ def draw(
     runtime: Any,
     instruction: int,
     shape: Sequence[int],
-    region: Any,
-    op: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> Any:
-    """What a random op draws, in this rank's ``region`` of the tensor of this shape."""
-    return runtime.draw(instruction, shape, region, op, args, kwargs)
-
-
-def draw_nested(
-    runtime: Any,
-    instruction: int,
-    shape: Sequence[int],
     regions: Sequence[Any],
     alike: bool,
     op: Any,
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The same on an accelerator: ``regions`` are the machine's slice and this accelerator's slice of that, as far
-    as there are any. ``alike``: others have the same slice."""
-    return runtime.draw_nested(instruction, shape, regions, alike, op, args, kwargs)
+    """What a random op draws, in this rank's part of the tensor of this shape: ``regions`` are its slice and,
+    across machines, the accelerator's slice of that, as far as there are any. ``alike``: others have the same
+    slice."""
+    return runtime.draw(instruction, shape, regions, alike, op, args, kwargs)

@@ -22,8 +22,8 @@ __all__ = ["PASSES", "Emitter", "Lowering", "Pass", "Rewrite", "Watch", "run_pas
 
 
 class Emitter(Protocol):
-    """What writes the graphs of one rank of a plan: :class:`~hetspmd.lower.local.FlatEmitter`,
-    :class:`~hetspmd.lower.levels.MachineEmitter` or :class:`~hetspmd.lower.idle.IdleEmitter`."""
+    """What writes the graphs of one rank of a plan: :class:`~hetspmd.lower.local.ActiveEmitter` or
+    :class:`~hetspmd.lower.idle.IdleEmitter`."""
 
     def emit(self) -> LocalGraphs:
         """The graphs, newly written. Raises PlanError if the program reads what it has not produced."""

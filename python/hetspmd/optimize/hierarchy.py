@@ -30,8 +30,8 @@ from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Inside
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import by_segment, lengths_for
-from hetspmd.program.level_layout import NestedLayout
-from hetspmd.program.levels import inner_rows, nest
+from hetspmd.program.level_layout import LevelLayout
+from hetspmd.program.nesting import inner_rows, nest
 from hetspmd.program.program import Program
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
@@ -146,7 +146,7 @@ def inside_of(ctx: Synthesis, candidate: Candidate) -> Inside:
     """
     theory, cluster, lengths = ctx.theory, ctx.cluster, candidate.lengths
     counts = [cluster.accelerators[j] for j in candidate.active]
-    layout = NestedLayout(theory, lengths, counts)
+    layout = LevelLayout(theory, lengths, counts)
     within = inside_cluster(cluster, candidate.active)
     shares = by_segment((1.0 / within.world,) * within.world, theory.axes.segments)
     constraints = _data_parallel(theory, layout, candidate.program)
@@ -160,7 +160,7 @@ def inside_of(ctx: Synthesis, candidate: Candidate) -> Inside:
     return Inside(inner, seconds, tuple(held.get(j, 0) for j in range(cluster.world)))
 
 
-def _data_parallel(theory: Theory, layout: NestedLayout, outer: Program) -> Constraints:
+def _data_parallel(theory: Theory, layout: LevelLayout, outer: Program) -> Constraints:
     """Data parallelism within machines that run ``outer``."""
     wanted = known.data_parallel(theory)
     assert wanted.row_filter is not None
@@ -170,13 +170,13 @@ def _data_parallel(theory: Theory, layout: NestedLayout, outer: Program) -> Cons
 
     def composes(instruction: int, row: Row) -> bool:
         of = rows[instruction]
-        pairs = [layout.levels(instruction, of, row, at) for at in layout.places]
+        pairs = [layout.held(instruction, (of, row), at) for at in layout.places]
         # What is made of the rows depends on how many units are held, not on which.
-        sizes = [tuple(stop - start for start, stop in (a.units, b.units)) for a, b in pairs]
+        sizes = [tuple(held.units[1] - held.units[0] for held in pair) for pair in pairs]
         key = (id(theory.calls[instruction]), of, row, tuple(sizes))
         if key not in composed:
             places = dict(zip(sizes, layout.places, strict=True)).values()
-            composed[key] = all(layout.call(instruction, of, row, at) is not None for at in places)
+            composed[key] = all(layout.call(instruction, (of, row), at) is not None for at in places)
         return composed[key]
 
     along: dict[int, bool] = {}

@@ -7,7 +7,7 @@ from typing import Any
 from hetspmd.cluster.machines import accelerator
 from hetspmd.codec.quantities import quantity_text
 from hetspmd.codec.tables import table
-from hetspmd.lower.levels import nested_of
+from hetspmd.lower.lowering import nested_of
 from hetspmd.plan.plan import Plan
 from hetspmd.program.levels import Both, between, within
 
