@@ -21,9 +21,7 @@ from torch import fx
 
 import hetspmd
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.levels import join_machines
 from hetspmd.dist.random import Randomness
-from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import OutputError
 from hetspmd.lower import LocalProgram, active_ranks, idle, local, lower_plan, passes
@@ -34,6 +32,7 @@ from hetspmd.lower.program import LocalGraphs, numbered
 from hetspmd.lower.text import graphs_text
 from hetspmd.lower.types import value_types
 from hetspmd.plan.plan import Plan
+from hetspmd.run.starting import runtime_of
 from hetspmd.trace.values import dtype_name
 
 CPU = torch.device("cpu")
@@ -173,10 +172,7 @@ def test_dtypes_and_shapes_are_those_of_a_run(kind: str) -> None:
         program, graphs = after_all(plan, communicator.rank)
         randomness = Randomness(5, communicator.rank, CPU, reference=True)
         randomness.begin_step()
-        if plan.inside is None:
-            runtime = Runtime.join(communicator, plan.active, randomness)
-        else:
-            runtime = join_machines(communicator, plan.cluster, plan.active, randomness)
+        runtime = runtime_of(communicator, plan, randomness)
         if program.rank is None:
             return 0
         compared = Compared(graphs)

@@ -20,9 +20,7 @@ from torch import fx
 
 from hetspmd.cluster.machines import ranks_of
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.levels import join_machines
 from hetspmd.dist.random import Randomness
-from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
 from hetspmd.lower import lower_plan
 from hetspmd.lower.emit import VALUE
@@ -33,6 +31,7 @@ from hetspmd.program.level_layout import LevelLayout, RankPlace
 from hetspmd.run.autograd import Runner
 from hetspmd.run.guard import expected, match
 from hetspmd.run.source_location import source_line
+from hetspmd.run.starting import runtime_of
 from hetspmd.trace.graph import Instruction, instruction_text
 from hetspmd.verify.difference import largest_difference, magnitude
 from hetspmd.verify.reference import run_reference
@@ -120,10 +119,7 @@ def _on_rank(plan: Plan, setting: TrainingCase, communicator: Communicator) -> V
     rank, model, keep = communicator.rank, setting.copy(), _Keep()
     program = lower_plan(plan, rank, CPU)
     randomness = Randomness(setting.seed, rank, CPU, reference=True)
-    if plan.inside is None:
-        runtime = Runtime.join(communicator, plan.active, randomness)
-    else:
-        runtime = join_machines(communicator, plan.cluster, plan.active, randomness)
+    runtime = runtime_of(communicator, plan, randomness)
     program = replace(
         program,
         forward=instrumented(program.forward, keep, "Kept", keep.behind),
