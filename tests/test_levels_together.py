@@ -1,7 +1,7 @@
 """Gathers ahead in programs across machines, and in programs of several segments, equal the single device.
 
 Parameters that lie in shards are gathered up to four groups ahead, in buckets of several sizes. Machines have one
-to three accelerators; segments have lengths of their own. No program has both; one that would is refused by name.
+to three accelerators; segments have lengths of their own.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from functools import cache
 
 import pytest
 
-from hetspmd.errors import PlanError
+from hetspmd.cost.levels import inside_bytes
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.optimize.partition import partition, segmented
-from hetspmd.program.level_layout import NestedLayout
-from hetspmd.program.levels import nest
+from hetspmd.placement import is_sharded, same_dim
+from hetspmd.program.lengths import lengths_for
+from hetspmd.program.level_layout import LevelLayout
+from hetspmd.program.levels import between
+from hetspmd.program.nesting import nest
 from hetspmd.program.program import Communicate, Program
 from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
@@ -25,7 +28,7 @@ from hetspmd.trace.graph import PARAMETER
 from hetspmd.verify.verify import verify
 from test_nested_programs import BUCKETS, MODES, error_of, inner_program
 from test_random_programs import TOLERANCE, Subject, subject
-from workbench import cluster, traced
+from workbench import cluster, single_device, traced
 
 from program_builder import cheap_random_program, random_program, uneven  # isort: skip  # found by workbench
 
@@ -65,9 +68,9 @@ def test_across_machines(name: str) -> None:
         dice = random.Random(seed)
         accelerators = [dice.choice((1, 2, 3)) for _ in range(dice.choice((2, 3)))]
         outer = program_of(of, seed)
-        layout = NestedLayout(of.theory, uneven(of.theory, len(accelerators), seed), accelerators)
+        layout = LevelLayout(of.theory, uneven(of.theory, len(accelerators), seed), accelerators)
         inner = inner_program(of, layout, outer, seed, MODES[seed % 3])
-        nested = nest(of.theory, outer, inner, BUCKETS[seed // 3 % 3])
+        nested = nest(of.theory, outer, inner, BUCKETS[seed // 3 % 3], BUCKETS[(seed // 3 + seed) % 3])
         error = error_of(of, nested, layout)
         assert error <= TOLERANCE, f"seed {seed}: {error}"
         seen["gathers"] += gathers(of, outer) if outer.ahead > 1 else 0
@@ -91,10 +94,44 @@ def test_in_segments(name: str, ahead: int) -> None:
     ).require()
 
 
-def test_machines_and_segments_at_once_are_refused() -> None:
-    theory = cut("gpt2")
-    plan = plan_for(theory, DEVICES, known.zero_like(theory), MATRIX)
-    with pytest.raises(
-        PlanError, match=r'2 segments, and programs across machines have one.*machines="flat"'
-    ):
-        nest(theory, plan.program, plan.program)
+@cache
+def cut_subject(name: str) -> Subject:
+    """By modules, or a model that is one module by thirds of its instructions."""
+    of = subject(name)
+    count = len(of.theory.graph.instructions)
+    places = partition(of.theory, [1.0] * count, 3)
+    theory = segmented(of.theory, places if max(places) else [3 * i // count for i in range(count)])
+    assert theory.graph.segment_count > 1
+    # What is drawn depends on an instruction's number.
+    return replace(of, theory=theory, want=single_device(theory, of.model, of.inputs))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_segments_across_machines(name: str) -> None:
+    """Every axis has lengths of its own, so that the copies at the cuts change hands; some lengths agree."""
+    of, seen = cut_subject(name), Counter[str]()
+    for seed in range(COUNT):
+        dice = random.Random(seed)
+        accelerators = [dice.choice((1, 2, 3)) for _ in range(dice.choice((2, 3)))]
+        lengths = uneven(of.theory, len(accelerators), seed)
+        if seed % 3 == 2:
+            shares = [dice.random() for _ in accelerators]
+            lengths = lengths_for(of.theory.axes, shares)
+        outer = program_of(of, seed)
+        layout = LevelLayout(of.theory, lengths, accelerators)
+        inner = inner_program(of, layout, outer, seed, MODES[seed // 2 % 3])
+        nested = nest(of.theory, outer, inner, BUCKETS[seed // 3 % 3], BUCKETS[(seed // 3 + seed) % 3])
+        error = error_of(of, nested, layout)
+        assert error <= TOLERANCE, f"seed {seed}: {error}"
+        inside_bytes(layout, nested)
+        for step in (*nested.forward, *nested.backward):
+            seen["nothing"] += layout.is_nothing(step)
+            for move in between(step):
+                if move.kind == "rebalance" and not layout.is_nothing(step):
+                    seen["rebalance"] += 1
+                    seen["of slices inside"] += is_sharded(move.collected)
+                    seen["of the same dim"] += same_dim(move.source, move.collected)
+        seen["inner"] += sum(s.kind == "rebalance" for s in inner.steps if isinstance(s, Communicate))
+    assert seen["rebalance"] > COUNT
+    if name == "mlp":
+        assert min(seen[k] for k in ("nothing", "of slices inside", "of the same dim", "inner")) > 0, seen

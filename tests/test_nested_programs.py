@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,22 +19,23 @@ from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.levels import MachineRuntime
 from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
-from hetspmd.lower import lower_place
+from hetspmd.lower import lower_place, passes
 from hetspmd.placement import PARTIAL
 from hetspmd.program.layout import Region
-from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
-from hetspmd.program.levels import InsideCollective, Key, Nested, Together, between, inner_rows, nest
+from hetspmd.program.level_layout import LevelKey, LevelLayout, RankPlace
+from hetspmd.program.levels import Nested, Together, between, within
+from hetspmd.program.nesting import inner_rows, nest
 from hetspmd.program.program import Program
 from hetspmd.rules.rule import Row
 from test_random_programs import TOLERANCE, Subject, subject
 from workbench import CPU, known, largest_error, randomness
 
-from program_builder import Builder, cheap_random_program, random_program, uneven  # isort: skip  # found by workbench
+from program_builder import Builder, build, cheap_random_program, random_program, uneven  # isort: skip  # found by workbench
 
 MODES = ("random", "data parallel", "cheap")
 
 
-def inner_program(of: Subject, layout: NestedLayout, outer: Program, seed: int, mode: str) -> Program:
+def inner_program(of: Subject, layout: LevelLayout, outer: Program, seed: int, mode: str) -> Program:
     """A program whose rows go together with those of ``outer``."""
     theory, rows = of.theory, inner_rows(outer)
     batch = known.batch_axes(theory)
@@ -61,14 +63,15 @@ def inner_program(of: Subject, layout: NestedLayout, outer: Program, seed: int, 
             row
             for row in fitting
             if all(
-                layout.call(instruction.id, rows[instruction.id], row, at) is not None for at in layout.places
+                layout.call(instruction.id, (rows[instruction.id], row), at) is not None
+                for at in layout.places
             )
         ]
         builder.compute(instruction, pick(instruction.id, fitting))
     return builder.finish()
 
 
-def error_of(of: Subject, nested: Nested, layout: NestedLayout) -> float:
+def error_of(of: Subject, nested: Nested, layout: LevelLayout) -> float:
     """The largest relative error of any accelerator's loss, outputs, gradients and buffers."""
     graph, want = of.theory.graph, of.want
     parameters, buffers = dict(of.model.named_parameters()), dict(of.model.named_buffers())
@@ -78,7 +81,7 @@ def error_of(of: Subject, nested: Nested, layout: NestedLayout) -> float:
     machines = [[r for r, m in enumerate(machine) if m == v] for v in range(len(layout.accelerators))]
 
     def body(communicator: Communicator) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        local = lower_place(of.theory, nested, layout, layout.places[communicator.rank], CPU)
+        local = lower_place(nested, layout, layout.places[communicator.rank], CPU)
         drawn = randomness(communicator.rank)
         inside = communicator.split(machines)
         across = communicator.split([part for part in (first, others) if part])
@@ -117,23 +120,23 @@ BUCKETS = (0, 600, 10**9)
 """Bytes: no buckets, small ones, one of all that may run together."""
 
 
-def nested_case(of: Subject, seed: int) -> tuple[Nested, NestedLayout]:
+def nested_case(of: Subject, seed: int) -> tuple[Nested, LevelLayout]:
     dice = random.Random(seed)
     accelerators = [dice.choice((1, 2, 3)) for _ in range(dice.choice((1, 2, 3)))]
     if max(accelerators) == 1:
         accelerators[0] = 2
     outer = (random_program if seed % 2 else cheap_random_program)(of.theory, seed)
-    layout = NestedLayout(of.theory, uneven(of.theory, len(accelerators), seed), accelerators)
+    layout = LevelLayout(of.theory, uneven(of.theory, len(accelerators), seed), accelerators)
     inner = inner_program(of, layout, outer, seed, MODES[seed % 3])
-    return nest(of.theory, outer, inner, BUCKETS[seed // 3 % 3]), layout
+    return nest(of.theory, outer, inner, BUCKETS[seed // 3 % 3], BUCKETS[(seed // 3 + seed) % 3]), layout
 
 
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        *(("mlp", 12), ("conv", 4), ("attention", 2), ("vocabulary", 6), ("experts", 4)),
+        *(("mlp", 12), ("conv", 4), ("residual", 4), ("attention", 2), ("vocabulary", 6), ("experts", 4)),
         *(pytest.param(name, 30, marks=pytest.mark.slow)
-          for name in ("mlp", "conv", "attention", "vocabulary", "experts")),
+          for name in ("mlp", "conv", "residual", "attention", "vocabulary", "experts")),
     ],
 )  # fmt: skip
 def test_random_nested_programs(name: str, count: int) -> None:
@@ -145,16 +148,16 @@ def test_random_nested_programs(name: str, count: int) -> None:
         error = error_of(of, nested, layout)
         assert error <= TOLERANCE, f"seed {seed}: {error}"
         for step in (*nested.forward, *nested.backward):
-            if isinstance(step, InsideCollective):
-                seen[f"inside {step.kind}"] += 1
+            for inside in within(step):
+                seen[f"inside {inside.kind}"] += 1
             for move in between(step):
                 seen[f"across {move.kind}"] += 1
                 seen[f"from {min(move.collected, 2)}"] += 1
                 seen[f"to {min(move.handed_out, 2)}"] += 1
             if isinstance(step, Together):
-                seen[f"bucket {step.kind}"] += 1
-                seen["a bucket from parts and sums"] += len({m.collected for m in step.members}) > 1
-                seen["a bucket to parts and wholes"] += len({m.handed_out for m in step.members}) > 1
+                seen[f"{'bucket inside' if within(step) else 'bucket'} {step.kind}"] += 1
+                seen["a bucket from parts and sums"] += len({m.collected for m in between(step)}) > 1
+                seen["a bucket to parts and wholes"] += len({m.handed_out for m in between(step)}) > 1
     if name == "mlp":
         kinds = (
             "all_reduce",
@@ -165,9 +168,55 @@ def test_random_nested_programs(name: str, count: int) -> None:
             "grouped_reduce",
         )
         wanted = {f"{where} {kind}" for where in ("inside", "across") for kind in kinds}
-        assert set(seen) >= wanted | {"from 0", "from 1", "from 2", "to 0", "to 2", "bucket all_reduce"}, (
-            sorted(wanted - set(seen))
-        )
+        wanted |= {
+            "from 0",
+            "from 1",
+            "from 2",
+            "to 0",
+            "to 2",
+            "bucket all_reduce",
+            "bucket inside all_reduce",
+        }
+        assert set(seen) >= wanted, sorted(wanted - set(seen))
+
+
+def passed(seen: Counter[str]) -> tuple[passes.Pass, ...]:
+    """The passes of lowering, which count in ``seen`` whether they have changed a graph."""
+
+    def counted(each: passes.Pass) -> passes.Pass:
+        def run(state: passes.Lowering) -> passes.Lowering:
+            before = [str(g) for g in state.graphs.graphs] if state.written else []
+            state = each.run(state)
+            seen[each.name] += before != [str(g) for g in state.graphs.graphs]
+            return state
+
+        return replace(each, run=run)
+
+    return tuple(counted(each) for each in passes.PASSES)
+
+
+@pytest.mark.parametrize("kind", ["random", "whole"])
+def test_passes_of_lowering_leave_every_value_as_it_is(kind: str) -> None:
+    """Each one finds something to do for accelerators, whose results stay equal to the single device's and, where
+    they are dropped, to those without it. ``whole``: nothing is divided on either level, so that all is fused."""
+    of, seen = subject("residual"), Counter[str]()
+    kept = tuple(p for p in passes.PASSES if p.name in ("emit", "unread", "check"))
+    for seed in range(6 if kind == "random" else 1):
+        if kind == "random":
+            nested, layout = nested_case(of, seed)
+        else:
+            program = build(of.theory, lambda _, rows: rows[0])
+            layout = LevelLayout(of.theory, uneven(of.theory, 2, seed), (2, 3))
+            nested = nest(of.theory, program, program)
+        with patch.object(passes, "PASSES", passed(seen)):
+            assert error_of(of, nested, layout) <= TOLERANCE
+        with patch.object(passes, "PASSES", kept):
+            assert error_of(of, nested, layout) <= TOLERANCE
+    assert seen["check"] == 0
+    wanted = {"aliases", "in-place"} | (
+        {"spare"} if kind == "random" else {"convolutions", "scatter", "batch-norms"}
+    )
+    assert {name for name, count in seen.items() if count} >= wanted
 
 
 @pytest.mark.parametrize("seed", [1, 3])
@@ -176,17 +225,15 @@ def test_a_wrong_part_is_noticed(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
     of = subject("mlp")
     nested, layout = nested_case(of, seed)
     assert error_of(of, nested, layout) <= TOLERANCE
-    right = NestedLayout.inner_region
+    right = LevelLayout.region
 
-    def wrong(self: NestedLayout, key: Key, at: AcceleratorPlace) -> Region | None:
-        region = right(self, key, at)
-        if (
-            region is None
-            or at.inside != 1
-            or region.extent != right(self, key, AcceleratorPlace(at.machine, 0)).extent
-        ):
+    def wrong(self: LevelLayout, key: LevelKey, level: int, at: RankPlace) -> Region | None:
+        region = right(self, key, level, at)
+        if region is None or level == 0 or at.inside != 1:
             return region
-        return replace(region, start=0)
+        first = right(self, key, level, RankPlace(at.machine))
+        alike = first is not None and first.extent == region.extent
+        return replace(region, start=0) if alike else region
 
-    monkeypatch.setattr(NestedLayout, "inner_region", wrong)
+    monkeypatch.setattr(LevelLayout, "region", wrong)
     assert error_of(of, nested, layout) > TOLERANCE

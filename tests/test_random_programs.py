@@ -92,7 +92,7 @@ SUBJECTS = ("mlp", "conv", "attention", "vocabulary", "experts")
 def subject(name: str) -> Subject:
     torch.manual_seed(0)
     batch: dict[str, torch.Tensor]
-    if name in ("mlp", "conv", "attention"):
+    if name in ("mlp", "conv", "attention", "residual"):
         made = case(name)
         model, batch, theory = made.model, made.batch, made.theory
     else:

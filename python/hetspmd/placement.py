@@ -32,6 +32,7 @@ __all__ = [
     "PARTIAL",
     "REPLICATE",
     "Placement",
+    "after_cut",
     "available",
     "before_cut",
     "in_our_words",
@@ -39,6 +40,7 @@ __all__ = [
     "is_sharded",
     "parse_placement",
     "placement_text",
+    "same_dim",
     "shard",
     "sharded_dim",
 ]
@@ -71,6 +73,16 @@ def sharded_dim(placement: Placement) -> int:
     if placement < 2:
         raise ValueError(f"{placement_text(placement)} is not sharded")
     return (placement - 2) % DIMS
+
+
+def after_cut(placement: Placement) -> Placement:
+    """``All-Gather(d)`` of ``All-Gather(d)'``; any other placement is itself."""
+    return placement - DIMS if is_before_cut(placement) else placement
+
+
+def same_dim(one: Placement, other: Placement) -> bool:
+    """Whether both are sharded along the same dim."""
+    return is_sharded(one) and is_sharded(other) and sharded_dim(one) == sharded_dim(other)
 
 
 def available(have: Placement, want: Placement) -> bool:

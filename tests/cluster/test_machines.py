@@ -18,8 +18,9 @@ from hetspmd.cost.levels import inside_bytes, inside_seconds
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import ClusterError, MemoryLimitError
 from hetspmd.program.lengths import lengths_for
-from hetspmd.program.level_layout import NestedLayout
-from hetspmd.program.levels import Across, Both, InsideCollective, between, nest
+from hetspmd.program.level_layout import LevelLayout
+from hetspmd.program.levels import Across, Both, InsideCollective, between, within
+from hetspmd.program.nesting import nest
 from hetspmd.rules.theory import derive
 from hetspmd.search import constraints as known
 from hetspmd.search.search import Limits, search
@@ -102,7 +103,7 @@ def test_data_parallel_in_closed_form() -> None:
     lengths = lengths_for(theory.axes, (0.5, 0.5))
     outer = search(search_space(theory, known.data_parallel(theory)), costs, lengths, Limits()).program
     nested = nest(theory, outer, outer)
-    layout = NestedLayout(theory, lengths, (4, 4))
+    layout = LevelLayout(theory, lengths, (4, 4))
     steps = (*nested.forward, *nested.backward)
     sums = [s for s in steps if isinstance(s, Across)]
     assert not any(isinstance(s, InsideCollective) for s in steps), (
@@ -143,7 +144,7 @@ def test_gradients_share_a_bucket_between_machines() -> None:
     costs = CostModel(theory, Cluster((machine,) * 2, Network(1e8, 1e-5)))
     lengths = lengths_for(theory.axes, (0.5, 0.5))
     outer = search(search_space(theory, known.data_parallel(theory)), costs, lengths, Limits()).program
-    layout = NestedLayout(theory, lengths, (4, 4))
+    layout = LevelLayout(theory, lengths, (4, 4))
     found = {}
     for size in (0, 3000, 10_000):
         nested = nest(theory, outer, outer, size)
@@ -151,6 +152,27 @@ def test_gradients_share_a_bucket_between_machines() -> None:
         assert sorted(m.tensor for of in moves for m in of) == sorted(g.tensor for g in outer.gradients), (
             "every gradient crosses once"
         )
+        found[size] = [len(of) for of in moves], inside_seconds(costs, lengths, nested, layout)
+    assert [counts for counts, _ in found.values()] == [[1, 1, 1, 1], [2, 2], [4]]
+    assert found[0][1] - found[3000][1] == pytest.approx(2 * 2e-6)
+    assert found[0][1] - found[10_000][1] == pytest.approx(3 * 2e-6)
+
+
+def test_gradients_share_a_bucket_inside() -> None:
+    """Machines that hold all of the batch, which their accelerators divide: four gradients are summed inside."""
+    theory = derive(trace(Layers(), (torch.randn(12, 16),), {}))
+    machine = virtual_device(Device("d", {"default": 1e12}, launch=1e-9), 4, Network(1e9, 1e-6))
+    costs = CostModel(theory, Cluster((machine,) * 2, Network(1e8, 1e-5)))
+    lengths = lengths_for(theory.axes, (0.5, 0.5))
+    space = search_space(theory, known.data_parallel(theory))
+    inner = search(space, costs, lengths, Limits()).program
+    whole = search(search_space(theory, known.single_device(theory, {})), costs, lengths, Limits()).program
+    layout = LevelLayout(theory, lengths, (4, 4))
+    found = {}
+    for size in (0, 3000, 10_000):
+        nested = nest(theory, whole, inner, 0, size)
+        moves = [within(s) for s in nested.backward if within(s)]
+        assert sorted(m.tensor for of in moves for m in of) == sorted(g.tensor for g in whole.gradients)
         found[size] = [len(of) for of in moves], inside_seconds(costs, lengths, nested, layout)
     assert [counts for counts, _ in found.values()] == [[1, 1, 1, 1], [2, 2], [4]]
     assert found[0][1] - found[3000][1] == pytest.approx(2 * 2e-6)
@@ -168,7 +190,7 @@ def test_memory_follows_the_shares() -> None:
 
     def held(one: float, accelerators: tuple[int, int]) -> tuple[int, ...]:
         return inside_bytes(
-            NestedLayout(theory, lengths_for(theory.axes, (one, 1 - one)), accelerators), nested
+            LevelLayout(theory, lengths_for(theory.axes, (one, 1 - one)), accelerators), nested
         )
 
     even = held(0.5, (4, 4))

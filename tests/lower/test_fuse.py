@@ -9,47 +9,23 @@ from unittest.mock import patch
 import pytest
 import torch
 from program_builder import build, cheap_random_program, data_parallel, random_program, uneven
-from small_models import Case
+from small_models import Case, case
 from test_lower import compare, distributed
-from torch import fx, nn
-from torch.nn import functional as F
+from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from hetspmd.lower import passes
 from hetspmd.lower.aliases import SILENT_VIEWS
 from hetspmd.lower.emit import DTYPE, SHAPE, item
 from hetspmd.rules.samples import load
-from hetspmd.rules.theory import derive
-from hetspmd.trace.trace import trace
 from hetspmd.trace.values import torch_op
 
 aten = torch.ops.aten
 
 
-class Residual(nn.Module):
-    """Convolutions with batch norm (one without weights), a residual sum, a masked cross entropy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 1, bias=False)
-        self.norm, self.plain = nn.BatchNorm2d(6), nn.BatchNorm2d(6, affine=False)
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, image: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.norm(self.first(image)))
-        x = torch.relu(x + self.plain(self.second(x)))
-        return F.cross_entropy(self.head(x.mean((2, 3))), labels)
-
-
 @pytest.fixture(scope="module")
 def residual() -> Case:
-    torch.manual_seed(0)
-    model = Residual().double()
-    batch = {
-        "image": torch.randn(5, 3, 6, 6, dtype=torch.float64),
-        "labels": torch.tensor([0, -100, 4, 2, 2]),
-    }
-    return Case(model, batch, derive(trace(model, (), batch)))
+    return case("residual")
 
 
 def calls(*graphs: fx.GraphModule | None) -> list[fx.Node]:

@@ -16,18 +16,15 @@ import pytest
 import torch
 from machine_plans import machine_plan
 from small_models import Case, case
-from test_fuse import Residual
 from test_idle import idle_plan
 from torch import fx
 
 import hetspmd
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.levels import join_machines
 from hetspmd.dist.random import Randomness
-from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import OutputError
-from hetspmd.lower import LocalProgram, active_ranks, idle, levels, local, lower_plan, passes
+from hetspmd.lower import LocalProgram, active_ranks, idle, local, lower_plan, passes
 from hetspmd.lower.dump import dump_passes
 from hetspmd.lower.instrument import instrumented
 from hetspmd.lower.passes import PASSES, Rewrite
@@ -35,8 +32,7 @@ from hetspmd.lower.program import LocalGraphs, numbered
 from hetspmd.lower.text import graphs_text
 from hetspmd.lower.types import value_types
 from hetspmd.plan.plan import Plan
-from hetspmd.rules.theory import derive
-from hetspmd.trace.trace import trace
+from hetspmd.run.starting import runtime_of
 from hetspmd.trace.values import dtype_name
 
 CPU = torch.device("cpu")
@@ -93,20 +89,6 @@ def test_every_rank_of_every_plan_goes_through_the_whole_list(kind: str) -> None
         assert seen == list(enumerate(NAMES))
 
 
-def test_a_pass_says_whether_it_is_for_one_level() -> None:
-    for each in PASSES:
-        one_level = isinstance(each.run, Rewrite) and each.run.one_level
-        assert one_level == each.what.endswith("(one level)"), each.name
-
-
-@pytest.mark.parametrize("kind", ["machines", "machines, alike"])
-def test_passes_of_one_level_leave_accelerators_alone(kind: str) -> None:
-    _, plan = plans()[kind]
-    for rank in active_ranks(plan):
-        found = texts(plan, rank)
-        assert len({found[name] for name in NAMES[1:]}) == 1
-
-
 def test_rewrites_find_nothing_to_do_on_an_idle_rank() -> None:
     for kind in ("flat, one idle", "machines, one idle"):
         _, plan = plans()[kind]
@@ -119,14 +101,7 @@ def test_rewrites_find_nothing_to_do_on_an_idle_rank() -> None:
 def test_each_pass_changes_the_text_of_a_graph_that_has_work_for_it() -> None:
     """A residual network on one device has convolutions, batch norms and a masked cross entropy; shards have
     collectives."""
-    torch.manual_seed(0)
-    model = Residual().double()
-    batch = {
-        "image": torch.randn(5, 3, 6, 6, dtype=torch.float64),
-        "labels": torch.tensor([0, -100, 4, 2, 2]),
-    }
-    residual = Case(model, batch, derive(trace(model, (), batch)))
-    found = texts(idle_plan(residual, (2,)), 2)
+    found = texts(idle_plan(case("residual"), (2,)), 2)
     changed = {b for a, b in pairwise(NAMES) if found[a] != found[b]}
     assert changed >= {"aliases", "convolutions", "scatter", "batch-norms", "in-place"}
     sharded = texts(plans()["flat"][1], 0)
@@ -160,7 +135,7 @@ def test_the_architecture_page_has_the_list() -> None:
             assert f"`{module.__name__.removeprefix('hetspmd.').replace('.', '/')}.py`" in named
 
 
-EMITTERS: tuple[Any, ...] = (local.FlatEmitter, levels.MachineEmitter, idle.IdleEmitter)
+EMITTERS: tuple[Any, ...] = (local.ActiveEmitter, idle.IdleEmitter)
 
 
 # the text -------------------------------------------------------------------------------------------------------
@@ -197,10 +172,7 @@ def test_dtypes_and_shapes_are_those_of_a_run(kind: str) -> None:
         program, graphs = after_all(plan, communicator.rank)
         randomness = Randomness(5, communicator.rank, CPU, reference=True)
         randomness.begin_step()
-        if plan.inside is None:
-            runtime = Runtime.join(communicator, plan.active, randomness)
-        else:
-            runtime = join_machines(communicator, plan.cluster, plan.active, randomness)
+        runtime = runtime_of(communicator, plan, randomness)
         if program.rank is None:
             return 0
         compared = Compared(graphs)

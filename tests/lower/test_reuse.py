@@ -126,6 +126,30 @@ def test_a_reader_behind_the_start_counts() -> None:
     assert (start.kwargs, again.kwargs) == ({}, {"spare": True}), "the last one is free to"
 
 
+@pytest.mark.parametrize(
+    ("first", "waited", "spare"),
+    [
+        ("reduce_scatter", "behind", False),
+        ("reduce_scatter", "before", True),
+        ("all_reduce", "behind", True),  # has copied its operand
+    ],
+)
+@pytest.mark.parametrize("start", [calls.start, calls.start_across])
+def test_what_a_collective_on_its_way_may_read_is_not_written_to(
+    first: str, waited: str, spare: bool, start: Callable[..., Any]
+) -> None:
+    g = fx.Graph()
+    runtime, x = g.placeholder("runtime"), g.placeholder("x")
+    found = product(g, x)
+    one = g.call_function(start, (runtime, first, found))
+    early = [g.call_function(calls.wait, (one,))] if waited == "before" else []
+    other = g.call_function(calls.start, (runtime, "all_reduce", found))
+    late = [] if early else [g.call_function(calls.wait, (one,))]
+    g.output([g.call_function(calls.wait, (other,)), *early, *late])
+    mark_spare(g)
+    assert (one.kwargs, other.kwargs) == ({}, {"spare": True} if spare else {})
+
+
 def test_gradients_are_summed_where_they_were_computed() -> None:
     c = case("mlp")
     program = data_parallel(c.theory, c.theory.graph.inputs[0].tensor)

@@ -16,6 +16,8 @@ import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import ConstraintError, PlanError
+from hetspmd.optimize.compile_options import CompileOptions
+from hetspmd.optimize.compiler import compile_plan
 from hetspmd.placement import is_sharded
 from hetspmd.plan.plan import Plan
 from hetspmd.program.program import Communicate
@@ -84,6 +86,34 @@ def test_segments_where_they_gain() -> None:
     first, last = plan.ratios[0], plan.ratios[-1]
     assert first[0] > last[0]
     assert first[1] < last[1]
+
+
+def machines(network: str = "10TB/s") -> Cluster:
+    """The same with several accelerators each, but the last."""
+    entries = unlike(network).to_dict()["devices"]
+    for entry, count in zip(entries, (2, 3), strict=False):
+        entry |= {"accelerators": count, "inside": {"bandwidth": "10TB/s", "latency": "1ns"}}
+    return Cluster.load({"devices": entries, "network": {"bandwidth": network, "latency": "1ns"}})
+
+
+def test_segments_across_machines_where_they_gain() -> None:
+    def made(segments: Any, network: str = "10TB/s") -> Plan:
+        options: Any = {"segments": segments, "machines": "virtual"}
+        return hetspmd.compile(Contrast().double(), batch(), machines(network), **options)
+
+    plan, one = made("auto"), made(1)
+    assert plan.inside is not None
+    assert len(plan.ratios) > 1 == len(one.ratios)
+    assert moved(plan)
+    assert plan.cost.step_seconds < 0.97 * one.cost.step_seconds
+    assert plan.baselines["one_segment"] == pytest.approx(one.cost.step_seconds, rel=1e-12)
+    assert Plan.from_json(plan.to_json()) == plan
+    hetspmd.verify(Contrast().double(), batch(), machines(), plan=plan).require()
+    assert made("auto", "1MB/s").to_json() == made(1, "1MB/s").to_json()
+    hetspmd.verify(Contrast().double(), batch(), machines(), plan=made(3)).require()
+    small = compile_plan(Contrast().double(), (), batch(40), machines(), CompileOptions(), like=plan)
+    assert small.inside is not None
+    hetspmd.verify(Contrast().double(), batch(40), machines(), plan=small).require()
 
 
 def test_one_segment_where_a_cut_costs_more_than_it_gains() -> None:

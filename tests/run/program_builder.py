@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 from hetspmd.cluster.collective_kinds import Kind
-from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, after_cut, is_before_cut, is_sharded
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program, Result, Step
 from hetspmd.rules.rule import Row
@@ -37,6 +37,10 @@ class Builder:
         if form in have or REPLICATE in have:
             return
         source = self.dice.choice(have)
+        if is_before_cut(source):
+            self.communicate(tensor, "rebalance", source, after_cut(source))
+            self.reach(tensor, form)
+            return
         if is_sharded(form) and source != form:
             scatter: list[Kind] = ["reduce_scatter", "grouped_reduce", "ring_reduce", "exchange_reduce"]
             options: list[Kind] = scatter if source == PARTIAL else ["all_to_all"]

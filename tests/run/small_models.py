@@ -54,6 +54,21 @@ class ConvNet(nn.Module):
         return F.cross_entropy(self.head(x.mean((2, 3))), labels)
 
 
+class Residual(nn.Module):
+    """Convolutions with batch norm (one without weights), a residual sum, a masked cross entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 1, bias=False)
+        self.norm, self.plain = nn.BatchNorm2d(6), nn.BatchNorm2d(6, affine=False)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, image: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.first(image)))
+        x = torch.relu(x + self.plain(self.second(x)))
+        return F.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
 class Attention(nn.Module):
     """A block of attention with dropout and tied embeddings, a mask buffer, a constant (positions), a
     language model's loss."""
@@ -98,6 +113,9 @@ def case(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Case:
         model, batch = MLP(), {"x": torch.randn(9, 6), "labels": labels}
     elif name == "conv":
         model, batch = ConvNet(), {"image": torch.randn(5, 3, 6, 6), "labels": torch.randint(0, 4, (5,))}
+    elif name == "residual":
+        model = Residual()
+        batch = {"image": torch.randn(5, 3, 6, 6), "labels": torch.tensor([0, -100, 4, 2, 2])}
     else:
         model = Attention(**options)
         batch = {"ids": torch.randint(0, 11, (4, 5)), "labels": torch.randint(0, 11, (4, 5))}

@@ -85,6 +85,11 @@ def both(kind: str, seed: int, seen: Counter[str]) -> None:
             assert together[i].dtype == want.dtype == dtype
             assert torch.equal(together[i], want)
             assert torch.equal(tensors[i], kept[i]), "inputs stay as they are"
+        if kind != "all_gather":  # it has no use for an operand's memory
+            for i, (_, args, leg) in enumerate(members):
+                assert torch.equal(
+                    runtime.start_across(kind, tensors[i], args, leg, spare=True).wait(), alone[i]
+                )
         return members
 
     for _, _, (held, before, handed, after) in run_ranks(len(places), body)[0]:

@@ -18,9 +18,9 @@ from small_plans import random_plan, segmented_plan
 
 from hetspmd.cluster.machines import machine_of
 from hetspmd.errors import OutputError
-from hetspmd.lower.levels import nested_of
+from hetspmd.lower.lowering import nested_of
 from hetspmd.optimize.compiler import plan_for
-from hetspmd.program.levels import Across, Both, InsideCollective, Together
+from hetspmd.program.levels import Both, between, within
 from hetspmd.record.measured import MeasuredCollective, MeasuredSteps
 from hetspmd.record.timestamps import offsets, transfer_name
 from hetspmd.run.module import HAP
@@ -195,21 +195,19 @@ def test_machines(
     for rank in working:
         got = Counter(s.name for s in measured.spans if s.device == rank and s.what == "instruction")
         assert got == {n: STEPS * count for n, count in computed.items()}
-    within = [one for one in measured.carried if " inside(" in one.name]
-    between = [one for one in measured.carried if " inside(" not in one.name and one.plan >= 0]
-    assert between
-    assert bool(within) == any(isinstance(s, InsideCollective) for s in (*nested.forward, *nested.backward))
-    for one in within:
+    inside = [one for one in measured.carried if " inside(" in one.name]
+    others = [one for one in measured.carried if " inside(" not in one.name and one.plan >= 0]
+    assert others
+    assert bool(inside) == any(within(s) for s in (*nested.forward, *nested.backward))
+    for one in inside:
         (machine,) = {machines[rank] for rank in one.issued}
         assert sorted(one.completed) == [r for r in working if machines[r] == machine]
     firsts = {machines.index(machine) for machine in plan.active}
-    for one in between:
+    for one in others:
         assert set(one.completed) <= set(working)
         assert firsts <= set(one.completed) or not firsts & set(one.completed), "elided, or not"
-    assert {one.name for one in between} <= {
-        transfer_name(s, plan.graph)
-        for s in (*nested.forward, *nested.backward)
-        if isinstance(s, (Across, Together))
+    assert {one.name for one in others} <= {
+        transfer_name(s, plan.graph) for s in (*nested.forward, *nested.backward) if between(s)
     }
     document = json.loads(path.read_text())
     lines = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"]

@@ -97,6 +97,9 @@ class CollectiveKind:
     lone         the kind as which it runs where one device holds the whole tensor, None if it runs as itself
     coalesces    whether small ones share a bucket
     in_place     whether it can work in the memory of its operand
+    copies       whether its start has copied an operand that is not spare; otherwise it may read the operand until
+    it
+                 has arrived
     buffers      what it holds for itself; None if that is nothing
     """
 
@@ -110,6 +113,7 @@ class CollectiveKind:
     lone: Kind | None = None
     coalesces: bool = False
     in_place: bool = False
+    copies: bool = False
     buffers: Callable[[Carried], Buffers] | None = None
 
     @cached_property
@@ -220,6 +224,7 @@ _RECORDS: Final = (
         terms=("latency", "per_byte"),
         coalesces=True,
         in_place=True,
+        copies=True,
     ),
     CollectiveKind(
         name="reduce_scatter",
@@ -241,6 +246,7 @@ _RECORDS: Final = (
         formula=_one_per_shard,
         terms=_EXACT,
         in_place=True,
+        copies=True,
         buffers=_exact_reduce,
     ),
     CollectiveKind(
@@ -252,6 +258,7 @@ _RECORDS: Final = (
         terms=_EXACT,
         measured_as="grouped_reduce",
         in_place=True,
+        copies=True,
         buffers=_exact_reduce,
     ),
     CollectiveKind(

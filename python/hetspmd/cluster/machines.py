@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network
 
-__all__ = ["accelerator", "flat", "has_machines", "machine_of", "ranks_of"]
+__all__ = ["accelerator", "flat", "has_machines", "inside_cluster", "machine_of", "ranks_of"]
 
 
 def has_machines(cluster: Cluster) -> bool:
@@ -48,6 +48,15 @@ def flat(cluster: Cluster) -> Cluster:
         accelerator(d) for d, k in zip(cluster.devices, cluster.accelerators, strict=True) for _ in range(k)
     ]
     return Cluster(tuple(each), slowest)
+
+
+def inside_cluster(cluster: Cluster, active: Sequence[int]) -> Cluster:
+    """The accelerators of the largest of some devices, the first of them if several are as large, on the network
+    inside."""
+    counts = [cluster.accelerators[j] for j in active]
+    largest = cluster.devices[active[counts.index(max(counts))]]
+    machine = largest.machine
+    return Cluster((accelerator(largest),) * max(counts), None if machine is None else machine.inside)
 
 
 def ranks_of(cluster: Cluster, devices: Sequence[int]) -> tuple[int, ...]:

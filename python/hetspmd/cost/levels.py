@@ -10,8 +10,9 @@ bandwidth b:
     all-to-all inside                   L + E / k / b
     to and from the first, whole        L + E / b                      a reduce, a broadcast
 
-of gradients only the latencies; what is whole has one latency for all of a bucket. Where the inner row divides
-nothing, the seconds in which one accelerator runs what the machine was supposed to run, less those, are added too.
+of gradients only the latencies; a bucket inside has one latency, as has what is whole of one between machines.
+Where the inner row divides nothing, the seconds in which one accelerator runs what the machine was supposed to
+run, less those, are added too.
 
 Bytes are counted by liveness over the order of execution on the first accelerator of each machine, which has
 the largest part of what is divided: parameters, buffers and inputs always, gradients to the end, other values
@@ -36,7 +37,7 @@ from hetspmd.cost.memory import OPTIMIZER_BYTES, TEMPORARIES
 from hetspmd.cost.model import CostModel
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
+from hetspmd.program.level_layout import LevelLayout, RankPlace
 from hetspmd.program.levels import (
     Across,
     Both,
@@ -46,15 +47,17 @@ from hetspmd.program.levels import (
     NestedStep,
     Together,
     between,
-    default_kind,
     provider,
+    reads_of,
+    within,
+    written_by,
 )
 from hetspmd.trace.graph import ITEM_SIZES
 
 __all__ = ["inside_bytes", "inside_seconds"]
 
 
-def inside_seconds(costs: CostModel, lengths: Lengths, nested: Nested, layout: NestedLayout) -> float:
+def inside_seconds(costs: CostModel, lengths: Lengths, nested: Nested, layout: LevelLayout) -> float:
     """Seconds that the accelerators add to a step that ``costs`` predicts. ``costs.cluster`` has the active
     machines."""
     devices = costs.cluster.devices
@@ -62,6 +65,8 @@ def inside_seconds(costs: CostModel, lengths: Lengths, nested: Nested, layout: N
     alone = CostModel(costs.theory, each)
     found = 0.0
     for step in (*nested.forward, *nested.backward):
+        if layout.is_nothing(step):
+            continue
         if not isinstance(step, Both):
             times = [
                 0.0 if device.machine is None else _seconds(layout, step, machine, device.machine)
@@ -77,7 +82,7 @@ def inside_seconds(costs: CostModel, lengths: Lengths, nested: Nested, layout: N
 
 
 def _seconds(
-    layout: NestedLayout, step: InsideCollective | Across | Together, machine: int, of: Machine
+    layout: LevelLayout, step: InsideCollective | Across | Together, machine: int, of: Machine
 ) -> float:
     latency, bandwidth, k = of.inside.latency, of.inside.bandwidth, of.accelerators
 
@@ -86,10 +91,10 @@ def _seconds(
             return 0.0
         return _bytes(layout, (tensor, outer, REPLICATE), machine) / bandwidth
 
-    if isinstance(step, InsideCollective):
+    if inside := within(step):
         # Shards are even: M is 1 / k, and an exchange sends no more than one.
-        terms = KINDS[default_kind(step.source, step.target)].formula(k)
-        whole = moved(step.tensor, step.outer)
+        terms = KINDS[step.kind].formula(k)
+        whole = sum(moved(m.tensor, m.outer) for m in inside)
         latencies = terms.latency + terms.per_shard * k
         return (
             latencies * latency
@@ -110,10 +115,10 @@ def _seconds(
     return found
 
 
-def _bytes(layout: NestedLayout, key: Key, machine: int) -> int:
+def _bytes(layout: LevelLayout, key: Key, machine: int) -> int:
     """Of a value on the first accelerator of a machine."""
     meta = layout.graph.tensors[key[0]]
-    return prod(layout.shape(key, AcceleratorPlace(machine, 0))) * ITEM_SIZES[meta.dtype]
+    return prod(layout.shape(key, RankPlace(machine, 0))) * ITEM_SIZES[meta.dtype]
 
 
 @dataclass
@@ -126,14 +131,14 @@ class _Held:
 
 
 def inside_bytes(
-    layout: NestedLayout, nested: Nested, *, optimizer_bytes: int = OPTIMIZER_BYTES
+    layout: LevelLayout, nested: Nested, *, optimizer_bytes: int = OPTIMIZER_BYTES
 ) -> tuple[int, ...]:
     """Peak bytes of the first accelerator of each machine of ``layout``."""
     return _Memory(layout, nested).peaks(optimizer_bytes)
 
 
 class _Memory:
-    def __init__(self, layout: NestedLayout, nested: Nested) -> None:
+    def __init__(self, layout: LevelLayout, nested: Nested) -> None:
         self.layout, self.nested, self.graph = layout, nested, layout.graph
         self.steps: tuple[NestedStep, ...] = (*nested.forward, *nested.backward)
         self.end = len(self.steps)
@@ -188,7 +193,7 @@ class _Memory:
         trained = [p.tensor for p in graph.parameters if p.gradient is not None]
         numbers = [
             [
-                prod(self.layout.shape((t, nested.stored[t], REPLICATE), AcceleratorPlace(m, 0)))
+                prod(self.layout.shape((t, nested.stored[t], REPLICATE), RankPlace(m, 0)))
                 for m in self.machines
             ]
             for t in trained
@@ -205,23 +210,24 @@ class _Memory:
             self.add(key, at - 1 if at else 0, at)
 
     def _step(self, at: int, step: NestedStep) -> None:
-        if isinstance(step, InsideCollective):
-            self.read((step.tensor, step.outer, step.source), at)
-            self.add((step.tensor, step.outer, step.target), at, at)
-        elif isinstance(step, Both):
+        if isinstance(step, Both):
             self._both(at, step)
+        for inside in within(step):
+            self.read((inside.tensor, inside.outer, inside.source), at)
+            self.add((inside.tensor, inside.outer, inside.target), at, at)
         for move in between(step):
             target = (move.tensor, move.target, move.handed_out)
-            self.read((move.tensor, move.source, move.collected), at)
+            held = self.read((move.tensor, move.source, move.collected), at)
+            if held is not None and self.layout.is_nothing(move):
+                self.value[target] = held
+                continue
             self.add(target, at, at)
             self.flight[target] = (at, self._for_all(move))
 
     def _both(self, at: int, step: Both) -> None:
-        instruction = self.graph.instructions[step.instruction]
-        keys = list(zip(instruction.inputs, step.outer.pre, step.inner.pre, strict=True))
-        bases = [self.read(key, at) for key in keys]
+        bases = [self.read(key, at) for key in reads_of(self.graph, step)]
         alias = self.layout.theory.rules[step.instruction].alias
-        for key in zip(instruction.outputs, step.outer.post, step.inner.post, strict=True):
+        for key in written_by(self.graph, step):
             if key[0] < 0:
                 continue
             base = bases[0] if alias and bases else None

@@ -1,7 +1,8 @@
 """Several collectives as one: what :mod:`hetspmd.program.buckets` puts together, packed side by side.
 
 A rank's part of the packed buffer is the concatenation of its parts of the tensors, each padded to the largest
-extent along its own dim, so that one equal-size primitive carries all of them.
+extent along its own dim, so that one equal-size primitive carries all of them. Where none of them has an element
+(inside a machine that holds empty shards), nothing is sent.
 """
 
 from __future__ import annotations
@@ -62,13 +63,13 @@ def start_all_reduces(
     comm.settle()
     packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
     shapes = [tensor.shape for tensor in tensors]
-    work = comm.all_reduce(packed)
+    works = (comm.all_reduce(packed),) if packed.numel() else ()
 
     def finish() -> list[torch.Tensor]:
         flat = torch.split(packed, [shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
 
-    return PendingBucket(Pending((work,), finish, comm))
+    return PendingBucket(Pending(works, finish, comm))
 
 
 def start_reduce_scatters(
@@ -89,14 +90,14 @@ def start_reduce_scatters(
         for rank, (start, extent) in enumerate(ranges(packs.extents)):
             packs.view(packed[rank], extent).copy_(front[start : start + extent])
     mine = tensors[0].new_empty(size)
-    work = comm.reduce_scatter(mine, packed.view(-1), spare=True)
+    works = (comm.reduce_scatter(mine, packed.view(-1), spare=True),) if size else ()
 
     def finish() -> list[torch.Tensor]:
         found = [back(packs.view(mine, packs.extents[comm.rank]), packs.dim) for packs in packing]
         # Padding is not held on to by what is a view.
         return [part.clone() for part in found] if uneven else found
 
-    return PendingBucket(Pending((work,), finish, comm, early=uneven))
+    return PendingBucket(Pending(works, finish, comm, early=uneven))
 
 
 def start_all_gathers(
@@ -114,7 +115,7 @@ def start_all_gathers(
     for tensor, packs in zip(tensors, packing, strict=True):
         packs.view(mine, tensor.shape[packs.dim]).copy_(tensor.movedim(packs.dim, 0))
     packed = tensors[0].new_empty((comm.world, size))
-    work = comm.all_gather(packed.view(-1), mine)
+    works = (comm.all_gather(packed.view(-1), mine),) if size else ()
 
     def finish() -> list[torch.Tensor]:
         return [
@@ -122,14 +123,14 @@ def start_all_gathers(
                 [
                     packs.view(packed[rank], extent).movedim(0, packs.dim)
                     for rank, extent in enumerate(packs.extents)
-                    if extent
+                    if extent or not any(packs.extents)
                 ],
                 packs.dim,
             )
             for packs in packing
         ]
 
-    return PendingBucket(Pending((work,), finish, comm, early=True))
+    return PendingBucket(Pending(works, finish, comm, early=True))
 
 
 

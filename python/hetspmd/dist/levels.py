@@ -20,9 +20,9 @@ from hetspmd.cluster.machines import machine_of, ranks_of
 from hetspmd.dist.buckets import PendingBucket
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.pending import Pending, PendingTensor
-from hetspmd.dist.random import Draw, Randomness, Region, random_op
+from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
-from hetspmd.dist.slices import movable, summable
+from hetspmd.dist.slices import is_alone, movable, summable
 from hetspmd.program.level_layout import Leg, Part
 
 Result = TypeVar("Result")
@@ -37,16 +37,17 @@ class MachineRuntime(Runtime):
     across: Runtime | None = None
 
     def start_across(
-        self, kind: str, tensor: torch.Tensor, args: Sequence[Any], leg: Leg
+        self, kind: str, tensor: torch.Tensor, args: Sequence[Any], leg: Leg, *, spare: bool = False
     ) -> PendingAcross[torch.Tensor]:
-        """Start a collective of this kind, with the arguments of its start, between the machines."""
+        """Start a collective of this kind, with the arguments of its start, between the machines. ``spare``: as of
+        :meth:`start`, what is collected of the tensor included."""
         assert self.inside is not None
         assert self.across is not None
         held, shape, handed, result = leg
         comm = self.inside.communicator
-        whole = tensor if comm.world == 1 else collect(comm, tensor, held, shape)
+        whole = tensor if comm.world == 1 else collect(comm, tensor, held, shape, spare=spare)
         if comm.rank == 0:
-            pending = self.across.start(kind, whole, *args)
+            pending = self.across.start(kind, whole, *args, spare=spare)
             return PendingAcross(lambda: hand_out(comm, pending.wait(), handed, result), pending)
         empty = tensor.new_empty(())
         return PendingAcross(lambda: hand_out(comm, empty, handed, result))
@@ -67,22 +68,6 @@ class MachineRuntime(Runtime):
             return carried
         pending = cast(Pending[list[torch.Tensor]], carried.pending)
         return PendingBucket(PendingAcross(lambda: _hand_out_all(comm, pending.wait(), legs), pending))
-
-    def draw_nested(
-        self,
-        instruction: int,
-        shape: Sequence[int],
-        regions: Sequence[Region],
-        alike: bool,
-        op: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """What a random op draws (:func:`hetspmd.lower.calls.draw_nested`)."""
-        cut = [(dim, start, extent) for dim, start, extent in regions]
-        first = cut[0] if cut else None
-        made = Draw(instruction, tuple(shape), first, tuple(cut[1:]), alike)
-        return random_op(self.randomness, made, op, args, kwargs)
 
 
 def join_machines(
@@ -159,12 +144,16 @@ def _hand_out_all(
     return found
 
 
-def collect(comm: Communicator, tensor: torch.Tensor, held: Part, shape: Sequence[int]) -> torch.Tensor:
-    """The machine's tensor of ``shape`` on its first accelerator; on the others a tensor of no use."""
+def collect(
+    comm: Communicator, tensor: torch.Tensor, held: Part, shape: Sequence[int], *, spare: bool = False
+) -> torch.Tensor:
+    """The machine's tensor of ``shape`` on its first accelerator; on the others a tensor of no use. Sums may lie in
+    the memory of a ``spare`` tensor."""
     if held is None or _numel(shape) == 0:
         return tensor if held is None or comm.rank else tensor.new_zeros(list(shape))
     if held == "sum":
-        total = tensor.clone(memory_format=torch.contiguous_format)
+        own = spare and is_alone(tensor)
+        total = tensor if own else tensor.clone(memory_format=torch.contiguous_format)
         comm.reduce(summable(total), 0).wait()
         return total
     dim, extents = cast(tuple[int, Sequence[int]], held)

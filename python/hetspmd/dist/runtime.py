@@ -56,13 +56,15 @@ class Runtime:
         self,
         instruction: int,
         shape: Sequence[int],
-        region: Region | None,
+        regions: Sequence[Region],
+        alike: bool,
         op: Any,
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Any:
         """What a random op draws (:func:`hetspmd.lower.calls.draw`)."""
-        made = Draw(instruction, tuple(shape), None if region is None else (region[0], region[1], region[2]))
+        cut = [(dim, start, extent) for dim, start, extent in regions]
+        made = Draw(instruction, tuple(shape), cut[0] if cut else None, tuple(cut[1:]), alike)
         return random_op(self.randomness, made, op, args, kwargs)
 
     def share(self, value: torch.Tensor) -> torch.Tensor:

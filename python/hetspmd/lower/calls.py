@@ -13,7 +13,6 @@ import torch
 
 __all__ = [
     "draw",
-    "draw_nested",
     "start",
     "start_across",
     "start_bucket",
@@ -34,9 +33,11 @@ def start_bucket(runtime: Any, kind: str, tensors: Sequence[torch.Tensor], args:
     return runtime.start_bucket(kind, tensors, args)
 
 
-def start_across(runtime: Any, kind: str, tensor: torch.Tensor, args: Sequence[Any], leg: Any) -> Any:
+def start_across(
+    runtime: Any, kind: str, tensor: torch.Tensor, args: Sequence[Any], leg: Any, *, spare: bool = False
+) -> Any:
     """Start a collective between machines; ``leg`` says how the tensor lies on the accelerators of one."""
-    return runtime.start_across(kind, tensor, args, leg)
+    return runtime.start_across(kind, tensor, args, leg, spare=spare)
 
 
 def start_bucket_across(
@@ -67,25 +68,13 @@ def draw(
     runtime: Any,
     instruction: int,
     shape: Sequence[int],
-    region: Any,
-    op: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> Any:
-    """What a random op draws, in this rank's ``region`` of the tensor of this shape."""
-    return runtime.draw(instruction, shape, region, op, args, kwargs)
-
-
-def draw_nested(
-    runtime: Any,
-    instruction: int,
-    shape: Sequence[int],
     regions: Sequence[Any],
     alike: bool,
     op: Any,
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The same on an accelerator: ``regions`` are the machine's slice and this accelerator's slice of that, as far
-    as there are any. ``alike``: others have the same slice."""
-    return runtime.draw_nested(instruction, shape, regions, alike, op, args, kwargs)
+    """What a random op draws, in this rank's part of the tensor of this shape: ``regions`` are its slice and,
+    across machines, the accelerator's slice of that, as far as there are any. ``alike``: others have the same
+    slice."""
+    return runtime.draw(instruction, shape, regions, alike, op, args, kwargs)

@@ -1,8 +1,9 @@
 """Writing one local graph: steps become torch.fx nodes.
 
-A value is a key ``(tensor, form)``. It is there because a step produced it, or it is derived for free from
-replicated: a slice for shard(d), for partial the tensor itself on rank 0 and zeros elsewhere. A
-collective is written as its start where its step stands, and as its wait where its result is first read.
+A value is a key, the tensor and its form on each level. It is there because a step produced it, or it is derived
+for free from what is whole on a level: a slice for shard(d), for partial the tensor itself on the first
+rank and zeros on the others. A collective is written as its start where its step stands, and as its wait where
+its result is first read.
 
 A node's ``meta`` says what it is the work of, for :mod:`hetspmd.record.record`: ``instruction`` (its id) or
 ``transfer`` (what a start carries); other nodes are waits, slices and copies. :data:`SHAPE` and :data:`DTYPE`
@@ -14,23 +15,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.errors import PlanError
 from hetspmd.lower import calls
+from hetspmd.lower.transfers import One, arguments, leg
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, placement_text, sharded_dim
 from hetspmd.program.buckets import Bucket, Scheduled
-from hetspmd.program.layout import Layout
-from hetspmd.program.program import Communicate, Compute
-from hetspmd.program.schedule import Key, reads
+from hetspmd.program.level_layout import LevelKey as Key
+from hetspmd.program.level_layout import LevelLayout, RankPlace
+from hetspmd.program.levels import (
+    Across,
+    Both,
+    InsideCollective,
+    NestedStep,
+    Together,
+    carried,
+    keys_of,
+    provider,
+    rows_of,
+)
+from hetspmd.program.program import Compute
 from hetspmd.rules.kernels import reader_of
-from hetspmd.rules.rule import localize
-from hetspmd.rules.theory import Theory
 from hetspmd.trace.evaluate import local_op
 from hetspmd.trace.graph import Instruction, Ref
 from hetspmd.trace.values import to_torch, torch_dtype
@@ -43,71 +52,30 @@ SHAPE, DTYPE, ALSO, VALUE = "shape", "dtype", "also", "value"
 
 
 class GraphWriter:
-    """Writes the steps of one local graph for one rank."""
+    """Writes the steps of one local graph for the rank at a place; all ranks write the same in the same order.
 
-    def __init__(self, theory: Theory, layout: Layout, rank: int, device: torch.device) -> None:
-        self.theory, self.layout, self.rank, self.device = theory, layout, rank, device
-        self.world = layout.lengths.world
+    ``constants`` gives a constant in a form that is no mask, by the tensor.
+    """
+
+    def __init__(self, layout: LevelLayout, at: RankPlace, device: torch.device) -> None:
+        self.theory, self.layout, self.at, self.device = layout.theory, layout, at, device
         self.graph = fx.Graph()
         self.runtime = self.graph.placeholder("runtime")
+        self.inside: fx.Node | None = None
         self.produced: dict[Key, fx.Node | Lazy] = {}
-        self.derived: dict[Key, fx.Node] = {}
-        self._pending: list[Key] = []
+        self.constants: dict[int, Callable[[Key], fx.Node]] = {}
+        self._pending: dict[Key, None] = {}
 
-    def name(self, tensor: int) -> str:
-        """The tensor's name as an identifier."""
-        return identifier(self.theory.graph.tensors[tensor].name)
+    def start(self) -> None:
+        """All inputs are there."""
+        if self.layout.levels > 1:
+            self.inside = self.call("within", calls.within, (self.runtime,))
 
-    def get(self, key: Key) -> fx.Node | None:
-        """A value of this graph, None if it is not there."""
-        found = self.produced.get(key)
-        if found is not None:
-            if not isinstance(found, fx.Node):
-                found = self.produced[key] = found()
-            return found
-        found = self.derived.get(key)
-        if found is None:
-            found = self._derive(key)
-        return found
-
-    def need(self, key: Key) -> fx.Node:
-        """As :meth:`get`; raises PlanError if the value is not there."""
-        found = self.get(key)
-        if found is None:
-            tensor = self.theory.graph.tensors[key[0]].name
-            raise PlanError(f"the program reads {tensor} | {placement_text(key[1])}, which is not there")
-        return found
-
-    def has(self, key: Key) -> bool:
-        """Whether the value is there, itself or derived."""
-        return key in self.produced or (key[0], REPLICATE) in self.produced
-
-    def _derive(self, key: Key) -> fx.Node | None:
-        tensor, form = key
-        if form == REPLICATE or (tensor, REPLICATE) not in self.produced:
-            return None
-        if form == PARTIAL:
-            node = self.need((tensor, REPLICATE)) if self.rank == 0 else self.zeros(tensor)
-        else:
-            node = self.narrow(self.need((tensor, REPLICATE)), key)
-        self.derived[key] = node
-        return node
-
-    def zeros(self, tensor: int) -> fx.Node:
-        """The summand of a rank that contributes nothing."""
-        meta = self.theory.graph.tensors[tensor]
-        kwargs = {"dtype": torch_dtype(meta.dtype), "device": self.device}
-        return self.call(f"{self.name(tensor)}_zero", aten.zeros.default, (list(meta.shape),), kwargs)
-
-    def narrow(self, whole: fx.Node, key: Key) -> fx.Node:
-        """This rank's slice of a whole tensor; a lone rank's is the whole."""
-        if self.world == 1:
-            return whole
-        region = self.layout.region(*key, self.rank)
-        assert region is not None
-        stop = region.start + region.extent
-        args = (whole, region.dim, region.start, stop)
-        return self.call(f"{self.name(key[0])}_shard{region.dim}", aten.slice.Tensor, args)
+    def name(self, key: Key) -> str:
+        """An identifier for a value: of the tensor, and the dims that the levels cut."""
+        levels = zip(("shard", "part"), key[1:], strict=False)
+        parts = [f"{level}{sharded_dim(form)}" for level, form in levels if is_sharded(form)]
+        return "_".join([identifier(self.theory.graph.tensors[key[0]].name), *parts])
 
     def call(
         self, name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -117,144 +85,158 @@ class GraphWriter:
 
     def typed(self, node: fx.Node, key: Key) -> fx.Node:
         """The node, with the shape and dtype of the value here."""
-        node.meta[SHAPE] = self.layout.shape(*key, self.rank)
+        node.meta[SHAPE] = self.layout.shape(key, self.at)
         node.meta[DTYPE] = self.theory.graph.tensors[key[0]].dtype
         return valued(node, key)
 
-    def write(self, step: Scheduled) -> None:
-        """Append a step."""
-        if isinstance(step, Bucket):
-            self._coalesce(step)
-        elif isinstance(step, Communicate):
-            self._communicate(step)
+    def need(self, key: Key) -> fx.Node:
+        """A value, itself or derived. Raises PlanError if it is not there."""
+        base = provider(self.produced, key)
+        if base is None and key[0] in self.constants:
+            base = (key[0], *(REPLICATE if form == PARTIAL else form for form in key[1:]))
+            self.produced[base] = self.constants[key[0]](base)
+        if base is None:
+            name = self.theory.graph.tensors[key[0]].name
+            forms = ", ".join(map(placement_text, key[1:]))
+            raise PlanError(f"the program reads {name} | {forms}, which is not there")
+        levels = [n for n, (have, want) in enumerate(zip(base[1:], key[1:], strict=True)) if have != want]
+        if any(key[1 + n] == PARTIAL and self.layout.peers(n, self.at)[0] for n in levels):
+            if self.layout.levels > 1 and base in self._pending:
+                self.need(
+                    base
+                )  # a collective between machines ends inside them: all wait for it at one place
+            node = self.zeros(key)
         else:
-            self._compute(step)
+            found = self.produced[base]
+            node = found if isinstance(found, fx.Node) else found()
+            self.produced[base] = node
+            for n in levels:
+                base = (*base[: 1 + n], key[1 + n], *base[2 + n :])
+                node = self.narrow(node, base, n)
+        self.produced[key] = node
+        return node
 
-    def _communicate(self, step: Communicate) -> None:
-        target = (step.tensor, step.target)
+    def zeros(self, key: Key) -> fx.Node:
+        """The summand of a rank that contributes nothing."""
+        kwargs = {"dtype": torch_dtype(self.theory.graph.tensors[key[0]].dtype), "device": self.device}
+        shape = list(self.layout.shape(key, self.at))
+        return self.call(f"{self.name(key)}_zero", aten.zeros.default, (shape,), kwargs)
+
+    def narrow(self, whole: fx.Node, key: Key, level: int) -> fx.Node:
+        """This rank's slice of what is whole on a level. A lone rank's is the whole, as is the first one's mask."""
+        region = self.layout.region(key, level, self.at)
+        if region is None or self.layout.peers(level, self.at)[1] == 1:
+            return whole
+        stop = region.start + region.extent
+        return self.call(self.name(key), aten.slice.Tensor, (whole, region.dim, region.start, stop))
+
+    def compact(self, key: Key) -> fx.Node:
+        """A copy of a slice made as soon as the whole is there, so that the whole need not be kept."""
+        base = provider(self.produced, key)
+        whole = None if base is None or base == key else self.need(base)
+        with self.graph.inserting_before((whole or self.need(key)).next):
+            slice_ = self.need(key)
+            if slice_ is whole:
+                return slice_
+            kwargs = {"memory_format": torch.contiguous_format}
+            return self.call(f"{self.name(key)}_saved", aten.clone.default, (slice_,), kwargs)
+
+    def write(self, step: Scheduled | NestedStep) -> None:
+        """Append a step."""
+        if isinstance(step, (Compute, Both)):
+            self._compute(step)
+        elif isinstance(step, (Bucket, Together)):
+            self._coalesce(step)
+        else:
+            self._communicate(step)
+
+    def _communicate(self, step: One) -> None:
+        ((source_key, target),) = carried(step)
         if target in self.produced:
             return
-        source = self.need((step.tensor, step.source))
-        if self.world == 1 or (
-            KINDS[step.kind].keeps_dim and self.layout.agrees(step.tensor, step.source, step.target)
-        ):
+        source = self.need(source_key)
+        if self.layout.is_nothing(step):
             self.produced[target] = source
             return
-        args = _arguments(self.layout, step)
-        name = self.name(step.tensor)
-        pending = self.call(f"{name}_{step.kind}", calls.start, (self.runtime, step.kind, source, *args))
+        args = arguments(self.layout, step, self.at)
+        name = f"{self.name(source_key)}_{step.kind}"
+        if isinstance(step, Across):
+            given = (self.runtime, step.kind, source, args, leg(self.layout, step, self.at))
+            pending = self.call(f"{name}_across", calls.start_across, given)
+        elif isinstance(step, InsideCollective):
+            pending = self.call(f"{name}_inside", calls.start, (self.inside, step.kind, source, *args))
+        else:
+            pending = self.call(name, calls.start, (self.runtime, step.kind, source, *args))
         pending.meta["transfer"] = step
-        suffix = "whole" if step.target == REPLICATE else f"shard{sharded_dim(step.target)}"
-        self.produced[target] = lambda: valued(self.call(f"{name}_{suffix}", calls.wait, (pending,)), target)
-        self._pending.append(target)
+        self._arrives(target, calls.wait, (pending,))
 
-    def _coalesce(self, bucket: Bucket) -> None:
-        members = {
-            (m.tensor, m.target): m for m in bucket.members if (m.tensor, m.target) not in self.produced
-        }
-        if len(members) < 2 or self.world == 1:
-            for member in members.values():
+    def _arrives(self, key: Key, target: Any, args: tuple[Any, ...]) -> None:
+        """A value comes of a collective; it is waited for where it is first read."""
+        whole = all(form == REPLICATE for form in key[1:])
+        name = f"{self.name(key)}_whole" if whole else self.name(key)
+        self.produced[key] = lambda: valued(self.call(name, target, args), key)
+        self._pending[key] = None
+
+    def _coalesce(self, bucket: Bucket | Together) -> None:
+        pairs = [(m, *carried(m)[0]) for m in bucket.members]
+        left = [(m, source, target) for m, source, target in pairs if target not in self.produced]
+        if len(left) < 2 or self.layout.world == 1:
+            for member, _, _ in left:
                 self._communicate(member)
             return
-        sources = [self.need((m.tensor, m.source)) for m in members.values()]
-        args = [_arguments(self.layout, m) for m in members.values()]
-        given = (self.runtime, bucket.kind, sources, args)
-        pending = self.call(f"bucket_{bucket.kind}", calls.start_bucket, given)
-        pending.meta["transfer"] = Bucket(tuple(members.values()))
-        for index, target in enumerate(members):
-            suffix = "whole" if target[1] == REPLICATE else f"shard{sharded_dim(target[1])}"
-            name = f"{self.name(target[0])}_{suffix}"
-            self.produced[target] = partial(self._taken, name, pending, index, target)
-            self._pending.append(target)
+        sources = [self.need(source) for _, source, _ in left]
+        args = [arguments(self.layout, m, self.at) for m, _, _ in left]
+        name, kind = f"bucket_{bucket.kind}", bucket.kind
+        if legs := [leg(self.layout, m, self.at) for m, _, _ in left if isinstance(m, Across)]:
+            given = (self.runtime, kind, sources, args, legs)
+            pending = self.call(f"{name}_across", calls.start_bucket_across, given)
+        elif isinstance(bucket, Together):
+            pending = self.call(f"{name}_inside", calls.start_bucket, (self.inside, kind, sources, args))
+        else:
+            pending = self.call(name, calls.start_bucket, (self.runtime, kind, sources, args))
+        members: Any = tuple(m for m, _, _ in left)
+        pending.meta["transfer"] = type(bucket)(members)
+        for index, (_, _, target) in enumerate(left):
+            self._arrives(target, calls.take, (pending, index))
 
-    def _taken(self, name: str, pending: fx.Node, index: int, key: Key) -> fx.Node:
-        return valued(self.call(name, calls.take, (pending, index)), key)
-
-    def _compute(self, step: Compute) -> None:
-        theory, row = self.theory, step.row
+    def _compute(self, step: Compute | Both) -> None:
+        theory, rows = self.theory, rows_of(step)
         instruction = theory.graph.instructions[step.instruction]
         if instruction.is_source:
             raise PlanError(f"{instruction.name} is a source and cannot be computed")
-        inputs = [self.need(key) for key in reads(theory.graph, step)]
+        inputs = [self.need(key) for key in keys_of(instruction.inputs, *(row.pre for row in rows))]
         if (reader := reader_of(instruction.op)) is not None:
             inputs = [self.call(f"{node.name}_dense", reader, (node,)) for node in inputs]
-        rule, call = theory.rules[instruction.id], theory.calls[instruction.id]
-        start, stop = self._units(step)
-        target, args, kwargs = localize(call, rule, row, self.rank, self.world, start, stop)
+        local = self.layout.call(step.instruction, rows, self.at)
+        if local is None:
+            raise PlanError(
+                f"{instruction.name} cannot run by {rows[0]} on machines and {rows[-1]} inside at once; "
+                "compile the plan again"
+            )
+        target, args, kwargs = local
 
         def torch_value(value: Any) -> Any:
             return _fill(to_torch(value, self.device), inputs)
 
         local_args = tuple(torch_value(a) for a in args)
         local_kwargs = {k: torch_value(v) for k, v in kwargs.items()}
-        single = len(instruction.outputs) == 1 and not _returns_many(instruction)
+        keys = keys_of(instruction.outputs, *(row.post for row in rows))
+        function: Any = local_op(target, self.device) if isinstance(target, str) else target
         name = identifier(instruction.name)
-        if isinstance(target, str):
-            function = local_op(target, self.device)
-            if rule.random:
-                node = self._draw(step, instruction, name, function, local_args, local_kwargs)
-            else:
-                node = self.call(name, function, local_args, local_kwargs)
+        if theory.rules[instruction.id].random and isinstance(target, str):
+            shape = list(theory.graph.tensors[keys[0][0]].shape)
+            regions = [(r.dim, r.start, r.extent) for r in self.layout.regions(keys[0], self.at)]
+            alike = self.layout.drawn_alike(instruction.id, rows)
+            given = (self.runtime, instruction.id, shape, regions, alike, function, local_args, local_kwargs)
+            node = self.call(name, calls.draw, given)
         else:
-            node = self.call(name, target, local_args, local_kwargs)
+            node = self.call(name, function, local_args, local_kwargs)
         node.meta["instruction"] = instruction.id
-        for index, key in self._outputs(step, instruction):
-            if key not in self.produced:
-                value = node if single else self.call(self.name(key[0]), item, (node, index))
+        single = len(instruction.outputs) == 1 and not _returns_many(instruction)
+        for index, key in enumerate(keys):
+            if key[0] >= 0 and key not in self.produced:
+                value = node if single else self.call(self.name(key), item, (node, index))
                 self.produced[key] = self.typed(value, key)
-
-    def _draw(
-        self,
-        step: Compute,
-        instruction: Instruction,
-        name: str,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> fx.Node:
-        first, form = instruction.outputs[0], step.row.post[0]
-        region = self.layout.region(first, form, self.rank)
-        shape = list(self.theory.graph.tensors[first].shape)
-        where = None if region is None else (region.dim, region.start, region.extent)
-        return self.call(
-            name, calls.draw, (self.runtime, instruction.id, shape, where, function, args, kwargs)
-        )
-
-    def _outputs(self, step: Compute, instruction: Instruction) -> list[tuple[int, Key]]:
-        return [
-            (i, (t, f))
-            for i, (t, f) in enumerate(zip(instruction.outputs, step.row.post, strict=True))
-            if t >= 0
-        ]
-
-    def _units(self, step: Compute) -> tuple[int, int]:
-        if step.row.factor is None:
-            return 0, 0
-        rows = self.theory.rows[step.instruction]
-        try:
-            axis = self.theory.row_axes[step.instruction][rows.index(step.row)]
-        except ValueError:
-            axis = None
-        if axis is None:
-            name = self.theory.graph.instructions[step.instruction].name
-            raise PlanError(
-                f"{name} has no row {step.row}; the plan was made with other rules, compile it again"
-            )
-        size = self.theory.rules[step.instruction].factors[step.row.factor].size
-        return self.layout.units(axis, size, self.rank)
-
-    def compact(self, key: Key) -> fx.Node:
-        """A copy of a slice made as soon as the whole is there, so that the whole need not be kept."""
-        if self.world == 1:
-            return self.need(key)
-        slice_ = self.derived.get(key)
-        if slice_ is None:
-            whole = self.need((key[0], REPLICATE))
-            with self.graph.inserting_after(whole):
-                slice_ = self.derived[key] = self.narrow(whole, key)
-        kwargs = {"memory_format": torch.contiguous_format}
-        with self.graph.inserting_after(slice_):
-            return self.call(f"{self.name(key[0])}_saved", aten.clone.default, (slice_,), kwargs)
 
     def finish(self, results: Any) -> None:
         """Wait for the collectives whose results nothing on this rank reads, and write the output."""
@@ -307,13 +289,6 @@ def _returns_many(instruction: Instruction) -> bool:
     """Whether the op returns a list or tuple even of one tensor."""
     returns = local_op(instruction.op)._schema.returns
     return len(returns) != 1 or str(returns[0].type) != "Tensor"
-
-
-def _arguments(layout: Layout, step: Communicate) -> tuple[Any, ...]:
-    """The dims and extents with which a collective is started."""
-    ends = (end for end in (step.source, step.target) if is_sharded(end))
-    cuts = [(sharded_dim(end), layout.extents(step.tensor, end)) for end in ends]
-    return KINDS[step.kind].arguments(cuts)
 
 
 def identifier(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -32,8 +32,6 @@ class IdleEmitter:
     program: Program
     lengths: Lengths
     device: torch.device
-
-    levels: ClassVar[int] = 1
 
     def emit(self) -> LocalGraphs:
         """The graphs."""

@@ -1,198 +1,176 @@
-"""The graphs of one rank of a program of one level, as they are written.
-
-Values that cross from forward to backward are saved in the forms that :mod:`hetspmd.program.saved_tensors` says.
-"""
+"""The graphs of one rank that runs a program, of one level or of two, as they are written."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any
 
 import torch
 from torch import fx
 
 from hetspmd.lower.emit import GraphWriter, identifier, take_saved
 from hetspmd.lower.program import Groups, LocalGraphs, LocalTensor, numbered
-from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, sharded_dim
-from hetspmd.program.buckets import Scheduled
-from hetspmd.program.layout import Layout
-from hetspmd.program.lengths import Lengths
-from hetspmd.program.program import Compute, Program
-from hetspmd.program.saved_tensors import crossing
-from hetspmd.program.schedule import Key, Schedule, reads, schedule
-from hetspmd.rules.theory import Theory
+from hetspmd.placement import REPLICATE, is_sharded, sharded_dim
+from hetspmd.program.layout import Region
+from hetspmd.program.level_layout import LevelKey, LevelLayout, RankPlace
+from hetspmd.program.levels import LocalSteps
 from hetspmd.trace.evaluate import constant_value
-from hetspmd.trace.graph import BUFFER, CONSTANT, INPUT, PARAMETER, TANGENT
 
-__all__ = ["FlatEmitter"]
+__all__ = ["ActiveEmitter"]
 
 
-class FlatEmitter:
-    """Writes the graphs of ``rank``, among the ranks that run a program of one level, on ``device``.
+class ActiveEmitter:
+    """Writes the graphs of the rank at a place on ``device``.
 
-    Small collectives share buckets of at most ``bucket_bytes`` bytes, the same on every rank. ``ranks`` are the
-    numbers of the program's ranks in the cluster, where they are others (for the text of the graphs alone).
+    ``devices`` and ``ranks`` are the numbers in the cluster of the devices that run the program and of their
+    accelerators, where they are others than their places (for the text of the graphs alone).
     """
-
-    levels: Final = 1
 
     def __init__(
         self,
-        theory: Theory,
-        program: Program,
-        lengths: Lengths,
-        rank: int,
+        steps: LocalSteps[Any, Any],
+        layout: LevelLayout,
+        at: RankPlace,
         device: torch.device,
-        bucket_bytes: int,
+        devices: Sequence[int] = (),
         ranks: Sequence[int] = (),
     ) -> None:
-        self.theory, self.graph, self.program = theory, theory.graph, program
-        self.rank, self.device, self.bucket_bytes = rank, device, bucket_bytes
-        self.ranks = tuple(ranks or range(lengths.world))
-        self.layout = Layout(self.graph, theory.axes, lengths)
-        self.world = lengths.world
-        self.stored: dict[int, Placement] = {}
+        self.steps, self.layout, self.at, self.device = steps, layout, at, device
+        self.graph = layout.graph
+        self.devices = tuple(devices or range(len(layout.accelerators)))
+        self.ranks = tuple(ranks or range(layout.world))
         self.constants: dict[str, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
 
     def emit(self) -> LocalGraphs:
-        """The graphs; constants are computed. Raises PlanError if the program reads what it has not produced."""
-        plan = schedule(self.theory, self.program, self.bucket_bytes)
-        for step in plan.forward:
-            if isinstance(step, Compute) and self.graph.instructions[step.instruction].is_source:
-                self.stored[self.graph.instructions[step.instruction].outputs[0]] = step.row.post[0]
-        forward = self._forward(plan)
-        results = [(r.tensor, r.form) for r in self.program.gradients]
+        """The graphs; constants are computed. Raises PlanError if the program reads what it has not produced, or if
+        the rows of an instruction cannot be had at once on two levels."""
+        steps, graph, layout = self.steps, self.graph, self.layout
+        forward = self._forward()
         backward: GraphWriter | None = None
-        taken: list[tuple[Key, bool]] = []
-        if results:
-            backward, taken = self._backward(plan, forward, results)
-        saved = [forward.compact(key) if compact else forward.need(key) for key, compact in taken]
-        loss = self.program.loss
-        forward.finish(
-            (
-                None if loss is None else forward.need((loss.tensor, loss.form)),
-                [forward.need((r.tensor, r.form)) for r in self.program.outputs],
-                [forward.need((r.tensor, r.form)) for r in self.program.buffers],
-                saved,
-            )
-        )
-        buffers = self.graph.buffers
-        updated = tuple(i for i, b in enumerate(buffers) if b.updated is not None)
-        written = tuple(i for i, p in enumerate(self.graph.parameters) if p.updated is not None)
-        differentiable = tuple(i for i, p in enumerate(self.graph.parameters) if p.gradient is not None)
+        taken: list[LevelKey] = []
+        if steps.gradients:
+            backward, taken = self._backward()
+        # In one order on all ranks, whatever each of them takes, as it is the order of waits.
+        kept = {key: forward.compact(key) if copied else forward.need(key) for key, copied in self._saved()}
+        saved = [kept[key] for key in taken]
+        loss = None if steps.loss is None else forward.need(steps.loss)
+        outputs = [forward.need(key) for key in steps.outputs]
+        forward.finish((loss, outputs, [forward.need(key) for key in steps.buffers], saved))
+        updated = tuple(i for i, b in enumerate(graph.buffers) if b.updated is not None)
+        written = tuple(i for i, p in enumerate(graph.parameters) if p.updated is not None)
+        differentiable = tuple(i for i, p in enumerate(graph.parameters) if p.gradient is not None)
         return LocalGraphs(
-            self.rank,
-            self.world,
-            self.device,
-            tuple(self._local(p.tensor, self.stored.get(p.tensor, REPLICATE)) for p in self.graph.parameters),
-            tuple(self._local(b.tensor, REPLICATE) for b in buffers),
-            tuple(self._local(i.tensor, REPLICATE) for i in self.graph.inputs),
-            tuple(self._local(r.tensor, r.form) for r in self.program.outputs),
-            updated if self.program.buffers else (),
-            written if self.program.buffers else (),
-            differentiable if self.program.gradients else (),
-            forward.graph,
-            None if backward is None else backward.graph,
-            self.constants,
-            self.graph,
-            lambda key: self.layout.shape(key[0], key[1], self.rank),
-            Groups(numbered("rank", self.ranks)),
+            rank=layout.rank(self.at),
+            world=layout.world,
+            device=self.device,
+            parameters=tuple(self._stored(p.tensor) for p in graph.parameters),
+            buffers=tuple(self._local(layout.whole(b.tensor)) for b in graph.buffers),
+            inputs=tuple(self._local(layout.whole(i.tensor)) for i in graph.inputs),
+            outputs=tuple(self._local(key) for key in steps.outputs),
+            updated=updated if steps.buffers else (),
+            written=written if steps.buffers else (),
+            differentiable=differentiable if steps.gradients else (),
+            forward=forward.graph,
+            backward=None if backward is None else backward.graph,
+            constants=self.constants,
+            reference=graph,
+            local_shape=lambda key: layout.shape(key, self.at),
+            groups=self._groups(),
         )
 
-    def _local(self, tensor: int, form: Placement) -> LocalTensor:
+    def _groups(self) -> Groups:
+        if self.layout.levels == 1:
+            return Groups(numbered("rank", self.ranks))
+        places = zip(self.ranks, self.layout.places, strict=True)
+        inside = [rank for rank, place in places if place.machine == self.at.machine]
+        return Groups(numbered("rank", inside), numbered("machine", self.devices))
+
+    def _stored(self, tensor: int) -> LocalTensor:
+        """A parameter: each accelerator holds its machine's part, which counts as the first one's."""
+        form = self.steps.stored.get(tensor, REPLICATE)
+        extents: tuple[int, ...] = ()
+        if is_sharded(form):
+            of_devices = self.layout.outer.extents(tensor, form)
+            extents = tuple(of_devices[p.machine] if p.inside == 0 else 0 for p in self.layout.places)
         meta = self.graph.tensors[tensor]
-        extents = self.layout.extents(tensor, form) if is_sharded(form) else ()
-        region = self.layout.region(tensor, form, self.rank)
+        region = self.layout.outer.region(tensor, form, self.at.machine)
         return LocalTensor(tensor, form, meta.shape, meta.dtype, extents, region)
 
-    def _writer(self) -> GraphWriter:
-        return GraphWriter(self.theory, self.layout, self.rank, self.device)
+    def _local(self, key: LevelKey) -> LocalTensor:
+        """A tensor that is whole, or divided along the same dim on every level."""
+        meta, form = self.graph.tensors[key[0]], key[1]
+        if not is_sharded(form):
+            return LocalTensor(key[0], form, meta.shape, meta.dtype, (), None)
+        dim = sharded_dim(form)
+        extents = tuple(self.layout.shape(key, place)[dim] for place in self.layout.places)
+        rank = self.layout.rank(self.at)
+        region = Region(dim, sum(extents[:rank]), extents[rank])
+        return LocalTensor(key[0], form, meta.shape, meta.dtype, extents, region)
 
-    def _forward(self, plan: Schedule) -> GraphWriter:
-        writer = self._writer()
-        names: dict[int, str] = {}
-        for prefix, tensors in (
-            ("parameter", [p.tensor for p in self.graph.parameters]),
-            ("buffer", [b.tensor for b in self.graph.buffers]),
-            ("batch", [i.tensor for i in self.graph.inputs]),
-        ):
-            for tensor in tensors:
-                names[tensor] = f"{prefix}_{identifier(self.graph.tensors[tensor].name)}"
-                key = (tensor, self.stored.get(tensor, REPLICATE))
-                writer.produced[key] = writer.typed(writer.graph.placeholder(names[tensor]), key)
-        for step in plan.forward:
-            if not self._source(writer, step):
-                writer.write(step)
+    def _writer(self) -> GraphWriter:
+        writer = GraphWriter(self.layout, self.at, self.device)
+        for constant in self.graph.constants:
+            writer.constants[constant.tensor] = lambda key: self._attribute(writer, key)
         return writer
 
-    def _backward(
-        self, plan: Schedule, forward: GraphWriter, results: list[Key]
-    ) -> tuple[GraphWriter, list[tuple[Key, bool]]]:
-        crosses = crossing(self.graph, plan, self.program.gradients)
-        whole = crosses.whole | (crosses.masks if self.rank == 0 else {})
+    def _forward(self) -> GraphWriter:
+        writer, graph = self._writer(), self.graph
+        for prefix, tensors in (
+            ("parameter", [p.tensor for p in graph.parameters]),
+            ("buffer", [b.tensor for b in graph.buffers]),
+            ("batch", [i.tensor for i in graph.inputs]),
+        ):
+            for tensor in tensors:
+                name = f"{prefix}_{identifier(graph.tensors[tensor].name)}"
+                key = self.layout.whole(tensor, self.steps.stored.get(tensor, REPLICATE))
+                writer.produced[key] = writer.typed(writer.graph.placeholder(name), key)
+        writer.start()
+        for step in self.steps.forward:
+            writer.write(step)
+        return writer
+
+    def _saved(self) -> list[tuple[LevelKey, bool]]:
+        """What the backward may take of the forward here. Of what is saved whole for masks, the first rank needs no
+        slice beside it."""
+        whole = {key for key, copied in self.steps.saved if not copied}
+        first = self.at == RankPlace(0)
+        return [
+            (key, copied)
+            for key, copied in self.steps.saved
+            if not (copied and first and self.layout.whole(key[0]) in whole)
+        ]
+
+    def _backward(self) -> tuple[GraphWriter, list[LevelKey]]:
+        """The backward, and what it takes of the forward."""
         writer = self._writer()
         tangent = writer.graph.placeholder("tangent")
         saved = writer.graph.placeholder("saved")
         if self.graph.tangent is not None:
-            writer.produced[(self.graph.tangent, REPLICATE)] = tangent
-        taken: list[tuple[Key, bool]] = []
+            writer.produced[self.layout.whole(self.graph.tangent)] = tangent
+        writer.start()
+        taken: list[LevelKey] = []
 
-        def take(key: Key, compact: bool) -> fx.Node:
-            taken.append((key, compact))
-            suffix = f"_shard{sharded_dim(key[1])}" if is_sharded(key[1]) else ""
-            node = writer.call(f"{writer.name(key[0])}{suffix}", take_saved, (saved, len(taken) - 1))
+        def take(key: LevelKey) -> fx.Node:
+            taken.append(key)
+            node = writer.call(writer.name(key), take_saved, (saved, len(taken) - 1))
             return writer.typed(node, key)
 
-        for key in whole:
-            writer.produced[key] = lambda key=key: take(key, False)  # type: ignore[misc]  # key is bound
-        for key in (k for k in crosses.slices if (k[0], REPLICATE) not in whole):
-            writer.produced[key] = lambda key=key: take(key, True)  # type: ignore[misc]  # key is bound
-        for step in plan.forward:
-            self._source(writer, step, only=CONSTANT)
-        for step in plan.backward:
-            if not self._source(writer, step):
-                self._masks(writer, forward, reads(self.graph, step))
-                writer.write(step)
-        self._masks(writer, forward, results)
-        writer.finish([writer.need(key) for key in results])
+        for key, _ in self._saved():
+            writer.produced[key] = lambda key=key: take(key)  # type: ignore[misc]  # key is bound
+        for step in self.steps.backward:
+            writer.write(step)
+        writer.finish([writer.need(key) for key in self.steps.gradients])
         return writer, taken
 
-    def _masks(self, writer: GraphWriter, forward: GraphWriter, keys: tuple[Key, ...] | list[Key]) -> None:
-        """Masks of forward values: a rank other than 0 needs nothing of the value itself."""
-        for key in keys:
-            if key[1] == PARTIAL and not writer.has(key) and forward.has(key) and self.rank != 0:
-                writer.derived[key] = writer.derived.get(key) or writer.zeros(key[0])
-
-    def _source(self, writer: GraphWriter, step: Scheduled, only: str | None = None) -> bool:
-        """Handle a source step; False for any other step."""
-        if not isinstance(step, Compute):
-            return False
-        instruction = self.graph.instructions[step.instruction]
-        if instruction.op not in (PARAMETER, BUFFER, INPUT, TANGENT, CONSTANT):
-            return False
-        if instruction.op == CONSTANT and only in (None, CONSTANT):
-            (tensor,) = instruction.outputs
-            writer.produced[(tensor, REPLICATE)] = lambda: self._attribute(writer, (tensor, REPLICATE))
-            extent = self.graph.tensors[tensor].shape
-            for dim in range(len(extent)):
-                axis = self.theory.axes.axis(tensor, dim)
-                if axis is not None and axis.units >= 2:
-                    key = (tensor, 2 + dim)
-                    writer.produced[key] = lambda key=key: self._attribute(writer, key)  # type: ignore[misc]  # key is bound
-        return True
-
-    def _attribute(self, writer: GraphWriter, key: Key) -> fx.Node:
+    def _attribute(self, writer: GraphWriter, key: LevelKey) -> fx.Node:
         """A constant in a form, as an attribute of the graph's module."""
-        tensor, form = key
-        suffix = f"_shard{sharded_dim(form)}" if is_sharded(form) else ""
-        name = f"constant_{identifier(self.graph.tensors[tensor].name)}{suffix}"
+        name = f"constant_{writer.name(key)}"
         if name not in self.constants:
-            value = self._value(tensor)
-            region = self.layout.region(tensor, form, self.rank)
-            if region is not None:
-                value = value.narrow(region.dim, region.start, region.extent).clone()
-            self.constants[name] = value
+            whole = value = self._value(key[0])
+            for region in self.layout.regions(key, self.at):
+                value = value.narrow(region.dim, region.start, region.extent)
+            self.constants[name] = whole if value is whole else value.clone()
         return writer.graph.create_node("get_attr", name, name=name)
 
     def _value(self, tensor: int) -> torch.Tensor:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hetspmd.cluster.machines import machine_of, ranks_of
+from hetspmd.cluster.machines import inside_cluster, machine_of, ranks_of
 from hetspmd.cost.coalesce import bucket_bytes as bucket_bytes_of
 from hetspmd.lower.idle import IdleEmitter
-from hetspmd.lower.levels import MachineEmitter, nested_of
-from hetspmd.lower.local import FlatEmitter
+from hetspmd.lower.local import ActiveEmitter
 from hetspmd.lower.passes import Emitter, Watch, run_passes
 from hetspmd.lower.program import LocalProgram
 from hetspmd.placement import REPLICATE, shard
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
-from hetspmd.program.levels import Nested
+from hetspmd.program.level_layout import LevelLayout, RankPlace
+from hetspmd.program.levels import LocalSteps, Nested, one_level
+from hetspmd.program.nesting import nest
 from hetspmd.program.program import Program, Result
 from hetspmd.rules.theory import Theory
 
 if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
 
-__all__ = ["active_ranks", "lower", "lower_place", "lower_plan"]
+__all__ = ["active_ranks", "lower", "lower_place", "lower_plan", "nested_of"]
 
 
 def active_ranks(plan: Plan) -> tuple[int, ...]:
@@ -54,15 +54,24 @@ def lower(
     Small collectives share buckets of at most ``bucket_bytes`` bytes, the same on every rank.
     Constants are computed here. Raises PlanError if the program reads what it has not produced.
     """
-    return run_passes(FlatEmitter(theory, program, lengths, rank, device, bucket_bytes))
+    steps = one_level(theory, program, bucket_bytes)
+    return run_passes(ActiveEmitter(steps, LevelLayout(theory, lengths), RankPlace(rank), device))
 
 
 def lower_place(
-    theory: Theory, nested: Nested, layout: NestedLayout, at: AcceleratorPlace, device: torch.device
+    steps: LocalSteps[Any, Any], layout: LevelLayout, at: RankPlace, device: torch.device
 ) -> LocalProgram:
-    """The local program of one accelerator. Raises PlanError if the rows of an instruction cannot be had at
+    """The local program of the rank at a place. Raises PlanError if the rows of an instruction cannot be had at
     once."""
-    return run_passes(MachineEmitter(theory, nested, layout, at, device))
+    return run_passes(ActiveEmitter(steps, layout, at, device))
+
+
+def nested_of(plan: Plan) -> Nested:
+    """What each accelerator does by a plan across machines."""
+    assert plan.inside is not None
+    cluster, active = plan.cluster, plan.active
+    sizes = bucket_bytes_of(cluster.part(active)), bucket_bytes_of(inside_cluster(cluster, active))
+    return nest(plan.theory, plan.program, plan.inside.program, *sizes)
 
 
 def _emitter(plan: Plan, rank: int, device: torch.device) -> Emitter:
@@ -71,12 +80,13 @@ def _emitter(plan: Plan, rank: int, device: torch.device) -> Emitter:
     if rank not in ranks:
         return IdleEmitter(theory, _left_to_idle(plan), plan.lengths, device)
     if plan.inside is None:
-        size = bucket_bytes_of(cluster.part(plan.active))
-        return FlatEmitter(theory, plan.program, plan.lengths, ranks.index(rank), device, size, ranks)
+        steps = one_level(theory, plan.program, bucket_bytes_of(cluster.part(plan.active)))
+        layout, at = LevelLayout(theory, plan.lengths), RankPlace(ranks.index(rank))
+        return ActiveEmitter(steps, layout, at, device, plan.active, ranks)
     machine = machine_of(cluster)[rank]
-    layout = NestedLayout(theory, plan.lengths, [cluster.accelerators[j] for j in plan.active])
-    at = AcceleratorPlace(plan.active.index(machine), rank - machine_of(cluster).index(machine))
-    return MachineEmitter(theory, nested_of(plan), layout, at, device, plan.active, ranks)
+    layout = LevelLayout(theory, plan.lengths, [cluster.accelerators[j] for j in plan.active])
+    at = RankPlace(plan.active.index(machine), rank - machine_of(cluster).index(machine))
+    return ActiveEmitter(nested_of(plan), layout, at, device, plan.active, ranks)
 
 
 def _left_to_idle(plan: Plan) -> Program:

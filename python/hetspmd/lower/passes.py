@@ -3,8 +3,6 @@
 The first pass writes the two graphs of a rank, the others rewrite them. A pass is a function from the state of the
 lowering to the next one. A state owns its graphs: a pass may rewrite them in place, so that what is wanted of a
 state is taken from it before the next pass runs (``watch`` of :func:`run_passes`).
-
-A pass that is only for plans of one level leaves the graphs of an accelerator of a machine as they are.
 """
 
 from __future__ import annotations
@@ -24,12 +22,8 @@ __all__ = ["PASSES", "Emitter", "Lowering", "Pass", "Rewrite", "Watch", "run_pas
 
 
 class Emitter(Protocol):
-    """What writes the graphs of one rank of a plan: :class:`~hetspmd.lower.local.FlatEmitter`,
-    :class:`~hetspmd.lower.levels.MachineEmitter` or :class:`~hetspmd.lower.idle.IdleEmitter`."""
-
-    @property
-    def levels(self) -> int:
-        """Levels of the plan: 2 for an accelerator of a machine, else 1."""
+    """What writes the graphs of one rank of a plan: :class:`~hetspmd.lower.local.ActiveEmitter` or
+    :class:`~hetspmd.lower.idle.IdleEmitter`."""
 
     def emit(self) -> LocalGraphs:
         """The graphs, newly written. Raises PlanError if the program reads what it has not produced."""
@@ -60,16 +54,14 @@ class Pass:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A pass that looks at each graph by itself; ``one_level``: it leaves accelerators of machines as they are."""
+    """A pass that looks at each graph by itself."""
 
     rewrite: Callable[[fx.Graph], None]
-    one_level: bool = False
 
     def __call__(self, state: Lowering) -> Lowering:
         """The state whose graphs are rewritten: they are those of ``state``."""
-        if state.emitter.levels == 1 or not self.one_level:
-            for graph in state.graphs.graphs:
-                self.rewrite(graph)
+        for graph in state.graphs.graphs:
+            self.rewrite(graph)
         return state
 
 
@@ -90,31 +82,31 @@ PASSES: Final[tuple[Pass, ...]] = (
         "drops what nothing reads: results of ops with several, the runtime inside a machine",
         Rewrite(drop_unread),
     ),
-    Pass("aliases", "drops calls that only rename a value (one level)", Rewrite(fuse.drop_aliases, True)),
+    Pass("aliases", "drops calls that only rename a value", Rewrite(fuse.drop_aliases)),
     Pass(
         "convolutions",
-        "computes both gradients of a convolution by one call (one level)",
-        Rewrite(fuse.join_convolutions, True),
+        "computes both gradients of a convolution by one call",
+        Rewrite(fuse.join_convolutions),
     ),
     Pass(
         "scatter",
-        "writes a factor per row to its place, where the rest of the row is zero (one level)",
-        Rewrite(fuse.scatter_rows, True),
+        "writes a factor per row to its place, where the rest of the row is zero",
+        Rewrite(fuse.scatter_rows),
     ),
     Pass(
         "batch-norms",
-        "computes the pieces of a batch norm by one call, where a rank has the whole batch (one level)",
-        Rewrite(fuse.join_batch_norms, True),
+        "computes the pieces of a batch norm by one call, where a rank has the whole batch",
+        Rewrite(fuse.join_batch_norms),
     ),
     Pass(
         "in-place",
-        "lets elementwise ops write to an operand that nothing reads afterwards (one level)",
-        Rewrite(fuse.write_in_place, True),
+        "lets elementwise ops write to an operand that nothing reads afterwards",
+        Rewrite(fuse.write_in_place),
     ),
     Pass(
         "spare",
-        "lets collectives work in the memory of an operand that nothing reads afterwards (one level)",
-        Rewrite(mark_spare, True),
+        "lets collectives work in the memory of an operand that nothing reads afterwards",
+        Rewrite(mark_spare),
     ),
     Pass("check", "checks that each value is written once, before it is read", Rewrite(check)),
 )

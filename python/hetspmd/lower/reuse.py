@@ -4,7 +4,8 @@ A started collective leaves its operand alone. Where nothing reads the operand's
 the start is then told that its operand is spare. Memory is followed by the nodes that may have allocated it: an
 ATen op whose schema returns no alias allocates, each of its results apart; whatever else is called (views,
 functions of rules, kernels' readers) may return its arguments. Never spare is what a graph is given, its
-constants, what collectives deliver, and what the graph returns.
+constants, what collectives deliver, and what the graph returns. Nor is what a collective that has started before
+may still read: one between machines and one inside a machine are not carried out in the order of their starts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def mark_spare(graph: fx.Graph) -> None:
     memory: dict[fx.Node, frozenset[fx.Node]] = {}
     last: dict[fx.Node, int] = {}
     kept: set[fx.Node] = set()
-    starts: list[tuple[int, fx.Node, fx.Node]] = []
+    starts: list[tuple[int, fx.Node]] = []
+    arrived: dict[fx.Node, int] = {}
     for place, node in enumerate(graph.nodes):
         read = node.all_input_nodes
         for each in read:
@@ -37,15 +39,23 @@ def mark_spare(graph: fx.Graph) -> None:
         memory[node] = frozenset((node,))
         if node.op != "call_function" or node.target in (calls.wait, calls.take, take_saved):
             kept.add(node)
+            if node.target is calls.wait:
+                arrived[read[0]] = place
         elif _takes_spare(node):
-            starts.append((place, node, node.args[2]))
+            starts.append((place, node))
         elif not allocates_each(node):
             memory[node] = memory[node].union(*(memory[each] for each in read))
-    for place, start, operand in starts:
-        owners = memory[operand]
-        if owners.isdisjoint(kept) and all(last[owner] == place for owner in owners):
+    for place, start in starts:
+        owners = memory[start.args[2]]  # type: ignore[index]  # a node
+        on_their_way = (
+            each
+            for before, each in starts
+            if before < place < arrived.get(each, place) and not KINDS[cast("Kind", each.args[1])].copies
+        )
+        read_later = kept.union(*(memory[each.args[2]] for each in on_their_way))  # type: ignore[index]  # a node
+        if owners.isdisjoint(read_later) and all(last[owner] == place for owner in owners):
             start.kwargs = {**start.kwargs, "spare": True}
 
 
 def _takes_spare(node: fx.Node) -> bool:
-    return node.target is calls.start and KINDS[cast("Kind", node.args[1])].in_place
+    return node.target in (calls.start, calls.start_across) and KINDS[cast("Kind", node.args[1])].in_place

@@ -27,8 +27,9 @@ from hetspmd.lower import calls
 from hetspmd.lower.emit import ALSO, VALUE
 from hetspmd.lower.fuse import out_of_place
 from hetspmd.lower.program import LocalGraphs
-from hetspmd.lower.types import ValueType, moves, value_types
+from hetspmd.lower.types import ValueType, value_types
 from hetspmd.placement import placement_text
+from hetspmd.program.levels import carried
 from hetspmd.trace.compat import is_op
 
 __all__ = ["graphs_text"]
@@ -145,7 +146,7 @@ class _Text:
         """What this rank gives to a collective and gets of it."""
         tensors, shape = self.reference.tensors, self.graphs.local_shape
         total = [0, 0]
-        for pair in moves(start.meta["transfer"]):
+        for pair in carried(start.meta["transfer"]):
             for side, key in enumerate(pair):
                 total[side] += ValueType(tensors[key[0]].dtype, shape(key)).nbytes
         return f"gives {total[0]} B, gets {total[1]} B"

@@ -12,22 +12,17 @@ from torch import fx
 from hetspmd.lower import calls
 from hetspmd.lower.emit import DTYPE, SHAPE, VALUE, item, take_saved
 from hetspmd.lower.program import LocalGraphs, LocalTensor
-from hetspmd.program.buckets import Bucket
-from hetspmd.program.levels import Across, InsideCollective, Together
-from hetspmd.program.program import Communicate
+from hetspmd.program.levels import carried
 from hetspmd.rules.kernels import dense, dense_rows
 from hetspmd.trace.graph import ITEM_SIZES
 from hetspmd.trace.values import dtype_name
 
-__all__ = ["Key", "Transfer", "ValueType", "moves", "value_types"]
+__all__ = ["Key", "ValueType", "value_types"]
 
 aten = torch.ops.aten
 
 Key = tuple[int, ...]
 """Of a value: the reference tensor's id, and its form on each level."""
-
-Transfer = Communicate | Bucket | InsideCollective | Across | Together
-"""What the start of a collective carries: ``meta["transfer"]`` of its call."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +39,6 @@ class ValueType:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
-
-
-def moves(transfer: Transfer) -> list[tuple[Key, Key]]:
-    """The values that a collective is given and those that it delivers, pair by pair."""
-    if isinstance(transfer, (Bucket, Together)):
-        return [pair for member in transfer.members for pair in moves(member)]
-    if isinstance(transfer, Communicate):
-        return [((transfer.tensor, transfer.source), (transfer.tensor, transfer.target))]
-    if isinstance(transfer, InsideCollective):
-        tensor, outer = transfer.tensor, transfer.outer
-        return [((tensor, outer, transfer.source), (tensor, outer, transfer.target))]
-    before = (transfer.tensor, transfer.source, transfer.collected)
-    return [(before, (transfer.tensor, transfer.target, transfer.handed_out))]
 
 
 def value_types(graphs: LocalGraphs) -> dict[fx.Node, ValueType]:
@@ -107,7 +89,7 @@ class _Types:
         if node.target is take_saved:
             return self.found.get(self._saved()[args[1]])
         if node.target is calls.take:
-            return self._of(moves(args[0].meta["transfer"])[args[1]][1])
+            return self._of(carried(args[0].meta["transfer"])[args[1]][1])
         if node.target is aten.zeros.default:
             return ValueType(dtype_name(node.kwargs["dtype"]), tuple(args[0]))  # type: ignore[arg-type]  # a dtype
         if node.target is item and args[0].target in _BATCH_NORMS:

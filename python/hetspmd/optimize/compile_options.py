@@ -53,8 +53,7 @@ class CompileOptions:
         segments: How many parts of the model have sharding ratios of their own; ``"auto"`` for as many as
             gain.
         machines: How machines with several accelerators are planned: each as one ``"virtual"`` device, all
-            accelerators individually (``"flat"``), or ``"auto"`` for the cheaper of the two. Across virtual
-            devices there is one segment.
+            accelerators individually (``"flat"``), or ``"auto"`` for the cheaper of the two.
         host_randomness: What becomes of random numbers that the model's Python code draws (random, numpy,
             generators): ``"refuse"`` them; ``"freeze"`` them, so that a plan keeps the outcome of its trace;
             or ``"trace_each_step"``, so that HAP traces anew in every step.

@@ -18,7 +18,7 @@ from hetspmd.cluster.machines import has_machines
 from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, parted
 from hetspmd.optimize.following import followed, warn_of_strays
-from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, step_across
+from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, segments_across, step_across
 from hetspmd.optimize.partition import segmented, segments_like
 from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Clock, Synthesis
@@ -145,6 +145,7 @@ class _Compilation:
         with naming_conflicts(self.theory, self.constraints):
             ctx = Synthesis(self.theory, self.cluster, self.constraints, self.limits, self.clock)
             step = step_across(ctx)
+        ctx, step = segments_across(ctx, step, self.options.segments, lambda cut: resolve(cut, asked))
         plan = _plan_across(ctx, step, asked)
         return followed(plan, self.limits, self.clock, partial(_plan_that_fits, asked=asked))
 
@@ -206,9 +207,10 @@ def plan_of(
 
 def _plan_across(ctx: Synthesis, step: Step, asked: _Constraints = None) -> Plan:
     """The plan of a step across virtual devices. Its baselines are those of single accelerators, if there are
-    any."""
+    any, and one segment where it has several."""
     outcome, inside = step
-    plan = plan_of(ctx, replace(outcome, baselines={}, over_memory=()), asked, inside)
+    kept = {name: seconds for name, seconds in outcome.baselines.items() if name == "one_segment"}
+    plan = plan_of(ctx, replace(outcome, baselines=kept, over_memory=()), asked, inside)
     cost, more = plan.cost, inside.seconds
     memory = tuple(k * n for k, n in zip(ctx.cluster.accelerators, inside.memory_bytes, strict=True))
     return replace(

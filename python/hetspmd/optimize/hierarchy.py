@@ -5,7 +5,8 @@ program is searched for the accelerators within a machine, one for all machines,
 an instruction it may use those that can be had at once with the row that the machines use; an instruction none
 of whose rows along the batch can is run alike on all accelerators of a machine. Both programs are proved. The
 prediction of the step is that of the machines and what :mod:`hetspmd.cost.levels` adds; a plan fits if it fits
-each accelerator. Where it does not, the machines are planned again with less memory.
+each accelerator. Where it does not, the machines are planned again with less memory. The machines may have several
+segments; inside, where all shares are even, those change nothing.
 """
 
 from __future__ import annotations
@@ -15,27 +16,29 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cluster.machines import accelerator, flat
+from hetspmd.cluster.machines import accelerator, flat, inside_cluster
+from hetspmd.cost.coalesce import bucket_bytes
 from hetspmd.cost.levels import inside_bytes, inside_seconds
 from hetspmd.errors import HetspmdError, InfeasibleError, MemoryLimitError, SearchError
 from hetspmd.optimize.candidate import Candidate
-from hetspmd.optimize.compile_options import Machines
+from hetspmd.optimize.compile_options import Machines, Segments
 from hetspmd.optimize.considered import ways_taken
+from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import Outcome, candidate_at, synthesize
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Inside
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import by_segment, lengths_for
-from hetspmd.program.level_layout import NestedLayout
-from hetspmd.program.levels import inner_rows, nest
+from hetspmd.program.level_layout import LevelLayout
+from hetspmd.program.nesting import inner_rows, nest
 from hetspmd.program.program import Program
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
 
-__all__ = ["Step", "cheaper", "inside_of", "lacking", "step_across"]
+__all__ = ["Step", "cheaper", "inside_of", "lacking", "segments_across", "step_across"]
 
 Step: TypeAlias = tuple[Outcome, Inside]
 """The best outcome of the machines, and what their accelerators do."""
@@ -72,7 +75,7 @@ def cheaper(
     others = {name: plan.cost.step_seconds for name, plan in names.items()}
     return replace(
         best,
-        baselines={**side_by_side.baselines, **others},
+        baselines={**side_by_side.baselines, **best.baselines, **others},
         over_memory=side_by_side.over_memory,
         considered=ways_taken(
             {"single accelerators": side_by_side, "virtual devices": virtual},
@@ -105,6 +108,27 @@ def step_across(ctx: Synthesis) -> Step:
     raise MemoryLimitError(missed, [d.name for d in ctx.cluster.devices])
 
 
+def segments_across(
+    ctx: Synthesis, step: Step, segments: Segments, constraints: Callable[[Theory], Constraints]
+) -> tuple[Synthesis, Step]:
+    """The best step across virtual devices beside ``step``, the best of one segment, and the synthesis that gave it
+    (:func:`~hetspmd.optimize.segmentation.in_segments`).
+
+    With what the accelerators add, one of several segments must be shorter, unless a number of segments is asked
+    for. One whose accelerators' memory does not suffice is not taken.
+    """
+    outcome, inside = step
+    found, other = in_segments(ctx, outcome, segments, constraints)
+    if found is ctx:
+        return ctx, (other, inside)
+    own = inside_of(found, other.best)
+    one = outcome.best.seconds + inside.seconds
+    longer = other.best.seconds + own.seconds >= one
+    if lacking(ctx.cluster, own) or (segments == "auto" and longer):
+        return ctx, step
+    return found, (replace(other, baselines={"one_segment": one}), own)
+
+
 def lacking(cluster: Cluster, inside: Inside) -> dict[int, tuple[int, int]]:
     """Machines whose accelerators do not have the memory, to the bytes that one of them lacks and those it has."""
     return {
@@ -116,30 +140,27 @@ def lacking(cluster: Cluster, inside: Inside) -> dict[int, tuple[int, int]]:
 
 def inside_of(ctx: Synthesis, candidate: Candidate) -> Inside:
     """What the accelerators of the machines do of the best step of the machines. ``candidate`` is of machines of
-    the
-    synthesis's cluster.
+    the synthesis's cluster.
 
     Raises what the search raises.
     """
     theory, cluster, lengths = ctx.theory, ctx.cluster, candidate.lengths
     counts = [cluster.accelerators[j] for j in candidate.active]
-    layout = NestedLayout(theory, lengths, counts)
-    largest = cluster.devices[candidate.active[counts.index(max(counts))]]
-    machine = largest.machine
-    within = Cluster((accelerator(largest),) * max(counts), None if machine is None else machine.inside)
+    layout = LevelLayout(theory, lengths, counts)
+    within = inside_cluster(cluster, candidate.active)
     shares = by_segment((1.0 / within.world,) * within.world, theory.axes.segments)
     constraints = _data_parallel(theory, layout, candidate.program)
     own = replace(ctx, cluster=within, constraints=constraints)
     inner = candidate_at(own, shares, lengths_for(theory.axes, shares), own.everyone).program
     check(theory, inner)
     costs = ctx.costs(candidate.active)
-    nested = nest(theory, candidate.program, inner, costs.bucket_bytes)
+    nested = nest(theory, candidate.program, inner, costs.bucket_bytes, bucket_bytes(within))
     seconds = inside_seconds(costs, lengths, nested, layout)
     held = dict(zip(candidate.active, inside_bytes(layout, nested), strict=True))
     return Inside(inner, seconds, tuple(held.get(j, 0) for j in range(cluster.world)))
 
 
-def _data_parallel(theory: Theory, layout: NestedLayout, outer: Program) -> Constraints:
+def _data_parallel(theory: Theory, layout: LevelLayout, outer: Program) -> Constraints:
     """Data parallelism within machines that run ``outer``."""
     wanted = known.data_parallel(theory)
     assert wanted.row_filter is not None
@@ -149,13 +170,13 @@ def _data_parallel(theory: Theory, layout: NestedLayout, outer: Program) -> Cons
 
     def composes(instruction: int, row: Row) -> bool:
         of = rows[instruction]
-        pairs = [layout.levels(instruction, of, row, at) for at in layout.places]
+        pairs = [layout.held(instruction, (of, row), at) for at in layout.places]
         # What is made of the rows depends on how many units are held, not on which.
-        sizes = [tuple(stop - start for start, stop in (a.units, b.units)) for a, b in pairs]
+        sizes = [tuple(held.units[1] - held.units[0] for held in pair) for pair in pairs]
         key = (id(theory.calls[instruction]), of, row, tuple(sizes))
         if key not in composed:
             places = dict(zip(sizes, layout.places, strict=True)).values()
-            composed[key] = all(layout.call(instruction, of, row, at) is not None for at in places)
+            composed[key] = all(layout.call(instruction, (of, row), at) is not None for at in places)
         return composed[key]
 
     along: dict[int, bool] = {}

@@ -16,7 +16,7 @@ from hetspmd.plan.ops_check import check_calls, check_schemas
 from hetspmd.plan.reports import VERDICTS, Considered, Inside, Iteration, SearchReport
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths, Matrix
-from hetspmd.program.levels import nest
+from hetspmd.program.nesting import nest
 from hetspmd.program.program import Program
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.trace.graph import Graph

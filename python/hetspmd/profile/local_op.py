@@ -28,8 +28,8 @@ from hetspmd.dist.runtime import Runtime
 from hetspmd.lower.emit import GraphWriter, drop_unread
 from hetspmd.placement import Placement
 from hetspmd.profile.profile_thresholds import THRESHOLDS
-from hetspmd.program.layout import Layout
 from hetspmd.program.lengths import Lengths
+from hetspmd.program.level_layout import LevelLayout, RankPlace
 from hetspmd.program.program import Compute
 from hetspmd.rules.rule import Call
 from hetspmd.rules.theory import Theory, derive
@@ -127,8 +127,8 @@ def local_op(theory: Theory, orders: Sequence[Order], row: int, held: int, devic
     triple, axis = theory.rows[instruction.id][row], theory.row_axes[instruction.id][row]
     whole = tuple((a.units, 0) for a in theory.axes.axes)
     units = tuple((held, u - held) if n == axis else (u, rest) for n, (u, rest) in enumerate(whole))
-    layout = Layout(graph, theory.axes, Lengths(2, units))
-    writer = GraphWriter(theory, layout, 0, device)
+    layout, at = LevelLayout(theory, Lengths(2, units)), RankPlace(0)
+    writer = GraphWriter(layout, at, device)
     keys: dict[tuple[int, Placement], None] = dict.fromkeys(zip(instruction.inputs, triple.pre, strict=True))
     for n, key in enumerate(keys):
         writer.produced[key] = writer.graph.placeholder(f"x{n}")
@@ -136,7 +136,7 @@ def local_op(theory: Theory, orders: Sequence[Order], row: int, held: int, devic
     results = [(t, f) for t, f in zip(instruction.outputs, triple.post, strict=True) if t >= 0]
     writer.finish([writer.need(key) for key in results])
     drop_unread(writer.graph)
-    shapes = {key: layout.shape(*key, 0) for key in (*keys, *results)}
+    shapes = {key: layout.shape(key, at) for key in (*keys, *results)}
     bounds = {key: _bound(theory.calls[instruction.id], instruction, key[0], shapes) for key in keys}
     dtypes = {key: graph.tensors[key[0]].dtype for key in shapes}
 

@@ -17,7 +17,7 @@ All of this is decided from whole tensors, so that every rank forms the same buc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -26,7 +26,17 @@ from hetspmd.placement import REPLICATE
 from hetspmd.program.program import Communicate, Compute, Step, communication_text
 from hetspmd.trace.graph import Graph
 
-__all__ = ["Bucket", "Scheduled", "bucketed", "coalesces", "members", "transfer_text"]
+__all__ = [
+    "Bucket",
+    "Scheduled",
+    "Small",
+    "bucketed",
+    "coalesces",
+    "grouped",
+    "members",
+    "transfer_text",
+]
+
 
 TINY: Final = 10
 """A collective of at most this part of a bucket takes no longer to carry than to begin, as a bucket is sized."""
@@ -81,6 +91,17 @@ class _Open:
     """No computation has come since the last member."""
 
 
+@dataclass(frozen=True, slots=True)
+class Small:
+    """A collective that may share a bucket: its kind and dtype, its bytes, and the place in the order of the first
+    step that reads its result."""
+
+    kind: Kind
+    dtype: str
+    nbytes: int
+    needed: int
+
+
 def bucketed(graph: Graph, steps: Sequence[Step], nbytes: float) -> tuple[Scheduled, ...]:
     """The steps of one local graph in their order, with buckets of at most ``nbytes`` bytes."""
     moves = [(i, s) for i, s in enumerate(steps) if isinstance(s, Communicate)]
@@ -88,7 +109,28 @@ def bucketed(graph: Graph, steps: Sequence[Step], nbytes: float) -> tuple[Schedu
     if len(small) < 2:
         return tuple(steps)
     needed = _needed(graph, steps, {s.tensor for _, s in small})
-    last = moves[-1][0]
+    places: dict[int, Small] = {}
+    for i, step in small:
+        meta = graph.tensors[step.tensor]
+        places[i] = Small(step.kind, meta.dtype, meta.nbytes, needed[i])
+    computed = [isinstance(s, Compute) and not graph.instructions[s.instruction].is_source for s in steps]
+    found: list[Scheduled | None] = list(steps)
+    for group in grouped(places, computed, moves[-1][0], nbytes):
+        members = [steps[i] for i in group]
+        for i in group[:-1]:
+            found[i] = None
+        found[group[-1]] = Bucket(tuple(m for m in members if isinstance(m, Communicate)))
+    return tuple(step for step in found if step is not None)
+
+
+def grouped(
+    small: Mapping[int, Small], computed: Sequence[bool], last: int, nbytes: float
+) -> list[list[int]]:
+    """The places in the order of the steps of the collectives that run together, at least two a group.
+
+    ``small``: by place, ascending, those that may. ``computed``: of every step, whether it is a computation.
+    ``last``: the place of the last collective of all.
+    """
     late: dict[tuple[Kind, str], _Open] = {}
     near: dict[tuple[Kind, str], _Open] = {}
     closed: list[list[int]] = []
@@ -96,40 +138,31 @@ def bucketed(graph: Graph, steps: Sequence[Step], nbytes: float) -> tuple[Schedu
     def close(group: dict[tuple[Kind, str], _Open], key: tuple[Kind, str]) -> None:
         closed.append(group.pop(key).places)
 
-    for at, step in enumerate(steps):
-        if isinstance(step, Compute):
-            if not graph.instructions[step.instruction].is_source:
-                for bucket in near.values():
-                    bucket.beside = False
+    for at, computes in enumerate(computed):
+        if computes:
+            for bucket in near.values():
+                bucket.beside = False
             continue
         for key in [k for k, o in near.items() if o.needed <= at]:
             close(near, key)
-        if not coalesces(graph, step.tensor, step.kind, nbytes):
+        one = small.get(at)
+        if one is None:
             continue
-        meta = graph.tensors[step.tensor]
-        key = (step.kind, meta.dtype)
-        group = late if needed[at] > last else near
+        key = (one.kind, one.dtype)
+        group = late if one.needed > last else near
         if key in group:
             bucket = group[key]
-            together = bucket.nbytes + meta.nbytes
-            free = bucket.beside or (needed[at] <= bucket.needed and together * TINY <= nbytes)
+            together = bucket.nbytes + one.nbytes
+            free = bucket.beside or (one.needed <= bucket.needed and together * TINY <= nbytes)
             if together > nbytes or (group is near and not free):
                 close(group, key)
-        bucket = group.setdefault(key, _Open(needed=len(steps) + 1))
+        bucket = group.setdefault(key, _Open(needed=len(computed) + 1))
         bucket.beside = True
         bucket.places.append(at)
-        bucket.nbytes += meta.nbytes
-        bucket.needed = min(bucket.needed, needed[at])
+        bucket.nbytes += one.nbytes
+        bucket.needed = min(bucket.needed, one.needed)
     closed += [bucket.places for group in (late, near) for bucket in group.values()]
-
-    found: list[Scheduled | None] = list(steps)
-    for places in closed:
-        if len(places) > 1:
-            members = [steps[i] for i in places]
-            for i in places[:-1]:
-                found[i] = None
-            found[places[-1]] = Bucket(tuple(m for m in members if isinstance(m, Communicate)))
-    return tuple(step for step in found if step is not None)
+    return [places for places in closed if len(places) > 1]
 
 
 def _needed(graph: Graph, steps: Sequence[Step], tensors: set[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Where the parts of tensors lie on the accelerators of machines.
+"""Where the parts of tensors lie on the ranks of a program of one level, or of two: the accelerators of machines.
 
 An accelerator's part of a tensor is a part of its machine's part. Lengths inside are even, in whole units: those of
 the machine where the outer form divides the same dim, those of the whole axis elsewhere.
@@ -7,21 +7,38 @@ the machine where the outer form divides the same dim, those of the whole axis e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeAlias
 
+from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.errors import PlanError
-from hetspmd.placement import is_sharded, placement_text, sharded_dim
+from hetspmd.placement import (
+    REPLICATE,
+    Placement,
+    after_cut,
+    is_sharded,
+    placement_text,
+    same_dim,
+    sharded_dim,
+)
 from hetspmd.program.layout import Layout, Region
 from hetspmd.program.lengths import Lengths, apportion
-from hetspmd.program.levels import Key
+from hetspmd.program.levels import Across, Key
 from hetspmd.program.noise import divisible
+from hetspmd.program.program import Communicate
 from hetspmd.rules.nested import Level, localize_drawn, localize_nested, runs_whole
-from hetspmd.rules.rule import LocalCall, Row
+from hetspmd.rules.rule import LocalCall, Row, localize
 from hetspmd.rules.theory import Theory
 
-__all__ = ["AcceleratorPlace", "Leg", "NestedLayout", "Part"]
+__all__ = ["Leg", "LevelKey", "LevelLayout", "Part", "RankPlace", "Rows"]
+
+LevelKey: TypeAlias = tuple[int, ...]
+"""Of a value: the tensor's id, and its form on each level."""
+
+Rows: TypeAlias = tuple[Row] | tuple[Row, Row]
+"""The row of an instruction on each level."""
 
 Part = tuple[int, Sequence[int]] | str | None
 """How a machine's tensor lies on its accelerators: cut along a dim with these extents, "sum", or whole on each."""
@@ -31,35 +48,48 @@ Leg: TypeAlias = tuple[Part, Sequence[int], Part, Sequence[int]]
 
 
 @dataclass(frozen=True)
-class AcceleratorPlace:
-    """An accelerator: the ``inside``-th of the ``machine``-th of the active machines."""
+class RankPlace:
+    """A rank that runs a program: the ``inside``-th accelerator of the ``machine``-th of the active machines, or,
+    in a program of one level, the ``machine``-th of the active devices."""
 
     machine: int
-    inside: int
+    inside: int = 0
 
 
-class NestedLayout:
-    """Where parts lie: ``accelerators`` of each active machine, whose lengths ``outer`` holds."""
+class LevelLayout:
+    """Where parts lie: ``lengths`` are those of the active devices. In a program of two levels these are machines,
+    with so many ``accelerators``."""
 
-    def __init__(self, theory: Theory, lengths: Lengths, accelerators: Sequence[int]) -> None:
+    def __init__(self, theory: Theory, lengths: Lengths, accelerators: Sequence[int] | None = None) -> None:
         self.theory, self.graph, self.axes = theory, theory.graph, theory.axes
-        self.accelerators = tuple(accelerators)
+        self.levels = 1 if accelerators is None else 2
+        self.accelerators = (1,) * lengths.world if accelerators is None else tuple(accelerators)
         self.outer = Layout(theory.graph, theory.axes, lengths)
         self._even: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    @property
+    @cached_property
     def world(self) -> int:
-        """Accelerators in all."""
+        """Ranks in all."""
         return sum(self.accelerators)
 
-    @property
-    def places(self) -> list[AcceleratorPlace]:
-        """All accelerators in rank order."""
-        return [AcceleratorPlace(v, a) for v, k in enumerate(self.accelerators) for a in range(k)]
+    @cached_property
+    def places(self) -> tuple[RankPlace, ...]:
+        """All of them, in order."""
+        return tuple(RankPlace(v, a) for v, k in enumerate(self.accelerators) for a in range(k))
 
-    def rank(self, at: AcceleratorPlace) -> int:
-        """The rank of an accelerator among all."""
+    def rank(self, at: RankPlace) -> int:
+        """The number of a rank among all."""
         return sum(self.accelerators[: at.machine]) + at.inside
+
+    def whole(self, tensor: int, outer: Placement = REPLICATE) -> LevelKey:
+        """What a device holds of a tensor, on each of its accelerators."""
+        return (tensor, outer) if self.levels == 1 else (tensor, outer, REPLICATE)
+
+    def peers(self, level: int, at: RankPlace) -> tuple[int, int]:
+        """The place of a rank among those that a level divides its part among, and their number."""
+        if level == 0:
+            return at.machine, len(self.accelerators)
+        return at.inside, self.accelerators[at.machine]
 
     def even(self, units: int, machine: int) -> tuple[int, ...]:
         """Units divided evenly among the accelerators of a machine."""
@@ -72,50 +102,57 @@ class NestedLayout:
     def extents(self, key: Key, machine: int) -> tuple[int, ...]:
         """Elements per accelerator of the machine along the dim that the inner form divides."""
         tensor, outer, inner = key
-        axis = self.axes.sharded(tensor, inner)
+        own = outer if same_dim(outer, inner) else inner  # as many units before a cut and behind it
+        axis = self.axes.sharded(tensor, own)
         if axis is None:
-            raise PlanError(f"{self.graph.tensors[tensor].name} is never divided as {placement_text(inner)}")
+            raise PlanError(f"{self.graph.tensors[tensor].name} is never divided as {placement_text(own)}")
         unit = self.graph.tensors[tensor].shape[sharded_dim(inner)] // axis.units
-        units = self.outer.lengths.units[axis.id][machine] if outer == inner else axis.units
+        units = self.outer.lengths.units[axis.id][machine] if own == outer else axis.units
         return tuple(n * unit for n in self.even(units, machine))
 
-    def inner_region(self, key: Key, at: AcceleratorPlace) -> Region | None:
-        """The part of its machine's part that an accelerator holds; None for all of it."""
+    def region(self, key: LevelKey, level: int, at: RankPlace) -> Region | None:
+        """The part that a rank holds, on a level, of what the level above leaves; None for all of it."""
+        if level == 0:
+            return self.outer.region(key[0], key[1], at.machine)
         if not is_sharded(key[2]):
             return None
-        extents = self.extents(key, at.machine)
+        extents = self.extents((key[0], key[1], key[2]), at.machine)
         return Region(sharded_dim(key[2]), sum(extents[: at.inside]), extents[at.inside])
 
-    def outer_region(self, key: Key, at: AcceleratorPlace) -> Region | None:
-        """The part of the tensor that the accelerator's machine holds; None for all of it."""
-        return self.outer.region(key[0], key[1], at.machine)
-
-    def regions(self, key: Key, at: AcceleratorPlace) -> tuple[Region, ...]:
+    def regions(self, key: LevelKey, at: RankPlace) -> tuple[Region, ...]:
         """The parts one after the other: the machine's, then the accelerator's of that."""
-        found = (self.outer_region(key, at), self.inner_region(key, at))
+        found = (self.region(key, level, at) for level in range(len(key) - 1))
         return tuple(region for region in found if region is not None)
 
-    def shape(self, key: Key, at: AcceleratorPlace) -> tuple[int, ...]:
+    def shape(self, key: LevelKey, at: RankPlace) -> tuple[int, ...]:
         """The local shape."""
         shape = list(self.graph.tensors[key[0]].shape)
         for region in self.regions(key, at):
             shape[region.dim] = region.extent
         return tuple(shape)
 
-    def levels(self, instruction: int, outer: Row, inner: Row, at: AcceleratorPlace) -> tuple[Level, Level]:
-        """Both rows with the units that the machine and the accelerator hold."""
-        start, stop = self._units(instruction, outer, lambda axis: self.outer.lengths.range(axis, at.machine))
-        first = Level(outer, (start, stop))
+    def held(self, instruction: int, rows: Rows, at: RankPlace) -> tuple[Level, ...]:
+        """The row of each level with the units that a rank holds on it."""
+        outer = rows[0]
+        lengths = self.outer.lengths
+
+        def of_device(axis: int) -> tuple[int, int]:
+            return lengths.range(axis, at.machine)
+
+        first = Level(_as_copied(outer), self._units(instruction, outer, of_device))
+        if len(rows) == 1:
+            return (first,)
+        inner = rows[1]
 
         def inside(axis: int) -> tuple[int, int]:
             low, units = 0, self.axes.axes[axis].units
             if inner == outer:
-                low, high = self.outer.lengths.range(axis, at.machine)
+                low, high = of_device(axis)
                 units = high - low
             stops = [low, *(low + n for n in accumulate(self.even(units, at.machine)))]
             return stops[at.inside], stops[at.inside + 1]
 
-        return first, Level(inner, self._units(instruction, inner, inside))
+        return first, Level(_as_copied(inner), self._units(instruction, inner, inside))
 
     def _units(self, instruction: int, row: Row, held: Any) -> tuple[int, int]:
         if row.factor is None:
@@ -129,20 +166,43 @@ class NestedLayout:
         start, stop = held(axis)
         return start * scale, stop * scale
 
-    def call(self, instruction: int, outer: Row, inner: Row, at: AcceleratorPlace) -> LocalCall | None:
-        """What an accelerator calls; None where the two rows cannot be had at once."""
+    def call(self, instruction: int, rows: Rows, at: RankPlace) -> LocalCall | None:
+        """What a rank calls; None where the rows of two levels cannot be had at once."""
         theory = self.theory
-        levels = self.levels(instruction, outer, inner, at)
+        held = self.held(instruction, rows, at)
         call, rule = theory.calls[instruction], theory.rules[instruction]
-        if rule.random and self.drawn_alike(instruction, outer, inner):
+        if len(held) == 1:
+            return localize(call, rule, held[0].row, at.machine, self.world, *held[0].units)
+        outer, inner = held
+        if rule.random and self.drawn_alike(instruction, rows):
             if not divisible(call.op):
                 return None
-            level = levels[1] if runs_whole(outer) else levels[0]
+            level = inner if runs_whole(rows[0]) else outer
             return localize_drawn(call, rule, level, self.rank(at), self.world)
-        return localize_nested(call, rule, *levels, self.rank(at), self.world)
+        return localize_nested(call, rule, outer, inner, self.rank(at), self.world)
 
-    def drawn_alike(self, instruction: int, outer: Row, inner: Row) -> bool:
+    def is_nothing(self, step: object) -> bool:
+        """Whether a step is a collective of a lone rank, or a rebalance of lengths that agree, between devices and
+        inside: the value is there."""
+        if isinstance(step, Communicate):
+            alike = KINDS[step.kind].keeps_dim
+            return self.world == 1 or (alike and self.outer.agrees(step.tensor, step.source, step.target))
+        if (
+            not isinstance(step, Across)
+            or not KINDS[step.kind].keeps_dim
+            or step.collected != step.handed_out
+        ):
+            return False
+        return self.outer.agrees(step.tensor, step.source, step.target)
+
+    def drawn_alike(self, instruction: int, rows: Rows) -> bool:
         """Whether a random instruction draws slices of which several accelerators have the same."""
-        return bool(self.theory.rules[instruction].random) and is_sharded(outer.post[0]) != is_sharded(
-            inner.post[0]
-        )
+        if len(rows) == 1 or not self.theory.rules[instruction].random:
+            return False
+        return is_sharded(rows[0].post[0]) != is_sharded(rows[1].post[0])
+
+
+def _as_copied(row: Row) -> Row:
+    """The row of a copy at a cut as its rule has it: the copy is divided as what it is a copy of."""
+    post = tuple(map(after_cut, row.post))
+    return row if post == row.post else replace(row, post=post)

@@ -1,46 +1,71 @@
-"""Two programs as one: the outer one over machines, the inner one over the accelerators within each (HAP 3, 6).
+"""What every rank of a program does: the steps of its two local graphs, of one level or of two (HAP 3, 6).
 
-A tensor e has two forms, ``e | outer, inner``: the outer one says what a machine holds of e, the inner one what
-an accelerator holds of that. Both programs are of the same theory and proved each by itself; as rows hold for
-tensors of any shape, the inner row of an instruction divides what the machine does by the outer row, where
-:mod:`hetspmd.rules.nested` knows how.
-
-:func:`nest` walks the outer program's schedule and writes what each accelerator does, the same steps on all of
-them:
+In a program of one level a value is ``e | form`` and a rank is a device. Across machines there are two levels:
+``e | outer, inner``, where the outer form says what a machine holds of e, and the inner one what an accelerator
+holds of that. Steps of one level are those of its schedule. Of two levels there are
 
 - :class:`Both`, a computation by an outer and an inner row;
 - :class:`InsideCollective`, a collective among the accelerators of each machine;
 - :class:`Across`, one of the outer program, in three steps: each machine's first accelerator collects what its
   machine holds, communicates with the other first ones, and hands the result out, whole or in slices;
-- :class:`Together`, several of these that share a bucket of the outer program's schedule.
+- :class:`Together`, several of either that share a bucket.
 
-Collectives across are where the outer program's schedule has them. One inside runs as soon as its tensor is
-there if the same graph reads what it gives, else where that is read. What a form says beyond that is derived
-for free, as in one program: a slice or a mask of what is whole at that level. There is one exception: a tensor
-that is whole on machines and sliced inside along a dim is gathered inside before machines take slices of the
-same dim, for these are other slices. Collectives inside are not put into buckets.
+What a form says beyond what steps give is derived for free: a slice of what is whole on a level, or a mask, which
+is the value itself on the first rank of that level and zeros on the others. There is one exception: a tensor that
+is whole on machines and sliced inside along a dim is gathered inside before machines take slices of the same dim,
+for these are other slices.
+
+A copy at a cut between segments (:mod:`hetspmd.trace.cuts`) has other lengths than its original across machines,
+but the same inside, where all lengths are even. So ``shard(d)'`` is ``shard(d)`` inside, and the inner
+program's rebalances are nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar, cast
 
-from hetspmd.cluster.collective_kinds import Kind, end_of, kinds_between
-from hetspmd.errors import PlanError
-from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, placement_text, shard
+from hetspmd.cluster.collective_kinds import Kind
+from hetspmd.placement import REPLICATE, Placement, after_cut, same_dim
 from hetspmd.program.buckets import Bucket, Scheduled
-from hetspmd.program.program import Communicate, Compute, Program
+from hetspmd.program.program import Communicate, Compute, Program, Result
+from hetspmd.program.saved_tensors import crossing
 from hetspmd.program.schedule import schedule
 from hetspmd.rules.rule import Row
 from hetspmd.rules.theory import Theory
+from hetspmd.trace.graph import Graph
 
 __all__ = [
-    "Across", "Both", "InsideCollective", "Key", "Nested", "NestedStep", "Together", "between", "nest", "provider",
-]  # fmt: skip
+    "Across",
+    "Both",
+    "FlatKey",
+    "InsideCollective",
+    "Key",
+    "LocalSteps",
+    "Nested",
+    "NestedStep",
+    "Together",
+    "Transfer",
+    "between",
+    "carried",
+    "keys_of",
+    "one_level",
+    "provider",
+    "reads_of",
+    "rows_of",
+    "within",
+    "written_by",
+]
 
 Key = tuple[int, Placement, Placement]
 """(tensor id, outer form, inner form): a value of an accelerator's local program."""
+
+FlatKey = tuple[int, Placement]
+"""The same in a program of one level."""
+
+AnyKey = TypeVar("AnyKey", bound=tuple[int, ...])
+AnyStep = TypeVar("AnyStep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +102,10 @@ class Across:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Collectives between machines of one kind and dtype that run as one (:mod:`hetspmd.program.buckets`)."""
+    """Collectives of one kind and dtype that run as one (:mod:`hetspmd.program.buckets`), all of them between
+    machines or all of them inside."""
 
-    members: tuple[Across, ...]
+    members: tuple[Across, ...] | tuple[InsideCollective, ...]
 
     @property
     def kind(self) -> Kind:
@@ -88,264 +114,129 @@ class Together:
 
 
 NestedStep = Both | InsideCollective | Across | Together
+"""A step of two levels."""
+
+Transfer = Communicate | Bucket | InsideCollective | Across | Together
+"""A collective, or a bucket of them, of one level or of two."""
 
 
 def between(step: NestedStep) -> tuple[Across, ...]:
     """The collectives between machines that a step is."""
-    if isinstance(step, Together):
-        return step.members
-    return (step,) if isinstance(step, Across) else ()
+    members = step.members if isinstance(step, Together) else (step,)
+    return tuple(m for m in members if isinstance(m, Across))
+
+
+def within(step: NestedStep) -> tuple[InsideCollective, ...]:
+    """The collectives inside machines that a step is."""
+    members = step.members if isinstance(step, Together) else (step,)
+    return tuple(m for m in members if isinstance(m, InsideCollective))
+
+
+def carried(step: Transfer) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The values that a collective is given and those that it delivers, pair by pair."""
+    if isinstance(step, (Bucket, Together)):
+        return [pair for member in step.members for pair in carried(member)]
+    if isinstance(step, Communicate):
+        return [((step.tensor, step.source), (step.tensor, step.target))]
+    if isinstance(step, InsideCollective):
+        return [((step.tensor, step.outer, step.source), (step.tensor, step.outer, step.target))]
+    before = (step.tensor, step.source, step.collected)
+    return [(before, (step.tensor, step.target, step.handed_out))]
 
 
 @dataclass(frozen=True)
-class Nested:
-    """What each accelerator does, forward and backward, and the keys of what is left. ``saved``: what the backward
-    reads of the forward, and whether it is a slice to be copied."""
+class LocalSteps(Generic[AnyStep, AnyKey]):
+    """What each rank does, forward and backward, and the keys of what is left.
 
-    forward: tuple[NestedStep, ...]
-    backward: tuple[NestedStep, ...]
-    saved: tuple[tuple[Key, bool], ...]
-    stored: Mapping[int, Placement]
-    loss: Key | None
-    outputs: tuple[Key, ...]
-    buffers: tuple[Key, ...]
-    gradients: tuple[Key, ...]
-
-
-def provider(have: Iterable[Key] | Mapping[Key, object], key: Key) -> Key | None:
-    """The value that ``key`` is, or is sliced or masked from; None if there is none."""
-    tensor, outer, inner = key
-    moved = is_sharded(outer) and inner == outer  # slices of slices are not slices of inner slices
-    bases = [key, (tensor, outer, REPLICATE)]
-    if not moved:
-        bases.append((tensor, REPLICATE, inner))
-    bases.append((tensor, REPLICATE, REPLICATE))
-    return next((base for base in bases if base in have), None)
-
-
-def inner_rows(program: Program) -> dict[int, Row]:
-    """The row of each instruction."""
-    return {step.instruction: step.row for step in program.steps if isinstance(step, Compute)}
-
-
-def nest(theory: Theory, outer: Program, inner: Program, bucket_bytes: float = 0) -> Nested:
-    """The steps of ``outer`` over machines, with buckets of at most ``bucket_bytes`` bytes between them, and of
-    ``inner`` within them.
-
-    Raises PlanError if one reads what the other does not leave, and for a graph of several segments, whose copies
-    have lengths across machines that no lengths inside fit.
+    ``saved``: what the backward may read of the forward, and whether it is a slice to be copied. ``stored``: the
+    form of parameters, buffers and inputs on the level of devices; inside machines they are whole.
     """
-    if theory.graph.segment_count > 1:
-        raise PlanError(
-            f"the graph has {theory.graph.segment_count} segments, and programs across machines have one; compile "
-            'with segments=1, or with machines="flat"'
-        )
-    return _Nesting(theory, outer, inner, bucket_bytes).run()
+
+    forward: tuple[AnyStep, ...]
+    backward: tuple[AnyStep, ...]
+    saved: tuple[tuple[AnyKey, bool], ...]
+    stored: Mapping[int, Placement]
+    loss: AnyKey | None
+    outputs: tuple[AnyKey, ...]
+    buffers: tuple[AnyKey, ...]
+    gradients: tuple[AnyKey, ...]
 
 
-@dataclass
-class _Graph:
-    """One local graph while it is written: its steps, the values that are there, and what it takes of the forward
-    graph (``before``), with the value that it is taken from."""
-
-    have: dict[Key, None]
-    before: Mapping[Key, None] = field(default_factory=dict)
-    steps: list[NestedStep] = field(default_factory=list)
-    taken: dict[Key, Key] = field(default_factory=dict)
-
-    def provider(self, key: Key) -> Key | None:
-        """Where a value comes from; what comes from before is noted."""
-        found = provider(self.have, key)
-        if found is None:
-            found = provider(self.before, key)
-            if found is not None:
-                self.taken.setdefault(key, found)
-        return found
-
-    def of(self, tensor: int) -> list[Key]:
-        """The values of a tensor, in the order in which they were made."""
-        return [k for k in (*self.have, *self.before) if k[0] == tensor]
+Nested: TypeAlias = LocalSteps[NestedStep, Key]
+"""Those of two levels (:func:`hetspmd.program.nesting.nest`)."""
 
 
-class _Nesting:
-    def __init__(self, theory: Theory, outer: Program, inner: Program, bucket_bytes: float) -> None:
-        self.theory, self.graph, self.outer = theory, theory.graph, outer
-        self.rows = inner_rows(inner)
-        self.moves = {s.tensor: s for s in inner.steps if isinstance(s, Communicate)}
-        self.order = schedule(theory, outer, bucket_bytes)
+def one_level(theory: Theory, program: Program, bucket_bytes: float = 0) -> LocalSteps[Scheduled, FlatKey]:
+    """The steps of a program of one level, with buckets of at most ``bucket_bytes`` bytes. Raises PlanError if it
+    reads what is not there."""
+    graph = theory.graph
+    order = schedule(theory, program, bucket_bytes)
+    stored = {
+        graph.instructions[step.instruction].outputs[0]: step.row.post[0]
+        for step in order.forward
+        if isinstance(step, Compute) and graph.instructions[step.instruction].is_source
+    }
 
-    def run(self) -> Nested:
-        graph, outer = self.graph, self.outer
-        constants = {(c.tensor, REPLICATE, REPLICATE): None for c in graph.constants}
-        stored: dict[int, Placement] = {}
-        forward = _Graph(dict(constants))
-        for step in self.order.forward:
-            if isinstance(step, Compute) and graph.instructions[step.instruction].is_source:
-                (tensor,) = graph.instructions[step.instruction].outputs
-                stored[tensor] = step.row.post[0]
-                forward.have[(tensor, step.row.post[0], REPLICATE)] = None
-        loss = None if outer.loss is None else (outer.loss.tensor, REPLICATE, REPLICATE)
-        rows = shard(0)
-        outputs = tuple(
-            (r.tensor, rows, rows) if r.form == rows else (r.tensor, REPLICATE, REPLICATE)
-            for r in outer.outputs
-        )
-        buffers = tuple((r.tensor, REPLICATE, REPLICATE) for r in outer.buffers)
-        left = (*(() if loss is None else (loss,)), *outputs, *buffers)
-        self._write(forward, self.order.forward, left)
-        gradients = tuple((r.tensor, r.form, REPLICATE) for r in outer.gradients)
-        backward = _Graph(dict(constants), {k: None for k in forward.have if k not in constants})
-        if graph.tangent is not None:
-            backward.have[(graph.tangent, REPLICATE, REPLICATE)] = None
-        self._write(backward, self.order.backward, gradients)
-        return Nested(
-            tuple(forward.steps),
-            tuple(backward.steps),
-            self._saved(backward),
-            stored,
-            loss,
-            outputs,
-            buffers,
-            gradients,
+    def computed(steps: tuple[Scheduled, ...]) -> tuple[Scheduled, ...]:
+        return tuple(
+            s for s in steps if not (isinstance(s, Compute) and graph.instructions[s.instruction].is_source)
         )
 
-    def _write(self, into: _Graph, steps: Iterable[Scheduled], left: tuple[Key, ...]) -> None:
-        reads = _Reads(self, steps, left)
-        for step in steps:
-            if isinstance(step, Communicate):
-                self._across(into, step, reads)
-            elif isinstance(step, Bucket):
-                self._together(into, step, reads)
-            elif not self.graph.instructions[step.instruction].is_source:
-                self._both(into, step, reads)
-        for key in left:
-            self._reach(into, key)
+    def keys(results: Iterable[Result]) -> tuple[FlatKey, ...]:
+        return tuple((r.tensor, r.form) for r in results)
 
-    def _both(self, into: _Graph, step: Compute, reads: _Reads) -> None:
-        instruction, inner = self.graph.instructions[step.instruction], self.rows[step.instruction]
-        for tensor, *forms in zip(instruction.inputs, step.row.pre, inner.pre, strict=True):
-            self._reach(into, (tensor, forms[0], forms[1]))
-        into.steps.append(Both(step.instruction, step.row, inner))
-        for tensor, *forms in zip(instruction.outputs, step.row.post, inner.post, strict=True):
-            if tensor < 0:
-                continue
-            into.have[(tensor, forms[0], forms[1])] = None
-            move = self.moves.get(tensor)
-            if move is not None and move.source == forms[1]:
-                for key in reads.of(tensor):
-                    direct = key[1] == forms[0] or forms[0] == REPLICATE
-                    if direct and provider(into.have, key) is None:
-                        self._reach(into, key)
-
-    def _across(self, into: _Graph, step: Communicate, reads: _Reads) -> None:
-        if any(k[1] == step.target for k in into.of(step.tensor)):
-            return
-        collected = [k for k in into.of(step.tensor) if k[1] == step.source]
-        if not collected:
-            raise self._missing((step.tensor, step.source, REPLICATE))
-        source = next((k for k in collected if k[2] == REPLICATE), collected[0])
-        wanted = {k[2] for k in reads.of(step.tensor) if k[1] == step.target or step.target == REPLICATE}
-        moved = any(is_sharded(k[1]) and k[1] == k[2] != step.target for k in reads.of(step.tensor))
-        (handed,) = wanted if len(wanted) == 1 and not moved else (REPLICATE,)
-        self._append(
-            into,
-            source,
-            Across(
-                step.tensor,
-                step.kind,
-                step.source,
-                step.target,
-                source[2],
-                handed if is_sharded(handed) else REPLICATE,
-            ),
-        )
-
-    def _together(self, into: _Graph, bucket: Bucket, reads: _Reads) -> None:
-        """Those of a bucket that have not run yet."""
-        before = len(into.steps)
-        for member in bucket.members:
-            self._across(into, member, reads)
-        members = tuple(s for s in into.steps[before:] if isinstance(s, Across))
-        if len(members) > 1:
-            into.steps[before:] = [Together(members)]
-
-    def _append(self, into: _Graph, source: Key, step: InsideCollective | Across) -> None:
-        into.provider(source)
-        into.steps.append(step)
-        if isinstance(step, InsideCollective):
-            into.have[(step.tensor, step.outer, step.target)] = None
-        else:
-            into.have[(step.tensor, step.target, step.handed_out)] = None
-
-    def _reach(self, into: _Graph, key: Key) -> None:
-        """Have a value there, by collectives where it cannot be derived."""
-        if into.provider(key) is not None:
-            return None
-        tensor, outer, inner = key
-        for source in into.of(tensor):
-            if source[1] in (outer, REPLICATE):
-                moved = source[1] != outer and is_sharded(outer) and inner == outer
-                target = REPLICATE if moved or inner == PARTIAL else inner
-                kind = default_kind(source[2], target)
-                planned = self.moves.get(tensor)
-                if planned is not None and planned.source == source[2]:
-                    fits = planned.target == REPLICATE or (planned.target == inner and not moved)
-                    kind, target = (planned.kind, planned.target) if fits else (kind, target)
-                self._append(into, source, InsideCollective(tensor, source[1], kind, source[2], target))
-                return self._reach(into, key)
-        for source in into.of(tensor):
-            target = REPLICATE if outer == PARTIAL else outer
-            handed = inner if is_sharded(inner) else REPLICATE
-            step = Across(tensor, default_kind(source[1], target), source[1], target, source[2], handed)
-            self._append(into, source, step)
-            return self._reach(into, key)
-        raise self._missing(key)
-
-    def _missing(self, key: Key) -> PlanError:
-        name = self.graph.tensors[key[0]].name
-        return PlanError(
-            f"the program reads {name} | {placement_text(key[1])} on machines, {placement_text(key[2])} inside, "
-            "before it is produced; compile the plan again"
-        )
-
-    def _saved(self, backward: _Graph) -> tuple[tuple[Key, bool], ...]:
-        graph = self.graph
-        lasting = {p.tensor for p in graph.parameters} | {i.tensor for i in graph.inputs}
-        lasting |= {b.tensor for b in graph.buffers}
-        whole: dict[Key, None] = {}
-        slices: dict[Key, Key] = {}
-        for key, base in backward.taken.items():
-            masked = PARTIAL in (key[1], key[2]) and key != base
-            if key == base or masked or key[0] in lasting:
-                whole[base] = None
-            else:
-                slices[key] = base
-        compact = [key for key, base in slices.items() if base not in whole]
-        return (*((key, False) for key in whole), *((key, True) for key in compact))
+    crosses = crossing(graph, order, program.gradients)
+    slices = (key for key in crosses.slices if (key[0], REPLICATE) not in crosses.whole)
+    return LocalSteps(
+        forward=computed(order.forward),
+        backward=computed(order.backward),
+        saved=(
+            *((key, False) for key in {**crosses.whole, **crosses.masks}),
+            *((key, True) for key in slices),
+        ),
+        stored=stored,
+        loss=None if program.loss is None else (program.loss.tensor, program.loss.form),
+        outputs=keys(program.outputs),
+        buffers=keys(program.buffers),
+        gradients=keys(program.gradients),
+    )
 
 
-class _Reads:
-    """The values of each tensor that the steps of one graph read by computations, and those that are left."""
-
-    def __init__(self, nesting: _Nesting, steps: Iterable[object], left: tuple[Key, ...]) -> None:
-        self._of: dict[int, dict[Key, None]] = {}
-        for step in steps:
-            if isinstance(step, Compute):
-                for key in self._keys(nesting, step):
-                    self._of.setdefault(key[0], {})[key] = None
-        for key in left:
-            self._of.setdefault(key[0], {})[key] = None
-
-    @staticmethod
-    def _keys(nesting: _Nesting, step: Compute) -> Iterator[Key]:
-        instruction = nesting.graph.instructions[step.instruction]
-        inner = nesting.rows[step.instruction]
-        yield from zip(instruction.inputs, step.row.pre, inner.pre, strict=True)
-
-    def of(self, tensor: int) -> tuple[Key, ...]:
-        return tuple(self._of.get(tensor, ()))
+def provider(have: Container[AnyKey], key: AnyKey) -> AnyKey | None:
+    """The value that ``key`` is, or is sliced or masked from; None if there is none."""
+    tensor, outer, *rest = key
+    bases: list[tuple[int, ...]] = [key]
+    if rest:
+        bases.append((tensor, outer, REPLICATE))
+        if not same_dim(outer, rest[0]):  # slices of slices are not slices of inner slices
+            bases.append((tensor, REPLICATE, rest[0]))
+    bases.append((tensor, *(REPLICATE for _ in key[1:])))
+    return next((base for base in cast("list[AnyKey]", bases) if base in have), None)
 
 
-def default_kind(source: Placement, target: Placement) -> Kind:
-    """The collective that turns one form into another: the first kind between the two."""
-    return kinds_between(end_of(source), end_of(target))[0]
+def rows_of(step: Compute | Both) -> tuple[Row] | tuple[Row, Row]:
+    """The row of each level of a computation."""
+    return (step.row,) if isinstance(step, Compute) else (step.outer, step.inner)
+
+
+def keys_of(tensors: Sequence[int], *forms: Sequence[Placement]) -> tuple[tuple[int, ...], ...]:
+    """The values that are read or given in these forms of each level; a tensor that is None is -1."""
+    outer, *inner = forms
+    return tuple(zip(tensors, outer, *(map(after_cut, f) for f in inner), strict=True))
+
+
+def reads_of(graph: Graph, step: NestedStep) -> tuple[Key, ...]:
+    """The values that a step reads."""
+    if isinstance(step, Both):
+        inputs = graph.instructions[step.instruction].inputs
+        return tuple(zip(inputs, step.outer.pre, map(after_cut, step.inner.pre), strict=True))
+    return (
+        *((m.tensor, m.source, m.collected) for m in between(step)),
+        *((m.tensor, m.outer, m.source) for m in within(step)),
+    )
+
+
+def written_by(graph: Graph, step: Both) -> tuple[Key, ...]:
+    """The values that a computation gives; of a result that is None the tensor is -1."""
+    outputs = graph.instructions[step.instruction].outputs
+    return tuple(zip(outputs, step.outer.post, map(after_cut, step.inner.post), strict=True))

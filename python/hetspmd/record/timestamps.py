@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import fx
 
-from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.dist.buckets import PendingBucket
 from hetspmd.dist.communicator import DoneWork, Work
 from hetspmd.dist.levels import PendingAcross
@@ -30,7 +29,7 @@ from hetspmd.lower import calls
 from hetspmd.lower.emit import ALSO
 from hetspmd.lower.instrument import instrumented
 from hetspmd.program.buckets import Bucket, transfer_text
-from hetspmd.program.levels import Across, InsideCollective, Together, between
+from hetspmd.program.levels import Across, InsideCollective, Together, between, within
 from hetspmd.program.program import Communicate
 from hetspmd.trace.graph import Graph
 
@@ -198,26 +197,29 @@ def _call(node: fx.Node, order: dict[fx.Node, int], graph: Graph) -> GraphCall:
         return GraphCall("instruction", graph.instructions[instruction].name)
     if (step := node.meta.get("transfer")) is not None:
         order[node] = len(order)
-        return GraphCall("issue", transfer_name(step, graph), order[node], isinstance(step, InsideCollective))
+        return GraphCall("issue", transfer_name(step, graph), order[node], _is_inside(step))
     if node.target in (calls.wait, calls.take):
         (pending, *_) = node.args
         assert isinstance(pending, fx.Node)
         step = pending.meta["transfer"]
-        return GraphCall(
-            "wait", transfer_name(step, graph), order[pending], isinstance(step, InsideCollective)
-        )
+        return GraphCall("wait", transfer_name(step, graph), order[pending], _is_inside(step))
     return GraphCall("local", node.name)
+
+
+def _is_inside(step: Communicate | Bucket | InsideCollective | Across | Together) -> bool:
+    """Whether a collective is one of the accelerators of a machine."""
+    return not isinstance(step, (Communicate, Bucket)) and bool(within(step))
 
 
 def transfer_name(step: Communicate | Bucket | InsideCollective | Across | Together, graph: Graph) -> str:
     """As the simulated timeline calls a collective; it knows of none inside a machine."""
     names = [t.name for t in graph.tensors]
-    if isinstance(step, InsideCollective):
-        return f"{KINDS[step.kind].text} inside({names[step.tensor]})"
-    if isinstance(step, (Across, Together)):
-        moves = tuple(Communicate(s.tensor, s.kind, s.source, s.target) for s in between(step))
-        step = Bucket(moves) if isinstance(step, Together) else moves[0]
-    return transfer_text(step, names)
+    if isinstance(step, (Communicate, Bucket)):
+        return transfer_text(step, names)
+    members = between(step) or within(step)
+    moves = tuple(Communicate(m.tensor, m.kind, m.source, m.target) for m in members)
+    text = transfer_text(Bucket(moves) if isinstance(step, Together) else moves[0], names)
+    return text.replace("(", " inside(", 1) if within(step) else text
 
 
 def offsets(of_all: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:

@@ -7,9 +7,9 @@ from typing import Any
 from hetspmd.cluster.machines import accelerator
 from hetspmd.codec.quantities import quantity_text
 from hetspmd.codec.tables import table
-from hetspmd.lower.levels import nested_of
+from hetspmd.lower.lowering import nested_of
 from hetspmd.plan.plan import Plan
-from hetspmd.program.levels import Both, InsideCollective, between
+from hetspmd.program.levels import Both, between, within
 
 
 def inside_text(plan: Plan) -> str:
@@ -36,16 +36,16 @@ def inside_text(plan: Plan) -> str:
         "Across machines, data parallel inside in even shares\n"
         f"{table(header, rows, right=(2, 3, 4, 5))}\n"
         f"  {found['across']} collectives between machines in {found['transfers']} transfers of three steps, "
-        f"{found['inside']} inside; {found['alike']} of {found['computed']} ops run alike on all accelerators of a "
-        f"machine; both add {seconds}"
+        f"{found['inside']} inside in {found['inside_transfers']}; {found['alike']} of {found['computed']} ops run "
+        f"alike on all accelerators of a machine; both add {seconds}"
     )
 
 
 def inside_document(plan: Plan) -> dict[str, Any] | None:
     """Per device ``accelerators`` and ``memory_bytes`` of one of them; ``seconds`` that they add to the step;
     numbers of collectives ``across``, of the ``transfers`` that carry them (small ones share buckets), of those
-    ``inside``, of ops that are ``computed``, and that all accelerators compute ``alike``. None for a plan that is
-    not across machines."""
+    ``inside`` and of their ``inside_transfers``, of ops that are ``computed``, and that all accelerators compute
+    ``alike``. None for a plan that is not across machines."""
     if plan.inside is None:
         return None
     nested = nested_of(plan)
@@ -57,7 +57,8 @@ def inside_document(plan: Plan) -> dict[str, Any] | None:
         "seconds": plan.inside.seconds,
         "across": sum(len(between(s)) for s in steps),
         "transfers": sum(bool(between(s)) for s in steps),
-        "inside": sum(isinstance(s, InsideCollective) for s in steps),
+        "inside": sum(len(within(s)) for s in steps),
+        "inside_transfers": sum(bool(within(s)) for s in steps),
         "computed": len(computed),
         "alike": sum(s.inner.factor is None and s.inner.name == "always" for s in computed),
     }

@@ -18,21 +18,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from hetspmd.cluster.machines import machine_of
+from hetspmd.cluster.machines import ranks_of
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.levels import join_machines
 from hetspmd.dist.random import Randomness
-from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
 from hetspmd.lower import lower_plan
 from hetspmd.lower.emit import VALUE
 from hetspmd.lower.instrument import instrumented
 from hetspmd.placement import PARTIAL, REPLICATE, placement_text
-from hetspmd.program.layout import Layout, Region
-from hetspmd.program.level_layout import AcceleratorPlace, NestedLayout
+from hetspmd.program.layout import Region
+from hetspmd.program.level_layout import LevelLayout, RankPlace
 from hetspmd.run.autograd import Runner
 from hetspmd.run.guard import expected, match
 from hetspmd.run.source_location import source_line
+from hetspmd.run.starting import runtime_of
 from hetspmd.trace.graph import Instruction, instruction_text
 from hetspmd.verify.difference import largest_difference, magnitude
 from hetspmd.verify.reference import run_reference
@@ -119,10 +118,7 @@ def _on_rank(plan: Plan, setting: TrainingCase, communicator: Communicator) -> V
     rank, model, keep = communicator.rank, setting.copy(), _Keep()
     program = lower_plan(plan, rank, CPU)
     randomness = Randomness(setting.seed, rank, CPU, reference=True)
-    if plan.inside is None:
-        runtime = Runtime.join(communicator, plan.active, randomness)
-    else:
-        runtime = join_machines(communicator, plan.cluster, plan.active, randomness)
+    runtime = runtime_of(communicator, plan, randomness)
     program = replace(
         program,
         forward=instrumented(program.forward, keep, "Kept", keep.behind),
@@ -152,39 +148,29 @@ Parts = list[tuple[list[int], torch.Tensor, torch.Tensor]]
 
 def _layout(plan: Plan) -> Callable[[Key, list[Values], torch.Tensor], Parts]:
     """``(ranks, what they hold, what the reference has there)`` of a value."""
-    if plan.inside is None:
-        flat = Layout(plan.graph, plan.theory.axes, plan.lengths)
-        ranks = list(plan.active)
+    cluster = plan.cluster
+    accelerators = None if plan.inside is None else [cluster.accelerators[j] for j in plan.active]
+    layout = LevelLayout(plan.theory, plan.lengths, accelerators)
+    ranks, places = ranks_of(cluster, plan.active), layout.places
 
-        def regions(key: Key, position: int) -> tuple[Region, ...]:
-            found = flat.region(key[0], key[1], position)
-            return () if found is None else (found,)
-
-        def counts(key: Key, position: int) -> bool:
-            return True
-    else:
-        nested = NestedLayout(plan.theory, plan.lengths, [plan.cluster.accelerators[j] for j in plan.active])
-        machines = machine_of(plan.cluster)
-        ranks = [rank for rank, machine in enumerate(machines) if machine in plan.active]
-        places: list[AcceleratorPlace] = nested.places
-
-        def regions(key: Key, position: int) -> tuple[Region, ...]:
-            return nested.regions((key[0], key[1], key[2]), places[position])
-
-        def counts(key: Key, position: int) -> bool:
-            at = places[position]
-            return not (key[1] == REPLICATE and at.machine) and not (key[2] == REPLICATE and at.inside)
+    def counts(key: Key, at: RankPlace) -> bool:
+        """Of what several accelerators have alike, one counts."""
+        alike = (form == REPLICATE and layout.peers(n, at)[0] for n, form in enumerate(key[1:]))
+        return not any(alike)
 
     def parts(key: Key, found: list[Values], reference: torch.Tensor) -> Parts:
         held = [(p, rank) for p, rank in enumerate(ranks) if key in found[rank]]
         if PARTIAL not in key[1:]:
-            return [([rank], found[rank][key], _narrowed(reference, regions(key, p))) for p, rank in held]
+            return [
+                ([rank], found[rank][key], _narrowed(reference, layout.regions(key, places[p])))
+                for p, rank in held
+            ]
         if len(held) < len(ranks):
             return []  # a summand that some ranks know to be zero, and do not write
         total = torch.zeros_like(reference)
         for position, rank in held:
-            if counts(key, position):
-                _narrowed(total, regions(key, position)).add_(found[rank][key])
+            if counts(key, places[position]):
+                _narrowed(total, layout.regions(key, places[position])).add_(found[rank][key])
         return [([rank for _, rank in held], total, reference)]
 
     return parts
