@@ -38,8 +38,8 @@ from hetspmd.cluster.curves import Curve, Point, curve_for
 from hetspmd.dist.process_group import ProcessGroupCommunicator
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
+from hetspmd.profile.collective_trials import Trial, start, trials
 from hetspmd.profile.fit import fit_curves, fit_network
-from hetspmd.profile.trials import Trial, start, trials
 
 SIZES: Final = (1 << 16, 1 << 20, 1 << 23)
 GROUPS: Final = {

@@ -18,7 +18,7 @@ from hetspmd.plan.plan import Plan
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
-from hetspmd.verify.verify import verify
+from hetspmd.verify.comparison import verify
 from workbench import (
     Traced,
     cluster,

@@ -13,7 +13,7 @@ from functools import cache
 
 import pytest
 
-from hetspmd.cost.levels import inside_bytes
+from hetspmd.cost.level_costs import inside_bytes
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.optimize.partition import partition, segmented
 from hetspmd.placement import is_sharded, same_dim
@@ -25,7 +25,7 @@ from hetspmd.program.program import Communicate, Program
 from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from hetspmd.trace.graph import PARAMETER
-from hetspmd.verify.verify import verify
+from hetspmd.verify.comparison import verify
 from test_nested_programs import BUCKETS, MODES, error_of, inner_program
 from test_random_programs import TOLERANCE, Subject, subject
 from workbench import cluster, single_device, traced

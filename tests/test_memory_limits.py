@@ -19,7 +19,7 @@ from hetspmd.cost.step import StepModel, idle_seconds
 from hetspmd.errors import MemoryLimitError
 from hetspmd.placement import is_sharded
 from hetspmd.plan.plan import Plan
-from hetspmd.verify.verify import verify
+from hetspmd.verify.comparison import verify
 from memory_cases import gathered_again, stack, with_memory
 from workbench import cluster, traced
 

@@ -13,7 +13,7 @@ import torch
 
 import zoo
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.verify.verify import verify
+from hetspmd.verify.comparison import verify
 from workbench import cluster, example_module, traced
 
 TOLERANCE = 1e-9

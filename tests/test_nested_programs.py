@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.levels import MachineRuntime
+from hetspmd.dist.machine_levels import MachineRuntime
 from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
 from hetspmd.lower import lower_place, passes

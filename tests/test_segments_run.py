@@ -24,7 +24,7 @@ from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
 from hetspmd.trace.graph import REBALANCE
 from hetspmd.trace.trace import trace
-from hetspmd.verify.verify import verify
+from hetspmd.verify.comparison import verify
 from workbench import cluster, traced
 
 CLUSTER = cluster(5, 1, 3, 2)

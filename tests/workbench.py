@@ -31,8 +31,8 @@ from hetspmd.rules.theory import Theory, derive
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
 from hetspmd.trace.trace import split_example, trace
+from hetspmd.verify.comparison import largest_error
 from hetspmd.verify.reference import ReferenceResult, run_reference
-from hetspmd.verify.verify import largest_error
 
 CPU = torch.device("cpu")
 

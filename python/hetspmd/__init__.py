@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hetspmd.run.optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
     from hetspmd.run.scaler import GradScaler
     from hetspmd.tune.tune import Tuned, tune
-    from hetspmd.verify.verify import VerifyReport, verify
+    from hetspmd.verify.comparison import VerifyReport, verify
 
 __version__ = "0.1.0"
 
@@ -48,7 +48,7 @@ _HOMES = {
     "OpRule": "rules",
     "Plan": "plan.plan",
     "Tuned": "tune.tune",
-    "VerifyReport": "verify.verify",
+    "VerifyReport": "verify.comparison",
     "allow_optimizer": "run.optimizer_guard",
     "clip_grad_norm_": "run.norms",
     "compile": "optimize.compiler",
@@ -59,7 +59,7 @@ _HOMES = {
     "on_full_gradient": "run.gradient_hooks",
     "rule": "rules",
     "tune": "tune.tune",
-    "verify": "verify.verify",
+    "verify": "verify.comparison",
 }
 """Where the public names live; they are imported when first used, so that ``hetspmd --help`` need not wait for
 torch."""
@@ -101,8 +101,8 @@ _ATTACHED = {
     "plan_text": ("report.summary", "plan_text"),
     "recording_text": ("report.recording", "recording_text"),
     "recording_trace": ("report.recording", "chrome_trace"),
-    "timeline_text": ("report.timeline", "timeline_text"),
-    "timeline_trace": ("report.timeline", "chrome_trace"),
+    "timeline_text": ("report.timeline_text", "timeline_text"),
+    "timeline_trace": ("report.timeline_text", "chrome_trace"),
 }
 """What later packages do with the objects of earlier ones: they print, explain and record them."""
 

@@ -12,10 +12,10 @@ import torch
 
 import hetspmd
 from hetspmd.placement import shard
-from hetspmd.plan.facts import stored_forms
 from hetspmd.plan.plan import Plan
+from hetspmd.plan.plan_facts import stored_forms
 from hetspmd.rules import registry
-from hetspmd.verify.verify import VerifyReport
+from hetspmd.verify.comparison import VerifyReport
 
 SEARCH = {"cost", "lower_bound", "gap", "seconds", "expansions", "stop_reason"}
 COST = {"step_seconds", "compute_seconds", "communication_seconds", "memory_bytes"}
@@ -211,7 +211,7 @@ def test_verify_that_fails(command, targets, cluster, monkeypatch: pytest.Monkey
             random=False, worst={}, rounding=2e-15,
         )  # fmt: skip
 
-    monkeypatch.setattr(import_module("hetspmd.verify.verify"), "verify", failing)
+    monkeypatch.setattr(import_module("hetspmd.verify.comparison"), "verify", failing)
     outcome = command(
         "verify", targets, "--cluster", cluster, "--json", "-", "--steps", 5, "--dtype", "float32"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetspmd.cli import files
+from hetspmd.cli import outputs as files
 from hetspmd.errors import OutputError
 from hetspmd.lower.passes import PASSES
 

@@ -11,7 +11,7 @@ import hetspmd
 from hetspmd.codec.tables import shortened, table
 from hetspmd.lower import lower_plan
 from hetspmd.optimize.compiler import plan_for
-from hetspmd.plan.facts import collectives, sent, storage, tensor_roles, transfers
+from hetspmd.plan.plan_facts import collectives, sent, storage, tensor_roles, transfers
 from hetspmd.program.program import Communicate
 from hetspmd.report import plan_json, plan_text, program_text
 from hetspmd.rules.theory import derive

@@ -17,7 +17,7 @@ from hetspmd.cluster import collective_kinds
 from hetspmd.cluster.collective_buffers import Buffers, Carried, HeldBytes
 from hetspmd.cluster.collective_kinds import KINDS, CollectiveKind, Kind, Terms, end_of, kinds_between
 from hetspmd.cluster.curves import TERMS, Curve
-from hetspmd.cost.collectives import MoveForm
+from hetspmd.cost.collective_costs import MoveForm
 from hetspmd.cost.memory import memory_profile
 from hetspmd.cost.model import CostModel
 from hetspmd.dist import collectives

@@ -14,7 +14,7 @@ import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network, virtual_device
 from hetspmd.cluster.machines import flat, machine_of, ranks_of
-from hetspmd.cost.levels import inside_bytes, inside_seconds
+from hetspmd.cost.level_costs import inside_bytes, inside_seconds
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import ClusterError, MemoryLimitError
 from hetspmd.program.lengths import lengths_for

@@ -26,10 +26,10 @@ from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import OutputError
 from hetspmd.lower import LocalProgram, active_ranks, idle, local, lower_plan, passes
 from hetspmd.lower.dump import dump_passes
+from hetspmd.lower.graph_text import graphs_text
 from hetspmd.lower.instrument import instrumented
+from hetspmd.lower.local_program import LocalGraphs, numbered
 from hetspmd.lower.passes import PASSES, Rewrite
-from hetspmd.lower.program import LocalGraphs, numbered
-from hetspmd.lower.text import graphs_text
 from hetspmd.lower.types import value_types
 from hetspmd.plan.plan import Plan
 from hetspmd.run.starting import runtime_of

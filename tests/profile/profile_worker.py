@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from hetspmd.errors import ProfileError
-from hetspmd.profile import collectives, measure
+from hetspmd.profile import collective_times as collectives
+from hetspmd.profile import measure
 from hetspmd.profile.measure import Options
 from hetspmd.profile.session import joined
 

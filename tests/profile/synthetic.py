@@ -7,9 +7,9 @@ import random
 from hetspmd.cluster.collective_kinds import KINDS, Kind
 from hetspmd.cluster.curves import COLLECTIVES, Curve, Fit, Point, Rate
 from hetspmd.cluster.devices import Device
+from hetspmd.profile.collective_trials import trials
 from hetspmd.profile.fit import fit_curve
 from hetspmd.profile.profile_thresholds import THRESHOLDS
-from hetspmd.profile.trials import trials
 
 SPEEDS = (4e12, 1e12, 4e12, 1e12)
 TRUE = {"latency": 8e-5, "per_shard": 3e-5, "per_byte": 2e-10, "per_largest": 9e-10, "per_exchange": 1.1e-9}

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hetspmd.profile import device, sampling
+from hetspmd.profile import device
+from hetspmd.profile import timing as sampling
 
 CALL = 0.02
 """Seconds of every call here."""

@@ -15,10 +15,10 @@ from synthetic import TRUE, points, true_curve
 from hetspmd.cluster.collective_kinds import KINDS, Kind
 from hetspmd.cluster.curves import COLLECTIVES, Curve, Fit
 from hetspmd.errors import ProfileError
+from hetspmd.profile.collective_trials import trials
 from hetspmd.profile.fit import fit_curve, fit_curves, fit_network, hidden, non_negative_least_squares
 from hetspmd.profile.profile_thresholds import THRESHOLDS
-from hetspmd.profile.sampling import interval, repeat, tight
-from hetspmd.profile.trials import trials
+from hetspmd.profile.timing import interval, repeat, tight
 
 
 @pytest.mark.parametrize("devices", [2, 4, 9])

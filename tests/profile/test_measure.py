@@ -26,13 +26,13 @@ from hetspmd.dist.pending import PendingTensor
 from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import ProfileError
-from hetspmd.profile import collectives
+from hetspmd.profile import collective_times as collectives
 from hetspmd.profile import measure as measuring
-from hetspmd.profile.collectives import measure_group
+from hetspmd.profile.collective_times import measure_group
+from hetspmd.profile.collective_trials import Trial
 from hetspmd.profile.measure import Options, Profile, measure
 from hetspmd.profile.profile_thresholds import THRESHOLDS
 from hetspmd.profile.session import Session
-from hetspmd.profile.trials import Trial
 from processes import spawn
 
 TARGETS = Path(__file__).parents[1] / "cli" / "targets.py"
@@ -146,7 +146,7 @@ def test_simulated_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         measuring, "measure_device", lambda rank, *rest: rates_of(rank, speeds[rank], jitter=1 + 0.01 * rank)
     )
     few = replace(THRESHOLDS, level_bytes=THRESHOLDS.level_bytes[:3], first_samples=2)
-    monkeypatch.setattr("hetspmd.profile.collectives.THRESHOLDS", few)
+    monkeypatch.setattr("hetspmd.profile.collective_times.THRESHOLDS", few)
 
     def run(comm: Any) -> Profile:
         return measure(Session(comm, CPU, "simulated", start=time.perf_counter()), Options(budget=0.01))

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from hetspmd.cluster.collective_kinds import kinds_between
-from hetspmd.dist import buckets, collectives
+from hetspmd.dist import coalesced as buckets
+from hetspmd.dist import collectives
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime

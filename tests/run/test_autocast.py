@@ -25,7 +25,7 @@ from hetspmd.plan.plan import Plan
 from hetspmd.rules.theory import derive
 from hetspmd.run.module import HAP
 from hetspmd.trace.trace import trace
-from hetspmd.verify.verify import verify
+from hetspmd.verify.comparison import verify
 
 WORLD = 3
 NAMES = ("mlp", "conv", "attention")

@@ -16,7 +16,7 @@ import torch
 from beside import Beside, X, base, equal
 from ranks import cluster
 
-from hetspmd.run.host import Guard
+from hetspmd.run.host_guard import Guard
 from hetspmd.run.module import HAP
 from hetspmd.trace.host import settings
 

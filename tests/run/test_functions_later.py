@@ -9,7 +9,7 @@ import pytest
 import torch
 from beside import Beside, base, train
 
-from hetspmd.run.host import Guard
+from hetspmd.run.host_guard import Guard
 
 
 class Later(Beside):

@@ -16,7 +16,7 @@ import torch
 from gloo_worker import idle_plans, mixed_plans, plans, train, worker
 
 from hetspmd.dist.simulate import run_ranks
-from hetspmd.verify.verify import largest_error
+from hetspmd.verify.comparison import largest_error
 from processes import spawn
 
 WORLD = 4

@@ -23,7 +23,7 @@ from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
 from hetspmd.run.shard_tensors import plain
 from hetspmd.search.constraints import Constraints, named_tensors
-from hetspmd.verify.verify import verify
+from hetspmd.verify.comparison import verify
 
 T = TypeVar("T")
 SUBSETS = [(0,), (2,), (0, 2), (1, 2), (0, 1, 2)]

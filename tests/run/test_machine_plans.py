@@ -14,7 +14,7 @@ from torch import nn
 
 import hetspmd
 from hetspmd.cluster.machines import flat, ranks_of
-from hetspmd.dist.levels import MachineRuntime
+from hetspmd.dist.machine_levels import MachineRuntime
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import PlanError, WorldSizeError

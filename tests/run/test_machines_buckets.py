@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.levels import MachineRuntime
+from hetspmd.dist.machine_levels import MachineRuntime
 from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
 from hetspmd.program.level_layout import Leg

@@ -11,7 +11,7 @@ import torch
 from machines_worker import plans, train, worker
 
 from hetspmd.dist.simulate import run_ranks
-from hetspmd.verify.verify import largest_error
+from hetspmd.verify.comparison import largest_error
 from processes import spawn
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hetspmd.errors import ShardError
-from hetspmd.lower.program import LocalTensor
+from hetspmd.lower.local_program import LocalTensor
 from hetspmd.placement import shard
 from hetspmd.program.layout import Region
 from hetspmd.run.shard_functions import Role, role_of

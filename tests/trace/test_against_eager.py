@@ -12,9 +12,9 @@ from hetspmd.rules.theory import derive
 from hetspmd.run.guard import expected, match
 from hetspmd.trace.losses import find_loss
 from hetspmd.trace.trace import split_example
+from hetspmd.verify.comparison import largest_error
 from hetspmd.verify.precision import all_in, retyped_graph
 from hetspmd.verify.reference import run_reference
-from hetspmd.verify.verify import largest_error
 from workbench import CPU, randomness, traced
 
 MODELS = (

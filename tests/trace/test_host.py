@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hetspmd.errors import HetspmdError, TraceError
-from hetspmd.run.host import Guard
+from hetspmd.run.host_guard import Guard
 from hetspmd.trace.compat import is_traced
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.discovery import discover

@@ -10,7 +10,7 @@ import torch
 from hetspmd.rules.theory import derive
 from hetspmd.trace.cuts import with_cuts
 from hetspmd.trace.graph import REBALANCE, Graph
-from hetspmd.trace.stored import with_storage
+from hetspmd.trace.storage_axes import with_storage
 from hetspmd.verify.reference import run_reference
 from nets import by_name, parameter, traced
 from workbench import randomness

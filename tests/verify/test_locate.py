@@ -14,7 +14,7 @@ from hetspmd.dist import collectives
 from hetspmd.dist.pending import Pending
 from hetspmd.dist.runtime import Runtime
 from hetspmd.optimize.compiler import compile as compile_plan
-from hetspmd.verify.verify import verify
+from hetspmd.verify.comparison import verify
 
 
 def test_nothing_is_located_where_all_is_equal() -> None:

@@ -17,8 +17,8 @@ from hetspmd.dist.runtime import Runtime
 from hetspmd.errors import CheckError, OptionError
 from hetspmd.program.program import Communicate
 from hetspmd.run.module import HAP
+from hetspmd.verify.comparison import VerifyReport, largest_error, verify
 from hetspmd.verify.precision import all_in, retyped_graph
-from hetspmd.verify.verify import VerifyReport, largest_error, verify
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv", "attention"])

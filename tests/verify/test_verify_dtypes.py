@@ -23,9 +23,9 @@ from hetspmd.optimize.compiler import compile as compile_plan
 from hetspmd.plan.plan import Plan
 from hetspmd.trace.graph import CONSTANT
 from hetspmd.trace.trace import trace
-from hetspmd.verify.numbers import with_own_numbers
+from hetspmd.verify.comparison import VerifyReport, verify
+from hetspmd.verify.model_numbers import with_own_numbers
 from hetspmd.verify.precision import all_in, other_dtype, retyped_graph
-from hetspmd.verify.verify import VerifyReport, verify
 from nets import Net
 
 torch.manual_seed(0)

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from hetspmd.errors import ExampleError
+from hetspmd.verify.comparison import VerifyReport, verify
 from hetspmd.verify.copies import model_in
-from hetspmd.verify.verify import VerifyReport, verify
 from nets import Net
 
 X = torch.randn(16, 12, generator=torch.Generator().manual_seed(3))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hetspmd.errors import CheckError, ExampleError
-from hetspmd.verify.verify import verify
+from hetspmd.verify.comparison import verify
 from nets import Net
 
 DEVICES = cluster(4, 2, 1, 1)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from hetspmd.program import noise
 from hetspmd.trace.trace import trace
-from hetspmd.verify.verify import verify
+from hetspmd.verify.comparison import verify
 from nets import Net
 
 X = torch.randn(16, 12, generator=torch.Generator().manual_seed(3))

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetspmd.cli.files import STDOUT, check_folder_writable, check_writable, read_constraints, write_json
 from hetspmd.cli.options import add_target, autocast, positive_seconds
+from hetspmd.cli.outputs import STDOUT, check_folder_writable, check_writable, read_constraints, write_json
 from hetspmd.cli.progress import Elapsed
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _show(
     explained: Sequence[Explanation],
 ) -> None:
     """Print the plan; ``timings`` in seconds per stage, ``dumped`` the ranks whose local graphs were written."""
-    from hetspmd.lower.program import numbered
+    from hetspmd.lower.local_program import numbered
     from hetspmd.report import candidates_text, plan_text, program_text
 
     print(plan_text(plan))

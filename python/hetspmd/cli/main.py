@@ -20,7 +20,7 @@ from typing import NoReturn, TextIO
 import hetspmd
 from hetspmd.cli import compile as compile_command
 from hetspmd.cli import doctor, profile, rules, solve, verify
-from hetspmd.cli.files import STDOUT
+from hetspmd.cli.outputs import STDOUT
 from hetspmd.cli.stdout import kept_for_data
 from hetspmd.errors import CheckError, HetspmdError, MissingRuleWarning
 

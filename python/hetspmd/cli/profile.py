@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetspmd.cli.files import STDOUT, check_writable, write_text
+from hetspmd.cli.outputs import STDOUT, check_writable, write_text
 from hetspmd.cli.progress import Progress
 from hetspmd.errors import OutputError
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hetspmd.cli.files import STDOUT, check_writable, write_json
 from hetspmd.cli.options import positive_count, positive_seconds
+from hetspmd.cli.outputs import STDOUT, check_writable, write_json
 from hetspmd.errors import TargetError
 
 

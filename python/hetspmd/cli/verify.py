@@ -6,8 +6,8 @@ import argparse
 import math
 from typing import Any
 
-from hetspmd.cli.files import STDOUT, check_writable, read_constraints, write_json
 from hetspmd.cli.options import add_target, autocast, positive_count
+from hetspmd.cli.outputs import STDOUT, check_writable, read_constraints, write_json
 from hetspmd.errors import DeviceError
 
 
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     """Verify and report."""
     from hetspmd.cli.target import load_target
     from hetspmd.cluster.cluster import Cluster
-    from hetspmd.verify.verify import verify
+    from hetspmd.verify.comparison import verify
 
     check_writable(options.json)
     cluster = Cluster.load(options.cluster)

@@ -1,5 +1,5 @@
 """Seconds of a Hoare triple, linear in the sharding ratios (HAP 3.2); those of collectives are in
-:mod:`hetspmd.cost.collectives`.
+:mod:`hetspmd.cost.collective_costs`.
 
 Device j, which holds the share s_j of the axis that a row shards (s_j = 1 where the row shards none), runs the row
 in
@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cost.collectives import MoveForm, Moves
+from hetspmd.cost.collective_costs import MoveForm, Moves
 from hetspmd.cost.roofline import terms_of
 from hetspmd.cost.signatures import Array, Index, Triples, triples_of
 from hetspmd.program.lengths import Lengths

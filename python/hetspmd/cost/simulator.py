@@ -18,7 +18,8 @@ links are shared all the same, so that one can only wait out its latency behind 
 Issuing a collective takes time of the device itself where the processor that computes also does that
 (:class:`~hetspmd.cluster.cluster.Device`), ``issue_jc = issue_j + C_c / issue_bandwidth_j``, C the bytes that are
 copied: of a gather the device's own slice, of a scatter none, of others the tensor. The collective's own seconds
-have it too. Slices that do not lie in memory as they are sent are copied besides (:mod:`hetspmd.cost.collectives`).
+have it too. Slices that do not lie in memory as they are sent are copied besides
+(:mod:`hetspmd.cost.collective_costs`).
 
 Small collectives share a bucket, as they do where they run: they are one collective here, with one latency.
 

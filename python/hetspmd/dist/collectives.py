@@ -25,7 +25,7 @@ from typing import Final
 
 import torch
 
-from hetspmd.dist.buckets import PendingBucket, start_all_gathers, start_all_reduces, start_reduce_scatters
+from hetspmd.dist.coalesced import PendingBucket, start_all_gathers, start_all_reduces, start_reduce_scatters
 from hetspmd.dist.communicator import Communicator, Member, Work
 from hetspmd.dist.pending import Pending, PendingTensor
 from hetspmd.dist.slices import (

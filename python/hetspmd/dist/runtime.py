@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hetspmd.dist import collectives
-from hetspmd.dist.buckets import PendingBucket
+from hetspmd.dist.coalesced import PendingBucket
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.pending import PendingTensor
 from hetspmd.dist.random import Draw, Randomness, Region, random_op

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from hetspmd.lower.local_program import LocalProgram, LocalTensor
 from hetspmd.lower.lowering import active_ranks, lower, lower_place, lower_plan
-from hetspmd.lower.program import LocalProgram, LocalTensor
 
 __all__ = ["LocalProgram", "LocalTensor", "active_ranks", "lower", "lower_place", "lower_plan"]

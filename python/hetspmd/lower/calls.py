@@ -1,7 +1,7 @@
 """What a local graph calls of the runtime that is its first input: the graph knows of no communicator.
 
 :class:`~hetspmd.dist.runtime.Runtime` and, for the accelerators of machines,
-:class:`~hetspmd.dist.levels.MachineRuntime` are what a rank gives to its graphs.
+:class:`~hetspmd.dist.machine_levels.MachineRuntime` are what a rank gives to its graphs.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ import torch
 
 from hetspmd.codec.files import write_output
 from hetspmd.errors import OutputError
+from hetspmd.lower.graph_text import graphs_text
+from hetspmd.lower.local_program import LocalGraphs, numbered
 from hetspmd.lower.lowering import active_ranks, lower_plan
 from hetspmd.lower.passes import Pass
-from hetspmd.lower.program import LocalGraphs, numbered
-from hetspmd.lower.text import graphs_text
 
 if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetspmd.lower.program import Groups, LocalGraphs, LocalTensor
+from hetspmd.lower.local_program import Groups, LocalGraphs, LocalTensor
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, shard, sharded_dim
 from hetspmd.program.layout import Layout, Region
 from hetspmd.program.lengths import Lengths

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from hetspmd.lower.emit import GraphWriter, identifier, take_saved
-from hetspmd.lower.program import Groups, LocalGraphs, LocalTensor, numbered
+from hetspmd.lower.local_program import Groups, LocalGraphs, LocalTensor, numbered
 from hetspmd.placement import REPLICATE, is_sharded, sharded_dim
 from hetspmd.program.layout import Region
 from hetspmd.program.level_layout import LevelKey, LevelLayout, RankPlace

@@ -1,4 +1,5 @@
-"""Plan x rank -> :class:`~hetspmd.lower.program.LocalProgram`, by the passes of :mod:`hetspmd.lower.passes`."""
+"""Plan x rank -> :class:`~hetspmd.lower.local_program.LocalProgram`, by the passes of
+:mod:`hetspmd.lower.passes`."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from hetspmd.cluster.machines import inside_cluster, machine_of, ranks_of
 from hetspmd.cost.coalesce import bucket_bytes as bucket_bytes_of
 from hetspmd.lower.idle import IdleEmitter
 from hetspmd.lower.local import ActiveEmitter
+from hetspmd.lower.local_program import LocalProgram
 from hetspmd.lower.passes import Emitter, Watch, run_passes
-from hetspmd.lower.program import LocalProgram
 from hetspmd.placement import REPLICATE, shard
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.level_layout import LevelLayout, RankPlace

@@ -15,7 +15,7 @@ from torch import fx
 
 from hetspmd.lower import fuse
 from hetspmd.lower.emit import drop_unread
-from hetspmd.lower.program import LocalGraphs, LocalProgram
+from hetspmd.lower.local_program import LocalGraphs, LocalProgram
 from hetspmd.lower.reuse import mark_spare
 
 __all__ = ["PASSES", "Emitter", "Lowering", "Pass", "Rewrite", "Watch", "run_passes"]

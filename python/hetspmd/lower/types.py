@@ -11,7 +11,7 @@ from torch import fx
 
 from hetspmd.lower import calls
 from hetspmd.lower.emit import DTYPE, SHAPE, VALUE, item, take_saved
-from hetspmd.lower.program import LocalGraphs, LocalTensor
+from hetspmd.lower.local_program import LocalGraphs, LocalTensor
 from hetspmd.program.levels import carried
 from hetspmd.rules.kernels import dense, dense_rows
 from hetspmd.trace.graph import ITEM_SIZES

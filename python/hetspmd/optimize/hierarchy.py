@@ -4,7 +4,7 @@ Across virtual devices, search and ratios alternate over the machines as over an
 program is searched for the accelerators within a machine, one for all machines, in even shares. Of the rows of
 an instruction it may use those that can be had at once with the row that the machines use; an instruction none
 of whose rows along the batch can is run alike on all accelerators of a machine. Both programs are proved. The
-prediction of the step is that of the machines and what :mod:`hetspmd.cost.levels` adds; a plan fits if it fits
+prediction of the step is that of the machines and what :mod:`hetspmd.cost.level_costs` adds; a plan fits if it fits
 each accelerator. Where it does not, the machines are planned again with less memory. The machines may have several
 segments; inside, where all shares are even, those change nothing.
 """
@@ -18,7 +18,7 @@ from typing import TypeAlias
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import accelerator, flat, inside_cluster
 from hetspmd.cost.coalesce import bucket_bytes
-from hetspmd.cost.levels import inside_bytes, inside_seconds
+from hetspmd.cost.level_costs import inside_bytes, inside_seconds
 from hetspmd.errors import HetspmdError, InfeasibleError, MemoryLimitError, SearchError
 from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.compile_options import Machines, Segments

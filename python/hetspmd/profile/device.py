@@ -9,7 +9,7 @@
 - optimizer: a step on parameters of 8 x 4 MiB (on a GPU 8 x 32 MiB) in float32.
 
 Products, convolutions and sums are measured in each dtype that the device computes in; one that it refuses is
-left out. Each is repeated as :mod:`hetspmd.profile.sampling` says, in several rounds over all of them, so that what
+left out. Each is repeated as :mod:`hetspmd.profile.timing` says, in several rounds over all of them, so that what
 slows the device down for some seconds falls on a part of everyone's samples and not on all of one's. The interval
 of a rate holds the medians of all rounds: samples of one round are not independent where a device drifts.
 """
@@ -28,7 +28,7 @@ from torch.nn.functional import conv2d
 
 from hetspmd.cluster.curves import Rate
 from hetspmd.profile.profile_thresholds import THRESHOLDS
-from hetspmd.profile.sampling import interval, repeat
+from hetspmd.profile.timing import interval, repeat
 
 __all__ = ["DTYPES", "OPTIMIZERS", "measure_device", "synchronize"]
 

@@ -23,7 +23,7 @@ from hetspmd.cluster.file import Node, read_file
 from hetspmd.cost.op_keys import is_parameter_key
 from hetspmd.errors import ClusterError, ProfileError
 from hetspmd.profile.cases import OpCase
-from hetspmd.profile.collectives import measure_group, measure_issue, measure_lanes
+from hetspmd.profile.collective_times import measure_group, measure_issue, measure_lanes
 from hetspmd.profile.device import DTYPES, measure_device
 from hetspmd.profile.fit import fit_curves, fit_network, hidden
 from hetspmd.profile.grouping import Report, devices_of, groups_of, issuing

@@ -9,7 +9,7 @@ them (:mod:`hetspmd.profile.single`), unless several threads compute long ones. 
 as many parameters of a shape as fill the arena, so that its own overhead is spread as over a model's.
 
 A machine may be slow for seconds on end, and what is measured then would look dear beside all the rest. So there
-are ``op_turns`` turns, each of which samples every task (:mod:`hetspmd.profile.sampling`), and the median of the
+are ``op_turns`` turns, each of which samples every task (:mod:`hetspmd.profile.timing`), and the median of the
 turns' medians counts, of the samples whose memory has settled (:mod:`hetspmd.profile.pages`).
 
 A key's line ``constant + slope share`` is the non-negative least squares solution for the logarithms of its points
@@ -46,9 +46,9 @@ from hetspmd.profile.host import host_identity
 from hetspmd.profile.local_op import Alone, Arena, local_op
 from hetspmd.profile.pages import Sample, page_faults, settled, settling
 from hetspmd.profile.profile_thresholds import THRESHOLDS
-from hetspmd.profile.sampling import interval, repeat
 from hetspmd.profile.session import Session
 from hetspmd.profile.single import SingleCalls
+from hetspmd.profile.timing import interval, repeat
 from hetspmd.rules.rule import TensorType
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import ITEM_SIZES

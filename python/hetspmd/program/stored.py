@@ -2,8 +2,8 @@
 
 Where the graph divides a stored dim, and the stored lengths are whole units of its axis, the axis takes these
 lengths, and the shards are used where they lie. A parameter whose shards do not fit is stored apart from its use
-(:mod:`hetspmd.trace.stored`): of a dim that the graph does not cut, of lengths that are no whole units, or of other
-lengths than those of other parameters on one axis, of which those with the most bytes keep it.
+(:mod:`hetspmd.trace.storage_axes`): of a dim that the graph does not cut, of lengths that are no whole units, or
+of other lengths than those of other parameters on one axis, of which those with the most bytes keep it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hetspmd.errors import PlanError
 from hetspmd.placement import REPLICATE, Placement, is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths, Matrix, lengths_for
 from hetspmd.rules.theory import Theory, derive
-from hetspmd.trace.stored import with_storage
+from hetspmd.trace.storage_axes import with_storage
 
 __all__ = ["Stored", "as_stored"]
 

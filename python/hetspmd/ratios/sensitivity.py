@@ -11,7 +11,7 @@ There comp_ij is a sum of rooflines, each as many seconds of FLOPs or of memory 
 and of a launch; comm is a part of latencies and one of bytes. All are proportional to 1 / rate, 1 / bandwidth,
 launch or latency, so that the elasticity ``d ln T / d ln q`` of a quantity q is the part of T that it makes, with
 a minus for rates and bandwidths. The parts sum to 1, with that of the devices' own copies of slices
-(:mod:`hetspmd.cost.collectives`), which no quantity has. Where T has a kink, the elasticity lies between its
+(:mod:`hetspmd.cost.collective_costs`), which no quantity has. Where T has a kink, the elasticity lies between its
 one-sided ones. Devices without a share stay without.
 
 ``gain`` is no derivative and knows overlap: the part of the step of the two-stream simulation that is gained if the

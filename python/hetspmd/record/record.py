@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from hetspmd.dist.communicator import Communicator
     from hetspmd.dist.runtime import Runtime
-    from hetspmd.lower.program import LocalProgram
+    from hetspmd.lower.local_program import LocalProgram
     from hetspmd.plan.plan import Plan
     from hetspmd.run.autograd import Runner
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import fx
 
-from hetspmd.dist.buckets import PendingBucket
+from hetspmd.dist.coalesced import PendingBucket
 from hetspmd.dist.communicator import DoneWork, Work
-from hetspmd.dist.levels import PendingAcross
+from hetspmd.dist.machine_levels import PendingAcross
 from hetspmd.dist.process_group import CopiedWork, IssuedWork
 from hetspmd.lower import calls
 from hetspmd.lower.emit import ALSO

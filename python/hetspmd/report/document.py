@@ -9,7 +9,7 @@ counted in elements}, ``search`` {``cost``, ``lower_bound``, ``gap``, ``seconds`
 an idle one, of several segments their mean, weighted with FLOPs; sending idle ones the results is part of
 ``communication_seconds`` and no step of ``program``), ``segments`` (for each: ``ratios``, and ``modules``, the
 first and the last that it runs in forward),
-``inside`` (of a plan across machines what :func:`~hetspmd.report.machines.inside_document` says, else null),
+``inside`` (of a plan across machines what :func:`~hetspmd.report.machine_report.inside_document` says, else null),
 ``program`` (per step: ``call`` and ``triple`` as text; of a collective ``kind``, ``bytes`` and ``seconds``
 too), ``transfers`` (how many times something is sent for its collectives, of which small ones share buckets),
 ``sensitivity`` (of the quantities that the step depends on, the greatest elasticity first: ``quantity``,
@@ -25,11 +25,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetspmd._core import version
-from hetspmd.plan.facts import collectives, segment_modules, transfers
 from hetspmd.plan.plan import Plan
+from hetspmd.plan.plan_facts import collectives, segment_modules, transfers
 from hetspmd.report.candidates import candidates_document
 from hetspmd.report.limits import limits, limits_document
-from hetspmd.report.machines import inside_document
+from hetspmd.report.machine_report import inside_document
 from hetspmd.report.notation import step_text
 
 STAGES = ("trace", "rules", "synth", "balance", "total")

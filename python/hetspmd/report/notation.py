@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.codec.quantities import quantity_text
 from hetspmd.placement import Placement, placement_text
-from hetspmd.plan.facts import collectives
 from hetspmd.plan.plan import Plan
+from hetspmd.plan.plan_facts import collectives
 from hetspmd.program.program import Communicate, Compute, Step, communication_text
 from hetspmd.trace.graph import Argument, DType, Graph, Instruction, Marker, Ref
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetspmd.codec.tables import shortened, table
 from hetspmd.record.measured import MeasuredSteps
-from hetspmd.report.timeline import THREADS, collective_roles, process_entries, seconds_text
+from hetspmd.report.timeline_text import THREADS, collective_roles, process_entries, seconds_text
 
 if TYPE_CHECKING:
     from hetspmd.cost.timeline import Timeline
@@ -31,7 +31,8 @@ _PARTS = ("instruction", "local", "issue", "transfers", "devices", "optimizer")
 
 
 def chrome_trace(measured: MeasuredSteps) -> str:
-    """The layout of :func:`hetspmd.report.timeline.chrome_trace`; ``args`` also tell the step's part (``what``) and
+    """The layout of :func:`hetspmd.report.timeline_text.chrome_trace`; ``args`` also tell the step's part
+    (``what``) and
     when a collective was issued by this rank and completed, in microseconds."""
     entries: list[dict[str, Any]] = []
     active = {device for plan in measured.plans for device in plan.active}

@@ -7,11 +7,11 @@ from hetspmd.codec.quantities import quantity_text
 from hetspmd.codec.tables import counted, shortened, table
 from hetspmd.cost.step import idle_seconds
 from hetspmd.placement import is_sharded, sharded_dim
-from hetspmd.plan.facts import by_kind, segment_modules, sent, storage, transfers
 from hetspmd.plan.plan import Plan
+from hetspmd.plan.plan_facts import by_kind, segment_modules, sent, storage, transfers
 from hetspmd.program.program import communication_text
 from hetspmd.report.limits import limits, limits_text
-from hetspmd.report.machines import inside_text
+from hetspmd.report.machine_report import inside_text
 from hetspmd.report.notation import tensor_text
 
 _MOST_COLLECTIVES = 12

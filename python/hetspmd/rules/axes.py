@@ -14,8 +14,8 @@ A cut between segments (:mod:`hetspmd.trace.cuts`) does not join the axes of a t
 divides its own at its own ratios. They are *kin*, and have as many units as they would have as one axis, and one
 grain, so that they have equal lengths at equal ratios.
 
-A parameter that is stored apart from its use (:mod:`hetspmd.trace.stored`) has an axis of its own along its stored
-dim, with a unit for each element, whatever the graph cuts. Nothing is its kin.
+A parameter that is stored apart from its use (:mod:`hetspmd.trace.storage_axes`) has an axis of its own along its
+stored dim, with a unit for each element, whatever the graph cuts. Nothing is its kin.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import fx
 from hetspmd.dist import collectives
 from hetspmd.dist.runtime import Runtime
 from hetspmd.errors import GradientError, NanError, RankFailedError
-from hetspmd.lower.program import LocalProgram, LocalTensor
+from hetspmd.lower.local_program import LocalProgram, LocalTensor
 from hetspmd.placement import PARTIAL, is_sharded, shard, sharded_dim
 from hetspmd.run import anomaly
 from hetspmd.run.compiled_regions import in_stretches

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from hetspmd.errors import OptionError, PlanMismatchError, RetraceWarning, TraceError
-from hetspmd.run.host import Guard
+from hetspmd.run.host_guard import Guard
 from hetspmd.run.replan import Replanned, Replanner, differ
 from hetspmd.run.structure import StructureGuard
 from hetspmd.trace.host.discovery import discover, rediscover

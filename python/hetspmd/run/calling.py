@@ -14,7 +14,7 @@ from hetspmd.trace.compat import flatten
 from hetspmd.trace.values import dtype_name
 
 if TYPE_CHECKING:
-    from hetspmd.run.host import Guard
+    from hetspmd.run.host_guard import Guard
 
 __all__ = ["calling_text", "changing"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hetspmd.errors import ShardError
-from hetspmd.lower.program import LocalTensor
+from hetspmd.lower.local_program import LocalTensor
 from hetspmd.run.shards import attributes
 
 __all__ = ["check_memory", "cut", "made_from_meta", "part_of"]

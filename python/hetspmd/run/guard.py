@@ -11,7 +11,7 @@ import torch
 
 from hetspmd.dist.communicator import Communicator
 from hetspmd.errors import BatchMismatchError, DeviceError
-from hetspmd.lower.program import LocalTensor
+from hetspmd.lower.local_program import LocalTensor
 from hetspmd.placement import shard
 from hetspmd.trace.admissible import argument_names, spoken
 from hetspmd.trace.compat import flatten, flatten_with_names, parts_of, spec_from_text

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hetspmd.errors import ShardError
-from hetspmd.lower.program import LocalTensor
+from hetspmd.lower.local_program import LocalTensor
 from hetspmd.run.instances import instances
 from hetspmd.run.parameter_registry import living
 from hetspmd.run.shards import marked

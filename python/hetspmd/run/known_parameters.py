@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hetspmd.errors import ShardError
-from hetspmd.lower.program import LocalTensor
+from hetspmd.lower.local_program import LocalTensor
 from hetspmd.run.shards import divided, mark, marked
 from hetspmd.trace.compat import as_plain
 from hetspmd.trace.values import dtype_name

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hetspmd.dist.doings import Loaded
-from hetspmd.lower.program import LocalTensor
+from hetspmd.lower.local_program import LocalTensor
 from hetspmd.run.shard_tensors import plain
 from hetspmd.run.shards import ShardMark, marked
 

@@ -19,7 +19,7 @@ from hetspmd.placement import is_sharded
 from hetspmd.run.mismatch import explain
 
 if TYPE_CHECKING:
-    from hetspmd.lower.program import LocalTensor
+    from hetspmd.lower.local_program import LocalTensor
     from hetspmd.plan.plan import Plan
     from hetspmd.trace.losses import Loss
 

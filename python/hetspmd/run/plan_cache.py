@@ -20,7 +20,7 @@ from hetspmd.run.beside import HostSide, Served
 from hetspmd.run.calling import calling_text, changing
 from hetspmd.run.entry import Entry
 from hetspmd.run.guard import expected, match, refuse_own_rows
-from hetspmd.run.host import Guard
+from hetspmd.run.host_guard import Guard
 from hetspmd.run.known_parameters import KnownParameters
 from hetspmd.run.observer import Observer
 from hetspmd.run.passthrough import is_the_model

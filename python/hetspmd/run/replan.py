@@ -16,7 +16,7 @@ import torch
 
 from hetspmd.dist.agreement import agreed_content
 from hetspmd.errors import HetspmdError
-from hetspmd.run.host import Guard
+from hetspmd.run.host_guard import Guard
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.equal import differ_in_numbers, digest, number_values
 from hetspmd.trace.host.places import NOTHING, Roots, text

@@ -24,7 +24,7 @@ from hetspmd.run.store import Store, slot
 
 if TYPE_CHECKING:
     from hetspmd.dist.runtime import Runtime
-    from hetspmd.lower.program import LocalProgram
+    from hetspmd.lower.local_program import LocalProgram
     from hetspmd.trace.graph import Graph
 
 __all__ = ["ROUND_STEPS", "Piece", "Replicas", "device_kind"]

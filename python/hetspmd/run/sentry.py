@@ -18,7 +18,7 @@ from torch import nn
 
 from hetspmd.dist.doings import Loaded
 from hetspmd.errors import ShardError
-from hetspmd.lower.program import LocalTensor
+from hetspmd.lower.local_program import LocalTensor
 from hetspmd.placement import is_sharded
 from hetspmd.run.parameter_registry import living
 from hetspmd.run.shards import FULL, divided, marked

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hetspmd.errors import ShardError
-from hetspmd.lower.program import LocalTensor
+from hetspmd.lower.local_program import LocalTensor
 from hetspmd.run.asking import OF_TORCH, is_asked_by_user
 from hetspmd.run.shard_functions import (
     Role,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hetspmd.errors import ShardError
-from hetspmd.lower.program import LocalTensor
+from hetspmd.lower.local_program import LocalTensor
 from hetspmd.placement import is_sharded
 from hetspmd.run.shard_tensors import MARK, Shard, refuse_transform, shard_class
 from hetspmd.trace.compat import before_transforms

@@ -21,12 +21,12 @@ import torch
 from torch import fx, nn
 
 from hetspmd.cluster.collective_kinds import KINDS, Kind
-from hetspmd.dist.buckets import PendingBucket
-from hetspmd.dist.levels import PendingAcross
+from hetspmd.dist.coalesced import PendingBucket
+from hetspmd.dist.machine_levels import PendingAcross
 from hetspmd.dist.pending import Pending
 from hetspmd.lower import calls
 from hetspmd.lower.emit import identifier
-from hetspmd.plan.facts import tensor_roles
+from hetspmd.plan.plan_facts import tensor_roles
 from hetspmd.trace.graph import Graph, Instruction, instruction_text
 
 _ASSIGNED = re.compile(r"\s*(\w+)(?:\s*:[^=]*)? = ")

@@ -12,7 +12,7 @@ from torch import nn
 from hetspmd.cluster.machines import flat
 from hetspmd.dist.agreement import agreed_plan, loaded_plan
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.levels import join_machines
+from hetspmd.dist.machine_levels import join_machines
 from hetspmd.dist.process_group import communicator_for
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime

@@ -17,7 +17,7 @@ from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.slices import movable
 from hetspmd.errors import DeviceError, PlanMismatchError
-from hetspmd.lower.program import LocalTensor
+from hetspmd.lower.local_program import LocalTensor
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.run.cutting import check_memory, cut, made_from_meta
 from hetspmd.run.holders import Holders, held_elsewhere, localize_state

@@ -24,7 +24,7 @@ SECOND_READ: Final = "aten.alias.default"
 """How the backward reads a parameter that the forward has read (:mod:`hetspmd.trace.second_reads`)."""
 REBALANCE: Final = "hetspmd.rebalance.default"
 """The copy of a tensor for another segment, to whose lengths it moves (:mod:`hetspmd.trace.cuts`), and of a
-parameter that is stored in lengths of its own (:mod:`hetspmd.trace.stored`)."""
+parameter that is stored in lengths of its own (:mod:`hetspmd.trace.storage_axes`)."""
 STORED: Final = "stored"
 """The keyword by which a parameter's source names the dim that is stored in lengths of its own."""
 SOURCES: Final = (PARAMETER, BUFFER, INPUT, TANGENT, CONSTANT)

@@ -41,7 +41,7 @@ from hetspmd.trace.importer import import_graph
 from hetspmd.trace.losses import Loss
 from hetspmd.trace.recurrent import layer_by_layer
 from hetspmd.trace.second_reads import with_second_reads
-from hetspmd.trace.step import Step
+from hetspmd.trace.traced_step import Step
 
 
 def split_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -39,7 +39,7 @@ from hetspmd.verify.verify_thresholds import THRESHOLDS
 
 if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
-    from hetspmd.verify.steps import TrainingCase
+    from hetspmd.verify.training_steps import TrainingCase
 
 __all__ = ["first_difference"]
 

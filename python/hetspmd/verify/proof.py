@@ -17,7 +17,7 @@ import torch
 from hetspmd.errors import ExampleError, HetspmdError
 from hetspmd.trace.compat import flatten, unflatten
 from hetspmd.verify.precision import all_in
-from hetspmd.verify.steps import TrainingCase, loss_of, trainable
+from hetspmd.verify.training_steps import TrainingCase, loss_of, trainable
 
 __all__ = ["proving"]
 

@@ -25,7 +25,7 @@ from hetspmd.trace.trace import trace
 from hetspmd.verify.difference import Tensors, largest_error
 from hetspmd.verify.precision import NamedDtypes, all_in, retyped_graph
 from hetspmd.verify.reference import run_reference
-from hetspmd.verify.steps import TrainingCase, loss_of
+from hetspmd.verify.training_steps import TrainingCase, loss_of
 
 __all__ = ["quiet_error", "wide_trace"]
 

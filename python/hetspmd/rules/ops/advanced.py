@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hetspmd.rules.factor_places import Factors, Where
 from hetspmd.rules.ops.indexing import ANY_WINNER
-from hetspmd.rules.places import Factors, Where
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import SUM, Call, Local, LocalCall, OpRule
 from hetspmd.rules.terms import linear_sets

@@ -22,8 +22,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from hetspmd.rules.factor_places import Factors, Where
 from hetspmd.rules.kernels import empty_shards
-from hetspmd.rules.places import Factors, Where
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import SUM, Call, Cut, Local, LocalCall, OpRule, TensorType
 from hetspmd.rules.terms import linear_sets

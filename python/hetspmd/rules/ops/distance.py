@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import prod
 
-from hetspmd.rules.places import Factors
+from hetspmd.rules.factor_places import Factors
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import SUM, Call, OpRule
 from hetspmd.rules.terms import linear_sets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import log2, prod
 
-from hetspmd.rules.places import Factors
+from hetspmd.rules.factor_places import Factors
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import Call, OpRule
 from hetspmd.rules.terms import linear_sets, wrap

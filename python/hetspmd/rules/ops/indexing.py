@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetspmd.rules.places import Factors, Where
+from hetspmd.rules.factor_places import Factors, Where
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import SUM, Call, Local, LocalCall, OpRule
 from hetspmd.rules.terms import linear_sets, wrap

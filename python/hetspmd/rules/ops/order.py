@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetspmd.rules.places import Factors
+from hetspmd.rules.factor_places import Factors
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import Call, OpRule
 from hetspmd.rules.terms import wrap

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import prod
 
-from hetspmd.rules.places import Factors, Where
+from hetspmd.rules.factor_places import Factors, Where
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import SUM, Call, Local, LocalCall, OpRule
 from hetspmd.rules.terms import linear_sets

@@ -6,7 +6,7 @@ divided, the copy is ``shard(d)'``, which an all-to-all turns into ``shard(d)``.
 
 from __future__ import annotations
 
-from hetspmd.rules.places import Factors
+from hetspmd.rules.factor_places import Factors
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import Call, OpRule
 from hetspmd.rules.terms import linear_sets

@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 
-from hetspmd.rules.places import Factors
+from hetspmd.rules.factor_places import Factors
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import Call, Cut, Local, LocalCall, OpRule
 from hetspmd.rules.terms import linear_sets, wrap

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import torch
 
-from hetspmd.rules.places import Factors
+from hetspmd.rules.factor_places import Factors
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import SUM, Call, Cut, Local, LocalCall, OpRule
 from hetspmd.rules.terms import linear_sets, wrap

@@ -9,6 +9,10 @@ from hetspmd.trace.compat.version import NEWEST, OLDEST, VERSION  # isort: skip
 from hetspmd.trace.compat.checkpoint_calls import (
     checkpoints_replaced,
 )
+from hetspmd.trace.compat.func_transforms import (
+    before_transforms,
+    transform_around,
+)
 from hetspmd.trace.compat.groups import (
     forget_default_group,
     group_store,
@@ -47,10 +51,6 @@ from hetspmd.trace.compat.tensors import (
 )
 from hetspmd.trace.compat.tied import (
     merge_tied,
-)
-from hetspmd.trace.compat.transforms import (
-    before_transforms,
-    transform_around,
 )
 from hetspmd.trace.compat.trees import (
     flatten,

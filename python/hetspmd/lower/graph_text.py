@@ -26,7 +26,7 @@ from torch import fx
 from hetspmd.lower import calls
 from hetspmd.lower.emit import ALSO, VALUE
 from hetspmd.lower.fuse import out_of_place
-from hetspmd.lower.program import LocalGraphs
+from hetspmd.lower.local_program import LocalGraphs
 from hetspmd.lower.types import ValueType, value_types
 from hetspmd.placement import placement_text
 from hetspmd.program.levels import carried

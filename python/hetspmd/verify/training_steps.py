@@ -1,4 +1,5 @@
-"""A few steps of training, the same on one device and on all ranks: what :mod:`hetspmd.verify.verify` compares."""
+"""A few steps of training, the same on one device and on all ranks: what :mod:`hetspmd.verify.comparison`
+compares."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import torch
 
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import machine_of, ranks_of
-from hetspmd.dist.buckets import PendingBucket
+from hetspmd.dist.coalesced import PendingBucket
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.pending import Pending, PendingTensor
 from hetspmd.dist.random import Randomness

@@ -33,11 +33,11 @@ from hetspmd.dist import collectives
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
+from hetspmd.profile.collective_trials import Trial, start, trials
 from hetspmd.profile.device import synchronize
 from hetspmd.profile.profile_thresholds import THRESHOLDS
-from hetspmd.profile.sampling import interval, tight
 from hetspmd.profile.session import Session
-from hetspmd.profile.trials import Trial, start, trials
+from hetspmd.profile.timing import interval, tight
 
 __all__ = ["Issue", "measure_group", "measure_issue", "measure_lanes"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from hetspmd.codec.quantities import quantity_text
 from hetspmd.codec.tables import shortened, table
 from hetspmd.cost.timeline import Stream, Timeline, Transfer
-from hetspmd.plan.facts import tensor_roles
+from hetspmd.plan.plan_facts import tensor_roles
 from hetspmd.program.program import Communicate
 
 _BAR_CHARACTERS = 32

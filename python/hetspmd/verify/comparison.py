@@ -2,9 +2,9 @@
 
 The ranks run :class:`~hetspmd.run.module.HAP` itself with real parameter values; the single device runs the
 unchanged model in eager PyTorch. Compared are the loss and every gradient of the first step, and every
-parameter and buffer after a few steps of each optimizer (:mod:`hetspmd.verify.steps`), by the relative error of
-:mod:`hetspmd.verify.difference`. Some tensors are nothing but rounding noise, such as the gradient of a bias that
-batch norm or softmax cancels, and a zero-initialised parameter that AdamW moves by it: the thresholds
+parameter and buffer after a few steps of each optimizer (:mod:`hetspmd.verify.training_steps`), by the relative
+error of :mod:`hetspmd.verify.difference`. Some tensors are nothing but rounding noise, such as the gradient of a
+bias that batch norm or softmax cancels, and a zero-initialised parameter that AdamW moves by it: the thresholds
 (:mod:`hetspmd.verify.verify_thresholds`) say from where on.
 
 Adam divides a gradient by its own magnitude plus eps, so that a gradient that is zero but for rounding (a
@@ -43,11 +43,11 @@ from hetspmd.trace.values import dtype_name
 from hetspmd.verify.copies import model_in
 from hetspmd.verify.difference import Tensors, largest_error
 from hetspmd.verify.locate import first_difference
-from hetspmd.verify.numbers import with_own_numbers
+from hetspmd.verify.model_numbers import with_own_numbers
 from hetspmd.verify.precision import batch_in, default_in, retyped
 from hetspmd.verify.proof import proving
 from hetspmd.verify.quiet import quiet_error, wide_trace
-from hetspmd.verify.steps import (
+from hetspmd.verify.training_steps import (
     Optimizer,
     TrainedRun,
     TrainingCase,
