@@ -57,7 +57,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def off() -> None:
         monkeypatch.setattr(overlap, "prefetched", lambda *_: [])
-        monkeypatch.setattr(synthesize, "storage_variants", lambda *_: [])
+        monkeypatch.setattr(synthesize, "storage_variants", lambda _ctx, _costs, candidate: (candidate, []))
 
     return off
 

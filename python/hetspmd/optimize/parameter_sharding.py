@@ -30,13 +30,17 @@ from hetspmd.search.search import stored_forms
 __all__ = ["storage_variants"]
 
 
-def storage_variants(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> list[Candidate]:
-    """Candidates on the same devices with other parameters stored in shards, in the order in which they were tried;
-    one of them is the best if any is faster than ``candidate``."""
+def storage_variants(
+    ctx: Synthesis, costs: CostModel, candidate: Candidate
+) -> tuple[Candidate, list[Candidate]]:
+    """Candidates on the same devices with other parameters stored in shards, in the order in which they were tried,
+    and before them the best of all: ``candidate`` itself if none that fits is faster."""
     gain = ctx.thresholds.hidden_gain
     if costs.world == 1 or candidate.seconds * (1 - gain) <= candidate.stages.floor:
-        return []
-    return _Storage(ctx, costs, candidate).run()
+        return candidate, []
+    storage = _Storage(ctx, costs, candidate)
+    storage.run()
+    return storage.best, storage.tried
 
 
 class _Storage:
@@ -57,8 +61,8 @@ class _Storage:
         self.best = candidate
         self.tried: list[Candidate] = []
 
-    def run(self) -> list[Candidate]:
-        """All that was tried."""
+    def run(self) -> None:
+        """Try all, and keep what is faster."""
         thresholds = self.ctx.thresholds
         for _ in range(thresholds.storage_rounds):
             before = self.best.seconds
@@ -69,7 +73,6 @@ class _Storage:
                     self._try(self.forms, distance, f"gathers {distance} ahead")
             if self.best.seconds > before * (1 - thresholds.storage_round_gain):
                 break
-        return self.tried
 
     def _change(self, group: Sequence[int]) -> None:
         """Store the group's parameters in shards, or whole, unless they are."""

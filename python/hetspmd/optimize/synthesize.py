@@ -178,9 +178,9 @@ def _with_storage(ctx: Synthesis, subset: _Subset, best: Candidate, tried: list[
     near = best.seconds * (1 + ctx.thresholds.near_best)
     if candidate.stages.floor >= best.seconds or candidate.seconds > near:
         return candidate
-    more = storage_variants(ctx, subset.costs, candidate)
+    stored, more = storage_variants(ctx, subset.costs, candidate)
     tried += more
-    return best_of(ctx, [candidate, *more]) or candidate
+    return stored
 
 
 def _none_fits(lacking: MemoryLimitError | None) -> MemoryLimitError:
