@@ -93,6 +93,22 @@ def test_training_equals_the_single_device(
             torch.testing.assert_close(state[key], value, **CLOSE)
 
 
+@pytest.mark.parametrize("name", ["mlp", pytest.param("conv", marks=pytest.mark.slow)])
+def test_training_in_segments_equals_the_single_device(name: str) -> None:
+    """With an evaluation by a plan of its own, in the same segments."""
+    c = quiet(name)
+    single = copy.deepcopy(c.model)
+    losses = trained(c, single, single)
+    plan = hetspmd.compile(c.model, c.batch, machines(2, 1, 3), machines="virtual", segments=2)
+    assert plan.inside is not None
+    assert plan.graph.segment_count == 2
+    results = on_ranks(c, plan, lambda hap: (trained(c, hap.module, hap), hap.full_state_dict()))
+    for got, state in results:
+        assert got == pytest.approx(losses, rel=1e-9)
+        for key, value in single.state_dict().items():
+            torch.testing.assert_close(state[key], value, **CLOSE)
+
+
 def test_accelerators_of_a_machine_store_the_same() -> None:
     c = quiet("mlp")
     plan = machine_plan(c, (2, 3), 4)

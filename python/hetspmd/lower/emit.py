@@ -102,9 +102,7 @@ class GraphWriter:
         levels = [n for n, (have, want) in enumerate(zip(base[1:], key[1:], strict=True)) if have != want]
         if any(key[1 + n] == PARTIAL and self.layout.peers(n, self.at)[0] for n in levels):
             if self.layout.levels > 1 and base in self._pending:
-                self.need(
-                    base
-                )  # a collective between machines ends inside them: all wait for it at one place
+                self.need(base)  # one between machines ends inside them: all wait for it at one place
             node = self.zeros(key)
         else:
             found = self.produced[base]
