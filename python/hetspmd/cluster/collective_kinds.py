@@ -97,9 +97,8 @@ class CollectiveKind:
     lone         the kind as which it runs where one device holds the whole tensor, None if it runs as itself
     coalesces    whether small ones share a bucket
     in_place     whether it can work in the memory of its operand
-    copies       whether its start has copied an operand that is not spare; otherwise it may read the operand until
-    it
-                 has arrived
+    copies       whether its start has copied an operand that is not spare; otherwise it may read the operand
+                 until it has arrived
     buffers      what it holds for itself; None if that is nothing
     """
 
