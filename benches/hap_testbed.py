@@ -41,7 +41,7 @@ from hetspmd.program.lengths import Lengths, lengths_for
 from hetspmd.program.program import Compute, Program
 from hetspmd.ratios.ratios import optimise_ratios
 from hetspmd.ratios.starts import device_subsets, even, proportional
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints, batch_axes
@@ -311,7 +311,7 @@ def gradient_products(theory: Theory) -> frozenset[int]:
     )
 
 
-def _whole(row: Row) -> bool:
+def _whole(row: Triple) -> bool:
     return all(form == REPLICATE for form in (*row.pre, *row.post))
 
 

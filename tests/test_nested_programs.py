@@ -26,7 +26,7 @@ from hetspmd.program.level_layout import LevelKey, LevelLayout, RankPlace
 from hetspmd.program.levels import Nested, Together, between, within
 from hetspmd.program.nesting import inner_rows, nest
 from hetspmd.program.program import Program
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from test_random_programs import TOLERANCE, Subject, subject
 from workbench import CPU, known, largest_error, randomness
 
@@ -42,7 +42,7 @@ def inner_program(of: Subject, layout: LevelLayout, outer: Program, seed: int, m
     dice = random.Random(seed)
     builder = Builder(theory, dice)
 
-    def pick(instruction: int, fitting: list[Row]) -> Row:
+    def pick(instruction: int, fitting: list[Triple]) -> Triple:
         axes = dict(zip(theory.rows[instruction], theory.row_axes[instruction], strict=True))
         free = [r for r in fitting if builder.ready(theory.graph.instructions[instruction], r)]
         if mode == "data parallel":

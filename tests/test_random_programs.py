@@ -28,7 +28,7 @@ from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program, Result
 from hetspmd.program.schedule import schedule
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search.constraints import Constraints
 from hetspmd.search.search import Limits, search
@@ -144,7 +144,7 @@ def searched_program(theory: Theory, seed: int, lengths: Lengths) -> Program:
         and any(r.factor is not None and (i, r.name) not in dropped for r in rows)
     }  # fmt: skip
 
-    def allowed(instruction: int, row: Row, axis: int | None) -> bool:
+    def allowed(instruction: int, row: Triple, axis: int | None) -> bool:
         if instruction in only_divided and row.name == "always":
             return False
         return (instruction, row.name) not in dropped
@@ -179,7 +179,7 @@ MAKERS: dict[str, Make] = {
 }
 
 
-def triples_used(theory: Theory, programs: Sequence[Program]) -> set[tuple[str, Row]]:
+def triples_used(theory: Theory, programs: Sequence[Program]) -> set[tuple[str, Triple]]:
     return {
         (theory.graph.instructions[s.instruction].op, s.row)
         for p in programs for s in p.steps if isinstance(s, Compute)

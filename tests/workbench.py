@@ -26,7 +26,7 @@ from hetspmd.lower import lower
 from hetspmd.placement import PARTIAL, Placement, is_sharded
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
@@ -114,7 +114,7 @@ def used_where_it_lies(theory: Theory, forms: dict[int, Placement]) -> Constrain
     } | forms
     batch = known.batch_axes(theory)
 
-    def allowed(instruction: int, row: Row, axis: int | None) -> bool:
+    def allowed(instruction: int, row: Triple, axis: int | None) -> bool:
         inputs = theory.graph.instructions[instruction].inputs
         for t, form in zip(inputs, row.pre, strict=True):
             if t in held and form != stored.get(t, form if is_sharded(form) else None):
@@ -152,7 +152,7 @@ def sufficient_factors(theory: Theory) -> Constraints:
     assert data_parallel.row_filter is not None
     divided = data_parallel.row_filter
 
-    def allowed(instruction: int, row: Row, axis: int | None) -> bool:
+    def allowed(instruction: int, row: Triple, axis: int | None) -> bool:
         return row.name == "always" if instruction in whole else divided(instruction, row, axis)
 
     return Constraints(data_parallel.forms, allowed)
@@ -164,7 +164,7 @@ def collectives_of(program: Program, tensors: Iterable[int]) -> list[Communicate
     return [s for s in program.steps if isinstance(s, Communicate) and s.tensor in wanted]
 
 
-def row_of(program: Program, instruction: int) -> Row:
+def row_of(program: Program, instruction: int) -> Triple:
     """The triple that a program uses for an instruction."""
     return next(s.row for s in program.steps if isinstance(s, Compute) and s.instruction == instruction)
 

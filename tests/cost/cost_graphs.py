@@ -9,7 +9,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, available, is_sharded
 from hetspmd.program.program import Communicate, Compute, Program, Result, Step
-from hetspmd.rules.rule import SUM, Cut, Factor, OpRule, Row
+from hetspmd.rules.rule import SUM, Cut, Factor, OpRule, Triple
 from hetspmd.rules.theory import Theory, theory_of
 from hetspmd.trace.graph import (
     INPUT,
@@ -134,7 +134,7 @@ def cluster(
     return Cluster(devices, Network(bandwidth, latency) if len(rates) > 1 else None)
 
 
-Chooser = Callable[[int, list[Row]], int]
+Chooser = Callable[[int, list[Triple]], int]
 
 
 def program(
@@ -204,7 +204,7 @@ def data_parallel(theory: Theory, *, batch_axis: int | None = None) -> Program:
         assert found is not None
         batch_axis = found.id
 
-    def choose(instruction: int, rows: list[Row]) -> int:
+    def choose(instruction: int, rows: list[Triple]) -> int:
         for i, row in enumerate(rows):
             index = theory.rows[instruction].index(row)
             if theory.row_axes[instruction][index] == batch_axis:

@@ -16,7 +16,7 @@ from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program, Result
 from hetspmd.program.saved_tensors import crossing
 from hetspmd.program.schedule import schedule
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 
 ROWS, IN, OUT = 8, 4, 6
@@ -43,7 +43,7 @@ def tiny() -> Theory:
 X, G, W, Y, V, LOSS, GW = range(7)
 
 
-def row(theory: Theory, instruction: int, post: int, pre: int | None = None) -> Row:
+def row(theory: Theory, instruction: int, post: int, pre: int | None = None) -> Triple:
     """The row of an instruction with these forms of its output and its first input."""
     found = [r for r in theory.rows[instruction] if r.post == (post,) and pre in (None, *r.pre[:1])]
     return found[0]
@@ -359,6 +359,6 @@ def test_largest_shares_at_the_bound_and_beyond() -> None:
 def test_a_dim_without_an_axis_is_refused() -> None:
     theory = tiny()
     kept = divided(theory, REPLICATE).steps[:LOSS]
-    steps = (*kept, Compute(LOSS, Row("odd", (shard(0),), (shard(0),))))
+    steps = (*kept, Compute(LOSS, Triple("odd", (shard(0),), (shard(0),))))
     with pytest.raises(ValueError, match="no logical axis"):
         Holdings(theory, Program(steps, None, (), (), ()))

@@ -20,7 +20,7 @@ from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, shard
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program, Result
 from hetspmd.program.schedule import reads, schedule, writes
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from hetspmd.trace.graph import Instruction
 from hetspmd.verify.reference import ReferenceResult, run_reference
 
@@ -183,7 +183,7 @@ def test_a_slice_is_saved_instead_of_the_whole() -> None:
     backward_rows = data_parallel(c.theory, graph.inputs[0].tensor)
     steps = {s.instruction: s for s in backward_rows.steps if isinstance(s, Compute)}
 
-    def choose(instruction: Instruction, rows: list[Row]) -> Row:
+    def choose(instruction: Instruction, rows: list[Triple]) -> Triple:
         return rows[0] if instruction.phase == "forward" else steps[instruction.id].row
 
     program = build(c.theory, choose)
@@ -223,7 +223,7 @@ def test_constants_are_computed_once_and_cut() -> None:
     axis = c.theory.axes.axis(constant.tensor, 0)
     assert axis is not None
 
-    def shards(instruction: Instruction, rows: list[Row]) -> Row:
+    def shards(instruction: Instruction, rows: list[Triple]) -> Triple:
         axes = c.theory.row_axes[instruction.id]
         return rows[axes.index(axis.id)] if constant.tensor in instruction.inputs else rows[0]
 

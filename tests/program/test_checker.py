@@ -22,7 +22,7 @@ from hetspmd.placement import PARTIAL, REPLICATE, Placement, available, is_shard
 from hetspmd.plan.plan import Plan
 from hetspmd.program.checker import check
 from hetspmd.program.program import Communicate, Compute, Program, Result, Step
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
@@ -174,7 +174,7 @@ def test_triples_cannot_change(model: str, style: str) -> None:
     found = plan(model, style)
     theory, program = found.theory, found.program
 
-    def rows(step: Compute) -> Iterator[Row]:
+    def rows(step: Compute) -> Iterator[Triple]:
         row = step.row
         for side in ("pre", "post"):
             forms: tuple[Placement, ...] = getattr(row, side)

@@ -30,7 +30,7 @@ from hetspmd.rules.brute import (
 from hetspmd.rules.nested import Level, localize_nested
 from hetspmd.rules.oracle import sample_text, uninitialised
 from hetspmd.rules.registry import rule_for
-from hetspmd.rules.rule import OpRule, Row
+from hetspmd.rules.rule import OpRule, Triple
 
 ACCELERATORS = (2, 1, 3)
 
@@ -40,12 +40,12 @@ def outer_units(size: int) -> tuple[tuple[int, ...], ...]:
     return ((size - size // 3, 0, size // 3), (size // 4, size - size // 4 - size // 2, size // 2))
 
 
-def size_of(rule: OpRule, row: Row) -> int:
+def size_of(rule: OpRule, row: Triple) -> int:
     return 0 if row.factor is None else rule.factors[row.factor].size
 
 
 def split(
-    tensor: torch.Tensor, rule: OpRule, row: Row, i: int, units: tuple[int, ...], dice: torch.Generator
+    tensor: torch.Tensor, rule: OpRule, row: Triple, i: int, units: tuple[int, ...], dice: torch.Generator
 ) -> list[torch.Tensor]:
     """An input by a row, to as many parts as there are units."""
     if row.factor is not None:
@@ -58,7 +58,7 @@ def even(units: int, count: int) -> tuple[int, ...]:
 
 
 def nested_outputs(
-    case: ConcreteCall, rule: OpRule, outer: Row, inner: Row, units: tuple[int, ...]
+    case: ConcreteCall, rule: OpRule, outer: Triple, inner: Triple, units: tuple[int, ...]
 ) -> list[Outputs] | None:
     """What each accelerator computes, in rank order; None where the rows do not go together."""
     dice = torch.Generator().manual_seed(3)
@@ -84,7 +84,7 @@ def nested_outputs(
 
 
 def error_of(
-    case: ConcreteCall, outer: Row, inner: Row, results: list[Outputs], skip: tuple[int, ...]
+    case: ConcreteCall, outer: Triple, inner: Triple, results: list[Outputs], skip: tuple[int, ...]
 ) -> str:
     """What is wrong, empty if nothing is."""
     for o, want in enumerate(case.outputs):

@@ -16,8 +16,8 @@ from hetspmd.rules.rule import (
     Local,
     LocalCall,
     OpRule,
-    Row,
     TensorType,
+    Triple,
     call_of,
     local_shape,
     localize,
@@ -160,7 +160,7 @@ def test_localize_replaces_shape_arguments() -> None:
     full = Call("aten.full.default", ((6,), 1), {"size": (6,)}, (), (f32(6),))
     rule = OpRule((Factor("d", 6, (), (Cut(0),)),), shape_args={0: 0, "size": 0, 7: 0})
     row = rule.rows(full)[0]
-    assert localize(full, rule, Row("d", (), (shard(0),), 0), 0, 2, 1, 5) == (
+    assert localize(full, rule, Triple("d", (), (shard(0),), 0), 0, 2, 1, 5) == (
         "aten.full.default",
         ((4,), 1),
         {"size": (4,)},

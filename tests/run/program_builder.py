@@ -10,11 +10,11 @@ from hetspmd.cluster.collective_kinds import Kind
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, after_cut, is_before_cut, is_sharded
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program, Result, Step
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import PARAMETER, Instruction
 
-Choose = Callable[[Instruction, list[Row]], Row]
+Choose = Callable[[Instruction, list[Triple]], Triple]
 
 
 class Builder:
@@ -25,7 +25,7 @@ class Builder:
         self.forms: dict[int, list[Placement]] = {}
         self.steps: list[Step] = []
 
-    def ready(self, instruction: Instruction, row: Row) -> bool:
+    def ready(self, instruction: Instruction, row: Triple) -> bool:
         """Whether a row needs no communication."""
         return all(
             f in self.forms[t] or REPLICATE in self.forms[t]
@@ -54,7 +54,7 @@ class Builder:
         self.steps.append(Communicate(tensor, kind, source, target))
         self.forms[tensor].append(target)
 
-    def compute(self, instruction: Instruction, row: Row) -> None:
+    def compute(self, instruction: Instruction, row: Triple) -> None:
         for tensor, form in zip(instruction.inputs, row.pre, strict=True):
             self.reach(tensor, form)
         self.steps.append(Compute(instruction.id, row))
@@ -116,7 +116,7 @@ def data_parallel(theory: Theory, batch: int, *, sharded_parameters: bool = Fals
     axis = theory.axes.axis(batch, 0)
     assert axis is not None
 
-    def choose(instruction: Instruction, rows: list[Row]) -> Row:
+    def choose(instruction: Instruction, rows: list[Triple]) -> Triple:
         axes = theory.row_axes[instruction.id]
         if instruction.op == PARAMETER:
             return next((r for r in rows[1:] if sharded_parameters), rows[0])

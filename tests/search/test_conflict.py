@@ -23,7 +23,7 @@ from hetspmd.cost.model import CostModel
 from hetspmd.errors import InfeasibleError
 from hetspmd.placement import REPLICATE, Placement, shard
 from hetspmd.program.lengths import Lengths, lengths_for
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search import conflict
 from hetspmd.search.conflict import (
@@ -108,7 +108,7 @@ def instance(seed: int) -> Instance:
     divided = {i.id for i in theory.graph.instructions if not i.is_source and dice.random() < 0.5}
     divided -= {theory.graph.producers[theory.graph.loss or 0]}
 
-    def allowed(instruction: int, row: Row, axis: int | None) -> bool:
+    def allowed(instruction: int, row: Triple, axis: int | None) -> bool:
         return instruction not in divided or row.factor is not None
 
     return Instance(theory, forms, allowed)

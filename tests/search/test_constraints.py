@@ -18,7 +18,7 @@ from hetspmd.optimize.compiler import compile_plan, plan_for
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, shard
 from hetspmd.plan.plan import Plan
 from hetspmd.program.program import Communicate, Compute
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import (
     ConstraintOrigin,
@@ -181,7 +181,7 @@ def test_a_space_without_a_triple_names_the_instruction() -> None:
     names = named_tensors(theory)
     target = next(i for i in theory.graph.instructions if i.op == "aten.relu.default")
 
-    def nothing(instruction: int, row: Row, axis: int | None) -> bool:
+    def nothing(instruction: int, row: Triple, axis: int | None) -> bool:
         return instruction != target.id
 
     with pytest.raises(
@@ -198,7 +198,7 @@ def test_constraints_that_no_program_satisfies() -> None:
     theory = theory_of("mlp")
     batch = batch_axes(theory)
 
-    def allowed(instruction: int, row: Row, axis: int | None) -> bool:
+    def allowed(instruction: int, row: Triple, axis: int | None) -> bool:
         return theory.graph.instructions[instruction].is_source or axis in batch or PARTIAL in row.pre
 
     with pytest.raises(InfeasibleError, match=r"no triple is left|no program satisfies the constraints"):

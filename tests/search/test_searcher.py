@@ -20,7 +20,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.model import CostModel
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths, lengths_for
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search.constraints import Constraints, data_parallel, single_device, tensor_parallel, zero_like
 from hetspmd.search.pricing import Prices
@@ -97,7 +97,7 @@ def divided(theory: Theory, seed: int) -> Constraints:
     kept = {i for i in range(len(theory.graph.instructions)) if rng.random() < 0.5}
     inside = data_parallel(theory)
     assert inside.row_filter is not None
-    rows: Callable[[int, Row, int | None], bool] = inside.row_filter
+    rows: Callable[[int, Triple, int | None], bool] = inside.row_filter
     return Constraints({}, lambda i, row, axis: i in kept or rows(i, row, axis))
 
 

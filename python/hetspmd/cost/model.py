@@ -36,7 +36,7 @@ from hetspmd.cost.collective_costs import MoveForm, Moves
 from hetspmd.cost.roofline import terms_of
 from hetspmd.cost.signatures import Array, Index, Triples, triples_of
 from hetspmd.program.lengths import Lengths
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 
 __all__ = ["Array", "CostModel", "Index", "MoveForm", "Triples"]
@@ -87,7 +87,7 @@ class CostModel(Moves):
         signatures, offset = self.triples.places
         return signatures[offset[instruction] + row]
 
-    def row_index(self, instruction: int, row: Row) -> int:
+    def row_index(self, instruction: int, row: Triple) -> int:
         """The index of ``row`` among the rows of the instruction. Raises ValueError if it is none of them."""
         rows = self.theory.rows[instruction]
         for index, own in enumerate(

@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 
 from hetspmd.errors import TraceError
-from hetspmd.rules.rule import Call, Cut, OpRule, Place, Row, TensorType
+from hetspmd.rules.rule import Call, Cut, OpRule, Place, TensorType, Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Argument, Ref, value_text
 from hetspmd.trace.values import to_torch, torch_dtype, torch_op
@@ -120,7 +120,7 @@ def _order(tensor: torch.Tensor) -> Order:
     return None if dims == [d for d in range(tensor.ndim) if shape[d] != 1] else tuple(dims)
 
 
-def call_key(call: Call, rule: OpRule, row: Row, orders: Sequence[Order], tensors: Sequence[int]) -> str:
+def call_key(call: Call, rule: OpRule, row: Triple, orders: Sequence[Order], tensors: Sequence[int]) -> str:
     """The key of a row of a call whose inputs lie in memory as ``orders``; equal numbers in ``tensors`` mark inputs
     that are one tensor."""
     factor = None if row.factor is None else rule.factors[row.factor]

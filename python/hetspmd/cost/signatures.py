@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from hetspmd.cost.op_keys import VIEW_KEY, call_key, memory_orders, parameter_key
 from hetspmd.placement import is_sharded, sharded_dim
-from hetspmd.rules.rule import Cut, Row, TensorType
+from hetspmd.rules.rule import Cut, TensorType, Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import PARAMETER, SECOND_READ, Instruction
 
@@ -182,7 +182,9 @@ def _compute_dtype(theory: Theory, instruction: Instruction) -> str:
     return names[0] if names else "float32"
 
 
-def _traffic(theory: Theory, instruction: Instruction, row: Row, nbytes: list[float]) -> tuple[float, float]:
+def _traffic(
+    theory: Theory, instruction: Instruction, row: Triple, nbytes: list[float]
+) -> tuple[float, float]:
     """Bytes of the tensors that ``row`` cuts, and of those that stay whole; each tensor is read once."""
     rule = theory.rules[instruction.id]
     factor = None if row.factor is None else rule.factors[row.factor]

@@ -33,7 +33,7 @@ from hetspmd.program.lengths import by_segment, lengths_for
 from hetspmd.program.level_layout import LevelLayout
 from hetspmd.program.nesting import inner_rows, nest
 from hetspmd.program.program import Program
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
@@ -168,7 +168,7 @@ def _data_parallel(theory: Theory, layout: LevelLayout, outer: Program) -> Const
     rows = inner_rows(outer)
     composed: dict[object, bool] = {}
 
-    def composes(instruction: int, row: Row) -> bool:
+    def composes(instruction: int, row: Triple) -> bool:
         of = rows[instruction]
         pairs = [layout.held(instruction, (of, row), at) for at in layout.places]
         # What is made of the rows depends on how many units are held, not on which.
@@ -187,7 +187,7 @@ def _data_parallel(theory: Theory, layout: LevelLayout, outer: Program) -> Const
             along[instruction] = any(a in batch and composes(instruction, r) for r, a in pairs)
         return along[instruction]
 
-    def allowed(instruction: int, row: Row, axis: int | None) -> bool:
+    def allowed(instruction: int, row: Triple, axis: int | None) -> bool:
         if theory.graph.instructions[instruction].is_source:
             return divided(instruction, row, axis)
         asked = divided(instruction, row, axis) or (axis is None and not divisible(instruction))

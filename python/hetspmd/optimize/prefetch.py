@@ -30,7 +30,7 @@ from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.placement import REPLICATE, Placement, is_sharded, shard
 from hetspmd.program.lengths import Lengths, Matrix, apportion
 from hetspmd.program.program import Communicate, Compute, Program
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import Constraints, RowFilter
 from hetspmd.search.search import stored_forms
@@ -188,7 +188,7 @@ def like(theory: Theory, rows: Sequence[int]) -> RowFilter:
     graph = theory.graph
     own = [theory.rows[i][k] for i, k in enumerate(rows)]
 
-    def allowed(instruction: int, row: Row, _axis: int | None) -> bool:
+    def allowed(instruction: int, row: Triple, _axis: int | None) -> bool:
         given = graph.instructions[instruction].is_source or instruction in graph.second_reads
         return given or row is own[instruction]
 

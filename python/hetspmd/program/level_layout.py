@@ -29,7 +29,7 @@ from hetspmd.program.levels import Across, Key
 from hetspmd.program.noise import divisible
 from hetspmd.program.program import Communicate
 from hetspmd.rules.nested import Level, localize_drawn, localize_nested, runs_whole
-from hetspmd.rules.rule import LocalCall, Row, localize
+from hetspmd.rules.rule import LocalCall, Triple, localize
 from hetspmd.rules.theory import Theory
 
 __all__ = ["Leg", "LevelKey", "LevelLayout", "Part", "RankPlace", "Rows"]
@@ -37,7 +37,7 @@ __all__ = ["Leg", "LevelKey", "LevelLayout", "Part", "RankPlace", "Rows"]
 LevelKey: TypeAlias = tuple[int, ...]
 """Of a value: the tensor's id, and its form on each level."""
 
-Rows: TypeAlias = tuple[Row] | tuple[Row, Row]
+Rows: TypeAlias = tuple[Triple] | tuple[Triple, Triple]
 """The row of an instruction on each level."""
 
 Part = tuple[int, Sequence[int]] | str | None
@@ -154,7 +154,7 @@ class LevelLayout:
 
         return first, Level(_as_copied(inner), self._units(instruction, inner, inside))
 
-    def _units(self, instruction: int, row: Row, held: Any) -> tuple[int, int]:
+    def _units(self, instruction: int, row: Triple, held: Any) -> tuple[int, int]:
         if row.factor is None:
             return 0, 0
         rows = self.theory.rows[instruction]
@@ -202,7 +202,7 @@ class LevelLayout:
         return is_sharded(rows[0].post[0]) != is_sharded(rows[1].post[0])
 
 
-def _as_copied(row: Row) -> Row:
+def _as_copied(row: Triple) -> Triple:
     """The row of a copy at a cut as its rule has it: the copy is divided as what it is a copy of."""
     post = tuple(map(after_cut, row.post))
     return row if post == row.post else replace(row, post=post)

@@ -32,7 +32,7 @@ from hetspmd.program.buckets import Bucket, Scheduled
 from hetspmd.program.program import Communicate, Compute, Program, Result
 from hetspmd.program.saved_tensors import crossing
 from hetspmd.program.schedule import schedule
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Graph
 
@@ -73,8 +73,8 @@ class Both:
     """Run an instruction by an outer and an inner triple."""
 
     instruction: int
-    outer: Row
-    inner: Row
+    outer: Triple
+    inner: Triple
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ def provider(have: Container[AnyKey], key: AnyKey) -> AnyKey | None:
     return next((base for base in cast("list[AnyKey]", bases) if base in have), None)
 
 
-def rows_of(step: Compute | Both) -> tuple[Row] | tuple[Row, Row]:
+def rows_of(step: Compute | Both) -> tuple[Triple] | tuple[Triple, Triple]:
     """The row of each level of a computation."""
     return (step.row,) if isinstance(step, Compute) else (step.outer, step.inner)
 

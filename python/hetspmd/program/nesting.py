@@ -44,14 +44,14 @@ from hetspmd.program.levels import (
 )
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import schedule
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Graph
 
 __all__ = ["inner_rows", "nest"]
 
 
-def inner_rows(program: Program) -> dict[int, Row]:
+def inner_rows(program: Program) -> dict[int, Triple]:
     """The row of each instruction."""
     return {step.instruction: step.row for step in program.steps if isinstance(step, Compute)}
 

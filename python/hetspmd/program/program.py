@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hetspmd.cluster.collective_kinds import KINDS, Kind, kinds_between
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, before_cut, is_sharded, shard, sharded_dim
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class Compute:
     """Run an instruction of the reference graph by one of its triples."""
 
     instruction: int
-    row: Row
+    row: Triple
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ from hetspmd.rules.brute import (
     shards,
     with_inputs,
 )
-from hetspmd.rules.rule import SUM, Cut, OpRule, Place, Row, local_shape
+from hetspmd.rules.rule import SUM, Cut, OpRule, Place, Triple, local_shape
 
 LIMIT: Final = 1500
 _REDRAWS: Final = 3
@@ -72,11 +72,11 @@ _TRUSTING: Final = (
 # And these take them from arguments, so that nothing can be cut without a rewrite.
 _SIZES_AS_ARGUMENTS: Final = ("native_group_norm",)
 
-Triple = tuple[tuple[Placement, ...], tuple[Placement, ...]]
+PlacementPair = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 
 
 @dataclass(frozen=True)
-class MissingRow:
+class MissingTriple:
     """A row that holds on a sample and that the rule lacks.
 
     Attributes:
@@ -105,7 +105,7 @@ def triple_text(pre: Sequence[Placement], post: Sequence[Placement]) -> str:
     return f"{{{', '.join(map(placement_text, pre))}}} {{{', '.join(map(placement_text, post))}}}"
 
 
-def implies(row: Triple, candidate: Triple, unread: Container[int] = ()) -> bool:
+def implies(row: PlacementPair, candidate: PlacementPair, unread: Container[int] = ()) -> bool:
     """Whether ``row`` makes ``candidate`` superfluous; the forms of ``unread`` inputs do not count."""
     needs = zip(candidate[0], row[0], strict=True)
     gives = zip(row[1], candidate[1], strict=True)
@@ -114,9 +114,9 @@ def implies(row: Triple, candidate: Triple, unread: Container[int] = ()) -> bool
     )
 
 
-def without_implied(rows: Iterable[MissingRow]) -> tuple[MissingRow, ...]:
+def without_implied(rows: Iterable[MissingTriple]) -> tuple[MissingTriple, ...]:
     """The rows that no other row implies."""
-    kept: list[MissingRow] = []
+    kept: list[MissingTriple] = []
     pool = list(rows)
     for i, row in enumerate(pool):
         rivals = (
@@ -167,7 +167,7 @@ def missing_rows(
     return found, notes
 
 
-def _triple(row: Row, case: ConcreteCall) -> Triple:
+def _triple(row: Triple, case: ConcreteCall) -> PlacementPair:
     post = tuple(REPLICATE if o is None else f for f, o in zip(row.post, case.outputs, strict=True))
     return row.pre, post
 

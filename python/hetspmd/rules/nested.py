@@ -30,8 +30,8 @@ from hetspmd.rules.rule import (
     Local,
     LocalCall,
     OpRule,
-    Row,
     TensorType,
+    Triple,
     local_shape,
     localize,
 )
@@ -45,11 +45,11 @@ Units = tuple[int, int]
 class Level:
     """A row and the units of its factor that are held."""
 
-    row: Row
+    row: Triple
     units: Units
 
 
-def runs_whole(row: Row) -> bool:
+def runs_whole(row: Triple) -> bool:
     """Whether the row runs the op as it is on whole tensors."""
     return row.factor is None and PARTIAL not in row.pre and PARTIAL not in row.post
 

@@ -46,9 +46,9 @@ from hetspmd.rules.brute import (
     starts_of,
     summands,
 )
-from hetspmd.rules.missing import MissingRow, missing_rows, without_implied
+from hetspmd.rules.missing import MissingTriple, missing_rows, without_implied
 from hetspmd.rules.registry import op_name, registered, rule_for, rule_function
-from hetspmd.rules.rule import OpRule, Row, TensorType, local_shape, localize
+from hetspmd.rules.rule import OpRule, TensorType, Triple, local_shape, localize
 from hetspmd.rules.samples import Sample
 
 _UNINITIALISED = ("empty", "new_empty")
@@ -57,7 +57,7 @@ _SEED = 20
 
 
 @dataclass(frozen=True)
-class WrongRow:
+class WrongTriple:
     """A row of a rule that does not hold on a sample.
 
     Attributes:
@@ -103,8 +103,8 @@ class OracleReport:
     samples: int
     rows_checked: int
     splits_checked: int
-    wrong: tuple[WrongRow, ...] = ()
-    missing: tuple[MissingRow, ...] = ()
+    wrong: tuple[WrongTriple, ...] = ()
+    missing: tuple[MissingTriple, ...] = ()
     skipped: tuple[str, ...] = ()
 
     @property
@@ -150,8 +150,8 @@ def check(
     samples = _drawn(op, bundled.samples.get(op) if samples is None else samples)
     shape_only = bundled.shape_only.get(op, ())
     rows_checked = splits_checked = 0
-    wrong: list[WrongRow] = []
-    found: dict[str, MissingRow] = {}
+    wrong: list[WrongTriple] = []
+    found: dict[str, MissingTriple] = {}
     skipped: list[str] = []
     for index, (args, kwargs) in enumerate(samples):
         case = case_of(op, args, kwargs, _SEED)
@@ -159,7 +159,7 @@ def check(
         try:
             rule = rule_for(case.call)
         except RuleError as error:
-            wrong.append(WrongRow(index, text, "the rule does not fit the call", (), -1, inf, str(error)))
+            wrong.append(WrongTriple(index, text, "the rule does not fit the call", (), -1, inf, str(error)))
             continue
         assert rule is not None  # rule_function found one above
         for row in rule.rows(case.call):
@@ -169,7 +169,7 @@ def check(
             if failed is not None:
                 units, failure = failed
                 wrong.append(
-                    WrongRow(index, text, str(row), units, failure.output, failure.error, failure.reason)
+                    WrongTriple(index, text, str(row), units, failure.output, failure.error, failure.reason)
                 )
         if missing:
             if rule.random or uninitialised(op):
@@ -177,7 +177,7 @@ def check(
             else:
                 rows, notes = missing_rows(case, rule, shape_only, bundled.fixed.get(op, ()))
                 for text_, row_ in rows.items():
-                    found.setdefault(text_, MissingRow(text_, index, text, *row_))
+                    found.setdefault(text_, MissingTriple(text_, index, text, *row_))
                 skipped += notes
     return OracleReport(
         op,
@@ -191,7 +191,7 @@ def check(
 
 
 def _check_row(
-    case: ConcreteCall, rule: OpRule, row: Row, shape_only: Sequence[int]
+    case: ConcreteCall, rule: OpRule, row: Triple, shape_only: Sequence[int]
 ) -> tuple[int, tuple[tuple[int, ...], _WrongError] | None]:
     """How many splits of a row were tried, and the first on which it is wrong, with how; units count only where the
     row cuts something."""
@@ -253,7 +253,7 @@ def sample_text(case: ConcreteCall) -> str:
 
 
 def _check_split(
-    case: ConcreteCall, rule: OpRule, row: Row, units: Sequence[int], shape_only: Sequence[int]
+    case: ConcreteCall, rule: OpRule, row: Triple, units: Sequence[int], shape_only: Sequence[int]
 ) -> None:
     """Check one row on one split, with every way to split its All-Reduce inputs. Raises _WrongError."""
     partial = PARTIAL in row.pre
@@ -269,7 +269,13 @@ def _check_split(
 
 
 def _run(
-    case: ConcreteCall, rule: OpRule, row: Row, units: Sequence[int], whole_on: int | None, *, distinct: bool
+    case: ConcreteCall,
+    rule: OpRule,
+    row: Triple,
+    units: Sequence[int],
+    whole_on: int | None,
+    *,
+    distinct: bool,
 ) -> list[Outputs]:
     """The local results of all ranks; ``distinct``: each rank draws its own random numbers."""
     world, starts = len(units), starts_of(units)
@@ -296,7 +302,7 @@ def _run(
 
 
 def _check_shapes(
-    case: ConcreteCall, rule: OpRule, row: Row, units: Sequence[int], results: Sequence[Outputs]
+    case: ConcreteCall, rule: OpRule, row: Triple, units: Sequence[int], results: Sequence[Outputs]
 ) -> None:
     factor = None if row.factor is None else rule.factors[row.factor]
     for rank, outputs in enumerate(results):
@@ -320,7 +326,7 @@ def _outputs(results: Sequence[Outputs], o: int) -> list[Tensor]:
 
 
 def _check_values(
-    case: ConcreteCall, row: Row, results: Sequence[Outputs], shape_only: Sequence[int]
+    case: ConcreteCall, row: Triple, results: Sequence[Outputs], shape_only: Sequence[int]
 ) -> None:
     for o, want in enumerate(case.outputs):
         if want is None or o in shape_only:
@@ -336,7 +342,7 @@ def _check_values(
 
 
 def _check_random(
-    case: ConcreteCall, rule: OpRule, row: Row, units: Sequence[int], whole_on: int | None
+    case: ConcreteCall, rule: OpRule, row: Triple, units: Sequence[int], whole_on: int | None
 ) -> None:
     """Same seeds, same results; each output's mean within a few standard errors of the single device's."""
     first = _run(case, rule, row, units, whole_on, distinct=True)
@@ -358,7 +364,7 @@ def _check_random(
         _check_dropout(case, row, first)
 
 
-def _check_dropout(case: ConcreteCall, row: Row, results: Sequence[Outputs]) -> None:
+def _check_dropout(case: ConcreteCall, row: Triple, results: Sequence[Outputs]) -> None:
     p = float(case.call.arg(1, "p"))
     out, mask = (assembled(_outputs(results, o), row.post[o]) for o in (0, 1))
     want = case.inputs[0] * mask / (1 - p) if p < 1 else torch.zeros_like(out)

@@ -7,7 +7,7 @@ An op's dimensions are named by *factors*. For ``mm`` with ``"m k, k n -> m n"``
 - mm is linear in each argument:                ``{a | partial, b | replicated} mm {c | partial}``
 - always:                                        ``{a | replicated, b | replicated} mm {c | replicated}``
 
-:func:`OpRule.rows` writes these out as :class:`Row`; :class:`Local` is what an op's local rewrite sees when
+:func:`OpRule.rows` writes these out as :class:`Triple`; :class:`Local` is what an op's local rewrite sees when
 its arguments change under sharding.
 """
 
@@ -138,7 +138,7 @@ class Factor:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Triple:
     """A triple of one op: the placements that its inputs need, and those that its outputs then have.
 
     Attributes:
@@ -180,7 +180,7 @@ class Local:
 
     call: Call
     rule: OpRule
-    row: Row
+    row: Triple
     rank: int
     world: int
     start: int
@@ -277,20 +277,20 @@ class OpRule:
                     f"{where}: shape argument {key!r} names output {output} of {len(call.outputs)}"
                 )
 
-    def rows(self, call: Call) -> tuple[Row, ...]:
+    def rows(self, call: Call) -> tuple[Triple, ...]:
         """The triples of a call: ``always`` first, then one per factor, then one per linear set."""
         n_in, n_out = len(call.inputs), len(call.outputs)
-        rows = [Row("always", (REPLICATE,) * n_in, (REPLICATE,) * n_out)]
+        rows = [Triple("always", (REPLICATE,) * n_in, (REPLICATE,) * n_out)]
         for index, f in enumerate(self.factors):
             if f.size < 2 or not f.nameable:
                 continue
             pre, post = tuple(map(_form, f.inputs)), tuple(map(_form, f.outputs))
-            rows.append(Row(f.name, pre, post, index))
+            rows.append(Triple(f.name, pre, post, index))
         for group in self.linear:
             pre = tuple(PARTIAL if i in group else REPLICATE for i in range(n_in))
             name = "linear(" + ",".join(map(str, sorted(group))) + ")"
-            rows.append(Row(name, pre, (PARTIAL,) * n_out))
-        unique: dict[tuple[tuple[Placement, ...], tuple[Placement, ...]], Row] = {}
+            rows.append(Triple(name, pre, (PARTIAL,) * n_out))
+        unique: dict[tuple[tuple[Placement, ...], tuple[Placement, ...]], Triple] = {}
         for row in rows:
             unique.setdefault((row.pre, row.post), row)
         return tuple(unique.values())
@@ -352,7 +352,9 @@ def local_shape(shape: tuple[int, ...], place: Place, extent: int) -> tuple[int,
     return shape
 
 
-def localize(call: Call, rule: OpRule, row: Row, rank: int, world: int, start: int, stop: int) -> LocalCall:
+def localize(
+    call: Call, rule: OpRule, row: Triple, rank: int, world: int, start: int, stop: int
+) -> LocalCall:
     """The call that one device makes for ``row`` when it holds units ``start..stop`` of the row's factor."""
     factor = None if row.factor is None else rule.factors[row.factor]
 

@@ -17,7 +17,7 @@ from hetspmd.errors import MissingRuleError, MissingRuleWarning
 from hetspmd.placement import REPLICATE, before_cut, is_sharded, shard, sharded_dim
 from hetspmd.rules.axes import Axes, factor_cuts, logical_axes
 from hetspmd.rules.registry import rule_for
-from hetspmd.rules.rule import Call, OpRule, Row, call_of
+from hetspmd.rules.rule import Call, OpRule, Triple, call_of
 from hetspmd.trace.collector import collector_paused
 from hetspmd.trace.graph import PARAMETER, REBALANCE, Argument, Graph, Instruction, Ref
 from hetspmd.trace.values import draws
@@ -36,7 +36,7 @@ class Theory:
     axes: Axes
     calls: Mapping[int, Call]
     rules: Mapping[int, OpRule]
-    rows: tuple[tuple[Row, ...], ...]
+    rows: tuple[tuple[Triple, ...], ...]
     row_axes: tuple[tuple[int | None, ...], ...]
     missing: tuple[int, ...]
 
@@ -81,7 +81,7 @@ class _Kind:
     known: bool
 
     @cached_property
-    def rows(self) -> tuple[tuple[Row, tuple[int, int] | None], ...]:
+    def rows(self) -> tuple[tuple[Triple, tuple[int, int] | None], ...]:
         """Each row with the first place that its factor cuts, ``(position among inputs then outputs, dim)``;
         rows of a factor that cuts nothing are left out."""
         first = [next(iter(factor_cuts(f)), None) for f in self.rule.factors]
@@ -120,8 +120,10 @@ def theory_of(graph: Graph, rules: Mapping[int, OpRule]) -> Theory:
 def _theory(graph: Graph, kinds: Mapping[int, _Kind], missing: tuple[int, ...]) -> Theory:
     rules = {id_: kind.rule for id_, kind in kinds.items()}
     axes = logical_axes(graph, rules)
-    rows: list[tuple[Row, ...]] = []
-    known: dict[tuple[int, ...], tuple[Row, ...]] = {}  # by the rows' objects: equal instructions share them
+    rows: list[tuple[Triple, ...]] = []
+    known: dict[
+        tuple[int, ...], tuple[Triple, ...]
+    ] = {}  # by the rows' objects: equal instructions share them
     row_axes: list[tuple[int | None, ...]] = []
     for instruction in graph.instructions:
         if instruction.is_source:
@@ -176,21 +178,21 @@ def _typed(value: Argument) -> Any:
     return value if kind is int or kind is str else (kind, repr(value))
 
 
-def _source_rows(graph: Graph, instruction: Instruction, axes: Axes) -> list[tuple[Row, int | None]]:
+def _source_rows(graph: Graph, instruction: Instruction, axes: Axes) -> list[tuple[Triple, int | None]]:
     """A parameter may be stored whole or sharded; batch, buffers, constants and the tangent are whole."""
     (tensor,) = instruction.outputs
     name = instruction.op.removeprefix("hetspmd.").capitalize()
-    rows: list[tuple[Row, int | None]] = [(Row(name, (), (REPLICATE,)), None)]
+    rows: list[tuple[Triple, int | None]] = [(Triple(name, (), (REPLICATE,)), None)]
     if instruction.op == PARAMETER:
         for dim in range(len(graph.tensors[tensor].shape)):
             axis = axes.axis(tensor, dim)
             if axis is not None and axis.units >= 2:
-                rows.append((Row(f"{name}-Shard({dim})", (), (shard(dim),)), axis.id))
+                rows.append((Triple(f"{name}-Shard({dim})", (), (shard(dim),)), axis.id))
     return rows
 
 
-def _op_rows(instruction: Instruction, kind: _Kind, axes: Axes) -> list[tuple[Row, int | None]]:
-    pairs: list[tuple[Row, int | None]] = []
+def _op_rows(instruction: Instruction, kind: _Kind, axes: Axes) -> list[tuple[Triple, int | None]]:
+    pairs: list[tuple[Triple, int | None]] = []
     tensors = (*instruction.inputs, *instruction.outputs)
     for row, place in kind.rows:
         if place is None:
@@ -203,19 +205,19 @@ def _op_rows(instruction: Instruction, kind: _Kind, axes: Axes) -> list[tuple[Ro
 
 
 def _copying(
-    pairs: list[tuple[Row, int | None]], instruction: Instruction, axes: Axes
-) -> list[tuple[Row, int | None]]:
+    pairs: list[tuple[Triple, int | None]], instruction: Instruction, axes: Axes
+) -> list[tuple[Triple, int | None]]:
     """The rows of a cut: a shard is copied as it is, with the lengths of the segment that it comes from. A dim that
     the copy itself is not divided along is none to copy."""
     (tensor,) = instruction.outputs
-    found: list[tuple[Row, int | None]] = []
+    found: list[tuple[Triple, int | None]] = []
     for row, axis in pairs:
         if not is_sharded(row.post[0]):
             found.append((row, axis))
             continue
         own, copied = axes.sharded(tensor, row.post[0]), before_cut(sharded_dim(row.post[0]))
         if own is not None and own.units >= 2 and axes.sharded(tensor, copied) is not None:
-            found.append((Row(row.name, row.pre, (copied,)), axis))
+            found.append((Triple(row.name, row.pre, (copied,)), axis))
     return found
 
 

@@ -18,10 +18,10 @@ from fnmatch import fnmatchcase
 
 from hetspmd.errors import ConstraintError, InfeasibleError
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, parse_placement, shard, sharded_dim
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 
-RowFilter = Callable[[int, Row, int | None], bool]
+RowFilter = Callable[[int, Triple, int | None], bool]
 """``(instruction id, row, logical axis of the row) -> whether the search may use it``."""
 
 FORMS = "write replicated or shard(d), such as shard(0)"
@@ -193,7 +193,7 @@ def _batch_rows(theory: Theory) -> RowFilter:
         if any(axis in batch for axis in axes) and not theory.graph.instructions[i].is_source
     }
 
-    def allowed(instruction: int, row: Row, axis: int | None) -> bool:
+    def allowed(instruction: int, row: Triple, axis: int | None) -> bool:
         if theory.graph.instructions[instruction].is_source or instruction in again:
             return True
         if axis is not None:
@@ -214,7 +214,7 @@ def single_device(theory: Theory, forms: Mapping[int, Placement]) -> Constraints
     graph = theory.graph
     asked = {i.tensor for i in graph.inputs if forms.get(i.tensor, REPLICATE) != REPLICATE}
 
-    def allowed(instruction: int, _row: Row, axis: int | None) -> bool:
+    def allowed(instruction: int, _row: Triple, axis: int | None) -> bool:
         found = graph.instructions[instruction]
         if found.is_source:
             return axis is None or found.outputs[0] in forms
@@ -239,7 +239,7 @@ def tensor_parallel(theory: Theory) -> Constraints:
     """Nothing is sharded along the batch: Megatron-like where the rules allow it."""
     batch = batch_axes(theory)
 
-    def allowed(_instruction: int, _row: Row, axis: int | None) -> bool:
+    def allowed(_instruction: int, _row: Triple, axis: int | None) -> bool:
         return axis not in batch
 
     return Constraints({}, allowed)

@@ -17,7 +17,7 @@ from hetspmd.cluster.collective_kinds import Kind
 from hetspmd.errors import InfeasibleError
 from hetspmd.placement import REPLICATE, Placement, is_before_cut, placement_text, shard, sharded_dim
 from hetspmd.program.program import Compute, communications
-from hetspmd.rules.rule import Row
+from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import Constraints, batch_axes
 from hetspmd.trace.graph import PARAMETER, Instruction
@@ -284,7 +284,7 @@ def _wanted(theory: Theory, rows: Sequence[tuple[int, ...]]) -> list[frozenset[P
 
 
 def _each(
-    theory: Theory, rows: Sequence[tuple[int, ...]], side: Callable[[Row], tuple[Placement, ...]]
+    theory: Theory, rows: Sequence[tuple[int, ...]], side: Callable[[Triple], tuple[Placement, ...]]
 ) -> Iterator[tuple[Instruction, list[frozenset[Placement]]]]:
     """Each instruction and the forms of one side of its rows, by place; found once for those of the same rows."""
     known: dict[tuple[int, tuple[int, ...]], list[frozenset[Placement]]] = {}
