@@ -191,6 +191,10 @@ LAST = ("program", "steps", -1)
         (("search", "gap"), -1.0, "search has -1.0"),
         (("constraints",), {"$map": [["a.*", "shard"]]}, "'shard' is no placement"),
         (("inside",), {"$": "Inside", "program": 1, "seconds": 0.0, "memory_bytes": []}, "inside.program is 1"),
+        (("considered", 0, "verdict"), "best", "is no reason why a candidate was not taken"),
+        (("considered", 0, "seconds"), -1.0, "considered has -1.0"),
+        (("considered", 0, "active"), [-1], "has ranks that there cannot be"),
+        (("considered",), lambda v: [*v, v[0]], "more than one of its candidates was taken"),
         # the proof
         (("program", "steps"), lambda v: v[:-1], "cannot be proved"),
         (("program", "steps"), lambda v: v[::-1], "cannot be proved"),

@@ -66,13 +66,14 @@ def among(considered: Iterable[Considered], prefix: str) -> tuple[Considered, ..
     return tuple(replace(c, reason=f"{prefix}: {c.reason}") for c in considered)
 
 
-def one_taken(considered: Iterable[Considered], best: Candidate) -> tuple[Considered, ...]:
-    """The candidates of several ways to plan, each with one that was taken, when of these only ``best`` is."""
+def one_taken(ways: Iterable[tuple[Iterable[Considered], bool]], best: Candidate) -> tuple[Considered, ...]:
+    """The candidates of several ways to plan, each with one that was taken, and whether it is the way of
+    ``best``."""
     made: list[Considered] = []
-    for c in considered:
-        own = c.seconds == best.seconds and c.reason.endswith(best.reason)
-        lost = "slower" if c.seconds > best.seconds else "equal" if c.seconds == best.seconds else "asked"
-        made.append(replace(c, verdict=lost) if c.verdict == "taken" and not own else c)
+    for considered, own in ways:
+        for c in considered:
+            lost = "slower" if c.seconds > best.seconds else "equal" if c.seconds == best.seconds else "asked"
+            made.append(replace(c, verdict=lost) if c.verdict == "taken" and not own else c)
     return _ordered(made)
 
 

@@ -28,7 +28,6 @@ from hetspmd.optimize.considered import among, one_taken
 from hetspmd.optimize.partition import partition, segmented
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import Outcome, synthesize_on
-from hetspmd.plan.reports import Considered
 from hetspmd.program.lengths import Matrix, by_segment
 from hetspmd.ratios.problem import Placement, Problem
 from hetspmd.ratios.ratios import gain
@@ -61,7 +60,8 @@ def in_segments(
         if gained < thresholds.segments_gain:
             return ctx, one
     found, best = ctx, one
-    others: list[Considered] = []
+    taken = 1
+    ways = {1: one.considered}
     counts = (segments,) if segments != "auto" else tuple(2**n for n in range(1, most.bit_length()))
     before: tuple[int, ...] = ()
     for count in counts:
@@ -79,15 +79,17 @@ def in_segments(
         other = synthesize_on(inside, active, _starts(one.best.ratios, apart, cut.axes.segments))
         if other is None:
             continue
-        others += among(other.considered, f"{cut.axes.segments} segments")
+        ways[count] = among(other.considered, f"{cut.axes.segments} segments")
         if segments == "auto" and other.best.seconds > best.best.seconds * (
             1 - thresholds.more_segments_gain
         ):
             break
         found, best = inside, replace(other, baselines=one.baselines, over_memory=one.over_memory)
+        taken = count
     if best is not one:
         best = replace(best, baselines={**one.baselines, "one_segment": one.best.seconds})
-    return found, replace(best, considered=one_taken([*one.considered, *others], best.best))
+    considered = one_taken(((way, count == taken) for count, way in ways.items()), best.best)
+    return found, replace(best, considered=considered)
 
 
 def possible_gain(candidate: Candidate, costs: CostModel, places: Sequence[int]) -> tuple[float, Array]:
