@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+import hetspmd
 import hetspmd.optimize.synthesize as driver
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Network
@@ -13,10 +14,12 @@ from hetspmd.cost.model import CostModel
 from hetspmd.optimize.alternation import Rounds
 from hetspmd.optimize.baselines import baselines
 from hetspmd.optimize.candidate import Candidate, certified
+from hetspmd.optimize.compile_options import Segments
 from hetspmd.optimize.overlap import overlap_variants
 from hetspmd.optimize.synthesis import Clock, Synthesis
 from hetspmd.optimize.synthesize import Outcome, synthesize
 from hetspmd.optimize.thresholds import THRESHOLDS
+from hetspmd.plan.plan import Plan
 from hetspmd.program.lengths import Lengths
 from hetspmd.ratios.starts import starting_ratios
 from hetspmd.rules.theory import Theory
@@ -191,3 +194,15 @@ def test_candidates_that_do_not_fit_say_which_device_lacks_what() -> None:
     for c in lacking:
         assert c.lacking
         assert all(rank in c.active and nbytes > 0 for rank, nbytes in c.lacking)
+
+
+@pytest.mark.parametrize("segments", [1, 2, "auto"])
+def test_one_candidate_is_taken_of_all_that_were_compared(segments: Segments) -> None:
+    entry = traced("llama")
+    devices = on(NETWORKS[0], 3, 2)
+    plan = hetspmd.compile(entry.model, entry.example, devices, loss=entry.loss, segments=segments)
+    taken = [c for c in plan.considered if c.verdict == "taken"]
+    assert taken == [plan.considered[0]]
+    assert taken[0].seconds == pytest.approx(plan.cost.step_seconds, rel=1e-9)
+    assert taken[0].active == plan.active
+    assert Plan.from_json(plan.to_json()) == plan
