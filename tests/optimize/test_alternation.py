@@ -87,7 +87,7 @@ def watched(theory: Theory, devices: Cluster, **thresholds: float) -> Watched:
         Constraints(),
         Limits(),
         Clock(),
-        replace(THRESHOLDS, **thresholds),  # type: ignore[arg-type]
+        replace(THRESHOLDS, **thresholds),  # type: ignore[arg-type]  # numbers of fields that are numbers
     )
 
 
