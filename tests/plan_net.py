@@ -151,7 +151,7 @@ def _plan(graph: Graph, devices: Cluster, point: Point) -> Plan:
 def _text(plan: Plan) -> dict[str, Any]:
     cost = plan.cost
     found: dict[str, Any] = {
-        "program": _program(plan.program),
+        "program": _program(plan.program, plan.schedule.prefetch_distance),
         "active": plan.active,
         "lengths": plan.lengths.units,
         "seconds": list(map(_rounded, (cost.step_seconds, cost.compute_seconds, cost.communication_seconds))),
@@ -162,7 +162,7 @@ def _text(plan: Plan) -> dict[str, Any]:
         "over memory": sorted(plan.over_memory),
     }  # fmt: skip
     if plan.inside is not None:
-        found["inside"] = _program(plan.inside.program)
+        found["inside"] = _program(plan.inside.program, 1)
         found["bytes inside"] = plan.inside.memory_bytes
     return json.loads(json.dumps(found))
 
@@ -171,8 +171,8 @@ def _rounded(seconds: float) -> str:
     return f"{seconds:.{DIGITS}g}"
 
 
-def _program(program: Program) -> list[str]:
-    return [*_lines(program), f"ahead {program.ahead}"]
+def _program(program: Program, prefetch_distance: int) -> list[str]:
+    return [*_lines(program), f"ahead {prefetch_distance}"]
 
 
 def _lines(program: Program) -> Iterator[str]:

@@ -20,12 +20,12 @@ from hetspmd.placement import is_sharded, same_dim
 from hetspmd.program.lengths import lengths_for
 from hetspmd.program.level_layout import LevelLayout
 from hetspmd.program.levels import between
-from hetspmd.program.nesting import nest
 from hetspmd.program.program import Communicate, Program
 from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from hetspmd.trace.graph import PARAMETER
 from hetspmd.verify.comparison import verify
+from scheduled import nested_steps, rescheduled
 from test_nested_programs import BUCKETS, MODES, error_of, inner_program
 from test_random_programs import TOLERANCE, Subject, subject
 from workbench import cluster, single_device, traced
@@ -43,8 +43,7 @@ COUNT = 12
 
 
 def program_of(of: Subject, seed: int) -> Program:
-    made = (random_program if seed % 2 else cheap_random_program)(of.theory, seed)
-    return replace(made, ahead=AHEAD[seed % 3])
+    return (random_program if seed % 2 else cheap_random_program)(of.theory, seed)
 
 
 def gathers(of: Subject, program: Program) -> int:
@@ -70,10 +69,12 @@ def test_across_machines(name: str) -> None:
         outer = program_of(of, seed)
         layout = LevelLayout(of.theory, uneven(of.theory, len(accelerators), seed), accelerators)
         inner = inner_program(of, layout, outer, seed, MODES[seed % 3])
-        nested = nest(of.theory, outer, inner, BUCKETS[seed // 3 % 3], BUCKETS[(seed // 3 + seed) % 3])
+        distance = AHEAD[seed % 3]
+        sizes = BUCKETS[seed // 3 % 3], BUCKETS[(seed // 3 + seed) % 3]
+        nested = nested_steps(of.theory, outer, inner, *sizes, prefetch_distance=distance)
         error = error_of(of, nested, layout)
         assert error <= TOLERANCE, f"seed {seed}: {error}"
-        seen["gathers"] += gathers(of, outer) if outer.ahead > 1 else 0
+        seen["gathers"] += gathers(of, outer) if distance > 1 else 0
         seen["accelerators"] += max(accelerators) > 1
     assert seen["gathers"] > COUNT // 4
     assert seen["accelerators"] > COUNT // 2
@@ -88,7 +89,7 @@ def test_in_segments(name: str, ahead: int) -> None:
     moved = [s for s in plan.program.steps if isinstance(s, Communicate)]
     assert sum(s.kind == "rebalance" for s in moved) > 1
     assert sum(theory.graph.producer(s.tensor).op == PARAMETER for s in moved) > 4
-    plan = replace(plan, program=replace(plan.program, ahead=ahead))
+    plan = replace(plan, schedule=rescheduled(plan, ahead))
     verify(
         entry.model, entry.example, DEVICES, plan=plan, loss=entry.loss, optimizers=("sgd",), tolerance=1e-9
     ).require()
@@ -120,7 +121,9 @@ def test_segments_across_machines(name: str) -> None:
         outer = program_of(of, seed)
         layout = LevelLayout(of.theory, lengths, accelerators)
         inner = inner_program(of, layout, outer, seed, MODES[seed // 2 % 3])
-        nested = nest(of.theory, outer, inner, BUCKETS[seed // 3 % 3], BUCKETS[(seed // 3 + seed) % 3])
+        distance = AHEAD[seed % 3]
+        sizes = BUCKETS[seed // 3 % 3], BUCKETS[(seed // 3 + seed) % 3]
+        nested = nested_steps(of.theory, outer, inner, *sizes, prefetch_distance=distance)
         error = error_of(of, nested, layout)
         assert error <= TOLERANCE, f"seed {seed}: {error}"
         inside_bytes(layout, nested)

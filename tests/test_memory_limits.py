@@ -14,7 +14,6 @@ import hetspmd
 from hetspmd.cli.main import main
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network
-from hetspmd.cost.memory import Holdings
 from hetspmd.cost.step import StepModel, idle_seconds
 from hetspmd.errors import MemoryLimitError
 from hetspmd.placement import is_sharded
@@ -76,8 +75,7 @@ def check_fits(plan: Plan) -> None:
     active = tuple(needs[rank] for rank in plan.active)
     idle = idle_seconds(plan.graph, plan.program, plan.cluster, plan.active)
     assert active == StepModel(plan.costs, plan.program, idle=idle).held(plan.lengths).peaks
-    size = plan.costs.bucket_bytes
-    least = Holdings(plan.theory, plan.program, executed=True, bucket_bytes=size).at(plan.lengths).peaks
+    least = plan.step.executed.at(plan.lengths).peaks
     assert all(a >= b for a, b in zip(active, least, strict=True)), "collectives on their way hold more"
     assert plan.search.lower_bound <= plan.search.cost
     assert plan.search.gap == pytest.approx(1 - plan.search.lower_bound / plan.search.cost, abs=1e-12)

@@ -24,9 +24,10 @@ from hetspmd.placement import PARTIAL
 from hetspmd.program.layout import Region
 from hetspmd.program.level_layout import LevelKey, LevelLayout, RankPlace
 from hetspmd.program.levels import Nested, Together, between, within
-from hetspmd.program.nesting import inner_rows, nest
+from hetspmd.program.nesting import inner_rows
 from hetspmd.program.program import Program
 from hetspmd.rules.rule import Triple
+from scheduled import nested_steps
 from test_random_programs import TOLERANCE, Subject, subject
 from workbench import CPU, known, largest_error, randomness
 
@@ -128,7 +129,9 @@ def nested_case(of: Subject, seed: int) -> tuple[Nested, LevelLayout]:
     outer = (random_program if seed % 2 else cheap_random_program)(of.theory, seed)
     layout = LevelLayout(of.theory, uneven(of.theory, len(accelerators), seed), accelerators)
     inner = inner_program(of, layout, outer, seed, MODES[seed % 3])
-    return nest(of.theory, outer, inner, BUCKETS[seed // 3 % 3], BUCKETS[(seed // 3 + seed) % 3]), layout
+    return nested_steps(
+        of.theory, outer, inner, BUCKETS[seed // 3 % 3], BUCKETS[(seed // 3 + seed) % 3]
+    ), layout
 
 
 @pytest.mark.parametrize(
@@ -207,7 +210,7 @@ def test_passes_of_lowering_leave_every_value_as_it_is(kind: str) -> None:
         else:
             program = build(of.theory, lambda _, rows: rows[0])
             layout = LevelLayout(of.theory, uneven(of.theory, 2, seed), (2, 3))
-            nested = nest(of.theory, program, program)
+            nested = nested_steps(of.theory, program, program)
         with patch.object(passes, "PASSES", passed(seen)):
             assert error_of(of, nested, layout) <= TOLERANCE
         with patch.object(passes, "PASSES", kept):

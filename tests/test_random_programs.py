@@ -27,7 +27,8 @@ from hetspmd.program.buckets import Bucket
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program, Result
-from hetspmd.program.schedule import schedule
+from hetspmd.program.schedule import make_schedule
+from hetspmd.program.schedule_check import check_schedule
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search.constraints import Constraints
@@ -200,13 +201,14 @@ def test_random_programs(name: str, record_property: Callable[[str, object], Non
         maker = list(MAKERS)[index // 5 % len(MAKERS)]
         lengths = uneven(theory, world, seed)
         program = MAKERS[maker](theory, seed, lengths)
-        program = replace(program, ahead=1 + index // 7 % 4)
         check(theory, program)
         size = BUCKETS[index // 3 % len(BUCKETS)]
+        schedule = make_schedule(theory, program, size, prefetch_distance=1 + index // 7 % 4)
+        check_schedule(theory.graph, program, schedule)
         error = simulated_error(
-            theory, program, lengths, found.model, found.inputs, found.want, bucket_bytes=size
+            theory, program, lengths, found.model, found.inputs, found.want, schedule=schedule
         )
-        order = schedule(theory, program, size)
+        order = schedule.steps(program)
         shared.update(s.kind for s in (*order.forward, *order.backward) if isinstance(s, Bucket))
         assert error <= TOLERANCE, f"{maker} program {index} on {world} devices (seed {seed}): {error:.2e}"
         programs.append(program)

@@ -22,10 +22,10 @@ from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import MissingRuleWarning
-from hetspmd.lower import lower
 from hetspmd.placement import PARTIAL, Placement, is_sharded
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program
+from hetspmd.program.schedule import Schedule
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search import constraints as known
@@ -33,6 +33,7 @@ from hetspmd.search.constraints import Constraints
 from hetspmd.trace.trace import split_example, trace
 from hetspmd.verify.comparison import largest_error
 from hetspmd.verify.reference import ReferenceResult, run_reference
+from scheduled import lower
 
 CPU = torch.device("cpu")
 
@@ -187,7 +188,7 @@ def single_device(theory: Theory, model: nn.Module, inputs: Sequence[torch.Tenso
 
 def simulated_error(
     theory: Theory, program: Program, lengths: Lengths, model: nn.Module, inputs: Sequence[torch.Tensor],
-    want: ReferenceResult, *, bucket_bytes: int = 0,
+    want: ReferenceResult, *, bucket_bytes: int = 0, schedule: Schedule | None = None,
 ) -> float:  # fmt: skip
     """The largest relative error of loss, outputs, gradients and updated buffers over all ranks of one step.
 
@@ -198,7 +199,7 @@ def simulated_error(
 
     def body(communicator: Communicator) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         rank = communicator.rank
-        local = lower(theory, program, lengths, rank, CPU, bucket_bytes=bucket_bytes)
+        local = lower(theory, program, lengths, rank, CPU, bucket_bytes=bucket_bytes, schedule=schedule)
         runtime = Runtime(communicator, randomness(communicator.rank))
         with torch.no_grad():
             shards = [

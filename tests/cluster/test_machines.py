@@ -20,12 +20,12 @@ from hetspmd.errors import ClusterError, MemoryLimitError
 from hetspmd.program.lengths import lengths_for
 from hetspmd.program.level_layout import LevelLayout
 from hetspmd.program.levels import Across, Both, InsideCollective, between, within
-from hetspmd.program.nesting import nest
 from hetspmd.rules.theory import derive
 from hetspmd.search import constraints as known
 from hetspmd.search.search import Limits, search
 from hetspmd.search.space import search_space
 from hetspmd.trace.trace import trace
+from scheduled import nested_steps
 
 FILE = """\
 devices:
@@ -102,7 +102,7 @@ def test_data_parallel_in_closed_form() -> None:
     costs = CostModel(theory, cluster)
     lengths = lengths_for(theory.axes, (0.5, 0.5))
     outer = search(search_space(theory, known.data_parallel(theory)), costs, lengths, Limits()).program
-    nested = nest(theory, outer, outer)
+    nested = nested_steps(theory, outer, outer)
     layout = LevelLayout(theory, lengths, (4, 4))
     steps = (*nested.forward, *nested.backward)
     sums = [s for s in steps if isinstance(s, Across)]
@@ -147,7 +147,7 @@ def test_gradients_share_a_bucket_between_machines() -> None:
     layout = LevelLayout(theory, lengths, (4, 4))
     found = {}
     for size in (0, 3000, 10_000):
-        nested = nest(theory, outer, outer, size)
+        nested = nested_steps(theory, outer, outer, size)
         moves = [between(s) for s in nested.backward if between(s)]
         assert sorted(m.tensor for of in moves for m in of) == sorted(g.tensor for g in outer.gradients), (
             "every gradient crosses once"
@@ -170,7 +170,7 @@ def test_gradients_share_a_bucket_inside() -> None:
     layout = LevelLayout(theory, lengths, (4, 4))
     found = {}
     for size in (0, 3000, 10_000):
-        nested = nest(theory, whole, inner, 0, size)
+        nested = nested_steps(theory, whole, inner, 0, size)
         moves = [within(s) for s in nested.backward if within(s)]
         assert sorted(m.tensor for of in moves for m in of) == sorted(g.tensor for g in whole.gradients)
         found[size] = [len(of) for of in moves], inside_seconds(costs, lengths, nested, layout)
@@ -186,7 +186,7 @@ def test_memory_follows_the_shares() -> None:
     costs = CostModel(theory, Cluster((Device("d", {"default": 1e12}),) * 2, Network(1e8, 1e-5)))
     lengths = lengths_for(theory.axes, (0.5, 0.5))
     program = search(search_space(theory, known.data_parallel(theory)), costs, lengths, Limits()).program
-    nested = nest(theory, program, program)
+    nested = nested_steps(theory, program, program)
 
     def held(one: float, accelerators: tuple[int, int]) -> tuple[int, ...]:
         return inside_bytes(

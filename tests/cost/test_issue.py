@@ -14,7 +14,7 @@ from hetspmd.cluster.collective_kinds import Kind, kinds_between
 from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel, MoveForm
 from hetspmd.cost.simulator import START, WAIT, TwoStreams
-from hetspmd.cost.step import step_cost
+from hetspmd.cost.step import StepModel, step_cost
 from hetspmd.cost.timeline import timeline
 from hetspmd.errors import ClusterError
 from hetspmd.placement import PARTIAL, REPLICATE, shard
@@ -23,6 +23,7 @@ from hetspmd.program.buckets import members
 from hetspmd.program.lengths import lengths_for
 from hetspmd.program.program import Communicate, Compute, Program, Result
 from hetspmd.rules.theory import Theory
+from scheduled import streams_of
 
 FREE = Cluster(
     (Device("a", {"default": 1e9}), Device("b", {"default": 5e8})), Network(bandwidth=1e8, latency=1e-4)
@@ -37,7 +38,7 @@ LENGTHS = lengths_for(THEORY.axes, (2 / 3, 1 / 3))
 def test_each_collective_takes_its_issue_of_every_device() -> None:
     model = CostModel(THEORY, BUSY)
     model.bucket_bytes = 0  # several collectives
-    two = TwoStreams(model, data_parallel(THEORY))
+    two = streams_of(model, data_parallel(THEORY))
     run = two.run(model.shares(LENGTHS))
     issues = [e for e, (_, what, _) in enumerate(two.events) if what == START]
     assert sorted(run.issued) == issues
@@ -47,7 +48,7 @@ def test_each_collective_takes_its_issue_of_every_device() -> None:
     assert run.issuing == pytest.approx(len(issues) * np.array([2e-5, 7e-5]))
     plain = CostModel(THEORY, FREE)
     plain.bucket_bytes = 0
-    free = TwoStreams(plain, data_parallel(THEORY)).run(model.shares(LENGTHS))
+    free = streams_of(plain, data_parallel(THEORY)).run(model.shares(LENGTHS))
     first = issues[0]
     assert run.starts[0] == pytest.approx(free.starts[0]), "the collective's own seconds have its issue"
     later = run.clocks[first + 1] - run.clocks[first]
@@ -60,7 +61,7 @@ def test_the_step_stays_within_the_stage_model_and_the_timeline_adds_up(cluster:
     """Also where issuing would take longer than the collective, which then takes all of it."""
     model, program = CostModel(THEORY, cluster), data_parallel(THEORY)
     cost = step_cost(model, program, LENGTHS)
-    found = timeline(model, program, LENGTHS)
+    found = timeline(StepModel(model, program), LENGTHS)
     assert cost.step_seconds == pytest.approx(found.step_seconds)
     assert found.step_seconds <= found.stage_seconds * (1 + 1e-9)
     for j in range(2):
@@ -72,7 +73,7 @@ def test_the_step_stays_within_the_stage_model_and_the_timeline_adds_up(cluster:
 def test_large_tensors_take_longer_to_issue() -> None:
     slow = replace(FREE, devices=tuple(replace(d, issue=1e-6, issue_bandwidth=1e8) for d in FREE.devices))
     model = CostModel(THEORY, slow)
-    two = TwoStreams(model, data_parallel(THEORY))
+    two = streams_of(model, data_parallel(THEORY))
     run = two.run(model.shares(LENGTHS))
     sizes = [sum(THEORY.graph.tensors[m.tensor].nbytes for m in members(c)) for c in two.collectives if c]
     assert len(set(sizes)) > 1
@@ -146,7 +147,7 @@ def test_each_device_copies_before_a_scatter_and_after_a_gather() -> None:
     program = Program(steps, Result(last.outputs[0], REPLICATE), (), (), ())
     model = CostModel(theory, COPIES)
     lengths = lengths_for(theory.axes, (0.5, 0.5))
-    two = TwoStreams(model, program)
+    two = streams_of(model, program)
     run = two.run(model.shares(lengths))
     own = np.array([graph.tensors[2].nbytes / b for b in (4e7, 1e7)])
     place = {what: e for e, (_, what, c) in enumerate(two.events) if c == 0}
@@ -156,7 +157,7 @@ def test_each_device_copies_before_a_scatter_and_after_a_gather() -> None:
     (gather,) = (e for e, (_, what, c) in enumerate(two.events) if c == 1 and what == WAIT)
     assert run.issued[gather] == pytest.approx(own)
     assert run.issuing == pytest.approx(2 * own + run.issued[place_of(two, 1)])
-    found = timeline(model, program, lengths)
+    found = timeline(StepModel(model, program), lengths)
     assert found.compute_seconds == pytest.approx(tuple(run.seconds.sum(axis=0) + run.issuing))
     assert found.step_seconds <= found.stage_seconds * (1 + 1e-9)
     final = run.seconds[two.events[gather][0] :].sum(axis=0)

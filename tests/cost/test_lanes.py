@@ -15,6 +15,7 @@ from hetspmd.cost.simulator import START, TwoStreams
 from hetspmd.errors import ClusterError
 from hetspmd.program.buckets import members
 from hetspmd.program.lengths import lengths_for
+from scheduled import streams_of
 
 LATENCY = 3e-3
 PAIR = Cluster(
@@ -28,7 +29,7 @@ def streams(cluster: Cluster) -> tuple[TwoStreams, CostModel]:
     theory = mlp(batch=12, width=6, hidden=10, layers=3)
     model = CostModel(theory, cluster)
     model.bucket_bytes = 0  # several collectives
-    return TwoStreams(model, data_parallel(theory)), model
+    return streams_of(model, data_parallel(theory)), model
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])

@@ -10,14 +10,14 @@ from cost_graphs import Builder, data_parallel, mlp, program, random_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetspmd.cost.memory import OPTIMIZER_BYTES, Holdings, memory_bytes, memory_profile
+from hetspmd.cost.memory import OPTIMIZER_BYTES, memory_bytes, memory_profile
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, shard, sharded_dim
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program, Result
-from hetspmd.program.saved_tensors import crossing
-from hetspmd.program.schedule import schedule
+from hetspmd.program.schedule import make_schedule
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
+from scheduled import holdings_of, order_of
 
 ROWS, IN, OUT = 8, 4, 6
 
@@ -164,9 +164,9 @@ def replay(
     reads: list[tuple[int, int]] = []  # (buffer, step)
     trained = {p.tensor for p in graph.parameters if p.gradient is not None}
     always, updates = 0, []
-    order = schedule(theory, chosen)
-    behind = {id(step) for step in order.backward}
-    copied = crossing(graph, order, chosen.gradients).slices
+    schedule = make_schedule(theory, chosen)
+    behind = {id(step) for step in schedule.steps(chosen).backward}
+    copied = [saved.key for saved in schedule.saved if saved.how == "slice"]
     cut: dict[tuple[int, int], int] = {}  # slice of a whole tensor -> where it is first cut
     carried: dict[tuple[int, int], tuple[int, Communicate]] = {}
     sums: list[tuple[int, int, int, Communicate]] = []  # buffer of the summands, of the sum, step
@@ -302,18 +302,18 @@ def test_random_programs_against_a_replay(seed: int) -> None:
     starts = [at for at, step in enumerate(chosen.steps) if isinstance(step, Communicate)]
     end = len(chosen.steps) - 1
     later = {at: min(at + int(dice.integers(1, 40)), end) for at in starts if dice.random() < 0.7}
-    order = schedule(theory, chosen)
+    order = order_of(theory, chosen)
     run = replace(chosen, steps=(*order.forward, *order.backward))
     index = {id(step): at for at, step in enumerate(run.steps)}
     place = {at: index[id(step)] for at, step in enumerate(chosen.steps) if id(step) in index}
     for completed in (None, {}, later):
-        executed = Holdings(theory, chosen, executed=True).at(lengths, completed)
+        executed = holdings_of(theory, chosen, executed=True).at(lengths, completed)
         there = None
         if completed is not None:
             there = {place[a]: place[b] for a, b in completed.items() if a in place and b in place}
         for rank in range(world):
             assert executed.held[:, rank].tolist() == replay(theory, run, lengths, rank, there)
-        profile = Holdings(theory, chosen).at(lengths, completed)
+        profile = holdings_of(theory, chosen).at(lengths, completed)
         for rank in range(world):
             assert profile.held[:, rank].tolist() == replay(theory, chosen, lengths, rank, completed)
     for instruction in range(len(theory.graph.instructions)):
@@ -327,7 +327,7 @@ def test_random_programs_against_a_replay(seed: int) -> None:
 def test_largest_shares(seed: int, twentieths: int, part: float) -> None:
     """A device with the same share of every axis fits if and only if that is at most the largest share."""
     theory = mlp(batch=40, width=20, hidden=20)
-    holdings = Holdings(theory, random_program(theory, seed))
+    holdings = holdings_of(theory, random_program(theory, seed))
     lengths = Lengths(
         2, tuple((a.units * twentieths // 20, a.units * (20 - twentieths) // 20) for a in theory.axes.axes)
     )
@@ -341,7 +341,7 @@ def test_largest_shares(seed: int, twentieths: int, part: float) -> None:
 
 def test_largest_shares_at_the_bound_and_beyond() -> None:
     theory = mlp(batch=1000, width=10, hidden=10)
-    holdings = Holdings(theory, data_parallel(theory))
+    holdings = holdings_of(theory, data_parallel(theory))
 
     def at(n: int) -> Lengths:
         return Lengths(2, tuple((a.units * n // 100, a.units - a.units * n // 100) for a in theory.axes.axes))
@@ -361,4 +361,4 @@ def test_a_dim_without_an_axis_is_refused() -> None:
     kept = divided(theory, REPLICATE).steps[:LOSS]
     steps = (*kept, Compute(LOSS, Triple("odd", (shard(0),), (shard(0),))))
     with pytest.raises(ValueError, match="no logical axis"):
-        Holdings(theory, Program(steps, None, (), (), ()))
+        holdings_of(theory, Program(steps, None, (), (), ()))

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hetspmd.codec.records import decode, encode
 from hetspmd.cost.memory import memory_bytes
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.simulator import simulated_seconds
 from hetspmd.cost.step import Stages, StepCost, step_cost
 from hetspmd.placement import shard
 from hetspmd.program.lengths import lengths_for
 from hetspmd.program.program import Communicate, Compute, Program
+from scheduled import simulated_seconds
 
 LATENCY, BANDWIDTH, LAUNCH = 1e-5, 1e9, 1e-6
 

@@ -17,14 +17,14 @@ from timeline_checks import CLOSE, check, scheduled
 
 from hetspmd.cli.main import main
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.simulator import TwoStreams, simulated_seconds
-from hetspmd.cost.step import Stages, idle_seconds
+from hetspmd.cost.step import Stages, StepModel, idle_seconds
 from hetspmd.cost.timeline import IDLE_RESULTS, Timeline, timeline
 from hetspmd.errors import OutputError
 from hetspmd.placement import REPLICATE, shard
 from hetspmd.program.lengths import Lengths, lengths_for
 from hetspmd.program.program import Communicate, Compute, Program, Result, Step
 from hetspmd.rules.theory import Theory
+from scheduled import simulated_seconds, streams_of
 
 
 def row(theory: Theory, instruction: int, name: str) -> Compute:
@@ -60,7 +60,7 @@ def by_hand(bandwidth: float) -> Timeline:
     """Devices of 1 and 2 FLOP/s with 1 s per launch, a network of 0.5 s latency."""
     theory, made = three_instructions()
     devices = cluster(1.0, 2.0, bandwidth=bandwidth, latency=0.5, launch=1.0, memory_bandwidth=1e300)
-    return timeline(CostModel(theory, devices), made, lengths_for(theory.axes, (0.5, 0.5)))
+    return timeline(StepModel(CostModel(theory, devices), made), lengths_for(theory.axes, (0.5, 0.5)))
 
 
 def test_three_instructions_and_two_collectives_by_hand() -> None:
@@ -131,7 +131,7 @@ def test_without_overlap_it_is_the_stage_model() -> None:
     assert theory.graph.loss is not None
     chain = Program(tuple(steps), Result(theory.graph.loss, REPLICATE), (), (), ())
     model = CostModel(theory, cluster(1.0, 2.0, 3.0, bandwidth=100.0, latency=0.25, launch=0.5))
-    found = timeline(model, chain, lengths_for(theory.axes, (0.2, 0.3, 0.5)))
+    found = timeline(StepModel(model, chain), lengths_for(theory.axes, (0.2, 0.3, 0.5)))
     assert len(found.transfers) == 6
     assert found.step_seconds == pytest.approx(found.stage_seconds, **CLOSE)
 
@@ -153,19 +153,19 @@ def test_never_longer_than_the_stage_model(
     model = CostModel(theory, replace(of, devices=tuple(copying)))
     made = data_parallel(theory) if parallel else random_program(theory, seed)
     lengths = lengths_for(theory.axes, weights)
-    found = timeline(model, made, lengths)
-    check(found, TwoStreams(model, made), lengths)
+    found = timeline(StepModel(model, made), lengths)
+    check(found, streams_of(model, made), lengths)
     assert found.step_seconds == simulated_seconds(model, made, lengths)
     stages = Stages(model, scheduled(theory, made)).seconds(model.shares(lengths))
     assert found.step_seconds <= stages * (1 + 1e-12)
-    assert timeline(model, made, lengths) == found
+    assert timeline(StepModel(model, made), lengths) == found
 
 
 def test_gradients_travel_behind_the_rest_of_backward() -> None:
     """Data parallelism: only the last All-Reduce and part of the others is exposed."""
     theory = mlp(batch=64, width=32, hidden=64, layers=4)
     model = CostModel(theory, cluster(1e8, 1e8, bandwidth=1e7, launch=1e-9))
-    found = timeline(model, data_parallel(theory), lengths_for(theory.axes, (0.5, 0.5)))
+    found = timeline(StepModel(model, data_parallel(theory)), lengths_for(theory.axes, (0.5, 0.5)))
     reduced = [t for t in found.transfers if t.name.startswith("All-Reduce(g")]
     assert len(reduced) == 8
     last = reduced[-1].end - reduced[-1].start
@@ -180,12 +180,12 @@ def test_devices_may_change_places() -> None:
     theory = mlp(batch=24, width=6, hidden=10, layers=3)
     rates, weights = (1e8, 2e8, 2e8, 4e8), (0.1, 0.2, 0.3, 0.4)
     made = data_parallel(theory)
-    plain = timeline(CostModel(theory, cluster(*rates)), made, lengths_for(theory.axes, weights))
+    plain = timeline(StepModel(CostModel(theory, cluster(*rates)), made), lengths_for(theory.axes, weights))
     for order in ((1, 0, 2, 3), (3, 2, 1, 0), (0, 2, 1, 3)):
         units = lengths_for(theory.axes, weights).units
         moved = Lengths(4, tuple(tuple(u[r] for r in order) for u in units))
         model = CostModel(theory, cluster(*(rates[r] for r in order)))
-        found = timeline(model, made, moved)
+        found = timeline(StepModel(model, made), moved)
         assert found.step_seconds == pytest.approx(plain.step_seconds, **CLOSE)
         for name in ("compute_seconds", "waiting_seconds", "exposed_seconds", "end_seconds"):
             want = [getattr(plain, name)[r] for r in order]
@@ -199,9 +199,9 @@ def test_idle_devices_get_the_results_between_forward_and_backward() -> None:
     active = (0, 2)
     model = CostModel(theory, whole.part(active))
     made, lengths = data_parallel(theory), lengths_for(theory.axes, (0.4, 0.6))
-    found = timeline(model, made, lengths, whole, active)
-    alone = timeline(model, made, lengths)
     idle = idle_seconds(theory.graph, made, whole, active)
+    found = timeline(StepModel(model, made, idle=idle), lengths, whole, active)
+    alone = timeline(StepModel(model, made), lengths)
     assert idle > 0
     (sent,) = (t for t in found.transfers if t.step is None)
     assert (sent.name, sent.end - sent.start) == (IDLE_RESULTS, pytest.approx(idle))
@@ -215,9 +215,14 @@ def test_idle_devices_get_the_results_between_forward_and_backward() -> None:
     assert (found.compute_seconds[1], found.waiting_seconds[1], found.end_seconds[1]) == (0.0, 0.0, 0.0)
     assert [(e.stream, e.name) for e in found.events if e.device == 1] == [("communication", IDLE_RESULTS)]
     assert "idle" in found.text().splitlines()[3]
-    check(found, TwoStreams(model, made, idle=idle), lengths)
+    check(found, streams_of(model, made, idle=idle), lengths)
     with pytest.raises(ValueError, match="2 active devices and a cost model of 3"):
-        timeline(CostModel(theory, whole), made, lengths_for(theory.axes, (0.4, 0.3, 0.3)), whole, active)
+        timeline(
+            StepModel(CostModel(theory, whole), made),
+            lengths_for(theory.axes, (0.4, 0.3, 0.3)),
+            whole,
+            active,
+        )
 
 
 # files -----------------------------------------------------------------------------------------------------------

@@ -14,15 +14,16 @@ import workbench  # isort: split
 
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.simulator import BOUNDARY, START, WAIT, TwoStreams
-from hetspmd.cost.step import Stages
+from hetspmd.cost.step import Stages, StepModel
 from hetspmd.cost.timeline import timeline
-from hetspmd.lower import calls, lower
+from hetspmd.lower import calls
 from hetspmd.lower.emit import GraphWriter
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Compute, Program
 from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
+from scheduled import lower, streams_of
 
 import program_builder  # isort: skip  # workbench puts its folder on the path
 import small_models  # isort: skip
@@ -106,7 +107,7 @@ def test_it_follows_the_lowered_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
             )
             made, lengths = make(theory, seed), program_builder.uneven(theory, 2, seed)
             model = CostModel(theory, cluster(1e8, 2e8))
-            streams = TwoStreams(model, made)
+            streams = streams_of(model, made)
             views = []
             for rank in range(2):
                 graphs = lowered_events(theory, made, lengths, rank, monkeypatch, model.bucket_bytes)
@@ -116,7 +117,7 @@ def test_it_follows_the_lowered_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
                 views.append(want)
                 compared += sum(isinstance(e, tuple) for g in graphs for e in g)
             masked += views[0] != views[1]
-            check(timeline(model, made, lengths), streams, lengths)
+            check(timeline(StepModel(model, made), lengths), streams, lengths)
     assert compared > 900
     assert masked > 0, "no program in which rank 0 alone waits for a mask"
 
@@ -128,7 +129,7 @@ def test_a_real_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = workbench.cluster(4, 2, 2)
     plan = plan_for(theory, devices, known.data_parallel(theory), ratios)
     found = plan.timeline()
-    streams = TwoStreams(plan.costs, plan.program)
+    streams = streams_of(plan.costs, plan.program)
     check(found, streams, plan.lengths)
     for rank in range(2):
         graphs = lowered_events(

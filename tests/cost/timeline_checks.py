@@ -10,15 +10,15 @@ from hetspmd.cost.simulator import TwoStreams
 from hetspmd.cost.timeline import Timeline
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Program
-from hetspmd.program.schedule import schedule
 from hetspmd.rules.theory import Theory
+from scheduled import order_of
 
 CLOSE = {"rel": 1e-9, "abs": 1e-15}
 
 
 def scheduled(theory: Theory, made: Program) -> Program:
     """The steps that are run, in the order in which they are."""
-    order = schedule(theory, made)
+    order = order_of(theory, made)
     return Program((*order.forward, *order.backward), made.loss, made.outputs, made.gradients, made.buffers)
 
 

@@ -14,15 +14,16 @@ from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
 from hetspmd.errors import PlanError
-from hetspmd.lower import LocalProgram, calls, lower
+from hetspmd.lower import LocalProgram, calls
 from hetspmd.lower.emit import take_saved
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, shard
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program, Result
-from hetspmd.program.schedule import reads, schedule, writes
+from hetspmd.program.values import reads, writes
 from hetspmd.rules.rule import Triple
 from hetspmd.trace.graph import Instruction
 from hetspmd.verify.reference import ReferenceResult, run_reference
+from scheduled import lower, order_of
 
 CPU = torch.device("cpu")
 Local = tuple[LocalProgram, torch.Tensor, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
@@ -256,7 +257,7 @@ def test_schedule_covers_exactly_what_is_needed() -> None:
     graph = c.theory.graph
     for seed in range(5):
         program = random_program(c.theory, seed)
-        found = schedule(c.theory, program)
+        found = order_of(c.theory, program)
         assert not set(found.forward) & set(found.backward)
         have: set[tuple[int, int]] = set()
         for step in (*found.forward, *found.backward):

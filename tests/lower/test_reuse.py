@@ -16,10 +16,11 @@ from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
-from hetspmd.lower import calls, lower
+from hetspmd.lower import calls
 from hetspmd.lower.emit import item, take_saved
 from hetspmd.lower.reuse import mark_spare
 from hetspmd.rules.kernels import dense
+from scheduled import lower
 
 aten = torch.ops.aten
 Build = Callable[[fx.Graph, fx.Node, fx.Node], tuple[fx.Node, list[fx.Node]]]

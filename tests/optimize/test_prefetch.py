@@ -89,14 +89,14 @@ def test_links_work_while_the_forward_runs(
 ) -> None:
     plan = compiled(name, devices)
     check(plan.theory, plan.program)
-    assert plan.program.ahead > 1
-    assert f"gathered {plan.program.ahead} groups ahead" in plan_text(plan)
+    assert plan.schedule.prefetch_distance > 1
+    assert f"gathered {plan.schedule.prefetch_distance} groups ahead" in plan_text(plan)
     assert sharded(plan)
     assert error_of(traced(name), plan) < 1e-9
     without()
     before = compiled(name, devices)
     assert plan.cost.step_seconds < before.cost.step_seconds * (1 - gain)
-    assert before.program.ahead == 1
+    assert before.schedule.prefetch_distance == 1
 
 
 def test_what_is_only_stored_is_in_even_shares() -> None:
@@ -120,14 +120,18 @@ def test_the_plan_is_the_same_every_time_and_in_a_file() -> None:
     assert compiled("vit", on(1e7, 2, 1)).to_json() == plan.to_json()
     again = Plan.from_json(plan.to_json())
     assert again.program == plan.program
-    assert again.program.ahead == plan.program.ahead
+    assert again.schedule.prefetch_distance == plan.schedule.prefetch_distance
     held = plan.timeline()
     assert again.timeline() == held
     with pytest.raises(PlanError, match="damaged"):
-        Plan.from_json(plan.to_json().replace(f'"ahead":{plan.program.ahead}', '"ahead":0'))
+        Plan.from_json(
+            plan.to_json().replace(
+                f'"prefetch_distance":{plan.schedule.prefetch_distance}', '"prefetch_distance":0'
+            )
+        )
     edited = encode(plan)
-    edited["program"]["ahead"] = 0
-    with pytest.raises(PlanError, match="damaged: 0 groups of collectives ahead"):
+    edited["schedule"]["prefetch_distance"] = 0
+    with pytest.raises(PlanError, match="damaged: a prefetch distance of 0"):
         Plan.from_json(file_text(content(edited)))
 
 
@@ -179,7 +183,7 @@ def test_a_program_that_is_known_stays_as_it_is() -> None:
     theory = traced("vit").theory
     forced = plan_for(theory, on(1e7, 2, 1), known.data_parallel(theory), (0.7, 0.3))
     assert {form for form, _ in forced.parameter_layout().values()} == {REPLICATE}
-    assert forced.program.ahead == 1
+    assert forced.schedule.prefetch_distance == 1
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from hetspmd.cost.coalesce import FULL, LARGEST, bucket_bytes
 from hetspmd.cost.model import CostModel
 from hetspmd.placement import PARTIAL, REPLICATE
 from hetspmd.program.buckets import TINY, Bucket, Scheduled, bucketed, transfer_text
-from hetspmd.program.program import Communicate, Compute, Step
-from hetspmd.program.schedule import reads, schedule, writes
+from hetspmd.program.program import Communicate, Compute, Program, Step
+from hetspmd.program.values import reads, writes
+from scheduled import order_of
 
 NAMES = ("mlp", "conv", "attention")
 
@@ -39,7 +40,7 @@ def test_buckets_of_random_programs(size: int) -> None:
         graph = theory.graph
         for seed in range(20):
             program = (random_program if seed % 2 else cheap_random_program)(theory, seed)
-            plain, shared = schedule(theory, program), schedule(theory, program, size)
+            plain, shared = order_of(theory, program), order_of(theory, program, size)
             made = set()
             for before, after in ((plain.forward, shared.forward), (plain.backward, shared.backward)):
                 assert Counter(map(id, flat(after))) == Counter(map(id, before))
@@ -75,14 +76,14 @@ def test_gradients_share_buckets_by_size() -> None:
     gradients = {p.gradient for p in graph.parameters}
     sizes = {t: graph.tensors[t].nbytes for t in gradients if t is not None}
     for size in (10_000, 100_000, 10**9):
-        backward = schedule(theory, program, size).backward
+        backward = order_of(theory, program, size).backward
         alone = [s for s in backward if isinstance(s, Communicate) and graph.tensors[s.tensor].nbytes < size]
         buckets = [s for s in backward if isinstance(s, Bucket)]
         assert buckets
         together = [sum(graph.tensors[m.tensor].nbytes for m in b.members) for b in buckets]
         assert len(alone) + len(buckets) <= 2 * sum(sizes.values()) / size + 2
         assert max(together) <= size
-    assert [s for s in schedule(theory, program, 0).backward if isinstance(s, Bucket)] == []
+    assert [s for s in order_of(theory, program, 0).backward if isinstance(s, Bucket)] == []
 
 
 def test_both_sums_of_a_normalisation_share_one() -> None:
@@ -92,12 +93,12 @@ def test_both_sums_of_a_normalisation_share_one() -> None:
     size = 10**6
     sums = [
         s
-        for s in schedule(theory, program, size).backward
+        for s in order_of(theory, program, size).backward
         if isinstance(s, Bucket)
         and len(s.members) == 2
         and sum(theory.graph.tensors[m.tensor].nbytes for m in s.members) * TINY <= size
     ]
-    plain = schedule(theory, program).backward
+    plain = order_of(theory, program).backward
     for bucket in sums:
         one, other = (plain.index(m) for m in bucket.members)
         assert one < other
@@ -109,14 +110,15 @@ def test_nothing_that_is_waited_for_sooner_is_put_off() -> None:
     theory = case("mlp").theory
     graph = theory.graph
     program = data_parallel(theory, graph.inputs[0].tensor)
-    steps = list(schedule(theory, program).backward)
+    steps = list(order_of(theory, program).backward)
     moves = [s for s in steps if isinstance(s, Communicate)]
     reader = next(
         s for s in steps if isinstance(s, Compute) and not graph.instructions[s.instruction].is_source
     )
     tensors = graph.instructions[reader.instruction].inputs
     early = Communicate(tensors[0], "all_reduce", PARTIAL, REPLICATE)
-    assert bucketed(graph, [early, reader, moves[0]], 10**9)[0] is early
+    order = Program((early, reader, moves[0]), None, (), (), ())
+    assert bucketed(graph, order, range(3), 10**9)[0] == (0,)
 
 
 def test_the_size_follows_from_the_latency() -> None:
@@ -173,7 +175,7 @@ def test_forced_data_parallel_has_few_collectives() -> None:
     theory = workbench.traced("gpt2").theory
     program = data_parallel(theory, theory.graph.inputs[0].tensor)
     model = CostModel(theory, cluster(1e12, 1e12, latency=1e-3, bandwidth=1e9))
-    order = schedule(theory, program, model.bucket_bytes)
-    plain = schedule(theory, program)
+    order = order_of(theory, program, model.bucket_bytes)
+    plain = order_of(theory, program)
     count = sum(isinstance(s, (Communicate, Bucket)) for s in (*order.forward, *order.backward))
     assert count < 0.3 * sum(isinstance(s, Communicate) for s in (*plain.forward, *plain.backward))

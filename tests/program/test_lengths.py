@@ -16,6 +16,7 @@ from hetspmd.placement import shard
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import SearchReport
 from hetspmd.program.lengths import LITTLE, Lengths, aligned, apportion, lengths_for
+from hetspmd.program.schedule import make_schedule
 from hetspmd.report.limits import StepLimits, limits, limits_document, limits_text
 
 RATIOS = st.lists(st.sampled_from([0.0, 1.0, 2.0, 4.0]) | st.floats(1e-3, 10), min_size=1, max_size=4).filter(
@@ -178,7 +179,8 @@ def limits_of(rows: int, ratios: tuple[float, ...]) -> StepLimits:
     chosen = data_parallel(theory)
     cost = step_cost(CostModel(theory, devices), chosen, lengths)
     search = SearchReport(0.0, 0.0, 0.0, "handmade", 0)
-    plan = Plan(theory.graph, chosen, (ratios,), lengths, devices, cost, search, {}, ())
+    schedule = make_schedule(theory, chosen)
+    plan = Plan(theory.graph, chosen, schedule, (ratios,), lengths, devices, cost, search, {}, ())
     plan.__dict__["theory"] = theory  # its ops are of no registry
     found = limits(plan)
     assert cost.step_seconds == pytest.approx(found.fractional_seconds * (1 + found.loss))

@@ -15,15 +15,17 @@ import workbench  # isort: split
 
 from hetspmd.cost.memory import memory_bytes
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.simulator import simulated_seconds
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, shard
 from hetspmd.program.lengths import lengths_for
+from hetspmd.program.order import Order
 from hetspmd.program.program import Communicate, Compute, Program, Result, Step
-from hetspmd.program.schedule import Schedule, _Order, reads, schedule, writes
+from hetspmd.program.schedule import LocalOrder
+from hetspmd.program.values import reads, writes
 from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from hetspmd.trace.graph import Graph
+from scheduled import order_of, simulated_seconds
 
 SIZES = {"a": 8, "b": 8, "c": 2, "d": 2}
 HALF = shard(0)
@@ -60,7 +62,7 @@ def names(theory: Theory, steps: Sequence[Step]) -> str:
 def ordered(theory: Theory, steps: list[Step], *results: tuple[int, Placement]) -> str:
     """The order of steps of which each result is needed."""
     loss, *outputs = (Result(*r) for r in results)
-    return names(theory, schedule(theory, Program(tuple(steps), loss, tuple(outputs), (), ())).forward)
+    return names(theory, order_of(theory, Program(tuple(steps), loss, tuple(outputs), (), ())).forward)
 
 
 # what is put off --------------------------------------------------------------------------------------------
@@ -208,7 +210,7 @@ def layers(count: int) -> tuple[Theory, Program]:
 
 def test_one_gather_is_on_its_way_while_the_one_before_is_used() -> None:
     theory, made = layers(4)
-    found = names(theory, schedule(theory, made).forward)
+    found = names(theory, order_of(theory, made).forward)
     assert found == "<w0> <w1> t0 y0 <w2> t1 y1 <w3> t2 y2 t3 y3"
 
 
@@ -222,12 +224,12 @@ def test_one_gather_is_on_its_way_while_the_one_before_is_used() -> None:
 )
 def test_more_gathers_are_on_their_way_where_the_program_says_so(ahead: int, expected: str) -> None:
     theory, made = layers(4)
-    assert names(theory, schedule(theory, dataclasses.replace(made, ahead=ahead)).forward) == expected
+    assert names(theory, order_of(theory, made, prefetch_distance=ahead).forward) == expected
 
 
 def test_at_least_one_group_is_ahead() -> None:
-    with pytest.raises(ValueError, match="0 groups of collectives ahead; there is at least 1"):
-        dataclasses.replace(layers(2)[1], ahead=0)
+    with pytest.raises(ValueError, match="a prefetch distance of 0; it is at least 1"):
+        order_of(*layers(2), prefetch_distance=0)
 
 
 @pytest.mark.parametrize("bandwidth", [64.0, 1024.0])
@@ -295,19 +297,19 @@ def programs() -> list[tuple[Theory, Program]]:
     return found
 
 
-def standing(theory: Theory, program: Program, patch: pytest.MonkeyPatch) -> Schedule:
+def standing(theory: Theory, program: Program, patch: pytest.MonkeyPatch) -> LocalOrder:
     """The schedule with nothing put off."""
     with patch.context() as m:
-        m.setattr(_Order, "_is_put_off", lambda *_: False)
-        return schedule(theory, program)
+        m.setattr(Order, "_is_put_off", lambda *_: False)
+        return order_of(theory, program)
 
 
 def put_off(theory: Theory, program: Program, patch: pytest.MonkeyPatch) -> list[Compute]:
     """The steps that are put off."""
     found: list[Compute] = []
-    decide = _Order._is_put_off
+    decide = Order._is_put_off
 
-    def noted(self: _Order, index: int) -> bool:
+    def noted(self: Order, index: int) -> bool:
         step = self.program.steps[index]
         decided = decide(self, index)
         if decided and isinstance(step, Compute):
@@ -315,8 +317,8 @@ def put_off(theory: Theory, program: Program, patch: pytest.MonkeyPatch) -> list
         return decided
 
     with patch.context() as m:
-        m.setattr(_Order, "_is_put_off", noted)
-        schedule(theory, program)
+        m.setattr(Order, "_is_put_off", noted)
+        order_of(theory, program)
     return found
 
 
@@ -334,7 +336,7 @@ def computed_before(graph: Graph, steps: Sequence[Step]) -> dict[Step, set[Step]
     return found
 
 
-def in_this_order(program: Program, found: Schedule) -> Program:
+def in_this_order(program: Program, found: LocalOrder) -> Program:
     return dataclasses.replace(program, steps=(*found.forward, *found.backward))
 
 
@@ -342,7 +344,7 @@ def test_nothing_is_lost_and_nothing_is_read_too_early(monkeypatch: pytest.Monke
     moved = 0
     for theory, program in programs():
         graph = theory.graph
-        found, plain = schedule(theory, program), standing(theory, program, monkeypatch)
+        found, plain = order_of(theory, program), standing(theory, program, monkeypatch)
         there: set[tuple[int, Placement]] = set()
         for got, want in ((found.forward, plain.forward), (found.backward, plain.backward)):
             assert Counter(got) == Counter(want)
@@ -357,7 +359,7 @@ def test_nothing_is_lost_and_nothing_is_read_too_early(monkeypatch: pytest.Monke
 def test_no_collective_starts_later_because_work_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
     earlier = 0
     for theory, program in programs():
-        found, plain = schedule(theory, program), standing(theory, program, monkeypatch)
+        found, plain = order_of(theory, program), standing(theory, program, monkeypatch)
         for got, want in ((found.forward, plain.forward), (found.backward, plain.backward)):
             now, then = computed_before(theory.graph, got), computed_before(theory.graph, want)
             assert now.keys() == then.keys()
@@ -378,7 +380,7 @@ def test_memory_of_work_that_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None
         lengths = uneven(theory, 3, seed)
         with_, without = (
             memory_bytes(theory, in_this_order(program, order), lengths)
-            for order in (schedule(theory, program), standing(theory, program, monkeypatch))
+            for order in (order_of(theory, program), standing(theory, program, monkeypatch))
         )
         assert all(a <= b + most for a, b in zip(with_, without, strict=True)), (seed, with_, without)
     assert views > 10
@@ -391,7 +393,7 @@ def test_sharded_parameters_of_a_real_model() -> None:
     theory = workbench.traced("gpt2").theory
     graph = theory.graph
     plan = plan_for(theory, workbench.cluster(4, 2, 2), known.zero_like(theory), (0.5, 0.25, 0.25))
-    order = schedule(theory, plan.program)
+    order = order_of(theory, plan.program)
     parameter = {t: p.tensor for p in graph.parameters for t in workbench.copies(theory, [p.tensor])}
     issued: list[int] = []
     used: set[int] = set()

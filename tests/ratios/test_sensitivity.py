@@ -14,7 +14,6 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.curves import Curve
 from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.simulator import TwoStreams
 from hetspmd.cost.step import Stages, idle_seconds
 from hetspmd.placement import shard
 from hetspmd.program.program import Communicate, Program
@@ -23,6 +22,7 @@ from hetspmd.ratios.ratio_thresholds import THRESHOLDS
 from hetspmd.ratios.ratios import minimise, optimise_ratios
 from hetspmd.ratios.sensitivity import QUANTITIES, Quantity, Sensitivity, changed, sensitivities
 from hetspmd.rules.theory import Theory
+from scheduled import streams_of
 
 
 def seconds(theory: Theory, of: Cluster, chosen: Program, start: tuple[float, ...]) -> float:
@@ -150,13 +150,13 @@ def test_gains_are_those_of_the_simulation_on_a_better_cluster(seed: int) -> Non
     assert [s.gain is None for s in found] == [i >= 4 for i in range(len(found))]
     order = [abs(s.elasticity) for s in found]
     assert order == sorted(order, reverse=True)
-    before = TwoStreams(model, chosen).seconds(model.even_shares(ratios))
+    before = streams_of(model, chosen).seconds(model.even_shares(ratios))
     for s in found[:4]:
         factor = (
             1 + THRESHOLDS.better_quantity if QUANTITIES[s.quantity] < 0 else 1 - THRESHOLDS.better_quantity
         )
         better = CostModel(theory, changed(of, s.quantity, s.ranks, factor))
-        streams = TwoStreams(better, chosen)
+        streams = streams_of(better, chosen)
         moved = optimise_ratios(theory, better, chosen, ratios)
         after = min(streams.seconds(better.even_shares(b)) for b in (ratios, moved))
         assert s.gain is not None
@@ -216,7 +216,7 @@ def test_quick_for_a_long_program() -> None:
     assert len(chosen.steps) > 2000
     model = CostModel(theory, cluster(*[1e9 * (1 + j) for j in range(8)], memory_bandwidth=1e10))
     ratios = optimise_ratios(theory, model, chosen)
-    streams = TwoStreams(model, chosen)
+    streams = streams_of(model, chosen)
     taken = []
     for _ in range(3):
         begin = time.process_time()

@@ -15,6 +15,7 @@ from hetspmd.cost.step import StepCost
 from hetspmd.optimize.hierarchy import inside_of
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.plan.plan import Plan
+from hetspmd.program.schedule import make_schedule
 from hetspmd.search.constraints import Constraints
 from hetspmd.search.search import Limits
 
@@ -47,13 +48,14 @@ def machine_plan(
     world = len(ranks)
     program = (random_program if seed % 2 else cheap_random_program)(case.theory, seed)
     lengths = uneven(case.theory, world, seed)
-    candidate: Any = SimpleNamespace(active=ranks, program=program, lengths=lengths)
     ctx = Synthesis(case.theory, cluster, Constraints(), Limits())
+    schedule = make_schedule(case.theory, program, ctx.costs(ranks).bucket_bytes)
+    candidate: Any = SimpleNamespace(active=ranks, program=program, schedule=schedule, lengths=lengths)
     inside = inside_of(ctx, candidate)
     everyone = len(accelerators)
     cost = StepCost(0.0, 0.0, 0.0, 0.0, (0,) * everyone, 1, (0.0,) * everyone)
     ratios = ((1.0 / world,) * world,)
     return Plan(
-        case.theory.graph, program, ratios, lengths, cluster, cost, NO_COST, {}, (), ranks,
+        case.theory.graph, program, schedule, ratios, lengths, cluster, cost, NO_COST, {}, (), ranks,
         inside=inside,
     )  # fmt: skip

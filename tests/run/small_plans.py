@@ -9,6 +9,7 @@ from program_builder import cheap_random_program, random_program, uneven
 from small_models import Case
 
 from hetspmd.cluster.cluster import Cluster
+from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import StepCost
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.optimize.partition import partition, segmented
@@ -16,7 +17,9 @@ from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import SearchReport
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Program
+from hetspmd.program.schedule import make_schedule
 from hetspmd.search import constraints as known
+from scheduled import rescheduled
 
 NO_COST = SearchReport(0.0, 0.0, 0.0, "handmade", 0)
 
@@ -34,9 +37,9 @@ def handmade_plan(case: Case, program: Program, lengths: Lengths) -> Plan:
     world = lengths.world
     cost = StepCost(0.0, 0.0, 0.0, 0.0, (0,) * world, 1, (0.0,) * world)
     ratios = ((1.0 / world,) * world,) * case.theory.axes.segments
-    return Plan(
-        case.theory.graph, program, ratios, lengths, cluster(*range(1, world + 1)), cost, NO_COST, {}, ()
-    )
+    devices = cluster(*range(1, world + 1))
+    schedule = make_schedule(case.theory, program, CostModel(case.theory, devices).bucket_bytes)
+    return Plan(case.theory.graph, program, schedule, ratios, lengths, devices, cost, NO_COST, {}, ())
 
 
 def segmented_plan(case: Case, world: int) -> Plan:
@@ -55,7 +58,7 @@ def ahead_plan(case: Case, world: int, groups: int) -> Plan:
     theory, total = case.theory, world * (world + 1) / 2
     ratios = tuple((r + 1) / total for r in range(world))
     plan = plan_for(theory, cluster(*range(1, world + 1)), known.zero_like(theory), ratios)
-    return replace(plan, program=replace(plan.program, ahead=groups))
+    return replace(plan, schedule=rescheduled(plan, groups))
 
 
 def random_plan(case: Case, world: int, seed: int) -> Plan:

@@ -186,7 +186,7 @@ def step(
 def check(case: Case, plan: Plan, reduction: Kind, found: dict[str, Any]) -> None:
     """Near to the prediction, and far below what holding all whole gradients would come to."""
     rank = found["rank"]
-    profile = Holdings(case.theory, plan.program, optimizer_bytes=0).at(plan.lengths)
+    profile = Holdings(case.theory, plan.program, plan.schedule, optimizer_bytes=0).at(plan.lengths)
     predicted = int(profile.peaks[rank])
     staged = GRADIENT if reduction == "grouped_reduce" else WORLD * max(RATIOS) * GRADIENT
     # Beyond the prediction: a gradient and what is sent of it, of the reduction that begins and the one before; in

@@ -19,7 +19,7 @@ from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import StepCost
 from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulate import run_ranks
-from hetspmd.lower import calls, lower
+from hetspmd.lower import calls
 from hetspmd.placement import REPLICATE, is_sharded, shard
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import SearchReport
@@ -36,6 +36,7 @@ from hetspmd.trace.graph import SECOND_READ, Graph, Ref, map_refs, refs
 from hetspmd.trace.second_reads import with_second_reads
 from hetspmd.trace.trace import trace
 from memory_cases import devices, gathered_again, kept_for_backward, second_readings, stack
+from scheduled import lower
 from workbench import CPU, randomness, simulated_error, single_device, traced
 
 SMALL = ("mlp", "conv", "attention")

@@ -37,6 +37,11 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", metavar="OUT", help="write the plan, for hetspmd.HAP(..., plan=OUT)")
     parser.add_argument("--program", action="store_true", help="print the whole program as well")
     parser.add_argument(
+        "--schedule",
+        action="store_true",
+        help="print the order in which the steps run, where collectives are waited for, and what is saved",
+    )
+    parser.add_argument(
         "--host-randomness",
         choices=("refuse", "trace_each_step", "freeze"),
         default="refuse",
@@ -138,7 +143,7 @@ def _show(
 ) -> None:
     """Print the plan; ``timings`` in seconds per stage, ``dumped`` the ranks whose local graphs were written."""
     from hetspmd.lower.local_program import numbered
-    from hetspmd.report import candidates_text, plan_text, program_text
+    from hetspmd.report import candidates_text, plan_text, program_text, schedule_text
 
     print(plan_text(plan))
     print("Compiled in " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in timings.items()))
@@ -152,3 +157,5 @@ def _show(
         print(f"\n{explanation}")
     if options.program:
         print(f"\nProgram\n{program_text(plan)}")
+    if options.schedule:
+        print(f"\n{schedule_text(plan)}")

@@ -50,8 +50,9 @@ class DamageError(ValueError):
 def _types() -> dict[str, type]:
     # By module name: ``from hetspmd.rules import rule`` is the decorator.
     names = (
-        "trace.graph", "trace.host.facts", "rules.rule", "program.program", "program.lengths", "cluster.cluster",
-        "cluster.devices", "cluster.curves", "cluster.op_times", "cost.step", "plan.plan", "plan.reports",
+        "trace.graph", "trace.host.facts", "rules.rule", "program.program", "program.schedule",
+        "program.saved_tensors", "program.lengths", "cluster.cluster", "cluster.devices", "cluster.curves",
+        "cluster.op_times", "cost.step", "plan.plan", "plan.reports",
     )  # fmt: skip
     found: dict[str, type] = {}
     for module in (import_module(f"hetspmd.{name}") for name in names):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container
 from dataclasses import dataclass
 
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.placement import PARTIAL, REPLICATE
 from hetspmd.program.buckets import Bucket, members
 from hetspmd.program.program import Communicate, Compute, Program
-from hetspmd.program.schedule import Key, reads, writes
+from hetspmd.program.values import Key, reads, writes
 from hetspmd.rules.theory import Theory
 
 __all__ = ["Liveness", "Sum", "Transit"]
@@ -50,7 +50,7 @@ class Liveness:
     ``alone``: on a lone device, where a collective delivers what it was given.
     """
 
-    def __init__(self, theory: Theory, slices: Mapping[Key, object], *, alone: bool) -> None:
+    def __init__(self, theory: Theory, slices: Container[Key], *, alone: bool) -> None:
         self._theory, self._slices, self._alone = theory, slices, alone
         self.sizes: list[Key] = []
         self.storage: list[int] = []

@@ -36,11 +36,9 @@ from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cost.liveness import Liveness
 from hetspmd.cost.model import Array, Index
 from hetspmd.placement import Placement, is_sharded, sharded_dim
-from hetspmd.program.buckets import Bucket, Scheduled
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.program import Communicate, Program, Step
-from hetspmd.program.saved_tensors import crossing
-from hetspmd.program.schedule import Schedule, schedule
+from hetspmd.program.program import Compute, Program
+from hetspmd.program.schedule import Places, Schedule, make_schedule, scheduled
 from hetspmd.rules.theory import Theory
 
 __all__ = ["OPTIMIZER_BYTES", "Holdings", "MemoryProfile", "memory_bytes", "memory_profile"]
@@ -108,64 +106,57 @@ def memory_bytes(
 def memory_profile(
     theory: Theory, program: Program, lengths: Lengths, *, optimizer_bytes: int = OPTIMIZER_BYTES
 ) -> MemoryProfile:
-    """The profile of a program in its own order at integer lengths. For several lengths keep its
-    :class:`Holdings`."""
-    return Holdings(theory, program, optimizer_bytes=optimizer_bytes).at(lengths)
+    """The profile of a program that has no schedule yet, in its own order, at integer lengths. Which of its steps
+    are the backward's, and what these read of the forward, is as a schedule without buckets would have it."""
+    schedule = make_schedule(theory, program)
+    return Holdings(theory, program, schedule, optimizer_bytes=optimizer_bytes).at(lengths)
 
 
 class Holdings:
     """What a program holds from when to when, whatever the lengths.
 
-    ``executed``: in the order in which its steps are executed, with buckets of at most ``bucket_bytes`` bytes and
-    without steps that no result needs; else in its own. ``scheduled``: its schedule with these buckets, if known.
-    Raises ValueError for a dim that no axis shards and PlanError for a program that reads what is not there.
+    ``executed``: in the order of its schedule, with buckets and without steps that no result needs; else in its
+    own. Raises ValueError for a dim that no axis shards.
     """
 
     def __init__(
         self,
         theory: Theory,
         program: Program,
+        schedule: Schedule,
         *,
         optimizer_bytes: int = OPTIMIZER_BYTES,
         alone: bool = False,
         executed: bool = False,
-        bucket_bytes: float = 0,
-        scheduled: Schedule | None = None,
     ) -> None:
         self.theory = theory
-        self._program, self._optimizer_bytes, self._alone = program, optimizer_bytes, alone
-        self._executed, self._bucket_bytes, self._scheduled = executed, bucket_bytes, scheduled
-        if scheduled is None:
-            scheduled = schedule(theory, program, bucket_bytes)
-        order = (*scheduled.forward, *scheduled.backward) if executed else program.steps
-        place: dict[int, int] = {}
-        for at, step in enumerate(order):
-            place.update((id(each), at) for each in _parts(step))
-        self._moment = [place.get(id(step)) for step in program.steps]
-        instructions, live = self._followed(order, scheduled)
+        self._program, self._schedule, self._optimizer_bytes = program, schedule, optimizer_bytes
+        self._alone, self._executed = alone, executed
+        order: Sequence[Places] = [(place,) for place in range(len(program.steps))]
+        if executed:
+            order = (*schedule.forward, *schedule.backward)
+        self._moment = {place: at for at, places in enumerate(order) for place in places}
+        instructions, live = self._followed(order)
         # Collectives, by id, that work in the memory of what they are given.
         self._spare = live.give_memory()
         self._transits = live.transits
         self._tell(live, instructions, optimizer_bytes)
 
-    def _followed(self, order: Sequence[Scheduled], scheduled: Schedule) -> tuple[list[int], Liveness]:
+    def _followed(self, order: Sequence[Places]) -> tuple[list[int], Liveness]:
         """The instruction that runs or ran last at each step of the order, and what the steps hold."""
-        theory, program = self.theory, self._program
-        live = Liveness(
-            theory, crossing(theory.graph, scheduled, program.gradients).slices, alone=self._alone
-        )
-        behind = {id(step) for step in scheduled.backward}
-        if not self._executed:
-            behind.update(id(each) for step in scheduled.backward for each in _parts(step))
+        program, schedule = self._program, self._schedule
+        slices = {s.key for s in schedule.saved if s.how == "slice"}
+        live = Liveness(self.theory, slices, alone=self._alone)
+        behind = {place for places in schedule.backward for place in places}
         instructions: list[int] = []
         running = 0
-        for at, step in enumerate(order):
-            late = id(step) in behind
-            if isinstance(step, (Communicate, Bucket)):
-                live.communicate(step, at, late=late)
-            else:
+        for at, places in enumerate(order):
+            step, late = scheduled(program, places), places[0] in behind
+            if isinstance(step, Compute):
                 running = step.instruction
                 live.compute(step, at, len(order), late=late)
+            else:
+                live.communicate(step, at, late=late)
             instructions.append(running)
         live.leave(program, len(order))
         return instructions, live
@@ -224,19 +215,19 @@ class Holdings:
         return Holdings(
             self.theory,
             self._program,
+            self._schedule,
             optimizer_bytes=self._optimizer_bytes,
             alone=True,
             executed=self._executed,
-            bucket_bytes=self._bucket_bytes,
-            scheduled=self._scheduled,
         )
 
     def _moments(self, completed: Mapping[int, int] | None) -> dict[int, int] | None:
         """What is said of steps of the program, of their places in the order."""
         if completed is None:
             return None
-        places = ((self._moment[start], self._moment[until]) for start, until in completed.items())
-        return {start: until for start, until in places if start is not None and until is not None}
+        at = self._moment
+        known = ((start, until) for start, until in completed.items() if start in at and until in at)
+        return {at[start]: at[until] for start, until in known}
 
     def _buffers_at(
         self, units: Index, of: Index, completed: Mapping[int, int] | None
@@ -292,11 +283,6 @@ class Holdings:
         np.subtract.at(change, end, held)
         found: Index = change.cumsum(axis=0)[:steps]
         return found
-
-
-def _parts(step: Scheduled) -> Sequence[Step]:
-    """The steps of a program that one step of its schedule carries."""
-    return step.members if isinstance(step, Bucket) else (step,)
 
 
 def _axis(theory: Theory, tensor: int, form: Placement) -> int:

@@ -24,7 +24,7 @@ have it too. Slices that do not lie in memory as they are sent are copied beside
 Small collectives share a bucket, as they do where they run: they are one collective here, with one latency.
 
 A collective begins when the last device has issued it and the stream is free, and ends for all at once. It
-is issued where :func:`hetspmd.program.schedule.schedule` puts it and waited for where its result is first read
+is issued where the schedule (:mod:`hetspmd.program.schedule`) has it and waited for where its result is first read
 (a slice or a mask of it counts), by the end of its graph at the latest: all of forward's have ended before
 backward begins. Rank 0 alone waits for what is only masked. With idle devices the loss, and outputs that come
 back whole, are sent between forward and backward. Steps that no result needs are not run. A copy at a cut
@@ -49,10 +49,10 @@ import numpy as np
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
 from hetspmd.placement import PARTIAL, REPLICATE
-from hetspmd.program.buckets import Bucket, Scheduled, members
-from hetspmd.program.lengths import Lengths
+from hetspmd.program.buckets import Bucket, members
 from hetspmd.program.program import Communicate, Compute, Program
-from hetspmd.program.schedule import Key, Schedule, Values, schedule
+from hetspmd.program.schedule import Places, Schedule, scheduled
+from hetspmd.program.values import Key, Values
 
 __all__ = [
     "BOUNDARY",
@@ -61,7 +61,6 @@ __all__ = [
     "WAIT_FIRST",
     "SimulatedRun",
     "TwoStreams",
-    "simulated_seconds",
     "waited",
 ]
 
@@ -98,22 +97,20 @@ class TwoStreams:
 
     ``events`` holds ``(computations before, what, collective)``, ``instructions`` the scheduled computations,
     ``collectives`` the communications in the order in which they are issued. ``idle``: seconds in which idle
-    devices are sent the results of forward. ``order``: the program's schedule with the model's buckets, ``values``:
-    what its steps read and write, if known.
-    Raises ValueError for a step that is no triple of the theory and PlanError for a program that reads what is not
-    there.
+    devices are sent the results of forward. ``values``: what the program's steps read and write, if known.
+    Raises ValueError for a step that is no triple of the theory.
     """
 
     def __init__(
         self,
         model: CostModel,
         program: Program,
+        schedule: Schedule,
         *,
         idle: float = 0.0,
-        order: Schedule | None = None,
         values: Values | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.program = model, program
         self.idle = idle
         self.instructions: list[int] = []
         self.collectives: list[Communicate | Bucket | None] = []
@@ -122,19 +119,16 @@ class TwoStreams:
         graph = model.theory.graph
         self._steps: list[int] = []  # of the program, by computation
         self._started: list[tuple[int, ...]] = []  # the same by collective
-        self._place = {id(step): index for index, step in enumerate(program.steps)}
         values = Values.of(graph, program) if values is None else values
-        if order is None:
-            order = schedule(model.theory, program, model.bucket_bytes, values=values)
         there: set[Key] = set()
-        self._graph(values, order.forward, there)
+        self._graph(values, schedule.forward, there)
         if idle > 0:
             self.collectives.append(None)
             self._started.append(())
             self._event(START, len(self.collectives) - 1)
             self._event(WAIT, len(self.collectives) - 1)
         self._event(BOUNDARY, -1)
-        self._graph(values, order.backward, there)
+        self._graph(values, schedule.backward, there)
         self._moves = self._priced()
         self._nbytes = [0.0 if c is None else self._copied(c) for c in self.collectives]
         self._unique, inverse = np.unique(np.array(self._signatures, dtype=np.int64), return_inverse=True)
@@ -166,7 +160,7 @@ class TwoStreams:
     def _event(self, what: int, collective: int) -> None:
         self.events.append((len(self._signatures), what, collective))
 
-    def _graph(self, values: Values, steps: Sequence[Scheduled], there: set[Key]) -> None:
+    def _graph(self, values: Values, steps: Sequence[Places], there: set[Key]) -> None:
         """Append one local graph, as :class:`hetspmd.lower.emit.GraphWriter` writes it; ``there`` are the
         values of the graphs before it, to which it adds its own."""
         pending: dict[Key, int] = {}
@@ -189,23 +183,27 @@ class TwoStreams:
             there.add(key)
 
         model, sources = self.model, self.model.theory.graph.sources
-        for step in steps:
+        for places in steps:
+            step = self.program.steps[places[0]]
             if not isinstance(step, Compute):
                 new = {
-                    (m.tensor, m.target): m
-                    for m in members(step)
-                    if (m.tensor, m.target) not in there and (m.tensor, m.target) not in pending
+                    key: place
+                    for place in places
+                    for key in values.writes[place]
+                    if key not in there and key not in pending
                 }
                 if new:
-                    together = tuple(new.values())
-                    for member in together:
-                        read((member.tensor, member.source))
-                    self.collectives.append(together[0] if len(together) == 1 else Bucket(together))
-                    self._started.append(tuple(self._place[id(member)] for member in together))
+                    started = tuple(new.values())
+                    for place in started:
+                        read(values.reads[place][0])
+                    together = scheduled(self.program, started)
+                    assert not isinstance(together, Compute)
+                    self.collectives.append(together)
+                    self._started.append(started)
                     pending.update(dict.fromkeys(new, len(self.collectives) - 1))
                     self._event(START, len(self.collectives) - 1)
                 continue
-            place = self._place[id(step)]
+            (place,) = places
             if pending and step.instruction not in sources:
                 for key in values.reads[place]:
                     if key not in there:
@@ -321,11 +319,3 @@ def waited(what: int, clock: Array, end: float) -> Array:
     found = clock.copy()
     found[0] = max(found[0], end)
     return found
-
-
-def simulated_seconds(model: CostModel, program: Program, lengths: Lengths, *, idle: float = 0.0) -> float:
-    """Seconds of a step of ``program`` at integer lengths; ``idle`` as of :func:`~hetspmd.cost.step.idle_seconds`.
-
-    For several lengths of one program keep a :class:`TwoStreams`.
-    """
-    return TwoStreams(model, program, idle=idle).seconds(model.shares(lengths))

@@ -26,7 +26,8 @@ from hetspmd.placement import shard
 from hetspmd.program.buckets import coalesces
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Compute, Program
-from hetspmd.program.schedule import Schedule, Values, schedule
+from hetspmd.program.schedule import Schedule, make_schedule
+from hetspmd.program.values import Values
 from hetspmd.trace.graph import Graph
 
 __all__ = [
@@ -119,49 +120,65 @@ class Stages:
 
 class StepModel:
     """A program to be judged at several lengths. ``idle``: seconds in which idle devices get the results of
-    forward (:func:`idle_seconds`).
+    forward (:func:`idle_seconds`). ``schedule``: that of a plan; where there is none it is made here, with buckets
+    as the model says and gathers ``prefetch_distance`` groups ahead.
 
     Raises ValueError for a step that is no triple of the theory.
     """
 
-    def __init__(self, model: CostModel, program: Program, *, idle: float = 0.0) -> None:
+    def __init__(
+        self,
+        model: CostModel,
+        program: Program,
+        *,
+        idle: float = 0.0,
+        schedule: Schedule | None = None,
+        prefetch_distance: int = 1,
+    ) -> None:
         self.model = model
         self.program = program
         self.idle = idle
+        self._given = schedule
+        self._distance = prefetch_distance
         self.stages = Stages(model, program)
 
     @cached_property
     def streams(self) -> TwoStreams:
         """The two-stream simulation."""
-        return TwoStreams(self.model, self.program, idle=self.idle, order=self.order, values=self._values)
+        return TwoStreams(self.model, self.program, self.schedule, idle=self.idle, values=self._values)
 
     @cached_property
-    def order(self) -> Schedule:
-        """The schedule of its steps."""
-        return schedule(self.model.theory, self.program, self.model.bucket_bytes, values=self._values)
+    def schedule(self) -> Schedule:
+        """When its steps run."""
+        if self._given is not None:
+            return self._given
+        theory, size = self.model.theory, self.model.bucket_bytes
+        return make_schedule(
+            theory, self.program, size, prefetch_distance=self._distance, values=self._values
+        )
 
     @cached_property
     def _values(self) -> Values:
         return Values.of(self.model.theory.graph, self.program)
 
-    def ahead(self, groups: int) -> StepModel:
-        """The same program with so many groups of collectives prefetched."""
+    def prefetching(self, distance: int) -> StepModel:
+        """The same program with gathers so many groups ahead."""
         other = copy.copy(self)
-        other.program = replace(self.program, ahead=groups)
+        other._given, other._distance = None, distance
         other.__dict__.update(_values=self._values)
-        for what in ("streams", "order", "holdings", "executed"):
+        for what in ("streams", "schedule", "holdings", "executed"):
             other.__dict__.pop(what, None)
         return other
 
     @cached_property
     def holdings(self) -> Holdings:
         """What the program holds from when to when, in its own order: that of the search."""
-        return Holdings(self.model.theory, self.program, scheduled=self.order)
+        return Holdings(self.model.theory, self.program, self.schedule)
 
     @cached_property
     def executed(self) -> Holdings:
         """The same in the order in which it is executed."""
-        return Holdings(self.model.theory, self.program, executed=True, scheduled=self.order)
+        return Holdings(self.model.theory, self.program, self.schedule, executed=True)
 
     def held(self, lengths: Lengths) -> MemoryProfile:
         """What is held at integer lengths in the executed order, buffers of collectives as long as the simulation
@@ -218,9 +235,18 @@ class StageSeconds:
         return max(*self.per_device, self.communication - self.saved)
 
 
-def step_cost(model: CostModel, program: Program, lengths: Lengths, *, idle: float = 0.0) -> StepCost:
+def step_cost(
+    model: CostModel,
+    program: Program,
+    lengths: Lengths,
+    *,
+    idle: float = 0.0,
+    schedule: Schedule | None = None,
+    prefetch_distance: int = 1,
+) -> StepCost:
     """The prediction for ``program`` at integer lengths: :meth:`StepModel.cost`."""
-    return StepModel(model, program, idle=idle).cost(lengths)
+    step = StepModel(model, program, idle=idle, schedule=schedule, prefetch_distance=prefetch_distance)
+    return step.cost(lengths)
 
 
 def idle_seconds(graph: Graph, program: Program, cluster: Cluster, active: Sequence[int]) -> float:

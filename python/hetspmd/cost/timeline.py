@@ -19,12 +19,12 @@ import numpy as np
 import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.codec.files import write_output
-from hetspmd.cost.model import Array, CostModel
+from hetspmd.cost.model import Array
 from hetspmd.cost.simulator import START, WAIT, WAIT_FIRST, SimulatedRun, TwoStreams, waited
-from hetspmd.cost.step import Stages, idle_seconds
+from hetspmd.cost.step import StepModel
 from hetspmd.program.buckets import Bucket, transfer_text
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.program import Communicate, Program
+from hetspmd.program.program import Communicate
 from hetspmd.trace.graph import Graph
 
 if TYPE_CHECKING:
@@ -177,25 +177,23 @@ class Timeline:
 
 
 def timeline(
-    model: CostModel,
-    program: Program,
+    step: StepModel,
     lengths: Lengths,
     cluster: Cluster | None = None,
     active: Sequence[int] | None = None,
 ) -> Timeline:
-    """The simulation of one step of ``program`` at integer lengths.
+    """The simulation of one step at integer lengths.
 
-    ``model`` prices the active devices; they are the ranks ``active`` of ``cluster`` (default: all of them).
-    Raises ValueError as :class:`TwoStreams` does, and for ranks that are not the model's.
+    ``step`` is of the active devices; they are the ranks ``active`` of ``cluster`` (default: all of them). Raises
+    ValueError for ranks that are not the step's.
     """
+    model, streams = step.model, step.streams
     graph = model.theory.graph
     cluster = model.cluster if cluster is None else cluster
     ranks = tuple(range(cluster.world) if active is None else active)
     if len(ranks) != model.world:
         raise ValueError(f"{len(ranks)} active devices and a cost model of {model.world}")
     shares = model.shares(lengths)
-    idle = idle_seconds(graph, program, cluster, ranks)
-    streams = TwoStreams(model, program, idle=idle)
     run = streams.run(shares)
     transfers, exposed, waits = _transfers(streams, run, ranks)
     everyone = cluster.world
@@ -213,7 +211,7 @@ def timeline(
         ranks,
         float(run.final.max()),
         float(run.forward.max()),
-        Stages(model, program).seconds(shares) + idle,
+        step.stages.seconds(shares) + step.idle,
         float(sum(t.end - t.start for t in transfers)),
         spread(run.seconds.sum(axis=0) + run.issuing),
         spread(exposed + waits.sum(axis=1)),

@@ -7,24 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hetspmd.cluster.machines import inside_cluster, machine_of, ranks_of
-from hetspmd.cost.coalesce import bucket_bytes as bucket_bytes_of
+from hetspmd.cluster.machines import machine_of, ranks_of
 from hetspmd.lower.idle import IdleEmitter
 from hetspmd.lower.local import ActiveEmitter
 from hetspmd.lower.local_program import LocalProgram
 from hetspmd.lower.passes import Emitter, Watch, run_passes
 from hetspmd.placement import REPLICATE, shard
-from hetspmd.program.lengths import Lengths
 from hetspmd.program.level_layout import LevelLayout, RankPlace
 from hetspmd.program.levels import LocalSteps, Nested, one_level
 from hetspmd.program.nesting import nest
 from hetspmd.program.program import Program, Result
-from hetspmd.rules.theory import Theory
+from hetspmd.program.schedule_check import check_schedule
 
 if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
 
-__all__ = ["active_ranks", "lower", "lower_place", "lower_plan", "nested_of"]
+__all__ = ["active_ranks", "lower_place", "lower_plan", "nested_of"]
 
 
 def active_ranks(plan: Plan) -> tuple[int, ...]:
@@ -35,28 +33,10 @@ def active_ranks(plan: Plan) -> tuple[int, ...]:
 def lower_plan(plan: Plan, rank: int, device: torch.device, watch: Watch | None = None) -> LocalProgram:
     """The local program of a rank of the plan's cluster, be it idle, on ``device``.
 
-    ``watch`` is shown the graphs after each pass. Raises PlanError if the program reads what it has not produced,
-    or if the rows of an instruction cannot be had at once on two levels.
+    ``watch`` is shown the graphs after each pass. Raises PlanError if the program cannot run by its schedule, or if
+    the rows of an instruction cannot be had at once on two levels.
     """
     return run_passes(_emitter(plan, rank, device), watch)
-
-
-def lower(
-    theory: Theory,
-    program: Program,
-    lengths: Lengths,
-    rank: int,
-    device: torch.device,
-    *,
-    bucket_bytes: int = 0,
-) -> LocalProgram:
-    """The local program of ``rank``, among those that run the program, on ``device``.
-
-    Small collectives share buckets of at most ``bucket_bytes`` bytes, the same on every rank.
-    Constants are computed here. Raises PlanError if the program reads what it has not produced.
-    """
-    steps = one_level(theory, program, bucket_bytes)
-    return run_passes(ActiveEmitter(steps, LevelLayout(theory, lengths), RankPlace(rank), device))
 
 
 def lower_place(
@@ -70,18 +50,18 @@ def lower_place(
 def nested_of(plan: Plan) -> Nested:
     """What each accelerator does by a plan across machines."""
     assert plan.inside is not None
-    cluster, active = plan.cluster, plan.active
-    sizes = bucket_bytes_of(cluster.part(active)), bucket_bytes_of(inside_cluster(cluster, active))
-    return nest(plan.theory, plan.program, plan.inside.program, *sizes)
+    return nest(plan.theory, plan.program, plan.schedule, plan.inside.program, plan.inside.bucket_bytes)
 
 
 def _emitter(plan: Plan, rank: int, device: torch.device) -> Emitter:
-    """What writes the graphs of a rank of the plan's cluster."""
+    """What writes the graphs of a rank of the plan's cluster. A plan whose program was exchanged without its schedule
+    is refused here."""
+    check_schedule(plan.graph, plan.program, plan.schedule)
     theory, cluster, ranks = plan.theory, plan.cluster, active_ranks(plan)
     if rank not in ranks:
         return IdleEmitter(theory, _left_to_idle(plan), plan.lengths, device)
     if plan.inside is None:
-        steps = one_level(theory, plan.program, bucket_bytes_of(cluster.part(plan.active)))
+        steps = one_level(theory, plan.program, plan.schedule)
         layout, at = LevelLayout(theory, plan.lengths), RankPlace(ranks.index(rank))
         return ActiveEmitter(steps, layout, at, device, plan.active, ranks)
     machine = machine_of(cluster)[rank]

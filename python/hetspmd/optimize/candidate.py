@@ -14,6 +14,7 @@ from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.placement import REPLICATE, shard
 from hetspmd.program.lengths import Lengths, Matrix
 from hetspmd.program.program import Program, Result
+from hetspmd.program.schedule import Schedule
 from hetspmd.search.search import SearchResult
 
 __all__ = ["Candidate", "Evaluator", "best_of", "bounded", "certified", "is_better"]
@@ -39,6 +40,11 @@ class Candidate:
     def program(self) -> Program:
         """The program, with outputs as idle devices want them."""
         return self.evaluator.program
+
+    @property
+    def schedule(self) -> Schedule:
+        """When the steps of the program run."""
+        return self.step.schedule
 
     @property
     def active(self) -> tuple[int, ...]:
@@ -90,7 +96,7 @@ class Evaluator:
     """One program, to be evaluated at several ratios.
 
     ``searched_at``: the lengths at which its cost and bound are those of all programs, if any. ``reason``: why the
-    program was searched.
+    program was searched. ``prefetch_distance``: how many groups ahead its gathers are.
     """
 
     def __init__(
@@ -101,13 +107,15 @@ class Evaluator:
         active: tuple[int, ...],
         searched_at: Lengths | None,
         reason: str,
+        prefetch_distance: int = 1,
     ) -> None:
         self.ctx, self.result, self.active = ctx, result, active
         self.searched_at, self.reason = searched_at, reason
+        self.prefetch_distance = prefetch_distance
         self.program = self._with_rows(result.program)
         idle = idle_seconds(ctx.theory.graph, self.program, ctx.cluster, active)
         with ctx.clock("balance"):
-            self.step = StepModel(costs, self.program, idle=idle)
+            self.step = StepModel(costs, self.program, idle=idle, prefetch_distance=prefetch_distance)
         self._known: dict[Lengths, Candidate] = {}
 
     def __call__(self, ratios: Matrix, lengths: Lengths, *, but: str = "") -> Candidate:
@@ -173,5 +181,6 @@ def certified(ctx: Synthesis, candidate: Candidate) -> Candidate:
     whole = ctx.search(costs, lengths, start=candidate.result)
     cost = ctx.searcher.cost(candidate.result, costs, lengths)
     result = bounded(candidate.result, cost, whole)
-    evaluator = Evaluator(ctx, costs, result, candidate.active, lengths, candidate.reason)
+    distance = candidate.evaluator.prefetch_distance
+    evaluator = Evaluator(ctx, costs, result, candidate.active, lengths, candidate.reason, distance)
     return Candidate(evaluator, candidate.ratios, lengths, candidate.reason)

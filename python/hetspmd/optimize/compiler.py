@@ -28,6 +28,7 @@ from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Inside, SearchReport
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Matrix, Ratios, by_segment, lengths_for
+from hetspmd.program.schedule_check import check_schedule
 from hetspmd.program.stored import as_stored
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search.conflict import naming_conflicts
@@ -185,9 +186,11 @@ def plan_of(
     """The plan of an outcome, whose program is proved here. ``asked``: the user's constraints."""
     best = outcome.best
     check(ctx.theory, best.program)
+    check_schedule(ctx.theory.graph, best.program, best.schedule)
     return Plan(
         graph=ctx.theory.graph,
         program=best.program,
+        schedule=best.schedule,
         ratios=best.ratios,
         lengths=best.lengths,
         cluster=ctx.cluster,

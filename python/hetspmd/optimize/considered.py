@@ -27,8 +27,8 @@ def verdicts(
     """Of each different candidate why it is not ``best``, and the devices that were left out."""
     different: dict[object, Candidate] = {}
     for c in (best, *candidates):
-        result = c.result
-        different.setdefault((result.rows, result.moves, result.program.ahead, c.lengths, c.active), c)
+        result, distance = c.result, c.evaluator.prefetch_distance
+        different.setdefault((result.rows, result.moves, distance, c.lengths, c.active), c)
     made = [_verdict(ctx, c, best) for c in different.values()]
     out = [
         Considered(reason="any program", active=o.active, seconds=o.seconds, simulated=False, verdict="bound")

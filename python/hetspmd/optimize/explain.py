@@ -83,8 +83,8 @@ def _alternative(
         return Alternative(form, None, None, reason="none found within the limits")
     program = _outputs_as_in(plan, best.program, tensor) if plan.idle else best.program
     idle = idle_seconds(plan.graph, program, plan.cluster, plan.active)
-    program = replace(program, ahead=plan.program.ahead)
-    step = step_cost(plan.costs, program, plan.lengths, idle=idle)
+    distance = plan.schedule.prefetch_distance
+    step = step_cost(plan.costs, program, plan.lengths, idle=idle, prefetch_distance=distance)
     return Alternative(form, best.cost, best.lower_bound, step.step_seconds)
 
 

@@ -154,10 +154,11 @@ def inside_of(ctx: Synthesis, candidate: Candidate) -> Inside:
     inner = candidate_at(own, shares, lengths_for(theory.axes, shares), own.everyone).program
     check(theory, inner)
     costs = ctx.costs(candidate.active)
-    nested = nest(theory, candidate.program, inner, costs.bucket_bytes, bucket_bytes(within))
+    size = bucket_bytes(within)
+    nested = nest(theory, candidate.program, candidate.schedule, inner, size)
     seconds = inside_seconds(costs, lengths, nested, layout)
     held = dict(zip(candidate.active, inside_bytes(layout, nested), strict=True))
-    return Inside(inner, seconds, tuple(held.get(j, 0) for j in range(cluster.world)))
+    return Inside(inner, seconds, tuple(held.get(j, 0) for j in range(cluster.world)), size)
 
 
 def _data_parallel(theory: Theory, layout: LevelLayout, outer: Program) -> Constraints:

@@ -14,7 +14,6 @@ A changed program computes by the same triples; the search, confined to them, ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 from hetspmd.cost.model import CostModel
@@ -57,7 +56,7 @@ class _Storage:
         self.sharded = divisible(theory, open_, free, candidate.lengths.world)
         self.groups = grouped(ctx, self.sharded)
         self.names = {p.tensor: p.name for p in theory.graph.parameters}
-        self.ahead = candidate.program.ahead
+        self.distance = candidate.evaluator.prefetch_distance
         self.best = candidate
         self.tried: list[Candidate] = []
 
@@ -69,7 +68,7 @@ class _Storage:
             for group in self.groups:
                 self._change(group)
             for distance in (1, *thresholds.prefetch_distances):
-                if distance != self.ahead:
+                if distance != self.distance:
                     self._try(self.forms, distance, f"gathers {distance} ahead")
             if self.best.seconds > before * (1 - thresholds.storage_round_gain):
                 break
@@ -84,25 +83,23 @@ class _Storage:
         ):
             forms = {**self.forms, **form}
             if forms != self.forms:
-                self._try(forms, self.ahead, f"{what} {how}")
+                self._try(forms, self.distance, f"{what} {how}")
 
-    def _try(self, forms: dict[int, Placement], ahead: int, reason: str) -> None:
+    def _try(self, forms: dict[int, Placement], distance: int, reason: str) -> None:
         ctx = self.ctx
         within = ctx.searcher.space.within(Constraints({**ctx.constraints.forms, **forms}, self.filter))
         try:
             result = ctx.search(self.costs, self.lengths, within=within)
         except (InfeasibleError, SearchError):
             return
-        result = replace(result, program=replace(result.program, ahead=ahead))
         # Its bound is of programs of its kind.
         reason = f"{reason}, else as the best before"
-        made = Evaluator(ctx, self.costs, result, self.first.active, None, reason)(
-            self.first.ratios, self.lengths
-        )
+        evaluator = Evaluator(ctx, self.costs, result, self.first.active, None, reason, distance)
+        made = evaluator(self.first.ratios, self.lengths)
         self.tried.append(made)
         with ctx.clock("balance"):
             if made.seconds < self.best.seconds and made.fits:
-                self.best, self.forms, self.ahead = made, forms, ahead
+                self.best, self.forms, self.distance = made, forms, distance
 
 
 def grouped(ctx: Synthesis, parameters: Iterable[int]) -> list[list[int]]:

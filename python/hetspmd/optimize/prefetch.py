@@ -10,8 +10,9 @@ are stored, and the simulation of the two streams judges them:
   first cannot be gathered behind anything. Only dims are divided along which the program divides nothing else.
 - **In which shares**: even ones. A ring takes as long as its largest share, and what is only stored takes no time
   to compute. Devices without a share of the work store nothing.
-- **How far ahead** they are gathered (:attr:`~hetspmd.program.program.Program.ahead`): far enough that the links
-  are busy while large layers compute, not so far that what is needed soon waits behind what is needed late.
+- **How far ahead** they are gathered, the schedule's prefetch distance (:mod:`hetspmd.program.schedule`): far
+  enough that the links are busy while large layers compute, not so far that what is needed soon waits behind what
+  is needed late.
 
 A derived program computes by the same triples; the search, confined to them, chooses its collectives.
 """
@@ -19,7 +20,6 @@ A derived program computes by the same triples; the search, confined to them, ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cache
 
 from hetspmd.cost.model import CostModel
@@ -210,7 +210,7 @@ def _further(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Candidat
         graph.instructions[i].outputs[0] for i in graph.second_reads
     }
     sent = sum(isinstance(s, Communicate) and s.tensor in given for s in candidate.program.steps)
-    if sent < 2 or candidate.program.ahead != 1:
+    if sent < 2 or candidate.evaluator.prefetch_distance != 1:
         return None
     best, distance, waited = candidate.seconds, 1, 0
     step = candidate.step
@@ -219,14 +219,13 @@ def _further(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Candidat
         if waited == ctx.thresholds.distances_without_gain or groups > sent:
             break
         with ctx.clock("balance"):
-            seconds = step.ahead(groups).streams.seconds(shares)
+            seconds = step.prefetching(groups).streams.seconds(shares)
         waited = 0 if seconds < best else waited + 1
         if seconds < best:
             best, distance = seconds, groups
     if distance == 1:
         return None
-    result = replace(candidate.result, program=replace(candidate.result.program, ahead=distance))
     searched_at = candidate.evaluator.searched_at
     reason = f"gathers {distance} ahead, else as {candidate.reason}"
-    evaluator = Evaluator(ctx, costs, result, candidate.active, searched_at, reason)
+    evaluator = Evaluator(ctx, costs, candidate.result, candidate.active, searched_at, reason, distance)
     return evaluator(candidate.ratios, candidate.lengths)

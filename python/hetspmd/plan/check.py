@@ -18,6 +18,8 @@ from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths, Matrix
 from hetspmd.program.nesting import nest
 from hetspmd.program.program import Program
+from hetspmd.program.schedule import Schedule
+from hetspmd.program.schedule_check import check_schedule
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.trace.graph import Graph
 
@@ -33,6 +35,8 @@ class Unchecked(Protocol):
     def graph(self) -> Graph: ...
     @property
     def program(self) -> Program: ...
+    @property
+    def schedule(self) -> Schedule: ...
     @property
     def ratios(self) -> Matrix: ...
     @property
@@ -80,10 +84,12 @@ def checked_theory(plan: Unchecked, *, trial: bool) -> Theory:
         check_calls(theory)
     _check_lengths(plan, theory)
     _prove(theory, plan.program, "its program")
+    check_schedule(plan.graph, plan.program, plan.schedule)
     if plan.inside is not None:
-        _prove(theory, plan.inside.program, "the program inside its machines")
+        inside = plan.inside
+        _prove(theory, inside.program, "the program inside its machines")
         try:
-            nest(theory, plan.program, plan.inside.program)
+            nest(theory, plan.program, plan.schedule, inside.program, inside.bucket_bytes)
         except PlanError:
             raise
         except Exception as error:
@@ -121,6 +127,7 @@ def _check_numbers(plan: Unchecked) -> None:
     if plan.inside is not None:
         _per_device("inside.memory_bytes", plan.inside.memory_bytes, plan)
         _seconds("inside.seconds", [plan.inside.seconds])
+        _seconds("inside.bucket_bytes", [plan.inside.bucket_bytes])
     _seconds("cost", [cost.step_seconds, cost.stage_seconds, cost.compute_seconds])
     _seconds("cost", [cost.communication_seconds, cost.stages])
     _seconds("search", [search.cost, search.lower_bound, search.gap, search.expansions])

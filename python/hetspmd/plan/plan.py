@@ -15,7 +15,7 @@ from hetspmd.cluster.machines import has_machines
 from hetspmd.codec.files import write_atomically
 from hetspmd.codec.records import encode
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.step import StepCost
+from hetspmd.cost.step import StepCost, StepModel, idle_seconds
 from hetspmd.errors import PlanError
 from hetspmd.placement import Placement, is_sharded, sharded_dim
 from hetspmd.plan.check import checked_theory
@@ -23,6 +23,7 @@ from hetspmd.plan.reports import Considered, Inside, Iteration, SearchReport
 from hetspmd.plan.text import content, content_digest, file_text, read_content, value_of
 from hetspmd.program.lengths import Lengths, Matrix
 from hetspmd.program.program import Compute, Program
+from hetspmd.program.schedule import Schedule
 from hetspmd.rules.theory import Theory, derive, report_missing
 from hetspmd.trace.graph import Graph
 
@@ -45,6 +46,7 @@ class Plan:
     Attributes:
         graph: The training step of the single-device model.
         program: The instructions, by one triple each, and the collectives between them.
+        schedule: When the steps of the program run: forward or backward, in which order, in which buckets.
         ratios: For each segment of the graph the share of each active device. Each row sums to 1.
         lengths: Whole units per logical axis and active device.
         cluster: All devices, idle devices included.
@@ -72,6 +74,7 @@ class Plan:
 
     graph: Graph
     program: Program
+    schedule: Schedule
     ratios: Matrix
     lengths: Lengths
     cluster: Cluster
@@ -154,6 +157,12 @@ class Plan:
         """The cost model of the active devices."""
         return CostModel(self.theory, self.cluster.part(self.active))
 
+    @cached_property
+    def step(self) -> StepModel:
+        """The cost model of the step, as it is scheduled, on the active devices."""
+        idle = idle_seconds(self.graph, self.program, self.cluster, self.active)
+        return StepModel(self.costs, self.program, idle=idle, schedule=self.schedule)
+
     def timeline(self) -> Timeline:
         """The simulated step, with overlap: when each device computes, communicates and waits, in seconds.
 
@@ -161,7 +170,7 @@ class Plan:
         """
         from hetspmd.cost.timeline import timeline
 
-        return timeline(self.costs, self.program, self.lengths, self.cluster, self.active)
+        return timeline(self.step, self.lengths, self.cluster, self.active)
 
     def parameter_layout(self) -> dict[str, tuple[Placement, tuple[int, ...]]]:
         """Parameter name to the placement in which it is stored, and its elements per active device along the

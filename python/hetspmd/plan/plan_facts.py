@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from hetspmd.cluster.collective_kinds import KINDS, Kind
 from hetspmd.placement import REPLICATE, Placement, is_sharded, sharded_dim
 from hetspmd.plan.plan import Plan
-from hetspmd.program.buckets import Bucket
 from hetspmd.program.program import Communicate, Compute
-from hetspmd.program.schedule import schedule
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import BUFFER, INPUT, PARAMETER, REBALANCE, Graph, Parameter
 
@@ -89,9 +87,8 @@ def transfers(plan: Plan) -> int:
     """How many times something is sent for :func:`sent`: the collectives of a bucket run as one."""
     if plan.inside is not None:
         return len(sent(plan))  # in three steps each
-    order = schedule(plan.theory, plan.program, plan.costs.bucket_bytes)
-    buckets = (s for s in (*order.forward, *order.backward) if isinstance(s, Bucket))
-    return len(sent(plan)) - sum(len(bucket.members) - 1 for bucket in buckets)
+    together = (*plan.schedule.forward, *plan.schedule.backward)
+    return len(sent(plan)) - sum(len(places) - 1 for places in together)
 
 
 def segment_modules(graph: Graph) -> tuple[tuple[str, str], ...]:

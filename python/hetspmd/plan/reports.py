@@ -91,8 +91,10 @@ class Inside:
         seconds: Seconds of the collectives inside machines, without those that the machines' figures count as
             computation.
         memory_bytes: Peak bytes of one accelerator of each device, 0 of an idle one.
+        bucket_bytes: The most bytes of a bucket of collectives inside machines.
     """
 
     program: Program
     seconds: float
     memory_bytes: tuple[int, ...]
+    bucket_bytes: int = 0

@@ -23,7 +23,7 @@ from typing import Final
 
 from hetspmd.cluster.collective_kinds import KINDS, Kind
 from hetspmd.placement import REPLICATE
-from hetspmd.program.program import Communicate, Compute, Step, communication_text
+from hetspmd.program.program import Communicate, Compute, Program, Step, communication_text
 from hetspmd.trace.graph import Graph
 
 __all__ = [
@@ -102,25 +102,28 @@ class Small:
     needed: int
 
 
-def bucketed(graph: Graph, steps: Sequence[Step], nbytes: float) -> tuple[Scheduled, ...]:
-    """The steps of one local graph in their order, with buckets of at most ``nbytes`` bytes."""
+def bucketed(
+    graph: Graph, program: Program, order: Sequence[int], nbytes: float
+) -> tuple[tuple[int, ...], ...]:
+    """The steps of one local graph in their order, with buckets of at most ``nbytes`` bytes. Steps are places in
+    the program; several in one entry share a bucket."""
+    steps = [program.steps[place] for place in order]
     moves = [(i, s) for i, s in enumerate(steps) if isinstance(s, Communicate)]
     small = [(i, s) for i, s in moves if coalesces(graph, s.tensor, s.kind, nbytes)]
+    found: list[tuple[int, ...]] = [(place,) for place in order]
     if len(small) < 2:
-        return tuple(steps)
+        return tuple(found)
     needed = _needed(graph, steps, {s.tensor for _, s in small})
     places: dict[int, Small] = {}
     for i, step in small:
         meta = graph.tensors[step.tensor]
         places[i] = Small(step.kind, meta.dtype, meta.nbytes, needed[i])
     computed = [isinstance(s, Compute) and not graph.instructions[s.instruction].is_source for s in steps]
-    found: list[Scheduled | None] = list(steps)
     for group in grouped(places, computed, moves[-1][0], nbytes):
-        members = [steps[i] for i in group]
         for i in group[:-1]:
-            found[i] = None
-        found[group[-1]] = Bucket(tuple(m for m in members if isinstance(m, Communicate)))
-    return tuple(step for step in found if step is not None)
+            found[i] = ()
+        found[group[-1]] = tuple(order[i] for i in group)
+    return tuple(entry for entry in found if entry)
 
 
 def grouped(

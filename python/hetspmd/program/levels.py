@@ -30,8 +30,7 @@ from hetspmd.cluster.collective_kinds import Kind
 from hetspmd.placement import REPLICATE, Placement, after_cut, same_dim
 from hetspmd.program.buckets import Bucket, Scheduled
 from hetspmd.program.program import Communicate, Compute, Program, Result
-from hetspmd.program.saved_tensors import crossing
-from hetspmd.program.schedule import schedule
+from hetspmd.program.schedule import Schedule
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Graph
@@ -166,11 +165,10 @@ Nested: TypeAlias = LocalSteps[NestedStep, Key]
 """Those of two levels (:func:`hetspmd.program.nesting.nest`)."""
 
 
-def one_level(theory: Theory, program: Program, bucket_bytes: float = 0) -> LocalSteps[Scheduled, FlatKey]:
-    """The steps of a program of one level, with buckets of at most ``bucket_bytes`` bytes. Raises PlanError if it
-    reads what is not there."""
+def one_level(theory: Theory, program: Program, schedule: Schedule) -> LocalSteps[Scheduled, FlatKey]:
+    """The steps of a program of one level, as its schedule has them."""
     graph = theory.graph
-    order = schedule(theory, program, bucket_bytes)
+    order = schedule.steps(program)
     stored = {
         graph.instructions[step.instruction].outputs[0]: step.row.post[0]
         for step in order.forward
@@ -185,15 +183,10 @@ def one_level(theory: Theory, program: Program, bucket_bytes: float = 0) -> Loca
     def keys(results: Iterable[Result]) -> tuple[FlatKey, ...]:
         return tuple((r.tensor, r.form) for r in results)
 
-    crosses = crossing(graph, order, program.gradients)
-    slices = (key for key in crosses.slices if (key[0], REPLICATE) not in crosses.whole)
     return LocalSteps(
         forward=computed(order.forward),
         backward=computed(order.backward),
-        saved=(
-            *((key, False) for key in {**crosses.whole, **crosses.masks}),
-            *((key, True) for key in slices),
-        ),
+        saved=tuple((s.key, s.how == "slice") for s in schedule.saved),
         stored=stored,
         loss=None if program.loss is None else (program.loss.tensor, program.loss.form),
         outputs=keys(program.outputs),

@@ -43,7 +43,7 @@ from hetspmd.program.levels import (
     written_by,
 )
 from hetspmd.program.program import Communicate, Compute, Program
-from hetspmd.program.schedule import schedule
+from hetspmd.program.schedule import Schedule
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Graph
@@ -57,14 +57,14 @@ def inner_rows(program: Program) -> dict[int, Triple]:
 
 
 def nest(
-    theory: Theory, outer: Program, inner: Program, bucket_bytes: float = 0, inside_bytes: float = 0
+    theory: Theory, outer: Program, schedule: Schedule, inner: Program, inside_bytes: float = 0
 ) -> Nested:
-    """The steps of ``outer`` over machines, with buckets of at most ``bucket_bytes`` bytes between them, and of
-    ``inner`` within them, with buckets of at most ``inside_bytes`` bytes.
+    """The steps of ``outer`` over machines, as its schedule has them, and of ``inner`` within them, with buckets of
+    at most ``inside_bytes`` bytes.
 
     Raises PlanError if one reads what the other does not leave.
     """
-    return _Nesting(theory, outer, inner, bucket_bytes, inside_bytes).run()
+    return _Nesting(theory, outer, schedule, inner, inside_bytes).run()
 
 
 @dataclass
@@ -93,13 +93,13 @@ class _Graph:
 
 class _Nesting:
     def __init__(
-        self, theory: Theory, outer: Program, inner: Program, bucket_bytes: float, inside_bytes: float
+        self, theory: Theory, outer: Program, schedule: Schedule, inner: Program, inside_bytes: float
     ) -> None:
         self.theory, self.graph, self.outer = theory, theory.graph, outer
         self.rows = inner_rows(inner)
         moves = (s for s in inner.steps if isinstance(s, Communicate))
         self.moves = {s.tensor: s for s in moves if s.kind != "rebalance"}
-        self.order = schedule(theory, outer, bucket_bytes)
+        self.order = schedule.steps(outer)
         self.inside_bytes = inside_bytes
 
     def run(self) -> Nested:

@@ -44,21 +44,13 @@ class Program:
     steps), and the forms of what is left: the loss (replicated), the outputs (in the graph's order, for those
     that are tensors), the gradients (in the order of the graph's parameters that have one: in their
     parameter's stored form) and what the forward writes (``buffers``, replicated): the updated buffers and, behind
-    them, the updated parameters, each of which is whole on every device whatever of it is stored there.
-
-    ``ahead``: how many groups of prefetched collectives are on their way ahead of the one that is used
-    (:mod:`hetspmd.program.schedule`). Raises ValueError if it is less than 1."""
+    them, the updated parameters, each of which is whole on every device whatever of it is stored there."""
 
     steps: tuple[Step, ...]
     loss: Result | None
     outputs: tuple[Result, ...]
     gradients: tuple[Result, ...]
     buffers: tuple[Result, ...]
-    ahead: int = 1
-
-    def __post_init__(self) -> None:
-        if self.ahead < 1:
-            raise ValueError(f"{self.ahead} groups of collectives ahead; there is at least 1")
 
 
 def communications(

@@ -8,54 +8,76 @@ is freed. Constants do not cross: both graphs have their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from hetspmd.placement import PARTIAL, REPLICATE
-from hetspmd.program.buckets import Scheduled
+from hetspmd.placement import PARTIAL, REPLICATE, Placement
 from hetspmd.program.program import Result
-from hetspmd.program.schedule import Key, Schedule, reads, writes
+from hetspmd.program.values import Key, Values
 from hetspmd.trace.graph import CONSTANT, Graph
 
-__all__ = ["Crossing", "crossing"]
+__all__ = ["SavedTensor", "saved_tensors"]
+
+How = Literal["value", "mask", "slice"]
 
 
-@dataclass(frozen=True)
-class Crossing:
-    """What backward reads of forward, in that order: ``whole`` keys are saved as they are, ``slices`` as compact
-    copies, and the values of which backward reads masks (``masks``) as they are by rank 0 alone."""
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """``tensor | form``, which the backward takes of the forward.
 
-    whole: dict[Key, None] = field(default_factory=dict)
-    slices: dict[Key, None] = field(default_factory=dict)
-    masks: dict[Key, None] = field(default_factory=dict)
+    ``how``: ``"value"``, as the forward has it; ``"mask"``, as it has it, by rank 0 alone, since the backward reads
+    its mask; ``"slice"``, a compact copy of a slice of the replicated value.
+    """
+
+    tensor: int
+    form: Placement
+    how: How
+
+    @property
+    def key(self) -> Key:
+        """The value."""
+        return self.tensor, self.form
 
 
-def crossing(graph: Graph, order: Schedule, gradients: Sequence[Result]) -> Crossing:
-    """What crosses between the graphs of a program that gives ``gradients``."""
-    produced = {key for step in order.forward for key in writes(graph, step)}
+def saved_tensors(
+    graph: Graph, values: Values, forward: Iterable[int], backward: Iterable[int], gradients: Sequence[Result]
+) -> tuple[SavedTensor, ...]:
+    """What crosses between the graphs of a program that gives ``gradients``. ``forward`` and ``backward`` are the
+    places of their steps in the program, in order; ``values`` what each step reads and writes."""
+    produced = {key for place in forward for key in values.writes[place]}
     have: set[Key] = set() if graph.tangent is None else {(graph.tangent, REPLICATE)}
-    found = Crossing()
+    whole: dict[Key, None] = {}
     derived: dict[Key, None] = {}
-    results = tuple((r.tensor, r.form) for r in gradients)
-    steps: list[Scheduled | None] = [*order.backward, None]
-    for step in steps:
-        for key in results if step is None else reads(graph, step):
-            if key in have or graph.producer(key[0]).op == CONSTANT:
-                continue
-            if key in produced:
-                found.whole[key] = None
-            elif (key[0], REPLICATE) not in have:
-                derived[key] = None
-        if step is not None:
-            have.update(writes(graph, step))
+
+    def read(key: Key) -> None:
+        if key in have or graph.producer(key[0]).op == CONSTANT:
+            return
+        if key in produced:
+            whole[key] = None
+        elif (key[0], REPLICATE) not in have:
+            derived[key] = None
+
+    for place in backward:
+        for key in values.reads[place]:
+            read(key)
+        have.update(values.writes[place])
+    for result in gradients:
+        read((result.tensor, result.form))
     lasting = {p.tensor for p in graph.parameters} | {i.tensor for i in graph.inputs}
     lasting |= {b.tensor for b in graph.buffers}
+    masks: dict[Key, None] = {}
+    slices: dict[Key, None] = {}
     for key in derived:
-        whole = (key[0], REPLICATE)
+        base = (key[0], REPLICATE)
         if key[1] == PARTIAL:
-            found.masks[whole] = None
-        elif whole in found.whole or key[0] in lasting:
-            found.whole[whole] = None
+            masks[base] = None
+        elif base in whole or key[0] in lasting:
+            whole[base] = None
         else:
-            found.slices[key] = None
-    return found
+            slices[key] = None
+    return (
+        *(SavedTensor(*key, "value") for key in whole),
+        *(SavedTensor(*key, "mask") for key in masks if key not in whole),
+        *(SavedTensor(*key, "slice") for key in slices),
+    )

@@ -31,7 +31,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device
 from hetspmd.cost.model import Array, CostModel, MoveForm
 from hetspmd.cost.simulator import TwoStreams
-from hetspmd.cost.step import Stages, idle_seconds
+from hetspmd.cost.step import Stages, StepModel, idle_seconds
 from hetspmd.program.lengths import by_segment
 from hetspmd.program.program import Communicate, Program
 from hetspmd.ratios.linear import LinearProgram
@@ -160,7 +160,7 @@ class _Analysis:
         if gains <= 0:
             return tuple(found)
         if streams is None:
-            streams = TwoStreams(self.model, self.program, idle=self._idle(self.cluster))
+            streams = StepModel(self.model, self.program, idle=self._idle(self.cluster)).streams
         before = min(streams.seconds(self.model.even_shares(b)) for b in (self.ratios, best))
         known = [replace(s, gain=self._gain(s, streams, best, before)) for s in found[:gains]]
         return (*known, *found[gains:])

@@ -31,6 +31,7 @@ from hetspmd.report.candidates import candidates_document
 from hetspmd.report.limits import limits, limits_document
 from hetspmd.report.machine_report import inside_document
 from hetspmd.report.notation import step_text
+from hetspmd.report.schedule_text import schedule_document
 
 STAGES = ("trace", "rules", "synth", "balance", "total")
 
@@ -67,6 +68,7 @@ def plan_json(plan: Plan, seconds: Mapping[str, float] | None = None) -> dict[st
             for row, modules in zip(plan.segment_shares, segment_modules(plan.graph), strict=True)
         ],
         "program": _program(plan),
+        "schedule": schedule_document(plan),
         "transfers": transfers(plan),
         "inside": inside_document(plan),
         **limits_document(limits(plan)),

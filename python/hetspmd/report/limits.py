@@ -7,9 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from hetspmd.cost.memory import Holdings
-from hetspmd.cost.simulator import TwoStreams
-from hetspmd.cost.step import idle_seconds
 from hetspmd.plan.plan import Plan
 from hetspmd.ratios.problem import Room
 from hetspmd.ratios.ratio_thresholds import THRESHOLDS
@@ -46,15 +43,13 @@ class StepLimits:
 def limits(plan: Plan) -> StepLimits:
     """The limits of a plan; seconds are those of the two-stream simulation."""
     model, program = plan.costs, plan.program
-    idle = idle_seconds(plan.graph, program, plan.cluster, plan.active)
-    streams = TwoStreams(model, program, idle=idle)
+    streams = plan.step.streams
     fractional = streams.seconds(model.even_shares(plan.ratios))
     whole = streams.seconds(model.shares(plan.lengths))
     memory = np.array([device.memory for device in model.cluster.devices])
     room = None
     if np.isfinite(memory).any():
-        held = Holdings(plan.theory, program, executed=True, bucket_bytes=model.bucket_bytes)
-        room = Room.of(held.at(plan.lengths), memory)
+        room = Room.of(plan.step.executed.at(plan.lengths), memory)
     found = sensitivities(
         model, program, plan.ratios, cluster=plan.cluster, active=plan.active, room=room, streams=streams
     )

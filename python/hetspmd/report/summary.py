@@ -115,7 +115,7 @@ def _collectives(plan: Plan) -> str:
         if times < len(found)
         else ""
     )
-    ahead = plan.program.ahead
+    ahead = plan.schedule.prefetch_distance
     early = f"; parameters are gathered {ahead} groups ahead" if ahead > 1 else ""
     text = f"Collectives: {len(found)}{shared}{early}\n" + table(
         ["kind", "count", "bytes", "seconds"], rows, right=(1, 2, 3)
