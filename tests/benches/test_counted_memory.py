@@ -17,8 +17,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from emulated.memory import LiveBytes
+from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.communicator import Communicator, Work
 from hetspmd.dist.simulate import SimulatedCommunicator, run_ranks
+from hetspmd.lower import active_ranks
+from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.optimize.compiler import compile_plan, plan_for
 from hetspmd.plan.plan import Plan
 from hetspmd.rules.theory import Theory, derive
@@ -101,7 +104,7 @@ class Quiet(SimulatedCommunicator):
 def counted(name: str, plan: Plan) -> list[int]:
     """The most bytes that each rank holds in the second of two steps."""
     model, inputs = built(name)
-    models = [copy.deepcopy(model) for _ in range(plan.world)]
+    models = [copy.deepcopy(model) for _ in active_ranks(plan)]
     _ = plan.theory, plan.digest
 
     def body(communicator: Communicator) -> int:
@@ -118,7 +121,7 @@ def counted(name: str, plan: Plan) -> list[int]:
                 optimizer.step()
         return counter.peak
 
-    return run_ranks(plan.world, body)
+    return run_ranks(len(active_ranks(plan)), body)
 
 
 def check(name: str, kind: str, speeds: tuple[float, ...]) -> None:
@@ -157,7 +160,7 @@ def test_a_meta_model_takes_the_memory_of_its_shards() -> None:
     """Whole parameters would be three times as much as the smallest rank's shards and more."""
     plan = plan_of("GPT-2", "ZeRO", (4, 2, 1))
     model, _ = built("GPT-2")
-    models = [copy.deepcopy(model) for _ in range(plan.world)]
+    models = [copy.deepcopy(model) for _ in active_ranks(plan)]
     for each in models:
         made = {p: torch.nn.Parameter(p.to("meta")) for p in each.parameters()}  # tied ones stay tied
         for module in each.modules():
@@ -174,3 +177,28 @@ def test_a_meta_model_takes_the_memory_of_its_shards() -> None:
     assert min(own for _, own in found) < 0.3 * whole
     for peak, own in found:
         assert own <= peak <= own + 2**17  # constants of the graphs
+
+
+def machines(*accelerators: int) -> Cluster:
+    """Machines of so many accelerators, each slower than the one before, on a fast network: all take part."""
+    entries: list[dict[str, Any]] = []
+    for i, count in enumerate(accelerators):
+        entry: dict[str, Any] = {"name": f"n{i}", "flops": 2e9 / (i + 1), "memory": "16GiB"}
+        if count > 1:
+            entry |= {"accelerators": count, "inside": {"bandwidth": "40GB/s", "latency": "1us"}}
+        entries.append(entry)
+    return Cluster.load({"devices": entries, "network": {"bandwidth": "10GB/s", "latency": "10us"}})
+
+
+@pytest.mark.parametrize(
+    "name", ["GPT-2", *(pytest.param(n, marks=pytest.mark.slow) for n in SIZES if n != "GPT-2")]
+)
+def test_accelerators_of_machines_as_counted(name: str) -> None:
+    """The first accelerator of each machine holds the most, and what is predicted of it."""
+    devices = machines(2, 3)
+    model, batch = built(name)
+    plan = compile_plan(model, (), batch, devices, CompileOptions(machines="virtual"))
+    assert plan.inside is not None
+    assert plan.active == (0, 1)
+    held = counted(name, plan)
+    print(name, plan.inside.memory_bytes, held)

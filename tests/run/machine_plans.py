@@ -50,7 +50,9 @@ def machine_plan(
     lengths = uneven(case.theory, world, seed)
     ctx = Synthesis(case.theory, cluster, Constraints(), Limits())
     schedule = make_schedule(case.theory, program, ctx.costs(ranks).bucket_bytes)
-    candidate: Any = SimpleNamespace(active=ranks, program=program, schedule=schedule, lengths=lengths)
+    candidate: Any = SimpleNamespace(
+        active=ranks, program=program, schedule=schedule, lengths=lengths, arrivals={}
+    )
     inside = inside_of(ctx, candidate)
     everyone = len(accelerators)
     cost = StepCost(0.0, 0.0, 0.0, 0.0, (0,) * everyone, 1, (0.0,) * everyone)

@@ -14,30 +14,30 @@ of gradients only the latencies; a bucket inside has one latency, as has what is
 Where the inner row divides nothing, the seconds in which one accelerator runs what the machine was supposed to
 run, less those, are added too.
 
-Bytes are counted by liveness over the order of execution on the first accelerator of each machine, which has
-the largest part of what is divided: parameters, buffers and inputs always, gradients to the end, other values
-until they are last read, and while a collective between machines is on its way what the first accelerator
-collects for it, its result and its padding.
+Bytes are counted by the same liveness as those of a program of one level (:mod:`hetspmd.cost.liveness`), over the
+order of execution on the first accelerator of each machine, which has the largest part of what is divided. While a
+collective between machines is on its way, the first accelerator holds what it collects for it, the whole result and
+the padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from math import prod
 
 import numpy as np
 
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cluster.collective_buffers import NOTHING, Carried, HeldBytes
+from hetspmd.cluster.collective_buffers import Carried
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cluster.devices import Machine
 from hetspmd.cluster.machines import accelerator
+from hetspmd.cost.liveness import Liveness, Move
 from hetspmd.cost.memory import OPTIMIZER_BYTES, TEMPORARIES
 from hetspmd.cost.model import CostModel
-from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.level_layout import LevelLayout, RankPlace
+from hetspmd.program.level_layout import LevelKey, LevelLayout, RankPlace
 from hetspmd.program.levels import (
     Across,
     Both,
@@ -47,11 +47,9 @@ from hetspmd.program.levels import (
     NestedStep,
     Together,
     between,
-    provider,
-    reads_of,
     within,
-    written_by,
 )
+from hetspmd.program.program import Communicate
 from hetspmd.trace.graph import ITEM_SIZES
 
 __all__ = ["inside_bytes", "inside_seconds"]
@@ -121,147 +119,110 @@ def _bytes(layout: LevelLayout, key: Key, machine: int) -> int:
     return prod(layout.shape(key, RankPlace(machine, 0))) * ITEM_SIZES[meta.dtype]
 
 
-@dataclass
-class _Held:
-    """A value's memory: bytes per machine, and from which step to which it is held."""
-
-    nbytes: list[int]
-    first: int
-    last: int
-
-
 def inside_bytes(
-    layout: LevelLayout, nested: Nested, *, optimizer_bytes: int = OPTIMIZER_BYTES
+    layout: LevelLayout,
+    nested: Nested,
+    arrivals: Mapping[Communicate, int] | None = None,
+    *,
+    optimizer_bytes: int = OPTIMIZER_BYTES,
 ) -> tuple[int, ...]:
-    """Peak bytes of the first accelerator of each machine of ``layout``."""
-    return _Memory(layout, nested).peaks(optimizer_bytes)
+    """Peak bytes of the first accelerator of each machine of ``layout``.
 
-
-class _Memory:
-    def __init__(self, layout: LevelLayout, nested: Nested) -> None:
-        self.layout, self.nested, self.graph = layout, nested, layout.graph
-        self.steps: tuple[NestedStep, ...] = (*nested.forward, *nested.backward)
-        self.end = len(self.steps)
-        self.machines = range(len(layout.accelerators))
-        self.held: list[_Held] = []
-        self.value: dict[Key, _Held] = {}
-        self.flight: dict[Key, tuple[int, list[int]]] = {}
-
-    def add(self, key: Key, first: int, last: int) -> None:
-        """A value with memory of its own."""
-        made = _Held([_bytes(self.layout, key, machine) for machine in self.machines], first, last)
-        self.held.append(made)
-        self.value[key] = made
-
-    def read(self, key: Key, at: int) -> _Held | None:
-        """A value is read, itself or by a slice."""
-        base = provider(self.value, key)
-        if base is None:
-            return None
-        found = self.value[base]
-        found.last = max(found.last, at)
-        if base in self.flight:
-            first, nbytes = self.flight.pop(base)
-            self.held.append(_Held(nbytes, first, at))
-        return found
-
-    def peaks(self, optimizer_bytes: int) -> tuple[int, ...]:
-        graph, nested = self.graph, self.nested
-        for tensor, form in nested.stored.items():
-            self.add((tensor, form, REPLICATE), 0, self.end)
-        for constant in graph.constants:
-            self.add((constant.tensor, REPLICATE, REPLICATE), 0, self.end)
-        if graph.tangent is not None:
-            self.add((graph.tangent, REPLICATE, REPLICATE), 0, self.end)
-        boundary = len(nested.forward)
-        compact = [key for key, copied in nested.saved if copied]
-        for at, step in enumerate(self.steps):
-            if at == boundary:
-                self._copy(compact, boundary)
-            self._step(at, step)
-        if boundary == self.end:
-            self._copy(compact, boundary)
-        left = (*((nested.loss,) if nested.loss else ()), *nested.outputs, *nested.buffers, *nested.gradients)
-        for key in left:
-            self.read(key, self.end)
-        change = np.zeros((self.end + 2, len(self.machines)), dtype=np.int64)
-        for one in self.held:
-            change[one.first] += one.nbytes
-            change[one.last + 1] -= one.nbytes
-        most = change.cumsum(axis=0).max(axis=0)
-        last = change[: self.end + 1].sum(axis=0)
-        trained = [p.tensor for p in graph.parameters if p.gradient is not None]
-        numbers = [
-            [
-                prod(self.layout.shape((t, nested.stored[t], REPLICATE), RankPlace(m, 0)))
-                for m in self.machines
-            ]
-            for t in trained
-        ]
-        state = np.sum(numbers, axis=0) * optimizer_bytes if trained else 0
-        sizes = [ITEM_SIZES[graph.tensors[t].dtype] for t in trained]
-        rows = [np.array(n) * size * TEMPORARIES for n, size in zip(numbers, sizes, strict=True)]
-        updating = np.max(rows, axis=0) if rows and optimizer_bytes else 0
-        return tuple(int(b) for b in np.maximum(most, last + updating) + state)
-
-    def _copy(self, keys: Sequence[Key], at: int) -> None:
-        """Slices that cross to the backward as copies; what they are cut from does not live on for them."""
-        for key in keys:
-            self.add(key, at - 1 if at else 0, at)
-
-    def _step(self, at: int, step: NestedStep) -> None:
+    ``arrivals``: the instruction that runs first after a collective between machines has ended; one that is not
+    there ends where its result is first read.
+    """
+    theory, graph = layout.theory, layout.graph
+    machines = range(len(layout.accelerators))
+    order: tuple[NestedStep, ...] = (*nested.forward, *nested.backward)
+    steps, boundary = len(order), len(nested.forward)
+    live = Liveness(theory, {key for key, copied in nested.saved if copied})
+    lasting = [(tensor, form) for tensor, form in nested.stored.items()]
+    lasting += [(constant.tensor, REPLICATE) for constant in graph.constants]
+    lasting += [] if graph.tangent is None else [(graph.tangent, REPLICATE)]
+    for tensor, form in lasting:
+        live.hold((tensor, form, REPLICATE), steps)
+    for at, step in enumerate(order):
         if isinstance(step, Both):
-            self._both(at, step)
-        for inside in within(step):
-            self.read((inside.tensor, inside.outer, inside.source), at)
-            self.add((inside.tensor, inside.outer, inside.target), at, at)
-        for move in between(step):
-            target = (move.tensor, move.target, move.handed_out)
-            held = self.read((move.tensor, move.source, move.collected), at)
-            if held is not None and self.layout.is_nothing(move):
-                self.value[target] = held
-                continue
-            self.add(target, at, at)
-            self.flight[target] = (at, self._for_all(move))
+            live.compute(step, at, steps, late=at >= boundary)
+        else:
+            live.communicate(step, at, late=at >= boundary, nothing=layout.is_nothing(step))
+    left = (*((nested.loss,) if nested.loss else ()), *nested.outputs, *nested.buffers)
+    live.leave(left, nested.gradients, steps)
+    spare = live.give_memory()
 
-    def _both(self, at: int, step: Both) -> None:
-        bases = [self.read(key, at) for key in reads_of(self.graph, step)]
-        alias = self.layout.theory.rules[step.instruction].alias
-        for key in written_by(self.graph, step):
-            if key[0] < 0:
-                continue
-            base = bases[0] if alias and bases else None
-            if base is None:
-                self.add(key, at, at)
-            else:
-                self.value[key] = base
+    def local(key: LevelKey) -> list[int]:
+        tensor, outer, inner = key
+        return [_bytes(layout, (tensor, outer, inner), machine) for machine in machines]
 
-    def _for_all(self, step: Across) -> list[int]:
-        """What the first accelerators hold for a collective: the collected part, the whole result and its
-        padding."""
-        layout = self.layout
-        sharded = step.source if is_sharded(step.source) else step.target
-        held = self._padding(step, sharded)
-        found = []
-        for machine in self.machines:
-            size = _bytes(layout, (step.tensor, step.target, REPLICATE), machine)
-            if step.collected != REPLICATE:
-                size += _bytes(layout, (step.tensor, step.source, REPLICATE), machine)
-            size += held.whole
-            if held.sharded:
-                part = _bytes(layout, (step.tensor, sharded, REPLICATE), machine)
-                size += held.sharded * part // layout.graph.tensors[step.tensor].nbytes
-            found.append(size)
+    held = [
+        (live.born[v], live.last[v] + 1, local(key))
+        for v, key in enumerate(live.sizes)
+        if live.storage[v] == v
+    ]
+    running = {step.instruction: at for at, step in enumerate(order) if isinstance(step, Both)}
+    for transit in live.transits:
+        freed = id(transit.step) in spare
+        buffers = [_buffers(layout, transit.step, machine, spare=freed) for machine in machines]
+        end = min(transit.wait, _arrival(transit.step, arrivals or {}, running, steps))
+        held.append((transit.start, max(end, transit.start + 1), buffers))
+    change = np.zeros((steps + 2, len(machines)), dtype=np.int64)
+    for first, end, nbytes in held:
+        change[first] += nbytes
+        change[min(end, steps + 1)] -= nbytes
+    over = change.cumsum(axis=0)
+    trained = [(t, np.array(local(key))) for key in live.optimized for t in key[:1]]
+    sizes = {t: ITEM_SIZES[graph.tensors[t].dtype] for t, _ in trained}
+    state = sum((nbytes // sizes[t] * optimizer_bytes for t, nbytes in trained), np.zeros_like(over[0]))
+    updating = [nbytes * TEMPORARIES for _, nbytes in trained] if optimizer_bytes else []
+    most = np.maximum(over.max(axis=0), over[steps] + np.max([np.zeros_like(over[0]), *updating], axis=0))
+    return tuple(int(b) for b in most + state)
+
+
+def _arrival(step: Move, arrivals: Mapping[Communicate, int], running: Mapping[int, int], steps: int) -> int:
+    """The place in the order at which a collective has ended; behind the last of the ``steps`` if it is not known.
+    ``running``: where each instruction runs."""
+    if not isinstance(step, Across):
+        return steps
+    instruction = arrivals.get(Communicate(step.tensor, step.kind, step.source, step.target))
+    return steps if instruction is None else running.get(instruction, steps)
+
+
+def _buffers(layout: LevelLayout, step: Move, machine: int, *, spare: bool) -> int:
+    """What the first accelerator of a machine holds for a collective while it is on its way, besides its operand
+    and its result. For one between machines this is what it collects, the whole result, and the padding of both;
+    one inside a machine is carried out as one between devices is."""
+    if isinstance(step, InsideCollective):
+        return _inside_buffers(layout, step, machine, spare=spare)
+    assert isinstance(step, Across)
+    found = _bytes(layout, (step.tensor, step.target, REPLICATE), machine)
+    if step.collected != REPLICATE:
+        found += _bytes(layout, (step.tensor, step.source, REPLICATE), machine)
+    buffers, nbytes = KINDS[step.kind].buffers, layout.graph.tensors[step.tensor].nbytes
+    if buffers is None:
         return found
+    sharded = step.source if is_sharded(step.source) else step.target
+    largest = part = nbytes
+    if is_sharded(sharded):
+        extents = layout.outer.extents(step.tensor, sharded)
+        largest = nbytes * max(extents) // max(sum(extents), 1)
+        part = _bytes(layout, (step.tensor, sharded, REPLICATE), machine)
+    held = buffers(Carried(len(layout.accelerators), nbytes, largest)).machine
+    return found + held.whole + held.sharded * part // nbytes
 
-    def _padding(self, step: Across, sharded: Placement) -> HeldBytes:
-        """What the kind of a collective has on the first accelerators besides; ``sharded``: the placement of the
-        shards that it sends or gives."""
-        buffers, nbytes = KINDS[step.kind].buffers, self.graph.tensors[step.tensor].nbytes
-        if buffers is None:
-            return NOTHING
-        largest = nbytes
-        if is_sharded(sharded):
-            extents = self.layout.outer.extents(step.tensor, sharded)
-            largest = nbytes * max(extents) // max(sum(extents), 1)
-        return buffers(Carried(len(self.machines), nbytes, largest)).machine
+
+def _inside_buffers(layout: LevelLayout, step: InsideCollective, machine: int, *, spare: bool) -> int:
+    buffers, accelerators = KINDS[step.kind].buffers, layout.accelerators[machine]
+    whole = _bytes(layout, (step.tensor, step.outer, REPLICATE), machine)
+    if buffers is None or accelerators == 1 or not whole:
+        return 0
+    sharded = step.source if is_sharded(step.source) else step.target
+    largest = whole
+    if is_sharded(sharded):
+        largest = _bytes(layout, (step.tensor, step.outer, sharded), machine)
+    moved = is_sharded(sharded) and sharded_dim(sharded) != 0
+    held = buffers(Carried(accelerators, whole, largest, moved=moved, spare=spare))
+    ends = [
+        each.whole + each.sharded * largest // whole + each.target * largest // whole
+        for each in (held.flight, held.end)
+    ]
+    return max(ends)

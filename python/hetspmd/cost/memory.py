@@ -158,7 +158,12 @@ class Holdings:
             else:
                 live.communicate(step, at, late=late)
             instructions.append(running)
-        live.leave(program, len(order))
+        results = (*([program.loss] if program.loss else []), *program.outputs, *program.buffers)
+        live.leave(
+            [(r.tensor, r.form) for r in results],
+            [(r.tensor, r.form) for r in program.gradients],
+            len(order),
+        )
         return instructions, live
 
     def _tell(self, live: Liveness, instructions: list[int], optimizer_bytes: int) -> None:

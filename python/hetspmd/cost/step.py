@@ -25,7 +25,7 @@ from hetspmd.cost.simulator import TwoStreams
 from hetspmd.placement import shard
 from hetspmd.program.buckets import coalesces
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.program import Compute, Program
+from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Schedule, make_schedule
 from hetspmd.program.values import Values
 from hetspmd.trace.graph import Graph
@@ -185,6 +185,18 @@ class StepModel:
         says."""
         run = self.streams.run(self.model.shares(lengths))
         return self.executed.at(lengths, self.streams.completed(run))
+
+    def arrivals(self, lengths: Lengths) -> dict[Communicate, int]:
+        """The instruction that runs first after each collective has ended, of those that have ended, at integer
+        lengths, before any device waits for them."""
+        steps = self.program.steps
+        ended = self.streams.completed(self.streams.run(self.model.shares(lengths)))
+        found: dict[Communicate, int] = {}
+        for start, until in ended.items():
+            collective, step = steps[start], steps[until]
+            if isinstance(collective, Communicate) and isinstance(step, Compute):
+                found[collective] = step.instruction
+        return found
 
     def computed(self, lengths: Lengths) -> StageSeconds:
         """Seconds of the stage model's parts at integer lengths."""

@@ -239,7 +239,7 @@ class SimulatedCommunicator(Communicator):
     def _part(self, ranks: Sequence[int]) -> Communicator:
         key = tuple(ranks)
         count = sum(known == key for known, _ in self._parts)
-        part = SimulatedCommunicator(self.meeting.part(key, count), key.index(self.rank))
+        part = type(self)(self.meeting.part(key, count), key.index(self.rank))
         self._parts.append((key, part))
         return part
 

@@ -54,8 +54,8 @@ def nested_of(plan: Plan) -> Nested:
 
 
 def _emitter(plan: Plan, rank: int, device: torch.device) -> Emitter:
-    """What writes the graphs of a rank of the plan's cluster. A plan whose program was exchanged without its schedule
-    is refused here."""
+    """What writes the graphs of a rank of the plan's cluster. A plan whose program was exchanged without its
+    schedule is refused here."""
     check_schedule(plan.graph, plan.program, plan.schedule)
     theory, cluster, ranks = plan.theory, plan.cluster, active_ranks(plan)
     if rank not in ranks:

@@ -13,7 +13,7 @@ from hetspmd.cost.step import StageSeconds, StepCost, StepModel, idle_seconds, o
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.placement import REPLICATE, shard
 from hetspmd.program.lengths import Lengths, Matrix
-from hetspmd.program.program import Program, Result
+from hetspmd.program.program import Communicate, Program, Result
 from hetspmd.program.schedule import Schedule
 from hetspmd.search.search import SearchResult
 
@@ -45,6 +45,11 @@ class Candidate:
     def schedule(self) -> Schedule:
         """When the steps of the program run."""
         return self.step.schedule
+
+    @property
+    def arrivals(self) -> dict[Communicate, int]:
+        """The instruction that runs first after each collective has ended, if it ends before it is waited for."""
+        return self.step.arrivals(self.lengths)
 
     @property
     def active(self) -> tuple[int, ...]:

@@ -157,7 +157,7 @@ def inside_of(ctx: Synthesis, candidate: Candidate) -> Inside:
     size = bucket_bytes(within)
     nested = nest(theory, candidate.program, candidate.schedule, inner, size)
     seconds = inside_seconds(costs, lengths, nested, layout)
-    held = dict(zip(candidate.active, inside_bytes(layout, nested), strict=True))
+    held = dict(zip(candidate.active, inside_bytes(layout, nested, candidate.arrivals), strict=True))
     return Inside(inner, seconds, tuple(held.get(j, 0) for j in range(cluster.world)), size)
 
 
