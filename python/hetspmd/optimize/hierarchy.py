@@ -20,6 +20,7 @@ from hetspmd.cluster.machines import accelerator, flat, inside_cluster
 from hetspmd.cost.coalesce import bucket_bytes
 from hetspmd.cost.level_costs import inside_bytes, inside_seconds
 from hetspmd.errors import HetspmdError, InfeasibleError, MemoryLimitError, SearchError
+from hetspmd.optimize.alternation import nearest
 from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.compile_options import Machines, Segments
 from hetspmd.optimize.considered import ways_taken
@@ -91,12 +92,20 @@ def step_across(ctx: Synthesis) -> Step:
     memory does not suffice.
     """
     tight = ctx
+    names = [d.name for d in ctx.cluster.devices]
+    nearest_one: MemoryLimitError | None = None
     for _ in range(ctx.thresholds.machine_memory_attempts):
-        outcome = synthesize(tight)
+        try:
+            outcome = synthesize(tight)
+        except MemoryLimitError:
+            if nearest_one is None:
+                raise
+            break  # the memory that it tells of is what the last turn has left, not what a machine has
         inside = inside_of(ctx, outcome.best)
         missed = lacking(ctx.cluster, inside)
         if not missed:
             return outcome, inside
+        nearest_one = nearest(nearest_one, MemoryLimitError(missed, names))
         devices = list(tight.cluster.devices)
         for rank, (missing, capacity) in missed.items():
             device = devices[rank]
@@ -105,7 +114,8 @@ def step_across(ctx: Synthesis) -> Step:
             memory = max(held * capacity / (capacity + missing) * 0.99, 1.0)
             devices[rank] = replace(device, memory=memory)
         tight = replace(tight, cluster=replace(tight.cluster, devices=tuple(devices)))
-    raise MemoryLimitError(missed, [d.name for d in ctx.cluster.devices])
+    assert nearest_one is not None
+    raise nearest_one
 
 
 def segments_across(
