@@ -37,6 +37,7 @@ from hetspmd.search.search import stored_forms
 
 __all__ = [
     "divisible",
+    "in_shards",
     "last_first",
     "like",
     "prefetched",
@@ -49,8 +50,7 @@ def prefetched(
     ctx: Synthesis, costs: CostModel, best: Candidate, candidates: Iterable[Candidate]
 ) -> list[Candidate]:
     """Candidates like ``best`` with parameters stored in shards, and such as they, it and the best of
-    ``candidates``
-    with gathers further ahead, on the same devices."""
+    ``candidates`` with gathers further ahead, on the same devices."""
     if costs.world == 1 or best.seconds * (1 - ctx.thresholds.hidden_gain) <= best.stages.floor:
         return []
     found = list(_derived(ctx, costs, best))
@@ -64,6 +64,12 @@ def prefetched(
     different = _different(near)[: ctx.thresholds.prefetch_candidates]
     further = (_further(ctx, costs, candidate) for candidate in different)
     return found + [candidate for candidate in further if candidate is not None]
+
+
+def in_shards(ctx: Synthesis, costs: CostModel, candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Candidates like these with even shards and more parameters in shards, whether or not the forward hides their
+    gathers: they hold fewer bytes."""
+    return [made for c in _different(list(candidates)) for made in _derived(ctx, costs, c, hidden=False)]
 
 
 def storage_axes(theory: Theory, program: Program) -> frozenset[int]:
@@ -99,10 +105,11 @@ def stored_evenly(theory: Theory, lengths: Lengths, ratios: Matrix, free: frozen
     return Lengths(lengths.world, units)
 
 
-def _derived(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Iterable[Candidate]:
-    """Candidates like this one: with even shards, and with more parameters in shards where the links have time for
-    it
-    while the forward runs."""
+def _derived(
+    ctx: Synthesis, costs: CostModel, candidate: Candidate, *, hidden: bool = True
+) -> Iterable[Candidate]:
+    """Candidates like this one: with even shards, and with more parameters in shards. ``hidden``: the latter only
+    where the links have time for it while the forward runs."""
     theory, rows = ctx.theory, candidate.result.rows
     free = storage_axes(theory, candidate.program)
     stored = stored_forms(theory, rows)
@@ -112,7 +119,7 @@ def _derived(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Iterable
     whole = [t for t, form in stored.items() if form == REPLICATE and t not in ctx.constraints.forms]
     divided = (
         divisible(theory, whole, free, candidate.lengths.world)
-        if _idle(costs, candidate) >= ctx.thresholds.hidden_gain
+        if not hidden or _idle(costs, candidate) >= ctx.thresholds.hidden_gain
         else {}
     )
     seen = set() if evened else {frozenset[int]()}
