@@ -18,6 +18,7 @@ A derived program computes by the same triples; the search, confined to them, ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -37,6 +38,7 @@ from hetspmd.search.search import stored_forms
 
 __all__ = [
     "divisible",
+    "further",
     "in_shards",
     "last_first",
     "like",
@@ -62,8 +64,8 @@ def prefetched(
     ]
     near.sort(key=lambda candidate: candidate.seconds)
     different = _different(near)[: ctx.thresholds.prefetch_candidates]
-    further = (_further(ctx, costs, candidate) for candidate in different)
-    return found + [candidate for candidate in further if candidate is not None]
+    ahead = (further(ctx, costs, candidate) for candidate in different)
+    return found + [candidate for candidate in ahead if candidate is not None]
 
 
 def in_shards(ctx: Synthesis, costs: CostModel, candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -210,8 +212,8 @@ def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list(first.values())
 
 
-def _further(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Candidate | None:
-    """The candidate with its gathers as far ahead as is best; None where the distance of one is."""
+def further(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Candidate | None:
+    """The candidate with its gathers as far ahead as is best, of what fits; None where the distance of one is."""
     graph = ctx.theory.graph
     given = {p.tensor for p in graph.parameters} | {
         graph.instructions[i].outputs[0] for i in graph.second_reads
@@ -219,6 +221,7 @@ def _further(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Candidat
     sent = sum(isinstance(s, Communicate) and s.tensor in given for s in candidate.program.steps)
     if sent < 2 or candidate.program.ahead != 1:
         return None
+    limited = any(math.isfinite(device.memory) for device in costs.cluster.devices)
     best, distance, waited = candidate.seconds, 1, 0
     step = candidate.step
     shares = costs.shares(candidate.lengths)
@@ -227,11 +230,15 @@ def _further(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Candidat
             break
         with ctx.clock("balance"):
             seconds = step.ahead(groups).streams.seconds(shares)
-        waited = 0 if seconds < best else waited + 1
-        if seconds < best:
+            gains = seconds < best and (not limited or _ahead(ctx, costs, candidate, groups).fits)
+        waited = 0 if gains else waited + 1
+        if gains:
             best, distance = seconds, groups
-    if distance == 1:
-        return None
+    return None if distance == 1 else _ahead(ctx, costs, candidate, distance)
+
+
+def _ahead(ctx: Synthesis, costs: CostModel, candidate: Candidate, distance: int) -> Candidate:
+    """The candidate with its gathers so many groups ahead."""
     result = replace(candidate.result, program=replace(candidate.result.program, ahead=distance))
     searched_at = candidate.evaluator.searched_at
     reason = f"gathers {distance} ahead, else as {candidate.reason}"
