@@ -23,7 +23,7 @@ from hetspmd.errors import HetspmdError, InfeasibleError, MemoryLimitError, Sear
 from hetspmd.optimize.alternation import nearest
 from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.compile_options import Machines, Segments
-from hetspmd.optimize.considered import ways_taken
+from hetspmd.optimize.considered import kept, ways_taken
 from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import Outcome, candidate_at, synthesize
@@ -134,8 +134,9 @@ def segments_across(
     own = inside_of(found, other.best)
     one = outcome.best.seconds + inside.seconds
     longer = other.best.seconds + own.seconds >= one
-    if lacking(ctx.cluster, own) or (segments == "auto" and longer):
-        return ctx, step
+    missed = {rank: missing for rank, (missing, _) in lacking(ctx.cluster, own).items()}
+    if missed or (segments == "auto" and longer):
+        return ctx, (replace(outcome, considered=kept(outcome.considered, other.considered, missed)), inside)
     return found, (replace(other, baselines={"one_segment": one}), own)
 
 
