@@ -239,5 +239,5 @@ def test_dim_0_is_divided_where_it_is_fine_enough(units: tuple[int, int], dim: i
         graph=SimpleNamespace(tensors=[SimpleNamespace(shape=units)]),
         axes=SimpleNamespace(axis=lambda tensor, d: axes[d]),
     )
-    found = prefetch.divisible(theory, [0], frozenset((0, 1)), 2)
+    found = prefetch.divisible(theory, [0], frozenset((0, 1)), 2, THRESHOLDS.even_shard)
     assert found == ({} if dim is None else {0: shard(dim)})

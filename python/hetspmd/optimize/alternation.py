@@ -83,7 +83,11 @@ def alternate(
             if not tried[0].fits:
                 made.replaced += tried
                 by = by_segment(by_memory(costs), segments)
-                if not queue and name != "memory" and np.abs(np.subtract(by, first)).max() > 1e-3:
+                if (
+                    not queue
+                    and name != "memory"
+                    and np.abs(np.subtract(by, first)).max() > ctx.thresholds.equal_starts
+                ):
                     queue.append(("memory", by))
                 fitting, lacking = search_fitting(ctx, costs, lengths, result, within, active)
                 made.lacking = nearest(made.lacking, lacking)
@@ -159,6 +163,7 @@ def with_best_ratios(
         return ratios, lengths
     ctx = evaluator.ctx
     capacity = capacities(costs)
+    again = ctx.thresholds.bounded_again
     most: Array | None = None
     room: Room | None = None
     if np.isfinite(capacity).any():
@@ -188,9 +193,9 @@ def with_best_ratios(
         if not over.any():
             return better, moved
         if most is not None:
-            most = np.where(over, np.minimum(most, better[0]) * 0.97, most)
+            most = np.where(over, np.minimum(most, better[0]) * again, most)
         if room is not None:
-            room = replace(room, capacity=np.where(over, room.capacity * 0.97, room.capacity))
+            room = replace(room, capacity=np.where(over, room.capacity * again, room.capacity))
     return ratios, lengths
 
 

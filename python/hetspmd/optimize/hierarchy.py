@@ -111,7 +111,8 @@ def step_across(ctx: Synthesis) -> Step:
             device = devices[rank]
             # What the machines are counted to hold must shrink by as much as an accelerator lacks.
             held = min(device.memory, outcome.best.cost.memory_bytes[rank])
-            memory = max(held * capacity / (capacity + missing) * 0.99, 1.0)
+            part = capacity / (capacity + missing) * ctx.thresholds.machine_memory_part
+            memory = max(held * part, 1.0)
             devices[rank] = replace(device, memory=memory)
         tight = replace(tight, cluster=replace(tight.cluster, devices=tuple(devices)))
     assert nearest_one is not None

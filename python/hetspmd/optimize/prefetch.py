@@ -27,7 +27,6 @@ from hetspmd.cost.model import CostModel
 from hetspmd.errors import InfeasibleError, SearchError
 from hetspmd.optimize.candidate import Candidate, Evaluator
 from hetspmd.optimize.synthesis import Synthesis
-from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.placement import REPLICATE, Placement, is_sharded, shard
 from hetspmd.program.lengths import Lengths, Matrix, apportion
 from hetspmd.program.program import Communicate, Compute, Program
@@ -120,7 +119,7 @@ def _derived(
     evened = any(lengths.units[axis.id] != candidate.lengths.units[axis.id] for axis in sharded)
     whole = [t for t, form in stored.items() if form == REPLICATE and t not in ctx.constraints.forms]
     divided = (
-        divisible(theory, whole, free, candidate.lengths.world)
+        divisible(theory, whole, free, candidate.lengths.world, ctx.thresholds.even_shard)
         if not hidden or _idle(costs, candidate) >= ctx.thresholds.hidden_gain
         else {}
     )
@@ -150,19 +149,17 @@ def _idle(costs: CostModel, candidate: Candidate) -> float:
     return (forward - busy) / candidate.seconds
 
 
-def divisible(theory: Theory, whole: Iterable[int], free: frozenset[int], world: int) -> dict[int, Placement]:
+def divisible(
+    theory: Theory, whole: Iterable[int], free: frozenset[int], world: int, even: float
+) -> dict[int, Placement]:
     """Of the parameters those that can be divided along free axes, and the form: along the first dim of which the
     largest shard is about as small as any (slices along dim 0 need not be copied), otherwise along the one with
-    the smallest."""
+    the smallest. ``even``: by which part a largest shard may be larger than the mean and counts as even."""
     found: dict[int, Placement] = {}
     for tensor in whole:
         dims = range(len(theory.graph.tensors[tensor].shape))
         units = {d: a.units for d in dims if (a := theory.axes.axis(tensor, d)) is not None and a.id in free}
-        over = {
-            d: max(-(-n // world) * world / n - 1, THRESHOLDS.even_shard)
-            for d, n in units.items()
-            if n >= world
-        }
+        over = {d: max(-(-n // world) * world / n - 1, even) for d, n in units.items() if n >= world}
         if over:
             found[tensor] = shard(min(over, key=lambda d: (over[d], d)))
     return found
