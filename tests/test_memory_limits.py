@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,8 +17,16 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.step import StepModel, idle_seconds
 from hetspmd.errors import MemoryLimitError
+from hetspmd.optimize.candidate import Candidate
+from hetspmd.optimize.synthesis import Synthesis
+from hetspmd.optimize.synthesize import synthesize
+from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.placement import is_sharded
 from hetspmd.plan.plan import Plan
+from hetspmd.rules.theory import derive
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.search import Limits
+from hetspmd.trace.trace import trace
 from hetspmd.verify.comparison import verify
 from memory_cases import gathered_again, stack, with_memory
 from workbench import cluster, traced
@@ -108,6 +117,32 @@ def test_enough_memory_changes_nothing() -> None:
     assert repr(plan.program) == repr(unlimited("stack").program)
     assert plan.ratios == unlimited("stack").ratios
     assert plan.search.stop_reason == "optimal"
+
+
+def test_a_little_more_memory_than_the_plan_takes_is_enough() -> None:
+    """The plan was made of one that takes more, which does not fit: its parameters are stored in even shards."""
+    plan = check_limited("stack", (1.03,) * 4)
+    assert plan is not None
+    assert plan.cost.step_seconds < 1.05 * unlimited("stack").cost.step_seconds
+
+
+def test_what_does_not_fit_as_it_is_executed_is_told() -> None:
+    """The search for a program that fits ends with one that holds more while collectives are on their way."""
+    model, example, _, _ = case_of("stack")
+    theory, free = derive(trace(model, (), example)), stack_cluster(1.0, 1.0)
+
+    def best(devices: Cluster, attempts: int) -> Candidate:
+        few = replace(THRESHOLDS, memory_attempts=attempts)
+        ctx = Synthesis(theory, devices, Constraints(), Limits(), thresholds=few)
+        return synthesize(ctx, ()).best
+
+    memory = [int(0.96 * n) for n in best(free, 1).cost.memory_bytes]
+    assert best(with_memory(free, memory), 2).fits
+    with pytest.raises(MemoryLimitError) as caught:
+        best(with_memory(free, memory), 1)
+    assert caught.value.lacking
+    assert all(0 < missing < memory[rank] for rank, (missing, _) in caught.value.lacking.items())
+    assert all(capacity == memory[rank] for rank, (_, capacity) in caught.value.lacking.items())
 
 
 def test_less_memory_costs_time_and_gathers_again() -> None:

@@ -25,6 +25,7 @@ from hetspmd.search import constraints as known
 from hetspmd.search.search import Limits, search
 from hetspmd.search.space import search_space
 from hetspmd.trace.trace import trace
+from memory_cases import stack
 from scheduled import nested_steps
 
 FILE = """\
@@ -222,3 +223,16 @@ def test_memory_of_each_accelerator_counts() -> None:
     with pytest.raises(MemoryLimitError, match="lacks"):
         hetspmd.compile(model, example, with_memory(1500.0), machines="virtual")
     assert math.isfinite(enough.cost.step_seconds)
+
+
+def test_an_error_tells_the_memory_that_accelerators_have() -> None:
+    """Machines are planned again with less memory than they have, which is nobody's."""
+    model, example = stack(dtype=torch.float64)
+    inside = Network(1e10, 1e-6)
+    each = Device("n", {"default": 1e10}, memory=648_835.0, memory_bandwidth=1e11)
+    machine = virtual_device(each, 2, inside)
+    cluster = Cluster((machine, machine), Network(1e9, 1e-6))
+    with pytest.raises(MemoryLimitError) as caught:
+        hetspmd.compile(model, example, cluster, machines="virtual")
+    assert caught.value.lacking
+    assert {capacity for _, capacity in caught.value.lacking.values()} == {648_835}

@@ -14,6 +14,7 @@ from hetspmd.errors import ConstraintError, InfeasibleError
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.optimize.explain import Alternative, Explanation, explain
 from hetspmd.placement import REPLICATE, shard
+from hetspmd.plan.explanation import seconds_text
 from hetspmd.search.constraints import Constraints, named_tensors
 from hetspmd.search.search import Limits
 
@@ -183,6 +184,20 @@ def test_idle_devices() -> None:
     assert rows is not None
     sending = 1e-6 + 8 * 6 * 4 / 1e9
     assert whole - rows >= sending * (1 - 1e-9), "rows need not be sent"
+
+
+def test_steps_across_machines_are_compared_without_what_goes_on_inside() -> None:
+    devices = [{"name": "m", "count": 2, "accelerators": 2, "flops": 1e9,
+                "inside": {"bandwidth": 1e7, "latency": 1e-3}}]  # fmt: skip
+    plan = compiled({**CLUSTER, "devices": devices}, machines="virtual")
+    assert plan.inside is not None
+    assert plan.inside.seconds > 1e-3 * plan.cost.step_seconds
+    found = explain(plan, "head.weight")
+    (own,) = (a for a in found.alternatives if a.form == found.chosen)
+    assert own.step_seconds is not None
+    across = plan.cost.step_seconds - plan.inside.seconds
+    assert own.step_seconds <= across * (1 + 1e-9)
+    assert f"this plan takes {seconds_text(across)}; what goes on inside machines" in str(found)
 
 
 def test_one_active_device() -> None:

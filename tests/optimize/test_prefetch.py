@@ -16,9 +16,14 @@ import hetspmd.optimize.prefetch as prefetch
 import hetspmd.optimize.synthesize as synthesize
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.codec.records import encode
+from hetspmd.cost.step import StepModel
 from hetspmd.errors import PlanError
-from hetspmd.optimize.compiler import plan_for
-from hetspmd.optimize.prefetch import storage_axes, stored_evenly
+from hetspmd.optimize.candidate import Candidate, Evaluator
+from hetspmd.optimize.compile_options import CompileOptions
+from hetspmd.optimize.compiler import compile_plan, plan_for
+from hetspmd.optimize.prefetch import further, storage_axes, stored_evenly
+from hetspmd.optimize.synthesis import Synthesis
+from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.placement import REPLICATE, is_sharded, shard
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.text import content, file_text
@@ -27,6 +32,8 @@ from hetspmd.program.lengths import by_segment, lengths_for
 from hetspmd.program.program import Communicate
 from hetspmd.report.summary import plan_text
 from hetspmd.search import constraints as known
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.search import Limits
 from hetspmd.trace.trace import split_example
 from workbench import Traced, simulated_error, single_device, traced
 
@@ -97,6 +104,45 @@ def test_links_work_while_the_forward_runs(
     before = compiled(name, devices)
     assert plan.cost.step_seconds < before.cost.step_seconds * (1 - gain)
     assert before.schedule.prefetch_distance == 1
+
+
+def test_a_plan_for_the_same_shards_gathers_ahead_too() -> None:
+    entry, first = traced("vit"), vit_on_two()
+    args, kwargs = split_example(entry.example)
+    plan = compile_plan(entry.model, args, kwargs, first.cluster, CompileOptions(loss=entry.loss), like=first)
+    assert plan.parameter_layout() == first.parameter_layout()
+    seconds = at_distances(plan)
+    assert seconds[plan.schedule.prefetch_distance] == pytest.approx(plan.cost.step_seconds)
+    assert min(seconds.values()) == seconds[plan.schedule.prefetch_distance] < 0.95 * seconds[1]
+
+
+def at_distances(plan: Plan) -> dict[int, float]:
+    """Predicted seconds by how far ahead parameters are gathered."""
+    step, shares = StepModel(plan.costs, plan.program), plan.costs.shares(plan.lengths)
+    return {n: step.prefetching(n).streams.seconds(shares) for n in (1, *THRESHOLDS.prefetch_distances)}
+
+
+def test_gathers_are_as_far_ahead_as_the_memory_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is gathered ahead is held until it is used: of the distances that fit the best is taken."""
+    plan = vit_on_two()
+    seconds = at_distances(plan)
+    assert plan.schedule.prefetch_distance > 3
+    layout = plan.parameter_layout()
+    forms = {p.tensor: layout[p.name][0] for p in plan.graph.parameters}
+    ctx = Synthesis(plan.theory, plan.cluster, Constraints(forms), Limits())
+    costs = ctx.costs(ctx.everyone)
+    found = ctx.search(costs, plan.lengths)
+    candidate = Evaluator(ctx, costs, found, ctx.everyone, None, "")(plan.ratios, plan.lengths)
+    lacking = Candidate.lacking.func  # type: ignore[attr-defined]  # a cached property
+
+    def lacks(self: Candidate) -> dict[int, int]:
+        return {0: 1} if self.evaluator.prefetch_distance > 3 else lacking(self)
+
+    monkeypatch.setattr(Candidate, "lacking", property(lacks))
+    made = further(ctx, costs, candidate)
+    assert made is not None
+    assert made.fits
+    assert made.evaluator.prefetch_distance == min((1, 2, 3), key=seconds.__getitem__)
 
 
 def test_what_is_only_stored_is_in_even_shares() -> None:
@@ -197,5 +243,5 @@ def test_dim_0_is_divided_where_it_is_fine_enough(units: tuple[int, int], dim: i
         graph=SimpleNamespace(tensors=[SimpleNamespace(shape=units)]),
         axes=SimpleNamespace(axis=lambda tensor, d: axes[d]),
     )
-    found = prefetch.divisible(theory, [0], frozenset((0, 1)), 2)
+    found = prefetch.divisible(theory, [0], frozenset((0, 1)), 2, THRESHOLDS.even_shard)
     assert found == ({} if dim is None else {0: shard(dim)})

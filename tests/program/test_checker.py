@@ -340,3 +340,6 @@ def test_messages_name_the_step_the_tensor_and_the_form() -> None:
     broken = changed(found.program, position, replace(step, kind="all_to_all"))
     with pytest.raises(ProofError, match=rf"step {position} \(all_to_all of {name}\): it cannot turn"):
         check(found.theory, broken)
+    broken = changed(found.program, position, replace(step, kind="all_to_all", target=shard(1)))
+    with pytest.raises(ProofError, match=r"it cannot turn partial into shard\(1\)"):
+        check(found.theory, broken)

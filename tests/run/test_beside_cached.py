@@ -154,3 +154,21 @@ def test_a_cache_whose_results_were_taken_out_works_on() -> None:
         assert row(n) == [n]
         assert row.cache_info().currsize <= 2
     assert row(2) is row(2)
+
+
+@pytest.mark.parametrize("cached", [functools.cache, functools.lru_cache(maxsize=8)])
+def test_a_bare_object_is_an_argument(cached: Callable[..., Any]) -> None:
+    """Between positional and named arguments a key has a bare object, which is told from those that are given."""
+    nothing = object()
+
+    @cached
+    def found(*names: object, default: object = None) -> list[object]:
+        return [*names, default]
+
+    found("a", nothing)
+    found(nothing, 1)
+    found("b", nothing, default=2)
+    found("c", default=nothing)
+    assert list(calls_to(found)) == []
+    found("d", default=3)
+    assert list(calls_to(found)) == ['([["d"], {"default": 3}])']

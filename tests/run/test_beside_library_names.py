@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 import operator
 import sys
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from beside import Beside, X, base, equal
 
+from hetspmd.trace.host.replaced import functions_of
 from hetspmd.trace.trace import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore::hetspmd.errors.PlanPerValueWarning")
@@ -94,6 +96,35 @@ def test_a_function_that_is_replaced_is_noticed(kind: str) -> None:
         setattr(holder, name, was if step < 2 else thrice)
 
     equal(lambda: Beside(forward, **members), each)
+
+
+def times(value: Any, factor: float) -> Any:
+    return value * factor
+
+
+PARTIALS: dict[str, Callable[[float], Any]] = {
+    "of the user's": lambda factor: functools.partial(times, factor=factor),
+    "of torch's": lambda factor: functools.partial(torch.mul, other=factor),
+    "of a partial": lambda factor: functools.partial(functools.partial(times, factor=0.0), factor=factor),
+}
+
+
+@pytest.mark.parametrize("kind", PARTIALS)
+def test_a_partial_function_in_the_place_of_another_is_noticed(kind: str) -> None:
+    def each(_model: Any, step: int) -> None:
+        setattr(F, "silu", PARTIALS[kind](2.0 if step < 2 else 3.0))  # noqa: B010  # its type is a function's
+
+    each(None, 0)
+    equal(lambda: Beside(of_the_model, word="silu"), each)
+
+
+def test_a_function_under_another_name_is_noticed() -> None:
+    variables: dict[str, Any] = {"kept": math.sqrt}
+    assert not functions_of(variables)
+    variables["once"] = thrice
+    assert functions_of(variables).startswith("once: ")
+    variables["twice"] = variables.pop("once")
+    assert functions_of(variables).startswith("twice: ")
 
 
 class Strict:

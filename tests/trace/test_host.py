@@ -104,6 +104,25 @@ def test_a_trace_leaves_everything_as_it_was(forward: Any) -> None:
     assert torch.equal(torch.get_rng_state(), states[2])
 
 
+def of_one_name(one: float, two: float, three: float) -> list[Any]:
+    made = [(lambda x, by=by: x * by * one) for by in (two, three)]
+    return [lambda x: x * one, lambda x: x - two, lambda x: x / three, *made]
+
+
+def test_functions_of_a_set_have_the_same_names_on_every_rank() -> None:
+    """A set's order comes of addresses, which are others in each process: here of many sets that live at once."""
+    functions = [of_one_name(1.0, 2.0, 3.0) for _ in range(64)]
+    found = set()
+    for each in functions:
+        net = model(scaled)
+        net.functions = set(each)
+        roots = Roots(net)
+        discover(roots)
+        found.add(tuple((root, each.index(f)) for root, f in roots.functions.items() if f in each))
+    assert len(found) == 1
+    assert len(*found) == 5
+
+
 def test_globals_and_variables_of_closures_are_read() -> None:
     global SCALE
     factor = 2.0

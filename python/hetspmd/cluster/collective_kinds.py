@@ -24,7 +24,7 @@ Until it has completed, a collective holds these bytes on a device besides its o
     all_reduce          0
     reduce_scatter      n M E + (M - t) E       what is summed, padded, and a padded result
     grouped_reduce      (1 - t) E               what is summed; so ring_reduce
-    exchange_reduce     E + (n - 1) t E         what is sent, and the n parts that are summed; then (n + 1) t E
+    exchange_reduce     E + (n - 1) t E         what is sent, and the n parts that are summed; then n t E more
     all_gather          (n M - 1) E             padded; while it is cut to size or moved from dim 0, n M E
     grouped_broadcast   0                       while it is moved from dim 0, E; so ring_gather
     all_to_all          s E                     what is sent; while the result is put together, (s + t) E

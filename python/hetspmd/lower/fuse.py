@@ -71,8 +71,8 @@ def out_of_place(target: Any) -> Any:
 
 
 def _calls(graph: fx.Graph, target: Any) -> Iterator[fx.Node]:
-    """The calls of ``target``, less those that are erased meanwhile (they have no arguments)."""
-    return (node for node in list(graph.nodes) if node.target is target and node.args)
+    """The calls of ``target``. One that is erased meanwhile has None for every node among its arguments."""
+    return (node for node in list(graph.nodes) if node.target is target)
 
 
 def _replace(node: fx.Node, by: Any) -> None:

@@ -33,10 +33,15 @@ __all__ = ["Rounds", "alternate", "nearest", "search_fitting", "with_best_ratios
 
 @dataclass
 class Rounds:
-    """What the rounds from all starts gave: ``candidates``, two of each of the ``iterations``, and of the programs
-    that do not fit the error of the one that lacks the fewest bytes."""
+    """What the rounds from all starts gave.
+
+    candidates  two of each of the ``iterations``
+    replaced    those that do not fit, in whose place other programs were searched
+    lacking     of all programs that do not fit the error of the one that lacks the fewest bytes
+    """
 
     candidates: list[Candidate] = field(default_factory=list)
+    replaced: list[Candidate] = field(default_factory=list)
     iterations: list[Iteration] = field(default_factory=list)
     lacking: MemoryLimitError | None = None
 
@@ -60,8 +65,7 @@ def alternate(
     within: Space | None = None,
 ) -> Rounds:
     """Search and ratios in turns from each of the ``starts``, by name, on the devices ``active``, which are those
-    of
-    ``costs``. ``within``: the programs among which is searched."""
+    of ``costs``. ``within``: the programs among which is searched."""
     made = Rounds()
     segments = ctx.theory.axes.segments
     queue = [(name, by_segment(start, segments)) for name, start in starts]
@@ -77,8 +81,13 @@ def alternate(
             evaluator = Evaluator(ctx, costs, result, active, lengths, reason)
             tried = [evaluator(ratios, lengths)]
             if not tried[0].fits:
+                made.replaced += tried
                 by = by_segment(by_memory(costs), segments)
-                if not queue and name != "memory" and np.abs(np.subtract(by, first)).max() > 1e-3:
+                if (
+                    not queue
+                    and name != "memory"
+                    and np.abs(np.subtract(by, first)).max() > ctx.thresholds.equal_starts
+                ):
                     queue.append(("memory", by))
                 fitting, lacking = search_fitting(ctx, costs, lengths, result, within, active)
                 made.lacking = nearest(made.lacking, lacking)
@@ -111,30 +120,39 @@ def search_fitting(
     within: Space | None,
     active: tuple[int, ...],
 ) -> tuple[SearchResult | None, MemoryLimitError | None]:
-    """The best program that fits at these lengths; None, and the error, if there seems to be none.
+    """The best program that fits at these lengths, None if there seems to be none; and, if what comes out does not
+    fit as it is executed, the error of the program found that lacks the fewest bytes.
 
     The search knows what collectives hold while they are started. What a program holds more while they are on
-    their way is known once it is there, and left free in the next search.
+    their way is known once it is there, and left free in the next search. A program that still does not fit may do
+    so at other ratios.
     """
+    names = [d.name for d in ctx.cluster.devices]
+    capacity = capacities(costs)
     reserve: Array = np.zeros(costs.world)
-    try:
-        for _ in range(ctx.thresholds.memory_attempts):
+    lacking: MemoryLimitError | None = None
+    fitting: SearchResult | None = None
+    for _ in range(ctx.thresholds.memory_attempts):
+        try:
             with ctx.clock("synth"):
                 fitting = search_that_fits(
                     ctx.searcher, costs, lengths, ctx.limits, best, within=within, reserve=reserve
                 )
-            step = Evaluator(ctx, costs, fitting, active, lengths, "").step
-            held = np.array(step.held(lengths).peaks, dtype=float)
-            if (held <= capacities(costs)).all():
-                break
-            more = held - np.array(step.holdings.at(lengths).peaks, dtype=float)
-            if (more <= reserve).all():
-                break
-            reserve = np.maximum(reserve, more)
-        return fitting, None
-    except MemoryLimitError as error:
-        lacking = {active[j]: amounts for j, amounts in error.lacking.items()}
-        return None, MemoryLimitError(lacking, [d.name for d in ctx.cluster.devices])
+        except MemoryLimitError as error:
+            amounts = {active[j]: both for j, both in error.lacking.items()}
+            return None, nearest(lacking, MemoryLimitError(amounts, names))
+        step = Evaluator(ctx, costs, fitting, active, lengths, "").step
+        held = np.array(step.held(lengths).peaks, dtype=float)
+        over = np.flatnonzero(held > capacity).tolist()
+        if not over:
+            return fitting, None
+        amounts = {active[j]: (int(held[j] - capacity[j]), int(capacity[j])) for j in over}
+        lacking = nearest(lacking, MemoryLimitError(amounts, names))
+        more = held - np.array(step.holdings.at(lengths).peaks, dtype=float)
+        if (more <= reserve).all():
+            break
+        reserve = np.maximum(reserve, more)
+    return fitting, lacking
 
 
 def with_best_ratios(
@@ -145,6 +163,7 @@ def with_best_ratios(
         return ratios, lengths
     ctx = evaluator.ctx
     capacity = capacities(costs)
+    again = ctx.thresholds.bounded_again
     most: Array | None = None
     room: Room | None = None
     if np.isfinite(capacity).any():
@@ -174,9 +193,9 @@ def with_best_ratios(
         if not over.any():
             return better, moved
         if most is not None:
-            most = np.where(over, np.minimum(most, better[0]) * 0.97, most)
+            most = np.where(over, np.minimum(most, better[0]) * again, most)
         if room is not None:
-            room = replace(room, capacity=np.where(over, room.capacity * 0.97, room.capacity))
+            room = replace(room, capacity=np.where(over, room.capacity * again, room.capacity))
     return ratios, lengths
 
 

@@ -24,7 +24,7 @@ def baselines(ctx: Synthesis, costs: CostModel) -> dict[str, Candidate]:
     best program that does not divide the batch (tensor parallelism).
     """
     found: dict[str, Candidate] = {}
-    quick = replace(ctx.limits, expansions=min(ctx.limits.expansions, 10_000))
+    quick = replace(ctx.limits, expansions=min(ctx.limits.expansions, ctx.thresholds.baseline_expansions))
     before: SearchResult | None = None
     for name, wanted, ratios in (
         ("data_parallel_even", known.data_parallel(ctx.theory), even(costs)),

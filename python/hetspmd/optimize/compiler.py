@@ -20,6 +20,7 @@ from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, pa
 from hetspmd.optimize.following import followed, warn_of_strays
 from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, segments_across, step_across
 from hetspmd.optimize.partition import segmented, segments_like
+from hetspmd.optimize.prefetch import further
 from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Clock, Synthesis
 from hetspmd.optimize.synthesize import Outcome, candidate_at, synthesize
@@ -152,7 +153,7 @@ class _Compilation:
 
 
 def _like(theory: Theory, like: Plan, limits: Limits, clock: Clock) -> Plan:
-    """The best program with the storage of an earlier plan."""
+    """The best program with the storage of an earlier plan, its gathers as far ahead as is best."""
     with clock("rules"):
         if like.graph.segments:
             theory = segmented(theory, segments_like(theory.graph, like.graph))
@@ -160,7 +161,8 @@ def _like(theory: Theory, like: Plan, limits: Limits, clock: Clock) -> Plan:
     ratios = like.ratios[: theory.axes.segments]
     with clock("synth"):
         ctx = Synthesis(theory, like.cluster, Constraints(forms), limits)
-        return _plan_at(ctx, candidate_at(ctx, ratios, lengths, like.active))
+        candidate = candidate_at(ctx, ratios, lengths, like.active)
+        return _plan_at(ctx, further(ctx, ctx.costs(like.active), candidate) or candidate)
 
 
 def _plan_at(ctx: Synthesis, candidate: Candidate) -> Plan:

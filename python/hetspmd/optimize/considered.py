@@ -10,7 +10,7 @@ from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Considered
 
-__all__ = ["LeftOut", "among", "instead", "one_taken", "verdicts", "ways_taken"]
+__all__ = ["LeftOut", "among", "instead", "kept", "one_taken", "verdicts", "ways_taken"]
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,8 @@ def one_taken(ways: Iterable[tuple[Iterable[Considered], bool]], best: Candidate
     ``best``."""
     made: list[Considered] = []
     for considered, own in ways:
-        for c in considered:
-            lost = "slower" if c.seconds > best.seconds else "equal" if c.seconds == best.seconds else "asked"
-            made.append(replace(c, verdict=lost) if c.verdict == "taken" and not own else c)
+        found = tuple(considered)
+        made += found if own else _lost(found, _verdict_on(found, best.seconds, faster="asked"))
     return _ordered(made)
 
 
@@ -81,22 +80,49 @@ def ways_taken(plans: Mapping[str, Plan], taken: str) -> tuple[Considered, ...]:
     """The candidates of plans that were made in several ways, by the way; the plan of one of them was taken."""
     made: list[Considered] = []
     for way, plan in plans.items():
-        lost = "slower" if plan.cost.step_seconds > plans[taken].cost.step_seconds else "equal"
-        for c in among(plan.considered, way):
-            own = c.verdict == "taken"
-            # What accelerators inside machines add is known of the best candidate alone.
-            seconds = plan.cost.step_seconds if own else c.seconds
-            made.append(replace(c, seconds=seconds, verdict=lost if own and way != taken else c.verdict))
+        # What accelerators inside machines add is known of the best candidate alone.
+        seconds = plan.cost.step_seconds
+        named = among(plan.considered, way)
+        found = tuple(replace(c, seconds=seconds) if c.verdict == "taken" else c for c in named)
+        best = plans[taken].cost.step_seconds
+        made += found if way == taken else _lost(found, _verdict_on(found, best, faster="equal"))
     return _ordered(made)
 
 
 def instead(
     considered: Iterable[Considered], taken: Considered, verdict: str = "slower"
 ) -> tuple[Considered, ...]:
-    """The candidates with another one taken; ``verdict``: why the one is not that was."""
-    return _ordered(
-        [taken, *(replace(c, verdict=verdict) if c.verdict == "taken" else c for c in considered)]
-    )
+    """The candidates with another one taken; ``verdict``: why the one is not that was, and none that is faster than
+    the other one."""
+    left = [
+        replace(c, verdict=verdict) if c.verdict == "slower" and c.seconds <= taken.seconds else c
+        for c in considered
+    ]
+    return _ordered([taken, *_lost(left, verdict)])
+
+
+def kept(
+    one: Iterable[Considered], other: Iterable[Considered], lacking: Mapping[int, int]
+) -> tuple[Considered, ...]:
+    """The candidates of ``other``, a way to plan that was compared with those of ``one``, where the one that was
+    taken of these is the plan after all. ``lacking``: the bytes that ranks lack for the other way's, if any."""
+    (own,) = (c for c in one if c.verdict == "taken")
+    left = [c for c in other if replace(c, verdict="taken") != own]
+    if lacking:
+        short = tuple(sorted(lacking.items()))
+        left = [replace(c, verdict="memory", lacking=short) if c.verdict == "taken" else c for c in left]
+    return instead(left, own)
+
+
+def _verdict_on(considered: Iterable[Considered], best: float, *, faster: str) -> str:
+    """Why the candidate that was taken of one way is not the plan, whose step takes ``best`` seconds."""
+    seconds = min((c.seconds for c in considered if c.verdict == "taken"), default=best)
+    return "slower" if seconds > best else "equal" if seconds == best else faster
+
+
+def _lost(considered: Iterable[Considered], verdict: str) -> list[Considered]:
+    """The candidates where neither the one that was taken of them is the plan, nor those that are as fast."""
+    return [replace(c, verdict=verdict) if c.verdict in ("taken", "equal") else c for c in considered]
 
 
 def _ordered(considered: Iterable[Considered]) -> tuple[Considered, ...]:

@@ -4,7 +4,8 @@ For each form that a parameter, an input or an output could have, a search const
 devices and at its lengths, gives the least cost of any program that has it, and a lower bound. The difference to
 the best of them is what the form would cost. These costs are the search's own: seconds of all computations and
 collectives, added up. Beside them stands the step of the found program in the two-stream simulation, by which
-plans are chosen; it counts only the slowest device of a stage, and what idle devices are sent.
+plans are chosen; it counts only the slowest device of a stage, and what idle devices are sent. Of a plan across
+machines it is theirs, without what their accelerators add.
 """
 
 from __future__ import annotations
@@ -116,7 +117,11 @@ def _chosen(plan: Plan, name: str, tensor: int) -> Placement | None:
 
 
 def _notes(plan: Plan, chosen: Placement | None, found: list[Alternative], asked: bool) -> tuple[str, ...]:
-    notes = [f"step: in the simulation, where this plan takes {seconds_text(plan.cost.step_seconds)}"]
+    added = 0.0 if plan.inside is None else plan.inside.seconds
+    own = seconds_text(plan.cost.step_seconds - added)
+    notes = [f"step: in the simulation, where this plan takes {own}"]
+    if plan.inside is not None:
+        notes[0] += f"; what goes on inside machines, which adds {seconds_text(added)} to it, is left out"
     if len(plan.active) == 1 and plan.world > 1:
         notes.append(
             f"only rank {plan.active[0]} is active: nothing is divided, so the form makes no difference"

@@ -16,6 +16,7 @@ from hetspmd.errors import FollowerWarning, InfeasibleError, SearchError
 from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.considered import instead
 from hetspmd.optimize.followers import followers, stored_as_followed
+from hetspmd.optimize.prefetch import further
 from hetspmd.optimize.synthesis import Clock, Synthesis
 from hetspmd.optimize.synthesize import candidate_at, within_memory
 from hetspmd.placement import Placement
@@ -53,6 +54,8 @@ def followed(
         said = resolve(theory, plan.constraints)
         ctx = Synthesis(theory, plan.cluster, replace(said, forms={**said.forms, **forms}), limits)
         candidate = within_memory(ctx, candidate_at(ctx, plan.ratios, lengths, plan.active))
+        if candidate is not None:
+            candidate = further(ctx, ctx.costs(plan.active), candidate) or candidate
         found = None if candidate is None else planned(ctx, candidate)
         if found is not None:
             optimal = found.search.stop_reason == "optimal"

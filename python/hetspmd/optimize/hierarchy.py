@@ -20,9 +20,10 @@ from hetspmd.cluster.machines import accelerator, flat, inside_cluster
 from hetspmd.cost.coalesce import bucket_bytes
 from hetspmd.cost.level_costs import inside_bytes, inside_seconds
 from hetspmd.errors import HetspmdError, InfeasibleError, MemoryLimitError, SearchError
+from hetspmd.optimize.alternation import nearest
 from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.compile_options import Machines, Segments
-from hetspmd.optimize.considered import ways_taken
+from hetspmd.optimize.considered import kept, ways_taken
 from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import Outcome, candidate_at, synthesize
@@ -91,21 +92,31 @@ def step_across(ctx: Synthesis) -> Step:
     memory does not suffice.
     """
     tight = ctx
+    names = [d.name for d in ctx.cluster.devices]
+    nearest_one: MemoryLimitError | None = None
     for _ in range(ctx.thresholds.machine_memory_attempts):
-        outcome = synthesize(tight)
+        try:
+            outcome = synthesize(tight)
+        except MemoryLimitError:
+            if nearest_one is None:
+                raise
+            break  # the memory that it tells of is what the last turn has left, not what a machine has
         inside = inside_of(ctx, outcome.best)
         missed = lacking(ctx.cluster, inside)
         if not missed:
             return outcome, inside
+        nearest_one = nearest(nearest_one, MemoryLimitError(missed, names))
         devices = list(tight.cluster.devices)
         for rank, (missing, capacity) in missed.items():
             device = devices[rank]
             # What the machines are counted to hold must shrink by as much as an accelerator lacks.
             held = min(device.memory, outcome.best.cost.memory_bytes[rank])
-            memory = max(held * capacity / (capacity + missing) * 0.99, 1.0)
+            part = capacity / (capacity + missing) * ctx.thresholds.machine_memory_part
+            memory = max(held * part, 1.0)
             devices[rank] = replace(device, memory=memory)
         tight = replace(tight, cluster=replace(tight.cluster, devices=tuple(devices)))
-    raise MemoryLimitError(missed, [d.name for d in ctx.cluster.devices])
+    assert nearest_one is not None
+    raise nearest_one
 
 
 def segments_across(
@@ -124,8 +135,9 @@ def segments_across(
     own = inside_of(found, other.best)
     one = outcome.best.seconds + inside.seconds
     longer = other.best.seconds + own.seconds >= one
-    if lacking(ctx.cluster, own) or (segments == "auto" and longer):
-        return ctx, step
+    missed = {rank: missing for rank, (missing, _) in lacking(ctx.cluster, own).items()}
+    if missed or (segments == "auto" and longer):
+        return ctx, (replace(outcome, considered=kept(outcome.considered, other.considered, missed)), inside)
     return found, (replace(other, baselines={"one_segment": one}), own)
 
 

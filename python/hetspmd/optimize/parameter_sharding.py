@@ -53,7 +53,7 @@ class _Storage:
         self.filter: RowFilter = like(theory, rows)
         self.forms = stored_forms(theory, rows)
         open_ = [t for t in self.forms if t not in ctx.constraints.forms]
-        self.sharded = divisible(theory, open_, free, candidate.lengths.world)
+        self.sharded = divisible(theory, open_, free, candidate.lengths.world, ctx.thresholds.even_shard)
         self.groups = grouped(ctx, self.sharded)
         self.names = {p.tensor: p.name for p in theory.graph.parameters}
         self.distance = candidate.evaluator.prefetch_distance

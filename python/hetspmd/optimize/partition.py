@@ -26,14 +26,18 @@ from hetspmd.trace.graph import PARAMETER, Graph
 __all__ = ["partition", "segmented", "segments_like"]
 
 
-def partition(theory: Theory, seconds: Sequence[float], count: int) -> tuple[int, ...]:
+def partition(
+    theory: Theory, seconds: Sequence[float], count: int, uneven: float = THRESHOLDS.uneven_halves
+) -> tuple[int, ...]:
     """The segment of each instruction, numbered in the order of execution; at most ``count``.
 
-    ``seconds`` of each instruction are what the segments share evenly. The same arguments give the same segments.
+    ``seconds`` of each instruction are what the segments share evenly, but for the part ``uneven`` in each
+    bisection (:attr:`~hetspmd.optimize.thresholds.Thresholds.uneven_halves`). The same arguments give the same
+    segments.
     """
     pieces = _pieces(theory.graph)
     weighted = _weighted(theory, pieces, seconds)
-    parts = _bisected(weighted, sorted(weighted), count)
+    parts = _bisected(weighted, sorted(weighted), count, uneven)
     parts.sort(key=min)
     of = {piece: n for n, part in enumerate(parts) for piece in part}
     return tuple(of[piece] for piece in pieces)
@@ -164,20 +168,20 @@ def _weighted(theory: Theory, pieces: Sequence[int], seconds: Sequence[float]) -
     return found
 
 
-def _bisected(graph: nx.Graph, nodes: list[int], parts: int) -> list[set[int]]:
+def _bisected(graph: nx.Graph, nodes: list[int], parts: int, uneven: float) -> list[set[int]]:
     if parts < 2 or len(nodes) < 2:
         return [set(nodes)]
     own = nx.Graph()
     own.add_nodes_from((n, graph.nodes[n]) for n in nodes)
     own.add_weighted_edges_from(sorted(graph.subgraph(nodes).edges(data="bytes")), weight="bytes")
-    left, right = _halved(own, nodes, (parts + 1) // 2 / parts)
+    left, right = _halved(own, nodes, (parts + 1) // 2 / parts, uneven)
     return [
-        *_bisected(graph, sorted(left), (parts + 1) // 2),
-        *_bisected(graph, sorted(right), parts // 2),
+        *_bisected(graph, sorted(left), (parts + 1) // 2, uneven),
+        *_bisected(graph, sorted(right), parts // 2, uneven),
     ]
 
 
-def _halved(graph: nx.Graph, nodes: list[int], part: float) -> tuple[set[int], set[int]]:
+def _halved(graph: nx.Graph, nodes: list[int], part: float, uneven: float) -> tuple[set[int], set[int]]:
     """Two halves, of which the first should take ``part`` of the seconds."""
     seconds: dict[int, float] = {n: graph.nodes[n]["seconds"] for n in nodes}
     total = sum(seconds.values()) or 1.0
@@ -190,7 +194,7 @@ def _halved(graph: nx.Graph, nodes: list[int], part: float) -> tuple[set[int], s
 
     splits = [(set(nodes[:n]), set(nodes[n:])) for n in range(1, len(nodes))]
     least = min(off(left) for left, _ in splits)
-    tolerated = max(least, THRESHOLDS.uneven_halves * min(part, 1 - part))
+    tolerated = max(least, uneven * min(part, 1 - part))
     chosen = min(
         (s for s in splits if off(s[0]) <= tolerated), key=lambda s: (across(s[0]), off(s[0]), len(s[0]))
     )

@@ -19,6 +19,7 @@ A derived program computes by the same triples; the search, confined to them, ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import cache
 
@@ -26,7 +27,6 @@ from hetspmd.cost.model import CostModel
 from hetspmd.errors import InfeasibleError, SearchError
 from hetspmd.optimize.candidate import Candidate, Evaluator
 from hetspmd.optimize.synthesis import Synthesis
-from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.placement import REPLICATE, Placement, is_sharded, shard
 from hetspmd.program.lengths import Lengths, Matrix, apportion
 from hetspmd.program.program import Communicate, Compute, Program
@@ -37,6 +37,8 @@ from hetspmd.search.search import stored_forms
 
 __all__ = [
     "divisible",
+    "further",
+    "in_shards",
     "last_first",
     "like",
     "prefetched",
@@ -49,8 +51,7 @@ def prefetched(
     ctx: Synthesis, costs: CostModel, best: Candidate, candidates: Iterable[Candidate]
 ) -> list[Candidate]:
     """Candidates like ``best`` with parameters stored in shards, and such as they, it and the best of
-    ``candidates``
-    with gathers further ahead, on the same devices."""
+    ``candidates`` with gathers further ahead, on the same devices."""
     if costs.world == 1 or best.seconds * (1 - ctx.thresholds.hidden_gain) <= best.stages.floor:
         return []
     found = list(_derived(ctx, costs, best))
@@ -62,8 +63,14 @@ def prefetched(
     ]
     near.sort(key=lambda candidate: candidate.seconds)
     different = _different(near)[: ctx.thresholds.prefetch_candidates]
-    further = (_further(ctx, costs, candidate) for candidate in different)
-    return found + [candidate for candidate in further if candidate is not None]
+    ahead = (further(ctx, costs, candidate) for candidate in different)
+    return found + [candidate for candidate in ahead if candidate is not None]
+
+
+def in_shards(ctx: Synthesis, costs: CostModel, candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Candidates like these with even shards and more parameters in shards, whether or not the forward hides their
+    gathers: they hold fewer bytes."""
+    return [made for c in _different(list(candidates)) for made in _derived(ctx, costs, c, hidden=False)]
 
 
 def storage_axes(theory: Theory, program: Program) -> frozenset[int]:
@@ -99,10 +106,11 @@ def stored_evenly(theory: Theory, lengths: Lengths, ratios: Matrix, free: frozen
     return Lengths(lengths.world, units)
 
 
-def _derived(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Iterable[Candidate]:
-    """Candidates like this one: with even shards, and with more parameters in shards where the links have time for
-    it
-    while the forward runs."""
+def _derived(
+    ctx: Synthesis, costs: CostModel, candidate: Candidate, *, hidden: bool = True
+) -> Iterable[Candidate]:
+    """Candidates like this one: with even shards, and with more parameters in shards. ``hidden``: the latter only
+    where the links have time for it while the forward runs."""
     theory, rows = ctx.theory, candidate.result.rows
     free = storage_axes(theory, candidate.program)
     stored = stored_forms(theory, rows)
@@ -111,8 +119,8 @@ def _derived(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Iterable
     evened = any(lengths.units[axis.id] != candidate.lengths.units[axis.id] for axis in sharded)
     whole = [t for t, form in stored.items() if form == REPLICATE and t not in ctx.constraints.forms]
     divided = (
-        divisible(theory, whole, free, candidate.lengths.world)
-        if _idle(costs, candidate) >= ctx.thresholds.hidden_gain
+        divisible(theory, whole, free, candidate.lengths.world, ctx.thresholds.even_shard)
+        if not hidden or _idle(costs, candidate) >= ctx.thresholds.hidden_gain
         else {}
     )
     seen = set() if evened else {frozenset[int]()}
@@ -141,19 +149,17 @@ def _idle(costs: CostModel, candidate: Candidate) -> float:
     return (forward - busy) / candidate.seconds
 
 
-def divisible(theory: Theory, whole: Iterable[int], free: frozenset[int], world: int) -> dict[int, Placement]:
+def divisible(
+    theory: Theory, whole: Iterable[int], free: frozenset[int], world: int, even: float
+) -> dict[int, Placement]:
     """Of the parameters those that can be divided along free axes, and the form: along the first dim of which the
     largest shard is about as small as any (slices along dim 0 need not be copied), otherwise along the one with
-    the smallest."""
+    the smallest. ``even``: by which part a largest shard may be larger than the mean and counts as even."""
     found: dict[int, Placement] = {}
     for tensor in whole:
         dims = range(len(theory.graph.tensors[tensor].shape))
         units = {d: a.units for d in dims if (a := theory.axes.axis(tensor, d)) is not None and a.id in free}
-        over = {
-            d: max(-(-n // world) * world / n - 1, THRESHOLDS.even_shard)
-            for d, n in units.items()
-            if n >= world
-        }
+        over = {d: max(-(-n // world) * world / n - 1, even) for d, n in units.items() if n >= world}
         if over:
             found[tensor] = shard(min(over, key=lambda d: (over[d], d)))
     return found
@@ -203,8 +209,8 @@ def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list(first.values())
 
 
-def _further(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Candidate | None:
-    """The candidate with its gathers as far ahead as is best; None where the distance of one is."""
+def further(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Candidate | None:
+    """The candidate with its gathers as far ahead as is best, of what fits; None where the distance of one is."""
     graph = ctx.theory.graph
     given = {p.tensor for p in graph.parameters} | {
         graph.instructions[i].outputs[0] for i in graph.second_reads
@@ -212,6 +218,7 @@ def _further(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Candidat
     sent = sum(isinstance(s, Communicate) and s.tensor in given for s in candidate.program.steps)
     if sent < 2 or candidate.evaluator.prefetch_distance != 1:
         return None
+    limited = any(math.isfinite(device.memory) for device in costs.cluster.devices)
     best, distance, waited = candidate.seconds, 1, 0
     step = candidate.step
     shares = costs.shares(candidate.lengths)
@@ -220,11 +227,15 @@ def _further(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Candidat
             break
         with ctx.clock("balance"):
             seconds = step.prefetching(groups).streams.seconds(shares)
-        waited = 0 if seconds < best else waited + 1
-        if seconds < best:
+            gains = seconds < best and (not limited or _ahead(ctx, costs, candidate, groups).fits)
+        waited = 0 if gains else waited + 1
+        if gains:
             best, distance = seconds, groups
-    if distance == 1:
-        return None
+    return None if distance == 1 else _ahead(ctx, costs, candidate, distance)
+
+
+def _ahead(ctx: Synthesis, costs: CostModel, candidate: Candidate, distance: int) -> Candidate:
+    """The candidate with its gathers so many groups ahead."""
     searched_at = candidate.evaluator.searched_at
     reason = f"gathers {distance} ahead, else as {candidate.reason}"
     evaluator = Evaluator(ctx, costs, candidate.result, candidate.active, searched_at, reason, distance)

@@ -44,9 +44,8 @@ def in_segments(
     constraints: Callable[[Theory], Constraints],
 ) -> tuple[Synthesis, Outcome]:
     """The best outcome beside ``one``, the best of one segment, and the synthesis that gave it. ``constraints``:
-    those
-    of the user in a theory. A number of segments is kept to even where fewer are better, as far as the model can be
-    divided."""
+    those of the user in a theory. A number of segments is kept to even where fewer are better, as far as the model
+    can be divided."""
     theory, clock, thresholds = ctx.theory, ctx.clock, ctx.thresholds
     active = one.best.active
     if segments == 1 or len(active) == 1:
@@ -56,7 +55,9 @@ def in_segments(
     most = thresholds.segments
     if segments == "auto":
         with clock("balance"):
-            gained, _ = possible_gain(one.best, costs, partition(theory, weights, most))
+            gained, _ = possible_gain(
+                one.best, costs, partition(theory, weights, most, thresholds.uneven_halves)
+            )
         if gained < thresholds.segments_gain:
             return ctx, one
     found, best = ctx, one
@@ -66,7 +67,7 @@ def in_segments(
     before: tuple[int, ...] = ()
     for count in counts:
         with clock("balance"):
-            places = partition(theory, weights, count)
+            places = partition(theory, weights, count, thresholds.uneven_halves)
             if max(places, default=0) == 0 or places == before:
                 break
             gained, apart = possible_gain(one.best, costs, places)
@@ -76,7 +77,7 @@ def in_segments(
         with clock("rules"):
             cut = segmented(theory, places)
         inside = replace(ctx, theory=cut, constraints=constraints(cut))
-        other = synthesize_on(inside, active, _starts(one.best.ratios, apart, cut.axes.segments))
+        other = synthesize_on(inside, active, _starts(ctx, one.best.ratios, apart, cut.axes.segments))
         if other is None:
             continue
         ways[count] = among(other.considered, f"{cut.axes.segments} segments")
@@ -104,9 +105,9 @@ def possible_gain(candidate: Candidate, costs: CostModel, places: Sequence[int])
     return gain(Problem(stages, placement=placement), np.asarray(candidate.ratios[0], float))
 
 
-def _starts(one: Matrix, apart: Array, count: int) -> list[tuple[str, Matrix]]:
+def _starts(ctx: Synthesis, one: Matrix, apart: Array, count: int) -> list[tuple[str, Matrix]]:
     found: list[tuple[str, Matrix]] = [("one segment", by_segment(one[0], count))]
     free = tuple(tuple(map(float, row)) for row in apart[:count])
-    if len(free) == count and max(np.abs(np.subtract(free, found[0][1])).max(axis=1)) > 1e-3:
+    if len(free) == count and np.abs(np.subtract(free, found[0][1])).max() > ctx.thresholds.equal_starts:
         found.append(("free cuts", free))
     return found

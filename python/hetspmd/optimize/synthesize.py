@@ -4,7 +4,8 @@ Candidates are compared by the two-stream simulation (:func:`hetspmd.optimize.ca
 the rounds of search and ratios (:mod:`hetspmd.optimize.alternation`), from known kinds of programs
 (:mod:`hetspmd.optimize.baselines`), from searches that weigh hidden communication less
 (:mod:`hetspmd.optimize.overlap`), from prefetched parameters (:mod:`hetspmd.optimize.prefetch`), and from the
-storage of parameters (:mod:`hetspmd.optimize.parameter_sharding`).
+storage of parameters (:mod:`hetspmd.optimize.parameter_sharding`). Where none of those on all devices fits the
+memory, what they store whole is stored in shards.
 
 The same is done for subsets of the devices, the fastest one alone among them; the devices of a better
 subset's plan are its active ones, the others idle. A subset whose bound :meth:`CostModel.floor` is no
@@ -26,6 +27,7 @@ from hetspmd.optimize.candidate import Candidate, Evaluator, best_of, certified
 from hetspmd.optimize.considered import LeftOut, verdicts
 from hetspmd.optimize.overlap import overlap_variants
 from hetspmd.optimize.parameter_sharding import storage_variants
+from hetspmd.optimize.prefetch import in_shards
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.plan.reports import Considered, Iteration
 from hetspmd.program.lengths import Lengths, Matrix
@@ -75,6 +77,9 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
     kinds = baselines(ctx, costs)
     tried = [*kinds.values(), *rounds.candidates]
     best = best_of(ctx, tried)
+    if best is None:
+        tried += in_shards(ctx, costs, [*kinds.values(), *rounds.replaced])
+        best = best_of(ctx, tried)
     if best is not None:
         more = overlap_variants(ctx, costs, ctx.everyone, best, rounds)
         tried += more

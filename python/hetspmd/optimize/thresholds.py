@@ -25,6 +25,18 @@ class Thresholds:
     memory_attempts: int = 4
     """Attempts at ratios whose whole units keep within the memory, and at programs that do on their way."""
 
+    bounded_again: float = 0.97
+    """Times the bound of a device whose whole units were more than fits, for the next attempt: all of them together
+    take a tenth off, which is more than a unit of most axes."""
+
+    equal_starts: float = 1e-3
+    """Difference of shares, as parts of an axis, up to which ratios are no other start: less than a unit of
+    most axes."""
+
+    baseline_expansions: int = 10_000
+    """Expansions of a search for a known kind of program at most, a tenth of what others have: it is there for
+    comparison."""
+
     overlap_weights: tuple[float, ...] = (0.5, 0.1)
     """Weights on communication that other work can hide, for further candidates."""
 
@@ -82,6 +94,10 @@ class Thresholds:
 
     machine_memory_attempts: int = 4
     """Plans of machines, each with less memory, until the memory of the accelerators inside suffices."""
+
+    machine_memory_part: float = 0.99
+    """The part that the next of them has of the memory with which, in proportion, it would just suffice: whole
+    units do not keep to proportions."""
 
 
 THRESHOLDS: Final = Thresholds()

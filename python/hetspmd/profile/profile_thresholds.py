@@ -75,7 +75,8 @@ class ProfileThresholds:
     """(batch, height = width) of the convolution, each with four times the FLOPs of the one before."""
 
     cpu_memory_bytes: int = 16 * 2**20
-    """Bytes of each operand that is read from the memory of a CPU: more than most caches hold."""
+    """Bytes of each of the two operands and the result that pass through the memory of a CPU: together they are
+    more than the last cache of most holds (``cpu_arena_bytes``)."""
 
     gpu_memory_bytes: int = 256 * 2**20
     """The same on a GPU."""

@@ -6,8 +6,8 @@ where the last of them would have. They may run together in three cases:
 
 - nothing in this graph reads their results before its last collective has started (gradients);
 - no computation stands between them (what one layer gathers);
-- they are :data:`TINY`, and the later one is waited for first (both sums of a normalisation's backward): then
-  nothing waits for longer than before.
+- they are tiny (:data:`TINY`) even together, and the later one is waited for first (both sums of a normalisation's
+  backward): then nothing waits for longer than before.
 
 No bucket carries more bytes than its size, so that what is early does not wait for long. A collective whose source
 another one delivers is never in a bucket with it.
@@ -39,7 +39,8 @@ __all__ = [
 
 
 TINY: Final = 10
-"""A collective of at most this part of a bucket takes no longer to carry than to begin, as a bucket is sized."""
+"""Times as long to carry as to begin a full bucket takes: what has at most one of so many parts of a bucket's bytes
+takes no longer to carry than to begin."""
 
 _DTYPES: Final = ("float32", "float64", "float16", "bfloat16")
 

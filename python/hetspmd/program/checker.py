@@ -136,4 +136,4 @@ class _Proof:
 def _text(form: int) -> str:
     if form < 2:
         return ("replicated", "partial")[form]
-    return f"All-Gather({form - 2})" if form < _COPIED else f"All-Gather({form - _COPIED})'"
+    return f"shard({form - 2})" if form < _COPIED else f"shard({form - _COPIED})'"

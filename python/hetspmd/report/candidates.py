@@ -60,6 +60,8 @@ def _why(candidate: Considered, best: float) -> str:
         return f"rank {rank} lacks {quantity_text(nbytes, 'bytes')}"
     if candidate.verdict == "slower" and best > 0:
         times = candidate.seconds / best
+        if times < 1:
+            return "slower, but for what goes on inside machines"
         if times >= 2:
             return f"{times:.1f} times as slow"
         return "0.01 % slower or less" if times < 1.0001 else f"{100 * (times - 1):.2g} % slower"

@@ -28,7 +28,7 @@ class VerifyThresholds:
     """The largest error that counts as equal in float64: ranks add in another order, and a few roundings follow."""
 
     tolerance_float32: float = 1e-3
-    """The same in float32, whose roundings are larger by 5e8, and add up in deep models."""
+    """The same in float32: some eight thousand of its roundings, which add up in deep models."""
 
     noise_float64: KindNoise = KindNoise(gradients=1e-12, parameters=1e-10)
     """Of a gradient that cancels, some thousand roundings remain; an optimizer enlarges them in a parameter."""

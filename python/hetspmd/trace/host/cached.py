@@ -125,7 +125,7 @@ def _is_key(value: Any, table: Mapping[Any, Any]) -> bool:
 def _step(key: Any) -> str | None:
     """The step to the result with this key in the table of a cache, None if its arguments cannot be written."""
     parts = list(key) if isinstance(key, tuple) else [key]
-    marks = [position for position, part in enumerate(parts) if type(part) is object]
+    marks = [position for position, part in enumerate(parts) if part is _MARK]
     named: dict[str, Any] = {}
     if marks:
         rest = parts[marks[0] + 1 :]
@@ -138,6 +138,17 @@ def _step_of(positional: tuple[Any, ...], named: dict[str, Any]) -> str | None:
     if not all(map(_is_written, (*positional, *named.values()))):
         return None
     return f"{CALL}{json.dumps([positional, named])})"
+
+
+def _mark() -> object:
+    """What stands in every key between positional and named arguments. Arguments may be bare objects as well."""
+    asked = functools.cache(lambda **_: None)
+    asked(name=None)
+    ((mark, *_),) = results_of(asked)
+    return mark
+
+
+_MARK: Final = _mark()
 
 
 def _is_written(value: Any) -> bool:

@@ -8,12 +8,13 @@ from typing import Any
 from torch import nn
 
 from hetspmd.trace.host.code import CodeReader
+from hetspmd.trace.host.code_digest import code_digest
 from hetspmd.trace.host.content import held, is_followed_kind, own_attributes, referent
 from hetspmd.trace.host.foreign import is_foreign, is_own
 from hetspmd.trace.host.kinds import answers, bound_to, is_function
 from hetspmd.trace.host.members import members
 from hetspmd.trace.host.names import names_in
-from hetspmd.trace.host.places import Path, Roots
+from hetspmd.trace.host.places import Path, Roots, closure, content
 from hetspmd.trace.host.plain import is_container, is_scalar, type_name
 from hetspmd.trace.host.raw import elements, pairs, size
 from hetspmd.trace.host.snapshot import OF_TORCH
@@ -153,13 +154,14 @@ class _Walk:
                 self.value(part)
 
     def _parts(self, container: Any) -> None:
-        """What a container holds: of a set in the order of names, which is the same on every rank."""
+        """What a container holds: of a set in an order that is the same on every rank, as far as names, code and
+        the numbers around it tell its parts apart."""
         if isinstance(container, dict):
             parts = [part for pair in pairs(container) for part in pair]
         else:
             parts = list(elements(container))
         if isinstance(container, (set, frozenset)):
-            parts.sort(key=_name)
+            parts.sort(key=_told_apart)
         for part in parts:
             self.value(part)
 
@@ -167,7 +169,11 @@ class _Walk:
         self.value(value)
 
 
-def _name(value: Any) -> str:
-    """The name of a function or a class, of anything else that of its class."""
+def _told_apart(value: Any) -> tuple[str, ...]:
+    """The name of a function or a class, of anything else that of its class; of a function what it does, too."""
     named = isinstance(value, (type, FunctionType))
-    return f"{type_name(type(value))} {value.__qualname__ if named else ''}"
+    name = f"{type_name(type(value))} {value.__qualname__ if named else ''}"
+    if not isinstance(value, FunctionType):
+        return (name,)
+    around = (*map(content, closure(value).values()), *(value.__defaults__ or ()))
+    return (name, code_digest(value.__code__), *(repr(v) for v in around if is_scalar(v)))

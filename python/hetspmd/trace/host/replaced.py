@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -9,11 +10,12 @@ from typing import Any, Final
 
 from hetspmd.trace.host.code_digest import code_digest
 from hetspmd.trace.host.foreign import is_own
+from hetspmd.trace.host.plain import is_scalar
 
 __all__ = ["Replaced", "functions_of", "is_users"]
 
 _ABSENT: Final = object()
-_FUNCTIONS: Final = (FunctionType, BuiltinFunctionType)
+_FUNCTIONS: Final = (FunctionType, BuiltinFunctionType, functools.partial)
 
 
 class Replaced:
@@ -25,15 +27,17 @@ class Replaced:
     def __init__(self, read: Callable[[], Mapping[str, Any]], counts: Callable[[Any], bool]) -> None:
         self._read, self._counts = read, counts
         self._first = dict(read())
+        self._names: list[str] = []
         self._last: list[Any] = []
         self._text = ""
 
     def text(self) -> str:
         """What was replaced or added, each with its name. An empty text if there is none."""
         now = self._read()
-        values = list(now.values())
-        if len(values) != len(self._last) or not all(map(operator.is_, values, self._last)):
-            self._last, self._text = values, "; ".join(sorted(self._changed(now)))
+        names, values = list(now), list(now.values())
+        if names != self._names or not all(map(operator.is_, values, self._last)):
+            self._names, self._last = names, values
+            self._text = "; ".join(sorted(self._changed(now)))
         return self._text
 
     def _changed(self, now: Mapping[str, Any]) -> list[str]:
@@ -58,16 +62,22 @@ def functions_of(variables: Mapping[str, Any]) -> str:
 
 
 def is_users(value: object) -> bool:
-    """Whether a function, a property or an object that stands for one is the user's own.
+    """Whether a function, a property or an object that stands for one is the user's own; of a partial function,
+    whether what it calls is.
 
     What packages replace does not count: it depends on which of them a rank has imported.
     """
     if isinstance(value, ModuleType):
         return False  # some make what they are asked for
+    if isinstance(value, functools.partial):
+        return is_users(value.func)
     return is_own(getattr(getattr(value, "fget", value), "__module__", None))
 
 
 def _described(value: object) -> str:
+    if isinstance(value, functools.partial):
+        given = [*value.args, *(v for pair in sorted(value.keywords.items()) for v in pair)]
+        return " ".join([_described(value.func), *(repr(v) for v in given if is_scalar(v))])
     function = getattr(value, "fget", value)
     if isinstance(function, FunctionType):
         return f"{function.__module__}.{function.__qualname__} {code_digest(function.__code__)}"
