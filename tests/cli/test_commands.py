@@ -233,6 +233,28 @@ def test_verify_that_fails(command, targets, cluster, monkeypatch: pytest.Monkey
     assert outcome.out.startswith("NOT EQUAL to the single device within 1e-09\n")
 
 
+def test_verify_locate_says_where_the_two_part(
+    command, targets, cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = "e7 = addmm of module b at model.py:3 is the first value that differs, on rank 1"
+    asked = []
+
+    def failing(model: object, example: object, cluster: object, **options: object) -> VerifyReport:
+        asked.append(options["locate"])
+        located = where if options["locate"] else ""
+        return VerifyReport(False, 0.5, 0.0, 0.0, 1e-9, False, {"loss": "loss (sgd)"}, located=located)
+
+    monkeypatch.setattr(import_module("hetspmd.verify.comparison"), "verify", failing)
+    plain = command("verify", targets, "--cluster", cluster)
+    told = command("verify", targets, "--cluster", cluster, "--locate")
+    document = json.loads(command("verify", targets, "--cluster", cluster, "--locate", "--json", "-").out)
+    assert asked == [False, True, True]
+    assert (plain.status, told.status) == (1, 1)
+    assert where in told.out + told.err
+    assert where not in plain.out + plain.err
+    assert document["located"] == where
+
+
 def test_rules_list(command) -> None:
     outcome = command("rules", "list")
     assert outcome.status == 0

@@ -106,3 +106,9 @@ def test_one_device_needs_no_group() -> None:
             assert torch.equal(collectives.STARTS[name].one(runtime, x, 1, (3,)).wait(), x)
     assert torch.equal(collectives.start_all_to_all(runtime, x, 0, 1, (2,), (3,)).wait(), x)
     assert torch.equal(collectives.start_all_reduce(runtime, x).wait(), x)
+
+
+def test_scripts_may_import_it_from_its_earlier_place() -> None:
+    from hetspmd.run import simulate
+
+    assert simulate.run_ranks is run_ranks

@@ -50,8 +50,67 @@ def test_the_pages_script_trains_as_one_device_does(tmp_path: Path) -> None:
     assert four == pytest.approx(one, rel=1e-7)
 
 
-def test_the_page_has_its_parts() -> None:
+PARTS: dict[str, tuple[str, ...]] = {
+    "Install and launch": ("pip install", "torchrun", "init_process_group", "Seed every rank alike"),
+    "The model and the loader": ("DistributedSampler", "DataLoader", "generator="),
+    "Wrapping, and what counts as the loss": ("loss=1", 'loss="total"', "loss=lambda", "lr_scheduler"),
+    "The loop": ("clip_grad_norm_", "schedule.step()", "Gradient accumulation"),
+    "Evaluation": ("hap.eval()", "no_grad"),
+    "Averages of weights (EMA), target networks": ("copy.deepcopy(hap)", "lerp_"),
+    "Saving and resuming": (
+        "full_state_dict()",
+        "torch.save",
+        "torch.load",
+        "load_full_optimizer_state_dict",
+    ),
+    "Samples, and other methods of the model": ("full_module()", "generate"),
+    "When a rank is busy, dead, or does something else": (
+        "timeout=",
+        "busy between two steps",
+        "check_batches",
+    ),
+    "What is exact, and what is not": ("| in your script | under HAP | the line to write |",),
+}
+"""What a script needs, and words of the section that says it."""
+
+
+def sections() -> dict[str, str]:
     text = PAGE.read_text(encoding="utf-8")
-    for part in ("Install and launch", "The loop", "Evaluation", "Saving and resuming", "What is exact"):
-        assert f"## {part}" in text, part
+    return dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
+
+
+def test_the_page_has_its_parts() -> None:
+    found = sections()
+    for part, words in PARTS.items():
+        assert part in found, part
+        assert [word for word in words if word not in found[part]] == [], part
     assert len(blocks("python")) >= 9
+
+
+def test_what_is_wrong_is_called_so_beside_the_line_to_write() -> None:
+    """Every row of the table has three columns; one that is not exact has code to write, or what to leave out."""
+    table = sections()["What is exact, and what is not"]
+    rows = [
+        [c.strip() for c in re.split(r"(?<!\\)\|", row)[1:-1]]
+        for row in table.splitlines()
+        if row[:2] == "| "
+    ]
+    rows = [row for row in rows if row[0] != "in your script"]
+    assert len(rows) > 60
+    wrong = [row for row in rows if "WRONG" in row[1]]
+    assert len(wrong) >= 4
+    for row in rows:
+        assert len(row) == 3, row
+        assert all(row), row
+        if row in wrong:
+            assert row[1].startswith("WRONG"), row
+            assert re.search(r"`[^`]+`", row[2]), row
+
+
+def test_readme_leads_here_from_its_first_screen() -> None:
+    readme = (PAGE.parents[1] / "README.md").read_text(encoding="utf-8").splitlines()
+    assert any("(docs/training.md)" in line for line in readme[:40])
+    (start,) = (i for i, line in enumerate(readme) if line == "<!-- faster -->")
+    before = " ".join(readme[start - 8 : start])
+    assert "hetspmd's plan is the one that `hetspmd.tune` chose" in before
+    assert "all other figures on this page are of plans as `hetspmd.compile` makes them" in before

@@ -33,3 +33,5 @@ def test_foreign(c: Case) -> None:
 
 def test_every_case_names_its_report() -> None:
     assert all(c.report for c in CASES.values())
+    assert len(CASES) >= 80, "the corpus grows"
+    assert len({c.report for c in CASES.values()}) >= 60

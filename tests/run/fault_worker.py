@@ -61,6 +61,8 @@ def rank_main(rank: int, port: int, trial: dict[str, Any], c: Case, plan: Plan, 
                 raise ValueError("the loader is broken")
             if step > STEPS_BEFORE and mine and kind == "leave":
                 return
+            if step == STEPS_BEFORE + 1 and mine and kind == "elsewhere":
+                time.sleep(4.0 * trial["timeout"])
             if step == STEPS_BEFORE + 1 and mine and kind == "busy":
                 with hap.everyone.busy():
                     time.sleep(2.0 * trial["timeout"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import decimal
 import locale
 import logging
@@ -16,6 +17,7 @@ import torch
 from beside import Beside, X, base, equal
 from ranks import cluster
 
+from hetspmd.dist.simulate import run_ranks
 from hetspmd.run.host_guard import Guard
 from hetspmd.run.module import HAP
 from hetspmd.trace.host import settings
@@ -88,6 +90,7 @@ SETTINGS: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
         lambda: torch._tensor_str.PRINT_OPTS.precision == 2,
         lambda on: torch.set_printoptions(precision=2 if on else 4),
     ),
+    "anomaly mode": (lambda: torch.is_anomaly_enabled(), torch.autograd.set_detect_anomaly),
     "warnings": (torch.is_warn_always_enabled, torch.set_warn_always),
     "environment by a computed name": (
         lambda: os.environ["HETSPMD_TEST_" + "_".join(KEY)] == "2",
@@ -133,6 +136,46 @@ def test_what_forward_asks_for_is_noticed(setting: str) -> None:
 
     losses = equal(lambda: Beside(forward), each, plans=2).losses
     assert losses[2] > 1.5 * losses[1], "the step must read it"
+
+
+MODES: dict[str, Callable[[torch.Tensor], bool]] = {
+    "inference": lambda _: torch.is_inference_mode_enabled(),
+    "a tensor of inference": lambda hidden: hidden.is_inference(),
+    "no gradients": lambda _: not torch.is_grad_enabled(),
+    "a tensor without gradient": lambda hidden: not hidden.requires_grad,
+    "a tensor without history": lambda hidden: hidden.grad_fn is None,
+}
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+@pytest.mark.parametrize("name", MODES)
+def test_a_mode_of_torch_is_another_state_for_who_asks_for_it(name: str, evaluation: bool) -> None:
+    """In training and in evaluation. What a forward asks is found in its code: it has this question alone."""
+    ask = MODES[name]
+
+    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return base(model, x) * (2.0 if ask(model.up(x)) else 1.0)
+
+    def body(called: Any) -> list[float]:
+        called.train(not evaluation)
+        found = []
+        modes = (torch.enable_grad, torch.no_grad, torch.inference_mode)
+        for mode in (*modes, *modes[::-1]):
+            with mode():
+                found.append(float(called(X).detach()))
+        return found
+
+    model = Beside(forward)
+    models = [copy.deepcopy(model) for _ in range(4)]
+    want = body(model)
+    assert want[2] > 1.5 * want[0]
+
+    def rank(communicator: Any) -> list[float]:
+        devices = cluster(4, 2, 1, 1)
+        return body(HAP(models[communicator.rank], devices, example=(X,), process_group=communicator))
+
+    for found in run_ranks(4, rank):
+        assert found == pytest.approx(want, rel=1e-5)
 
 
 def test_what_forward_does_not_ask_for_makes_no_plan() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from fault_worker import LONE, WORLD
 
+from hetspmd.run.run_options import RunOptions
+
 Trial = dict[str, Any]
 Result = dict[str, Any]
 HERE = Path(__file__).parent
@@ -125,6 +127,25 @@ def test_a_rank_that_hangs_and_one_that_is_busy(tmp_path: Path) -> None:
     assert all("is stopped" in met["reason"] for rank, met in enumerate(stopped["ranks"]) if rank != 2)
     assert all(met["error"] == "" for met in busy["ranks"]), "a rank that compiles is waited for"
     assert set(busy["status"].values()) == {0}
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_something_else_between_two_steps(tmp_path: Path) -> None:
+    """The others stop after their timeout, and say that it lives: nothing was lost on the way."""
+    trials = [{"kind": "elsewhere", "victim": victim, "timeout": SHORT} for victim in (1, 0)]
+    for trial, result in zip(trials, run_trials(tmp_path, trials), strict=True):
+        check_survivors(trial, result)
+        text = f"rank {trial['victim']} is alive but does not come: it is busy between two steps, or hangs"
+        for rank, met in enumerate(result["ranks"]):
+            if rank != trial["victim"]:
+                assert text in met["reason"], met
+                assert text in met["text"], met
+
+
+def test_who_is_busy_for_minutes_ends_no_run_by_default() -> None:
+    """A checkpoint that one rank writes, an evaluation: forty seconds ended runs."""
+    assert RunOptions().timeout >= 600.0
+    assert f"HAP(..., timeout={RunOptions().timeout})" in (HERE.parents[1] / "README.md").read_text("utf-8")
 
 
 @pytest.mark.slow

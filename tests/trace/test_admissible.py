@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
+import hetspmd
 from hetspmd.errors import ExampleError, TraceError
 from hetspmd.trace.trace import trace
 from nets import Net, parameter, traced
@@ -45,6 +49,40 @@ def _scripted() -> nn.Module:
 def test_modules_that_distribute_or_compile_themselves(part: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(TraceError, match=message):
         traced(applied, X, part=part())
+
+
+def _applied_to(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize(
+    ("wrap", "kind"),
+    [
+        (nn.parallel.DistributedDataParallel, "DistributedDataParallel"),
+        (lambda m: fully_shard(m, mesh=init_device_mesh("cpu", (1,))), "FSDPLinear"),
+        (
+            lambda m: hetspmd.HAP(
+                m, {"devices": [{"name": "lone", "flops": 1e6}]}, example=(X,), loss=_applied_to
+            ),
+            "HAP",
+        ),
+    ],
+    ids=["DDP", "FSDP", "HAP"],
+)
+def test_wrappers_of_several_ranks_inside_are_refused(wrap: Callable[..., nn.Module], kind: str) -> None:
+    inside = wrap(nn.Linear(4, 4))
+    for part, name in ((inside, "part"), (nn.ModuleList([nn.Identity(), inside]), r"part\.1")):
+        message = rf"^{name} of Net is a {kind}: .*give it the plain module .*HAP once, on the outside"
+        with pytest.raises(TraceError, match=message):
+            traced(applied, X, part=part)
 
 
 def test_the_model_itself_is_named_so() -> None:

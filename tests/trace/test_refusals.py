@@ -176,6 +176,28 @@ def test_the_usual_rewrite_is_named(forward: Callable[..., torch.Tensor], advice
         traced(forward, torch.randn(3), w=parameter(3))
 
 
+def freezes(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.w.requires_grad_(False)
+    return (x * m.w * m.v).sum()
+
+
+def thaws_by_turns(m: Any, x: torch.Tensor) -> torch.Tensor:
+    for p in m.parameters():
+        p.requires_grad = m.training
+    return (x * m.w * m.v).sum()
+
+
+def freezes_a_part(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.part.requires_grad_(False)(x).sum() + m.w.sum()
+
+
+@pytest.mark.parametrize("forward", [freezes, thaws_by_turns, freezes_a_part])
+def test_requires_grad_that_forward_changes_is_refused(forward: Callable[..., torch.Tensor]) -> None:
+    message = rf"forward changes requires_grad of a parameter at {re.escape(__file__)}:\d+: .*before the call"
+    with pytest.raises(TraceError, match=message):
+        traced(forward, torch.randn(3), w=parameter(3), v=parameter(3), part=nn.Linear(3, 3))
+
+
 def test_a_mask_that_nn_transformer_looks_into() -> None:
     model = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1, enable_nested_tensor=False

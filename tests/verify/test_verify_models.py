@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from hetspmd.errors import ExampleError
+from hetspmd.verify import comparison
 from hetspmd.verify.comparison import VerifyReport, verify
 from hetspmd.verify.copies import model_in
+from hetspmd.verify.training_steps import TrainedRun
 from nets import Net
 
 X = torch.randn(16, 12, generator=torch.Generator().manual_seed(3))
@@ -125,23 +128,73 @@ def test_what_cannot_be_copied_is_named() -> None:
         verify(model, (X,), DEVICES)
 
 
-class Lazy(nn.Module):
-    """Replaces the buffer object in each forward, on one device and on ranks alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.a = nn.Linear(12, 12)
-        self.register_buffer("mean", torch.zeros(12))
-        self.norm = nn.BatchNorm1d(12)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(self.norm(self.a(x)), x)
+def _averages(m: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = m.a(x)
+    m.kept = 0.9 * m.kept + 0.1 * hidden.detach().mean(0)
+    return F.mse_loss(m.b(torch.tanh(hidden - m.kept)), x)
 
 
-def test_buffers_are_compared_by_name() -> None:
-    report = check(Lazy())
+def _queues(m: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = m.a(x)
+    m.kept = torch.cat((m.kept[12:], hidden.detach().sum(0)[:12]))
+    return F.mse_loss(m.b(torch.tanh(hidden + m.kept)), x)
+
+
+def _by_dict(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m._buffers["kept"] = m.kept + x.sum()
+    return F.mse_loss(m.b(torch.tanh(m.a(x))), x) * (1 + m.kept.sin().mean())
+
+
+def _twice(m: Any, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(2):
+        m.kept = 2 * m.kept + 1
+        m.kept.add_(1)
+    return F.mse_loss(m.b(torch.tanh(m.a(x))), x) * m.kept.log1p().mean()
+
+
+def _swaps(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.kept, m.other = m.other, m.kept
+    return F.mse_loss(m.b(torch.tanh(m.a(x))) * m.kept[:12], x)
+
+
+REASSIGNED = {"averages": _averages, "queues": _queues, "by dict": _by_dict, "twice": _twice, "swaps": _swaps}
+
+
+def reassigning(name: str) -> Net:
+    """Puts another tensor into the slot of a buffer in each forward."""
+    model = net(REASSIGNED[name])
+    model.register_buffer("kept", torch.zeros(24))
+    model.register_buffer("other", torch.linspace(0, 1, 24))
+    return model
+
+
+@pytest.mark.parametrize("name", REASSIGNED)
+def test_buffers_that_are_reassigned_are_compared_by_name(name: str) -> None:
+    """On one device and on ranks alike; the model that is given stays as it was."""
+    model = reassigning(name)
+    before = {key: (buffer, buffer.clone()) for key, buffer in model.named_buffers()}
+    report = check(model)
     assert report.parameter_error < 1e-12
+    for key, buffer in model.named_buffers():
+        assert buffer is before[key][0]
+        assert torch.equal(buffer, before[key][1])
+
+
+@pytest.mark.parametrize("name", ["averages", "swaps"])
+def test_a_reassigned_buffer_that_parts_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ranks that leave in it what was there before."""
+    right = comparison.on_ranks
+
+    def wrong(*given: Any) -> list[TrainedRun]:
+        kept = (
+            torch.zeros(24, dtype=torch.float64) if name == "averages" else torch.linspace(0, 2, 24).double()
+        )
+        return [replace(run, final={**run.final, "kept": kept}) for run in right(*given)]
+
+    monkeypatch.setattr(comparison, "on_ranks", wrong)
+    report = verify(reassigning(name), (X,), DEVICES)
+    assert not report.ok
+    assert report.worst["parameters"].startswith("kept ("), report.text
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,12 @@ def named_error(error: Exception, model: nn.Module) -> HetspmdError:
             f"{type(model).__name__} cannot be traced to one static graph{where}: {kind}: {text}. "
             f"{_GENERAL}{advice}"
         )
+    if "only change requires_grad flags of leaf" in text:
+        return TraceError(
+            f"forward changes requires_grad of a parameter{where}: a plan is made for the parameters that require "
+            "a gradient when the model is called. Freeze and thaw before the call (each state has a plan of its "
+            "own), or keep the gradient away from them there: parameter.detach()"
+        )
     return ExampleError(
         f"{type(model).__name__} fails on the example{where}: {kind}: {text}; try model(batch) on one device "
         "first. If it works there, the model takes another way while it is traced, as under torch.compile: look "

@@ -72,6 +72,14 @@ _IF_ASKED: Final[dict[str, tuple[frozenset[str], Callable[[], Any]]]] = {
         torch.get_float32_matmul_precision,
     ),
     ".anomaly_mode": (frozenset({"is_anomaly_enabled"}), torch.is_anomaly_enabled),
+    ".grad_enabled": (
+        frozenset({"is_grad_enabled", "requires_grad", "grad_fn", "is_leaf"}),
+        torch.is_grad_enabled,
+    ),
+    ".inference_mode": (
+        frozenset({"is_inference_mode_enabled", "is_inference"}),
+        torch.is_inference_mode_enabled,
+    ),
     ".num_threads": (frozenset({"get_num_threads"}), torch.get_num_threads),
     ".num_interop_threads": (frozenset({"get_num_interop_threads"}), torch.get_num_interop_threads),
     ".warn_always": (frozenset({"is_warn_always_enabled"}), torch.is_warn_always_enabled),
