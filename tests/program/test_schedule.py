@@ -284,24 +284,25 @@ def test_a_gather_that_is_only_a_result_comes_last() -> None:
 # whatever the program ------------------------------------------------------------------------------------------
 
 
-def programs() -> list[tuple[Theory, Program]]:
+def programs() -> list[tuple[Theory, Program, int]]:
+    """Programs, and how many groups ahead their gathers are."""
     found = []
     for name in ("mlp", "conv", "attention"):
         theory = case(name).theory
         for seed in range(8):
             make = random_program if seed % 2 else cheap_random_program
-            found.append((theory, dataclasses.replace(make(theory, seed), ahead=1 + seed // 2)))
+            found.append((theory, make(theory, seed), 1 + seed // 2))
         for sharded in (False, True):
             batch = theory.graph.inputs[0].tensor
-            found.append((theory, data_parallel(theory, batch, sharded_parameters=sharded)))
+            found.append((theory, data_parallel(theory, batch, sharded_parameters=sharded), 1))
     return found
 
 
-def standing(theory: Theory, program: Program, patch: pytest.MonkeyPatch) -> LocalOrder:
+def standing(theory: Theory, program: Program, distance: int, patch: pytest.MonkeyPatch) -> LocalOrder:
     """The schedule with nothing put off."""
     with patch.context() as m:
         m.setattr(Order, "_is_put_off", lambda *_: False)
-        return order_of(theory, program)
+        return order_of(theory, program, prefetch_distance=distance)
 
 
 def put_off(theory: Theory, program: Program, patch: pytest.MonkeyPatch) -> list[Compute]:
@@ -342,9 +343,10 @@ def in_this_order(program: Program, found: LocalOrder) -> Program:
 
 def test_nothing_is_lost_and_nothing_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = 0
-    for theory, program in programs():
+    for theory, program, distance in programs():
         graph = theory.graph
-        found, plain = order_of(theory, program), standing(theory, program, monkeypatch)
+        found = order_of(theory, program, prefetch_distance=distance)
+        plain = standing(theory, program, distance, monkeypatch)
         there: set[tuple[int, Placement]] = set()
         for got, want in ((found.forward, plain.forward), (found.backward, plain.backward)):
             assert Counter(got) == Counter(want)
@@ -358,8 +360,9 @@ def test_nothing_is_lost_and_nothing_is_read_too_early(monkeypatch: pytest.Monke
 
 def test_no_collective_starts_later_because_work_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
     earlier = 0
-    for theory, program in programs():
-        found, plain = order_of(theory, program), standing(theory, program, monkeypatch)
+    for theory, program, distance in programs():
+        found = order_of(theory, program, prefetch_distance=distance)
+        plain = standing(theory, program, distance, monkeypatch)
         for got, want in ((found.forward, plain.forward), (found.backward, plain.backward)):
             now, then = computed_before(theory.graph, got), computed_before(theory.graph, want)
             assert now.keys() == then.keys()
@@ -371,7 +374,7 @@ def test_no_collective_starts_later_because_work_is_put_off(monkeypatch: pytest.
 def test_memory_of_work_that_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Views hold no more than before; at the moment in which a copy is made, it and what it reads are there."""
     views = copies = 0
-    for seed, (theory, program) in enumerate(programs()):
+    for seed, (theory, program, distance) in enumerate(programs()):
         tensors, rules = theory.graph.tensors, theory.rules
         late = put_off(theory, program, monkeypatch)
         work = [theory.graph.instructions[s.instruction] for s in late if not rules[s.instruction].alias]
@@ -380,7 +383,10 @@ def test_memory_of_work_that_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None
         lengths = uneven(theory, 3, seed)
         with_, without = (
             memory_bytes(theory, in_this_order(program, order), lengths)
-            for order in (order_of(theory, program), standing(theory, program, monkeypatch))
+            for order in (
+                order_of(theory, program, prefetch_distance=distance),
+                standing(theory, program, distance, monkeypatch),
+            )
         )
         assert all(a <= b + most for a, b in zip(with_, without, strict=True)), (seed, with_, without)
     assert views > 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -247,10 +248,7 @@ def test_plans_with_idle_devices_are_stored_and_told_apart() -> None:
     assert "# idle, forward" in str(lower_plan(plan, 0, torch.device("cpu")))
     for active in ((1, 0), (0, 0), (3,), (0, 1)):
         with pytest.raises(PlanError):
-            Plan(
-                plan.graph, plan.program, plan.ratios, plan.lengths, plan.cluster, plan.cost, plan.search,
-                {}, (), active,
-            )  # fmt: skip
+            replace(plan, active=active)
 
 
 def test_ranks_that_wait_in_different_groups_stop() -> None:

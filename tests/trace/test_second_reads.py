@@ -26,6 +26,7 @@ from hetspmd.plan.reports import SearchReport
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths, lengths_for
 from hetspmd.program.program import Program
+from hetspmd.program.schedule import make_schedule
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
@@ -286,7 +287,8 @@ def plan_of(theory: Theory, lengths: Lengths, program: Program) -> Plan:
     cost = StepCost(0.0, 0.0, 0.0, 0.0, (0,) * lengths.world, 1, (0.0,) * lengths.world)
     report = SearchReport(0.0, 0.0, 0.0, "handmade", 0)
     shares = (0.75, 0.25)
-    return Plan(theory.graph, program, (shares,), lengths, devices(*shares), cost, report, {}, ())
+    schedule = make_schedule(theory, program)
+    return Plan(theory.graph, program, schedule, (shares,), lengths, devices(*shares), cost, report, {}, ())
 
 
 def two_ranks() -> tuple[Any, Any, Plan]:
