@@ -7,9 +7,10 @@ what it says.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-__all__ = ["NOTHING", "Buffers", "Carried", "HeldBytes"]
+__all__ = ["NOTHING", "Buffers", "Carried", "HeldBytes", "over_time"]
 
 
 class Carried(NamedTuple):
@@ -52,11 +53,22 @@ class Buffers(NamedTuple):
     end      while its result is made of that
     early    whether the result is made when it has completed, rather than when it is waited for
     freed    bytes of a spare operand that are the collective's own from its start on
-    machine  on the first accelerator of a machine, while the collective runs between machines
     """
 
     flight: HeldBytes = NOTHING
     end: HeldBytes = NOTHING
     early: bool = False
     freed: int = 0
-    machine: HeldBytes = NOTHING
+
+
+def over_time(buffers: Buffers, start: int, wait: int, until: int) -> Iterator[tuple[int, int, HeldBytes]]:
+    """(first step, step behind the last, bytes) of what a collective holds that starts at step ``start``, has
+    completed before step ``until`` and is waited for at step ``wait``."""
+    if buffers.freed:
+        yield start, start + 1, HeldBytes(-buffers.freed)
+    if buffers.flight is not NOTHING:
+        yield start, max(until, start + 1), buffers.flight
+    if buffers.end is not NOTHING:
+        # What is made early is made on completion, the rest when it is waited for.
+        last = max(start, (until if buffers.early else wait) - 1)
+        yield last, last + 1, buffers.end

@@ -167,7 +167,6 @@ def _padded_reduce(c: Carried) -> Buffers:
         flight=HeldBytes(padded + c.largest, -c.nbytes),
         early=True,
         freed=c.nbytes if freed else 0,
-        machine=HeldBytes(padded),
     )
 
 
@@ -178,7 +177,6 @@ def _exact_reduce(c: Carried) -> Buffers:
         end=HeldBytes(sharded=c.nbytes) if freed and c.several else NOTHING,
         early=True,
         freed=c.nbytes if freed else 0,
-        machine=HeldBytes(c.nbytes),
     )
 
 
@@ -187,7 +185,6 @@ def _exchanged_parts(c: Carried) -> Buffers:
         flight=HeldBytes(c.nbytes, (c.world - 1) * c.nbytes),
         end=HeldBytes(sharded=c.world * c.nbytes),
         early=True,
-        machine=HeldBytes(c.nbytes, c.world * c.nbytes),
     )
 
 
@@ -198,7 +195,6 @@ def _padded_gather(c: Carried) -> Buffers:
         flight=HeldBytes(padding),
         end=HeldBytes(c.nbytes) if copied else NOTHING,
         early=padding > 0,
-        machine=HeldBytes(padding + c.nbytes),
     )
 
 

@@ -15,24 +15,25 @@ Where the inner row divides nothing, the seconds in which one accelerator runs w
 run, less those, are added too.
 
 Bytes are counted by the same liveness as those of a program of one level (:mod:`hetspmd.cost.liveness`), over the
-order of execution on the first accelerator of each machine, which has the largest part of what is divided. While a
-collective between machines is on its way, the first accelerator holds what it collects for it, the whole result and
-the padding.
+order of execution on the first accelerator of each machine, which has the largest part of what is divided. A
+collective holds what its kind holds between devices, be it between machines or inside one. For one between machines
+the first accelerator also holds what it collects while it starts, and a result of which it hands out slices.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from math import prod
 
 import numpy as np
 
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cluster.collective_buffers import Carried
+from hetspmd.cluster.collective_buffers import Carried, over_time
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cluster.devices import Machine
 from hetspmd.cluster.machines import accelerator
-from hetspmd.cost.liveness import Liveness, Move
+from hetspmd.cost.liveness import Liveness, Move, Transit
 from hetspmd.cost.memory import OPTIMIZER_BYTES, TEMPORARIES
 from hetspmd.cost.model import CostModel
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, sharded_dim
@@ -161,10 +162,15 @@ def inside_bytes(
     ]
     running = {step.instruction: at for at, step in enumerate(order) if isinstance(step, Both)}
     for transit in live.transits:
-        freed = id(transit.step) in spare
-        buffers = [_buffers(layout, transit.step, machine, spare=freed) for machine in machines]
-        end = min(transit.wait, _arrival(transit.step, arrivals or {}, running, steps))
-        held.append((transit.start, max(end, transit.start + 1), buffers))
+        until = min(transit.wait, _arrival(transit.step, arrivals or {}, running, steps))
+        for_machines = [
+            dict(_transit(layout, transit, until, machine, spare=id(transit.step) in spare))
+            for machine in machines
+        ]
+        held += [
+            (*window, [each.get(window, 0) for each in for_machines])
+            for window in dict.fromkeys(window for each in for_machines for window in each)
+        ]
     change = np.zeros((steps + 2, len(machines)), dtype=np.int64)
     for first, end, nbytes in held:
         change[first] += nbytes
@@ -187,42 +193,63 @@ def _arrival(step: Move, arrivals: Mapping[Communicate, int], running: Mapping[i
     return steps if instruction is None else running.get(instruction, steps)
 
 
-def _buffers(layout: LevelLayout, step: Move, machine: int, *, spare: bool) -> int:
-    """What the first accelerator of a machine holds for a collective while it is on its way, besides its operand
-    and its result. For one between machines this is what it collects, the whole result, and the padding of both;
-    one inside a machine is carried out as one between devices is."""
-    if isinstance(step, InsideCollective):
-        return _inside_buffers(layout, step, machine, spare=spare)
-    assert isinstance(step, Across)
-    found = _bytes(layout, (step.tensor, step.target, REPLICATE), machine)
-    if step.collected != REPLICATE:
-        found += _bytes(layout, (step.tensor, step.source, REPLICATE), machine)
-    buffers, nbytes = KINDS[step.kind].buffers, layout.graph.tensors[step.tensor].nbytes
-    if buffers is None:
+def _transit(
+    layout: LevelLayout, transit: Transit, until: int, machine: int, *, spare: bool
+) -> Counter[tuple[int, int]]:
+    """What the first accelerator of a machine holds for a collective, besides its operand and its result: bytes by
+    the first step and the step behind the last. It has completed before step ``until``."""
+    step, start, wait = transit.step, transit.start, transit.wait
+    nbytes, sharded, target, several = _carried(layout, step, machine)
+    found = Counter[tuple[int, int]]()
+    if not nbytes:
         return found
-    sharded = step.source if is_sharded(step.source) else step.target
-    largest = part = nbytes
-    if is_sharded(sharded):
-        extents = layout.outer.extents(step.tensor, sharded)
-        largest = nbytes * max(extents) // max(sum(extents), 1)
-        part = _bytes(layout, (step.tensor, sharded, REPLICATE), machine)
-    held = buffers(Carried(len(layout.accelerators), nbytes, largest)).machine
-    return found + held.whole + held.sharded * part // nbytes
+    kind = KINDS[step.kind]
+    if kind.buffers is not None:
+        form = step.source if is_sharded(step.source) else step.target
+        carried = Carried(
+            world=len(layout.accelerators) if isinstance(step, Across) else layout.accelerators[machine],
+            nbytes=nbytes,
+            largest=_largest(layout, step, machine),
+            several=several,
+            moved=is_sharded(form) and sharded_dim(form) != 0,
+            bucket=transit.shared,
+            spare=spare,
+        )
+        for first, end, held in over_time(kind.buffers(carried), start, wait, until):
+            found[first, end] += held.whole + (held.sharded * sharded + held.target * target) // nbytes
+    if isinstance(step, Across) and layout.accelerators[machine] > 1:
+        if step.collected != REPLICATE:
+            copies = 2 if is_sharded(step.collected) and sharded_dim(step.collected) else 1
+            collected = _bytes(layout, (step.tensor, step.source, REPLICATE), machine)
+            found[start, start + 1] += copies * collected
+        if is_sharded(step.handed_out):
+            result = _bytes(layout, (step.tensor, step.target, REPLICATE), machine)
+            found[start, wait + 1] += result
+            found[wait, wait + 1] += result if sharded_dim(step.handed_out) else 0
+    return found
 
 
-def _inside_buffers(layout: LevelLayout, step: InsideCollective, machine: int, *, spare: bool) -> int:
-    buffers, accelerators = KINDS[step.kind].buffers, layout.accelerators[machine]
-    whole = _bytes(layout, (step.tensor, step.outer, REPLICATE), machine)
-    if buffers is None or accelerators == 1 or not whole:
-        return 0
-    sharded = step.source if is_sharded(step.source) else step.target
-    largest = whole
-    if is_sharded(sharded):
-        largest = _bytes(layout, (step.tensor, step.outer, sharded), machine)
-    moved = is_sharded(sharded) and sharded_dim(sharded) != 0
-    held = buffers(Carried(accelerators, whole, largest, moved=moved, spare=spare))
-    ends = [
-        each.whole + each.sharded * largest // whole + each.target * largest // whole
-        for each in (held.flight, held.end)
-    ]
-    return max(ends)
+def _carried(layout: LevelLayout, step: Move, machine: int) -> tuple[int, int, int, bool]:
+    """Of a collective: bytes of the whole that it is of, of the part along its sharded end and of the one along its
+    target that the first accelerator of a machine has, and whether several have one."""
+    form = step.source if is_sharded(step.source) else step.target
+    if isinstance(step, Across):
+        parts = [_bytes(layout, (step.tensor, form, REPLICATE), m) for m in range(len(layout.accelerators))]
+        target = _bytes(layout, (step.tensor, step.target, REPLICATE), machine)
+        return layout.graph.tensors[step.tensor].nbytes, parts[machine], target, sum(map(bool, parts)) > 1
+    assert isinstance(step, InsideCollective)
+    if layout.accelerators[machine] == 1:
+        return 0, 0, 0, False
+    whole, part, target = (
+        _bytes(layout, (step.tensor, step.outer, each), machine) for each in (REPLICATE, form, step.target)
+    )
+    return whole, part, target, part < whole
+
+
+def _largest(layout: LevelLayout, step: Move, machine: int) -> int:
+    """Bytes of the largest part of what a collective is of."""
+    form = step.source if is_sharded(step.source) else step.target
+    if isinstance(step, Across):
+        return max(_bytes(layout, (step.tensor, form, REPLICATE), m) for m in range(len(layout.accelerators)))
+    assert isinstance(step, InsideCollective)
+    return _bytes(layout, (step.tensor, step.outer, form), machine)

@@ -31,7 +31,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hetspmd.cluster.collective_buffers import NOTHING, Carried
+from hetspmd.cluster.collective_buffers import Carried, over_time
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cost.liveness import Liveness
 from hetspmd.cost.model import Array, Index
@@ -269,17 +269,11 @@ class Holdings:
                 bucket=shared,
                 spare=id(step) in self._spare,
             )
-            flight, done, early, freed, _ = kind.buffers(carried)
-            if freed:
-                yield start, start + 1, blank, -freed
             until = start + 1 if completed is None else min(completed.get(start, wait), wait)
-            # What is made early is made on completion, the rest when it is waited for.
-            last = max(start, (until if early else wait) - 1)
-            for first, end, held in ((start, max(until, start + 1), flight), (last, last + 1, done)):
-                if held is not NOTHING:
-                    for place, nbytes in ((blank, held.whole), (axis, held.sharded), (target, held.target)):
-                        if nbytes:
-                            yield first, end, place, nbytes
+            for first, end, held in over_time(kind.buffers(carried), start, wait, until):
+                for place, nbytes in ((blank, held.whole), (axis, held.sharded), (target, held.target)):
+                    if nbytes:
+                        yield first, end, place, nbytes
 
     def _over_time(self, first: Index, end: Index, held: Index) -> Index:
         steps = len(self.instruction)

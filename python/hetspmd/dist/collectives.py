@@ -255,6 +255,7 @@ def start_all_to_all(
     parts = [plain(tensor).narrow(target, s, n).reshape(-1) for s, n in ranges(target_extents)]
     buffer = torch.cat(parts)
     splits = [part.numel() for part in parts]
+    del parts  # copies, as a rule
     output_splits = [extent * target_extents[me] * rest for extent in source_extents]
     received = tensor.new_empty(sum(output_splits))
     scale = byte_factor(tensor.dtype)
