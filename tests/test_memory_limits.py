@@ -15,7 +15,6 @@ import hetspmd
 from hetspmd.cli.main import main
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network
-from hetspmd.cost.step import StepModel, idle_seconds
 from hetspmd.errors import MemoryLimitError
 from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.synthesis import Synthesis
@@ -82,8 +81,7 @@ def check_fits(plan: Plan) -> None:
     needs = plan.cost.memory_bytes
     assert all(n <= d.memory for n, d in zip(needs, plan.cluster.devices, strict=True))
     active = tuple(needs[rank] for rank in plan.active)
-    idle = idle_seconds(plan.graph, plan.program, plan.cluster, plan.active)
-    assert active == StepModel(plan.costs, plan.program, idle=idle).held(plan.lengths).peaks
+    assert active == plan.step.held(plan.lengths).peaks
     least = plan.step.executed.at(plan.lengths).peaks
     assert all(a >= b for a, b in zip(active, least, strict=True)), "collectives on their way hold more"
     assert plan.search.lower_bound <= plan.search.cost
