@@ -13,7 +13,7 @@ from functools import cache
 
 import pytest
 
-from hetspmd.cost.level_costs import inside_bytes
+from hetspmd.cost.level_memory import inside_bytes
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.optimize.partition import partition, segmented
 from hetspmd.placement import is_sharded, same_dim

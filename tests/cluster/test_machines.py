@@ -14,7 +14,8 @@ import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network, virtual_device
 from hetspmd.cluster.machines import flat, machine_of, ranks_of
-from hetspmd.cost.level_costs import inside_bytes, inside_seconds
+from hetspmd.cost.level_costs import inside_seconds
+from hetspmd.cost.level_memory import inside_bytes
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import ClusterError, MemoryLimitError
 from hetspmd.program.lengths import lengths_for
@@ -229,10 +230,10 @@ def test_an_error_tells_the_memory_that_accelerators_have() -> None:
     """Machines are planned again with less memory than they have, which is nobody's."""
     model, example = stack(dtype=torch.float64)
     inside = Network(1e10, 1e-6)
-    each = Device("n", {"default": 1e10}, memory=648_835.0, memory_bandwidth=1e11)
+    each = Device("n", {"default": 1e10}, memory=524_300.0, memory_bandwidth=1e11)
     machine = virtual_device(each, 2, inside)
     cluster = Cluster((machine, machine), Network(1e9, 1e-6))
     with pytest.raises(MemoryLimitError) as caught:
         hetspmd.compile(model, example, cluster, machines="virtual")
     assert caught.value.lacking
-    assert {capacity for _, capacity in caught.value.lacking.values()} == {648_835}
+    assert {capacity for _, capacity in caught.value.lacking.values()} == {524_300}

@@ -17,9 +17,9 @@ from hetspmd.errors import PlanError
 from hetspmd.lower import LocalProgram, calls
 from hetspmd.lower.emit import take_saved
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, shard
+from hetspmd.program.dataflow import reads, writes
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program, Result
-from hetspmd.program.values import reads, writes
 from hetspmd.rules.rule import Triple
 from hetspmd.trace.graph import Instruction
 from hetspmd.verify.reference import ReferenceResult, run_reference

@@ -19,8 +19,8 @@ from hetspmd.cost.coalesce import FULL, LARGEST, bucket_bytes
 from hetspmd.cost.model import CostModel
 from hetspmd.placement import PARTIAL, REPLICATE
 from hetspmd.program.buckets import TINY, Bucket, Scheduled, bucketed, transfer_text
+from hetspmd.program.dataflow import reads, writes
 from hetspmd.program.program import Communicate, Compute, Program, Step
-from hetspmd.program.values import reads, writes
 from scheduled import order_of
 
 NAMES = ("mlp", "conv", "attention")

@@ -17,11 +17,11 @@ from hetspmd.cost.memory import memory_bytes
 from hetspmd.cost.model import CostModel
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, shard
+from hetspmd.program.dataflow import reads, writes
 from hetspmd.program.lengths import lengths_for
-from hetspmd.program.order import Order
 from hetspmd.program.program import Communicate, Compute, Program, Result, Step
 from hetspmd.program.schedule import LocalOrder
-from hetspmd.program.values import reads, writes
+from hetspmd.program.step_order import Order
 from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from hetspmd.trace.graph import Graph

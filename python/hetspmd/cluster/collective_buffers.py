@@ -1,7 +1,7 @@
 """Bytes that a collective holds for itself: of what they depend, and where and when they are held.
 
 Each kind of collective has a function from :class:`Carried` to :class:`Buffers` in its record
-(:mod:`hetspmd.cluster.collective_kinds`); :mod:`hetspmd.cost.memory` and :mod:`hetspmd.cost.level_costs` add up
+(:mod:`hetspmd.cluster.collective_kinds`); :mod:`hetspmd.cost.memory` and :mod:`hetspmd.cost.level_memory` add up
 what it says.
 """
 

@@ -50,9 +50,9 @@ from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
 from hetspmd.placement import PARTIAL, REPLICATE
 from hetspmd.program.buckets import Bucket, members
+from hetspmd.program.dataflow import Key, Values
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Places, Schedule, scheduled
-from hetspmd.program.values import Key, Values
 
 __all__ = [
     "BOUNDARY",

@@ -24,10 +24,10 @@ from hetspmd.cost.model import Array, CostModel, Index, MoveForm
 from hetspmd.cost.simulator import TwoStreams
 from hetspmd.placement import shard
 from hetspmd.program.buckets import coalesces
+from hetspmd.program.dataflow import Values
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Schedule, make_schedule
-from hetspmd.program.values import Values
 from hetspmd.trace.graph import Graph
 
 __all__ = [

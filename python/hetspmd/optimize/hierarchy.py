@@ -18,7 +18,8 @@ from typing import TypeAlias
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import accelerator, flat, inside_cluster
 from hetspmd.cost.coalesce import bucket_bytes
-from hetspmd.cost.level_costs import inside_bytes, inside_seconds
+from hetspmd.cost.level_costs import inside_seconds
+from hetspmd.cost.level_memory import inside_bytes
 from hetspmd.errors import HetspmdError, InfeasibleError, MemoryLimitError, SearchError
 from hetspmd.optimize.alternation import nearest
 from hetspmd.optimize.candidate import Candidate

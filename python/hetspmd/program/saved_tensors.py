@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hetspmd.placement import PARTIAL, REPLICATE, Placement
+from hetspmd.program.dataflow import Key, Values
 from hetspmd.program.program import Result
-from hetspmd.program.values import Key, Values
 from hetspmd.trace.graph import CONSTANT, Graph
 
 __all__ = ["SavedTensor", "saved_tensors"]

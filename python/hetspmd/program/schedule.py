@@ -9,7 +9,7 @@ collectives in the same order:
 
 - Forward are the steps from which the loss, the outputs and the updated buffers are derived; backward are the
   other steps that some gradient needs; the rest is dead and dropped.
-- The order of each of the two is that of :mod:`hetspmd.program.order`.
+- The order of each of the two is that of :mod:`hetspmd.program.step_order`.
 - Small collectives are gathered into buckets (:mod:`hetspmd.program.buckets`).
 - What the backward reads of the forward is saved (:mod:`hetspmd.program.saved_tensors`).
 """
@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from hetspmd.program.buckets import Bucket, Scheduled, bucketed
-from hetspmd.program.order import Order
+from hetspmd.program.dataflow import Key, Values, provider_of
 from hetspmd.program.program import Communicate, Compute, Program, Result
 from hetspmd.program.saved_tensors import SavedTensor, saved_tensors
-from hetspmd.program.values import Key, Values, provider_of
+from hetspmd.program.step_order import Order
 from hetspmd.rules.theory import Theory
 
 __all__ = ["LocalOrder", "Places", "Schedule", "make_schedule", "scheduled"]

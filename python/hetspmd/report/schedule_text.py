@@ -23,9 +23,9 @@ from hetspmd.codec.quantities import quantity_text
 from hetspmd.placement import REPLICATE, placement_text
 from hetspmd.plan.plan import Plan
 from hetspmd.program.buckets import transfer_text
+from hetspmd.program.dataflow import Key, Values
 from hetspmd.program.program import Compute
 from hetspmd.program.schedule import Places, scheduled
-from hetspmd.program.values import Key, Values
 from hetspmd.report.notation import step_text, tensor_text
 
 __all__ = ["schedule_document", "schedule_text"]

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
 from hetspmd.placement import is_sharded
+from hetspmd.program.dataflow import Key, reads, writes
 from hetspmd.program.program import Communicate, Compute, Program, Step
-from hetspmd.program.values import Key, reads, writes
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Graph
 

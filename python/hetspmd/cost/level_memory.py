@@ -1,0 +1,180 @@
+"""Peak bytes of the accelerators of machines, in a step across machines.
+
+Bytes are counted by the same liveness as those of a program of one level (:mod:`hetspmd.cost.liveness`), over the
+order of execution on the first accelerator of each machine, which has the largest part of what is divided. A
+collective holds what its kind holds between devices, be it between machines or inside one. For one between machines
+the first accelerator also holds what it collects while it starts, and a result of which it hands out slices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+
+from hetspmd.cluster.collective_buffers import Carried, over_time
+from hetspmd.cluster.collective_kinds import KINDS
+from hetspmd.cost.level_costs import local_bytes
+from hetspmd.cost.liveness import Liveness, Move, Transit
+from hetspmd.cost.memory import OPTIMIZER_BYTES, TEMPORARIES
+from hetspmd.placement import REPLICATE, is_sharded, sharded_dim
+from hetspmd.program.level_layout import LevelKey, LevelLayout
+from hetspmd.program.levels import (
+    Across,
+    Both,
+    InsideCollective,
+    Nested,
+    NestedStep,
+)
+from hetspmd.program.program import Communicate
+from hetspmd.trace.graph import ITEM_SIZES
+
+__all__ = ["inside_bytes"]
+
+
+def inside_bytes(
+    layout: LevelLayout,
+    nested: Nested,
+    arrivals: Mapping[Communicate, int] | None = None,
+    *,
+    optimizer_bytes: int = OPTIMIZER_BYTES,
+) -> tuple[int, ...]:
+    """Peak bytes of the first accelerator of each machine of ``layout``.
+
+    ``arrivals``: the instruction that runs first after a collective between machines has ended; one that is not
+    there ends where its result is first read.
+    """
+    graph, machines = layout.graph, range(len(layout.accelerators))
+    order: tuple[NestedStep, ...] = (*nested.forward, *nested.backward)
+    steps, live = len(order), _liveness(layout, nested)
+    spare = live.give_memory()
+
+    def local(key: LevelKey) -> list[int]:
+        tensor, outer, inner = key
+        return [local_bytes(layout, (tensor, outer, inner), machine) for machine in machines]
+
+    held = [
+        (live.born[v], live.last[v] + 1, local(key))
+        for v, key in enumerate(live.sizes)
+        if live.storage[v] == v
+    ]
+    running = {step.instruction: at for at, step in enumerate(order) if isinstance(step, Both)}
+    for transit in live.transits:
+        until = min(transit.wait, _arrival(transit.step, arrivals or {}, running, steps))
+        for_machines = [
+            dict(_transit(layout, transit, until, machine, spare=id(transit.step) in spare))
+            for machine in machines
+        ]
+        held += [
+            (*window, [each.get(window, 0) for each in for_machines])
+            for window in dict.fromkeys(window for each in for_machines for window in each)
+        ]
+    over = np.zeros((steps + 2, len(machines)), dtype=np.int64)
+    for first, end, nbytes in held:
+        over[first] += nbytes
+        over[min(end, steps + 1)] -= nbytes
+    over = over.cumsum(axis=0)
+    most = over.max(axis=0)
+    if not optimizer_bytes:
+        return tuple(int(b) for b in most)
+    trained = [(np.array(local(key)), ITEM_SIZES[graph.tensors[key[0]].dtype]) for key in live.optimized]
+    updating = [over[steps] + nbytes * TEMPORARIES for nbytes, _ in trained]
+    state = sum((nbytes // size * optimizer_bytes for nbytes, size in trained), np.zeros_like(most))
+    return tuple(int(b) for b in np.max([most, *updating], axis=0) + state)
+
+
+def _liveness(layout: LevelLayout, nested: Nested) -> Liveness:
+    """What the steps hold: parameters, buffers, inputs and constants from the beginning to the end."""
+    theory, graph = layout.theory, layout.graph
+    boundary, steps = len(nested.forward), len(nested.forward) + len(nested.backward)
+    live = Liveness(theory, {key for key, copied in nested.saved if copied})
+    lasting = list(nested.stored.items())
+    lasting += [(constant.tensor, REPLICATE) for constant in graph.constants]
+    lasting += [] if graph.tangent is None else [(graph.tangent, REPLICATE)]
+    for tensor, form in lasting:
+        live.hold((tensor, form, REPLICATE), steps)
+    for at, step in enumerate((*nested.forward, *nested.backward)):
+        if isinstance(step, Both):
+            live.compute(step, at, steps, late=at >= boundary)
+        else:
+            live.communicate(step, at, late=at >= boundary, nothing=layout.is_nothing(step))
+    loss = (nested.loss,) if nested.loss else ()
+    live.leave((*loss, *nested.outputs, *nested.buffers), nested.gradients, steps)
+    return live
+
+
+def _arrival(step: Move, arrivals: Mapping[Communicate, int], running: Mapping[int, int], steps: int) -> int:
+    """The place in the order at which a collective has ended; behind the last of the ``steps`` if it is not known.
+    ``running``: where each instruction runs."""
+    if not isinstance(step, Across):
+        return steps
+    instruction = arrivals.get(Communicate(step.tensor, step.kind, step.source, step.target))
+    return steps if instruction is None else running.get(instruction, steps)
+
+
+def _transit(
+    layout: LevelLayout, transit: Transit, until: int, machine: int, *, spare: bool
+) -> Counter[tuple[int, int]]:
+    """What the first accelerator of a machine holds for a collective, besides its operand and its result: bytes by
+    the first step and the step behind the last. It has completed before step ``until``."""
+    step, start, wait = transit.step, transit.start, transit.wait
+    nbytes, sharded, target, several = _carried(layout, step, machine)
+    found = Counter[tuple[int, int]]()
+    if not nbytes:
+        return found
+    kind = KINDS[step.kind]
+    if kind.buffers is not None:
+        form = step.source if is_sharded(step.source) else step.target
+        carried = Carried(
+            world=len(layout.accelerators) if isinstance(step, Across) else layout.accelerators[machine],
+            nbytes=nbytes,
+            largest=_largest(layout, step, machine),
+            several=several,
+            moved=is_sharded(form) and sharded_dim(form) != 0,
+            bucket=transit.shared,
+            spare=spare,
+        )
+        for first, end, held in over_time(kind.buffers(carried), start, wait, until):
+            found[first, end] += held.whole + (held.sharded * sharded + held.target * target) // nbytes
+    if isinstance(step, Across) and layout.accelerators[machine] > 1:
+        if step.collected != REPLICATE:
+            copies = 2 if is_sharded(step.collected) and sharded_dim(step.collected) else 1
+            collected = local_bytes(layout, (step.tensor, step.source, REPLICATE), machine)
+            found[start, start + 1] += copies * collected
+        if is_sharded(step.handed_out):
+            result = local_bytes(layout, (step.tensor, step.target, REPLICATE), machine)
+            found[start, wait + 1] += result
+            found[wait, wait + 1] += result if sharded_dim(step.handed_out) else 0
+    return found
+
+
+def _carried(layout: LevelLayout, step: Move, machine: int) -> tuple[int, int, int, bool]:
+    """Of a collective: bytes of the whole that it is of, of the part along its sharded end and of the one along its
+    target that the first accelerator of a machine has, and whether several have one."""
+    form = step.source if is_sharded(step.source) else step.target
+    if isinstance(step, Across):
+        parts = [
+            local_bytes(layout, (step.tensor, form, REPLICATE), m) for m in range(len(layout.accelerators))
+        ]
+        target = local_bytes(layout, (step.tensor, step.target, REPLICATE), machine)
+        return layout.graph.tensors[step.tensor].nbytes, parts[machine], target, sum(map(bool, parts)) > 1
+    assert isinstance(step, InsideCollective)
+    if layout.accelerators[machine] == 1:
+        return 0, 0, 0, False
+    whole, part, target = (
+        local_bytes(layout, (step.tensor, step.outer, each), machine)
+        for each in (REPLICATE, form, step.target)
+    )
+    return whole, part, target, part < whole
+
+
+def _largest(layout: LevelLayout, step: Move, machine: int) -> int:
+    """Bytes of the largest part of what a collective is of."""
+    form = step.source if is_sharded(step.source) else step.target
+    if isinstance(step, Across):
+        return max(
+            local_bytes(layout, (step.tensor, form, REPLICATE), m) for m in range(len(layout.accelerators))
+        )
+    assert isinstance(step, InsideCollective)
+    return local_bytes(layout, (step.tensor, step.outer, form), machine)
