@@ -92,6 +92,10 @@ SETTINGS: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
     ),
     "anomaly mode": (lambda: torch.is_anomaly_enabled(), torch.autograd.set_detect_anomaly),
     "warnings": (torch.is_warn_always_enabled, torch.set_warn_always),
+    "dtype of autocast, which is off": (
+        lambda: torch.get_autocast_dtype("cpu") == torch.float16,
+        lambda on: torch.set_autocast_dtype("cpu", torch.float16 if on else torch.bfloat16),
+    ),
     "environment by a computed name": (
         lambda: os.environ["HETSPMD_TEST_" + "_".join(KEY)] == "2",
         environment,
@@ -101,7 +105,12 @@ SETTINGS: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
         environment,
     ),
 }
-OF_A_THREAD = ("errors of numpy", "precision of decimals", "print options")
+OF_A_THREAD = (
+    "errors of numpy",
+    "precision of decimals",
+    "print options",
+    "dtype of autocast, which is off",
+)
 SHARED = [False]
 """What was set last: the threads of the ranks share it, and the first of them sets it."""
 
@@ -176,6 +185,36 @@ def test_a_mode_of_torch_is_another_state_for_who_asks_for_it(name: str, evaluat
 
     for found in run_ranks(4, rank):
         assert found == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["no gradients", "inference"])
+def test_a_frozen_model_is_asked_in_its_own_mode(name: str) -> None:
+    """Nothing is trained from the second call on, so that a step is a forward alone, and gradients are enabled all
+    the same."""
+    ask = MODES[name]
+
+    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return base(model, x) * (2.0 if ask(x) else 1.0)
+
+    def body(called: Any) -> list[float]:
+        losses = [float(called(X).detach())]
+        called.requires_grad_(False)
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode, torch.enable_grad):
+            with mode():
+                losses.append(float(called(X).detach()))
+        return losses
+
+    model = Beside(forward)
+    models = [copy.deepcopy(model) for _ in range(4)]
+    want = body(model)
+    assert want[3] > 1.5 * want[0]
+
+    def rank(communicator: Any) -> list[float]:
+        devices = cluster(4, 2, 1, 1)
+        return body(HAP(models[communicator.rank], devices, example=(X,), process_group=communicator))
+
+    for losses in run_ranks(4, rank):
+        assert losses == pytest.approx(want, rel=1e-5)
 
 
 def test_what_forward_does_not_ask_for_makes_no_plan() -> None:

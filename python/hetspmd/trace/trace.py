@@ -122,7 +122,9 @@ def _traced(
         for names in group.values()
         for name in names
     }
-    grad_mode = nullcontext() if training else torch.no_grad()
+    # A model of which nothing is trained runs with gradients enabled, where its forward may ask whether they are.
+    frozen = torch.is_grad_enabled() and not any(p.requires_grad for p in model.parameters())
+    grad_mode = nullcontext() if training or frozen else torch.no_grad()
     was_training = step.training
     step.training = model.training
     try:

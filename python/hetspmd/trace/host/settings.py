@@ -80,6 +80,10 @@ _IF_ASKED: Final[dict[str, tuple[frozenset[str], Callable[[], Any]]]] = {
         frozenset({"is_inference_mode_enabled", "is_inference"}),
         torch.is_inference_mode_enabled,
     ),
+    ".autocast_dtype": (
+        frozenset({"get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype"}),
+        lambda: str([torch.get_autocast_dtype(device) for device in ("cpu", "cuda")]),
+    ),
     ".num_threads": (frozenset({"get_num_threads"}), torch.get_num_threads),
     ".num_interop_threads": (frozenset({"get_num_interop_threads"}), torch.get_num_interop_threads),
     ".warn_always": (frozenset({"is_warn_always_enabled"}), torch.is_warn_always_enabled),
