@@ -218,3 +218,23 @@ def test_torch_prints_no_traceback_of_its_own(caplog: pytest.LogCaptureFixture) 
     with pytest.raises(ExampleError, match="reduction dim"):
         trace(nn.Linear(3, 2), (torch.randn(2, 4),), {}, loss=lambda m, x: m(x).sum())
     assert not [r for r in caplog.records if "failed while attempting" in r.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("ask", "named"),
+    [
+        (lambda: torch.is_autocast_cache_enabled(), "torch.is_autocast_cache_enabled()"),
+        (lambda: torch.backends.mkldnn.enabled, "torch.backends.mkldnn.enabled"),
+    ],
+)
+def test_what_is_off_in_a_trace_is_not_asked_for(ask: Callable[[], bool], named: str) -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(x).sum() * (2.0 if ask() else 1.0)
+
+    with pytest.raises(TraceError, match=re.escape(f"asks for {named}, which is off while a step is traced")):
+        trace(Asking(), (torch.randn(3, 4),), {})

@@ -19,7 +19,11 @@ import torch
 from hetspmd.trace.compat import print_options
 from hetspmd.trace.host.replaced import Replaced
 
-__all__ = ["SETTINGS", "counting"]
+__all__ = [
+    "SETTINGS",
+    "asked_in_vain",
+    "counting",
+]
 
 
 def _attribute(of: Any, name: str) -> Callable[[], Any]:
@@ -117,6 +121,12 @@ _IF_ASKED: Final[dict[str, tuple[frozenset[str], Callable[[], Any]]]] = {
 }
 """Other settings, each with the names by which code asks for it; those beside torch's have their module's name."""
 
+_OFF_IN_A_TRACE: Final[dict[str, frozenset[str]]] = {
+    "torch.is_autocast_cache_enabled()": frozenset({"is_autocast_cache_enabled"}),
+    "torch.backends.mkldnn.enabled": frozenset({"mkldnn", "enabled"}),
+}
+"""What is switched off while a step is traced, each with the names by which code asks for it."""
+
 SETTINGS: Final[dict[str, Callable[[], Any]]] = {
     **_OF_THE_OPS,
     **{step: read for step, (_, read) in _IF_ASKED.items()},
@@ -128,3 +138,8 @@ def counting(names: Set[str]) -> Iterator[str]:
     """The settings on which a graph depends, if ``names`` are those in the user's code."""
     yield from _OF_THE_OPS
     yield from (step for step, (asking, _) in _IF_ASKED.items() if asking & names)
+
+
+def asked_in_vain(names: Set[str]) -> Iterator[str]:
+    """What user code with these ``names`` asks for that is switched off while a step is traced."""
+    yield from (asked for asked, asking in _OFF_IN_A_TRACE.items() if asking <= names)

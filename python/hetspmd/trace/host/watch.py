@@ -25,7 +25,7 @@ from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_plai
 from hetspmd.trace.host.process import ProcessSettings
 from hetspmd.trace.host.recorder import Place, Recorder
 from hetspmd.trace.host.seeds import seeds_refused
-from hetspmd.trace.host.settings import SETTINGS, counting
+from hetspmd.trace.host.settings import SETTINGS, asked_in_vain, counting
 from hetspmd.trace.host.snapshot import Snapshot, Structure
 from hetspmd.trace.host.steps import ALL, OTHERS
 from hetspmd.trace.host.tensor_hooks import observers_refused
@@ -241,6 +241,11 @@ class HostWatch:
         for what, before, now in process.changes():
             raise TraceError(
                 f"the forward of {name} changes {what} from {before} to {now}; set it before the model is called"
+            )
+        for asked in asked_in_vain(self.recorder.reader.names):
+            raise TraceError(
+                f"the forward of {name} asks for {asked}, which is off while a step is traced; ask before the "
+                f"call, model.flag = {asked}, and read self.flag in forward"
             )
         for (root, path), tensor in self.recorder.aliases.items():
             raise TraceError(
