@@ -106,8 +106,8 @@ def parted(
     """
     own = frozenset(names)
     rest = {name: value for name, value in given.items() if name not in own}
-    known = {field.name for field in fields(CompileOptions)}
+    options = {field.name for field in fields(CompileOptions)}
     for name in rest:
-        if name not in known:
-            raise OptionError(f"there is no argument {name!r}{nearest(name, {*known, *own, *named})}")
+        if name not in options:
+            raise OptionError(f"there is no argument {name!r}{nearest(name, {*options, *own, *named})}")
     return {name: value for name, value in given.items() if name in own}, CompileOptions(**rest)
