@@ -72,7 +72,7 @@ def test_data_parallel(name: str, count: int) -> None:
         )
         assert before is not None
         assert after is not None
-        assert (before.units, before.kin, before.grain) == (after.units, after.kin, after.grain)
+        assert (before.units, before.group, before.alignment) == (after.units, after.group, after.alignment)
         assert before.segment != after.segment
 
 

@@ -112,19 +112,19 @@ def test_examples(units: int, ratios: tuple[float, ...], counts: tuple[int, ...]
 
 
 @given(st.integers(0, 5000), MANY, st.sampled_from([1, 2, 8, 49]))
-def test_whole_grains_where_they_cost_little(units: int, ratios: list[float], grain: int) -> None:
-    plain, counts = apportion(units, ratios), aligned(units, ratios, grain)
+def test_aligned_where_it_costs_little(units: int, ratios: list[float], alignment: int) -> None:
+    plain, counts = apportion(units, ratios), aligned(units, ratios, alignment)
     assert sum(counts) == units
     assert [n > 0 for n in counts] == [n > 0 for n in plain], "the same devices"
     assert completion(counts, ratios) <= completion(plain, ratios) * (1 + LITTLE) * (1 + 1e-9)
     if counts != plain:
         last = max(j for j, n in enumerate(counts) if n)
-        assert all(n % grain == 0 for j, n in enumerate(counts) if j != last)
-        assert counts[last] % grain == units % grain
+        assert all(n % alignment == 0 for j, n in enumerate(counts) if j != last)
+        assert counts[last] % alignment == units % alignment
 
 
 @pytest.mark.parametrize(
-    ("units", "ratios", "grain", "counts"),
+    ("units", "ratios", "alignment", "counts"),
     [
         (512, (428, 28, 28, 28), 8, (440, 24, 24, 24)),
         (512, (428, 28, 28, 28), 16, (428, 28, 28, 28)),  # 464 units would take 8 % longer than 428
@@ -135,11 +135,11 @@ def test_whole_grains_where_they_cost_little(units: int, ratios: list[float], gr
         (12, (4, 2, 1, 1), 8, (7, 3, 1, 1)),
     ],
 )
-def test_grains(units: int, ratios: tuple[float, ...], grain: int, counts: tuple[int, ...]) -> None:
-    assert aligned(units, ratios, grain) == counts
+def test_alignments(units: int, ratios: tuple[float, ...], alignment: int, counts: tuple[int, ...]) -> None:
+    assert aligned(units, ratios, alignment) == counts
 
 
-def test_grains_of_a_graph() -> None:
+def test_alignments_of_a_graph() -> None:
     """Slices of parameters are multiples of 8 elements, slices of the batch are not; heads are whole."""
     theory = mlp(batch=37, width=1000, hidden=800)
     lengths = lengths_for(theory.axes, (0.61, 0.39))

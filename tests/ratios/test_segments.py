@@ -244,16 +244,16 @@ def test_equal_shares_move_nothing() -> None:
 # partitions -------------------------------------------------------------------------------------------------
 
 
-def test_axes_belong_to_one_segment_and_have_kin() -> None:
+def test_axes_belong_to_one_segment_and_have_groups() -> None:
     theory = halves(mlp(batch=24, layers=4), 4)
     axes: Axes = theory.axes
     assert axes.segments == 4
     for axis in axes.axes:
         assert {theory.graph.segment(t) for t, _ in axis.members} == {axis.segment}
-        assert axes.axes[axis.kin].units == axis.units
+        assert axes.axes[axis.group].units == axis.units
     samples = {axes.axes[a].segment for a in range(len(axes.axes)) if axes.axes[a].units == 24}
     assert samples == {0, 1, 2, 3}
-    assert len({a.kin for a in axes.axes if a.units == 24}) == 1
+    assert len({a.group for a in axes.axes if a.units == 24}) == 1
 
 
 def test_lengths_by_segment() -> None:

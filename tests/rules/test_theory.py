@@ -98,17 +98,17 @@ class Heads(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize(("width", "grain"), [(1, 8), (2, 4), (6, 4), (8, 1), (16, 1)])
-def test_slices_of_parameters_have_grains(width: int, grain: int) -> None:
+@pytest.mark.parametrize(("width", "alignment"), [(1, 8), (2, 4), (6, 4), (8, 1), (16, 1)])
+def test_slices_of_parameters_have_alignments(width: int, alignment: int) -> None:
     """Multiples of 8 elements of a parameter, in units of whatever size; rows of a batch have none."""
     theory = derive(trace(Heads(width), (torch.ones(16, 20),), {}))
     parameters = {p.name: p.tensor for p in theory.graph.parameters}
 
-    def grains(tensor: int) -> list[int]:
+    def alignments(tensor: int) -> list[int]:
         found = [theory.axes.axis(tensor, dim) for dim in range(len(theory.graph.tensors[tensor].shape))]
-        return [axis.grain for axis in found if axis is not None]
+        return [axis.alignment for axis in found if axis is not None]
 
-    assert grains(parameters["a.weight"]) == [grain, 8]
-    assert grains(parameters["a.bias"]) == [grain]
-    assert grains(parameters["b.weight"]) == [8, grain]
-    assert grains(theory.graph.inputs[0].tensor) == [1, 8]
+    assert alignments(parameters["a.weight"]) == [alignment, 8]
+    assert alignments(parameters["a.bias"]) == [alignment]
+    assert alignments(parameters["b.weight"]) == [8, alignment]
+    assert alignments(theory.graph.inputs[0].tensor) == [1, 8]

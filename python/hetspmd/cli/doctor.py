@@ -29,8 +29,8 @@ def _version(package: str) -> str:
 def _nccl() -> str:
     from torch.cuda import nccl
 
-    found: tuple[int, ...] = nccl.version()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return ".".join(map(str, found))
+    version: tuple[int, ...] = nccl.version()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return ".".join(map(str, version))
 
 
 def run(options: argparse.Namespace) -> int:

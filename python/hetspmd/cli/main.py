@@ -41,23 +41,23 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if "required" in message or message.startswith("unrecognized arguments"):
-            known = self._options()
+            options = self._options()
             for argument in self.arguments:
                 name = argument.partition("=")[0]
-                if name.startswith("--") and not any(option.startswith(name) for option in known):
-                    near = get_close_matches(name, known, 1)
+                if name.startswith("--") and not any(option.startswith(name) for option in options):
+                    near = get_close_matches(name, options, 1)
                     message = f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else "")
                     break
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def _options(self) -> list[str]:
         """The options of this parser and of the command that was given to it."""
-        found = [option for action in self._actions for option in action.option_strings]
+        options = [option for action in self._actions for option in action.option_strings]
         for action in self._actions:
             commands = action.choices if isinstance(action.choices, dict) else {}
             command = next((commands[a] for a in self.arguments if a in commands), None)
-            found += [] if command is None else command._options()
-        return found
+            options += [] if command is None else command._options()
+        return options
 
 
 def parser() -> argparse.ArgumentParser:

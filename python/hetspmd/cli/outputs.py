@@ -101,12 +101,12 @@ def read_constraints(path: str | None) -> dict[str, str] | None:
 
     if not isinstance(root, yaml.MappingNode):
         raise ConstraintError(f"{path}: constraints map names to forms; {_WRITE}")
-    found: dict[str, str] = {}
+    constraints: dict[str, str] = {}
     first: dict[str, str] = {}
     for key, value in root.value:
         if not isinstance(key, yaml.ScalarNode):
             raise ConstraintError(f"{place(key)}: a key is no name; {_WRITE}")
-        if key.value in found:
+        if key.value in constraints:
             raise ConstraintError(
                 f"{place(key)}: {key.value!r} stands twice (first at {first[key.value]}); remove one"
             )
@@ -117,8 +117,8 @@ def read_constraints(path: str | None) -> dict[str, str] | None:
             parse_wanted(value.value)
         except ValueError as error:
             raise ConstraintError(f"{place(key)}: {key.value!r}: {error}") from error
-        found[key.value], first[key.value] = value.value, place(key)
-    return found
+        constraints[key.value], first[key.value] = value.value, place(key)
+    return constraints
 
 
 _WRITE = "write lines like encoder.*.weight: shard(0)"

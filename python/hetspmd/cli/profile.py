@@ -191,7 +191,7 @@ def _cases(session: Session, targets: list[str], cluster: Cluster) -> list[OpCas
     from hetspmd.rules.theory import derive
     from hetspmd.trace.trace import split_example, trace
 
-    def found() -> list[OpCase]:
+    def traced() -> list[OpCase]:
         if session.rank:
             for target in targets:
                 load_module(target_place(target))
@@ -202,7 +202,7 @@ def _cases(session: Session, targets: list[str], cluster: Cluster) -> list[OpCas
             theories.append(derive(trace(model, *split_example(example), training=True)))
         return together(theories, cluster)
 
-    return session.together("tracing the model", found)[0]
+    return session.together("tracing the model", traced)[0]
 
 
 def _promise(session: Session, options: Options) -> str:

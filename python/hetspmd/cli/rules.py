@@ -107,11 +107,11 @@ def run_check(options: argparse.Namespace) -> int:
     from hetspmd.rules.oracle import check
 
     own = _load(options)
-    known = {*bundled.load().samples, *bundled.load().untested, *own}
-    names = [_full_name(op) for op in options.ops] or sorted(known)
+    ops = {*bundled.load().samples, *bundled.load().untested, *own}
+    names = [_full_name(op) for op in options.ops] or sorted(ops)
     failed = 0
     for name in names:
-        if name not in known:
+        if name not in ops:
             raise RuleError(
                 f"{name} has no samples; define SAMPLES = {{{name!r}: ...}} in a file and give it by --load"
             )

@@ -48,7 +48,7 @@ def _descriptor_redirected() -> Iterator[None]:
         sys.__stdout__.flush()
     _flush_compiled()
     try:
-        kept = os.dup(1)
+        descriptor = os.dup(1)
     except OSError:  # closed: there is nothing to keep clean
         yield
         return
@@ -58,8 +58,8 @@ def _descriptor_redirected() -> Iterator[None]:
         yield
     finally:
         _flush_compiled()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(descriptor, 1)
+        os.close(descriptor)
 
 
 def _flush_compiled() -> None:

@@ -104,8 +104,8 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _function(module: ModuleType, place: str, name: str) -> Any:
-    found = getattr(module, name, None)
-    if found is None:
+    function = getattr(module, name, None)
+    if function is None:
         own = [
             n
             for n, f in vars(module).items()
@@ -114,17 +114,17 @@ def _function(module: ModuleType, place: str, name: str) -> Any:
         close = difflib.get_close_matches(name, own, n=1)
         hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(own) or 'no function'}"
         raise TargetError(f"{place} has no function {name}; {hint}")
-    if not callable(found):
+    if not callable(function):
         raise TargetError(
-            f"{place}:{name} is a {type(found).__name__}; name a function that returns (model, example)"
+            f"{place}:{name} is a {type(function).__name__}; name a function that returns (model, example)"
         )
     try:
-        inspect.signature(found).bind()
+        inspect.signature(function).bind()
     except TypeError as error:
         raise TargetError(
             f"{place}:{name} takes nothing when it is a target, but: {error}; give its parameters defaults"
         ) from error
-    return found
+    return function
 
 
 def _checked(returned: Any, name: str) -> tuple[nn.Module, Any]:

@@ -37,10 +37,10 @@ def join_batch_norms(graph: fx.Graph, erase: Erase) -> None:
             if node.target is not anchor or not node.args:
                 continue
             try:
-                found = match(node)
+                pieces = match(node)
             except _Differs:
                 continue
-            found.replace(graph, erase)
+            pieces.replace(graph, erase)
 
 
 _ZEROS: Any = object()
@@ -48,7 +48,7 @@ _ZEROS: Any = object()
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Match:
     """Pieces that a call does as one: each is read by others of them alone, but for those in ``instead``.
 
     ``instead`` has the results, the main one first, each with its place among the call's and a number by which
@@ -87,13 +87,13 @@ class _Found:
             call.meta.update({"instruction": does[0], ALSO: tuple(does[1:])} if does else {})
             for node in (node for node, users in read.items() if users):
                 index, factor = self.instead[node]
-                made = write("batch_norm", item, call, index)
+                result = write("batch_norm", item, call, index)
                 if factor is not None:
-                    made = write("scaled", aten.mul.Tensor, made, factor)
+                    result = write("scaled", aten.mul.Tensor, result, factor)
                 if node.meta[SHAPE] != ((self.channels,) if index else node.meta[SHAPE]):
-                    made = write("shaped", aten.reshape.default, made, list(node.meta[SHAPE]))
-                made.meta.update({key: node.meta[key] for key in (SHAPE, DTYPE)})
-                node.replace_all_uses_with(made, delete_user_cb=lambda user: user not in inside)
+                    result = write("shaped", aten.reshape.default, result, list(node.meta[SHAPE]))
+                result.meta.update({key: node.meta[key] for key in (SHAPE, DTYPE)})
+                node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)
         for node in [node for node in self.instead if not node.users]:
             erase(node)
 
@@ -140,7 +140,7 @@ def _data(node: fx.Node) -> tuple[int, int, list[int]]:
     return channels, prod(shape) // channels, [d for d in range(len(shape)) if d != 1]
 
 
-def _forward(rsqrt: fx.Node) -> _Found:
+def _forward(rsqrt: fx.Node) -> _Match:
     """(x - mean) rsqrt(var + eps) [* weight] [+ bias], var the mean of (x - mean)^2."""
     added: Any = rsqrt.args[0]
     var, eps = _args(added, aten.add.Tensor)
@@ -171,7 +171,7 @@ def _forward(rsqrt: fx.Node) -> _Found:
     out, bias = _affine(out, aten.add.Tensor, channels, pieces)
     args = (x, weight, bias, _ZEROS, _ZEROS, True, 1.0, eps)
     instead = {out: (0, None), rsqrt: (2, None), mean: (3, None), var: (4, (here - 1) / here)}
-    return _Found(aten._native_batch_norm_legit_functional.default, args, channels, tuple(pieces), instead)
+    return _Match(aten._native_batch_norm_legit_functional.default, args, channels, tuple(pieces), instead)
 
 
 def _affine(
@@ -194,7 +194,7 @@ def _affine(
     return user, operand
 
 
-def _backward(product: fx.Node) -> _Found:
+def _backward(product: fx.Node) -> _Match:
     """((g - (x - mean) a) - b) c: a = sum(g (x - mean)) / n rstd^2, b = sum(g) / n, c = rstd [weight]."""
     without_mean, scale = _args(product, aten.mul.Tensor)
     projected, of_mean = _args(without_mean, aten.sub.Tensor)
@@ -244,4 +244,4 @@ def _backward(product: fx.Node) -> _Found:
         _require(node is total or set(node.users) <= inside)
     mask = [True, bool(of_weight), any(user not in inside for user in total.users)]
     args = (gradient, x, weight, None, None, mean, rstd, True, 0.0, mask)
-    return _Found(aten.native_batch_norm_backward.default, args, channels, tuple(pieces), instead)
+    return _Match(aten.native_batch_norm_backward.default, args, channels, tuple(pieces), instead)

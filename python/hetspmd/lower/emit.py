@@ -105,8 +105,8 @@ class GraphWriter:
                 self.need(base)  # one between machines ends inside them: all wait for it at one place
             node = self.zeros(key)
         else:
-            found = self.produced[base]
-            node = found if isinstance(found, fx.Node) else found()
+            value = self.produced[base]
+            node = value if isinstance(value, fx.Node) else value()
             self.produced[base] = node
             for n in levels:
                 base = (*base[: 1 + n], key[1 + n], *base[2 + n :])
@@ -159,8 +159,8 @@ class GraphWriter:
         args = arguments(self.layout, step, self.at)
         name = f"{self.name(source_key)}_{step.kind}"
         if isinstance(step, Across):
-            given = (self.runtime, step.kind, source, args, leg(self.layout, step, self.at))
-            pending = self.call(f"{name}_across", calls.start_across, given)
+            call_args = (self.runtime, step.kind, source, args, leg(self.layout, step, self.at))
+            pending = self.call(f"{name}_across", calls.start_across, call_args)
         elif isinstance(step, InsideCollective):
             pending = self.call(f"{name}_inside", calls.start, (self.inside, step.kind, source, *args))
         else:
@@ -177,24 +177,24 @@ class GraphWriter:
 
     def _coalesce(self, bucket: Bucket | Together) -> None:
         pairs = [(m, *carried(m)[0]) for m in bucket.members]
-        left = [(m, source, target) for m, source, target in pairs if target not in self.produced]
-        if len(left) < 2 or self.layout.world == 1:
-            for member, _, _ in left:
+        transfers = [(m, source, target) for m, source, target in pairs if target not in self.produced]
+        if len(transfers) < 2 or self.layout.world == 1:
+            for member, _, _ in transfers:
                 self._communicate(member)
             return
-        sources = [self.need(source) for _, source, _ in left]
-        args = [arguments(self.layout, m, self.at) for m, _, _ in left]
+        sources = [self.need(source) for _, source, _ in transfers]
+        args = [arguments(self.layout, m, self.at) for m, _, _ in transfers]
         name, kind = f"bucket_{bucket.kind}", bucket.kind
-        if legs := [leg(self.layout, m, self.at) for m, _, _ in left if isinstance(m, Across)]:
-            given = (self.runtime, kind, sources, args, legs)
-            pending = self.call(f"{name}_across", calls.start_bucket_across, given)
+        if legs := [leg(self.layout, m, self.at) for m, _, _ in transfers if isinstance(m, Across)]:
+            call_args = (self.runtime, kind, sources, args, legs)
+            pending = self.call(f"{name}_across", calls.start_bucket_across, call_args)
         elif isinstance(bucket, Together):
             pending = self.call(f"{name}_inside", calls.start_bucket, (self.inside, kind, sources, args))
         else:
             pending = self.call(name, calls.start_bucket, (self.runtime, kind, sources, args))
-        members: Any = tuple(m for m, _, _ in left)
+        members: Any = tuple(m for m, _, _ in transfers)
         pending.meta["transfer"] = type(bucket)(members)
-        for index, (_, _, target) in enumerate(left):
+        for index, (_, _, target) in enumerate(transfers):
             self._arrives(target, calls.take, (pending, index))
 
     def _compute(self, step: Compute | Both) -> None:
@@ -225,8 +225,17 @@ class GraphWriter:
             shape = list(theory.graph.tensors[keys[0][0]].shape)
             regions = [(r.dim, r.start, r.extent) for r in self.layout.regions(keys[0], self.at)]
             alike = self.layout.drawn_alike(instruction.id, rows)
-            given = (self.runtime, instruction.id, shape, regions, alike, function, local_args, local_kwargs)
-            node = self.call(name, calls.draw, given)
+            call_args = (
+                self.runtime,
+                instruction.id,
+                shape,
+                regions,
+                alike,
+                function,
+                local_args,
+                local_kwargs,
+            )
+            node = self.call(name, calls.draw, call_args)
         else:
             node = self.call(name, function, local_args, local_kwargs)
         node.meta["instruction"] = instruction.id

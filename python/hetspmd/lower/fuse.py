@@ -106,9 +106,9 @@ def _renamed(node: fx.Node) -> None:
 
 def _instead(old: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
     """A call that computes what ``old`` does, with a name that tells where it comes from."""
-    made = old.graph.create_node("call_function", target, args, {}, name=f"{old.name}_fused")
-    made.meta.update(old.meta)
-    return made
+    node = old.graph.create_node("call_function", target, args, {}, name=f"{old.name}_fused")
+    node.meta.update(old.meta)
+    return node
 
 
 def _both_gradients(graph: fx.Graph, first: fx.Node) -> None:
@@ -138,21 +138,21 @@ def _scattered(graph: fx.Graph, product: fx.Node) -> None:
         zeros, dim, index, value = filled.args
         if not (isinstance(zeros, fx.Node) and isinstance(index, fx.Node)) or zeros.target not in _ZEROS:
             continue
-        shape, known = index.meta.get(SHAPE), product.meta
-        extents = list(known.get(SHAPE, ()))
+        shape, meta = index.meta.get(SHAPE), product.meta
+        extents = list(meta.get(SHAPE, ()))
         if not extents or not isinstance(dim, int):
             continue
         extents[dim] = 1
         if shape != tuple(extents) or row.meta.get(SHAPE) != shape:
             continue
-        if not known.get(DTYPE) == zeros.meta.get(DTYPE) == row.meta.get(DTYPE):
+        if not meta.get(DTYPE) == zeros.meta.get(DTYPE) == row.meta.get(DTYPE):
             continue
         with graph.inserting_before(product):
             numbers = _instead(filled, aten.mul.Tensor, (row, value))
             numbers.meta[SHAPE] = shape
             numbers.meta.pop(VALUE, None)
-            made = _instead(product, aten.scatter.src, (zeros, dim, index, numbers))
-        _replace(product, made)
+            scatter = _instead(product, aten.scatter.src, (zeros, dim, index, numbers))
+        _replace(product, scatter)
         return
 
 

@@ -51,14 +51,14 @@ class _Text:
     def lines(self) -> Iterator[str]:
         graphs = self.graphs
         tensors, parameters = self.reference.tensors, self.reference.parameters
-        given = [
+        sources = [
             "runtime",
             *(f"parameter {p.name}" for p in parameters),
             *(f"buffer {b.name}" for b in self.reference.buffers),
             *(f"input {i.path}" for i in self.reference.inputs),
         ]
         yield "forward"
-        yield from self._graph(graphs.forward, given, self._results_of_forward)
+        yield from self._graph(graphs.forward, sources, self._results_of_forward)
         if graphs.backward is not None:
             loss = self.reference.loss
             of = "the loss" if loss is None else f"the loss {tensors[loss].name}"
@@ -68,9 +68,9 @@ class _Text:
             yield from self._graph(graphs.backward, said, self._results_of_backward)
 
     def _graph(
-        self, graph: fx.Graph, given: list[str], results: Callable[[Any], Iterator[tuple[str, Any]]]
+        self, graph: fx.Graph, sources: list[str], results: Callable[[Any], Iterator[tuple[str, Any]]]
     ) -> Iterator[str]:
-        said = iter(given)
+        said = iter(sources)
         for node in graph.nodes:
             if node.op == "placeholder":
                 yield f"  {self._value(node)} = {next(said)}"
@@ -105,8 +105,8 @@ class _Text:
     def _argument(self, value: Any) -> str:
         """An argument; of a value its name, dtype and shape."""
         if isinstance(value, fx.Node):
-            known = self.types.get(value)
-            return f"%{value.name}" if known is None else f"%{value.name}: {known}"
+            type_ = self.types.get(value)
+            return f"%{value.name}" if type_ is None else f"%{value.name}: {type_}"
         if isinstance(value, (list, tuple)):
             return "[" + ", ".join(map(self._argument, value)) + "]"
         if isinstance(value, dict):
@@ -122,8 +122,8 @@ class _Text:
             return f"constant {node.target}"
         if node.target in _STARTS:  # the dims and extents follow from the forms
             _, kind, operands, *_ = node.args
-            given = operands if isinstance(operands, (list, tuple)) else [operands]
-            return f"start {kind}({', '.join(map(self._argument, given))})"
+            values = operands if isinstance(operands, (list, tuple)) else [operands]
+            return f"start {kind}({', '.join(map(self._argument, values))})"
         arguments = [self._argument(a) for a in node.args]
         arguments += [f"{k}={self._argument(v)}" for k, v in node.kwargs.items()]
         return f"{_name(node.target)}({', '.join(arguments)})"

@@ -62,21 +62,21 @@ def _idle(theory: Theory, program: Program, lengths: Lengths, device: torch.devi
     trained = tuple(i for i, p in enumerate(graph.parameters) if p.gradient is not None)
     differentiable = trained if program.gradients else ()
 
-    def zeros(made: fx.Graph, tensor: LocalTensor) -> fx.Node:
+    def zeros(local_graph: fx.Graph, tensor: LocalTensor) -> fx.Node:
         kwargs: dict[str, Any] = {"dtype": torch_dtype(tensor.dtype), "device": device}
-        return made.call_function(torch.ops.aten.zeros.default, (list(tensor.local_shape),), kwargs)
+        return local_graph.call_function(torch.ops.aten.zeros.default, (list(tensor.local_shape),), kwargs)
 
-    def forward(made: fx.Graph) -> Any:
+    def forward(local_graph: fx.Graph) -> Any:
         for kind, tensors in (("parameter", parameters), ("buffer", buffers), ("batch", inputs)):
             for index in range(len(tensors)):
-                made.placeholder(f"{kind}_{index}")
-        loss = None if program.loss is None else zeros(made, local(program.loss.tensor, PARTIAL, None))
-        return loss, [zeros(made, o) for o in outputs], [], []
+                local_graph.placeholder(f"{kind}_{index}")
+        loss = None if program.loss is None else zeros(local_graph, local(program.loss.tensor, PARTIAL, None))
+        return loss, [zeros(local_graph, o) for o in outputs], [], []
 
-    def backward(made: fx.Graph) -> Any:
-        made.placeholder("tangent")
-        made.placeholder("saved")
-        return [zeros(made, parameters[i]) for i in differentiable]
+    def backward(local_graph: fx.Graph) -> Any:
+        local_graph.placeholder("tangent")
+        local_graph.placeholder("saved")
+        return [zeros(local_graph, parameters[i]) for i in differentiable]
 
     return LocalGraphs(
         rank=None,
@@ -108,7 +108,7 @@ def _stored(graph: Graph, program: Program) -> dict[int, Placement]:
 
 
 def _written(write: Callable[[fx.Graph], Any]) -> fx.Graph:
-    made = fx.Graph()
-    made.placeholder("runtime")
-    made.output(write(made))
-    return made
+    graph = fx.Graph()
+    graph.placeholder("runtime")
+    graph.output(write(graph))
+    return graph

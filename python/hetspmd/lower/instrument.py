@@ -23,19 +23,19 @@ def instrumented(
 ) -> fx.GraphModule:
     """The copy, of a class called ``name``. ``ends``: the watcher's methods called before the first call and
     behind the last one."""
-    made, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy, values = fx.Graph(), dict[fx.Node, fx.Node]()
     nodes = list(module.graph.nodes)
     for node in (n for n in nodes if n.op in ("placeholder", "get_attr")):
-        values[node] = made.node_copy(node, values.__getitem__)
-    reader = made.create_node("get_attr", _ATTRIBUTE)
+        values[node] = copy.node_copy(node, values.__getitem__)
+    reader = copy.create_node("get_attr", _ATTRIBUTE)
     if ends is not None:
-        made.call_method(ends[0], (reader,))
+        copy.call_method(ends[0], (reader,))
     for node in (n for n in nodes if n.op not in ("placeholder", "get_attr")):
         if node.op == "output" and ends is not None:
-            made.call_method(ends[1], (reader,))
-        values[node] = made.node_copy(node, values.__getitem__)
+            copy.call_method(ends[1], (reader,))
+        values[node] = copy.node_copy(node, values.__getitem__)
         if node.op != "output":
-            behind(made, reader, node, values.__getitem__)
+            behind(copy, reader, node, values.__getitem__)
     attributes = {str(n.target): getattr(module, str(n.target)) for n in nodes if n.op == "get_attr"}
-    made.lint()
-    return fx.GraphModule({**attributes, _ATTRIBUTE: watcher}, made, name)
+    copy.lint()
+    return fx.GraphModule({**attributes, _ATTRIBUTE: watcher}, copy, name)

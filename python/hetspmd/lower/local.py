@@ -52,8 +52,8 @@ class ActiveEmitter:
         if steps.gradients:
             backward, taken = self._backward()
         # In one order on all ranks, whatever each of them takes, as it is the order of waits.
-        kept = {key: forward.compact(key) if copied else forward.need(key) for key, copied in self._saved()}
-        saved = [kept[key] for key in taken]
+        nodes = {key: forward.compact(key) if copied else forward.need(key) for key, copied in self._saved()}
+        saved = [nodes[key] for key in taken]
         loss = None if steps.loss is None else forward.need(steps.loss)
         outputs = [forward.need(key) for key in steps.outputs]
         forward.finish((loss, outputs, [forward.need(key) for key in steps.buffers], saved))

@@ -11,7 +11,7 @@ from hetspmd.cluster.machines import machine_of, ranks_of
 from hetspmd.lower.idle import IdleEmitter
 from hetspmd.lower.local import ActiveEmitter
 from hetspmd.lower.local_program import LocalProgram
-from hetspmd.lower.passes import Emitter, Watch, run_passes
+from hetspmd.lower.passes import Emitter, Observer, run_passes
 from hetspmd.placement import REPLICATE, shard
 from hetspmd.program.level_layout import LevelLayout, RankPlace
 from hetspmd.program.levels import LocalSteps, Nested, one_level
@@ -30,13 +30,13 @@ def active_ranks(plan: Plan) -> tuple[int, ...]:
     return ranks_of(plan.cluster, plan.active)
 
 
-def lower_plan(plan: Plan, rank: int, device: torch.device, watch: Watch | None = None) -> LocalProgram:
+def lower_plan(plan: Plan, rank: int, device: torch.device, observer: Observer | None = None) -> LocalProgram:
     """The local program of a rank of the plan's cluster, be it idle, on ``device``.
 
-    ``watch`` is shown the graphs after each pass. Raises PlanError if the program cannot run by its schedule, or if
-    the rows of an instruction cannot be had at once on two levels.
+    ``observer`` is shown the graphs after each pass. Raises PlanError if the program cannot run by its schedule, or
+    if the rows of an instruction cannot be had at once on two levels.
     """
-    return run_passes(_emitter(plan, rank, device), watch)
+    return run_passes(_emitter(plan, rank, device), observer)
 
 
 def lower_place(
@@ -72,8 +72,8 @@ def _emitter(plan: Plan, rank: int, device: torch.device) -> Emitter:
 
 def _left_to_idle(plan: Plan) -> Program:
     """The program as an idle rank knows it: across machines, an output that is not each rank's own is whole."""
-    made = plan.program
+    program = plan.program
     if plan.inside is None:
-        return made
-    outputs = tuple(r if r.form == shard(0) else Result(r.tensor, REPLICATE) for r in made.outputs)
-    return Program(made.steps, made.loss, outputs, made.gradients, made.buffers)
+        return program
+    outputs = tuple(r if r.form == shard(0) else Result(r.tensor, REPLICATE) for r in program.outputs)
+    return Program(program.steps, program.loss, outputs, program.gradients, program.buffers)

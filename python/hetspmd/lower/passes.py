@@ -2,7 +2,7 @@
 
 The first pass writes the two graphs of a rank, the others rewrite them. A pass is a function from the state of the
 lowering to the next one. A state owns its graphs: a pass may rewrite them in place, so that what is wanted of a
-state is taken from it before the next pass runs (``watch`` of :func:`run_passes`).
+state is taken from it before the next pass runs (``observer`` of :func:`run_passes`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hetspmd.lower.emit import drop_unread
 from hetspmd.lower.local_program import LocalGraphs, LocalProgram
 from hetspmd.lower.reuse import mark_spare
 
-__all__ = ["PASSES", "Emitter", "Lowering", "Pass", "Rewrite", "Watch", "run_passes"]
+__all__ = ["PASSES", "Emitter", "Lowering", "Observer", "Pass", "Rewrite", "run_passes"]
 
 
 class Emitter(Protocol):
@@ -112,16 +112,16 @@ PASSES: Final[tuple[Pass, ...]] = (
 )
 """All passes, in the order in which they run. In the graphs of an idle rank the rewrites find nothing to do."""
 
-Watch = Callable[[int, Pass, LocalGraphs], None]
+Observer = Callable[[int, Pass, LocalGraphs], None]
 """Called after each pass with its place in the list, the pass, and the graphs, which it must leave as they are."""
 
 
-def run_passes(emitter: Emitter, watch: Watch | None = None) -> LocalProgram:
+def run_passes(emitter: Emitter, observer: Observer | None = None) -> LocalProgram:
     """The local program that the passes make of what ``emitter`` writes. Raises PlanError if the program reads what
     it has not produced."""
     state = Lowering(emitter)
     for place, each in enumerate(PASSES):
         state = each.run(state)
-        if watch is not None:
-            watch(place, each, state.graphs)
+        if observer is not None:
+            observer(place, each, state.graphs)
     return state.graphs.program()

@@ -28,7 +28,7 @@ def mark_spare(graph: fx.Graph) -> None:
         return
     memory: dict[fx.Node, frozenset[fx.Node]] = {}
     last: dict[fx.Node, int] = {}
-    kept: set[fx.Node] = set()
+    reserved: set[fx.Node] = set()
     starts: list[tuple[int, fx.Node]] = []
     arrived: dict[fx.Node, int] = {}
     for place, node in enumerate(graph.nodes):
@@ -38,7 +38,7 @@ def mark_spare(graph: fx.Graph) -> None:
                 last[owner] = place
         memory[node] = frozenset((node,))
         if node.op != "call_function" or node.target in (calls.wait, calls.take, take_saved):
-            kept.add(node)
+            reserved.add(node)
             if node.target is calls.wait:
                 arrived[read[0]] = place
         elif _takes_spare(node):
@@ -52,7 +52,7 @@ def mark_spare(graph: fx.Graph) -> None:
             for before, each in starts
             if before < place < arrived.get(each, place) and not KINDS[cast("Kind", each.args[1])].copies
         )
-        read_later = kept.union(*(memory[each.args[2]] for each in on_their_way))  # type: ignore[index]  # a node
+        read_later = reserved.union(*(memory[each.args[2]] for each in on_their_way))  # type: ignore[index]  # a node
         if owners.isdisjoint(read_later) and all(last[owner] == place for owner in owners):
             start.kwargs = {**start.kwargs, "spare": True}
 

@@ -44,31 +44,31 @@ class ValueType:
 def value_types(graphs: LocalGraphs) -> dict[fx.Node, ValueType]:
     """The type of every tensor in the graphs of which it is known; other nodes (started collectives, ops with
     several results) are missing."""
-    return _Types(graphs).found
+    return _Types(graphs).types
 
 
 class _Types:
     def __init__(self, graphs: LocalGraphs) -> None:
         self.graphs, self.tensors = graphs, graphs.reference.tensors
-        self.found: dict[fx.Node, ValueType] = {}
+        self.types: dict[fx.Node, ValueType] = {}
         self._given()
         for graph in graphs.graphs:
             for node in graph.nodes:
-                known = self.found.get(node) or self._type(node)
-                if known is not None:
-                    self.found[node] = known
+                type_ = self.types.get(node) or self._type(node)
+                if type_ is not None:
+                    self.types[node] = type_
 
     def _given(self) -> None:
         """The inputs of forward, behind the runtime; the tangent."""
         graphs = self.graphs
-        given = (*graphs.parameters, *graphs.buffers, *graphs.inputs)
+        tensors = (*graphs.parameters, *graphs.buffers, *graphs.inputs)
         inputs = [node for node in graphs.forward.nodes if node.op == "placeholder"]
-        for node, tensor in zip(inputs[1:], given, strict=True):
-            self.found[node] = _held(tensor)
+        for node, tensor in zip(inputs[1:], tensors, strict=True):
+            self.types[node] = _held(tensor)
         if graphs.backward is not None and graphs.reference.tangent is not None:
             tangent = next(n for n in graphs.backward.nodes if n.target == "tangent")
             meta = self.tensors[graphs.reference.tangent]
-            self.found[tangent] = ValueType(meta.dtype, meta.shape)
+            self.types[tangent] = ValueType(meta.dtype, meta.shape)
 
     def _type(self, node: fx.Node) -> ValueType | None:
         if node.meta.get(SHAPE) is not None and DTYPE in node.meta:
@@ -87,14 +87,14 @@ class _Types:
         """What a call of a writer gives that noted no value, and what ops of rewrites give."""
         args: tuple[Any, ...] = node.args
         if node.target is take_saved:
-            return self.found.get(self._saved()[args[1]])
+            return self.types.get(self._saved()[args[1]])
         if node.target is calls.take:
             return self._of(carried(args[0].meta["transfer"])[args[1]][1])
         if node.target is aten.zeros.default:
             return ValueType(dtype_name(node.kwargs["dtype"]), tuple(args[0]))  # type: ignore[arg-type]  # a dtype
         if node.target is item and args[0].target in _BATCH_NORMS:
             return self._per_channel(args[0], args[1])
-        operand = self.found.get(args[0]) if args and isinstance(args[0], fx.Node) else None
+        operand = self.types.get(args[0]) if args and isinstance(args[0], fx.Node) else None
         if operand is None:
             return None
         if node.target is aten.slice.Tensor:
@@ -109,8 +109,8 @@ class _Types:
         """A result of a batch norm that is one call: the first one has the shape of the data, which is the first
         argument, the others one number per channel."""
         (data, *_) = batch_norm.args
-        known = self.found.get(data) if isinstance(data, fx.Node) else None
-        return known if known is None or index == 0 else ValueType(known.dtype, known.shape[1:2])
+        type_ = self.types.get(data) if isinstance(data, fx.Node) else None
+        return type_ if type_ is None or index == 0 else ValueType(type_.dtype, type_.shape[1:2])
 
     def _saved(self) -> Any:
         """The nodes of forward that backward reads, in order."""

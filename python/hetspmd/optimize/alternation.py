@@ -66,7 +66,7 @@ def alternate(
 ) -> Rounds:
     """Search and ratios in turns from each of the ``starts``, by name, on the devices ``active``, which are those
     of ``costs``. ``within``: the programs among which is searched."""
-    made = Rounds()
+    rounds = Rounds()
     segments = ctx.theory.axes.segments
     queue = [(name, by_segment(start, segments)) for name, start in starts]
     first = queue[0][1]
@@ -81,7 +81,7 @@ def alternate(
             evaluator = Evaluator(ctx, costs, result, active, lengths, reason)
             tried = [evaluator(ratios, lengths)]
             if not tried[0].fits:
-                made.replaced += tried
+                rounds.replaced += tried
                 by = by_segment(by_memory(costs), segments)
                 if (
                     not queue
@@ -90,7 +90,7 @@ def alternate(
                 ):
                     queue.append(("memory", by))
                 fitting, lacking = search_fitting(ctx, costs, lengths, result, within, active)
-                made.lacking = nearest(made.lacking, lacking)
+                rounds.lacking = nearest(rounds.lacking, lacking)
                 if fitting is None:
                     break
                 result = fitting
@@ -98,18 +98,18 @@ def alternate(
                 tried = [evaluator(ratios, lengths)]
             better, moved = with_best_ratios(evaluator, costs, ratios, lengths)
             tried.append(evaluator(better, moved, but=", best ratios"))
-            made.candidates += tried
-            made.iterations.append(
+            rounds.candidates += tried
+            rounds.iterations.append(
                 Iteration(name, index, ratios, result.cost, min(c.stages.seconds for c in tried))
             )
             key = (result.rows, result.moves, moved)
             if key in seen or moved == lengths:
                 break
-            if result.stop_reason == "memory" and index and not _much_better(ctx, made.candidates[-3:]):
+            if result.stop_reason == "memory" and index and not _much_better(ctx, rounds.candidates[-3:]):
                 break
             seen.add(key)
             ratios, before = better, result
-    return made
+    return rounds
 
 
 def search_fitting(

@@ -23,7 +23,7 @@ def baselines(ctx: Synthesis, costs: CostModel) -> dict[str, Candidate]:
     Data parallelism with even and proportional shares, the latter with sharded parameters (ZeRO-3), and the
     best program that does not divide the batch (tensor parallelism).
     """
-    found: dict[str, Candidate] = {}
+    candidates: dict[str, Candidate] = {}
     quick = replace(ctx.limits, expansions=min(ctx.limits.expansions, ctx.thresholds.baseline_expansions))
     before: SearchResult | None = None
     for name, wanted, ratios in (
@@ -34,10 +34,10 @@ def baselines(ctx: Synthesis, costs: CostModel) -> dict[str, Candidate]:
     ):
         if any(wanted.forms.get(t, form) != form for t, form in ctx.constraints.forms.items()):
             continue
-        same = found.get("data_parallel_even")
+        same = candidates.get("data_parallel_even")
         equal = by_segment(ratios, ctx.theory.axes.segments)
         if name == "data_parallel_proportional" and same is not None and same.ratios == equal:
-            found[name] = same
+            candidates[name] = same
             continue
         constraints = Constraints({**ctx.constraints.forms, **wanted.forms}, wanted.row_filter)
         lengths = lengths_for(ctx.theory.axes, ratios)
@@ -50,5 +50,5 @@ def baselines(ctx: Synthesis, costs: CostModel) -> dict[str, Candidate]:
         before = result
         # Its bound is of programs of its kind.
         evaluator = Evaluator(ctx, costs, result, ctx.everyone, None, name.replace("_", " "))
-        found[name] = evaluator(equal, lengths)
-    return found
+        candidates[name] = evaluator(equal, lengths)
+    return candidates

@@ -121,14 +121,14 @@ class Evaluator:
         idle = idle_seconds(ctx.theory.graph, self.program, ctx.cluster, active)
         with ctx.clock("balance"):
             self.step = StepModel(costs, self.program, idle=idle, prefetch_distance=prefetch_distance)
-        self._known: dict[Lengths, Candidate] = {}
+        self._candidates: dict[Lengths, Candidate] = {}
 
     def __call__(self, ratios: Matrix, lengths: Lengths, *, but: str = "") -> Candidate:
         """The candidate at these ratios; ``but``: what sets it apart from the one at which it was searched."""
-        known = self._known.get(lengths)
-        if known is None or known.ratios != ratios:
-            known = self._known[lengths] = Candidate(self, ratios, lengths, self.reason + but)
-        return known
+        candidate = self._candidates.get(lengths)
+        if candidate is None or candidate.ratios != ratios:
+            candidate = self._candidates[lengths] = Candidate(self, ratios, lengths, self.reason + but)
+        return candidate
 
     def _with_rows(self, program: Program) -> Program:
         """What idle devices are sent costs time, so an output with a row per sample that every active device
@@ -137,14 +137,14 @@ class Evaluator:
             return program
         theory, fixed = self.ctx.theory, self.ctx.constraints.forms
 
-        def left(result: Result) -> Result:
+        def as_rows(result: Result) -> Result:
             shape = theory.graph.tensors[result.tensor].shape
             axis = theory.axes.axis(result.tensor, 0) if shape else None
             free = result.form == REPLICATE and result.tensor not in fixed
             rows = free and axis is not None and axis.id in self.ctx.batch and axis.units > 1
             return Result(result.tensor, shard(0)) if rows else result
 
-        return replace(program, outputs=tuple(map(left, program.outputs)))
+        return replace(program, outputs=tuple(map(as_rows, program.outputs)))
 
 
 def best_of(ctx: Synthesis, candidates: Iterable[Candidate]) -> Candidate | None:

@@ -97,7 +97,7 @@ class CompileOptions:
 
 
 def parted(
-    given: Mapping[str, Any], names: Iterable[str], named: Iterable[str]
+    arguments: Mapping[str, Any], names: Iterable[str], named: Iterable[str]
 ) -> tuple[dict[str, Any], CompileOptions]:
     """Keyword arguments as those of these ``names``, and the options of a compilation.
 
@@ -105,9 +105,9 @@ def parted(
     there is not, and for a value that cannot be.
     """
     own = frozenset(names)
-    rest = {name: value for name, value in given.items() if name not in own}
-    known = {field.name for field in fields(CompileOptions)}
+    rest = {name: value for name, value in arguments.items() if name not in own}
+    options = {field.name for field in fields(CompileOptions)}
     for name in rest:
-        if name not in known:
-            raise OptionError(f"there is no argument {name!r}{nearest(name, {*known, *own, *named})}")
-    return {name: value for name, value in given.items() if name in own}, CompileOptions(**rest)
+        if name not in options:
+            raise OptionError(f"there is no argument {name!r}{nearest(name, {*options, *own, *named})}")
+    return {name: value for name, value in arguments.items() if name in own}, CompileOptions(**rest)

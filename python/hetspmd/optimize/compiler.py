@@ -214,8 +214,8 @@ def _plan_across(ctx: Synthesis, step: Step, asked: _Constraints = None) -> Plan
     """The plan of a step across virtual devices. Its baselines are those of single accelerators, if there are
     any, and one segment where it has several."""
     outcome, inside = step
-    kept = {name: seconds for name, seconds in outcome.baselines.items() if name == "one_segment"}
-    plan = plan_of(ctx, replace(outcome, baselines=kept, over_memory=()), asked, inside)
+    baselines = {name: seconds for name, seconds in outcome.baselines.items() if name == "one_segment"}
+    plan = plan_of(ctx, replace(outcome, baselines=baselines, over_memory=()), asked, inside)
     cost, more = plan.cost, inside.seconds
     memory = tuple(k * n for k, n in zip(ctx.cluster.accelerators, inside.memory_bytes, strict=True))
     return replace(

@@ -29,12 +29,12 @@ def verdicts(
     for c in (best, *candidates):
         result, distance = c.result, c.evaluator.prefetch_distance
         different.setdefault((result.rows, result.moves, distance, c.lengths, c.active), c)
-    made = [_verdict(ctx, c, best) for c in different.values()]
+    considered = [_verdict(ctx, c, best) for c in different.values()]
     out = [
         Considered(reason="any program", active=o.active, seconds=o.seconds, simulated=False, verdict="bound")
         for o in left_out
     ]
-    return _ordered([*made, *out])
+    return _ordered([*considered, *out])
 
 
 def _verdict(ctx: Synthesis, candidate: Candidate, best: Candidate) -> Considered:
@@ -69,24 +69,24 @@ def among(considered: Iterable[Considered], prefix: str) -> tuple[Considered, ..
 def one_taken(ways: Iterable[tuple[Iterable[Considered], bool]], best: Candidate) -> tuple[Considered, ...]:
     """The candidates of several ways to plan, each with one that was taken, and whether it is the way of
     ``best``."""
-    made: list[Considered] = []
+    candidates: list[Considered] = []
     for considered, own in ways:
-        found = tuple(considered)
-        made += found if own else _lost(found, _verdict_on(found, best.seconds, faster="asked"))
-    return _ordered(made)
+        group = tuple(considered)
+        candidates += group if own else _lost(group, _verdict_on(group, best.seconds, faster="asked"))
+    return _ordered(candidates)
 
 
 def ways_taken(plans: Mapping[str, Plan], taken: str) -> tuple[Considered, ...]:
     """The candidates of plans that were made in several ways, by the way; the plan of one of them was taken."""
-    made: list[Considered] = []
+    candidates: list[Considered] = []
     for way, plan in plans.items():
         # What accelerators inside machines add is known of the best candidate alone.
         seconds = plan.cost.step_seconds
         named = among(plan.considered, way)
-        found = tuple(replace(c, seconds=seconds) if c.verdict == "taken" else c for c in named)
+        group = tuple(replace(c, seconds=seconds) if c.verdict == "taken" else c for c in named)
         best = plans[taken].cost.step_seconds
-        made += found if way == taken else _lost(found, _verdict_on(found, best, faster="equal"))
-    return _ordered(made)
+        candidates += group if way == taken else _lost(group, _verdict_on(group, best, faster="equal"))
+    return _ordered(candidates)
 
 
 def instead(
@@ -94,11 +94,11 @@ def instead(
 ) -> tuple[Considered, ...]:
     """The candidates with another one taken; ``verdict``: why the one is not that was, and none that is faster than
     the other one."""
-    left = [
+    others = [
         replace(c, verdict=verdict) if c.verdict == "slower" and c.seconds <= taken.seconds else c
         for c in considered
     ]
-    return _ordered([taken, *_lost(left, verdict)])
+    return _ordered([taken, *_lost(others, verdict)])
 
 
 def kept(
@@ -107,11 +107,11 @@ def kept(
     """The candidates of ``other``, a way to plan that was compared with those of ``one``, where the one that was
     taken of these is the plan after all. ``lacking``: the bytes that ranks lack for the other way's, if any."""
     (own,) = (c for c in one if c.verdict == "taken")
-    left = [c for c in other if replace(c, verdict="taken") != own]
+    others = [c for c in other if replace(c, verdict="taken") != own]
     if lacking:
         short = tuple(sorted(lacking.items()))
-        left = [replace(c, verdict="memory", lacking=short) if c.verdict == "taken" else c for c in left]
-    return instead(left, own)
+        others = [replace(c, verdict="memory", lacking=short) if c.verdict == "taken" else c for c in others]
+    return instead(others, own)
 
 
 def _verdict_on(considered: Iterable[Considered], best: float, *, faster: str) -> str:

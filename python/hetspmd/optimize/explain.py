@@ -45,17 +45,19 @@ def explain(
     tensor = names[name]
     fixed = resolve(theory, plan.constraints if constraints is None else constraints)
     others = {t: form for t, form in fixed.forms.items() if t != tensor}
-    found = [_alternative(plan, tensor, form, others, limits or Limits()) for form in _forms(plan, tensor)]
+    alternatives = [
+        _alternative(plan, tensor, form, others, limits or Limits()) for form in _forms(plan, tensor)
+    ]
     chosen = _chosen(plan, name, tensor)
-    found.sort(key=lambda a: (a.seconds is None, a.seconds or 0.0, a.form != chosen, a.form))
-    origin = fixed.origins.get(tensor)
+    alternatives.sort(key=lambda a: (a.seconds is None, a.seconds or 0.0, a.form != chosen, a.form))
+    source = fixed.origins.get(tensor)
     return Explanation(
         name,
         chosen,
-        tuple(found),
+        tuple(alternatives),
         _kind(plan, tensor),
-        None if origin is None else origin.glob,
-        _notes(plan, chosen, found, origin is not None),
+        None if source is None else source.glob,
+        _notes(plan, chosen, alternatives, source is not None),
     )
 
 
@@ -116,7 +118,9 @@ def _chosen(plan: Plan, name: str, tensor: int) -> Placement | None:
     return read.pop() if read else REPLICATE
 
 
-def _notes(plan: Plan, chosen: Placement | None, found: list[Alternative], asked: bool) -> tuple[str, ...]:
+def _notes(
+    plan: Plan, chosen: Placement | None, alternatives: list[Alternative], asked: bool
+) -> tuple[str, ...]:
     added = 0.0 if plan.inside is None else plan.inside.seconds
     own = seconds_text(plan.cost.step_seconds - added)
     notes = [f"step: in the simulation, where this plan takes {own}"]
@@ -128,7 +132,7 @@ def _notes(plan: Plan, chosen: Placement | None, found: list[Alternative], asked
         )
     elif plan.idle:
         notes.append(f"on the active devices; idle: {', '.join(f'rank {r}' for r in plan.idle)}")
-    costs = {a.form: a.seconds for a in found if a.seconds is not None}
+    costs = {a.form: a.seconds for a in alternatives if a.seconds is not None}
     if chosen is not None and not asked and chosen in costs:
         least = min(costs.values())
         if costs[chosen] > least * (1 + EQUAL):

@@ -63,24 +63,24 @@ def followers(graph: Graph) -> dict[str, str]:
         if of is not None:
             return {name: of + name.removeprefix(prefix) for name in below[prefix]}
         parts = [follow(p) for p in below if _parent(p) == prefix]
-        found = {f: of for part in parts if part is not None for f, of in part.items()}
-        return found if len(found) == len(below[prefix]) else None
+        pairs = {f: of for part in parts if part is not None for f, of in part.items()}
+        return pairs if len(pairs) == len(below[prefix]) else None
 
-    found: dict[str, str] = {}
+    followed: dict[str, str] = {}
     for prefix, names in below.items():
         if idle.issuperset(names) and not idle.issuperset(below.get(_parent(prefix), shapes)):
-            found.update(follow(prefix) or {})
-    return found
+            followed.update(follow(prefix) or {})
+    return followed
 
 
 def _below(shapes: Mapping[str, T]) -> dict[str, dict[str, T]]:
     """The parameters in each module that has a name, by the module's."""
-    found: dict[str, dict[str, T]] = {}
+    modules: dict[str, dict[str, T]] = {}
     for name, shape in shapes.items():
         parts = name.split(".")[:-1]
         for n in range(1, len(parts) + 1):
-            found.setdefault(".".join(parts[:n]), {})[name] = shape
-    return found
+            modules.setdefault(".".join(parts[:n]), {})[name] = shape
+    return modules
 
 
 def _signature(prefix: str, names: Mapping[str, tuple[int, ...]]) -> _Signature:

@@ -56,19 +56,19 @@ def followed(
         candidate = within_memory(ctx, candidate_at(ctx, plan.ratios, lengths, plan.active))
         if candidate is not None:
             candidate = further(ctx, ctx.costs(plan.active), candidate) or candidate
-        found = None if candidate is None else planned(ctx, candidate)
-        if found is not None:
-            optimal = found.search.stop_reason == "optimal"
-            search = replace(found.search, stop_reason=FOLLOWING) if optimal else found.search
+        new_plan = None if candidate is None else planned(ctx, candidate)
+        if new_plan is not None:
+            optimal = new_plan.search.stop_reason == "optimal"
+            search = replace(new_plan.search, stop_reason=FOLLOWING) if optimal else new_plan.search
             taken = Considered(
                 reason="modules that follow others in the others' shards",
-                active=found.active,
-                seconds=found.cost.step_seconds,
+                active=new_plan.active,
+                seconds=new_plan.cost.step_seconds,
                 simulated=True,
                 verdict="taken",
             )
             return replace(
-                found, search=search, considered=instead(plan.considered, taken, verdict="storage")
+                new_plan, search=search, considered=instead(plan.considered, taken, verdict="storage")
             )
     return plan
 

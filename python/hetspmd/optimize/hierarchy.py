@@ -130,16 +130,16 @@ def segments_across(
     for. One whose accelerators' memory does not suffice is not taken.
     """
     outcome, inside = step
-    found, other = in_segments(ctx, outcome, segments, constraints)
-    if found is ctx:
+    synthesis, other = in_segments(ctx, outcome, segments, constraints)
+    if synthesis is ctx:
         return ctx, (other, inside)
-    own = inside_of(found, other.best)
+    own = inside_of(synthesis, other.best)
     one = outcome.best.seconds + inside.seconds
     longer = other.best.seconds + own.seconds >= one
     missed = {rank: missing for rank, (missing, _) in lacking(ctx.cluster, own).items()}
     if missed or (segments == "auto" and longer):
         return ctx, (replace(outcome, considered=kept(outcome.considered, other.considered, missed)), inside)
-    return found, (replace(other, baselines={"one_segment": one}), own)
+    return synthesis, (replace(other, baselines={"one_segment": one}), own)
 
 
 def lacking(cluster: Cluster, inside: Inside) -> dict[int, tuple[int, int]]:

@@ -24,7 +24,7 @@ def overlap_variants(
     lengths of ``best``, and of those of the ``rounds`` that are nearly as good; and with prefetched parameters."""
     if costs.world == 1:
         return []
-    made: list[Candidate] = []
+    candidates: list[Candidate] = []
     for place in (best, *_near(ctx, best, rounds)):
         tried = [place.result.rows]
         for weight in ctx.thresholds.overlap_weights:
@@ -39,11 +39,11 @@ def overlap_variants(
                 searched_at = place.lengths
             reason = f"hidden communication at {weight:g} of its cost, at {place.reason}"
             evaluator = Evaluator(ctx, costs, other, active, searched_at, reason)
-            made.append(evaluator(place.ratios, place.lengths))
+            candidates.append(evaluator(place.ratios, place.lengths))
             ratios, lengths = with_best_ratios(evaluator, costs, place.ratios, place.lengths)
-            made.append(evaluator(ratios, lengths, but=", best ratios"))
-    best = best_of(ctx, [best, *made]) or best
-    return made + prefetched(ctx, costs, best, [*rounds.candidates, *made])
+            candidates.append(evaluator(ratios, lengths, but=", best ratios"))
+    best = best_of(ctx, [best, *candidates]) or best
+    return candidates + prefetched(ctx, costs, best, [*rounds.candidates, *candidates])
 
 
 def _near(ctx: Synthesis, best: Candidate, rounds: Rounds) -> list[Candidate]:
@@ -57,8 +57,8 @@ def _near(ctx: Synthesis, best: Candidate, rounds: Rounds) -> list[Candidate]:
             start = rounds.iterations[index // 2].start
             if start not in starts or is_better(candidate, starts[start]):
                 starts[start] = candidate
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     for candidate in starts.values():
-        if all(candidate.lengths != other.lengths for other in (best, *found)):
-            found.append(candidate)
-    return found
+        if all(candidate.lengths != other.lengths for other in (best, *candidates)):
+            candidates.append(candidate)
+    return candidates

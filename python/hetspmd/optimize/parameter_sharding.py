@@ -95,11 +95,11 @@ class _Storage:
         # Its bound is of programs of its kind.
         reason = f"{reason}, else as the best before"
         evaluator = Evaluator(ctx, self.costs, result, self.first.active, None, reason, distance)
-        made = evaluator(self.first.ratios, self.lengths)
-        self.tried.append(made)
+        candidate = evaluator(self.first.ratios, self.lengths)
+        self.tried.append(candidate)
         with ctx.clock("balance"):
-            if made.seconds < self.best.seconds and made.fits:
-                self.best, self.forms, self.distance = made, forms, distance
+            if candidate.seconds < self.best.seconds and candidate.fits:
+                self.best, self.forms, self.distance = candidate, forms, distance
 
 
 def grouped(ctx: Synthesis, parameters: Iterable[int]) -> list[list[int]]:
@@ -109,8 +109,8 @@ def grouped(ctx: Synthesis, parameters: Iterable[int]) -> list[list[int]]:
     ordered = last_first(ctx.theory, parameters, ctx.thresholds.smallest_in_groups)[::-1]
     nbytes = {t: ctx.theory.graph.tensors[t].nbytes for t in ordered}
     total = sum(nbytes.values())
-    found: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for n, (tensor, end) in enumerate(zip(ordered, accumulate(nbytes.values()), strict=True)):
         middle = (end - nbytes[tensor] / 2) / total
-        found.setdefault(n if len(ordered) <= most else int(middle * most), []).append(tensor)
-    return sorted(found.values(), key=lambda group: -sum(nbytes[t] for t in group))
+        groups.setdefault(n if len(ordered) <= most else int(middle * most), []).append(tensor)
+    return sorted(groups.values(), key=lambda group: -sum(nbytes[t] for t in group))

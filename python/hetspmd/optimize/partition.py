@@ -48,8 +48,8 @@ def segmented(theory: Theory, segments: Sequence[int]) -> Theory:
     axes, shapes = theory.axes, theory.graph.tensors
 
     def divisible(tensor: int) -> bool:
-        found = (axes.axis(tensor, dim) for dim in range(len(shapes[tensor].shape)))
-        return any(axis is not None and axis.units >= 2 for axis in found)
+        dim_axes = (axes.axis(tensor, dim) for dim in range(len(shapes[tensor].shape)))
+        return any(axis is not None and axis.units >= 2 for axis in dim_axes)
 
     return derive(with_cuts(theory.graph, segments, divisible), quiet=True)
 
@@ -66,7 +66,7 @@ def segments_like(graph: Graph, known: Graph) -> tuple[int, ...]:
     of_key = {key: min(counts, key=lambda s: (-counts[s], s)) for key, counts in votes.items()}
     stored = {p.name: known.segment(p.tensor) for p in known.parameters}
     weights = {p.tensor: stored.get(p.name, 0) for p in graph.parameters}
-    found: list[int] = []
+    segments: list[int] = []
     last = 0
     for instruction in graph.instructions:
         read = [t for t in instruction.inputs if t in weights]
@@ -74,17 +74,17 @@ def segments_like(graph: Graph, known: Graph) -> tuple[int, ...]:
             last = of_key[_key(instruction.source)]
         elif read and not instruction.is_source:
             last = weights[read[-1]]
-        found.append(last)
+        segments.append(last)
         if read and len(read) == len(instruction.inputs):  # a view of a parameter
             weights.update(dict.fromkeys(instruction.outputs, weights[read[-1]]))
-    _place_sources(graph, found)
+    _place_sources(graph, segments)
     for parameter in graph.parameters:
         readers = graph.consumers.get(parameter.tensor, ())
-        place = found[graph.producers[parameter.tensor]] = weights[parameter.tensor]
-        if readers and place not in {found[r] for r in readers}:
-            found[readers[0]] = place
-    _place_second_reads(graph, found)
-    return tuple(found)
+        place = segments[graph.producers[parameter.tensor]] = weights[parameter.tensor]
+        if readers and place not in {segments[r] for r in readers}:
+            segments[readers[0]] = place
+    _place_second_reads(graph, segments)
+    return tuple(segments)
 
 
 @cache
@@ -99,11 +99,11 @@ def _pieces(graph: Graph) -> list[int]:
     """The piece of each instruction. Pieces are numbered in the order of their first instruction of the forward; a
     layer is one, whenever it runs, and so is each run of instructions of one module that is no layer."""
     of_key: dict[str, list[int]] = {}
-    found: list[int] = []
+    pieces: list[int] = []
     count, last = 0, ""
     backward: list[int] = []
     for i, instruction in enumerate(graph.instructions):
-        found.append(max(count - 1, 0))
+        pieces.append(max(count - 1, 0))
         if instruction.phase == "backward" and not instruction.is_source:
             backward.append(i)
             continue
@@ -114,45 +114,47 @@ def _pieces(graph: Graph) -> list[int]:
         if key not in of_key or (not layer and key != last):
             of_key.setdefault(key, []).append(count)
             count += 1
-        found[i] = of_key[key][-1]
+        pieces[i] = of_key[key][-1]
         last = key
     near = max(count - 1, 0)
     for i in backward:
         # What sums up gradients stays where the last of them comes from.
-        made = [found[p] for t in graph.instructions[i].inputs if not _given(graph, p := graph.producers[t])]
-        near = max(made, default=near)
-        known = of_key.get(_key(graph.instructions[i].source), [near])
-        found[i] = near = min(known, key=lambda piece: (abs(piece - near), piece))
-    _place_sources(graph, found)
-    _place_second_reads(graph, found)
-    return found
+        producer_pieces = [
+            pieces[p] for t in graph.instructions[i].inputs if not _given(graph, p := graph.producers[t])
+        ]
+        near = max(producer_pieces, default=near)
+        candidates = of_key.get(_key(graph.instructions[i].source), [near])
+        pieces[i] = near = min(candidates, key=lambda piece: (abs(piece - near), piece))
+    _place_sources(graph, pieces)
+    _place_second_reads(graph, pieces)
+    return pieces
 
 
 def _given(graph: Graph, instruction: int) -> bool:
     return instruction in graph.sources
 
 
-def _place_sources(graph: Graph, found: list[int]) -> None:
+def _place_sources(graph: Graph, places: list[int]) -> None:
     """Put what is given to the step where it is first read."""
     for instruction in graph.instructions:
         if instruction.is_source:
             readers = graph.consumers.get(instruction.outputs[0], ())
-            found[instruction.id] = found[readers[0]] if readers else 0
+            places[instruction.id] = places[readers[0]] if readers else 0
 
 
-def _place_second_reads(graph: Graph, found: list[int]) -> None:
+def _place_second_reads(graph: Graph, places: list[int]) -> None:
     for reading, parameter in graph.second_reads.items():
-        found[reading] = found[graph.producers[parameter]]
+        places[reading] = places[graph.producers[parameter]]
 
 
 def _weighted(theory: Theory, pieces: Sequence[int], seconds: Sequence[float]) -> nx.Graph:
     """The graph of pieces, with ``seconds`` of nodes and ``bytes`` of edges."""
     graph, axes = theory.graph, theory.axes
-    found = nx.Graph()
-    found.add_nodes_from(range(max(pieces, default=0) + 1), seconds=0.0)
+    piece_graph = nx.Graph()
+    piece_graph.add_nodes_from(range(max(pieces, default=0) + 1), seconds=0.0)
     for instruction, piece in zip(graph.instructions, pieces, strict=True):
         if not instruction.is_source:
-            found.nodes[piece]["seconds"] += float(seconds[instruction.id])
+            piece_graph.nodes[piece]["seconds"] += float(seconds[instruction.id])
     for t, readers in sorted(graph.consumers.items()):
         producer = graph.instructions[graph.producers[t]]
         here = pieces[producer.id]
@@ -163,9 +165,9 @@ def _weighted(theory: Theory, pieces: Sequence[int], seconds: Sequence[float]) -
         if not any(axis is not None and axis.units >= 2 for axis in dims):
             continue
         for there in sorted(elsewhere):
-            before = found.get_edge_data(here, there, {"bytes": 0})["bytes"]
-            found.add_edge(here, there, bytes=before + graph.tensors[t].nbytes)
-    return found
+            before = piece_graph.get_edge_data(here, there, {"bytes": 0})["bytes"]
+            piece_graph.add_edge(here, there, bytes=before + graph.tensors[t].nbytes)
+    return piece_graph
 
 
 def _bisected(graph: nx.Graph, nodes: list[int], parts: int, uneven: float) -> list[set[int]]:
@@ -198,8 +200,8 @@ def _halved(graph: nx.Graph, nodes: list[int], part: float, uneven: float) -> tu
     chosen = min(
         (s for s in splits if off(s[0]) <= tolerated), key=lambda s: (across(s[0]), off(s[0]), len(s[0]))
     )
-    found = nx.community.kernighan_lin_bisection(graph, chosen, weight="bytes", seed=0)
-    one, other = sorted(map(set, found), key=min)
+    halves = nx.community.kernighan_lin_bisection(graph, chosen, weight="bytes", seed=0)
+    one, other = sorted(map(set, halves), key=min)
     if across(one) < across(chosen[0]) and off(one) <= tolerated:
         return one, other
     return chosen

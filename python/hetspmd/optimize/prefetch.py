@@ -54,33 +54,35 @@ def prefetched(
     ``candidates`` with gathers further ahead, on the same devices."""
     if costs.world == 1 or best.seconds * (1 - ctx.thresholds.hidden_gain) <= best.stages.floor:
         return []
-    found = list(_derived(ctx, costs, best))
+    derived = list(_derived(ctx, costs, best))
     most = best.seconds * (1 + ctx.thresholds.near_best_prefetch)
     near = [
         c
-        for c in (best, *found, *candidates)
+        for c in (best, *derived, *candidates)
         if c.stages.floor < best.seconds and c.seconds <= most and c.fits
     ]
     near.sort(key=lambda candidate: candidate.seconds)
     different = _different(near)[: ctx.thresholds.prefetch_candidates]
     ahead = (further(ctx, costs, candidate) for candidate in different)
-    return found + [candidate for candidate in ahead if candidate is not None]
+    return derived + [candidate for candidate in ahead if candidate is not None]
 
 
 def in_shards(ctx: Synthesis, costs: CostModel, candidates: Iterable[Candidate]) -> list[Candidate]:
     """Candidates like these with even shards and more parameters in shards, whether or not the forward hides their
     gathers: they hold fewer bytes."""
-    return [made for c in _different(list(candidates)) for made in _derived(ctx, costs, c, hidden=False)]
+    return [
+        derived for c in _different(list(candidates)) for derived in _derived(ctx, costs, c, hidden=False)
+    ]
 
 
 def storage_axes(theory: Theory, program: Program) -> frozenset[int]:
     """Logical axes along which no computation of the program is divided: shards along them are only stored, viewed
     and sent."""
     graph, axes = theory.graph, theory.axes
-    given = graph.sources | graph.second_reads.keys()
+    sources = graph.sources | graph.second_reads.keys()
     used: set[int] = set()
     for step in program.steps:
-        if isinstance(step, Compute) and step.instruction not in given:
+        if isinstance(step, Compute) and step.instruction not in sources:
             instruction = graph.instructions[step.instruction]
             forms = zip(
                 (*instruction.inputs, *instruction.outputs), (*step.row.pre, *step.row.post), strict=True
@@ -155,27 +157,27 @@ def divisible(
     """Of the parameters those that can be divided along free axes, and the form: along the first dim of which the
     largest shard is about as small as any (slices along dim 0 need not be copied), otherwise along the one with
     the smallest. ``even``: by which part a largest shard may be larger than the mean and counts as even."""
-    found: dict[int, Placement] = {}
+    placements: dict[int, Placement] = {}
     for tensor in whole:
         dims = range(len(theory.graph.tensors[tensor].shape))
         units = {d: a.units for d in dims if (a := theory.axes.axis(tensor, d)) is not None and a.id in free}
         over = {d: max(-(-n // world) * world / n - 1, even) for d, n in units.items() if n >= world}
         if over:
-            found[tensor] = shard(min(over, key=lambda d: (over[d], d)))
-    return found
+            placements[tensor] = shard(min(over, key=lambda d: (over[d], d)))
+    return placements
 
 
 def _last(ctx: Synthesis, divided: dict[int, Placement], part: float) -> frozenset[int]:
     """Of the parameters those that the forward reads last, with at most ``part`` of their bytes, but not the
     smallest."""
     graph = ctx.theory.graph
-    found: set[int] = set()
+    tensors: set[int] = set()
     room = part * sum(graph.tensors[t].nbytes for t in divided)
     for tensor in last_first(ctx.theory, divided, ctx.thresholds.smallest_parameters):
         if (nbytes := graph.tensors[tensor].nbytes) <= room:
             room -= nbytes
-            found.add(tensor)
-    return frozenset(found)
+            tensors.add(tensor)
+    return frozenset(tensors)
 
 
 def last_first(theory: Theory, parameters: Iterable[int], smallest: float) -> list[int]:
@@ -183,10 +185,10 @@ def last_first(theory: Theory, parameters: Iterable[int], smallest: float) -> li
     graph = theory.graph
     nbytes = {t: graph.tensors[t].nbytes for t in parameters}
     total, small = sum(nbytes.values()), 0
-    left = sorted(nbytes, key=lambda t: (nbytes[t], t))
-    while left and small + nbytes[left[0]] <= smallest * total:
-        small += nbytes[left.pop(0)]
-    return sorted(left, key=lambda t: (-min(graph.consumers.get(t, (0,))), t))
+    rest = sorted(nbytes, key=lambda t: (nbytes[t], t))
+    while rest and small + nbytes[rest[0]] <= smallest * total:
+        small += nbytes[rest.pop(0)]
+    return sorted(rest, key=lambda t: (-min(graph.consumers.get(t, (0,))), t))
 
 
 def like(theory: Theory, rows: Sequence[int]) -> RowFilter:
@@ -195,8 +197,8 @@ def like(theory: Theory, rows: Sequence[int]) -> RowFilter:
     own = [theory.rows[i][k] for i, k in enumerate(rows)]
 
     def allowed(instruction: int, row: Triple, _axis: int | None) -> bool:
-        given = graph.instructions[instruction].is_source or instruction in graph.second_reads
-        return given or row is own[instruction]
+        any_row = graph.instructions[instruction].is_source or instruction in graph.second_reads
+        return any_row or row is own[instruction]
 
     return allowed
 
@@ -212,10 +214,10 @@ def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
 def further(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Candidate | None:
     """The candidate with its gathers as far ahead as is best, of what fits; None where the distance of one is."""
     graph = ctx.theory.graph
-    given = {p.tensor for p in graph.parameters} | {
+    parameters = {p.tensor for p in graph.parameters} | {
         graph.instructions[i].outputs[0] for i in graph.second_reads
     }
-    sent = sum(isinstance(s, Communicate) and s.tensor in given for s in candidate.program.steps)
+    sent = sum(isinstance(s, Communicate) and s.tensor in parameters for s in candidate.program.steps)
     if sent < 2 or candidate.evaluator.prefetch_distance != 1:
         return None
     limited = any(math.isfinite(device.memory) for device in costs.cluster.devices)

@@ -60,7 +60,7 @@ def in_segments(
             )
         if gained < thresholds.segments_gain:
             return ctx, one
-    found, best = ctx, one
+    synthesis, best = ctx, one
     taken = 1
     ways = {1: one.considered}
     counts = (segments,) if segments != "auto" else tuple(2**n for n in range(1, most.bit_length()))
@@ -85,12 +85,12 @@ def in_segments(
             1 - thresholds.more_segments_gain
         ):
             break
-        found, best = inside, replace(other, baselines=one.baselines, over_memory=one.over_memory)
+        synthesis, best = inside, replace(other, baselines=one.baselines, over_memory=one.over_memory)
         taken = count
     if best is not one:
         best = replace(best, baselines={**one.baselines, "one_segment": one.best.seconds})
     considered = one_taken(((way, count == taken) for count, way in ways.items()), best.best)
-    return found, replace(best, considered=considered)
+    return synthesis, replace(best, considered=considered)
 
 
 def possible_gain(candidate: Candidate, costs: CostModel, places: Sequence[int]) -> tuple[float, Array]:
@@ -106,8 +106,8 @@ def possible_gain(candidate: Candidate, costs: CostModel, places: Sequence[int])
 
 
 def _starts(ctx: Synthesis, one: Matrix, apart: Array, count: int) -> list[tuple[str, Matrix]]:
-    found: list[tuple[str, Matrix]] = [("one segment", by_segment(one[0], count))]
+    starts: list[tuple[str, Matrix]] = [("one segment", by_segment(one[0], count))]
     free = tuple(tuple(map(float, row)) for row in apart[:count])
-    if len(free) == count and np.abs(np.subtract(free, found[0][1])).max() > ctx.thresholds.equal_starts:
-        found.append(("free cuts", free))
-    return found
+    if len(free) == count and np.abs(np.subtract(free, starts[0][1])).max() > ctx.thresholds.equal_starts:
+        starts.append(("free cuts", free))
+    return starts

@@ -87,7 +87,7 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
     seconds = {name: candidate.seconds for name, candidate in kinds.items()}
     over = [name for name, candidate in kinds.items() if not candidate.fits]
     seconds["fastest_device_alone"] = float(min(costs.alone()))
-    found = [] if best is None else [_Subset(costs, best, rounds.iterations)]
+    winners = [] if best is None else [_Subset(costs, best, rounds.iterations)]
     lacking, left_out = rounds.lacking, list[LeftOut]()
     for ranks in device_subsets(costs) if subsets is None else subsets:
         part = ctx.costs(ranks)
@@ -102,14 +102,14 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
             over.append("fastest_device_alone")
         better = best_of(ctx, candidates)
         if better is not None:
-            found.append(_Subset(part, better, rounds.iterations))
+            winners.append(_Subset(part, better, rounds.iterations))
             best = best_of(ctx, [better] if best is None else [best, better])
     if best is None:
         raise _none_fits(lacking)
-    stored = [_with_storage(ctx, subset, best, tried) for subset in found]
+    stored = [_with_storage(ctx, subset, best, tried) for subset in winners]
     best = best_of(ctx, stored) or best
-    iterations = next(s.iterations for s, c in zip(found, stored, strict=True) if c is best)
-    if len(best.active) < ctx.cluster.world and len(found[0].best.active) == ctx.cluster.world:
+    iterations = next(s.iterations for s, c in zip(winners, stored, strict=True) if c is best)
+    if len(best.active) < ctx.cluster.world and len(winners[0].best.active) == ctx.cluster.world:
         seconds["all_devices"] = stored[0].seconds
     considered = verdicts(ctx, tried, best, left_out)
     return Outcome(

@@ -98,11 +98,11 @@ def save_points(path: Path, points: Mapping[str, Any]) -> None:
 def _points(document: Any) -> Points:
     if document["version"] != VERSION:
         raise ValueError(f"version {document['version']}")
-    found: Points = {}
+    points: Points = {}
     for key, rows in document["points"].items():
         for row in rows:
             share, seconds, low, high, samples = map(float, row)
             if not all(0 < n < math.inf for n in (share, seconds, low, high, samples)):
                 raise ValueError(f"a number of {key} is not positive")
-            found.setdefault(key, {})[share] = (seconds, low, high, int(samples))
-    return found
+            points.setdefault(key, {})[share] = (seconds, low, high, int(samples))
+    return points

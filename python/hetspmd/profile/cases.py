@@ -81,9 +81,9 @@ def cases_of(theory: Theory, cluster: Cluster) -> dict[str, OpCase]:
     for instruction, of_rows in zip(graph.instructions, keys, strict=True):
         for key in dict.fromkeys(of_rows):
             weights[key] = weights.get(key, 0.0) + float(seconds[instruction.id])
-    found: dict[str, OpCase] = {}
+    cases: dict[str, OpCase] = {}
     for instruction, of_rows in zip(graph.instructions, keys, strict=True):
-        if all(key in found for key in of_rows):
+        if all(key in cases for key in of_rows):
             continue
         if instruction.op == PARAMETER:
             tensor = graph.tensors[instruction.outputs[0]]
@@ -92,12 +92,12 @@ def cases_of(theory: Theory, cluster: Cluster) -> dict[str, OpCase]:
                 form = row.post[0]
                 dim = sharded_dim(form) if is_sharded(form) else None
                 units = 1 if dim is None else type_.shape[dim]
-                found.setdefault(
+                cases.setdefault(
                     key, OpCase(key, parameter_key(type_, None), None, (type_, dim), units, weights[key])
                 )
             continue
         if of_rows[0] == VIEW_KEY:
-            found[VIEW_KEY] = OpCase(
+            cases[VIEW_KEY] = OpCase(
                 VIEW_KEY, VIEW_KEY, (alone(graph, instruction, orders), 0), None, 1, _views(model, keys)
             )
             continue
@@ -108,8 +108,8 @@ def cases_of(theory: Theory, cluster: Cluster) -> dict[str, OpCase]:
             index = small.rows[op].index(row)
             axis = small.row_axes[op][index]
             units = 1 if axis is None else small.axes.axes[axis].units
-            found.setdefault(key, OpCase(key, of_rows[0], (own, index), None, units, weights[key]))
-    return found
+            cases.setdefault(key, OpCase(key, of_rows[0], (own, index), None, units, weights[key]))
+    return cases
 
 
 def _views(model: CostModel, keys: Sequence[tuple[str, ...]]) -> float:
@@ -131,11 +131,11 @@ def tasks_of(cases: Sequence[OpCase]) -> list[Task]:
 
 def together(theories: Sequence[Theory], cluster: Cluster) -> list[OpCase]:
     """The cases of several models, which weigh the same."""
-    found: dict[str, OpCase] = {}
+    cases: dict[str, OpCase] = {}
     for theory in theories:
         of_model = cases_of(theory, cluster)
         total = sum(c.weight for c in of_model.values() if c.key == c.whole) or 1.0
         for key, case in of_model.items():
-            before = found[key].weight if key in found else 0.0
-            found[key] = replace(case, weight=before + case.weight / total)
-    return list(found.values())
+            before = cases[key].weight if key in cases else 0.0
+            cases[key] = replace(case, weight=before + case.weight / total)
+    return list(cases.values())

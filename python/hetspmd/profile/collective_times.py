@@ -112,12 +112,12 @@ def measure_group(
         wide = [c for c in cases if len(c.samples) < most_samples and not tight(c.samples, tolerance)]
         chosen: list[_Case] = []
         counts: list[int] = []
-        left = deadline - bench.clock
+        budget = deadline - bench.clock
         for case in sorted(wide, key=lambda c: (len(c.samples), -c.width)):
             taken = len(case.samples)
             count = min(taken, 2 * first_samples, most_samples - taken)
-            left -= THRESHOLDS.meeting_part * count * case.seconds
-            if left < 0:
+            budget -= THRESHOLDS.meeting_part * count * case.seconds
+            if budget < 0:
                 break
             chosen.append(case)
             counts.append(count)
@@ -278,12 +278,12 @@ class _Bench:
 
     def rows(self, cases: Sequence[_Case]) -> list[float]:
         """Seconds of each case in the quickest of some rows of it."""
-        found = []
+        seconds = []
         times, rows = THRESHOLDS.row_collectives, range(THRESHOLDS.rows)
         for case in cases:
             self.tick(f"{case.trial.kind} {case.trial.nbytes} B {case.trial.skew} in a row")
-            found.append(min(self._exchange([self._sample(case.trial, times) for _ in rows])) / times)
-        return found
+            seconds.append(min(self._exchange([self._sample(case.trial, times) for _ in rows])) / times)
+        return seconds
 
     def _sample(self, trial: Trial, times: int = 1) -> float:
         """Seconds of a collective, or of several that are started one behind the other."""

@@ -81,25 +81,25 @@ class Trial:
 def trials(nbytes: int, order: Sequence[int]) -> list[Trial]:
     """The cases of about ``nbytes`` bytes; ``order`` holds the ranks, fastest first."""
     skews = _skews(len(order))
-    found: list[Trial] = []
+    cases: list[Trial] = []
     for kind in COLLECTIVES:
         ends, lone = KINDS[kind].sharded_ends, KINDS[kind].lone
         if ends == 0:
-            found.append(Trial(kind, "even", (), (), nbytes // ITEM_BYTES))
+            cases.append(Trial(kind, "even", (), (), nbytes // ITEM_BYTES))
         elif ends == 2:
             side = math.isqrt(nbytes // ITEM_BYTES)
             even = _extents(side, skews["even"], order)
             for skew, shares in skews.items():
                 extents = _extents(side, shares, order)
-                found.append(Trial(kind, skew, extents, extents if skew == "skewed" else even, side))
+                cases.append(Trial(kind, skew, extents, extents if skew == "skewed" else even, side))
         else:
             width = max(nbytes // ITEM_BYTES // THRESHOLDS.shard_units, 1)
-            found += [
+            cases += [
                 Trial(kind, skew, _extents(THRESHOLDS.shard_units, shares, order), (), width)
                 for skew, shares in skews.items()
                 if skew != "lone" or lone is None
             ]
-    return found
+    return cases
 
 
 def start(runtime: Runtime, trial: Trial, operand: torch.Tensor) -> PendingTensor:
@@ -112,23 +112,23 @@ def start(runtime: Runtime, trial: Trial, operand: torch.Tensor) -> PendingTenso
 def _skews(n: int) -> dict[str, list[float]]:
     """Shares by place in the order of speed; a skew that repeats an earlier one is left out."""
     half = n // 2
-    found = {
+    skews = {
         "even": [1.0] * n,
         "skewed": [THRESHOLDS.skew_fall ** (-i / (n - 1)) for i in range(n)],
         "half": [1.0] * half + [0.0] * (n - half),
         "lone": [1.0] + [0.0] * (n - 1),
     }
-    if found["half"] == found["lone"]:
-        del found["half"]
-    return found
+    if skews["half"] == skews["lone"]:
+        del skews["half"]
+    return skews
 
 
 def _extents(units: int, shares: Sequence[float], order: Sequence[int]) -> tuple[int, ...]:
     """Whole units per rank in proportion to the shares, by largest remainder; ``shares[i]`` is of ``order[i]``."""
     exact = [units * s / sum(shares) for s in shares]
-    found = [int(e) for e in exact]
-    rest = sorted(range(len(exact)), key=lambda i: (found[i] - exact[i], i))[: units - sum(found)]
+    counts = [int(e) for e in exact]
+    rest = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))[: units - sum(counts)]
     for i in rest:
-        found[i] += 1
-    by_rank = dict(zip(order, found, strict=True))
+        counts[i] += 1
+    by_rank = dict(zip(order, counts, strict=True))
     return tuple(by_rank[r] for r in range(len(order)))

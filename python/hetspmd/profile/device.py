@@ -85,16 +85,16 @@ def measure_device(
     cases += [(what, dtype, make) for dtype in dtypes for what, make in makers.items()]
     long = min(THRESHOLDS.device_call_seconds, budget / THRESHOLDS.device_calls)
     start = perf_counter()
-    made: list[tuple[str, str, float, Call]] = []
+    calls: list[tuple[str, str, float, Call]] = []
     for what, dtype, make in cases:
         tick(f"{what} {dtype}")
         try:
-            made.append((what, dtype, *make(device, dtype, long)))
+            calls.append((what, dtype, *make(device, dtype, long)))
         except RuntimeError as error:  # torch's own for an op without a kernel in this dtype
             if dtype == "float32" or isinstance(error, torch.OutOfMemoryError):
                 raise
-    samples: list[list[list[float]]] = [[] for _ in made]
-    turns = [(which, *one) for _ in range(THRESHOLDS.device_rounds) for which, one in enumerate(made)]
+    samples: list[list[list[float]]] = [[] for _ in calls]
+    turns = [(which, *one) for _ in range(THRESHOLDS.device_rounds) for which, one in enumerate(calls)]
     for index, (which, what, dtype, _, call) in enumerate(turns):
         tick(f"{what} {dtype}")
         now = perf_counter()
@@ -102,7 +102,7 @@ def measure_device(
         samples[which].append(repeat(partial(_timed, device, call), deadline, tolerance))
     return tuple(
         Rate(rank, what, dtype, amount, *_interval(of), sum(map(len, of)))
-        for (what, dtype, amount, _), of in zip(made, samples, strict=True)
+        for (what, dtype, amount, _), of in zip(calls, samples, strict=True)
     )
 
 

@@ -56,12 +56,12 @@ def non_negative_least_squares(matrix: Array, target: Array) -> Array:
     best, least = np.zeros(matrix.shape[1]), float(target @ target)
     for count in range(1, len(columns) + 1):
         for chosen in combinations(columns.tolist(), count):
-            found = np.linalg.lstsq(scaled[:, chosen], target, rcond=None)[0]
-            left = scaled[:, chosen] @ found - target
-            if found.min() >= 0 and float(left @ left) < least * (1 - THRESHOLDS.better_fit):
-                least = float(left @ left)
+            solution = np.linalg.lstsq(scaled[:, chosen], target, rcond=None)[0]
+            residual = scaled[:, chosen] @ solution - target
+            if solution.min() >= 0 and float(residual @ residual) < least * (1 - THRESHOLDS.better_fit):
+                least = float(residual @ residual)
                 best = np.zeros(matrix.shape[1])
-                best[list(chosen)] = found / scale[list(chosen)]
+                best[list(chosen)] = solution / scale[list(chosen)]
     return best
 
 
@@ -102,10 +102,10 @@ def fit_curve(kind: Kind, devices: int, points: Sequence[Point], above: float = 
         "per_exchange": [p.nbytes * p.exchange for p in points],
     }
     terms = _terms(kind, points)
-    found = relative_least_squares(
+    coefficients = relative_least_squares(
         np.array([factors[term] for term in terms]).T, np.array([p.seconds for p in points]), _weights(points)
     )
-    numbers = {t: _rounded(v) for t, v in zip(terms, found.tolist(), strict=True)}
+    numbers = {t: _rounded(v) for t, v in zip(terms, coefficients.tolist(), strict=True)}
     curve = Curve(kind, devices, above=above, **numbers)
     errors = _errors(curve, points)
     logs = [math.log(p.seconds) for p in points]
@@ -140,16 +140,16 @@ def relative_least_squares(matrix: Array, seconds: Array, weights: Array | None 
     """argmin over b >= 0 of the sum of w ln(p / t)^2, with p = matrix b, t the seconds and w the weights (1 if not
     given); the best of ``fit_rounds``."""
     roots = np.ones(len(seconds)) if weights is None else np.sqrt(weights)
-    best = found = non_negative_least_squares(matrix * (roots / seconds)[:, None], roots)
+    best = solution = non_negative_least_squares(matrix * (roots / seconds)[:, None], roots)
     least = math.inf
     low, high = THRESHOLDS.predicted_range
     for _ in range(THRESHOLDS.fit_rounds):
-        predicted = np.clip(matrix @ found, low * seconds, high * seconds)
+        predicted = np.clip(matrix @ solution, low * seconds, high * seconds)
         errors = np.log(predicted / seconds)
         value = float((roots * errors) @ (roots * errors))
         if value < least * (1 - THRESHOLDS.better_fit):
-            best, least = found, value
-        found = non_negative_least_squares(
+            best, least = solution, value
+        solution = non_negative_least_squares(
             matrix * (roots / predicted)[:, None], roots * np.clip(1 - errors, *THRESHOLDS.target_range)
         )
     return best

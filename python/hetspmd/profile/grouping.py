@@ -73,13 +73,13 @@ def devices_of(reports: Sequence[Report], product: str = "matmul") -> tuple[Devi
 def issuing(devices: Sequence[Device], own: Sequence[tuple[float, float]]) -> tuple[Device, ...]:
     """The devices with what issuing a collective takes each, by rank (seconds, and seconds per byte); the medians
     for those of a kind."""
-    found = list(devices)
+    result = list(devices)
     for kind in kinds_of(devices):
         seconds, per_byte = (_rounded(median(own[r][part] for r in kind)) for part in range(2))
         bandwidth = _rounded(1 / per_byte) if per_byte > 0 else math.inf
         for rank in kind:
-            found[rank] = replace(devices[rank], issue=seconds, issue_bandwidth=bandwidth)
-    return tuple(found)
+            result[rank] = replace(devices[rank], issue=seconds, issue_bandwidth=bandwidth)
+    return tuple(result)
 
 
 def kinds_of(devices: Sequence[Device]) -> tuple[tuple[int, ...], ...]:

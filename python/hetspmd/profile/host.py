@@ -25,8 +25,8 @@ def host_name() -> str:
 
 def host_identity() -> str:
     """The same for all ranks that share a machine's memory: the running kernel's own id, else the name."""
-    found = _read("/proc/sys/kernel/random/boot_id")
-    return host_name() if found is None else found
+    boot_id = _read("/proc/sys/kernel/random/boot_id")
+    return host_name() if boot_id is None else boot_id
 
 
 def device_name(device: torch.device) -> str:
@@ -41,8 +41,8 @@ def processor_name(device: torch.device) -> str:
     """The name that the machine gives to the device's processor."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).name)
-    found = re.search(r"^model name\s*: (.+)$", _read("/proc/cpuinfo") or "", re.MULTILINE)
-    return found[1].strip() if found is not None else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*: (.+)$", _read("/proc/cpuinfo") or "", re.MULTILINE)
+    return match[1].strip() if match is not None else platform.processor() or platform.machine()
 
 
 def usable_memory(device: torch.device, ranks_on_host: int) -> float:
@@ -57,9 +57,9 @@ def usable_memory(device: torch.device, ranks_on_host: int) -> float:
 
 
 def _available() -> float:
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo") or "", re.MULTILINE)
-    if found is not None:
-        available = float(found[1]) * 1024
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo") or "", re.MULTILINE)
+    if match is not None:
+        available = float(match[1]) * 1024
     else:
         available = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for limit, usage in _CGROUPS:

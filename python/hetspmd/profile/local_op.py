@@ -77,9 +77,9 @@ def alone(graph: Graph, instruction: Instruction, orders: Sequence[Order]) -> Al
         tuple(place[t] for t in instruction.inputs),
         tuple(place[t] if t >= 0 else -1 for t in instruction.outputs),
     )
-    given = tuple(Input(f"e{i}", i, i) for i in range(len(inputs)))
-    made = Graph(tensors, (*sources, op), (), (), given, (), (), (), None, None, "", "")
-    return Alone(made, tuple(orders[t] for t in inputs))
+    graph_inputs = tuple(Input(f"e{i}", i, i) for i in range(len(inputs)))
+    subgraph = Graph(tensors, (*sources, op), (), (), graph_inputs, (), (), (), None, None, "", "")
+    return Alone(subgraph, tuple(orders[t] for t in inputs))
 
 
 class Arena:

@@ -81,12 +81,12 @@ class Profile:
     @classmethod
     def load(cls, path: str) -> Profile:
         """A cluster file with the part ``measured``. Raises ClusterError for any other."""
-        found = cls.open(path)
-        if found.measured == MeasuredFigures():
+        profile = cls.open(path)
+        if profile.measured == MeasuredFigures():
             raise ClusterError(
                 f"{path} has no part measured, so there is nothing to show; hetspmd profile writes one"
             )
-        return found
+        return profile
 
 
 def measure(session: Session, options: Options, tick: Callable[[str], None] = lambda what: None) -> Profile:
@@ -214,8 +214,8 @@ def _short(document: dict[str, Any]) -> dict[str, Any]:
             return {k: shorten(v, digits) for k, v in value.items()}
         return value
 
-    found: dict[str, Any] = {k: shorten(v, 6) for k, v in document.items()}
-    if "curves" in found:  # as they were fitted: the file is what plans are made from
-        for entry, exact in zip(found["curves"], document["curves"], strict=True):
+    shortened: dict[str, Any] = {k: shorten(v, 6) for k, v in document.items()}
+    if "curves" in shortened:  # as they were fitted: the file is what plans are made from
+        for entry, exact in zip(shortened["curves"], document["curves"], strict=True):
             entry |= {k: v for k, v in exact.items() if k not in ("points", "r2", "error")}
-    return found
+    return shortened

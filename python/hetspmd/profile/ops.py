@@ -104,9 +104,9 @@ def measure_ops(
     mine = next(kind for kind in kinds if session.rank in kind)
     file = cache_file(device, cluster.devices[session.rank], optimizer)
     stored = session.together("reading the cache of op times", lambda: load_points(file))
-    known = [_merged([stored[r] for r in kind]) for kind in kinds]
+    points_by_kind = [_merged([stored[r] for r in kind]) for kind in kinds]
     tasks = [t for t in tasks_of(cases) if device.type == "cpu" or t.key != VIEW_KEY]
-    have = known[kinds.index(mine)]
+    have = points_by_kind[kinds.index(mine)]
     todo = [t for t in tasks if t.share not in have.get(t.key, {})]
     own_tasks = todo[mine.index(session.rank) :: len(mine)]
     room = THRESHOLDS.memory_part * cluster.devices[session.rank].memory
@@ -116,8 +116,8 @@ def measure_ops(
     hosts = session.together("naming the host", host_identity)
     ops = []
     for index, kind in enumerate(kinds):
-        found = _merged([known[index], *(done[r].points for r in kind)])
-        ops.append((kind, fit_points(cases, found)))
+        merged = _merged([points_by_kind[index], *(done[r].points for r in kind)])
+        ops.append((kind, fit_points(cases, merged)))
         new = _merged([done[r].points for r in kind])
         if (
             new
@@ -126,21 +126,21 @@ def measure_ops(
         ):
             save_points(file, new)
     measured = sum(len(of_key) for d in done for of_key in d.points.values())
-    cached = sum(t.share in points.get(t.key, {}) for t in tasks for points in known)
+    cached = sum(t.share in points.get(t.key, {}) for t in tasks for points in points_by_kind)
     failed = tuple(dict.fromkeys(reason for d in done for reason in d.failed))
     return OpReport(tuple(ops), len(cases), len(tasks) * len(kinds), measured, cached, failed)
 
 
 def fit_points(cases: Sequence[OpCase], points: Points) -> tuple[OpFit, ...]:
     """The lines of the cases that were measured: what is whole at the share 1, what is cut at another share too."""
-    found: dict[str, OpFit] = {}
+    fits: dict[str, OpFit] = {}
     for case in cases:
         at = {share: p[0] for share, p in points.get(case.key, {}).items() if share < 1}
         if case.key == case.whole or at:
             at |= {share: p[0] for share, p in points.get(case.whole, {}).items() if share == 1}
         if at:
-            found[case.key] = _fit(case, tuple(sorted(at.items())))
-    return tuple(found[key] for key in sorted(found))
+            fits[case.key] = _fit(case, tuple(sorted(at.items())))
+    return tuple(fits[key] for key in sorted(fits))
 
 
 def _fit(case: OpCase, points: tuple[tuple[float, float], ...]) -> OpFit:
@@ -163,11 +163,11 @@ def _rounded(value: float, digits: int = 4) -> float:
 
 
 def _merged(parts: Sequence[Mapping[str, Mapping[float, Any]]]) -> Points:
-    found: Points = {}
+    points: Points = {}
     for part in parts:
         for key, of_key in part.items():
-            found.setdefault(key, {}).update(of_key)
-    return found
+            points.setdefault(key, {}).update(of_key)
+    return points
 
 
 def _measure(
@@ -184,11 +184,11 @@ def _measure(
     arena = Arena(device, _arena_bytes(device))
     single = SingleCalls() if device.type == "cpu" else None
     theories: dict[int, tuple[Alone, Theory]] = {}
-    found: dict[str, dict[float, list[list[Sample]]]] = {}
-    left = list(tasks)
+    measured: dict[str, dict[float, list[list[Sample]]]] = {}
+    queue = list(tasks)
     for turn in range(THRESHOLDS.op_turns):
         due = begin + budget * (turn + 1) / THRESHOLDS.op_turns
-        todo, left = left, []
+        todo, queue = queue, []
         for index, task in enumerate(todo):
             now = perf_counter()
             if now >= begin + budget:
@@ -205,11 +205,11 @@ def _measure(
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 done.failed.append(f"{task.case.key.split('(')[0]}: {reason}")
                 continue
-            left.append(task)
-            found.setdefault(task.key, {}).setdefault(task.share, []).append(
+            queue.append(task)
+            measured.setdefault(task.key, {}).setdefault(task.share, []).append(
                 [Sample(t / parts, faults) for t, faults in samples]
             )
-    for key, of_key in found.items():
+    for key, of_key in measured.items():
         done.points[key] = {share: _point(turns) for share, turns in of_key.items()}
     return done
 
@@ -217,9 +217,9 @@ def _measure(
 def _point(turns: Sequence[Sequence[Sample]]) -> tuple[float, float, float, int]:
     """Seconds, an interval around them, and of how many samples, of the samples of each turn."""
     fewest = min(faults for samples in turns for _, faults in samples)
-    kept = [seconds for samples in turns if (seconds := settled(samples, fewest))]
-    middle = median(map(median, kept))
-    together = [t for seconds in kept for t in seconds]
+    turn_seconds = [seconds for samples in turns if (seconds := settled(samples, fewest))]
+    middle = median(map(median, turn_seconds))
+    together = [t for seconds in turn_seconds for t in seconds]
     _, low, high = interval(together)
     return middle, min(low, middle), max(high, middle), len(together)
 

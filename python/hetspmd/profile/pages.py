@@ -38,10 +38,10 @@ class Sample(NamedTuple):
 
 def settled(samples: Iterable[Sample], fewest: float | None = None) -> list[float]:
     """Seconds of the samples whose page faults are near the ``fewest``, by default of these."""
-    known = list(samples)
-    least = min((s.faults for s in known), default=0.0) if fewest is None else fewest
+    all_samples = list(samples)
+    least = min((s.faults for s in all_samples), default=0.0) if fewest is None else fewest
     most = THRESHOLDS.more_page_faults * least + THRESHOLDS.page_faults
-    return [s.seconds for s in known if s.faults <= most]
+    return [s.seconds for s in all_samples if s.faults <= most]
 
 
 def settling(samples: list[Sample]) -> bool:

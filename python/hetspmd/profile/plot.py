@@ -64,18 +64,18 @@ LAYOUT: Final = PlotLayout()
 
 def profile_svg(profile: Profile) -> str:
     """The picture as an SVG document. The same profile gives the same text."""
-    found = _panels(profile)
-    rows = -(-len(found) // LAYOUT.columns)
+    charts = _panels(profile)
+    rows = -(-len(charts) // LAYOUT.columns)
     bars = rate_rows(profile)
     panels = rows * (LAYOUT.panel_height + LAYOUT.bottom_margin + LAYOUT.gap)
     width = LAYOUT.columns * (LAYOUT.panel_width + LAYOUT.left_margin) + 24
     canvas = Canvas(width, LAYOUT.top_margin + panels + (len(bars) * LAYOUT.bar_row + 40 if bars else 0))
     world = profile.cluster.world
     canvas.text(16, 26, f"Measured cluster of {counted(world, 'device')}", size=16, bold=True)
-    points = [p for panel in found for p in panel.points]
+    points = [p for panel in charts for p in panel.points]
     if points:
         _legend(canvas, list(dict.fromkeys(p.skew for p in points)))
-    for index, panel in enumerate(found):
+    for index, panel in enumerate(charts):
         x = LAYOUT.left_margin + (index % LAYOUT.columns) * (LAYOUT.panel_width + LAYOUT.left_margin)
         y = (
             LAYOUT.top_margin
@@ -111,12 +111,12 @@ class _Panel(NamedTuple):
 
 def _panels(profile: Profile) -> list[_Panel]:
     """All devices first; the order of collectives within."""
-    found: dict[tuple[int, str], _Panel] = {}
+    panels: dict[tuple[int, str], _Panel] = {}
     for fit in sorted((f for f in profile.measured.fits if f.points), key=lambda f: -f.curve.devices):
-        panel = found.setdefault((fit.curve.devices, fit.curve.kind), _Panel([], []))
+        panel = panels.setdefault((fit.curve.devices, fit.curve.kind), _Panel([], []))
         panel.curves.append(fit.curve)
         panel.points.extend(fit.points)
-    return list(found.values())
+    return list(panels.values())
 
 
 def _legend(canvas: Canvas, skews: list[str]) -> None:

@@ -68,11 +68,11 @@ class Session:
         except Exception as error:
             failure, cause = _reason(self.rank, what, error), error
         with self.guard(what):
-            found = self.communicator.exchange((failure, value))
-        failures = [f for f, _ in found if f is not None]
+            outcomes = self.communicator.exchange((failure, value))
+        failures = [f for f, _ in outcomes if f is not None]
         if failures:
             raise ProfileError("; ".join(failures)) from cause
-        return [v for _, v in found]
+        return [v for _, v in outcomes]
 
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
@@ -148,12 +148,12 @@ def _agreed_device(store: Store, rank: int, world: int, wanted: str) -> torch.de
     except ProfileError as error:
         problem = f"rank {rank} on {host_name()}: {error}"
     store.set(f"hetspmd/profile/device/{rank}", problem or device.type)
-    found = [store.get(f"hetspmd/profile/device/{r}").decode() for r in range(world)]
-    problems = [f for f in found if f not in ("cpu", "cuda")]
+    answers = [store.get(f"hetspmd/profile/device/{r}").decode() for r in range(world)]
+    problems = [f for f in answers if f not in ("cpu", "cuda")]
     if problems:
         raise ProfileError("; ".join(problems))
-    if len(set(found)) > 1:
-        with_gpu = [r for r, kind in enumerate(found) if kind == "cuda"]
+    if len(set(answers)) > 1:
+        with_gpu = [r for r, kind in enumerate(answers) if kind == "cuda"]
         raise ProfileError(
             f"ranks {with_gpu} have a GPU and the others none, and no backend joins them; profile all on the CPU "
             "with --device cpu, or leave ranks out"

@@ -14,7 +14,7 @@ from hetspmd.placement import Placement, sharded_dim
 from hetspmd.rules.axes import Axes
 
 LITTLE: Final = 1 / 16
-"""Part by which a stage may last longer so that slices are whole grains."""
+"""Part by which a stage may last longer so that slices are aligned."""
 
 Ratios: TypeAlias = tuple[float, ...]
 """B of one segment: the share of each device."""
@@ -93,18 +93,18 @@ def apportion(units: int, ratios: Sequence[float]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def aligned(units: int, ratios: Sequence[float], grain: int) -> tuple[int, ...]:
-    """:func:`apportion`, but in multiples of ``grain`` units, the last device's slice aside, where a stage lasts at
-    most :data:`LITTLE` longer then and the same devices have units. Equal slices stay equal."""
+def aligned(units: int, ratios: Sequence[float], alignment: int) -> tuple[int, ...]:
+    """:func:`apportion`, but in multiples of ``alignment`` units, the last device's slice aside, where a stage
+    lasts at most :data:`LITTLE` longer then and the same devices have units. Equal slices stay equal."""
     counts = apportion(units, ratios)
-    if grain == 1 or len({n for n in counts if n}) <= 1:
+    if alignment == 1 or len({n for n in counts if n}) <= 1:
         return counts
-    grains = [n * grain for n in apportion(-(-units // grain), ratios)]
-    last = max(j for j, n in enumerate(grains) if n)
-    grains[last] -= sum(grains) - units
-    same = all((n > 0) == (m > 0) for n, m in zip(counts, grains, strict=True))
-    if same and _time(grains, ratios) <= (1 + LITTLE) * _time(counts, ratios):
-        return tuple(grains)
+    multiples = [n * alignment for n in apportion(-(-units // alignment), ratios)]
+    last = max(j for j, n in enumerate(multiples) if n)
+    multiples[last] -= sum(multiples) - units
+    same = all((n > 0) == (m > 0) for n, m in zip(counts, multiples, strict=True))
+    if same and _time(multiples, ratios) <= (1 + LITTLE) * _time(counts, ratios):
+        return tuple(multiples)
     return counts
 
 
@@ -118,7 +118,9 @@ def lengths_for(axes: Axes, ratios: Sequence[float] | Sequence[Sequence[float]])
     matrix = by_segment(ratios, axes.segments)
 
     @cache
-    def sizes(units: int, segment: int, grain: int) -> tuple[int, ...]:
-        return aligned(units, matrix[segment], grain)
+    def sizes(units: int, segment: int, alignment: int) -> tuple[int, ...]:
+        return aligned(units, matrix[segment], alignment)
 
-    return Lengths(len(matrix[0]), tuple(sizes(axis.units, axis.segment, axis.grain) for axis in axes.axes))
+    return Lengths(
+        len(matrix[0]), tuple(sizes(axis.units, axis.segment, axis.alignment) for axis in axes.axes)
+    )

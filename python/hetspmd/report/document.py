@@ -83,7 +83,7 @@ def _program(plan: Plan) -> list[dict[str, Any]]:
         call, triple = step_text(plan.graph, step)
         entry: dict[str, Any] = {"call": call, "triple": triple}
         if position in costs:
-            found = costs[position]
-            entry |= {"kind": found.step.kind, "bytes": found.nbytes, "seconds": found.seconds}
+            collective = costs[position]
+            entry |= {"kind": collective.step.kind, "bytes": collective.nbytes, "seconds": collective.seconds}
         steps.append(entry)
     return steps

@@ -50,10 +50,10 @@ def limits(plan: Plan) -> StepLimits:
     room = None
     if np.isfinite(memory).any():
         room = Room.of(plan.step.executed.at(plan.lengths), memory)
-    found = sensitivities(
+    elasticities = sensitivities(
         model, program, plan.ratios, cluster=plan.cluster, active=plan.active, room=room, streams=streams
     )
-    return StepLimits(found, fractional, whole / fractional - 1 if fractional > 0 else 0.0)
+    return StepLimits(elasticities, fractional, whole / fractional - 1 if fractional > 0 else 0.0)
 
 
 def limits_text(plan: Plan, found: StepLimits) -> str:

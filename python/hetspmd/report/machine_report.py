@@ -14,30 +14,30 @@ from hetspmd.program.levels import Both, between, within
 
 def inside_text(plan: Plan) -> str:
     """Accelerators, their memory, and collectives inside."""
-    found = inside_document(plan)
-    if found is None:
+    inside = inside_document(plan)
+    if inside is None:
         return ""
     rows = []
     for rank, device in enumerate(plan.cluster.devices):
-        machine, held = device.machine, found["memory_bytes"][rank]
+        machine, held = device.machine, inside["memory_bytes"][rank]
         rows.append(
             [
                 str(rank),
                 device.name,
-                str(found["accelerators"][rank]),
+                str(inside["accelerators"][rank]),
                 "" if machine is None else quantity_text(machine.inside.bandwidth, "bytes/s"),
                 quantity_text(held, "bytes") if held else "0 B",
                 quantity_text(accelerator(device).memory, "bytes"),
             ]
         )
     header = ["device", "name", "accelerators", "inside", "peak memory of each", "of"]
-    seconds = quantity_text(found["seconds"], "seconds") if found["seconds"] else "0 s"
+    seconds = quantity_text(inside["seconds"], "seconds") if inside["seconds"] else "0 s"
     return (
         "Across machines, data parallel inside in even shares\n"
         f"{table(header, rows, right=(2, 3, 4, 5))}\n"
-        f"  {found['across']} collectives between machines in {found['transfers']} transfers of three steps, "
-        f"{found['inside']} inside in {found['inside_transfers']}; {found['alike']} of {found['computed']} ops run "
-        f"alike on all accelerators of a machine; both add {seconds}"
+        f"  {inside['across']} collectives between machines in {inside['transfers']} transfers of three steps, "
+        f"{inside['inside']} inside in {inside['inside_transfers']}; {inside['alike']} of {inside['computed']} ops "
+        f"run alike on all accelerators of a machine; both add {seconds}"
     )
 
 

@@ -32,7 +32,7 @@ def program_text(plan: Plan) -> str:
     for position, step in enumerate(plan.program.steps):
         call, triple = step_text(plan.graph, step)
         if isinstance(step, Compute):
-            note = _origin(plan.graph, plan.graph.instructions[step.instruction])
+            note = _source(plan.graph, plan.graph.instructions[step.instruction])
         else:
             cost = costs[position]
             seconds = quantity_text(cost.seconds, "seconds")
@@ -89,7 +89,7 @@ def _properties(tensors: Sequence[int], forms: Sequence[Placement]) -> str:
     return "{" + ", ".join(texts) + "}"
 
 
-def _origin(graph: Graph, instruction: Instruction) -> str:
+def _source(graph: Graph, instruction: Instruction) -> str:
     first = graph.tensors[next((t for t in instruction.outputs if t >= 0), 0)]
     if instruction.is_source:
         return str(first)

@@ -163,8 +163,8 @@ class _Comparison:
             issues = max(0.0, timeline.compute_seconds[device] - computes - steps)
             issues = 0.0 if issues < 1e-12 else issues
             waits = [timeline.exposed_seconds[device], sum(timeline.waits_for[device])]
-            known = [timeline.end_seconds[device], computes, 0.0, issues, *waits, steps]
-            rows.append(["", "", "predicted", *map(seconds_text, known), ""])
+            predictions = [timeline.end_seconds[device], computes, 0.0, issues, *waits, steps]
+            rows.append(["", "", "predicted", *map(seconds_text, predictions), ""])
         header = [
             "rank", "device", "", "step", "computes", "copies", "issues", "for transfers", "for devices",
             "optimizer", "rest",

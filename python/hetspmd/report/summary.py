@@ -102,25 +102,25 @@ def _shape(shapes: tuple[tuple[int, ...], ...]) -> str:
 
 
 def _collectives(plan: Plan) -> str:
-    found = sent(plan)
-    if not found:
+    collectives = sent(plan)
+    if not collectives:
         return "Collectives: none"
     rows = [
         [KINDS[kind].text, str(count), _bytes(nbytes), _seconds(seconds)]
-        for kind, count, nbytes, seconds in by_kind(found)
+        for kind, count, nbytes, seconds in by_kind(collectives)
     ]
     times = transfers(plan)
     shared = (
         f", in {times} transfers: small ones share buckets of up to {_bytes(plan.costs.bucket_bytes)}"
-        if times < len(found)
+        if times < len(collectives)
         else ""
     )
     ahead = plan.schedule.prefetch_distance
     early = f"; parameters are gathered {ahead} groups ahead" if ahead > 1 else ""
-    text = f"Collectives: {len(found)}{shared}{early}\n" + table(
+    text = f"Collectives: {len(collectives)}{shared}{early}\n" + table(
         ["kind", "count", "bytes", "seconds"], rows, right=(1, 2, 3)
     )
-    dearest = sorted(found, key=lambda c: (-c.seconds, c.position))[:_MOST_COLLECTIVES]
+    dearest = sorted(collectives, key=lambda c: (-c.seconds, c.position))[:_MOST_COLLECTIVES]
     top = [
         [
             communication_text(c.step, tensor_text(c.step.tensor)),
@@ -130,7 +130,7 @@ def _collectives(plan: Plan) -> str:
         ]
         for c in dearest
     ]
-    title = "The dearest" if len(found) > _MOST_COLLECTIVES else "Each of them"
+    title = "The dearest" if len(collectives) > _MOST_COLLECTIVES else "Each of them"
     return text + f"\n\n{title}\n" + table(["collective", "of", "bytes", "seconds"], top, right=(2, 3))
 
 

@@ -131,24 +131,24 @@ def _sizes(expanded: list[list[_Dim]], types: list[TensorType], text: str, op: s
         for d, extent in zip(dims, t.shape, strict=True)
     ]
     while pending:
-        left = []
+        rest = []
         for d, extent in pending:
             names = [n.rstrip("!") for n in d.names]
             unknown = [n for n in names if n not in sizes]
-            known = 1
+            product = 1
             for n in names:
-                known *= sizes.get(n, 1)
+                product *= sizes.get(n, 1)
             if len(unknown) > 1:
-                left.append((d, extent))
-            elif unknown and known and extent % known == 0:
-                sizes[unknown[0]] = extent // known
-            elif unknown or known != extent:
+                rest.append((d, extent))
+            elif unknown and product and extent % product == 0:
+                sizes[unknown[0]] = extent // product
+            elif unknown or product != extent:
                 raise RuleError(
-                    f"{op}: annotation {text!r}: {' '.join(names) or '1'} is {known}, the tensor has {extent}"
+                    f"{op}: annotation {text!r}: {' '.join(names) or '1'} is {product}, the tensor has {extent}"
                 )
-        if len(left) == len(pending):
+        if len(rest) == len(pending):
             raise RuleError(f"{op}: annotation {text!r}: extents inside parentheses cannot be told apart")
-        pending = left
+        pending = rest
     return sizes
 
 

@@ -6,16 +6,16 @@ instructions gives the axes. An axis has ``units`` = gcd of the sizes of all fac
 it has a unit of E / units elements, and a device that holds the units ``[u, v)`` holds the elements
 ``[u, v) * E / units`` of it.
 
-Matrix products are slower where rows begin at odd places in memory. So an axis of a parameter has a *grain*: the
-fewest units that make multiples of :data:`ALIGNED` elements of every dim of a parameter on it. Lengths are
+Matrix products are slower where rows begin at odd places in memory. So an axis of a parameter has an *alignment*:
+the fewest units that make multiples of :data:`ALIGNED` elements of every dim of a parameter on it. Lengths are
 multiples of it where that costs little (:func:`hetspmd.program.lengths.aligned`).
 
 A cut between segments (:mod:`hetspmd.trace.cuts`) does not join the axes of a tensor and of its copy: each segment
-divides its own at its own ratios. They are *kin*, and have as many units as they would have as one axis, and one
-grain, so that they have equal lengths at equal ratios.
+divides its own at its own ratios. They are one *group*, and have as many units as they would have as one axis, and
+one alignment, so that they have equal lengths at equal ratios.
 
 A parameter that is stored apart from its use (:mod:`hetspmd.trace.storage_axes`) has an axis of its own along its
-stored dim, with a unit for each element, whatever the graph cuts. Nothing is its kin.
+stored dim, with a unit for each element, whatever the graph cuts. It is a group of its own.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ Member = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class Axis:
     """A logical axis: ``units`` indivisible units, shared by the ``members`` (tensor id, dim), all of one
-    ``segment``. ``kin``: the first of the axes that cuts tell from each other, itself where there are none.
-    ``grain``: units of which lengths should be multiples."""
+    ``segment``. ``group``: the first of the axes that cuts tell from each other, itself where there are none.
+    ``alignment``: units of which lengths should be multiples."""
 
     id: int
     units: int
     members: tuple[Member, ...]
     segment: int
-    kin: int
-    grain: int = 1
+    group: int
+    alignment: int = 1
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class Axes:
 
     def axis(self, tensor: int, dim: int) -> Axis | None:
         """The axis of a dim; None if no factor ever cuts it."""
-        found = self.of.get((tensor, dim))
-        return None if found is None else self.axes[found]
+        number = self.of.get((tensor, dim))
+        return None if number is None else self.axes[number]
 
     def sharded(self, tensor: int, form: Placement) -> Axis | None:
         """The axis along which a sharded form divides a tensor; None if no factor ever cuts that dim."""
         member = tensor, sharded_dim(form)
-        found = (self.copied if is_before_cut(form) else self.of).get(member)
-        return None if found is None else self.axes[found]
+        number = (self.copied if is_before_cut(form) else self.of).get(member)
+        return None if number is None else self.axes[number]
 
 
 def factor_cuts(factor: Factor) -> list[tuple[int, int]]:
@@ -146,8 +146,10 @@ def logical_axes(graph: Graph, rules: Mapping[int, OpRule]) -> Axes:
     _join_gradients(sets)
     copied = _copies(sets)
     apart = {sets.find(sets.number(t, dim)) for t, dim in graph.stored_apart.items()}
-    kin = _kin(sets.units, [(a, b) for *_, a, b in copied if a not in apart and b not in apart])
-    grain = _grain(sets, kin)
+    copy_groups = _copy_groups(
+        sets.units, [(a, b) for *_, a, b in copied if a not in apart and b not in apart]
+    )
+    alignments = _alignments(sets, copy_groups)
     groups = sets.members()
     number = {root: i for i, root in enumerate(groups)}
     axes = tuple(
@@ -157,10 +159,10 @@ def logical_axes(graph: Graph, rules: Mapping[int, OpRule]) -> Axes:
             tuple(members),
             graph.segment(members[0][0]),
             number[least],
-            grain.get(least, 1),
+            alignments.get(least, 1),
         )
         for i, (root, members) in enumerate(groups.items())
-        for least in (kin.get(root, root),)
+        for least in (copy_groups.get(root, root),)
     )
     of = {m: axis.id for axis in axes for m in axis.members}
     before = {(copy, d): number[a] for copy, d, a, _ in copied}
@@ -212,21 +214,21 @@ def _copies(sets: _Sets) -> list[tuple[int, int, int, int]]:
     ]
 
 
-def _grain(sets: _Sets, kin: Mapping[int, int]) -> dict[int, int]:
+def _alignments(sets: _Sets, copy_groups: Mapping[int, int]) -> dict[int, int]:
     """By root: the units of which shares are multiples, so that shards of parameters are aligned."""
-    grain: dict[int, int] = {}
+    alignments: dict[int, int] = {}
     for parameter in sets.graph.parameters:
         for dim, extent in enumerate(sets.graph.tensors[parameter.tensor].shape):
             m = sets.number(parameter.tensor, dim)
             if sets.is_cut(m):
                 root = sets.find(m)
                 whole = ALIGNED // gcd(ALIGNED, extent // max(sets.units[root], 1))
-                least = kin.get(root, root)
-                grain[least] = lcm(grain.get(least, 1), whole)
-    return grain
+                least = copy_groups.get(root, root)
+                alignments[least] = lcm(alignments.get(least, 1), whole)
+    return alignments
 
 
-def _kin(units: list[int], pairs: list[tuple[int, int]]) -> dict[int, int]:
+def _copy_groups(units: list[int], pairs: list[tuple[int, int]]) -> dict[int, int]:
     """Roots to the least root that chains of ``pairs`` lead to; all of them get the gcd of their units."""
     least: dict[int, int] = {}
 
@@ -239,7 +241,7 @@ def _kin(units: list[int], pairs: list[tuple[int, int]]) -> dict[int, int]:
         low, high = sorted((find(a), find(b)))
         least[high] = low
         units[low] = gcd(units[low], units[high])
-    found = {root: find(root) for root in least}
-    for root, low in found.items():
+    groups = {root: find(root) for root in least}
+    for root, low in groups.items():
         units[root] = units[low]
-    return found
+    return groups

@@ -124,7 +124,7 @@ def splits(size: int) -> tuple[tuple[int, ...], ...]:
     half, third = (size + 1) // 2, max(size // 3, 1)
     a = max(size * 4 // 7, 1)
     b = max((size - a) * 2 // 3, 0)
-    found = [
+    unit_counts = [
         (a, b, size - a - b),
         (1, size - 2, 1) if size >= 3 else (1, 0, size - 1),
         (size - 2 * third, third, third) if size >= 3 else (1, size - 1, 0),
@@ -137,7 +137,7 @@ def splits(size: int) -> tuple[tuple[int, ...], ...]:
         (size - half, half),
         (size, 0),
     ]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(unit_counts))
 
 
 def starts_of(units: Sequence[int]) -> tuple[int, ...]:
@@ -225,8 +225,8 @@ def mismatch(got: Tensor, want: Tensor, tolerance: float, scale: float = 0.0) ->
 
 def magnitude(tensors: Sequence[Tensor]) -> float:
     """The largest finite magnitude."""
-    found = 0.0
+    largest = 0.0
     for t in tensors:
         if t.numel() and (t.dtype.is_floating_point or t.dtype.is_complex):
-            found = max(found, float(torch.nan_to_num(t.abs().double(), nan=0.0, posinf=0.0).max()))
-    return found
+            largest = max(largest, float(torch.nan_to_num(t.abs().double(), nan=0.0, posinf=0.0).max()))
+    return largest

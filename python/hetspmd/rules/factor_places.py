@@ -22,7 +22,7 @@ class Factors:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._found: list[Factor] = []
+        self._factors: list[Factor] = []
 
     def add(self, name: str, inputs: Mapping[int, Where], outputs: Mapping[int, Where]) -> None:
         """Add a factor; its size follows from its cuts. Raises RuleError where they disagree."""
@@ -45,11 +45,11 @@ class Factors:
         if len(set(sizes)) != 1:
             raise RuleError(f"{call.op}: factor {name} has sizes {sizes}")
         if sizes[0] > 1:
-            self._found.append(Factor(name, sizes[0], ins, outs))
+            self._factors.append(Factor(name, sizes[0], ins, outs))
 
     def done(self) -> tuple[Factor, ...]:
         """What was added."""
-        return tuple(self._found)
+        return tuple(self._factors)
 
 
 def _place(where: Where) -> Place:

@@ -116,7 +116,7 @@ def implies(row: PlacementPair, candidate: PlacementPair, unread: Container[int]
 
 def without_implied(rows: Iterable[MissingTriple]) -> tuple[MissingTriple, ...]:
     """The rows that no other row implies."""
-    kept: list[MissingTriple] = []
+    strongest: list[MissingTriple] = []
     pool = list(rows)
     for i, row in enumerate(pool):
         rivals = (
@@ -128,8 +128,8 @@ def without_implied(rows: Iterable[MissingTriple]) -> tuple[MissingTriple, ...]:
             and implies((other.pre, other.post), (row.pre, row.post))
         )
         if not any(rivals):
-            kept.append(row)
-    return tuple(kept)
+            strongest.append(row)
+    return tuple(strongest)
 
 
 def missing_rows(
@@ -139,16 +139,16 @@ def missing_rows(
     op = case.call.op
     if op.split(".")[1].startswith(_SIZES_AS_ARGUMENTS):
         return {}, ("missing rows: the op takes sizes from its arguments without checking them",)
-    known = [_triple(row, case) for row in rule.rows(case.call)]
+    triples = [_triple(row, case) for row in rule.rows(case.call)]
     cases = _redraws(case, fixed)
     idle = frozenset(i for i, t in enumerate(case.inputs) if _real(t) and not _matters(case, i))
     unread = idle if len(idle) < len(case.inputs) else frozenset()
     candidates = list(islice(_candidates(case, rule, idle), LIMIT + 1))
     capped = len(candidates) > LIMIT
     notes = (f"missing rows: only the first {LIMIT} candidates were tried",) if capped else ()
-    found: dict[str, tuple[tuple[Placement, ...], tuple[Placement, ...], int]] = {}
+    rows: dict[str, tuple[tuple[Placement, ...], tuple[Placement, ...], int]] = {}
     asked = sorted(set(rule.shape_args.values()))
-    same_pre = {pre for pre, _ in known} if not asked else set()
+    same_pre = {pre for pre, _ in triples} if not asked else set()
     for pre, shaped in candidates[:LIMIT]:
         if pre in same_pre:
             continue
@@ -158,13 +158,13 @@ def missing_rows(
                 continue
             for post in posts:
                 text = triple_text(pre, post)
-                if any(implies(row, (pre, post), unread) for row in known):
+                if any(implies(row, (pre, post), unread) for row in triples):
                     continue
                 if any(fnmatchcase(text, in_our_words(pattern)) for pattern in rule.omitted):
                     continue
-                found.setdefault(text, (pre, post, units))
+                rows.setdefault(text, (pre, post, units))
             break
-    return found, notes
+    return rows, notes
 
 
 def _triple(row: Triple, case: ConcreteCall) -> PlacementPair:
@@ -283,17 +283,19 @@ def _posts(
     shape_only: Sequence[int],
 ) -> list[tuple[Placement, ...]]:
     """All postconditions that hold on every case and split; empty if some output has none."""
-    kept: list[set[Placement]] | None = None
+    common_forms: list[set[Placement]] | None = None
     for split in _test_splits(units):
         for number, case in enumerate(cases):
             forms = _forms_once(case, rule, pre, shaped, units, split, shape_only, _SEED + number)
-            kept = forms if kept is None else [a & b for a, b in zip(kept, forms, strict=True)]
-            if not all(kept):
+            common_forms = (
+                forms if common_forms is None else [a & b for a, b in zip(common_forms, forms, strict=True)]
+            )
+            if not all(common_forms):
                 return []
-    assert kept is not None
-    if all(REPLICATE in forms for forms in kept):
+    assert common_forms is not None
+    if all(REPLICATE in forms for forms in common_forms):
         return []
-    choices = [[REPLICATE] if REPLICATE in forms else sorted(forms) for forms in kept]
+    choices = [[REPLICATE] if REPLICATE in forms else sorted(forms) for forms in common_forms]
     for o, form in shaped.items():
         choices[o] = [f for f in choices[o] if f == form or not is_sharded(form)]
     return [tuple(post) for post in product(*choices)]

@@ -70,9 +70,9 @@ def localize_nested(
         dtypes = tuple(None if t is None else DType(t.dtype) for t in call.outputs)
         return empty_shards, (shapes, dtypes, DEVICE), {}
     for first, second in ((outer, inner), (inner, outer)):
-        found = _in_turn(call, rule, first, second, rank, world)
-        if found is not None:
-            return found
+        local_call = _in_turn(call, rule, first, second, rank, world)
+        if local_call is not None:
+            return local_call
     return None
 
 
@@ -100,7 +100,7 @@ def _shapes(
     types: tuple[TensorType | None, ...], side: str, rule: OpRule, *levels: Level
 ) -> tuple[tuple[int, ...], ...]:
     """Local shapes of inputs or outputs where all of ``levels`` divide."""
-    found = []
+    shapes = []
     for i, type_ in enumerate(types):
         shape = () if type_ is None else type_.shape
         for level in levels:
@@ -108,8 +108,8 @@ def _shapes(
             if factor is not None and type_ is not None:
                 start, stop = level.units
                 shape = local_shape(shape, getattr(factor, side)[i], stop - start)
-        found.append(shape)
-    return tuple(found)
+        shapes.append(shape)
+    return tuple(shapes)
 
 
 def _in_turn(
@@ -160,5 +160,5 @@ def _refs(value: Any) -> list[int]:
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, (tuple, list)):
-        return [found for item in value for found in _refs(item)]
+        return [id_ for item in value for id_ in _refs(item)]
     return []

@@ -151,7 +151,7 @@ def check(
     shape_only = bundled.shape_only.get(op, ())
     rows_checked = splits_checked = 0
     wrong: list[WrongTriple] = []
-    found: dict[str, MissingTriple] = {}
+    missing_triples: dict[str, MissingTriple] = {}
     skipped: list[str] = []
     for index, (args, kwargs) in enumerate(samples):
         case = case_of(op, args, kwargs, _SEED)
@@ -177,7 +177,7 @@ def check(
             else:
                 rows, notes = missing_rows(case, rule, shape_only, bundled.fixed.get(op, ()))
                 for text_, row_ in rows.items():
-                    found.setdefault(text_, MissingTriple(text_, index, text, *row_))
+                    missing_triples.setdefault(text_, MissingTriple(text_, index, text, *row_))
                 skipped += notes
     return OracleReport(
         op,
@@ -185,7 +185,7 @@ def check(
         rows_checked,
         splits_checked,
         tuple(wrong),
-        without_implied(found.values()),
+        without_implied(missing_triples.values()),
         tuple(dict.fromkeys(skipped)),
     )
 
@@ -317,8 +317,10 @@ def _check_shapes(
             place = None if factor is None else factor.outputs[o]
             shape = local_shape(tuple(want.shape), place, units[rank])
             if got is None or tuple(got.shape) != shape or got.dtype != want.dtype:
-                found = "None" if got is None else f"{got.dtype} {list(got.shape)}"
-                raise _WrongError(o, inf, f"rank {rank} has {found} instead of {want.dtype} {list(shape)}")
+                description = "None" if got is None else f"{got.dtype} {list(got.shape)}"
+                raise _WrongError(
+                    o, inf, f"rank {rank} has {description} instead of {want.dtype} {list(shape)}"
+                )
 
 
 def _outputs(results: Sequence[Outputs], o: int) -> list[Tensor]:

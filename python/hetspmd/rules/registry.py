@@ -110,9 +110,9 @@ def families() -> tuple[str, ...]:
 
 def rule_function(op: str) -> RuleFunction | None:
     """The function that gives the rule of an op, None if there is none."""
-    found = _RULES.get(op)
-    if found is not None:
-        return found
+    exact = _RULES.get(op)
+    if exact is not None:
+        return exact
     for _, member, function in _FAMILIES:
         if member(op):
             return function
@@ -127,6 +127,6 @@ def rule_for(call: Call) -> OpRule | None:
     function = rule_function(call.op)
     if function is None:
         return None
-    found = function(call)
-    found.verify(call)
-    return found
+    op_rule = function(call)
+    op_rule.verify(call)
+    return op_rule

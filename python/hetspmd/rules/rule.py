@@ -361,11 +361,11 @@ def localize(
     def shapes(
         types: tuple[TensorType | None, ...], places: tuple[Place, ...] | None
     ) -> tuple[tuple[int, ...], ...]:
-        found = []
+        local_shapes = []
         for i, type_ in enumerate(types):
             shape = () if type_ is None else type_.shape
-            found.append(shape if places is None else local_shape(shape, places[i], stop - start))
-        return tuple(found)
+            local_shapes.append(shape if places is None else local_shape(shape, places[i], stop - start))
+        return tuple(local_shapes)
 
     local = Local(
         call,

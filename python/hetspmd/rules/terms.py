@@ -62,8 +62,8 @@ def reduced_dims(dims: int | Sequence[int] | None, ndim: int) -> frozenset[int]:
     """The dims that a reduction goes over; None and the empty list mean all."""
     if dims is None or dims == ():
         return frozenset(range(ndim))
-    given = (dims,) if isinstance(dims, int) else dims
-    return frozenset(wrap(d, ndim) for d in given) if ndim else frozenset()
+    dim_list = (dims,) if isinstance(dims, int) else dims
+    return frozenset(wrap(d, ndim) for d in dim_list) if ndim else frozenset()
 
 
 def dim_names(ndim: int, prefix: str = "d") -> tuple[str, ...]:
@@ -114,7 +114,7 @@ def term_factors(
                 raise RuleError(f"{call.op}: factor {name} has {sizes.get(name)} units and {extent}/{unit}")
             else:
                 sizes[name] = extent // unit
-    found = []
+    factors = []
     for name, size in sizes.items():
         if size < 2:
             continue
@@ -128,8 +128,8 @@ def term_factors(
             _place(name, t, x, lacking if i in added else None)
             for i, (t, x) in enumerate(zip(inputs, call.inputs, strict=True))
         )
-        found.append(Factor(name, size, ins, outs))
-    return tuple(found)
+        factors.append(Factor(name, size, ins, outs))
+    return tuple(factors)
 
 
 def _split(dim: str | tuple[str, int]) -> tuple[str, int]:
@@ -152,12 +152,12 @@ def linear_sets(call: Call, groups: Iterable[Iterable[int | None]]) -> tuple[fro
     wrap around, so there input and output dtypes must be equal; bool is never linear.
     """
     outs = [t.dtype for t in call.outputs if t is not None]
-    found: dict[frozenset[int], None] = {}
+    sets: dict[frozenset[int], None] = {}
     for group in groups:
         indices = frozenset(i for i in group if i is not None)
         if indices and all(_linear_dtype(call.inputs[i].dtype, out) for i in indices for out in outs):
-            found[indices] = None
-    return tuple(found)
+            sets[indices] = None
+    return tuple(sets)
 
 
 def _linear_dtype(source: str, target: str) -> bool:
@@ -178,5 +178,5 @@ def zeros_or_none(
     shapes: list[list[int]], dtypes: list[torch.dtype | None], device: torch.device
 ) -> tuple[torch.Tensor | None, ...]:
     """Zeros of the shapes and dtypes, None where the dtype is None."""
-    found = empty_shards(shapes, dtypes, device)
-    return found if isinstance(found, tuple) else (found,)
+    zeros = empty_shards(shapes, dtypes, device)
+    return zeros if isinstance(zeros, tuple) else (zeros,)

@@ -54,22 +54,22 @@ class Theory:
         for instruction in graph.instructions:
             for tensor in instruction.inputs:
                 readers.setdefault(tensor, []).append(instruction.id)
-        kept = set(graph.updates) | {o.tensor for o in graph.outputs} | {graph.loss}
+        results = set(graph.updates) | {o.tensor for o in graph.outputs} | {graph.loss}
         gradients = {p.gradient for p in graph.parameters if p.gradient is not None}
-        found: set[int] = set()
+        tensors: set[int] = set()
 
         def shows_only(reader: int) -> bool:
             rule = self.rules.get(reader)
             outputs = graph.instructions[reader].outputs
-            return rule is not None and rule.alias and all(t in found for t in outputs if t >= 0)
+            return rule is not None and rule.alias and all(t in tensors for t in outputs if t >= 0)
 
         for instruction in reversed(graph.instructions):
             for tensor in instruction.outputs:
                 read = readers.get(tensor, ())
-                given = tensor >= 0 and tensor not in kept and (read or tensor in gradients)
-                if given and all(map(shows_only, read)):
-                    found.add(tensor)
-        return frozenset(found)
+                eligible = tensor >= 0 and tensor not in results and (read or tensor in gradients)
+                if eligible and all(map(shows_only, read)):
+                    tensors.add(tensor)
+        return frozenset(tensors)
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ class _Kind:
 
     call: Call
     rule: OpRule
-    known: bool
+    has_rule: bool
 
     @cached_property
     def rows(self) -> tuple[tuple[Triple, tuple[int, int] | None], ...]:
         """Each row with the first place that its factor cuts, ``(position among inputs then outputs, dim)``;
         rows of a factor that cuts nothing are left out."""
         first = [next(iter(factor_cuts(f)), None) for f in self.rule.factors]
-        found = [
+        pairs = [
             (row, None if row.factor is None else first[row.factor]) for row in self.rule.rows(self.call)
         ]
-        return tuple((row, place) for row, place in found if row.factor is None or place is not None)
+        return tuple((row, place) for row, place in pairs if row.factor is None or place is not None)
 
 
 def derive(graph: Graph, *, strict: bool = False, quiet: bool = False) -> Theory:
@@ -99,7 +99,7 @@ def derive(graph: Graph, *, strict: bool = False, quiet: bool = False) -> Theory
     """
     with collector_paused():
         kinds = _kinds(graph)
-        missing = [id_ for id_, kind in kinds.items() if not kind.known]
+        missing = [id_ for id_, kind in kinds.items() if not kind.has_rule]
         theory = _theory(graph, kinds, tuple(missing))
     if not quiet:
         report_missing(theory, strict)
@@ -121,7 +121,7 @@ def _theory(graph: Graph, kinds: Mapping[int, _Kind], missing: tuple[int, ...]) 
     rules = {id_: kind.rule for id_, kind in kinds.items()}
     axes = logical_axes(graph, rules)
     rows: list[tuple[Triple, ...]] = []
-    known: dict[
+    unique_rows: dict[
         tuple[int, ...], tuple[Triple, ...]
     ] = {}  # by the rows' objects: equal instructions share them
     row_axes: list[tuple[int | None, ...]] = []
@@ -133,9 +133,9 @@ def _theory(graph: Graph, kinds: Mapping[int, _Kind], missing: tuple[int, ...]) 
         if instruction.op == REBALANCE:
             pairs = _copying(pairs, instruction, axes)
         key = tuple([id(row) for row, _ in pairs])
-        if key not in known:
-            known[key] = tuple([row for row, _ in pairs])
-        rows.append(known[key])
+        if key not in unique_rows:
+            unique_rows[key] = tuple([row for row, _ in pairs])
+        rows.append(unique_rows[key])
         row_axes.append(tuple(axis for _, axis in pairs))
     calls = {id_: kind.call for id_, kind in kinds.items()}
     return Theory(graph, axes, calls, rules, tuple(rows), tuple(row_axes), missing)
@@ -146,7 +146,7 @@ def _kinds(graph: Graph) -> dict[int, _Kind]:
     types: dict[tuple[tuple[int, ...], str], int] = {}
     type_of = [types.setdefault((t.shape, t.dtype), len(types)) for t in graph.tensors]
     type_of.append(-1)  # of an output that is None: tensor -1
-    made: dict[tuple[Any, ...], _Kind] = {}
+    by_key: dict[tuple[Any, ...], _Kind] = {}
     kinds: dict[int, _Kind] = {}
     for instruction in graph.instructions:
         if instruction.is_source:
@@ -158,11 +158,11 @@ def _kinds(graph: Graph) -> dict[int, _Kind]:
             tuple([type_of[t] for t in instruction.inputs]),
             tuple([type_of[t] for t in instruction.outputs]),
         )
-        kind = made.get(key)
+        kind = by_key.get(key)
         if kind is None:
             call = call_of(graph, instruction)
             rule = rule_for(call)
-            kind = made[key] = _Kind(call, rule or OpRule(random=draws(instruction.op)), rule is not None)
+            kind = by_key[key] = _Kind(call, rule or OpRule(random=draws(instruction.op)), rule is not None)
         kinds[instruction.id] = kind
     return kinds
 
@@ -210,15 +210,15 @@ def _copying(
     """The rows of a cut: a shard is copied as it is, with the lengths of the segment that it comes from. A dim that
     the copy itself is not divided along is none to copy."""
     (tensor,) = instruction.outputs
-    found: list[tuple[Triple, int | None]] = []
+    rows: list[tuple[Triple, int | None]] = []
     for row, axis in pairs:
         if not is_sharded(row.post[0]):
-            found.append((row, axis))
+            rows.append((row, axis))
             continue
         own, copied = axes.sharded(tensor, row.post[0]), before_cut(sharded_dim(row.post[0]))
         if own is not None and own.units >= 2 and axes.sharded(tensor, copied) is not None:
-            found.append((Triple(row.name, row.pre, (copied,)), axis))
-    return found
+            rows.append((Triple(row.name, row.pre, (copied,)), axis))
+    return rows
 
 
 def report_missing(theory: Theory, strict: bool = False) -> None:

@@ -179,8 +179,8 @@ def batch_axes(theory: Theory) -> frozenset[int]:
     found = (
         theory.axes.axis(i.tensor, 0) for i in theory.graph.inputs if theory.graph.tensors[i.tensor].shape
     )
-    kin = {axis.kin for axis in found if axis is not None}
-    return frozenset(axis.id for axis in theory.axes.axes if axis.kin in kin)
+    groups = {axis.group for axis in found if axis is not None}
+    return frozenset(axis.id for axis in theory.axes.axes if axis.group in groups)
 
 
 def _batch_rows(theory: Theory) -> RowFilter:

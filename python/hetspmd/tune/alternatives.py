@@ -49,13 +49,13 @@ def alternatives(
     """
     asked = options or CompileOptions()
     compiled = compile_plan(model, args, kwargs, cluster, asked)
-    found = {COMPILED: compiled}
+    plans = {COMPILED: compiled}
     if has_machines(cluster):
         ways: tuple[Machines, ...] = ("virtual", "flat")
         for way in ways:
             with suppress(HetspmdError):  # one of the two may not fit
-                found[way] = compile_plan(model, args, kwargs, cluster, replace(asked, machines=way))
-        return _distinct(found)
+                plans[way] = compile_plan(model, args, kwargs, cluster, replace(asked, machines=way))
+        return _distinct(plans)
     graph = trace(model, args, kwargs, loss=asked.find_loss, host_randomness=asked.host_randomness)
     if asked.loss_only and graph.loss is not None:
         graph = graph.without_outputs()
@@ -71,12 +71,12 @@ def alternatives(
         if outcome is not None:
             plan = following_plan(ctx, outcome, asked.constraints)
             if follows(plan) or not follows(compiled):
-                found[_name(ranks, cluster.world)] = plan
+                plans[_name(ranks, cluster.world)] = plan
     if not asked.constraints:
         rows = plan_for(theory, cluster, known.data_parallel(theory), proportional(costs), limits=limits)
         if all(b <= d.memory for b, d in zip(rows.cost.memory_bytes, cluster.devices, strict=True)):
-            found["data parallel"] = rows
-    return _distinct(found)
+            plans["data parallel"] = rows
+    return _distinct(plans)
 
 
 def _name(ranks: tuple[int, ...], world: int) -> str:
@@ -85,16 +85,16 @@ def _name(ranks: tuple[int, ...], world: int) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _distinct(found: Mapping[str, Plan]) -> dict[str, Plan]:
-    first = found[COMPILED]
+def _distinct(plans: Mapping[str, Plan]) -> dict[str, Plan]:
+    first = plans[COMPILED]
     slowest = THRESHOLDS.slowest_alternative * first.cost.step_seconds
-    near = [n for n, p in found.items() if p.cost.step_seconds <= slowest]
-    near.sort(key=lambda n: (n != COMPILED, found[n].cost.step_seconds))
-    kept: dict[str, Plan] = {}
+    near = [n for n, p in plans.items() if p.cost.step_seconds <= slowest]
+    near.sort(key=lambda n: (n != COMPILED, plans[n].cost.step_seconds))
+    distinct: dict[str, Plan] = {}
     for name in near:
-        if not any(_same(found[name], plan) for plan in kept.values()):
-            kept[name] = found[name]
-    return kept
+        if not any(_same(plans[name], plan) for plan in distinct.values()):
+            distinct[name] = plans[name]
+    return distinct
 
 
 def _same(one: Plan, other: Plan) -> bool:

@@ -30,32 +30,32 @@ def compare(
     """The name of the plan to choose, and the seconds of a step of each, by name. ``measure`` gets a plan and the
     least seconds so far (None: measure it whatever it takes), and returns the seconds of some steps, the same on
     every rank."""
-    found: dict[str, list[Sequence[float]]] = {}
+    timings: dict[str, list[Sequence[float]]] = {}
     for name, plan in plans.items():
-        best = min((_seconds(turns) for turns in found.values()), default=None)
-        found[name] = [measure(plan, best)]
+        best = min((_seconds(turns) for turns in timings.values()), default=None)
+        timings[name] = [measure(plan, best)]
     for turn in range(1, THRESHOLDS.turns):
-        rivals, settled = _rivals(found)
+        rivals, settled = _rivals(timings)
         if settled:
             break
         for name in reversed(rivals) if turn % 2 else rivals:
-            found[name].append(measure(plans[name], None))
-    rivals, _ = _rivals(found)
-    chosen = min(rivals, key=lambda name: (len(plans[name].active), _seconds(found[name])))
-    return chosen, {name: _seconds(turns) for name, turns in found.items()}
+            timings[name].append(measure(plans[name], None))
+    rivals, _ = _rivals(timings)
+    chosen = min(rivals, key=lambda name: (len(plans[name].active), _seconds(timings[name])))
+    return chosen, {name: _seconds(turns) for name, turns in timings.items()}
 
 
-def _rivals(found: Mapping[str, Turns]) -> tuple[list[str], bool]:
+def _rivals(timings: Mapping[str, Turns]) -> tuple[list[str], bool]:
     """The plans that may be the fastest, and whether none of them is by more than ``equal_part``. One that was
     behind before is among them again when the others turn out slower than they seemed."""
-    best = min(found, key=lambda name: _seconds(found[name]))
-    least = _seconds(found[best])
+    best = min(timings, key=lambda name: _seconds(timings[name]))
+    least = _seconds(timings[best])
     most = THRESHOLDS.rival_part * least
-    close = {name: turns for name, turns in found.items() if name != best and _seconds(turns) <= most}
-    margins = {name: _margin(turns, found[best]) for name, turns in close.items()}
-    left = {n: m for n, m in margins.items() if _seconds(found[n]) <= (1 + m) * least}
-    settled = all(m <= THRESHOLDS.equal_part for m in left.values())
-    return [name for name in found if name == best or name in left], settled
+    close = {name: turns for name, turns in timings.items() if name != best and _seconds(turns) <= most}
+    margins = {name: _margin(turns, timings[best]) for name, turns in close.items()}
+    rivals = {n: m for n, m in margins.items() if _seconds(timings[n]) <= (1 + m) * least}
+    settled = all(m <= THRESHOLDS.equal_part for m in rivals.values())
+    return [name for name in timings if name == best or name in rivals], settled
 
 
 def _seconds(turns: Turns) -> float:

@@ -156,8 +156,10 @@ def _fastest(
             gc.collect()
 
     with torch.random.fork_rng():
-        chosen, found = compare(plans, measure)
-    return Tuned(plans[chosen], chosen, found, {name: p.cost.step_seconds for name, p in plans.items()})
+        chosen, measured_seconds = compare(plans, measure)
+    return Tuned(
+        plans[chosen], chosen, measured_seconds, {name: p.cost.step_seconds for name, p in plans.items()}
+    )
 
 
 def _check(steps: object, plans: Mapping[str, Plan] | None) -> None:
@@ -226,11 +228,14 @@ def step_seconds(
 def timed(step: Callable[[], float], count: int, best: float | None) -> list[float]:
     """The seconds of ``count`` steps from the first that counts on, or of that alone (see :func:`step_seconds`).
     ``step`` makes one and gives its seconds."""
-    found = [step() for _ in range(THRESHOLDS.warm_steps)]
+    seconds = [step() for _ in range(THRESHOLDS.warm_steps)]
     while True:
-        found.append(step())
-        if found[-1] >= THRESHOLDS.settled_part * found[-2] or len(found) == THRESHOLDS.latest_first_step:
+        seconds.append(step())
+        if (
+            seconds[-1] >= THRESHOLDS.settled_part * seconds[-2]
+            or len(seconds) == THRESHOLDS.latest_first_step
+        ):
             break
-    if best is not None and found[-1] > THRESHOLDS.hopeless_part * best:
-        return found[-1:]
-    return [found[-1], *(step() for _ in range(count - 1))]
+    if best is not None and seconds[-1] > THRESHOLDS.hopeless_part * best:
+        return seconds[-1:]
+    return [seconds[-1], *(step() for _ in range(count - 1))]

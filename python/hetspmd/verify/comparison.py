@@ -145,15 +145,15 @@ def verify(
 
 def _plan_in(plan: Plan, setting: TrainingCase) -> Plan:
     """The plan in the setting's dtype, with the numbers that the model itself has there."""
-    made = retyped(plan, setting.dtype)
+    typed_plan = retyped(plan, setting.dtype)
     try:
         traced = wide_trace(setting, training=plan.graph.training)
     except HetspmdError:  # the comparison says what is wrong
         traced = None
     if traced is not None:
-        made = replace(made, graph=with_own_numbers(made.graph, traced, setting.dtype))
-    _ = made.digest  # computed here, once, not by every rank's thread
-    return made
+        typed_plan = replace(typed_plan, graph=with_own_numbers(typed_plan.graph, traced, setting.dtype))
+    _ = typed_plan.digest  # computed here, once, not by every rank's thread
+    return typed_plan
 
 
 class _Comparison:
@@ -269,12 +269,12 @@ class _Comparison:
         ]
 
 
-def _dtype(given: object) -> torch.dtype:
+def _dtype(wanted: object) -> torch.dtype:
     """The dtype that is meant. Raises OptionError."""
-    found = next((d for d in _DTYPES if given == d or given in (dtype_name(d), str(d))), None)
-    if found is None:
-        raise OptionError(f"dtype is {given!r}; allowed are {_listed(map(str, _DTYPES))}, or their names")
-    return found
+    dtype = next((d for d in _DTYPES if wanted == d or wanted in (dtype_name(d), str(d))), None)
+    if dtype is None:
+        raise OptionError(f"dtype is {wanted!r}; allowed are {_listed(map(str, _DTYPES))}, or their names")
+    return dtype
 
 
 def _check(optimizers: Collection[str], steps: int) -> None:

@@ -33,27 +33,27 @@ def model_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
     Raises ExampleError, with the place, if something that it holds cannot be copied.
     """
-    kept = {id(t) for t in (*model.parameters(), *model.buffers()) if t.is_leaf}
+    leaves = {id(t) for t in (*model.parameters(), *model.buffers()) if t.is_leaf}
     memo: dict[int, Any] = {}
-    held = [t for t in _tensors(model) if id(t) not in kept]
+    held = [t for t in _tensors(model) if id(t) not in leaves]
     for tensor in held:
         if not tensor.is_leaf or type(tensor) is torch.Tensor:
             value = tensor_in(tensor.detach(), dtype).clone()
             memo[id(tensor)] = value.requires_grad_(tensor.is_leaf and tensor.requires_grad)
     try:
-        made = copy.deepcopy(model, memo)
+        duplicate = copy.deepcopy(model, memo)
     except Exception as error:
         raise ExampleError(f"the model cannot be copied to be verified{_where(model)}: {error}") from error
     del held
-    for parameter in made.parameters():
+    for parameter in duplicate.parameters():
         parameter.data = tensor_in(parameter.data, dtype)
         parameter.grad = None
-    changed = {id(buffer): (buffer, tensor_in(buffer, dtype)) for buffer in made.buffers()}
-    for module in made.modules():
+    changed = {id(buffer): (buffer, tensor_in(buffer, dtype)) for buffer in duplicate.buffers()}
+    for module in duplicate.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = changed[id(buffer)][1]
-    return made
+    return duplicate
 
 
 def _tensors(root: object) -> Iterator[torch.Tensor]:
@@ -61,14 +61,14 @@ def _tensors(root: object) -> Iterator[torch.Tensor]:
     seen: set[int] = set()
     stack: list[Any] = [root]
     while stack:
-        found = stack.pop()
-        if id(found) in seen or isinstance(found, _WHOLE):
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, _WHOLE):
             continue
-        seen.add(id(found))
-        if isinstance(found, torch.Tensor):
-            yield found
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            yield item
         else:
-            stack.extend(gc.get_referents(found))
+            stack.extend(gc.get_referents(item))
 
 
 def _where(model: nn.Module) -> str:

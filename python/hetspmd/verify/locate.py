@@ -56,15 +56,15 @@ def first_difference(plan: Plan, setting: TrainingCase, rounded: TrainingCase, l
     ``rounded``: the setting with parameters that are one rounding away.
     """
     want, near = _reference(plan, setting), _reference(plan, rounded)
-    found = run_ranks(plan.cluster.ranks, lambda communicator: _on_rank(plan, setting, communicator))
+    rank_values = run_ranks(plan.cluster.ranks, lambda communicator: _on_rank(plan, setting, communicator))
     layout = _layout(plan)
     producers = plan.graph.producers
-    keys = sorted({key for values in found for key in values}, key=lambda key: (producers[key[0]], key))
+    keys = sorted({key for values in rank_values for key in values}, key=lambda key: (producers[key[0]], key))
     for key in keys:
         reference = want[key[0]]
         moved = largest_difference(near[key[0]], reference)
         allowed = max(limit * magnitude(reference), THRESHOLDS.located_changes * moved)
-        for ranks, got, part in layout(key, found, reference):
+        for ranks, got, part in layout(key, rank_values, reference):
             error = largest_difference(got, part) if got.shape == part.shape else float("inf")
             if not error <= allowed:
                 return _text(plan, setting, key, ranks, error, magnitude(reference))
@@ -77,8 +77,8 @@ def _reference(plan: Plan, setting: TrainingCase) -> dict[int, torch.Tensor]:
     assert inputs is not None
     values: dict[int, torch.Tensor] = {}
 
-    def watch(instruction: Instruction, known: Mapping[int, torch.Tensor]) -> None:
-        values.update((t, known[t].detach().clone()) for t in instruction.outputs if t >= 0)
+    def watch(instruction: Instruction, computed: Mapping[int, torch.Tensor]) -> None:
+        values.update((t, computed[t].detach().clone()) for t in instruction.outputs if t >= 0)
 
     run_reference(
         plan.theory,
@@ -92,9 +92,9 @@ def _reference(plan: Plan, setting: TrainingCase) -> dict[int, torch.Tensor]:
 
 
 def _randomness(setting: TrainingCase, rank: int) -> Randomness:
-    made = Randomness(setting.seed, rank, CPU, reference=True)
-    made.begin_step()
-    return made
+    randomness = Randomness(setting.seed, rank, CPU, reference=True)
+    randomness.begin_step()
+    return randomness
 
 
 class _Keep:
@@ -104,10 +104,10 @@ class _Keep:
         self.values: Values = {}
         self._keys: list[Key] = []
 
-    def behind(self, made: fx.Graph, watcher: fx.Node, node: fx.Node, copied: Any) -> None:
+    def behind(self, copy: fx.Graph, watcher: fx.Node, node: fx.Node, copied: Any) -> None:
         key = node.meta.get(VALUE)
         if key is not None:
-            made.call_method("keep", (watcher, len(self._keys), copied(node)))
+            copy.call_method("keep", (watcher, len(self._keys), copied(node)))
             self._keys.append(key)
 
     def keep(self, index: int, value: torch.Tensor) -> None:
@@ -158,11 +158,11 @@ def _layout(plan: Plan) -> Callable[[Key, list[Values], torch.Tensor], Parts]:
         alike = (form == REPLICATE and layout.peers(n, at)[0] for n, form in enumerate(key[1:]))
         return not any(alike)
 
-    def parts(key: Key, found: list[Values], reference: torch.Tensor) -> Parts:
-        held = [(p, rank) for p, rank in enumerate(ranks) if key in found[rank]]
+    def parts(key: Key, rank_values: list[Values], reference: torch.Tensor) -> Parts:
+        held = [(p, rank) for p, rank in enumerate(ranks) if key in rank_values[rank]]
         if PARTIAL not in key[1:]:
             return [
-                ([rank], found[rank][key], _narrowed(reference, layout.regions(key, places[p])))
+                ([rank], rank_values[rank][key], _narrowed(reference, layout.regions(key, places[p])))
                 for p, rank in held
             ]
         if len(held) < len(ranks):
@@ -170,7 +170,7 @@ def _layout(plan: Plan) -> Callable[[Key, list[Values], torch.Tensor], Parts]:
         total = torch.zeros_like(reference)
         for position, rank in held:
             if counts(key, places[position]):
-                _narrowed(total, layout.regions(key, places[position])).add_(found[rank][key])
+                _narrowed(total, layout.regions(key, places[position])).add_(rank_values[rank][key])
         return [([rank for _, rank in held], total, reference)]
 
     return parts

@@ -36,16 +36,16 @@ def with_own_numbers(graph: Graph, traced: Graph, dtype: torch.dtype) -> Graph:
     instructions = {i.name: i for i in traced.instructions}
     constants = {traced.tensors[c.tensor].name: c for c in traced.constants}
 
-    def constant(found: Constant) -> Constant:
-        other = constants.get(graph.tensors[found.tensor].name)
+    def constant(own: Constant) -> Constant:
+        other = constants.get(graph.tensors[own.tensor].name)
         if other is None:
-            return found
-        if found.data is not None and other.data is not None:
-            places = graph.tensors[found.tensor], traced.tensors[other.tensor]
-            return replace(found, data=_data(found.data, other.data, *places, dtype))
+            return own
+        if own.data is not None and other.data is not None:
+            places = graph.tensors[own.tensor], traced.tensors[other.tensor]
+            return replace(own, data=_data(own.data, other.data, *places, dtype))
         by_name = {i.name: i for i in other.program}
         return replace(
-            found, program=tuple(_instruction(i, by_name, graph, traced, dtype) for i in found.program)
+            own, program=tuple(_instruction(i, by_name, graph, traced, dtype) for i in own.program)
         )
 
     return replace(
@@ -56,19 +56,23 @@ def with_own_numbers(graph: Graph, traced: Graph, dtype: torch.dtype) -> Graph:
 
 
 def _instruction(
-    found: Instruction, others: Mapping[str, Instruction], graph: Graph, traced: Graph, dtype: torch.dtype
+    instruction: Instruction,
+    others: Mapping[str, Instruction],
+    graph: Graph,
+    traced: Graph,
+    dtype: torch.dtype,
 ) -> Instruction:
-    other = others.get(found.name)
-    if other is None or other.op != found.op or len(other.args) != len(found.args):
-        return found
-    if found.op == CONSTANT and found.args:
-        places = graph.tensors[found.outputs[0]], traced.tensors[other.outputs[0]]
-        return replace(found, args=(_data(found.args[0], other.args[0], *places, dtype),))
+    other = others.get(instruction.name)
+    if other is None or other.op != instruction.op or len(other.args) != len(instruction.args):
+        return instruction
+    if instruction.op == CONSTANT and instruction.args:
+        places = graph.tensors[instruction.outputs[0]], traced.tensors[other.outputs[0]]
+        return replace(instruction, args=(_data(instruction.args[0], other.args[0], *places, dtype),))
     named = dict(other.kwargs)
     return replace(
-        found,
-        args=tuple(_number(a, b, dtype) for a, b in zip(found.args, other.args, strict=True)),
-        kwargs=tuple((k, _number(v, named.get(k), dtype)) for k, v in found.kwargs),
+        instruction,
+        args=tuple(_number(a, b, dtype) for a, b in zip(instruction.args, other.args, strict=True)),
+        kwargs=tuple((k, _number(v, named.get(k), dtype)) for k, v in instruction.kwargs),
     )
 
 

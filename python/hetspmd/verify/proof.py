@@ -74,8 +74,8 @@ def _drawn(setting: TrainingCase) -> Iterator[TrainingCase]:
     for same in (False, True):
         for floats in (_normal, _uniform):
             generator = torch.Generator().manual_seed(setting.seed)
-            made = [_other(leaf, floats, generator, same) for leaf in leaves]
-            args, kwargs = unflatten(made, spec)
+            values = [_other(leaf, floats, generator, same) for leaf in leaves]
+            args, kwargs = unflatten(values, spec)
             yield replace(setting, args=args, kwargs=kwargs)
 
 

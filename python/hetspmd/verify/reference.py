@@ -46,20 +46,20 @@ def run_reference(
     graph = theory.graph
     device = randomness.device
     values: dict[int, torch.Tensor] = {}
-    given: dict[str, dict[int, torch.Tensor]] = {
+    sources: dict[str, dict[int, torch.Tensor]] = {
         PARAMETER: {p.tensor: parameters[p.name].detach() for p in graph.parameters},
         BUFFER: {b.tensor: buffers[b.name] for b in graph.buffers},
         INPUT: {i.tensor: value for i, value in zip(graph.inputs, inputs, strict=True)},
     }
     constants = {c.tensor: c for c in graph.constants}
     last: dict[int, int] = {t: i.id for i in graph.instructions for t in i.inputs}
-    kept = {o.tensor for o in graph.outputs} | {graph.loss} | set(graph.updates)
-    kept |= {p.gradient for p in graph.parameters}
+    results = {o.tensor for o in graph.outputs} | {graph.loss} | set(graph.updates)
+    results |= {p.gradient for p in graph.parameters}
     with torch.no_grad():
         for instruction in graph.instructions:
             first = instruction.outputs[0]
-            if instruction.op in given:
-                values[first] = given[instruction.op][first]
+            if instruction.op in sources:
+                values[first] = sources[instruction.op][first]
             elif instruction.op == CONSTANT:
                 values[first] = constant_value(graph, constants[first], device)
             elif instruction.op == TANGENT:
@@ -72,7 +72,7 @@ def run_reference(
             if watch is not None:
                 watch(instruction, values)
             for tensor in instruction.inputs:
-                if last[tensor] == instruction.id and tensor not in kept:
+                if last[tensor] == instruction.id and tensor not in results:
                     values.pop(tensor, None)
     return ReferenceResult(
         None if graph.loss is None else values[graph.loss],

@@ -158,9 +158,9 @@ def _steps(
         if optimizer is not None:
             optimizer.zero_grad()
         value = step().detach().clone()
-        found = _gradients(model) if gradients is None else gradients()
-        moved.update(n for n, g in found.items() if bool((g != 0).any()))
-        first = first or TrainedRun(value, found)
+        step_gradients = _gradients(model) if gradients is None else gradients()
+        moved.update(n for n, g in step_gradients.items() if bool((g != 0).any()))
+        first = first or TrainedRun(value, step_gradients)
         if optimizer is not None:
             optimizer.step()
     assert first is not None
@@ -172,10 +172,10 @@ def _steps(
 def loss_of(setting: TrainingCase, model: nn.Module) -> torch.Tensor:
     """The loss of the example. Raises ExampleError if there is none."""
     loss, args, kwargs = setting.loss, setting.args, setting.kwargs
-    found = find_loss(model(*args, **kwargs) if loss is None else loss(model, *args, **kwargs), loss)
-    if found is None:
+    value = find_loss(model(*args, **kwargs) if loss is None else loss(model, *args, **kwargs), loss)
+    if value is None:
         raise ExampleError(f"{type(model).__name__} returns no scalar loss for the example; pass loss=")
-    return found
+    return value
 
 
 def _gradients(model: nn.Module) -> Tensors:
@@ -185,19 +185,19 @@ def _gradients(model: nn.Module) -> Tensors:
 def _named(model: nn.Module) -> Tensors:
     """Copies of all parameters and buffers, by each of their names: a tensor that took another's place in its slot
     counts by the slot's name."""
-    found = {n: p.detach().clone() for n, p in model.named_parameters(remove_duplicate=False)}
-    found.update((n, b.detach().clone()) for n, b in model.named_buffers(remove_duplicate=False))
-    return found
+    tensors = {n: p.detach().clone() for n, p in model.named_parameters(remove_duplicate=False)}
+    tensors.update((n, b.detach().clone()) for n, b in model.named_buffers(remove_duplicate=False))
+    return tensors
 
 
 def _all_names(model: nn.Module, whole: Tensors) -> Tensors:
     """Whole tensors by each of their names, of which ``whole`` has the first one."""
-    found = dict(whole)
+    tensors = dict(whole)
     for named in (
         model.named_parameters(remove_duplicate=False),
         model.named_buffers(remove_duplicate=False),
     ):
         first: dict[int, str] = {}
         for name, tensor in named:
-            found[name] = whole[first.setdefault(id(tensor), name)]
-    return found
+            tensors[name] = whole[first.setdefault(id(tensor), name)]
+    return tensors

@@ -31,25 +31,25 @@ from hetspmd.trace.graph import Ref
 @dataclass(frozen=True)
 class _Layout:
     """``indices``: dim of x -> input index of its index tensor; ``shape`` is S, from result dim ``front`` on;
-    ``kept``: dim of x -> dim of the result."""
+    ``result_dims``: dim of x -> dim of the result."""
 
     indices: dict[int, int]
     shape: tuple[int, ...]
     front: int
-    kept: dict[int, int]
+    result_dims: dict[int, int]
 
     @property
     def ndim(self) -> int:
-        return len(self.shape) + len(self.kept)
+        return len(self.shape) + len(self.result_dims)
 
     def along(self, call: Call, s: int) -> dict[int, Where]:
         """Places of dim s of S in the index tensors."""
-        found: dict[int, Where] = {}
+        places: dict[int, Where] = {}
         for i in self.indices.values():
             d = s - (len(self.shape) - call.inputs[i].ndim)
             if d >= 0 and call.inputs[i].shape[d] == self.shape[s]:
-                found[i] = d
-        return found
+                places[i] = d
+        return places
 
 
 def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -72,16 +72,16 @@ def _layout(call: Call) -> _Layout | None:
     beside = dims[-1] - dims[0] == len(dims) - 1
     front = dims[0] if beside else 0
     rest = [d for d in range(x.ndim) if d not in indices]
-    kept = {d: k if k < front else k + len(shape) for k, d in enumerate(rest)}
-    return _Layout(indices, shape, front, kept)
+    result_dims = {d: k if k < front else k + len(shape) for k, d in enumerate(rest)}
+    return _Layout(indices, shape, front, result_dims)
 
 
 def _masked(call: Call) -> range | None:
     """The dims of x that a bool mask takes the place of; None unless it is the only index."""
-    given = [(d, i.id) for d, i in enumerate(call.args[1]) if isinstance(i, Ref)]
-    if len(given) != 1 or call.inputs[given[0][1]].dtype not in ("bool", "uint8"):
+    indices = [(d, i.id) for d, i in enumerate(call.args[1]) if isinstance(i, Ref)]
+    if len(indices) != 1 or call.inputs[indices[0][1]].dtype not in ("bool", "uint8"):
         return None
-    first, mask = given[0]
+    first, mask = indices[0]
     return range(first, first + call.inputs[mask].ndim)
 
 
@@ -98,7 +98,7 @@ def index(call: Call) -> OpRule:
     at = _layout(call)
     if at is None:
         return OpRule()
-    for d, out in at.kept.items():
+    for d, out in at.result_dims.items():
         factors.add(f"d{d}", {0: d}, {0: out})
     for s in range(len(at.shape)):
         if at.shape[s] > 1:
@@ -155,7 +155,7 @@ def index_put(call: Call) -> OpRule:
         d = out - (at.ndim - value.ndim)
         return {values: d} if d >= 0 and value.shape[d] != 1 else {}
 
-    for d, out in at.kept.items():
+    for d, out in at.result_dims.items():
         factors.add(f"d{d}", {0: d} | in_values(out), {0: d})
     for s in range(len(at.shape)):
         if accumulate and at.shape[s] > 1:

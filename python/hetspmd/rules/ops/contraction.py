@@ -137,14 +137,14 @@ def _matmul(call: Call) -> OpRule:
 @rule("aten.einsum.default")
 def _einsum(call: Call) -> OpRule:
     equation = re.sub(r"\s", "", str(call.args[0]))
-    given, arrow, output = equation.partition("->")
-    written = given.split(",")
+    operands, arrow, output = equation.partition("->")
+    written = operands.split(",")
     ellipses = [t.ndim - len(w.replace("...", "")) for w, t in zip(written, call.inputs, strict=True)]
     width = max((e for e, w in zip(ellipses, written, strict=True) if "..." in w), default=0)
     terms = [_einsum_term(w, e) for w, e in zip(written, ellipses, strict=True)]
     if not arrow:
-        letters = given.replace(",", "").replace("...", "")
-        output = ("..." if "..." in given else "") + "".join(
+        letters = operands.replace(",", "").replace("...", "")
+        output = ("..." if "..." in operands else "") + "".join(
             c for c in sorted(set(letters)) if letters.count(c) == 1
         )
     diagonal = {n for t in terms for n in t if t.count(n) > 1}

@@ -209,8 +209,8 @@ def _batch_norm_backward(call: Call) -> OpRule:
 
 
 def _weight_norm_terms(call: Call, x: int, dim: int) -> Term:
-    kept = dim % call.inputs[x].ndim
-    return tuple("c" if i == kept else None for i in range(call.inputs[x].ndim))
+    channel_dim = dim % call.inputs[x].ndim
+    return tuple("c" if i == channel_dim else None for i in range(call.inputs[x].ndim))
 
 
 @rule("aten._weight_norm_interface.default")

@@ -156,12 +156,12 @@ def is_pointwise(op: str) -> bool:
 def argument_tensors(call: Call) -> dict[str, int]:
     """Argument name -> input index of the tensor that stands there."""
     schema = torch_op(call.op)._schema
-    found = {}
+    indices = {}
     for position, argument in enumerate(schema.arguments):
         index = call.tensor(len(call.args) if argument.kwarg_only else position, argument.name)
         if index is not None:
-            found[argument.name] = index
-    return found
+            indices[argument.name] = index
+    return indices
 
 
 def linear_groups(call: Call) -> tuple[frozenset[int], ...]:

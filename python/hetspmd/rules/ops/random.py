@@ -33,14 +33,16 @@ def _drawn(call: Call, *, random: bool) -> OpRule:
 @rule("aten.native_dropout.default")
 def _dropout(call: Call) -> OpRule:
     p, train = call.arg(1, "p"), call.arg(2, "train")
-    found = _drawn(call, random=train is not False and 0.0 < float(p) < 1.0)
-    return replace(found, omitted={"*partial*": "linear without randomness, but the mask cannot be a sum"})
+    op_rule = _drawn(call, random=train is not False and 0.0 < float(p) < 1.0)
+    return replace(op_rule, omitted={"*partial*": "linear without randomness, but the mask cannot be a sum"})
 
 
 @rule("aten.rrelu_with_noise_functional.default")
 def _rrelu(call: Call) -> OpRule:
-    found = _drawn(call, random=bool(call.arg(4, "training", False)))
-    return replace(found, omitted={"*partial*": "without training the noise passes through, and is not used"})
+    op_rule = _drawn(call, random=bool(call.arg(4, "training", False)))
+    return replace(
+        op_rule, omitted={"*partial*": "without training the noise passes through, and is not used"}
+    )
 
 
 @rule("aten.rand.default", "aten.randn.default")

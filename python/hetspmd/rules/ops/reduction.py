@@ -30,12 +30,12 @@ def _reduction(
     """The rule of a reduction of input 0 over ``dims``; the outputs all have the reduced shape."""
     x = call.inputs[0]
     names = dim_names(x.ndim)
-    kept = [n for i, n in enumerate(names) if i not in dims]
+    rest = [n for i, n in enumerate(names) if i not in dims]
     term = names if summed else tuple(None if i in dims else n for i, n in enumerate(names))
     outputs = []
     for out in call.outputs:
-        keepdim = out is not None and out.ndim == x.ndim and len(kept) < x.ndim
-        outputs.append([None if i in dims else n for i, n in enumerate(names)] if keepdim else kept)
+        keepdim = out is not None and out.ndim == x.ndim and len(rest) < x.ndim
+        outputs.append([None if i in dims else n for i, n in enumerate(names)] if keepdim else rest)
     return OpRule(
         term_factors(call, [term], outputs),
         linear=linear_sets(call, [[0]]) if linear else (),

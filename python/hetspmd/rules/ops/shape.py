@@ -25,21 +25,21 @@ def view_cuts(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[Cu
     """The cuts of a view from shape ``source`` to shape ``target``, slowest first (see the module)."""
     if prod(source) == 0:
         return []
-    left = [d for d, extent in enumerate(source) if extent != 1]
-    right = [d for d, extent in enumerate(target) if extent != 1]
+    source_dims = [d for d, extent in enumerate(source) if extent != 1]
+    target_dims = [d for d, extent in enumerate(target) if extent != 1]
     cuts = []
     i = j = 0
-    while i < len(left) and j < len(right):
-        a, b = source[left[i]], target[right[j]]
+    while i < len(source_dims) and j < len(target_dims):
+        a, b = source[source_dims[i]], target[target_dims[j]]
         units = gcd(a, b)
         if units > 1:
-            cuts.append((Cut(left[i], a // units), Cut(right[j], b // units)))
+            cuts.append((Cut(source_dims[i], a // units), Cut(target_dims[j], b // units)))
         i, j = i + 1, j + 1
         while a != b:
             if a < b:
-                a, i = a * source[left[i]], i + 1
+                a, i = a * source[source_dims[i]], i + 1
             else:
-                b, j = b * target[right[j]], j + 1
+                b, j = b * target[target_dims[j]], j + 1
     return cuts
 
 

@@ -39,18 +39,18 @@ class SampleSet:
 @cache
 def load() -> SampleSet:
     """The merged samples, sorted by op. Raises RuleError where two modules define samples of the same op."""
-    found = SampleSet()
-    origin: dict[str, str] = {}
+    merged = SampleSet()
+    source: dict[str, str] = {}
     for name in sorted(module.name for module in iter_modules(__path__)):
         module = import_module(f"{__name__}.{name}")
         for op, factory in module.SAMPLES.items():
             key = op_name(op)
-            if key in origin:
-                raise RuleError(f"samples of {key} are defined in {origin[key]} and in {name}")
-            origin[key] = name
-            found.samples[key] = factory
-        found.shape_only.update({op_name(k): tuple(v) for k, v in getattr(module, "SHAPE_ONLY", {}).items()})
-        found.fixed.update({op_name(k): tuple(v) for k, v in getattr(module, "FIXED", {}).items()})
-        found.untested.update({op_name(k): v for k, v in getattr(module, "UNTESTED", {}).items()})
-    ordered = {op: found.samples[op] for op in sorted(found.samples)}
-    return SampleSet(ordered, found.shape_only, found.fixed, dict(sorted(found.untested.items())))
+            if key in source:
+                raise RuleError(f"samples of {key} are defined in {source[key]} and in {name}")
+            source[key] = name
+            merged.samples[key] = factory
+        merged.shape_only.update({op_name(k): tuple(v) for k, v in getattr(module, "SHAPE_ONLY", {}).items()})
+        merged.fixed.update({op_name(k): tuple(v) for k, v in getattr(module, "FIXED", {}).items()})
+        merged.untested.update({op_name(k): v for k, v in getattr(module, "UNTESTED", {}).items()})
+    ordered = {op: merged.samples[op] for op in sorted(merged.samples)}
+    return SampleSet(ordered, merged.shape_only, merged.fixed, dict(sorted(merged.untested.items())))

@@ -34,7 +34,7 @@ def _flash_cpu() -> list[Sample]:
 
 
 def _flash_cpu_backward() -> list[Sample]:
-    found: list[Sample] = []
+    samples: list[Sample] = []
     for causal, qkv, mask in (
         (False, _qkv(), None),
         (True, _square(), None),
@@ -43,8 +43,8 @@ def _flash_cpu_backward() -> list[Sample]:
         forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         out, logsumexp = forward(*qkv, 0.0, causal, attn_mask=mask)
         kwargs = {} if mask is None else {"attn_mask": mask}
-        found.append(((real(*out.shape, seed=5), *qkv, out, logsumexp, 0.0, causal), kwargs))
-    return found
+        samples.append(((real(*out.shape, seed=5), *qkv, out, logsumexp, 0.0, causal), kwargs))
+    return samples
 
 
 def _composite() -> list[Sample]:

@@ -21,10 +21,10 @@ def _biased(biases: list[tuple[int, ...]], a: tuple[int, ...], b: tuple[int, ...
 
     def samples() -> list[Sample]:
         x, y = real(*a), real(*b, seed=1)
-        found: list[Sample] = [((real(*shape, seed=2), x, y), {}) for shape in biases]
-        found.append(((real(*biases[0], seed=2), x, y), {"beta": 0.5, "alpha": 3.0}))
-        found.append(((real(*biases[0], seed=2), x, y), {"beta": 0}))
-        return found
+        cases: list[Sample] = [((real(*shape, seed=2), x, y), {}) for shape in biases]
+        cases.append(((real(*biases[0], seed=2), x, y), {"beta": 0.5, "alpha": 3.0}))
+        cases.append(((real(*biases[0], seed=2), x, y), {"beta": 0}))
+        return cases
 
     return samples
 

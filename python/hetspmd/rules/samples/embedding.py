@@ -41,25 +41,25 @@ def _bags() -> list[Sample]:
 
 
 def _bag_backward() -> list[Sample]:
-    found: list[Sample] = []
+    samples: list[Sample] = []
     for args, _ in _bags():
         weight, indices, _, _, mode, _, weights, _, padding = args
         _, offset2bag, bag_size, maxima = torch.ops.aten._embedding_bag.default(*args)
         grad = real(4, 5, seed=3)
-        found.append(
+        samples.append(
             ((grad, indices, offset2bag, bag_size, maxima, len(weight), False, mode, weights, padding), {})
         )
-    return found
+    return samples
 
 
 def _bag_backward_by_offsets() -> list[Sample]:
-    found: list[Sample] = []
+    samples: list[Sample] = []
     for args, _ in _bags():
         weight, indices, offsets, _, mode, _, weights, _, padding = args
         _, offset2bag, bag_size, maxima = torch.ops.aten._embedding_bag.default(*args)
-        given = (real(4, 5, seed=3), indices, offsets, offset2bag, bag_size, maxima, len(weight))
-        found.append(((*given, False, mode, False, weights, padding), {}))
-    return found
+        operands = (real(4, 5, seed=3), indices, offsets, offset2bag, bag_size, maxima, len(weight))
+        samples.append(((*operands, False, mode, False, weights, padding), {}))
+    return samples
 
 
 SAMPLES: dict[str, Samples] = {

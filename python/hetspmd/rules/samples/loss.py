@@ -95,21 +95,21 @@ def _nll2d() -> list[Sample]:
 
 
 def _nll_backward() -> list[Sample]:
-    found: list[Sample] = []
+    samples: list[Sample] = []
     for x, t, w, i in _nll_cases():
         for r in _REDUCTIONS:
             loss, total = torch.ops.aten.nll_loss_forward.default(x, t, w, r, i)
-            found.append(((real(*loss.shape, seed=3), x, t, w, r, i, total), {}))
-    return found
+            samples.append(((real(*loss.shape, seed=3), x, t, w, r, i, total), {}))
+    return samples
 
 
 def _nll2d_backward() -> list[Sample]:
-    found: list[Sample] = []
+    samples: list[Sample] = []
     for x, t, w, i in _nll2d_cases():
         for r in _REDUCTIONS:
             loss, total = torch.ops.aten.nll_loss2d_forward.default(x, t, w, r, i)
-            found.append(((real(*loss.shape, seed=3), x, t, w, r, i, total), {}))
-    return found
+            samples.append(((real(*loss.shape, seed=3), x, t, w, r, i, total), {}))
+    return samples
 
 
 SAMPLES: dict[str, Samples] = {

@@ -22,7 +22,7 @@ def _layer() -> list[Sample]:
 
 
 def _layer_backward() -> list[Sample]:
-    found: list[Sample] = []
+    samples: list[Sample] = []
     for shape, over, affine, mask in (
         ((4, 5, 7), [7], True, [True, True, True]),
         ((4, 5, 7), [5, 7], False, [True, False, False]),
@@ -31,8 +31,8 @@ def _layer_backward() -> list[Sample]:
         x, w, b = real(*shape), real(*over, seed=1), real(*over, seed=2)
         _, mean, rstd = torch.ops.aten.native_layer_norm.default(x, over, w, b, 1e-5)
         affines = (w, b) if affine else (None, None)
-        found.append(((real(*shape, seed=3), x, over, mean, rstd, *affines, mask), {}))
-    return found
+        samples.append(((real(*shape, seed=3), x, over, mean, rstd, *affines, mask), {}))
+    return samples
 
 
 def _rms() -> list[Sample]:
@@ -92,16 +92,16 @@ def _batch_native() -> list[Sample]:
 
 
 def _batch_backward() -> list[Sample]:
-    found: list[Sample] = []
+    samples: list[Sample] = []
     for train in (True, False):
         x, (w, b, mean, var) = real(4, 5, 3), _channels(5)
         saved = torch.ops.aten.native_batch_norm.default(x, w, b, None, None, True, 0.1, 1e-5)[1:]
         if not train:
             saved = (real(0), real(0))
         grad = real(4, 5, 3, seed=5)
-        found.append(((grad, x, w, mean, var, *saved, train, 1e-5, [True, True, True]), {}))
-        found.append(((grad, x, None, mean, var, *saved, train, 1e-5, [True, False, False]), {}))
-    return found
+        samples.append(((grad, x, w, mean, var, *saved, train, 1e-5, [True, True, True]), {}))
+        samples.append(((grad, x, None, mean, var, *saved, train, 1e-5, [True, False, False]), {}))
+    return samples
 
 
 def _batch_update() -> list[Sample]:
@@ -123,11 +123,11 @@ def _weight() -> list[Sample]:
 
 
 def _weight_backward() -> list[Sample]:
-    found: list[Sample] = []
+    samples: list[Sample] = []
     for (v, g, dim), _ in _weight():
         _, norms = torch.ops.aten._weight_norm_interface.default(v, g, dim)
-        found.append(((real(4, 5, 3, seed=2), v, g, norms, dim), {}))
-    return found
+        samples.append(((real(4, 5, 3, seed=2), v, g, norms, dim), {}))
+    return samples
 
 
 SAMPLES: dict[str, Samples] = {

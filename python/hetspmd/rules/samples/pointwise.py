@@ -87,15 +87,15 @@ def _from_schema(op: str, make: Make) -> list[Sample]:
         return tuple(args), kwargs
 
     tensors = sum(isinstance(a.type, torch.TensorType) for a in schema.arguments)
-    found = [call(lambda _: (4, 5))]
+    samples = [call(lambda _: (4, 5))]
     if tensors > 1 and not any(part in op for part in _NO_BROADCAST):
         small: list[tuple[int, ...]] = [(5,), (4, 1), ()]
         for first in range(tensors):
-            found.append(call(partial(_one_full, first, small)))
-        found.append(call(lambda i: (4, 1, 5) if i % 2 == 0 else (3, 1)))
+            samples.append(call(partial(_one_full, first, small)))
+        samples.append(call(lambda i: (4, 1, 5) if i % 2 == 0 else (3, 1)))
     else:
-        found.append(call(lambda _: (3, 1, 7)))
-    return found
+        samples.append(call(lambda _: (3, 1, 7)))
+    return samples
 
 
 def _one_full(first: int, small: list[tuple[int, ...]], i: int) -> tuple[int, ...]:
@@ -286,12 +286,12 @@ def _full_name(name: str) -> str:
 
 
 def _all() -> dict[str, Samples]:
-    found: dict[str, Samples] = {f"aten.{name}": samples for name, samples in _OWN.items()}
+    factories: dict[str, Samples] = {f"aten.{name}": samples for name, samples in _OWN.items()}
     for names, make in _DOMAINS:
         for name in names.split():
             op = _full_name(name)
-            found.setdefault(op, partial(_from_schema, op, make))
-    return found
+            factories.setdefault(op, partial(_from_schema, op, make))
+    return factories
 
 
 SAMPLES: dict[str, Samples] = _all()

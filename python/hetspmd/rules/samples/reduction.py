@@ -21,12 +21,12 @@ def _dims(*, required: bool = False, several: bool = True) -> Samples:
 
     def samples() -> list[Sample]:
         x = real(4, 5, 7)
-        found: list[Sample] = [((x, [1] if several else 1), {}), ((x, [-1] if several else -1, True), {})]
+        cases: list[Sample] = [((x, [1] if several else 1), {}), ((x, [-1] if several else -1, True), {})]
         if several:
-            found += [((x, [0, 2], True), {}), ((x, [0, -1]), {})]
+            cases += [((x, [0, 2], True), {}), ((x, [0, -1]), {})]
         if not required:
-            found.append(((x,), {}))
-        return found
+            cases.append(((x,), {}))
+        return cases
 
     return samples
 

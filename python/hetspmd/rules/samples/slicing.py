@@ -85,14 +85,14 @@ def _grown(shape: tuple[int, ...], pad: list[int]) -> tuple[int, ...]:
 
 
 def _edges() -> dict[str, Factory]:
-    found: dict[str, Factory] = {}
+    factories: dict[str, Factory] = {}
     for kind in ("reflection", "replication"):
         for k, (shape, (pad,)) in _PADDINGS.items():
             name = f"aten.{kind}_pad{k}d"
-            found[f"{name}.default"] = _calls((shape, (pad,)), (shape[1:], (pad,)))
+            factories[f"{name}.default"] = _calls((shape, (pad,)), (shape[1:], (pad,)))
             triples = [(_grown(s, pad), s, (pad,)) for s in (shape, shape[1:])]
-            found[f"{name}_backward.default"] = _scatters(*triples)
-    return found
+            factories[f"{name}_backward.default"] = _scatters(*triples)
+    return factories
 
 
 SAMPLES: dict[str, Factory] = {
