@@ -62,7 +62,7 @@ def inside_seconds(costs: CostModel, lengths: Lengths, nested: Nested, layout: L
     devices = costs.cluster.devices
     each = Cluster(tuple(map(accelerator, devices)), costs.cluster.network)
     alone = CostModel(costs.theory, each)
-    found = 0.0
+    seconds = 0.0
     for step in (*nested.forward, *nested.backward):
         if layout.is_nothing(step):
             continue
@@ -71,13 +71,13 @@ def inside_seconds(costs: CostModel, lengths: Lengths, nested: Nested, layout: L
                 0.0 if device.machine is None else _seconds(layout, step, machine, device.machine)
                 for machine, device in enumerate(devices)
             ]
-            found += max(times)
+            seconds += max(times)
         elif step.inner.factor is None:
             row = costs.row_index(step.instruction, step.outer)
             whole = np.array(alone.row_seconds(step.instruction, row, lengths))
             part = np.array(costs.row_seconds(step.instruction, row, lengths))
-            found += float(max(whole.max() - part.max(), 0.0))
-    return found
+            seconds += float(max(whole.max() - part.max(), 0.0))
+    return seconds
 
 
 def _seconds(
@@ -106,12 +106,12 @@ def _seconds(
         any(m.collected == PARTIAL for m in members),
         any(m.handed_out == REPLICATE for m in members),
     )
-    found = (cut + sum(whole_parts)) * latency
+    seconds = (cut + sum(whole_parts)) * latency
     for m in members:
         if m.collected != REPLICATE:
-            found += moved(m.tensor, m.source) * (1 if m.collected == PARTIAL else (k - 1) / k)
-        found += moved(m.tensor, m.target) * ((k - 1) / k if is_sharded(m.handed_out) else 1)
-    return found
+            seconds += moved(m.tensor, m.source) * (1 if m.collected == PARTIAL else (k - 1) / k)
+        seconds += moved(m.tensor, m.target) * ((k - 1) / k if is_sharded(m.handed_out) else 1)
+    return seconds
 
 
 def _bytes(layout: LevelLayout, key: Key, machine: int) -> int:
@@ -147,8 +147,8 @@ def inside_bytes(
             live.compute(step, at, steps, late=at >= boundary)
         else:
             live.communicate(step, at, late=at >= boundary, nothing=layout.is_nothing(step))
-    left = (*((nested.loss,) if nested.loss else ()), *nested.outputs, *nested.buffers)
-    live.leave(left, nested.gradients, steps)
+    results = (*((nested.loss,) if nested.loss else ()), *nested.outputs, *nested.buffers)
+    live.leave(results, nested.gradients, steps)
     spare = live.give_memory()
 
     def local(key: LevelKey) -> list[int]:
@@ -200,9 +200,9 @@ def _transit(
     the first step and the step behind the last. It has completed before step ``until``."""
     step, start, wait = transit.step, transit.start, transit.wait
     nbytes, sharded, target, several = _carried(layout, step, machine)
-    found = Counter[tuple[int, int]]()
+    held_bytes = Counter[tuple[int, int]]()
     if not nbytes:
-        return found
+        return held_bytes
     kind = KINDS[step.kind]
     if kind.buffers is not None:
         form = step.source if is_sharded(step.source) else step.target
@@ -216,17 +216,17 @@ def _transit(
             spare=spare,
         )
         for first, end, held in over_time(kind.buffers(carried), start, wait, until):
-            found[first, end] += held.whole + (held.sharded * sharded + held.target * target) // nbytes
+            held_bytes[first, end] += held.whole + (held.sharded * sharded + held.target * target) // nbytes
     if isinstance(step, Across) and layout.accelerators[machine] > 1:
         if step.collected != REPLICATE:
             copies = 2 if is_sharded(step.collected) and sharded_dim(step.collected) else 1
             collected = _bytes(layout, (step.tensor, step.source, REPLICATE), machine)
-            found[start, start + 1] += copies * collected
+            held_bytes[start, start + 1] += copies * collected
         if is_sharded(step.handed_out):
             result = _bytes(layout, (step.tensor, step.target, REPLICATE), machine)
-            found[start, wait + 1] += result
-            found[wait, wait + 1] += result if sharded_dim(step.handed_out) else 0
-    return found
+            held_bytes[start, wait + 1] += result
+            held_bytes[wait, wait + 1] += result if sharded_dim(step.handed_out) else 0
+    return held_bytes
 
 
 def _carried(layout: LevelLayout, step: Move, machine: int) -> tuple[int, int, int, bool]:
