@@ -25,7 +25,7 @@ from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
 from hetspmd.search.memory_limits import capacities, search_that_fits
-from hetspmd.search.memory_prices import Ledger, Place
+from hetspmd.search.memory_prices import MemoryPrices, Place
 from hetspmd.search.pricing import Prices
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import search_space
@@ -62,18 +62,18 @@ def searcher_of(name: str) -> Searcher:
 # the charge is a lower bound -----------------------------------------------------------------------------------
 
 
-def charge(ledger: Ledger, prices: Prices, program: Program) -> float:
+def charge(memory_prices: MemoryPrices, prices: Prices, program: Program) -> float:
     """What the search charges a program: of each tensor the cheapest form that it makes, and what is kept for
     second readings. One that is communicated for itself alone is charged as if its own tensor were."""
-    pricing, space = ledger.searcher.pricing, ledger.searcher.space
+    pricing, space = memory_prices.searcher.pricing, memory_prices.searcher.space
     made = forms_held(space.theory, program)
     total = 0.0
     for n, t in enumerate(pricing.tensors):
         keep = prices.keep[pricing.keep_start[n] : pricing.keep_start[n + 1]]
         total += min(price for form, price in zip(space.forms[t], keep, strict=True) if form in made[t])
     for i, row in kept_for_backward(space.theory, program).items():
-        if i in prices.kept:
-            total += float(prices.kept[i][space.rows[i].index(row)])
+        if i in prices.second_reads:
+            total += float(prices.second_reads[i][space.rows[i].index(row)])
     return total
 
 
@@ -90,14 +90,14 @@ def check_charges(name: str, program: Program, lengths: Lengths, dice: random.Ra
     """The largest part of what is held that is charged. Fails where that is more than 1."""
     searcher = searcher_of(name)
     theory = searcher.space.theory
-    ledger = Ledger(searcher)
+    memory_prices = MemoryPrices(searcher)
     model = CostModel(theory, devices(*[1.0] * lengths.world))
     profile = memory_profile(theory, program, lengths)
     largest = 0.0
     for _ in range(draws):
         at = random_prices(theory, lengths.world, dice)
         held = sum(price * float(profile.during(i)[j]) for (i, j), price in at.items())
-        charged = charge(ledger, ledger.prices(model, lengths, at), program)
+        charged = charge(memory_prices, memory_prices.prices(model, lengths, at), program)
         assert charged <= held * (1 + 1e-9) + 1e-12, (name, at)
         largest = max(largest, charged / held if held else 0.0)
     return largest
@@ -139,17 +139,17 @@ def test_what_is_charged_is_held_by_programs_found_at_prices() -> None:
     for name in ("attention", "stack"):
         searcher = searcher_of(name)
         theory = searcher.space.theory
-        ledger = Ledger(searcher)
+        memory_prices = MemoryPrices(searcher)
         for seed in range(20):
             dice = random.Random(seed)
             lengths = uneven(theory, 2 + seed % 3, seed)
             model = CostModel(theory, devices(*[1.0 / lengths.world] * lengths.world))
             at = {p: v * 1e-9 for p, v in random_prices(theory, lengths.world, dice).items()}
-            prices = ledger.prices(model, lengths, at)
+            prices = memory_prices.prices(model, lengths, at)
             found = searcher.search(model, lengths, LIMITS, prices=prices)
             profile = memory_profile(theory, found.program, lengths)
             held = sum(price * float(profile.during(i)[j]) for (i, j), price in at.items())
-            charged = charge(ledger, prices, found.program)
+            charged = charge(memory_prices, prices, found.program)
             assert charged <= held * (1 + 1e-9)
             # The least sum of costs and charges is at most that, but for the core's rounding.
             assert found.lower_bound <= (found.cost + held) * (1 + 1e-9) + 1e-9
@@ -260,7 +260,7 @@ def test_programs_fit_and_bounds_hold(name: str) -> None:
 @pytest.mark.parametrize("name", PARTS)
 def test_no_sampled_program_that_fits_costs_less_than_the_bound(name: str) -> None:
     p, found = problem(name), solutions(name)
-    ledger = Ledger(p.searcher)
+    memory_prices = MemoryPrices(p.searcher)
     samples = [p.free, *found.values()]
     for wanted in (known.data_parallel(p.theory), known.zero_like(p.theory), known.tensor_parallel(p.theory)):
         samples.append(p.searcher.search(p.model, p.lengths, LIMITS, within=p.searcher.space.within(wanted)))
@@ -268,7 +268,7 @@ def test_no_sampled_program_that_fits_costs_less_than_the_bound(name: str) -> No
     for _ in range(20 if name == "stack" else 8):
         scale = p.free.cost / float(p.peaks.max()) * 10 ** dice.uniform(-2, 1)
         at = {place: v * scale for place, v in random_prices(p.theory, 4, dice).items()}
-        prices = ledger.prices(p.model, p.lengths, at, tilt=dice.choice((0.0, 0.5)))
+        prices = memory_prices.prices(p.model, p.lengths, at, tilt=dice.choice((0.0, 0.5)))
         samples.append(p.searcher.search(p.model, p.lengths, LIMITS, prices=prices, start=p.free))
     for seed in range(4):
         forms: dict[int, Placement] = {

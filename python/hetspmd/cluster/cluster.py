@@ -116,11 +116,11 @@ class Cluster:
 
     def ops_by_rank(self) -> tuple[Mapping[str, OpTime], ...]:
         """For each device the measured op times by key; devices that were measured together share one mapping."""
-        found: list[Mapping[str, OpTime]] = [_NO_OPS] * self.world
+        by_rank: list[Mapping[str, OpTime]] = [_NO_OPS] * self.world
         for kind in self.ops:
             for rank in kind.ranks:
-                found[rank] = kind.by_key
-        return tuple(found)
+                by_rank[rank] = kind.by_key
+        return tuple(by_rank)
 
     @classmethod
     def load(cls, spec: Cluster | Mapping[str, Any] | str | os.PathLike[str]) -> Cluster:

@@ -193,19 +193,19 @@ def at_devices(curves: Sequence[Curve], devices: int) -> tuple[Curve, ...]:
 
     A collective that was measured between more devices only, or between fewer only, gets none.
     """
-    found: list[Curve] = []
+    usable_curves: list[Curve] = []
     for kind in COLLECTIVES:
         by_count: dict[int, list[Curve]] = {}
         for curve in sorted((c for c in curves if c.kind == kind), key=lambda c: (c.devices, c.above)):
             by_count.setdefault(curve.devices, []).append(curve)
         upto = [n for n in by_count if n <= devices]
         more = [n for n in by_count if n > devices]
-        found += [c for n in upto for c in by_count[n]]
+        usable_curves += [c for n in upto for c in by_count[n]]
         if upto and more and upto[-1] < devices:
             low, high = by_count[upto[-1]], by_count[more[0]]
             starts = sorted({c.above for c in (*low, *high)})
-            found += [_between(_holding(low, at), _holding(high, at), devices, at) for at in starts]
-    return tuple(found)
+            usable_curves += [_between(_holding(low, at), _holding(high, at), devices, at) for at in starts]
+    return tuple(usable_curves)
 
 
 def curve_for(curves: Sequence[Curve], nbytes: float) -> Curve:

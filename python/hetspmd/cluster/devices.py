@@ -73,8 +73,8 @@ class Device:
 
     def rate(self, dtype: str) -> float:
         """FLOP/s in ``dtype``: its own, else the default, else the least that is listed."""
-        found = self.flops.get(dtype, self.flops.get(DEFAULT))
-        return min(self.flops.values()) if found is None else found
+        rate = self.flops.get(dtype, self.flops.get(DEFAULT))
+        return min(self.flops.values()) if rate is None else rate
 
     @property
     def update(self) -> float:

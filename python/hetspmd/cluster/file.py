@@ -211,14 +211,14 @@ def _from_object(value: object, where: str) -> Node:
     raise ClusterError(f"{where}: a {type(value).__name__} is no mapping, list, number or string")
 
 
-def _from_yaml(node: yaml.Node, name: str, above: tuple[yaml.Node, ...], known: dict[int, Node]) -> Node:
-    """The tree below a node. ``known``: by id, what was read before, which aliases name again."""
-    if id(node) not in known:
-        known[id(node)] = _read_node(node, name, above, known)
-    return known[id(node)]
+def _from_yaml(node: yaml.Node, name: str, above: tuple[yaml.Node, ...], nodes: dict[int, Node]) -> Node:
+    """The tree below a node. ``nodes``: by id, what was read before, which aliases name again."""
+    if id(node) not in nodes:
+        nodes[id(node)] = _read_node(node, name, above, nodes)
+    return nodes[id(node)]
 
 
-def _read_node(node: yaml.Node, name: str, above: tuple[yaml.Node, ...], known: dict[int, Node]) -> Node:
+def _read_node(node: yaml.Node, name: str, above: tuple[yaml.Node, ...], nodes: dict[int, Node]) -> Node:
     where = _place(node, name)
     if node in above:
         raise ClusterError(f"{where}: an alias refers to what it is part of; write the value out")
@@ -227,7 +227,7 @@ def _read_node(node: yaml.Node, name: str, above: tuple[yaml.Node, ...], known: 
         null = node.tag == "tag:yaml.org,2002:null"
         return Node(where, scalar=None if null else node.value)
     if isinstance(node, yaml.SequenceNode):
-        return Node(where, sequence=tuple(_from_yaml(n, name, above, known) for n in node.value))
+        return Node(where, sequence=tuple(_from_yaml(n, name, above, nodes) for n in node.value))
     mapping: dict[str, Node] = {}
     keys: dict[str, str] = {}
     for key, value in node.value:
@@ -239,7 +239,7 @@ def _read_node(node: yaml.Node, name: str, above: tuple[yaml.Node, ...], known: 
                 f"(first at {keys[key.value]}); remove one"
             )
         keys[key.value] = _place(key, name)
-        mapping[key.value] = _from_yaml(value, name, above, known)
+        mapping[key.value] = _from_yaml(value, name, above, nodes)
     return Node(where, mapping, keys)
 
 

@@ -99,8 +99,8 @@ def check_op_times(ops: Iterable[OpTimes], world: int) -> None:
 def at_ranks(ops: Sequence[OpTimes], ranks: Sequence[int]) -> tuple[OpTimes, ...]:
     """The op times of some ranks, which are numbered in the given order."""
     place = {rank: new for new, rank in enumerate(ranks)}
-    found = [OpTimes(tuple(sorted(place[r] for r in k.ranks if r in place)), k.times) for k in ops]
-    return tuple(k for k in found if k.ranks)
+    op_times = [OpTimes(tuple(sorted(place[r] for r in k.ranks if r in place)), k.times) for k in ops]
+    return tuple(k for k in op_times if k.ranks)
 
 
 def op_entries(ops: OpFits) -> list[dict[str, Any]]:
@@ -119,16 +119,16 @@ def op_entries(ops: OpFits) -> list[dict[str, Any]]:
 
 def read_ops(node: Node, world: int) -> OpFits:
     """The part ``ops`` of a cluster of ``world`` devices. Raises ClusterError that names the place."""
-    found = []
+    op_fits = []
     for kind in node.elements("ops"):
         entry = kind.entries("ops of a kind of device", ("ranks", "times"), ("ranks", "times"))
         ranks = tuple(r.whole("a rank", 0) for r in entry["ranks"].elements("ranks"))
-        found.append((ranks, tuple(map(_read_line, entry["times"].elements("times")))))
+        op_fits.append((ranks, tuple(map(_read_line, entry["times"].elements("times")))))
     try:
-        check_op_times((OpTimes(ranks, tuple(f.time for f in fits)) for ranks, fits in found), world)
+        check_op_times((OpTimes(ranks, tuple(f.time for f in fits)) for ranks, fits in op_fits), world)
     except ClusterError as error:
         node.fail(str(error))
-    return tuple(found)
+    return tuple(op_fits)
 
 
 def _read_line(node: Node) -> OpFit:

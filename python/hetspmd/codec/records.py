@@ -54,7 +54,7 @@ def _types() -> dict[str, type]:
         "program.saved_tensors", "program.lengths", "cluster.cluster", "cluster.devices", "cluster.curves",
         "cluster.op_times", "cost.step", "plan.plan", "plan.reports",
     )  # fmt: skip
-    found: dict[str, type] = {}
+    types: dict[str, type] = {}
     for module in (import_module(f"hetspmd.{name}") for name in names):
         for name, value in vars(module).items():
             if (
@@ -62,8 +62,8 @@ def _types() -> dict[str, type]:
                 and dataclasses.is_dataclass(value)
                 and value.__module__ == module.__name__
             ):
-                found[name] = value
-    return found
+                types[name] = value
+    return types
 
 
 def encode(value: Any) -> Any:
@@ -79,9 +79,9 @@ def encode(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {"$map": [[encode(k), encode(value[k])] for k in sorted(value)]}
     name = type(value).__name__
-    known = _types().get(name)
-    if known is type(value) and dataclasses.is_dataclass(known):
-        fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(known)}
+    cls = _types().get(name)
+    if cls is type(value) and dataclasses.is_dataclass(cls):
+        fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(cls)}
         return {"$": name, **fields}
     raise TypeError(f"a {name} cannot be stored in a plan")
 
@@ -186,11 +186,11 @@ _SCALARS: Final[dict[Any, Decoder]] = {
 
 
 def _literal(allowed: tuple[Any, ...]) -> Decoder:
-    known = {name: name for name in allowed}
+    literals = {name: name for name in allowed}
 
     def read(value: Any) -> Any:
-        found = known.get(value) if type(value) is str else None
-        return _fail(value, "one of " + ", ".join(map(repr, allowed))) if found is None else found
+        literal = literals.get(value) if type(value) is str else None
+        return _fail(value, "one of " + ", ".join(map(repr, allowed))) if literal is None else literal
 
     return read
 
@@ -201,13 +201,13 @@ def _sequence(item: Any) -> Decoder:
     def read(value: Any) -> tuple[Any, ...]:
         if type(value) is not list:
             raise _wrong(value, "a list")
-        found: list[Any] = []
+        values: list[Any] = []
         try:
             for each in value:
-                found.append(read_item(each))
+                values.append(read_item(each))
         except DamageError as error:
-            raise error.under(f"[{len(found)}]") from None
-        return tuple(found)
+            raise error.under(f"[{len(values)}]") from None
+        return tuple(values)
 
     return read
 
@@ -218,13 +218,13 @@ def _row(items: tuple[Any, ...]) -> Decoder:
     def read(value: Any) -> tuple[Any, ...]:
         if type(value) is not list or len(value) != len(readers):
             raise _wrong(value, f"a list of {len(readers)}")
-        found: list[Any] = []
+        values: list[Any] = []
         try:
             for read_item, each in zip(readers, value, strict=True):
-                found.append(read_item(each))
+                values.append(read_item(each))
         except DamageError as error:
-            raise error.under(f"[{len(found)}]") from None
-        return tuple(found)
+            raise error.under(f"[{len(values)}]") from None
+        return tuple(values)
 
     return read
 
@@ -260,14 +260,14 @@ def _dataclass(cls: type) -> Decoder:
         readers = fields[0]
         if len(value) != len(readers) + 1 or not all(n in value for n, _ in readers):
             raise _fields(value, [n for n, _ in readers])
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         n = ""
         try:
             for n, read_field in readers:  # named in the error
-                found[n] = read_field(value[n])
+                values[n] = read_field(value[n])
         except DamageError as error:
             raise error.under(f".{n}") from None
-        return cls(**found)
+        return cls(**values)
 
     return read
 
@@ -311,13 +311,13 @@ def _argument(value: Any, depth: int = 0) -> Any:
     if type(value) is list:
         if depth == _DEPTH:
             raise DamageError(f"has more than {_DEPTH} levels of lists")
-        found: list[Any] = []
+        values: list[Any] = []
         try:
             for each in value:
-                found.append(_argument(each, depth + 1))
+                values.append(_argument(each, depth + 1))
         except DamageError as error:
-            raise error.under(f"[{len(found)}]") from None
-        return tuple(found)
+            raise error.under(f"[{len(values)}]") from None
+        return tuple(values)
     if type(value) is dict and list(value) == ["$complex"]:
         return _complex(value["$complex"])
     if type(value) is dict and "$float" not in value:

@@ -201,11 +201,11 @@ class Moves:
     ) -> list[float]:
         """Seconds of several collectives ``(source, target, kind)`` of one tensor."""
         at = self._at(lengths)
-        found = []
+        costs = []
         for source, target, kind in moves:
             form = self.move_form(tensor, source, target, kind)
             if form.moved:
-                found.append(self.form_seconds(form, at.shares))
+                costs.append(self.form_seconds(form, at.shares))
                 continue
             seconds = form.constant
             if form.axis is not None:
@@ -213,8 +213,8 @@ class Moves:
                 seconds += form.per_largest * at.largest[form.axis]
                 if form.target_axis is not None:
                     seconds += form.per_exchange * at.exchanged(form.axis, form.target_axis)
-            found.append(seconds)
-        return found
+            costs.append(seconds)
+        return costs
 
     def moves_costs(
         self, moves: tuple[tuple[int, tuple[Placement, Placement, Kind]], ...], lengths: Lengths
@@ -228,12 +228,12 @@ class Moves:
         s, t = at.shares[axis], at.shares[target]
         both = (axis >= 0) & (target >= 0)
         exchange = np.where(both, np.maximum(s * (1 - t), t * (1 - s)).max(axis=1, initial=0.0), 0.0)
-        found: Array = (
+        seconds: Array = (
             terms[:, 0] + terms[:, 1] * filled[axis] + terms[:, 2] * largest[axis] + terms[:, 3] * exchange
         )
         for n, form in self._of(moves).moved:
-            found[n] = self.form_seconds(form, at.shares)
-        return found
+            seconds[n] = self.form_seconds(form, at.shares)
+        return seconds
 
     def moves_copies(self, moves: tuple[tuple[int, tuple[Placement, Placement, Kind]], ...]) -> Array:
         """The parts of :meth:`moves_costs` in which devices copy slices."""
@@ -296,10 +296,10 @@ class _Shares:
 
     def exchanged(self, source: int, target: int) -> float:
         """:func:`exchanged` of two axes, remembered."""
-        found = self.pairs.get((source, target))
-        if found is None:
-            found = self.pairs[source, target] = exchanged(self.shares[source], self.shares[target])
-        return found
+        part = self.pairs.get((source, target))
+        if part is None:
+            part = self.pairs[source, target] = exchanged(self.shares[source], self.shares[target])
+        return part
 
 
 def exchanged(source: Array, target: Array) -> float:

@@ -50,7 +50,7 @@ def inside_seconds(costs: CostModel, lengths: Lengths, nested: Nested, layout: L
     devices = costs.cluster.devices
     each = Cluster(tuple(map(accelerator, devices)), costs.cluster.network)
     alone = CostModel(costs.theory, each)
-    found = 0.0
+    seconds = 0.0
     for step in (*nested.forward, *nested.backward):
         if layout.is_nothing(step):
             continue
@@ -59,13 +59,13 @@ def inside_seconds(costs: CostModel, lengths: Lengths, nested: Nested, layout: L
                 0.0 if device.machine is None else _seconds(layout, step, machine, device.machine)
                 for machine, device in enumerate(devices)
             ]
-            found += max(times)
+            seconds += max(times)
         elif step.inner.factor is None:
             row = costs.row_index(step.instruction, step.outer)
             whole = np.array(alone.row_seconds(step.instruction, row, lengths))
             part = np.array(costs.row_seconds(step.instruction, row, lengths))
-            found += float(max(whole.max() - part.max(), 0.0))
-    return found
+            seconds += float(max(whole.max() - part.max(), 0.0))
+    return seconds
 
 
 def _seconds(
@@ -94,12 +94,12 @@ def _seconds(
         any(m.collected == PARTIAL for m in members),
         any(m.handed_out == REPLICATE for m in members),
     )
-    found = (cut + sum(whole_parts)) * latency
+    seconds = (cut + sum(whole_parts)) * latency
     for m in members:
         if m.collected != REPLICATE:
-            found += moved(m.tensor, m.source) * (1 if m.collected == PARTIAL else (k - 1) / k)
-        found += moved(m.tensor, m.target) * ((k - 1) / k if is_sharded(m.handed_out) else 1)
-    return found
+            seconds += moved(m.tensor, m.source) * (1 if m.collected == PARTIAL else (k - 1) / k)
+        seconds += moved(m.tensor, m.target) * ((k - 1) / k if is_sharded(m.handed_out) else 1)
+    return seconds
 
 
 def local_bytes(layout: LevelLayout, key: Key, machine: int) -> int:

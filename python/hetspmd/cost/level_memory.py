@@ -120,9 +120,9 @@ def _transit(
     the first step and the step behind the last. It has completed before step ``until``."""
     step, start, wait = transit.step, transit.start, transit.wait
     nbytes, sharded, target, several = _carried(layout, step, machine)
-    found = Counter[tuple[int, int]]()
+    held_bytes = Counter[tuple[int, int]]()
     if not nbytes:
-        return found
+        return held_bytes
     kind = KINDS[step.kind]
     if kind.buffers is not None:
         form = step.source if is_sharded(step.source) else step.target
@@ -136,17 +136,17 @@ def _transit(
             spare=spare,
         )
         for first, end, held in over_time(kind.buffers(carried), start, wait, until):
-            found[first, end] += held.whole + (held.sharded * sharded + held.target * target) // nbytes
+            held_bytes[first, end] += held.whole + (held.sharded * sharded + held.target * target) // nbytes
     if isinstance(step, Across) and layout.accelerators[machine] > 1:
         if step.collected != REPLICATE:
             copies = 2 if is_sharded(step.collected) and sharded_dim(step.collected) else 1
             collected = local_bytes(layout, (step.tensor, step.source, REPLICATE), machine)
-            found[start, start + 1] += copies * collected
+            held_bytes[start, start + 1] += copies * collected
         if is_sharded(step.handed_out):
             result = local_bytes(layout, (step.tensor, step.target, REPLICATE), machine)
-            found[start, wait + 1] += result
-            found[wait, wait + 1] += result if sharded_dim(step.handed_out) else 0
-    return found
+            held_bytes[start, wait + 1] += result
+            held_bytes[wait, wait + 1] += result if sharded_dim(step.handed_out) else 0
+    return held_bytes
 
 
 def _carried(layout: LevelLayout, step: Move, machine: int) -> tuple[int, int, int, bool]:

@@ -98,8 +98,8 @@ class Liveness:
         self._late = late
         shared = isinstance(step, (Bucket, Together))
         moves: tuple[Move, ...] = step.members if isinstance(step, (Bucket, Together)) else (step,)
-        for move, (given, target) in zip(moves, carried(step), strict=True):
-            source = self._read(given, at, late=late)
+        for move, (operand, target) in zip(moves, carried(step), strict=True):
+            source = self._read(operand, at, late=late)
             if target not in self._values and not nothing:
                 result = len(self.sizes)
                 self._started[result] = at, move, shared

@@ -91,8 +91,8 @@ class MemoryProfile:
         room = capacity[None, :] - self.whole[:, None]
         cut = self.cut.sum(axis=1)[:, None]
         shares = np.where(cut > 0, room / np.maximum(cut, 1), np.where(room >= 0, np.inf, -1.0))
-        found: Array = shares.min(axis=0)
-        return found
+        largest: Array = shares.min(axis=0)
+        return largest
 
 
 def memory_bytes(
@@ -147,11 +147,11 @@ class Holdings:
         program, schedule = self._program, self._schedule
         slices = {s.key for s in schedule.saved if s.how == "slice"}
         live = Liveness(self.theory, slices, alone=self._alone)
-        behind = {place for places in schedule.backward for place in places}
+        backward = {place for places in schedule.backward for place in places}
         instructions: list[int] = []
         running = 0
         for at, places in enumerate(order):
-            step, late = scheduled(program, places), places[0] in behind
+            step, late = scheduled(program, places), places[0] in backward
             if isinstance(step, Compute):
                 running = step.instruction
                 live.compute(step, at, len(order), late=late)
@@ -231,8 +231,8 @@ class Holdings:
         if completed is None:
             return None
         at = self._moment
-        known = ((start, until) for start, until in completed.items() if start in at and until in at)
-        return {at[start]: at[until] for start, until in known}
+        spans = ((start, until) for start, until in completed.items() if start in at and until in at)
+        return {at[start]: at[until] for start, until in spans}
 
     def _buffers_at(
         self, units: Index, of: Index, completed: Mapping[int, int] | None
@@ -280,8 +280,8 @@ class Holdings:
         change = np.zeros((steps + 1, *held.shape[1:]), dtype=np.int64)
         np.add.at(change, first, held)
         np.subtract.at(change, end, held)
-        found: Index = change.cumsum(axis=0)[:steps]
-        return found
+        totals: Index = change.cumsum(axis=0)[:steps]
+        return totals
 
 
 def _axis(theory: Theory, tensor: int, form: Placement) -> int:

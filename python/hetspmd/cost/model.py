@@ -163,8 +163,8 @@ class CostModel(Moves):
 
     def alone(self) -> Array:
         """Seconds of the whole single-device step on each device."""
-        found: Array = self.whole().sum(axis=0)
-        return found
+        seconds: Array = self.whole().sum(axis=0)
+        return seconds
 
     def floor(self) -> float:
         """Seconds that no program on these devices undercuts, whatever its shares and its collectives.

@@ -55,21 +55,21 @@ _META = torch.device("meta")
 def memory_orders(theory: Theory) -> list[Order]:
     """The memory order of each tensor of the graph."""
     graph = theory.graph
-    found: list[Order] = [None] * len(graph.tensors)
-    known: dict[Any, tuple[Order, ...]] = {}
+    by_tensor: list[Order] = [None] * len(graph.tensors)
+    output_orders: dict[Any, tuple[Order, ...]] = {}
     for instruction in graph.instructions:
         call = theory.calls.get(instruction.id)
         if call is None:
             continue
-        orders = tuple(found[t] for t in instruction.inputs)
+        orders = tuple(by_tensor[t] for t in instruction.inputs)
         # Equal calls share one object (rules.theory).
         key = (id(call), orders)
-        if key not in known:
-            known[key] = _results(call, orders)
-        for t, order in zip(instruction.outputs, known[key], strict=True):
+        if key not in output_orders:
+            output_orders[key] = _results(call, orders)
+        for t, order in zip(instruction.outputs, output_orders[key], strict=True):
             if t >= 0:
-                found[t] = order
-    return found
+                by_tensor[t] = order
+    return by_tensor
 
 
 def _results(call: Call, orders: Sequence[Order]) -> tuple[Order, ...]:

@@ -31,7 +31,7 @@ def terms_of(triples: Triples, theory: Theory, cluster: Cluster) -> tuple[Array,
     lone = cluster.world == 1
     columns: dict[tuple[object, ...], int] = {}
     which: list[int] = []
-    made: list[tuple[Array, Array, Array, Array]] = []
+    kind_terms: list[tuple[Array, Array, Array, Array]] = []
     for device, ops in zip(cluster.devices, cluster.ops_by_rank(), strict=True):
         key = (
             tuple(sorted(device.flops.items())),
@@ -41,12 +41,12 @@ def terms_of(triples: Triples, theory: Theory, cluster: Cluster) -> tuple[Array,
             id(ops),
         )
         if key not in columns:
-            columns[key] = len(made)
-            made.append(_of_device(triples, sharded & (not lone), device, ops, lone))
+            columns[key] = len(kind_terms)
+            kind_terms.append(_of_device(triples, sharded & (not lone), device, ops, lone))
         which.append(columns[key])
     kinds: Index = np.array(which, dtype=np.int64)
-    found = [np.stack([m[part] for m in made], axis=1)[:, kinds] for part in range(4)]
-    return found[0], found[1], found[2], found[3], kinds
+    terms = [np.stack([m[part] for m in kind_terms], axis=1)[:, kinds] for part in range(4)]
+    return terms[0], terms[1], terms[2], terms[3], kinds
 
 
 def _of_device(
@@ -69,9 +69,9 @@ def _of_device(
     launch = np.minimum(device.launch, alone)
     roofline = np.maximum(fast, cut + whole)
     scale = np.divide(alone - launch, roofline, out=np.zeros_like(alone), where=roofline > 0)
-    known = alone > 0
-    fast, cut, whole = (np.where(known, scale * part, part) for part in (fast, cut, whole))
-    start = np.where(known, np.where(roofline > 0, launch, alone), start)
+    measured = alone > 0
+    fast, cut, whole = (np.where(measured, scale * part, part) for part in (fast, cut, whole))
+    start = np.where(measured, np.where(roofline > 0, launch, alone), start)
     # What a device without shares of it runs whole: one number, but for the launch.
     own = (constant + slope)[key]
     line_slope = np.where(sharded, slope[key], own - np.minimum(device.launch, own))

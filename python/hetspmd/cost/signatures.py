@@ -83,19 +83,19 @@ class Triples:
 def triples_of(theory: Theory, *, keyed: bool) -> Triples:
     """The triples of a theory (kept with it); ``keyed``: with the keys of measured ops."""
     name = "_keyed_triples" if keyed else "_triples"
-    found = theory.__dict__.get(name)
-    if found is None:
-        found = theory.__dict__[name] = _triples(theory, row_keys(theory) if keyed else None)
-    made: Triples = found
-    return made
+    cached = theory.__dict__.get(name)
+    if cached is None:
+        cached = theory.__dict__[name] = _triples(theory, row_keys(theory) if keyed else None)
+    triples: Triples = cached
+    return triples
 
 
 def row_keys(theory: Theory) -> list[tuple[str, ...]]:
     """Per instruction the keys of its rows; none for sources that are no trained parameters."""
     trained = {p.tensor for p in theory.graph.parameters if p.gradient is not None}
     orders = memory_orders(theory)
-    known: dict[tuple[object, ...], tuple[str, ...]] = {}
-    found: list[tuple[str, ...]] = []
+    call_keys: dict[tuple[object, ...], tuple[str, ...]] = {}
+    keys: list[tuple[str, ...]] = []
     for instruction in theory.graph.instructions:
         rule, call = theory.rules.get(instruction.id), theory.calls.get(instruction.id)
         if instruction.op == PARAMETER and instruction.outputs[0] in trained:
@@ -103,22 +103,22 @@ def row_keys(theory: Theory) -> list[tuple[str, ...]]:
             type_ = TensorType(tensor.shape, tensor.dtype)
             forms = (row.post[0] for row in theory.rows[instruction.id])
             dims = (sharded_dim(form) if is_sharded(form) else None for form in forms)
-            found.append(tuple(parameter_key(type_, dim) for dim in dims))
+            keys.append(tuple(parameter_key(type_, dim) for dim in dims))
             continue
         if rule is None or call is None or instruction.op == SECOND_READ:
-            found.append(())
+            keys.append(())
             continue
         if rule.alias:
-            found.append((VIEW_KEY,) * len(theory.rows[instruction.id]))
+            keys.append((VIEW_KEY,) * len(theory.rows[instruction.id]))
             continue
         of_inputs = tuple(orders[t] for t in instruction.inputs)
         same = tuple(instruction.inputs.index(t) for t in instruction.inputs)
         rows = theory.rows[instruction.id]
         key = (id(call), of_inputs, same, rows)
-        if key not in known:
-            known[key] = tuple(call_key(call, rule, row, of_inputs, same) for row in rows)
-        found.append(known[key])
-    return found
+        if key not in call_keys:
+            call_keys[key] = tuple(call_key(call, rule, row, of_inputs, same) for row in rows)
+        keys.append(call_keys[key])
+    return keys
 
 
 _Key = tuple[float, float, float, int, int, bool, bool, int, int]
@@ -130,7 +130,7 @@ def _triples(theory: Theory, keys: list[tuple[str, ...]] | None) -> Triples:
     trained = {p.tensor for p in graph.parameters if p.gradient is not None}
     dtypes: dict[str, int] = {"float32": 0}
     names: dict[str, int] = {}
-    known: dict[_Key, int] = {}
+    signatures: dict[_Key, int] = {}
     signature: list[int] = []
     offset = [0]
     alike: dict[tuple[object, ...], tuple[int, list[tuple[float, float]]]] = {}
@@ -160,11 +160,11 @@ def _triples(theory: Theory, keys: list[tuple[str, ...]] | None) -> Triples:
                 key = (0.0, 0.0, 0.0, place, dtype, True, False, *timed)
             else:
                 key = (rule.flops, *traffic[index], place, dtype, False, False, *timed)
-            signature.append(known.setdefault(key, len(known)))
+            signature.append(signatures.setdefault(key, len(signatures)))
         offset.append(len(signature))
-    table = np.array([k[:3] for k in known], dtype=float).reshape(-1, 3)
-    whole_numbers = np.array([(k[3], k[4], k[7], k[8]) for k in known], dtype=np.int64).reshape(-1, 4)
-    marks = np.array([(k[5], k[6]) for k in known], dtype=bool).reshape(-1, 2)
+    table = np.array([k[:3] for k in signatures], dtype=float).reshape(-1, 3)
+    whole_numbers = np.array([(k[3], k[4], k[7], k[8]) for k in signatures], dtype=np.int64).reshape(-1, 4)
+    marks = np.array([(k[5], k[6]) for k in signatures], dtype=bool).reshape(-1, 2)
     return Triples(
         table[:, 0], table[:, 1], table[:, 2], whole_numbers[:, 0], whole_numbers[:, 1], marks[:, 0],
         marks[:, 1], whole_numbers[:, 2], whole_numbers[:, 3], np.array(signature, dtype=np.int64),

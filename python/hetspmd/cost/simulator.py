@@ -226,19 +226,19 @@ class TwoStreams:
 
         Of those that have ended before any device waits for them; their buffers are free from then on.
         """
-        found: dict[int, int] = {}
-        flying: list[int] = []
+        completions: dict[int, int] = {}
+        in_flight: list[int] = []
         for (at, what, collective), clock in zip(self.events, run.clocks, strict=True):
             earliest = float(clock.min())
-            for c in [c for c in flying if run.ends[c] <= earliest]:
-                flying.remove(c)
+            for c in [c for c in in_flight if run.ends[c] <= earliest]:
+                in_flight.remove(c)
                 if at < len(self._steps):
-                    found.update(dict.fromkeys(self._started[c], self._steps[at]))
+                    completions.update(dict.fromkeys(self._started[c], self._steps[at]))
             if what == START:
-                flying.append(collective)
-            elif what == WAIT and collective in flying:
-                flying.remove(collective)
-        return found
+                in_flight.append(collective)
+            elif what == WAIT and collective in in_flight:
+                in_flight.remove(collective)
+        return completions
 
     def _carried(self, shares: Array) -> tuple[list[float], list[float], list[float]]:
         """By collective, the seconds on the communication stream, and those of the devices before and after it."""
@@ -301,9 +301,9 @@ class TwoStreams:
             elif not dropped[collective]:
                 clock = waited(what, clock, ends[collective])
                 if unpacks[collective]:  # once on each device, however often it is waited for
-                    left = unpacked.get(collective, everyone)
-                    mine = left * first if what == WAIT_FIRST else left
-                    unpacked[collective] = left - mine
+                    remaining = unpacked.get(collective, everyone)
+                    mine = remaining * first if what == WAIT_FIRST else remaining
+                    unpacked[collective] = remaining - mine
                     own = issued[len(clocks) - 1] = unpacks[collective] * copying * mine
                     clock, issuing = clock + own, issuing + own
         if done != len(self._signatures):
@@ -314,8 +314,8 @@ class TwoStreams:
 def waited(what: int, clock: Array, end: float) -> Array:
     """The devices' clocks behind a wait for what ends at ``end``."""
     if what == WAIT:
-        found: Array = np.maximum(clock, end)
-        return found
-    found = clock.copy()
-    found[0] = max(found[0], end)
-    return found
+        clocks: Array = np.maximum(clock, end)
+        return clocks
+    clocks = clock.copy()
+    clocks[0] = max(clocks[0], end)
+    return clocks

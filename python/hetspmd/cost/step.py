@@ -97,12 +97,12 @@ class Stages:
     def computation(self, shares: Array) -> Array:
         """Seconds of each stage on each device, shape (stages, n)."""
         unique, inverse = np.unique(self.signatures, return_inverse=True)
-        found = np.zeros((self.count, self.model.world))
+        stage_seconds = np.zeros((self.count, self.model.world))
         present, starts = np.unique(self.stage, return_index=True)
         if len(present):
             seconds = self.model.seconds(unique, shares)[inverse]
-            found[present] = np.add.reduceat(seconds, starts, axis=0)
-        return found
+            stage_seconds[present] = np.add.reduceat(seconds, starts, axis=0)
+        return stage_seconds
 
     def communication(self, shares: Array) -> Array:
         """Seconds of each collective."""
@@ -138,7 +138,7 @@ class StepModel:
         self.model = model
         self.program = program
         self.idle = idle
-        self._given = schedule
+        self._plan_schedule = schedule
         self._distance = prefetch_distance
         self.stages = Stages(model, program)
 
@@ -150,8 +150,8 @@ class StepModel:
     @cached_property
     def schedule(self) -> Schedule:
         """When its steps run."""
-        if self._given is not None:
-            return self._given
+        if self._plan_schedule is not None:
+            return self._plan_schedule
         theory, size = self.model.theory, self.model.bucket_bytes
         return make_schedule(
             theory, self.program, size, prefetch_distance=self._distance, values=self._values
@@ -164,7 +164,7 @@ class StepModel:
     def prefetching(self, distance: int) -> StepModel:
         """The same program with gathers so many groups ahead."""
         other = copy.copy(self)
-        other._given, other._distance = None, distance
+        other._plan_schedule, other._distance = None, distance
         other.__dict__.update(_values=self._values)
         for what in ("streams", "schedule", "holdings", "executed"):
             other.__dict__.pop(what, None)
@@ -191,12 +191,12 @@ class StepModel:
         lengths, before any device waits for them."""
         steps = self.program.steps
         ended = self.streams.completed(self.streams.run(self.model.shares(lengths)))
-        found: dict[Communicate, int] = {}
+        arrivals: dict[Communicate, int] = {}
         for start, until in ended.items():
             collective, step = steps[start], steps[until]
             if isinstance(collective, Communicate) and isinstance(step, Compute):
-                found[collective] = step.instruction
-        return found
+                arrivals[collective] = step.instruction
+        return arrivals
 
     def computed(self, lengths: Lengths) -> StageSeconds:
         """Seconds of the stage model's parts at integer lengths."""

@@ -120,10 +120,10 @@ class Timeline:
             for (_, what, c), clock in zip(self._streams.events, self._run.clocks, strict=True)
             if what in (WAIT, WAIT_FIRST) and not self._run.dropped[c]
         ]
-        found: list[Event] = []
+        events: list[Event] = []
         for rank in range(len(self.devices)):
             if rank not in self.active:
-                found += [
+                events += [
                     Event(rank, "communication", t.name, t.start, t.end)
                     for t in self.transfers
                     if t.step is None
@@ -133,12 +133,12 @@ class Timeline:
             seconds = self._run.seconds[:, j].tolist()
             for name, start, length in zip(names, starts[:, j].tolist(), seconds, strict=True):
                 if length > 0:
-                    found.append(Event(rank, "compute", name, start, start + length))
+                    events.append(Event(rank, "compute", name, start, start + length))
             for clock, what, t in waits:
                 if t.end > clock[j] and (what == WAIT or j == 0):
-                    found.append(Event(rank, "waiting", t.name, float(clock[j]), t.end))
-            found += [Event(rank, "communication", t.name, t.start, t.end) for t in self.transfers]
-        return tuple(found)
+                    events.append(Event(rank, "waiting", t.name, float(clock[j]), t.end))
+            events += [Event(rank, "communication", t.name, t.start, t.end) for t in self.transfers]
+        return tuple(events)
 
     def _compute_starts(self) -> Array:
         """When each computation begins on each active device, shape (computations, active)."""
@@ -146,18 +146,18 @@ class Timeline:
         count = len(self._streams.instructions)
         before: Array = np.zeros((count + 1, len(self.active)))
         np.cumsum(run.seconds, axis=0, out=before[1:])
-        found: Array = np.zeros((count, len(self.active)))
+        starts: Array = np.zeros((count, len(self.active)))
         done, clock = 0, np.zeros(len(self.active))
         for event, ((at, what, collective), arrived) in enumerate(zip(events, run.clocks, strict=True)):
             if at != done:
-                found[done:at] = clock + (before[done:at] - before[done])
+                starts[done:at] = clock + (before[done:at] - before[done])
                 done = at
             clock = arrived
             if what in (WAIT, WAIT_FIRST) and not run.dropped[collective]:
                 clock = waited(what, clock, run.ends[collective])
             clock = clock + run.issued[event] if event in run.issued else clock
-        found[done:] = clock + (before[done:count] - before[done])
-        return found
+        starts[done:] = clock + (before[done:count] - before[done])
+        return starts
 
     def text(self) -> str:
         """Who waits for whom, and how busy each device is, for people."""
@@ -200,9 +200,9 @@ def timeline(
     place = np.array(ranks, dtype=np.int64)
 
     def spread(values: Array) -> tuple[float, ...]:
-        found = np.zeros(everyone)
-        found[place] = values
-        return tuple(map(float, found))
+        per_device = np.zeros(everyone)
+        per_device[place] = values
+        return tuple(map(float, per_device))
 
     matrix = np.zeros((everyone, everyone))
     matrix[np.ix_(place, place)] = waits

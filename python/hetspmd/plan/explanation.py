@@ -55,8 +55,8 @@ class Explanation:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        found = [a for a in self.alternatives if a.seconds is not None]
-        best = found[0].seconds or 0.0 if found else 0.0
+        priced = [a for a in self.alternatives if a.seconds is not None]
+        best = priced[0].seconds or 0.0 if priced else 0.0
         rows = []
         for a in self.alternatives:
             mark = "*" if a.form == self.chosen else ""

@@ -52,7 +52,7 @@ def _fail(where: str, problem: str) -> PlanError:
 class _Check:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.made: dict[int, Instruction] = {}
+        self.producers: dict[int, Instruction] = {}
 
     def run(self) -> None:
         graph = self.graph
@@ -95,15 +95,15 @@ class _Check:
         if instruction.is_source:
             self._source(instruction, where)
         for tensor in self._call(instruction, where):
-            by = self.made.get(tensor)
+            by = self.producers.get(tensor)
             if by is None:
                 raise _fail(where, f"reads {self._exists(tensor, where).name} before it is there")
             if instruction.phase == "forward" and (by.phase != "forward" or by.op == TANGENT):
                 raise _fail(where, f"is of the forward and reads {by.name}, which is of the backward")
         for tensor in self._outputs(instruction, where):
-            if tensor in self.made:
+            if tensor in self.producers:
                 raise _fail(where, f"makes {self.graph.tensors[tensor].name} a second time")
-            self.made[tensor] = instruction
+            self.producers[tensor] = instruction
 
     def _source(self, instruction: Instruction, where: str) -> None:
         """A source has no arguments; a parameter's may name the dim that is stored in lengths of its own."""
@@ -131,12 +131,12 @@ class _Check:
         return named
 
     def _outputs(self, instruction: Instruction, where: str) -> list[int]:
-        found = [t for t in instruction.outputs if t != -1]
-        for tensor in found:
+        outputs = [t for t in instruction.outputs if t != -1]
+        for tensor in outputs:
             self._exists(tensor, where)
-        if len(set(found)) != len(found):
+        if len(set(outputs)) != len(outputs):
             raise _fail(where, "makes a tensor twice")
-        return found
+        return outputs
 
     def _sources(self) -> None:
         graph = self.graph
@@ -147,8 +147,8 @@ class _Check:
             (TANGENT, "tangents", [] if graph.tangent is None else [graph.tangent]),
             (CONSTANT, "constants", [c.tensor for c in graph.constants]),
         ):
-            made = [i.outputs[0] for i in graph.instructions if i.op == op]
-            if sorted(made) != sorted(tensors):
+            outputs = [i.outputs[0] for i in graph.instructions if i.op == op]
+            if sorted(outputs) != sorted(tensors):
                 raise _fail(f"the list of {what}", "has others than the instructions that read them")
 
     def _parameters(self) -> None:
@@ -173,12 +173,12 @@ class _Check:
                 self._forward(f"the new value of {b.name}", b.updated)
 
     def _alike(self, where: str, tensor: int, of: int) -> None:
-        found, like = self._exists(tensor, where), self._exists(of, where)
-        if (found.shape, found.dtype) != (like.shape, like.dtype):
-            raise _fail(where, f"is {found}, not {like}")
+        actual, like = self._exists(tensor, where), self._exists(of, where)
+        if (actual.shape, actual.dtype) != (like.shape, like.dtype):
+            raise _fail(where, f"is {actual}, not {like}")
 
     def _forward(self, where: str, tensor: int) -> None:
-        by = self.made.get(tensor)
+        by = self.producers.get(tensor)
         if by is None or by.phase != "forward" or by.op == TANGENT:
             raise _fail(where, f"is {self._exists(tensor, where).name}, which the forward does not make")
 
@@ -206,10 +206,10 @@ class _Check:
                 raise _fail(at, "is no constant")
             elif not there.issuperset(self._call(instruction, at)):
                 raise _fail(at, "reads a tensor before it is there")
-            for made in outputs:
-                if made in there or (not apart and made in self.made and made != constant.tensor):
+            for output in outputs:
+                if output in there or (not apart and output in self.producers and output != constant.tensor):
                     raise _fail(at, "makes a tensor a second time")
-                there.add(made)
+                there.add(output)
         if constant.tensor not in there:
             raise _fail(where, "is not computed by its program")
 
@@ -242,13 +242,13 @@ class _Check:
         graph = self.graph
         numbers = {n.tensor for n in graph.host.numbers}
         leaves = [i.leaf for i in graph.inputs if not (i.leaf == -1 and i.tensor in numbers)]
-        given = sorted(leaves + [s.leaf for s in graph.statics])
-        if given != list(range(len(given))):
-            raise _fail("the list of inputs", f"has the places {given}")
+        places = sorted(leaves + [s.leaf for s in graph.statics])
+        if places != list(range(len(places))):
+            raise _fail("the list of inputs", f"has the places {places}")
         spec = _spec("input_spec", graph.input_spec)
         if spec is not None:
-            if spec.num_leaves != len(given):
-                raise _fail("input_spec", f"has {spec.num_leaves} leaves, the graph takes {len(given)}")
+            if spec.num_leaves != len(places):
+                raise _fail("input_spec", f"has {spec.num_leaves} leaves, the graph takes {len(places)}")
             if not _is_call(spec):
                 raise _fail("input_spec", "is not of positional and keyword arguments")
         spec = _spec("output_spec", graph.output_spec)

@@ -58,21 +58,21 @@ def _check_schema(instruction: Instruction) -> None:
     if schema.is_mutable:
         raise _fail(instruction, "which changes its arguments in place")
     positional = [a.name for a in schema.arguments if not a.kwarg_only]
-    known = {a.name for a in schema.arguments}
-    given = positional[: len(instruction.args)]
+    names = {a.name for a in schema.arguments}
+    bound = positional[: len(instruction.args)]
     if len(instruction.args) > len(positional):
         raise _fail(
             instruction,
             f"with {len(instruction.args)} arguments; it takes {len(positional)} ({schema})",
         )
     for name, _ in instruction.kwargs:
-        if name not in known:
+        if name not in names:
             raise _fail(instruction, f"with {name!r}, which it does not take ({schema})")
-        if name in given:
+        if name in bound:
             raise _fail(instruction, f"with {name!r} twice ({schema})")
-        given.append(name)
+        bound.append(name)
     required = [a.name for a in schema.arguments if not a.kwarg_only and not a.has_default_value()]
-    if missing := [name for name in required if name not in given]:
+    if missing := [name for name in required if name not in bound]:
         raise _fail(instruction, f"without {', '.join(missing)} ({schema})")
 
 
@@ -126,11 +126,11 @@ def _check_call(instruction: Instruction, call: Call, device: torch.device) -> N
         raise _fail(instruction, str(error)) from error
     except Exception as error:
         raise _fail(instruction, f"which fails ({_said(error)})") from error
-    found = [_type(o) for o in outputs]
-    if len(found) != len(call.outputs) or any(
-        want is not None and have != want for have, want in zip(found, call.outputs, strict=True)
+    types = [_type(o) for o in outputs]
+    if len(types) != len(call.outputs) or any(
+        want is not None and have != want for have, want in zip(types, call.outputs, strict=True)
     ):
-        raise _fail(instruction, f"which gives {_list(found)}; the graph says {_list(call.outputs)}")
+        raise _fail(instruction, f"which gives {_list(types)}; the graph says {_list(call.outputs)}")
 
 
 def _fill(value: Any, inputs: list[torch.Tensor]) -> Any:

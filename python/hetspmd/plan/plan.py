@@ -146,11 +146,11 @@ class Plan:
     @property
     def segment_shares(self) -> Matrix:
         """For each segment the share of each device of the cluster, from 0 (idle) to 1."""
-        found = []
+        shares = []
         for row in self.ratios:
             ratios = dict(zip(self.active, row, strict=True))
-            found.append(tuple(ratios.get(rank, 0.0) for rank in range(self.world)))
-        return tuple(found)
+            shares.append(tuple(ratios.get(rank, 0.0) for rank in range(self.world)))
+        return tuple(shares)
 
     @cached_property
     def costs(self) -> CostModel:
@@ -182,7 +182,7 @@ class Plan:
             if isinstance(step, Compute)
             for t in self.graph.instructions[step.instruction].outputs[:1]
         }
-        found: dict[str, tuple[Placement, tuple[int, ...]]] = {}
+        layout: dict[str, tuple[Placement, tuple[int, ...]]] = {}
         for p in self.graph.parameters:
             form = stored[p.tensor]
             shape = self.graph.tensors[p.tensor].shape
@@ -191,8 +191,8 @@ class Plan:
                 if is_sharded(form)
                 else ()
             )
-            found[p.name] = (form, extents)
-        return found
+            layout[p.name] = (form, extents)
+        return layout
 
     def explain(
         self,
@@ -214,8 +214,10 @@ class Plan:
         Raises:
             ConstraintError: There is no such tensor.
         """
-        found: Explanation = hetspmd.attached("explain")(self, name, constraints=constraints, limits=limits)
-        return found
+        explanation: Explanation = hetspmd.attached("explain")(
+            self, name, constraints=constraints, limits=limits
+        )
+        return explanation
 
     def to_json(self) -> str:
         """The plan file's text; the same plan gives the same text, byte for byte."""

@@ -46,13 +46,13 @@ class Storage:
 def collectives(plan: Plan) -> tuple[Collective, ...]:
     """The communications in program order, priced at the plan's lengths."""
     roles = tensor_roles(plan.graph)
-    found = []
+    collectives = []
     for position, step in enumerate(plan.program.steps):
         if isinstance(step, Communicate):
             seconds = plan.costs.move_seconds(step.tensor, step.source, step.target, step.kind, plan.lengths)
             nbytes = plan.graph.tensors[step.tensor].nbytes
-            found.append(Collective(position, step, nbytes, seconds, roles[step.tensor]))
-    return tuple(found)
+            collectives.append(Collective(position, step, nbytes, seconds, roles[step.tensor]))
+    return tuple(collectives)
 
 
 def tensor_roles(graph: Graph) -> tuple[str, ...]:
@@ -93,11 +93,11 @@ def transfers(plan: Plan) -> int:
 
 def segment_modules(graph: Graph) -> tuple[tuple[str, str], ...]:
     """The first and the last module that each segment runs in forward."""
-    found: list[list[str]] = [[] for _ in range(graph.segment_count)]
+    modules: list[list[str]] = [[] for _ in range(graph.segment_count)]
     for i, instruction in enumerate(graph.instructions):
         if instruction.phase == "forward" and instruction.source and instruction.op != REBALANCE:
-            found[graph.segments[i] if graph.segments else 0].append(instruction.source)
-    return tuple((names[0], names[-1]) if names else ("", "") for names in found)
+            modules[graph.segments[i] if graph.segments else 0].append(instruction.source)
+    return tuple((names[0], names[-1]) if names else ("", "") for names in modules)
 
 
 def stored_forms(plan: Plan) -> dict[int, Placement]:
@@ -127,13 +127,13 @@ def storage(plan: Plan) -> tuple[Storage, ...]:
         extents = shard_extents(plan, theory, parameter.tensor, form)
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", parameter.name)
         groups.setdefault((pattern, form, extents), []).append(parameter)
-    found = []
+    storages = []
     for (pattern, form, extents), members in groups.items():
         tensors = [plan.graph.tensors[p.tensor] for p in members]
         name = pattern if len(members) > 1 else members[0].name
         shapes = tuple(dict.fromkeys(t.shape for t in tensors))
-        found.append(Storage(name, len(members), shapes, form, extents, sum(t.nbytes for t in tensors)))
-    return tuple(found)
+        storages.append(Storage(name, len(members), shapes, form, extents, sum(t.nbytes for t in tensors)))
+    return tuple(storages)
 
 
 def by_kind(found: tuple[Collective, ...]) -> Iterator[tuple[Kind, int, int, float]]:

@@ -94,12 +94,12 @@ def _document(text: str) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for i, key in enumerate(keys) if key in keys[:i])
         raise ValueError(f"the key {twice!r:.40} stands twice")
-    return found
+    return mapping
 
 
 def _no_json(name: str) -> NoReturn:

@@ -111,9 +111,9 @@ def bucketed(
     steps = [program.steps[place] for place in order]
     moves = [(i, s) for i, s in enumerate(steps) if isinstance(s, Communicate)]
     small = [(i, s) for i, s in moves if coalesces(graph, s.tensor, s.kind, nbytes)]
-    found: list[tuple[int, ...]] = [(place,) for place in order]
+    entries: list[tuple[int, ...]] = [(place,) for place in order]
     if len(small) < 2:
-        return tuple(found)
+        return tuple(entries)
     needed = _needed(graph, steps, {s.tensor for _, s in small})
     places: dict[int, Small] = {}
     for i, step in small:
@@ -122,9 +122,9 @@ def bucketed(
     computed = [isinstance(s, Compute) and not graph.instructions[s.instruction].is_source for s in steps]
     for group in grouped(places, computed, moves[-1][0], nbytes):
         for i in group[:-1]:
-            found[i] = ()
-        found[group[-1]] = tuple(order[i] for i in group)
-    return tuple(entry for entry in found if entry)
+            entries[i] = ()
+        entries[group[-1]] = tuple(order[i] for i in group)
+    return tuple(entry for entry in entries if entry)
 
 
 def grouped(

@@ -39,7 +39,7 @@ class _Proof:
         self.theory = theory
         self.graph = theory.graph
         self.proved: dict[int, set[int]] = {}
-        self.made: dict[int, int] = {}
+        self.computed_forms: dict[int, int] = {}
 
     def name(self, tensor: int) -> str:
         return self.graph.tensors[tensor].name
@@ -60,9 +60,9 @@ class _Proof:
                 raise ProofError(f"{where}: needs {self.name(tensor)} | {_text(form)}, which is not proved")
         for tensor, form in zip(instruction.outputs, step.row.post, strict=True):
             if tensor >= 0:
-                if tensor in self.made:
+                if tensor in self.computed_forms:
                     raise ProofError(f"{where}: {self.name(tensor)} is computed twice")
-                self.made[tensor] = form
+                self.computed_forms[tensor] = form
                 self.proved.setdefault(tensor, set()).add(form)
 
     def communicate(self, position: int, step: Communicate) -> None:
@@ -104,18 +104,18 @@ class _Proof:
         if [r.tensor for r in program.outputs] != outputs:
             raise ProofError("the program does not leave every output")
         for parameter in graph.parameters:
-            if parameter.tensor not in self.made:
+            if parameter.tensor not in self.computed_forms:
                 raise ProofError(f"parameter {parameter.name} is stored nowhere")
         for parameter, result in zip(trainable, program.gradients, strict=True):
-            if result.form != self.made[parameter.tensor]:
+            if result.form != self.computed_forms[parameter.tensor]:
                 raise ProofError(
                     f"the gradient of {parameter.name} is left as {_text(result.form)}, "
-                    f"the parameter is stored as {_text(self.made[parameter.tensor])}"
+                    f"the parameter is stored as {_text(self.computed_forms[parameter.tensor])}"
                 )
         holders = [h for h in graph.holders if h.updated is not None]
         buffers = {b.tensor for b in graph.buffers}
         for holder, result in zip(holders, program.buffers, strict=True):
-            wanted = self.made.get(holder.tensor) if holder.tensor in buffers else _WHOLE
+            wanted = self.computed_forms.get(holder.tensor) if holder.tensor in buffers else _WHOLE
             if result.form != wanted:
                 raise ProofError(f"the new {holder.name} is left as {_text(result.form)}, not whole")
         for result in (

@@ -29,8 +29,8 @@ def writes(graph: Graph, step: Scheduled) -> tuple[Key, ...]:
     """The values that a step produces."""
     if isinstance(step, Compute):
         outputs = graph.instructions[step.instruction].outputs
-        made = tuple(zip(outputs, step.row.post, strict=True))
-        return made if -1 not in outputs else tuple(key for key in made if key[0] >= 0)
+        values = tuple(zip(outputs, step.row.post, strict=True))
+        return values if -1 not in outputs else tuple(key for key in values if key[0] >= 0)
     if isinstance(step, Communicate):
         return ((step.tensor, step.target),)
     return tuple((m.tensor, m.target) for m in step.members)
@@ -51,12 +51,12 @@ class Values(NamedTuple):
 def provider_of(graph: Graph, have: dict[Key, int], key: Key) -> int:
     """The step that a value comes from, itself or as a slice or mask of a replicated one."""
     tensor, form = key
-    found = have.get(key)
-    if found is None and (form == PARTIAL or is_sharded(form)):
-        found = have.get((tensor, REPLICATE))
-    if found is None:
+    step = have.get(key)
+    if step is None and (form == PARTIAL or is_sharded(form)):
+        step = have.get((tensor, REPLICATE))
+    if step is None:
         raise PlanError(
             f"the program reads {graph.tensors[tensor].name} | {placement_text(form)} before it is produced; "
             "compile the plan again"
         )
-    return found
+    return step

@@ -121,8 +121,8 @@ class LevelLayout:
 
     def regions(self, key: LevelKey, at: RankPlace) -> tuple[Region, ...]:
         """The parts one after the other: the machine's, then the accelerator's of that."""
-        found = (self.region(key, level, at) for level in range(len(key) - 1))
-        return tuple(region for region in found if region is not None)
+        regions = (self.region(key, level, at) for level in range(len(key) - 1))
+        return tuple(region for region in regions if region is not None)
 
     def shape(self, key: LevelKey, at: RankPlace) -> tuple[int, ...]:
         """The local shape."""

@@ -79,12 +79,12 @@ class _Graph:
 
     def provider(self, key: Key) -> Key | None:
         """Where a value comes from; what comes from before is noted."""
-        found = provider(self.have, key)
-        if found is None:
-            found = provider(self.before, key)
-            if found is not None:
-                self.taken.setdefault(key, found)
-        return found
+        source = provider(self.have, key)
+        if source is None:
+            source = provider(self.before, key)
+            if source is not None:
+                self.taken.setdefault(key, source)
+        return source
 
     def of(self, tensor: int) -> list[Key]:
         """The values of a tensor, in the order in which they were made."""
@@ -119,8 +119,8 @@ class _Nesting:
             for r in outer.outputs
         )
         buffers = tuple((r.tensor, REPLICATE, REPLICATE) for r in outer.buffers)
-        left = (*(() if loss is None else (loss,)), *outputs, *buffers)
-        self._write(forward, self.order.forward, left)
+        results = (*(() if loss is None else (loss,)), *outputs, *buffers)
+        self._write(forward, self.order.forward, results)
         gradients = tuple((r.tensor, r.form, REPLICATE) for r in outer.gradients)
         backward = _Graph(dict(constants), {k: None for k in forward.have if k not in constants})
         if graph.tangent is not None:
@@ -137,8 +137,8 @@ class _Nesting:
             gradients=gradients,
         )
 
-    def _write(self, into: _Graph, steps: Iterable[Scheduled], left: tuple[Key, ...]) -> None:
-        reads = _Reads(self, steps, left)
+    def _write(self, into: _Graph, steps: Iterable[Scheduled], results: tuple[Key, ...]) -> None:
+        reads = _Reads(self, steps, results)
         for step in steps:
             if isinstance(step, Communicate):
                 self._across(into, step, reads)
@@ -146,7 +146,7 @@ class _Nesting:
                 self._together(into, step, reads)
             elif not self.graph.instructions[step.instruction].is_source:
                 self._both(into, step, reads)
-        for key in left:
+        for key in results:
             self._reach(into, key)
         into.steps = _bucketed_inside(self.graph, into.steps, self.inside_bytes)
 
@@ -155,11 +155,11 @@ class _Nesting:
         for key in reads_of(self.graph, both):
             self._reach(into, key)
         into.steps.append(both)
-        for made in written_by(self.graph, both):
-            tensor, outer, inner = made
+        for output in written_by(self.graph, both):
+            tensor, outer, inner = output
             if tensor < 0:
                 continue
-            into.have[made] = None
+            into.have[output] = None
             move = self.moves.get(tensor)
             if move is not None and move.source == inner:
                 for key in reads.of(tensor):
@@ -274,25 +274,25 @@ def _bucketed_inside(graph: Graph, steps: list[NestedStep], nbytes: float) -> li
         source, meta = (move.tensor, move.outer, move.source), graph.tensors[move.tensor]
         reading = (at for at, key in readers[move.tensor] if at > i and key != source)
         places[i] = Small(move.kind, meta.dtype, meta.nbytes, min(reading, default=len(steps)))
-    found: list[NestedStep | None] = list(steps)
+    entries: list[NestedStep | None] = list(steps)
     of = dict(small)
     for group in grouped(places, [isinstance(s, Both) for s in steps], moves[-1][0], nbytes):
         for i in group[:-1]:
-            found[i] = None
-        found[group[-1]] = Together(tuple(of[i] for i in group))
-    return [step for step in found if step is not None]
+            entries[i] = None
+        entries[group[-1]] = Together(tuple(of[i] for i in group))
+    return [step for step in entries if step is not None]
 
 
 class _Reads:
     """The values of each tensor that the steps of one graph read by computations, and those that are left."""
 
-    def __init__(self, nesting: _Nesting, steps: Iterable[object], left: tuple[Key, ...]) -> None:
+    def __init__(self, nesting: _Nesting, steps: Iterable[object], results: tuple[Key, ...]) -> None:
         self._of: dict[int, dict[Key, None]] = {}
         for step in steps:
             if isinstance(step, Compute):
                 for key in self._keys(nesting, step):
                     self._of.setdefault(key[0], {})[key] = None
-        for key in left:
+        for key in results:
             self._of.setdefault(key[0], {})[key] = None
 
     @staticmethod

@@ -141,7 +141,7 @@ def _fill_range_like(
 def _rrelu(
     noise: torch.Tensor,
     x: torch.Tensor,
-    given: Any,
+    noise_input: Any,
     lower: float = 1 / 8,
     upper: float = 1 / 3,
     *args: Any,
@@ -178,17 +178,19 @@ def _binomial(noise: torch.Tensor, count: torch.Tensor, p: torch.Tensor, **kwarg
     """The least k with P(X <= k) >= noise, by summing up."""
     total, chance = count.double() + torch.zeros_like(p), p.double() + torch.zeros_like(count)
     logs = chance.clamp(1e-300, 1.0).log(), (1 - chance).clamp(1e-300, 1.0).log()
-    found, reached = total.clone(), torch.zeros_like(total)
+    successes, reached = total.clone(), torch.zeros_like(total)
     for k in range(int(total.max()) + 1 if total.numel() else 0):
         ways = torch.lgamma(total + 1) - torch.lgamma(torch.full_like(total, k + 1.0))
         ways = ways - torch.lgamma((total - k).clamp_min(0) + 1)
         added = (ways + k * logs[0] + (total - k) * logs[1]).exp()
         before = reached
         reached = before + torch.where(total >= k, added, 0.0)
-        found = torch.where((before < noise) & (noise <= reached), torch.full_like(found, float(k)), found)
-    found = torch.where(noise == 0, 0.0, found)
-    found = torch.where(chance >= 1, total, torch.where(chance <= 0, 0.0, found))
-    return torch.minimum(found, total).to(count.dtype)
+        successes = torch.where(
+            (before < noise) & (noise <= reached), torch.full_like(successes, float(k)), successes
+        )
+    successes = torch.where(noise == 0, 0.0, successes)
+    successes = torch.where(chance >= 1, total, torch.where(chance <= 0, 0.0, successes))
+    return torch.minimum(successes, total).to(count.dtype)
 
 
 def _of_choices(
@@ -211,8 +213,8 @@ def _choices(
         return (chances / noise).topk(n, -1).indices
     upto = chances.cumsum(-1)
     last = (chances > 0).long().cumsum(-1).argmax(-1, keepdim=True)
-    found = torch.searchsorted(upto, noise * upto[..., -1:], right=True)
-    return torch.minimum(found, last.expand_as(found))
+    choices = torch.searchsorted(upto, noise * upto[..., -1:], right=True)
+    return torch.minimum(choices, last.expand_as(choices))
 
 
 NOISE: dict[str, Noise] = {

@@ -61,20 +61,20 @@ def communications(
     ``summable``: whether the tensor may be All-Reduce (not for bool). ``copied``: dims along which it may be a copy
     with the lengths of another segment, from which an all-to-all makes its own (HAP 5.2).
     """
-    found: list[tuple[Placement, Placement, Kind]] = []
+    collectives: list[tuple[Placement, Placement, Kind]] = []
     forms = tuple(2 + d for d in dims)
     gathers, exchanges = kinds_between("shard", "replicated"), kinds_between("shard", "shard")
     if summable:
-        found.extend((PARTIAL, REPLICATE, kind) for kind in kinds_between("partial", "replicated"))
+        collectives.extend((PARTIAL, REPLICATE, kind) for kind in kinds_between("partial", "replicated"))
         scatters = kinds_between("partial", "shard") if forms else ()
-        found.extend((PARTIAL, f, kind) for f in forms for kind in scatters)
+        collectives.extend((PARTIAL, f, kind) for f in forms for kind in scatters)
     for f in forms:
-        found.extend((f, REPLICATE, kind) for kind in gathers)
-        found.extend((f, g, kind) for g in forms if g != f for kind in exchanges)
-    found.extend(
+        collectives.extend((f, REPLICATE, kind) for kind in gathers)
+        collectives.extend((f, g, kind) for g in forms if g != f for kind in exchanges)
+    collectives.extend(
         (before_cut(d), shard(d), kind) for d in copied for kind in kinds_between("before_cut", "shard")
     )
-    return tuple(found)
+    return tuple(collectives)
 
 
 def communication_text(step: Communicate, name: str) -> str:

@@ -53,8 +53,8 @@ class _Check:
         self._places()
         program, graph = self.program, self.graph
         there = self._walk("forward", self.schedule.forward, set(), {})
-        left = [*([program.loss] if program.loss else []), *program.outputs, *program.buffers]
-        self._leaves("forward", left, there, {})
+        results = [*([program.loss] if program.loss else []), *program.outputs, *program.buffers]
+        self._leaves("forward", results, there, {})
         saved = self._saved(there)
         begun = set() if graph.tangent is None else {(graph.tangent, _WHOLE)}
         there = self._walk("backward", self.schedule.backward, begun, saved)
@@ -80,8 +80,8 @@ class _Check:
                 self._bucket(places)
         early = {place for places in self.schedule.forward for place in places}
         for place, step in enumerate(steps):
-            given = isinstance(step, Compute) and graph.instructions[step.instruction].is_source
-            if given and graph.tangent not in self._outputs(step) and place not in early:
+            is_source = isinstance(step, Compute) and graph.instructions[step.instruction].is_source
+            if is_source and graph.tangent not in self._outputs(step) and place not in early:
                 names = ", ".join(graph.tensors[t].name for t in self._outputs(step))
                 raise _fail(f"{names} is given to the program, and its step {place} is not in the forward")
 
@@ -109,18 +109,18 @@ class _Check:
     ) -> set[Value]:
         """The values that are there at the end of a graph, which begins with ``there`` and what is ``saved``."""
         for places in entries:
-            given: list[Value] = []
+            outputs: list[Value] = []
             for place in places:
                 step = self.program.steps[place]
                 if isinstance(step, Communicate):
                     self._find(f"step {place}", name, (step.tensor, step.source), there, saved)
-                    given.append((step.tensor, step.target))
+                    outputs.append((step.tensor, step.target))
                     continue
                 instruction = self.graph.instructions[step.instruction]
                 for value in zip(instruction.inputs, step.row.pre, strict=True):
                     self._find(f"step {place} ({instruction.name})", name, value, there, saved)
-                given += zip(instruction.outputs, step.row.post, strict=True)
-            there.update(given)
+                outputs += zip(instruction.outputs, step.row.post, strict=True)
+            there.update(outputs)
         return there
 
     def _find(self, reader: str, name: str, value: Value, there: set[Value], saved: dict[Value, str]) -> None:

@@ -44,7 +44,7 @@ class Order:
         self.theory, self.graph, self.program, self.provider = theory, theory.graph, program, provider
         self.prefetch_distance = prefetch_distance
         self.members = set(members)
-        self.given: set[int] = set()
+        self.source_steps: set[int] = set()
         self.fetched: set[int] = set()
         self.put_off: set[int] = set()
         self.followers: dict[int, list[int]] = {}
@@ -58,17 +58,17 @@ class Order:
                 late.add(index)
                 (source,) = provider[index]
                 sent.add(source)
-                if source in self.given or source not in self.members:
+                if source in self.source_steps or source not in self.members:
                     self.fetched.add(index)
                 elif isinstance(program.steps[source], Compute):
                     self.followers.setdefault(source, []).append(index)
             elif step.instruction in sources:
-                self.given.add(index)
+                self.source_steps.add(index)
             elif step.instruction in second_reads and all(
-                p in self.given or p not in self.members for p in provider[index]
+                p in self.source_steps or p not in self.members for p in provider[index]
             ):
                 # The second reading of a parameter is a view of what is there.
-                self.given.add(index)
+                self.source_steps.add(index)
                 computed.append(index)
             else:
                 computed.append(index)
@@ -76,19 +76,19 @@ class Order:
             if not (late.isdisjoint(provider[index]) or index in sent) and self._is_put_off(index):
                 self.put_off.add(index)
                 late.add(index)
-        self.places = self._ordered([i for i in members if i in self.given], self._standing(members))
+        self.places = self._ordered([i for i in members if i in self.source_steps], self._standing(members))
 
     def _standing(self, members: Sequence[int]) -> list[int]:
         """What is neither given, nor prefetched, nor put off, in order."""
-        moved = self.given | self.fetched | self.put_off
+        moved = self.source_steps | self.fetched | self.put_off
         moved.update(i for group in self.followers.values() for i in group)
-        found: list[int] = []
+        standing: list[int] = []
         for index in members:
             if index not in moved:
-                found += [index, *self.followers.get(index, ())]
-        return found
+                standing += [index, *self.followers.get(index, ())]
+        return standing
 
-    def _ordered(self, given: list[int], standing: list[int]) -> list[int]:
+    def _ordered(self, sources: list[int], standing: list[int]) -> list[int]:
         """All steps: before each of ``standing`` that needs a group of prefetched collectives the next group that
         is not on its way, and what was put off and is needed now."""
         needs: list[Sequence[int]] = []
@@ -103,25 +103,25 @@ class Order:
         rest = sorted(moved - there)
         groups = [[i for i in need if i in self.fetched] for need in (*needs, rest)]
         waiting = iter([group for group in groups if group])
-        found = [*given, *chain.from_iterable(islice(waiting, self.prefetch_distance))]
+        places = [*sources, *chain.from_iterable(islice(waiting, self.prefetch_distance))]
         for need, group, index in zip(needs, groups, standing, strict=False):
             if group:
-                found += next(waiting, ())
-            found += [i for i in need if i in self.put_off]
-            found.append(index)
-        return found + [i for i in rest if i in self.put_off]
+                places += next(waiting, ())
+            places += [i for i in need if i in self.put_off]
+            places.append(index)
+        return places + [i for i in rest if i in self.put_off]
 
     def _needs(self, index: int, moved: set[int], there: set[int]) -> list[int]:
         """What of ``moved`` (the prefetched collectives and the put off steps) must come before a step, ascending,
         without what is ``there``."""
-        found: set[int] = set()
+        needs: set[int] = set()
         stack = [index]
         while stack:
             for p in self.provider[stack.pop()]:
-                if p in moved and p not in there and p not in found:
-                    found.add(p)
+                if p in moved and p not in there and p not in needs:
+                    needs.add(p)
                     stack.append(p)
-        return sorted(found)
+        return sorted(needs)
 
     def _is_put_off(self, index: int) -> bool:
         """Whether a computation of which no collective reads a result is put off.

@@ -58,9 +58,11 @@ def _fitting(theory: Theory, stored: Stored) -> tuple[dict[int, tuple[int, ...]]
             apart.append(p.tensor)
         else:
             wanted.setdefault(axis.id, {}).setdefault(tuple(e // unit for e in extents), []).append(p.tensor)
-    found: dict[int, tuple[int, ...]] = {}
+    units_by_axis: dict[int, tuple[int, ...]] = {}
     for axis_id, choices in wanted.items():
         weights = {units: sum(tensors[t].nbytes for t in stored_so) for units, stored_so in choices.items()}
-        found[axis_id] = max(weights, key=weights.__getitem__)
-        apart += [t for units, stored_so in choices.items() if units != found[axis_id] for t in stored_so]
-    return found, {t: dims[t] for t in apart}
+        units_by_axis[axis_id] = max(weights, key=weights.__getitem__)
+        apart += [
+            t for units, stored_so in choices.items() if units != units_by_axis[axis_id] for t in stored_so
+        ]
+    return units_by_axis, {t: dims[t] for t in apart}

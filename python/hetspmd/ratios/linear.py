@@ -127,8 +127,8 @@ class LinearProgram:
 
     def shares(self, at: Array) -> Array:
         """Shares per group and class of B, shape (segments, n)."""
-        found: Array = at[self.leader][:, self.first]
-        return found
+        shares: Array = at[self.leader][:, self.first]
+        return shares
 
     def _rows(
         self,
@@ -185,14 +185,14 @@ class LinearProgram:
             [(self.t0 + stage)[:, None], np.arange(count)[None] * classes + place[:, None]], axis=1
         )
         value = np.concatenate([np.ones((len(stage), 1)), -slopes], axis=1)
-        kept = np.concatenate([np.ones((len(stage), 1), dtype=bool), some], axis=1)
-        starts = np.concatenate([[0], kept.sum(axis=1).cumsum()]).astype(np.int32)
+        nonzero = np.concatenate([np.ones((len(stage), 1), dtype=bool), some], axis=1)
+        starts = np.concatenate([[0], nonzero.sum(axis=1).cumsum()]).astype(np.int32)
         self._add(
             constant[stage, place] / self.scale[stage],
             np.full(len(stage), highspy.kHighsInf),
             starts,
-            index[kept].astype(np.int32),
-            value[kept],
+            index[nonzero].astype(np.int32),
+            value[nonzero],
         )
 
     def _on(self, lines: Lines) -> tuple[Array, Array]:
@@ -221,12 +221,12 @@ class LinearProgram:
             return False
         held, classes = room.held(at)[:, self.first], len(self.classes)
         worst = held.argmax(axis=0)
-        found = False
+        violated = False
         for c, step in enumerate(worst):
             capacity = float(room.capacity[self.first[c]])
             if held[step, c] <= capacity * (1 + THRESHOLDS.bound_part):
                 continue
-            found = True
+            violated = True
             cut = np.zeros(len(self.leader))
             np.add.at(cut, self.groups, room.cut[step])
             index = [g * classes + c for g in range(len(cut))]
@@ -236,7 +236,7 @@ class LinearProgram:
                 [index],
                 [list(cut / capacity)],
             )
-        return found
+        return violated
 
     def bend(self, at: Array) -> None:
         """Take the tangents of ``x (1 - x)`` at new shares."""
@@ -250,8 +250,8 @@ class LinearProgram:
         solution = self.highs.getSolution()
         scale = self.unit / self.scale
         dual = np.array(solution.row_dual)
-        found = [dual[row : row + len(stage)] * scale[stage] for row, _, stage, _ in self.cuts]
-        return found, np.maximum(np.array(solution.col_dual)[self.t0 : self.largest], 0.0) * scale
+        duals = [dual[row : row + len(stage)] * scale[stage] for row, _, stage, _ in self.cuts]
+        return duals, np.maximum(np.array(solution.col_dual)[self.t0 : self.largest], 0.0) * scale
 
     def _limit(self) -> None:
         """As many steps as a solution takes, unless there is no looser tolerance left."""
@@ -294,27 +294,27 @@ def spread(world: int, classes: Sequence[Sequence[int]], x: Array) -> Array:
     for c, devices in enumerate(classes):
         share = np.where(x[:, c] > THRESHOLDS.smallest_share, x[:, c], 0.0)
         ratios[:, list(devices)] = share[:, None]
-    found: Array = ratios / ratios.sum(axis=1, keepdims=True)
-    return found
+    shares: Array = ratios / ratios.sum(axis=1, keepdims=True)
+    return shares
 
 
 def _classes(problem: Problem, present: Mask) -> list[list[int]]:
     """Devices of one kind that are present in the same segments, without those that are in none."""
-    found: list[list[int]] = []
+    classes: list[list[int]] = []
     for kind in problem.kinds:
         parts: dict[tuple[bool, ...], list[int]] = {}
         for j in kind:
             if present[:, j].any():
                 parts.setdefault(tuple(map(bool, present[:, j])), []).append(j)
-        found += parts.values()
-    return found
+        classes += parts.values()
+    return classes
 
 
 def _merged_pairs(problem: Problem, groups: Index) -> list[tuple[int, int, float]]:
     """``(group, group, seconds per part moved)`` of the pairs of groups with rebalances."""
-    found: dict[tuple[int, int], float] = {}
+    seconds: dict[tuple[int, int], float] = {}
     for (s, t), (_, moved) in problem.pairs.items():
         a, b = sorted((int(groups[s]), int(groups[t])))
         if a != b:
-            found[a, b] = found.get((a, b), 0.0) + moved
-    return [(a, b, found[a, b]) for a, b in sorted(found)]
+            seconds[a, b] = seconds.get((a, b), 0.0) + moved
+    return [(a, b, seconds[a, b]) for a, b in sorted(seconds)]

@@ -55,8 +55,8 @@ class Room:
 
     def held(self, ratios: Array) -> Array:
         """Bytes at each step on each device, shape (steps, n), at B, shape (segments, n)."""
-        found: Array = self.whole[:, None] + self.cut @ ratios
-        return found
+        nbytes: Array = self.whole[:, None] + self.cut @ ratios
+        return nbytes
 
     def fits(self, ratios: Array) -> bool:
         """Whether every device holds no more than it has."""
@@ -165,8 +165,8 @@ class Problem:
 
     def by_signature(self, ratios: Array) -> Array:
         """The share by which each merged signature is divided, 1 where it is not, shape (signatures, n)."""
-        found: Array = np.where(self.sharded[:, None], ratios[self.segment], 1.0)
-        return found
+        shares: Array = np.where(self.sharded[:, None], ratios[self.segment], 1.0)
+        return shares
 
     def computation(self, ratios: Array) -> Array:
         """Seconds of each merged stage on each device."""
@@ -174,8 +174,8 @@ class Problem:
         for s in range(self.segments):
             own = self.segment == s
             seconds[own] = self.model.seconds(self.signatures[own], self.model.even_shares(ratios[s]))
-        found: Array = self.counts @ seconds
-        return found
+        stage_seconds: Array = self.counts @ seconds
+        return stage_seconds
 
     def step_seconds(self, ratios: Array) -> float:
         """t(Q, B)."""
@@ -212,15 +212,15 @@ class Problem:
         alone = self.model.alone()
         kind_of = {j: c for c, kind in enumerate(self.kinds) for j in kind}
         counts = [0] * len(sizes)
-        found = []
+        sets = []
         for j in sorted(kind_of, key=lambda j: (alone[j], j)):
             counts[kind_of[j]] += 1
-            found.append(self.first(counts))
-        return found[::-1]
+            sets.append(self.first(counts))
+        return sets[::-1]
 
     def first(self, counts: Sequence[int]) -> Mask:
         """The set of the first ``counts[c]`` devices of each kind c."""
-        found = np.zeros(self.model.world, dtype=bool)
+        mask = np.zeros(self.model.world, dtype=bool)
         for kind, count in zip(self.kinds, counts, strict=True):
-            found[list(kind[:count])] = True
-        return found
+            mask[list(kind[:count])] = True
+        return mask

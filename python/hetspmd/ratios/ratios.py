@@ -46,8 +46,8 @@ def optimise_ratios(
 ) -> tuple[float, ...]:
     """:func:`optimise` of a program of one segment: its ratios, summing to 1 in rank order."""
     first = None if start is None else by_segment(start, 1)
-    (found,) = optimise(theory, model, program, first, most=most, stages=stages)
-    return found
+    (ratios,) = optimise(theory, model, program, first, most=most, stages=stages)
+    return ratios
 
 
 def optimise(
@@ -153,10 +153,10 @@ class _Search:
     def _tied(self) -> None:
         """Give neighbouring segments the same ratios, while that helps."""
         problem, groups = self.problem, self.groups
-        found = self.best
+        ratios = self.best
 
         def apart(pair: tuple[int, int]) -> tuple[float, tuple[int, int]]:
-            return float(np.abs(found[pair[0]] - found[pair[1]]).sum()), pair
+            return float(np.abs(ratios[pair[0]] - ratios[pair[1]]).sum()), pair
 
         def tie(pairs: Sequence[tuple[int, int]]) -> None:
             nonlocal groups
@@ -181,11 +181,11 @@ class _Search:
 
 def _tied(groups: Sequence[int], pairs: Sequence[tuple[int, int]]) -> list[int]:
     """The groups in which the segments of each pair are in one, numbered in order."""
-    found = list(groups)
+    merged = list(groups)
     for s, t in pairs:
-        found = [found[s] if g == found[t] else g for g in found]
-    names = {g: n for n, g in enumerate(dict.fromkeys(found))}
-    return [names[g] for g in found]
+        merged = [merged[s] if g == merged[t] else g for g in merged]
+    names = {g: n for n, g in enumerate(dict.fromkeys(merged))}
+    return [names[g] for g in merged]
 
 
 def minimise(problem: Problem, present: Mask, start: Array, groups: Sequence[int] | None = None) -> Array:
@@ -193,14 +193,14 @@ def minimise(problem: Problem, present: Mask, start: Array, groups: Sequence[int
     shares there where no ratios are found that keep within the bounds."""
     tied = range(problem.segments) if groups is None else groups
     bounds = np.clip(problem.most, 0.0, 1.0)
-    known = _start(problem, present, start, tied)
+    fallback = _start(problem, present, start, tied)
     alone = (present.sum(axis=1) == 1).all() and problem.segments == 1
     if alone or (problem.most[present.any(axis=0)] < 0).any() or (present @ bounds).min() < 1.0:
-        return known
+        return fallback
     try:
         return solved(problem, present, start, tied)[0]
     except NoRoomError:
-        return known
+        return fallback
 
 
 def solved(
@@ -229,7 +229,7 @@ def solved(
 
 def _start(problem: Problem, present: Mask, start: Array, groups: Sequence[int]) -> Array:
     """The start's shares, equal within each kind, and in segments that are tied."""
-    found = np.zeros(start.shape)
+    ratios = np.zeros(start.shape)
     for g in dict.fromkeys(groups):
         own = [s for s, other in enumerate(groups) if other == g]
         shares, mask = start[own].mean(axis=0), present[own[0]]
@@ -237,8 +237,8 @@ def _start(problem: Problem, present: Mask, start: Array, groups: Sequence[int])
         members = [m for m in members if m]
         x = np.array([[float(shares[m].mean()) for m in members]])
         sums = sum(share * len(m) for share, m in zip(x[0], members, strict=True))
-        found[own] = spread(len(mask), members, x if sums > 0 else np.ones_like(x))
-    return found
+        ratios[own] = spread(len(mask), members, x if sums > 0 else np.ones_like(x))
+    return ratios
 
 
 def gain(problem: Problem, ratios: Array) -> tuple[float, Array]:

@@ -151,25 +151,25 @@ class _Analysis:
         total = sum(parts.values())
         if total <= 0:
             return ()
-        found = [
+        ranking = [
             Sensitivity(quantity, tuple(self.active[j] for j in devices), QUANTITIES[quantity] * part / total)
             for (quantity, devices), part in parts.items()
             if part > THRESHOLDS.smallest_elasticity * total
         ]
-        found.sort(key=lambda s: (-abs(s.elasticity), tuple(QUANTITIES).index(s.quantity), s.ranks))
+        ranking.sort(key=lambda s: (-abs(s.elasticity), tuple(QUANTITIES).index(s.quantity), s.ranks))
         if gains <= 0:
-            return tuple(found)
+            return tuple(ranking)
         if streams is None:
             streams = StepModel(self.model, self.program, idle=self._idle(self.cluster)).streams
         before = min(streams.seconds(self.model.even_shares(b)) for b in (self.ratios, best))
-        known = [replace(s, gain=self._gain(s, streams, best, before)) for s in found[:gains]]
-        return (*known, *found[gains:])
+        with_gains = [replace(s, gain=self._gain(s, streams, best, before)) for s in ranking[:gains]]
+        return (*with_gains, *ranking[gains:])
 
     def _parts(self, at: Array, lp: LinearProgram) -> dict[tuple[Quantity, tuple[int, ...]], float]:
         """Seconds of T that each quantity makes, by equal devices."""
         problem = self.problem
-        found: dict[tuple[Quantity, tuple[int, ...]], float] = {}
-        duals, floors = lp.multipliers()
+        parts: dict[tuple[Quantity, tuple[int, ...]], float] = {}
+        duals, bound_duals = lp.multipliers()
         seconds = np.zeros((self.model.world, 3))
         for (_, supported, stage, place), dual in zip(lp.cuts, duals, strict=True):
             where = np.flatnonzero(dual)
@@ -177,20 +177,20 @@ class _Analysis:
                 device = lp.first[place[where]]
                 sides = self._sides(supported, at, np.ones_like(problem.sharded))
                 np.add.at(seconds, device, sides[stage[where], device] * dual[where, None])
-        if floors.any():
+        if bound_duals.any():
             nothing = np.zeros_like(at)
             device = problem.computation(nothing).argmax(axis=1)
             sides = self._sides(nothing, nothing, ~problem.sharded)
-            np.add.at(seconds, device, sides[np.arange(len(device)), device] * floors[:, None])
+            np.add.at(seconds, device, sides[np.arange(len(device)), device] * bound_duals[:, None])
         for kind in problem.kinds:
             flops, memory, launch = map(float, seconds[list(kind)].sum(axis=0))
-            found["flops", kind] = flops
-            found["memory_bandwidth", kind] = memory
-            found["launch", kind] = launch
+            parts["flops", kind] = flops
+            parts["memory_bandwidth", kind] = memory
+            parts["launch", kind] = launch
         base = problem.communication(at) + self._idle(self.cluster)
-        found["bandwidth", ()] = self._communication("bandwidth", 0.5, at) - base
-        found["latency", ()] = self._communication("latency", 2.0, at) - base
-        return found
+        parts["bandwidth", ()] = self._communication("bandwidth", 0.5, at) - base
+        parts["latency", ()] = self._communication("latency", 2.0, at) - base
+        return parts
 
     def _sides(self, supported: Array, at: Array, counted: npt.NDArray[np.bool_]) -> Array:
         """Seconds of FLOPs, of memory traffic and of launches, shape (stages, devices, 3), at the ratios ``at`` on
@@ -204,8 +204,8 @@ class _Analysis:
         sides = present * np.stack(
             [np.where(bound, fast * here, 0.0), np.where(bound, 0.0, cut * here + whole), launch]
         )
-        found: Array = np.moveaxis(problem.counts @ (sides * counted[:, None]), 0, -1)
-        return found
+        stage_sides: Array = np.moveaxis(problem.counts @ (sides * counted[:, None]), 0, -1)
+        return stage_sides
 
     def _communication(self, quantity: Quantity, factor: float, at: Array) -> float:
         """Seconds of all that is sent, with a quantity of the network times ``factor``."""

@@ -36,17 +36,17 @@ def by_memory(model: CostModel) -> Ratios:
 
 def starting_ratios(model: CostModel) -> tuple[tuple[str, Ratios], ...]:
     """``(name, ratios)`` of every start that differs from those before it."""
-    found: list[tuple[str, Ratios]] = []
+    starts: list[tuple[str, Ratios]] = []
     for name, ratios in (
         ("proportional", proportional(model)),
         ("even", even(model)),
     ):
         if all(
-            max(abs(a - b) for a, b in zip(ratios, known, strict=True)) > THRESHOLDS.equal_shares
-            for _, known in found
+            max(abs(a - b) for a, b in zip(ratios, earlier, strict=True)) > THRESHOLDS.equal_shares
+            for _, earlier in starts
         ):
-            found.append((name, ratios))
-    return tuple(found)
+            starts.append((name, ratios))
+    return tuple(starts)
 
 
 def device_subsets(model: CostModel) -> tuple[tuple[int, ...], ...]:

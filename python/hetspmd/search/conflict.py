@@ -83,10 +83,10 @@ def conflict_message(theory: Theory, constraints: Constraints) -> str | None:
     others = {t: form for t, form in forms.items() if t not in conflict}
     fine = "drop or change one" if len(conflict) > 1 else "drop or change it"
     if others:
-        left = smallest_conflict(theory, others, row_filter=constraints.row_filter)
+        other_conflict = smallest_conflict(theory, others, row_filter=constraints.row_filter)
         fine += (
             f" (of the {len(others)} others, some are in conflict too)"
-            if left
+            if other_conflict
             else f" ({len(others)} {'others are' if len(others) > 1 else 'other is'} fine)"
         )
     return "; ".join([*parts, fine])
@@ -112,19 +112,19 @@ def smallest_infeasible(
     Empty if ``holds`` is True of all items, or False of none of them. Beyond ``checks`` calls the set is
     infeasible still, but maybe not smallest, and beyond twice as many maybe not minimal.
     """
-    known: dict[frozenset[int], bool] = {}
+    verdicts: dict[frozenset[int], bool] = {}
 
     def check(indices: Sequence[int]) -> bool:
         key = frozenset(indices)
-        if key not in known:
-            known[key] = holds([items[i] for i in sorted(key)])
-        return known[key]
+        if key not in verdicts:
+            verdicts[key] = holds([items[i] for i in sorted(key)])
+        return verdicts[key]
 
     everything = range(len(items))
     if check(everything) or not check(()):
         return ()
-    found = _minimal(everything, check, lambda: len(known) < 2 * checks)
-    smallest = _smallest(everything, found, check, lambda: len(known) < checks)
+    minimal = _minimal(everything, check, lambda: len(verdicts) < 2 * checks)
+    smallest = _smallest(everything, minimal, check, lambda: len(verdicts) < checks)
     return tuple(items[i] for i in smallest)
 
 
@@ -140,17 +140,17 @@ def _minimal(items: Sequence[int], check: Check, go_on: Callable[[], bool]) -> t
         if len(rest) == 1 or not go_on():
             return tuple(rest)
         half = len(rest) // 2
-        right = part((*base, *rest[:half]), True, rest[half:])
-        left = part((*base, *right), bool(right), rest[:half])
-        return (*left, *right)
+        second = part((*base, *rest[:half]), True, rest[half:])
+        first = part((*base, *second), bool(second), rest[:half])
+        return (*first, *second)
 
     return tuple(sorted(part((), False, items)))
 
 
 def _smallest(
-    items: Sequence[int], found: tuple[int, ...], check: Check, go_on: Callable[[], bool]
+    items: Sequence[int], minimal: tuple[int, ...], check: Check, go_on: Callable[[], bool]
 ) -> tuple[int, ...]:
-    """A smallest infeasible subset of ``items``, of which ``found`` is a minimal one."""
+    """A smallest infeasible subset of ``items``, of which ``minimal`` is a minimal one."""
 
     def grow(base: tuple[int, ...], rest: Sequence[int]) -> tuple[int, ...]:
         """``base``, which is feasible, with as many of ``rest`` as it can take."""
@@ -164,18 +164,18 @@ def _smallest(
         return grow(grow(base, rest[:half]), rest[half:])
 
     complements: list[frozenset[int]] = []
-    for i in found:  # a constraint without which all others are feasible belongs to every conflict
+    for i in minimal:  # a constraint without which all others are feasible belongs to every conflict
         if check([j for j in items if j != i]):
             complements.append(frozenset((i,)))
     while go_on():
-        candidate = _hitting(complements, len(found))
+        candidate = _hitting(complements, len(minimal))
         if candidate is None:
-            return found
+            return minimal
         if not check(candidate):
             return candidate
         whole = grow(candidate, [i for i in items if i not in candidate])
         complements.append(frozenset(items) - frozenset(whole))
-    return found
+    return minimal
 
 
 def _hitting(sets: Sequence[frozenset[int]], below: int) -> tuple[int, ...] | None:

@@ -176,10 +176,10 @@ def _obstacle(theory: Theory, tensor: int, form: Placement) -> str:
 
 def batch_axes(theory: Theory) -> frozenset[int]:
     """Logical axes of dim 0 of the inputs, in whatever segment: the samples."""
-    found = (
+    axes = (
         theory.axes.axis(i.tensor, 0) for i in theory.graph.inputs if theory.graph.tensors[i.tensor].shape
     )
-    groups = {axis.group for axis in found if axis is not None}
+    groups = {axis.group for axis in axes if axis is not None}
     return frozenset(axis.id for axis in theory.axes.axes if axis.group in groups)
 
 
@@ -215,10 +215,10 @@ def single_device(theory: Theory, forms: Mapping[int, Placement]) -> Constraints
     asked = {i.tensor for i in graph.inputs if forms.get(i.tensor, REPLICATE) != REPLICATE}
 
     def allowed(instruction: int, _row: Triple, axis: int | None) -> bool:
-        found = graph.instructions[instruction]
-        if found.is_source:
-            return axis is None or found.outputs[0] in forms
-        return axis is None or not asked.isdisjoint(found.inputs)
+        node = graph.instructions[instruction]
+        if node.is_source:
+            return axis is None or node.outputs[0] in forms
+        return axis is None or not asked.isdisjoint(node.inputs)
 
     return Constraints(dict(forms), allowed)
 

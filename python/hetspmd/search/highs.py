@@ -11,8 +11,8 @@ __all__ = ["quiet_highs"]
 
 def quiet_highs(**options: Any) -> highspy.Highs:
     """A solver that logs nowhere, whichever version it is, with further options of HiGHS."""
-    made = highspy.Highs()  # type: ignore[no-untyped-call]  # highspy is untyped
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]  # highspy is untyped
     # The first options of all: later ones may be reported as they are set. The banner comes with the first run.
     for option, setting in (("output_flag", False), ("log_to_console", False), *options.items()):
-        made.setOptionValue(option, setting)
-    return made
+        solver.setOptionValue(option, setting)
+    return solver

@@ -35,7 +35,7 @@ from hetspmd.cost.model import Array, CostModel
 from hetspmd.errors import MemoryLimitError, SearchError
 from hetspmd.program.lengths import Lengths
 from hetspmd.search.highs import quiet_highs
-from hetspmd.search.memory_prices import Ledger, Place
+from hetspmd.search.memory_prices import MemoryPrices, Place
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import Space
 
@@ -67,7 +67,7 @@ def capacities(model: CostModel) -> Array:
 class _Line:
     """A program found, with its profile: its line bounds L from above."""
 
-    found: SearchResult
+    result: SearchResult
     profile: MemoryProfile
     lacking: Array
     """Bytes of each device."""
@@ -120,8 +120,8 @@ class _Lagrangian:
 
     def run(self) -> None:
         """Cutting planes, then tilted bisection where they leave a gap."""
-        self.ledger = Ledger(self.searcher)
-        first = self.lines[0].found
+        self.memory_prices = MemoryPrices(self.searcher)
+        first = self.lines[0].result
         self.bound = first.lower_bound
         places: list[Place] = []
         box = 2.0 * first.cost
@@ -147,30 +147,30 @@ class _Lagrangian:
 
     def _search(self, at: dict[Place, float], tilt: float = 0.0, estimated: bool = False) -> bool:
         """Search at prices; whether the program fits."""
-        found = self.searcher.search(
+        result = self.searcher.search(
             self.model,
             self.lengths,
             self.limits,
             within=self.within,
-            start=self.lines[-1].found,
-            prices=self.ledger.prices(self.model, self.lengths, at, tilt, estimated=estimated),
+            start=self.lines[-1].result,
+            prices=self.memory_prices.prices(self.model, self.lengths, at, tilt, estimated=estimated),
         )
         if tilt == 0.0:
             paid = float(sum(price * self.capacity[j] for (_, j), price in at.items()))
-            value = found.lower_bound - paid
+            value = result.lower_bound - paid
             if value >= self.highest:
                 self.highest, self.top = value, at
             self.bound = max(self.bound, value)
-        return self.take(found)
+        return self.take(result)
 
-    def take(self, found: SearchResult) -> bool:
+    def take(self, result: SearchResult) -> bool:
         """Keep a program; whether it fits."""
-        profile = memory_profile(self.searcher.space.theory, found.program, self.lengths)
+        profile = memory_profile(self.searcher.space.theory, result.program, self.lengths)
         lacking = profile.lacking(self.capacity)
-        self.lines.append(_Line(found, profile, lacking))
+        self.lines.append(_Line(result, profile, lacking))
         fits = not lacking.any()
-        if fits and (self.best is None or found.cost < self.best.cost):
-            self.best = found
+        if fits and (self.best is None or result.cost < self.best.cost):
+            self.best = result
         return fits
 
     def _close(self, gap: float = CLOSE) -> bool:
@@ -195,16 +195,18 @@ class _Lagrangian:
             scale = least * 2.0 if math.isinf(most) else most / 2.0 if least == 0.0 else (least + most) / 2.0
 
 
-def _exceeded(profile: MemoryProfile, capacity: Array, known: list[Place]) -> list[Place]:
+def _exceeded(profile: MemoryProfile, capacity: Array, priced: list[Place]) -> list[Place]:
     """Where a program exceeds the capacity most, per device, if that has no price yet."""
-    found = [(profile.peak_instruction(j), j) for j in np.flatnonzero(profile.lacking(capacity) > 0).tolist()]
-    return [place for place in found if place not in known]
+    places = [
+        (profile.peak_instruction(j), j) for j in np.flatnonzero(profile.lacking(capacity) > 0).tolist()
+    ]
+    return [place for place in places if place not in priced]
 
 
 def _master(lines: list[_Line], places: list[Place], capacity: Array, box: float) -> dict[Place, float]:
     """The prices that maximise the least of the lines; each at most ``box`` seconds per capacity."""
     scale = np.array([capacity[j] for _, j in places])
-    unit = lines[0].found.cost or 1.0
+    unit = lines[0].result.cost or 1.0
     highs = quiet_highs(threads=1, random_seed=0)
     count = len(places)
     # Columns: price times capacity per place, in units of the first program's cost; then the least line.
@@ -222,7 +224,7 @@ def _master(lines: list[_Line], places: list[Place], capacity: Array, box: float
         ]
         index = np.arange(count + 1, dtype=np.int32)
         values = np.array([*(-s for s in slopes), 1.0])
-        highs.addRow(-highspy.kHighsInf, line.found.cost / unit, count + 1, index, values)
+        highs.addRow(-highspy.kHighsInf, line.result.cost / unit, count + 1, index, values)
     highs.run()
     values = np.array(highs.getSolution().col_value)[:count]
     return {

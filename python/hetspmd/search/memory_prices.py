@@ -1,6 +1,6 @@
 """What holding tensors costs at given prices of bytes, as costs of values.
 
-What :class:`Ledger` charges is never more than what is held: at instruction i a tensor is charged that has
+What :class:`MemoryPrices` charges is never more than what is held: at instruction i a tensor is charged that has
 been produced and is still to be read, in the cheapest form that the program has of it, a whole one that no
 more of the forward reads in the smallest slice that the backward may have saved
 (:mod:`hetspmd.program.saved_tensors`); of tensors that share storage one. A parameter is charged with its
@@ -22,13 +22,13 @@ from hetspmd.rules.theory import Theory
 from hetspmd.search.pricing import Prices
 from hetspmd.search.search import Searcher
 
-__all__ = ["Ledger", "Place"]
+__all__ = ["MemoryPrices", "Place"]
 
 Place = tuple[int, int]
 """An instruction and a device whose memory has a price there."""
 
 
-class Ledger:
+class MemoryPrices:
     """Which tensors are held at an instruction whatever the program, and what they cost at given prices."""
 
     def __init__(self, searcher: Searcher) -> None:
@@ -100,22 +100,22 @@ class Ledger:
             forward.update(t for t in instruction.outputs if t >= 0)
             needed.update(instruction.inputs)
             until[list(instruction.inputs)] = np.maximum(until[list(instruction.inputs)], instruction.id)
-        found: list[list[int]] = []
+        slice_axes: list[list[int]] = []
         before: list[int] = []
         for (t, form), own in zip(entries, self.entry_axis.tolist(), strict=True):
             dims = range(len(graph.tensors[t].shape)) if form == REPLICATE else ()
             cuts = [a.id for d in dims if (a := axes.axis(t, d)) is not None]
             cuts = cuts if t in forward and self.born[t] > 0 else []
-            found.append([own, *cuts])
+            slice_axes.append([own, *cuts])
             before.append(int(until[t]) if cuts else len(graph.instructions))
-        most = max(map(len, found), default=1)
-        padded = [[*cuts, *cuts[:1] * (most - len(cuts))] for cuts in found]
+        most = max(map(len, slice_axes), default=1)
+        padded = [[*cuts, *cuts[:1] * (most - len(cuts))] for cuts in slice_axes]
         return np.array(padded, dtype=np.int64).reshape(-1, most), np.array(before, dtype=np.int64)
 
     def charged(self, instruction: int) -> Index:
         """The tensors charged at an instruction, one for each storage."""
-        found = self._charged.get(instruction)
-        if found is None:
+        tensors = self._charged.get(instruction)
+        if tensors is None:
             live = np.flatnonzero((self.born <= instruction) & (self.last >= instruction))
             best: dict[int, int] = {}
             for t in map(int, live):
@@ -128,8 +128,8 @@ class Ledger:
             for root in best:
                 if self.born[root] == 0 and self.last[root] == len(self.theory.graph.instructions):
                     best[root] = root  # a source is held in any case
-            found = self._charged[instruction] = np.array(sorted(best.values()), dtype=np.int64)
-        return found
+            tensors = self._charged[instruction] = np.array(sorted(best.values()), dtype=np.int64)
+        return tensors
 
     def prices(
         self,
@@ -158,14 +158,14 @@ class Ledger:
             keep += here[self.entry_tensor] * self.entry_bytes * weights
         moved = self._moved(per_axis) * slant[self.pair_tensor] if estimated else None
         # A lone device gathers nothing: what the forward has read of a parameter is the parameter.
-        kept = self._kept(per_axis, slant) if lengths.world > 1 else {}
-        return Prices(keep * slant[self.entry_tensor], kept, moved)
+        second_reads = self._second_reads(per_axis, slant) if lengths.world > 1 else {}
+        return Prices(keep * slant[self.entry_tensor], second_reads, moved)
 
     def _moved(self, per_axis: dict[int, Array]) -> Array:
         """Of a communicated tensor, what it holds more than the cheaper of its two forms: both while it is
         communicated, the new one until it is last read, and of a source both until then."""
         t, (old_axis, new_axis) = self.pair_tensor, self.pair_axes
-        found = np.zeros(len(t))
+        prices = np.zeros(len(t))
         for instruction, weight in per_axis.items():
             here = np.zeros(len(self.theory.graph.tensors))
             here[self.charged(instruction)] = 1.0
@@ -173,15 +173,15 @@ class Ledger:
             both = (self.born[t] == instruction) | (self.born[t] == 0)
             held = new + np.where(both, old, 0.0) - here[t] * np.minimum(old, new)
             live = (self.copied[t] <= instruction) & (instruction <= self.copied_until[t])
-            found += np.where(live, np.maximum(held, 0.0), 0.0)
-        return found
+            prices += np.where(live, np.maximum(held, 0.0), 0.0)
+        return prices
 
-    def _kept(self, per_axis: dict[int, Array], slant: Array) -> dict[int, Array]:
+    def _second_reads(self, per_axis: dict[int, Array], slant: Array) -> dict[int, Array]:
         """Of what the forward has communicated of a parameter and the backward reads again, from the last reader
         there to the second reading."""
         theory, space = self.theory, self.searcher.space
         graph = theory.graph
-        found: dict[int, Array] = {}
+        prices: dict[int, Array] = {}
         for i, parameter in graph.second_reads.items():
             forward = max(r for r in graph.consumers[parameter] if r != i)
             weights = [w for at, w in per_axis.items() if forward < at <= i]
@@ -189,8 +189,8 @@ class Ledger:
                 continue
             weight = np.sum(weights, axis=0)
             axes = [axis_of(theory, parameter, theory.rows[i][k].pre[0]) for k in space.rows[i]]
-            found[i] = self.nbytes[parameter] * weight[axes] * slant[parameter]
-        return found
+            prices[i] = self.nbytes[parameter] * weight[axes] * slant[parameter]
+        return prices
 
 
 def graph_source(theory: Theory, tensor: int) -> bool:

@@ -27,18 +27,18 @@ def assemble_program(space: Space, rows: Sequence[int], moves: Sequence[Move | N
     chosen = _Chosen(space, rows)
     after: dict[int, list[Step]] = {}
     before: dict[int, list[Step]] = {}
-    made: dict[int, Placement] = {}
+    targets: dict[int, Placement] = {}
     for t, move in enumerate(moves):
         if move is None:
             continue
         source, target, kind = move
         if all(available(source, form) for form in chosen.needed(t)):
             continue
-        made[t] = target
+        targets[t] = target
         step = Communicate(t, kind, source, target)
         producer = graph.producer(t)
         readers = [i for i, form in chosen.reads(t) if not available(source, form)]
-        if readers and readers[0] in graph.second_reads and _kept(space, readers[0], source, moves):
+        if readers and readers[0] in graph.second_reads and _reuses_forward(space, readers[0], source, moves):
             readers = [max(i for i in graph.consumers[t] if i < readers[0])]
         late = readers and (producer.is_source or graph.instructions[readers[0]].phase != producer.phase)
         if late:
@@ -52,7 +52,7 @@ def assemble_program(space: Space, rows: Sequence[int], moves: Sequence[Move | N
         steps.append(space.compute(i, row))
         if i in after:
             steps += after[i]
-    return _with_results(steps, chosen, made)
+    return _with_results(steps, chosen, targets)
 
 
 class _Chosen:
@@ -91,7 +91,7 @@ class _Chosen:
             yield allowed[0]
 
 
-def _kept(space: Space, second: int, stored: Placement, moves: Sequence[Move | None]) -> bool:
+def _reuses_forward(space: Space, second: int, stored: Placement, moves: Sequence[Move | None]) -> bool:
     """Whether a second reading cannot be communicated in the parameter's place: it is communicated from another
     form, or has no row for the stored one."""
     (tensor,) = space.theory.graph.instructions[second].outputs
@@ -99,13 +99,13 @@ def _kept(space: Space, second: int, stored: Placement, moves: Sequence[Move | N
     return moves[tensor] is not None or not direct
 
 
-def _with_results(steps: list[Step], chosen: _Chosen, made: Mapping[int, Placement]) -> Program:
-    """The program, whose communications make the forms ``made``, with what it leaves behind."""
+def _with_results(steps: list[Step], chosen: _Chosen, targets: Mapping[int, Placement]) -> Program:
+    """The program, whose communications make the forms ``targets``, with what it leaves behind."""
     graph, allowed = chosen.theory.graph, chosen.allowed
 
     def result(t: int) -> Result:
         """The form at the end: one that is there, else one that follows from a replicated tensor."""
-        have = (chosen.stored(t), made[t]) if t in made else (chosen.stored(t),)
+        have = (chosen.stored(t), targets[t]) if t in targets else (chosen.stored(t),)
         for form in have:
             if form in allowed[t]:
                 return Result(t, form)

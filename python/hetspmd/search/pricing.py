@@ -36,13 +36,13 @@ class Prices:
     """Prices of memory, in seconds.
 
     ``keep``: of holding a tensor in a form, in the order of :attr:`Pricing.tensors` and ``space.forms``.
-    ``kept[i][k]``: of taking, by row ``space.rows[i][k]`` of the second reading i of a parameter, what was
+    ``second_reads[i][k]``: of taking, by row ``space.rows[i][k]`` of the second reading i of a parameter, what was
     communicated for the forward. ``moved``: of what is held beside that where a tensor is communicated, in the
     order of ``Pricing.move_start``; an estimate, with which a search gives no bound.
     """
 
     keep: Array
-    kept: dict[int, Array]
+    second_reads: dict[int, Array]
     moved: Array | None = None
 
 
@@ -73,9 +73,9 @@ class Pricing:
         again = graph.second_reads
         row: list[int] = []
         start: list[int] = []
-        for i, kept in enumerate(space.rows):
+        for i, indices in enumerate(space.rows):
             start.append(len(row))
-            places = [int(offset[i]) + k for k in kept]
+            places = [int(offset[i]) + k for k in indices]
             row += [p for p in places for _ in range(2)] if i in again else places
         self.row: Index = np.array(row, dtype=np.int64)
         """Place of each row of the core among all rows of the theory."""
@@ -117,10 +117,10 @@ class Pricing:
             rows = np.array(places)[:, None]
             at = starts[rows] + np.arange(len(moves))
             self.pair_of[at] = self.move_start[rows] + np.array([pair[move[:2]] for move in moves])
-            found = np.array(size)[rows] * len(kinds) + np.array([kinds[move[2]] for move in moves])
+            codes = np.array(size)[rows] * len(kinds) + np.array([kinds[move[2]] for move in moves])
             for ends in ([move[0] for move in moves], [move[1] for move in moves]):
-                found = found * (2 * len(theory.axes.axes) + 1) + axis[:, np.searchsorted(forms, ends)]
-            code[at] = found
+                codes = codes * (2 * len(theory.axes.axes) + 1) + axis[:, np.searchsorted(forms, ends)]
+            code[at] = codes
         _, firsts, which = np.unique(code, return_index=True, return_inverse=True)
         self.which: Index = which.reshape(-1)
         tensors = np.searchsorted(starts, firsts, side="right") - 1
@@ -131,18 +131,18 @@ class Pricing:
     def _axis(self, tensor: int, form: Placement) -> int:
         """A number of the axis that a form shards and of whether its slices lie in memory as they are sent, 0 where
         there is none."""
-        found = self.space.theory.axes.sharded(tensor, form) if is_sharded(form) else None
-        return 0 if found is None else 2 * found.id + 1 + (sharded_dim(form) > 0)
+        axis = self.space.theory.axes.sharded(tensor, form) if is_sharded(form) else None
+        return 0 if axis is None else 2 * axis.id + 1 + (sharded_dim(form) > 0)
 
     def _overlappable(self) -> npt.NDArray[np.bool_]:
         """Per pair of forms: of a parameter, of its second reading or of a gradient, which other work can hide."""
         graph = self.space.theory.graph
-        found = {p.tensor for p in graph.parameters}
-        found |= {graph.instructions[i].outputs[0] for i in graph.second_reads}
-        found |= {g for _, g in self.space.ties}
+        tensors = {p.tensor for p in graph.parameters}
+        tensors |= {graph.instructions[i].outputs[0] for i in graph.second_reads}
+        tensors |= {g for _, g in self.space.ties}
         hidden = np.zeros(int(self.move_start[-1]), dtype=bool)
         for n, t in enumerate(self.tensors):
-            if t in found:
+            if t in tensors:
                 hidden[self.move_start[n] : self.move_start[n + 1]] = True
         return hidden
 
@@ -164,25 +164,25 @@ class Pricing:
         if overlap != 1:
             copies = model.moves_copies(self.examples)[self.which][best] if self.examples else moves
             weighted = np.where(self.overlappable, (moves - copies) * overlap + copies, moves)
-        keep, kept = np.zeros(int(self.keep_start[-1])), np.zeros(len(rows))
+        keep, second_reads = np.zeros(int(self.keep_start[-1])), np.zeros(len(rows))
         if prices is not None:
             keep = prices.keep
-            for i, extra in prices.kept.items():
-                kept[self.row_start[i] + 1 : self.row_start[i + 1] : 2] = extra
+            for i, extra in prices.second_reads.items():
+                second_reads[self.row_start[i] + 1 : self.row_start[i + 1] : 2] = extra
             if prices.moved is not None:
                 weighted = weighted + prices.moved
-        per_second = self._unit(rows + kept, weighted, keep)
+        per_second = self._unit(rows + second_reads, weighted, keep)
 
         def whole(seconds: Array) -> Costs:
-            found: Costs = np.rint(seconds * per_second).astype(np.int64)
-            return found
+            costs: Costs = np.rint(seconds * per_second).astype(np.int64)
+            return costs
 
         def less(seconds: Array) -> Costs:  # prices are rounded down, so that bounds stay bounds
-            found: Costs = np.floor(seconds * per_second).astype(np.int64)
-            return found
+            costs: Costs = np.floor(seconds * per_second).astype(np.int64)
+            return costs
 
         return Priced(
-            whole(rows) + less(kept),
+            whole(rows) + less(second_reads),
             whole(weighted),
             less(keep),
             best,

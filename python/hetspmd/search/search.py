@@ -125,7 +125,7 @@ class Searcher:
             raise SearchError(
                 f"the search stopped ({solution['stop_reason']}) before it found a program; raise the limit"
             )
-        return self._found(solution, priced)
+        return self._result(solution, priced)
 
     def cost(self, found: SearchResult, model: CostModel, lengths: Lengths) -> float:
         """The additive cost in seconds of a program of the space at other lengths than it was found at."""
@@ -156,7 +156,7 @@ class Searcher:
 
     def _allowed(self, within: Space) -> np.typing.NDArray[np.uint8]:
         """Per row of the core, whether ``within`` has it."""
-        found = np.ones(len(self.pricing.row), dtype=np.uint8)
+        mask = np.ones(len(self.pricing.row), dtype=np.uint8)
         for i, (few, every) in enumerate(zip(within.rows, self.space.rows, strict=True)):
             if len(few) != len(every):
                 keep = set(few)
@@ -164,10 +164,10 @@ class Searcher:
                 start = self.pricing.row_start[i]
                 for n, k in enumerate(every):
                     if k not in keep:
-                        found[start + n * copies : start + (n + 1) * copies] = 0
-        return found
+                        mask[start + n * copies : start + (n + 1) * copies] = 0
+        return mask
 
-    def _found(self, solution: dict[str, Any], priced: Priced) -> SearchResult:
+    def _result(self, solution: dict[str, Any], priced: Priced) -> SearchResult:
         space, pricing = self.space, self.pricing
         chosen: list[int] = solution["rows"]
         again = space.theory.graph.second_reads
@@ -183,9 +183,9 @@ class Searcher:
                 seconds[t] = int(priced.seconds[1][place])
         program = assemble_program(space, rows, moves)
         # A form that only prices of memory made cheap, and that nobody reads, is no part of the program.
-        made = {s.tensor for s in program.steps if isinstance(s, Communicate)}
-        moves = [move if t in made else None for t, move in enumerate(moves)]
-        total += sum(seconds[t] for t in made)
+        communicated = {s.tensor for s in program.steps if isinstance(s, Communicate)}
+        moves = [move if t in communicated else None for t, move in enumerate(moves)]
+        total += sum(seconds[t] for t in communicated)
         unit = priced.per_second
         return SearchResult(
             program,

@@ -83,7 +83,7 @@ class Space:
                 keep = ",".join(f"[{form},0]" for form in self.forms[t])
                 text = texts[form] = f'"moves":[{moves}],"keep":[{keep}]}}'
             tensors.append(f'{{"name":{name},{text}')
-        known: dict[tuple[object, ...], str] = {}
+        row_texts: dict[tuple[object, ...], str] = {}
         instructions = []
         names = _quoted([instruction.name for instruction in graph.instructions])
         for i, (instruction, name) in enumerate(zip(graph.instructions, names, strict=True)):
@@ -91,9 +91,9 @@ class Space:
             places = tuple(n for n, t in enumerate(instruction.outputs) if t >= 0)
             # Equal instructions share the objects of their rows.
             key = (tuple(map(id, self.theory.rows[i])), self.rows[i], places, again)
-            rows = known.get(key)
+            rows = row_texts.get(key)
             if rows is None:
-                rows = known[key] = ",".join(
+                rows = row_texts[key] = ",".join(
                     f'{{"pre":{list(row.pre)},"post":{[row.post[n] for n in places]},"cost":0{direct}}}'
                     for row in (self.theory.rows[i][k] for k in self.rows[i])
                     for direct in ((',"direct":true', "") if again else ("",))
@@ -111,30 +111,30 @@ class Space:
     @cached_property
     def pairs(self) -> tuple[tuple[Move, ...], ...]:
         """Of the moves of each tensor the first for each pair of forms; equal tensors share them."""
-        known: dict[int, tuple[Move, ...]] = {}
-        found = []
+        shared_pairs: dict[int, tuple[Move, ...]] = {}
+        by_tensor = []
         for moves in self.moves:
-            pairs = known.get(id(moves))
+            pairs = shared_pairs.get(id(moves))
             if pairs is None:
                 first: dict[tuple[Placement, Placement], Move] = {}
                 for move in moves:
                     first.setdefault(move[:2], move)
-                pairs = known[id(moves)] = tuple(first.values())
-            found.append(pairs)
-        return tuple(found)
+                pairs = shared_pairs[id(moves)] = tuple(first.values())
+            by_tensor.append(pairs)
+        return tuple(by_tensor)
 
     @cached_property
     def forms(self) -> tuple[tuple[Placement, ...], ...]:
         """The forms in which each tensor may be held: as produced and as communicated."""
         produced = _produced(self.theory, self.rows)
-        known: dict[tuple[int, frozenset[Placement]], tuple[Placement, ...]] = {}
-        found = []
+        shared_forms: dict[tuple[int, frozenset[Placement]], tuple[Placement, ...]] = {}
+        by_tensor = []
         for moves, forms in zip(self.moves, produced, strict=True):
             key = id(moves), forms
-            if key not in known:
-                known[key] = tuple(sorted(forms | {target for _, target, _ in moves}))
-            found.append(known[key])
-        return tuple(found)
+            if key not in shared_forms:
+                shared_forms[key] = tuple(sorted(forms | {target for _, target, _ in moves}))
+            by_tensor.append(shared_forms[key])
+        return tuple(by_tensor)
 
     def compute(self, instruction: int, row: int) -> Compute:
         """The step of an instruction by one of its rows; always the same object."""
@@ -204,21 +204,21 @@ def _rows(theory: Theory, constraints: Constraints) -> tuple[tuple[int, ...], ..
 def _requirements(theory: Theory, constraints: Constraints, rows_of_outputs: bool) -> tuple[Requirement, ...]:
     graph = theory.graph
     batch = batch_axes(theory)
-    found: dict[int, Requirement] = {}
+    requirements: dict[int, Requirement] = {}
     if graph.loss is not None:
-        found[graph.loss] = Requirement(graph.loss, (REPLICATE,))
+        requirements[graph.loss] = Requirement(graph.loss, (REPLICATE,))
     for tensor in graph.updates:
-        found[tensor] = Requirement(tensor, (REPLICATE,))
+        requirements[tensor] = Requirement(tensor, (REPLICATE,))
     for output in graph.outputs:
         t = output.tensor
-        if t is None or t in found:
+        if t is None or t in requirements:
             continue
         axis = theory.axes.axis(t, 0) if graph.tensors[t].shape else None
         by_rows = rows_of_outputs and axis is not None and axis.id in batch and axis.units >= 2
         wanted = constraints.forms.get(t)
         forms = (wanted,) if wanted is not None else (REPLICATE, shard(0)) if by_rows else (REPLICATE,)
-        found[t] = Requirement(t, forms)
-    return tuple(found.values())
+        requirements[t] = Requirement(t, forms)
+    return tuple(requirements.values())
 
 
 def _moves(
@@ -234,8 +234,8 @@ def _moves(
         wanted[requirement.tensor] |= frozenset(requirement.any_of)
     for parameter, gradient in ties:
         wanted[gradient] |= produced[parameter]
-    found: list[tuple[Move, ...]] = []
-    known: dict[tuple[object, ...], tuple[Move, ...]] = {}
+    by_tensor: list[tuple[Move, ...]] = []
+    shared_moves: dict[tuple[object, ...], tuple[Move, ...]] = {}
     of, axes = theory.axes.of, theory.axes.axes
     divided: dict[int, list[int]] = {}
     for (tensor, dim), axis in of.items():
@@ -243,11 +243,11 @@ def _moves(
             divided.setdefault(tensor, []).append(dim)
     for e in graph.tensors:
         key = (tuple(sorted(divided.get(e.id, ()))), e.dtype != "bool", produced[e.id], wanted[e.id])
-        moves = known.get(key)
+        moves = shared_moves.get(key)
         if moves is None:
-            moves = known[key] = _moves_between(*key)
-        found.append(moves)
-    return tuple(found)
+            moves = shared_moves[key] = _moves_between(*key)
+        by_tensor.append(moves)
+    return tuple(by_tensor)
 
 
 def _moves_between(
@@ -265,33 +265,33 @@ def _moves_between(
 
 def _produced(theory: Theory, rows: Sequence[tuple[int, ...]]) -> list[frozenset[Placement]]:
     """Per tensor the forms that ``rows`` produce."""
-    found: list[frozenset[Placement]] = [frozenset()] * len(theory.graph.tensors)
+    produced: list[frozenset[Placement]] = [frozenset()] * len(theory.graph.tensors)
     for instruction, forms in _each(theory, rows, lambda row: row.post):
         for t, own in zip(instruction.outputs, forms, strict=True):
             if t >= 0:
-                found[t] = own
-    return found
+                produced[t] = own
+    return produced
 
 
 def _wanted(theory: Theory, rows: Sequence[tuple[int, ...]]) -> list[frozenset[Placement]]:
     """Per tensor the forms that ``rows`` read."""
-    found: list[frozenset[Placement]] = [frozenset()] * len(theory.graph.tensors)
+    wanted: list[frozenset[Placement]] = [frozenset()] * len(theory.graph.tensors)
     for instruction, forms in _each(theory, rows, lambda row: row.pre):
         for t, own in zip(instruction.inputs, forms, strict=True):
-            if found[t] is not own:
-                found[t] |= own
-    return found
+            if wanted[t] is not own:
+                wanted[t] |= own
+    return wanted
 
 
 def _each(
     theory: Theory, rows: Sequence[tuple[int, ...]], side: Callable[[Triple], tuple[Placement, ...]]
 ) -> Iterator[tuple[Instruction, list[frozenset[Placement]]]]:
     """Each instruction and the forms of one side of its rows, by place; found once for those of the same rows."""
-    known: dict[tuple[int, tuple[int, ...]], list[frozenset[Placement]]] = {}
-    for instruction, all_, kept in zip(theory.graph.instructions, theory.rows, rows, strict=True):
-        forms = known.get((id(all_), kept))
+    shared_forms: dict[tuple[int, tuple[int, ...]], list[frozenset[Placement]]] = {}
+    for instruction, all_, indices in zip(theory.graph.instructions, theory.rows, rows, strict=True):
+        forms = shared_forms.get((id(all_), indices))
         if forms is None:
-            forms = known[id(all_), kept] = _by_place([side(all_[k]) for k in kept])
+            forms = shared_forms[id(all_), indices] = _by_place([side(all_[k]) for k in indices])
         yield instruction, forms
 
 
