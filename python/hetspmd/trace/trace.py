@@ -237,9 +237,7 @@ def _watch(
     model: nn.Module, loss: Loss | None, batch: object, numbers: Sequence[Place], randomness: HostRandomness
 ) -> HostWatch:
     try:
-        watch = HostWatch(model, loss, numbers=numbers, randomness=randomness)
-        watch.recorder.note_argument(batch)
-        return watch
+        return HostWatch(model, loss, batch, numbers=numbers, randomness=randomness)
     except HetspmdError:
         raise
     except Exception as error:  # the model's objects may raise anything when they are looked at

@@ -16,6 +16,7 @@ from torch import nn
 from hetspmd.errors import OptionError, TraceError
 from hetspmd.trace.host.asked import Asked, note_held
 from hetspmd.trace.host.changes import Left, numbers_of, owner_of, where
+from hetspmd.trace.host.discovery import unnamed_kinds
 from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.facts import Read
 from hetspmd.trace.host.lines import drawing_line
@@ -46,22 +47,24 @@ def check_randomness(given: object) -> None:
 class HostWatch:
     """What the Python of one trace does beside the graph.
 
-    ``numbers`` are the places of numbers that are inputs of the graph. ``randomness``: what becomes of
-    random numbers that Python code draws.
+    ``batch`` is what the model is called with. ``numbers`` are the places of numbers that are inputs of the graph.
+    ``randomness``: what becomes of random numbers that Python code draws.
     """
 
     def __init__(
         self,
         model: nn.Module,
         loss: object = None,
+        batch: object = None,
         *,
         numbers: Sequence[Place] = (),
         randomness: HostRandomness = "refuse",
     ) -> None:
-        self.roots = Roots(model, loss)
+        self.roots = Roots(model, loss, unnamed_kinds(batch))
         self.numbers, self._randomness = tuple(numbers), randomness
         self._snapshot, self._draws, self.asked = Snapshot(), Draws(), Asked()
         self.recorder = Recorder(self.roots, self._snapshot, self._draws)
+        self.recorder.note_argument(batch)
         self.recorder.placed.update(self.numbers)
         self._modules = [
             (tuple(f".{part}" for part in name.split(".") if part), module)
