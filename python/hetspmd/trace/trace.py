@@ -28,6 +28,7 @@ from hetspmd.trace.advice import named_error
 from hetspmd.trace.assemble import Naming, assemble
 from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.collector import collector_paused
+from hetspmd.trace.cumulative import cumulative_averages
 from hetspmd.trace.decompositions import table
 from hetspmd.trace.fake import fake_like, fake_parameters, model_device, trace_device
 from hetspmd.trace.graph import Graph, Static
@@ -127,7 +128,8 @@ def _traced(
     step.training = model.training
     try:
         fake = fake_parameters(model, mode, place, gradients=training)
-        with collector_paused(), fake, grad_mode, layer_by_layer(model), watch.tracing():
+        counted = cumulative_averages(model)
+        with collector_paused(), fake, grad_mode, layer_by_layer(model), counted, watch.tracing():
             module, inputs, outputs = compat.export_joint(step, fakes, table())
             inputs, outputs = compat.merge_tied(module, inputs, outputs, first_names)
             draft = import_graph(module)
@@ -143,7 +145,11 @@ def _traced(
         graph = assemble(draft, inputs, outputs, naming)
         graph = with_host(graph, watch, [i for i in graph.inputs if i.leaf < 0], draft.data.values())
         if wants_trials(graph, watch):
-            with fake_parameters(model, mode, place, gradients=training), grad_mode, compat.rehearsal(mode):
+            fake, counted = (
+                fake_parameters(model, mode, place, gradients=training),
+                cumulative_averages(model),
+            )
+            with fake, grad_mode, counted, compat.rehearsal(mode):
                 graph = settled(graph, watch, partial(step.rehearsed, fakes[: len(batch.tensors)]))
         graph = with_second_reads(graph)
     states += watch.states
