@@ -17,7 +17,7 @@ from hetspmd.errors import BatchMismatchError, HetspmdError
 from hetspmd.lower import LocalProgram, LocalTensor
 from hetspmd.run.autograd import Runner
 from hetspmd.run.beside import HostSide, Served
-from hetspmd.run.calling import calling_text, changing
+from hetspmd.run.calling import calling_text, changing, parted
 from hetspmd.run.entry import Entry
 from hetspmd.run.guard import expected, match, refuse_own_rows
 from hetspmd.run.host_guard import Guard
@@ -210,9 +210,9 @@ class PlanCache:
             if found.position is None:
                 plan = agreed_plan(setting.communicator, make)
         except HetspmdError as error:
+            why = why or parted(setting.model, mode, self._states(args, kwargs))
             raise BatchMismatchError(
-                f"this batch or mode is not the plan's ({why or 'the mode of the model changed'}) and no "
-                f"plan could be made for it: {error}"
+                f"this step is not as the plan's was ({why}), and no plan could be made for it: {error}"
             ) from error
         if found.graph.autocast != mode[2]:
             raise BatchMismatchError(
@@ -237,14 +237,13 @@ class PlanCache:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: Mode
     ) -> tuple[list[Plan], list[Guard]]:
         """All plans, and of those for this batch and mode what their traces found of Python."""
-        guards = [
-            guard
-            for entry in self.entries
-            if match(entry.expected, args, kwargs)[0] is not None
-            for known, guard in entry.served.states
-            if known == mode
-        ]
+        guards = [guard for known, guard in self._states(args, kwargs) if known == mode]
         return [entry.plan for entry in self.entries], guards
+
+    def _states(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Mode, Guard]]:
+        """The states in which the plans for this batch serve."""
+        entries = (entry for entry in self.entries if match(entry.expected, args, kwargs)[0] is not None)
+        return [state for entry in entries for state in entry.served.states]
 
     def _check_shards(self, plan: Plan, parameters: tuple[LocalTensor, ...]) -> None:
         for parameter, layout in zip(plan.graph.parameters, parameters, strict=True):
