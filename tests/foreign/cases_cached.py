@@ -126,3 +126,79 @@ def a_method_cached_in_init() -> Made:
             return self.mask()
 
     return Model(), only_x()
+
+
+@case("forum: a cached table that follows from a buffer which stays")
+def a_cached_table_of_a_buffer() -> Made:
+    class Model(Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("inverse", torch.arange(12.0) / 12)
+
+        @functools.lru_cache  # noqa: B019
+        def table(self, n: int) -> dict[str, torch.Tensor]:
+            return {"cos": (self.inverse[:n] * 3).cos()}
+
+        def scale(self) -> torch.Tensor:
+            return self.table(12)["cos"]
+
+    return Model(), only_x()
+
+
+class Keeping(Scaled):
+    """Keeps what a case computes."""
+
+    @functools.lru_cache  # noqa: B019
+    def kept(self) -> torch.Tensor:
+        return self.made()
+
+    def made(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def scale(self) -> torch.Tensor:
+        return self.kept()
+
+
+@case("forum: a cached tensor of random numbers", refused=r"Keeping\.kept at .*depends on random numbers")
+def a_cached_draw() -> Made:
+    class Model(Keeping):
+        def made(self) -> torch.Tensor:
+            return torch.rand(12)
+
+    return Model(), only_x()
+
+
+@case("forum: a cached tensor of a weight", refused=r"depends on parameter first\.weight.*register_buffer")
+def a_cached_mean_of_a_weight() -> Made:
+    class Model(Keeping):
+        def made(self) -> torch.Tensor:
+            return self.first.weight.detach().mean(0)
+
+    return Model(), only_x()
+
+
+@case("forum: a cached tensor of a buffer that changes", refused=r"depends on buffer steps")
+def a_cached_tensor_of_a_buffer_that_changes() -> Made:
+    class Model(Keeping):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.ones(12))
+
+        def made(self) -> torch.Tensor:
+            self.steps += 1
+            return self.steps.cos()
+
+    return Model(), only_x()
+
+
+@case("forum: a cached tensor of the first batch", refused=r"depends on the batch")
+def a_cached_mean_of_the_batch() -> Made:
+    class Model(Keeping):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = x
+            return super().forward(x)
+
+        def made(self) -> torch.Tensor:
+            return self.last.mean(0)
+
+    return Model(), only_x()

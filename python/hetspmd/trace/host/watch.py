@@ -19,6 +19,7 @@ from hetspmd.trace.host.changes import Left, numbers_of, owner_of, where
 from hetspmd.trace.host.discovery import unnamed_kinds
 from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.facts import Read
+from hetspmd.trace.host.kept_tensors import kept_tensors
 from hetspmd.trace.host.lines import drawing_line
 from hetspmd.trace.host.numbers import AsNumbers
 from hetspmd.trace.host.places import NOTHING, Path, Roots, item, items, own, put, text
@@ -72,6 +73,7 @@ class HostWatch:
         ]
         self._settings = {step: read() for step, read in SETTINGS.items()}
         self.state_changes: Left | None = None
+        self.kept: dict[str, list[torch.Tensor]] = {}
         self._behind: list[tuple[Place, Any]] = []
         self.draws = ""
         self.states: list[Any] = []
@@ -119,6 +121,7 @@ class HostWatch:
             with AsNumbers(numbers) if numbers else nullcontext(), self.recorder.bound.placed():
                 output = call()
             made = self.recorder.results_made()
+            self.kept = kept_tensors(self.roots.model, self._snapshot.cached())
             if self.recorder.failed is not None:
                 raise self.recorder.failed
             self._check(structure, grad, process)
