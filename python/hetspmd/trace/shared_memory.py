@@ -6,41 +6,34 @@ has when the step is traced, which is the same only where they stay.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
-from torch import nn
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import OutputRole, is_traced
+from hetspmd.trace.compat import OutputRole
 from hetspmd.trace.host.changes import where
+from hetspmd.trace.host.own_memory import memory
 from hetspmd.trace.host.plain import tensors_in
 from hetspmd.trace.host.watch import HostWatch
 from hetspmd.trace.importer import Draft
 
-__all__ = ["check_views", "memories"]
-
-
-def memories(model: nn.Module) -> dict[int, str]:
-    """The names of a model's parameters and buffers by the memory in which they lie."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    return {memory: name for name, tensor in named if (memory := _memory(tensor))}
+__all__ = ["check_views"]
 
 
 def check_views(
     draft: Draft,
     outputs: Sequence[OutputRole],
-    own: Mapping[int, str],
     trained: Collection[str],
     watch: HostWatch,
 ) -> None:
     """Raise TraceError for a view, among the tensors with values that a trace met, of what changes between steps.
 
-    ``own``: see :func:`memories`. ``trained`` names the parameters that are.
+    ``trained`` names the parameters that are.
     """
     changing = {*trained, *(r.name.removeprefix("model.") for r in outputs if r.kind.endswith("_mutation"))}
     for tensor in draft.data.values():
-        name = own.get(_memory(tensor), "")
+        name = watch.memories.get(memory(tensor), "")
         if name in changing:
             raise TraceError(
                 f"forward reads {_place(tensor, watch)}, a view of {name} that was made before: it would stay as "
@@ -51,12 +44,6 @@ def check_views(
 def _place(tensor: torch.Tensor, watch: HostWatch) -> str:
     """Where forward has found a tensor."""
     for place, value in watch.recorder.values.items():
-        if any(_memory(found) == _memory(tensor) for found in tensors_in(value)):
+        if any(memory(found) == memory(tensor) for found in tensors_in(value)):
             return where(watch.roots, *place)
     return "a tensor"
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    if is_traced(tensor) or tensor.is_meta or tensor.layout != torch.strided:
-        return 0
-    return tensor.untyped_storage().data_ptr()

@@ -43,7 +43,7 @@ from hetspmd.trace.kept_results import check_kept
 from hetspmd.trace.losses import Loss
 from hetspmd.trace.recurrent import layer_by_layer
 from hetspmd.trace.second_reads import with_second_reads
-from hetspmd.trace.shared_memory import check_views, memories
+from hetspmd.trace.shared_memory import check_views
 from hetspmd.trace.traced_step import Step
 
 
@@ -126,7 +126,7 @@ def _traced(
         for names in group.values()
         for name in names
     }
-    own, grad_mode = memories(model), nullcontext() if training else torch.no_grad()
+    grad_mode = nullcontext() if training else torch.no_grad()
     was_training = step.training
     step.training = model.training
     try:
@@ -135,7 +135,7 @@ def _traced(
             inputs, outputs = compat.merge_tied(module, inputs, outputs, first_names)
             draft = import_graph(module)
             outputs = check_kept(draft, inputs, outputs, step.kept, trainable)
-            check_views(draft, outputs, own, trainable, watch)
+            check_views(draft, outputs, trainable, watch)
     except HetspmdError:
         raise
     except Exception as error:

@@ -22,6 +22,7 @@ from hetspmd.trace.host.facts import Read
 from hetspmd.trace.host.kept_tensors import kept_tensors
 from hetspmd.trace.host.lines import drawing_line
 from hetspmd.trace.host.numbers import AsNumbers
+from hetspmd.trace.host.own_memory import memories
 from hetspmd.trace.host.places import NOTHING, Path, Roots, item, items, own, put, text
 from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_plain
 from hetspmd.trace.host.process import ProcessSettings
@@ -74,6 +75,7 @@ class HostWatch:
         self._settings = {step: read() for step, read in SETTINGS.items()}
         self.state_changes: Left | None = None
         self.kept: dict[str, list[torch.Tensor]] = {}
+        self.memories = memories(model)
         self._behind: list[tuple[Place, Any]] = []
         self.draws = ""
         self.states: list[Any] = []
