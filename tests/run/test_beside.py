@@ -250,6 +250,7 @@ def _wrap(model: Any, x: torch.Tensor) -> torch.Tensor:
     return base(model, x)
 
 
+@pytest.mark.filterwarnings("ignore::hetspmd.errors.KeptRowsWarning")
 @pytest.mark.parametrize(
     ("forward", "members", "text"),
     [

@@ -18,7 +18,7 @@ from hetspmd.errors import OptionError, PlanMismatchError, RetraceWarning, Trace
 from hetspmd.run.host_guard import Guard
 from hetspmd.run.replan import Replanned, Replanner, differ
 from hetspmd.run.structure import StructureGuard
-from hetspmd.trace.host.discovery import discover, rediscover
+from hetspmd.trace.host.discovery import discover, rediscover, unnamed_kinds
 from hetspmd.trace.host.entropy import State, advance
 from hetspmd.trace.host.places import Roots
 from hetspmd.trace.host.recorder import Place
@@ -69,9 +69,9 @@ class Served:
 class HostSide:
     """What the plans of a HAP module have in common on this rank's host."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, batch: object = None) -> None:
         self._setting = setting
-        self._roots = Roots(setting.model, setting.loss)
+        self._roots = Roots(setting.model, setting.loss, unnamed_kinds(batch))
         discover(self._roots)
         self._replanner = Replanner(self._roots)
         self._structure = StructureGuard(setting.model)
@@ -87,6 +87,18 @@ class HostSide:
             rediscover(self._roots)
             self._last = number
         return number
+
+    def meets(self, batch: object, *, known: bool) -> bool:
+        """Whether a batch has other classes to which no name leads than the batch before; ``known``: look only if
+        that one had some."""
+        if known and not self._roots.given:
+            return False
+        kinds = unnamed_kinds(batch)
+        if kinds == self._roots.given:
+            return False
+        self._roots.given = kinds
+        rediscover(self._roots)
+        return True
 
     def guard(self, graph: Graph, own_outputs: int, *, given: bool = False) -> Guard:
         """What the trace of a graph found of Python, on this rank's model. Raises OptionError for draws that

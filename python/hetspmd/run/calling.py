@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,15 +12,23 @@ from torch import nn
 from hetspmd.trace.admissible import argument_names, spoken
 from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.compat import flatten
+from hetspmd.trace.host.places import NOTHING, text
+from hetspmd.trace.host.plain import fingerprint
 from hetspmd.trace.values import dtype_name
 
 if TYPE_CHECKING:
     from hetspmd.run.host_guard import Guard
+    from hetspmd.run.setting import Mode
+    from hetspmd.trace.host.facts import Read
 
-__all__ = ["calling_text", "changing"]
+__all__ = ["calling_text", "changing", "parted"]
 
 _MOST_LEAVES = 12
 """Leaves of an argument that a message names: more make it unreadable."""
+_MOST_DIFFERENCES = 3
+"""Values that are others than in the trace, of which a message tells."""
+_LONGEST = 80
+"""Characters of the text of a value in a message."""
 
 
 def calling_text(
@@ -59,6 +68,57 @@ def changing(guards: Iterable[Guard]) -> list[str]:
             known.setdefault(name, set()).add(was)
             now[name] = value
     return [f"{name} is {now[name][:80]}" for name, was in known.items() if was != {now[name]}][:_MOST_LEAVES]
+
+
+def parted(model: nn.Module, mode: Mode, states: Sequence[tuple[Mode, Guard]]) -> str:
+    """What of a model is not as in ``states``, in which plans for the present batch serve."""
+    if not states:
+        return "there is no plan for the batch"
+    guards = [guard for known, guard in states if known == mode]
+    if not guards:
+        return _modes(model, states[-1][0], mode)
+    found = [_difference(read, value) for read, value in guards[-1].differences()[:_MOST_DIFFERENCES]]
+    return "; ".join(found) or "gradients are on, or each step is planned anew"
+
+
+def _modes(model: nn.Module, before: Mode, now: Mode) -> str:
+    """What is not the same in two modes of a model."""
+    if before[3] != now[3]:
+        return "submodules, hooks or parameters of the model are others than before"
+    modules = [f"module {name}" if name else "the model" for name, _ in model.named_modules()]
+    parameters = [f"parameter {name}" for name, _ in model.named_parameters()]
+    parts = _turned(modules, before[0], now[0], ("in train mode", "in eval mode"))
+    parts += _turned(parameters, before[1], now[1], ("trained", "frozen"))
+    if before[2] != now[2]:
+        parts.append(f"autocast is {now[2] or 'off'} and was {before[2] or 'off'}")
+    return "; ".join(parts)
+
+
+def _turned(
+    names: Sequence[str], before: Sequence[bool], now: Sequence[bool], states: tuple[str, str]
+) -> list[str]:
+    """The first of these that is on now and was off, or the other way, with the number of others."""
+    found = [i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
+    if not found:
+        return []
+    others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    is_, was = states if now[found[0]] else states[::-1]
+    return [f"{names[found[0]]}{others} is {is_} and was {was}"]
+
+
+def _difference(read: Read, value: object) -> str:
+    """A value that forward reads, which is another one than in the trace."""
+    was, now = (
+        _without_values(read.value),
+        "missing" if value is NOTHING else _without_values(fingerprint(value)),
+    )
+    name = text(read.root, read.path)
+    return f"{name} has other values" if was == now else f"{name} was {was} and is {now}"
+
+
+def _without_values(fingerprint: str) -> str:
+    """The text of a value, of a tensor without the digest of its elements."""
+    return re.sub(r"(tensor \w+\[[\d, ]*\]) \d+", r"\1", fingerprint)[:_LONGEST]
 
 
 def _leaf(leaf: Any) -> str:

@@ -81,6 +81,10 @@ class Guard:
         self._bind()
         return self._numbers_fit()
 
+    def unbind(self) -> None:
+        """Look up all values anew at the next comparison."""
+        self._blocker, self._bound = None, False
+
     def _look_again(self) -> None:
         """Find the variables of functions that stand in the place of those that were known."""
         for read, function in self._functions.items():

@@ -158,7 +158,7 @@ class HAP(WholeStates):
         self._store.shard(self.device)
         traced = plan is None or not run.check_plan
         self._store.guard(idle=self._runtime.everyone is not None)
-        self._plans = PlanCache(setting, self._store, self._runtime, first, program, traced)
+        self._plans = PlanCache(setting, self._store, self._runtime, first, program, traced, example)
         if plan is None:
             self._plans.check_ranks()
         self._loss = setting.loss

@@ -17,7 +17,7 @@ from hetspmd.errors import BatchMismatchError, HetspmdError
 from hetspmd.lower import LocalProgram, LocalTensor
 from hetspmd.run.autograd import Runner
 from hetspmd.run.beside import HostSide, Served
-from hetspmd.run.calling import calling_text, changing
+from hetspmd.run.calling import calling_text, changing, parted
 from hetspmd.run.entry import Entry
 from hetspmd.run.guard import expected, match, refuse_own_rows
 from hetspmd.run.host_guard import Guard
@@ -31,7 +31,7 @@ from hetspmd.run.store import Store, slot
 from hetspmd.run.variety import make_room
 from hetspmd.trace.compat import spec_from_text
 from hetspmd.trace.graph import Graph
-from hetspmd.trace.trace import trace
+from hetspmd.trace.trace import split_example, trace
 from hetspmd.trace.trial import trial
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 class PlanCache:
     """The plans of a HAP module; ``plan`` and its local ``program`` are the first.
 
-    ``attendance``, if there is one, is told of a batch for which there is no plan before one is made.
+    ``example`` is a batch for which the first plan is. ``attendance``, if there is one, is told of a batch for
+    which there is no plan before one is made.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class PlanCache:
         plan: Plan,
         program: LocalProgram,
         traced: bool,
+        example: Any = None,
     ) -> None:
         self.setting, self.store, self._runtime = setting, store, runtime
-        self.host = HostSide(setting)
+        self.host = HostSide(setting, None if example is None else split_example(example))
         self.entries = [self._entry(plan, program, given=True)]
         self.entries[0].traced = traced
         self._calls = 0
@@ -108,14 +110,13 @@ class PlanCache:
         self._calls += 1
         mode = self.setting.mode(self.host.structure())
         backward = torch.is_grad_enabled() and any(mode[1])
-        why = ""
-        for entry in self.entries:
-            inputs, why = match(entry.expected, args, kwargs)
-            if inputs is None or not entry.served.fits(mode):
-                continue
-            if entry.differentiable or not backward or entry.plan.graph.loss is None:
-                entry.used = self._calls
-                return entry, inputs + entry.served.numbers
+        self._meet((args, dict(kwargs)), known=True)
+        found, why = self._known(args, kwargs, mode, backward)
+        if found is None and self._meet((args, dict(kwargs)), known=False):
+            found, why = self._known(args, kwargs, mode, backward)
+        if found is not None:
+            found[0].used = self._calls
+            return found
         known = self.runners()
         entry = self._new(args, kwargs, backward=backward, why=why)
         if recording is not None and not any(entry.runner is runner for _, runner in known):
@@ -124,6 +125,28 @@ class PlanCache:
         if inputs is None:
             raise BatchMismatchError(f"the batch cannot be planned for: {why}")
         return entry, inputs + entry.served.numbers
+
+    def _known(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: Mode, backward: bool
+    ) -> tuple[tuple[Entry, list[torch.Tensor]] | None, str]:
+        """The plan that there is for a batch, with the batch's tensors; or None, and why there is none."""
+        why = ""
+        for entry in self.entries:
+            inputs, why = match(entry.expected, args, kwargs)
+            if inputs is None or not entry.served.fits(mode):
+                continue
+            if entry.differentiable or not backward or entry.plan.graph.loss is None:
+                return (entry, inputs + entry.served.numbers), why
+        return None, why
+
+    def _meet(self, batch: object, *, known: bool) -> bool:
+        """Find the classes of a batch to which no name leads; whether there are other ones than before."""
+        if not self.host.meets(batch, known=known):
+            return False
+        for entry in self.entries:
+            for _, guard in entry.served.states:
+                guard.unbind()
+        return True
 
     def check_ranks(self) -> None:
         """Raise PlanMismatchError, on every rank, unless every rank's model is as the first plan's was.
@@ -187,9 +210,9 @@ class PlanCache:
             if found.position is None:
                 plan = agreed_plan(setting.communicator, make)
         except HetspmdError as error:
+            why = why or parted(setting.model, mode, self._states(args, kwargs))
             raise BatchMismatchError(
-                f"this batch or mode is not the plan's ({why or 'the mode of the model changed'}) and no "
-                f"plan could be made for it: {error}"
+                f"this step is not as the plan's was ({why}), and no plan could be made for it: {error}"
             ) from error
         if found.graph.autocast != mode[2]:
             raise BatchMismatchError(
@@ -214,14 +237,13 @@ class PlanCache:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: Mode
     ) -> tuple[list[Plan], list[Guard]]:
         """All plans, and of those for this batch and mode what their traces found of Python."""
-        guards = [
-            guard
-            for entry in self.entries
-            if match(entry.expected, args, kwargs)[0] is not None
-            for known, guard in entry.served.states
-            if known == mode
-        ]
+        guards = [guard for known, guard in self._states(args, kwargs) if known == mode]
         return [entry.plan for entry in self.entries], guards
+
+    def _states(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Mode, Guard]]:
+        """The states in which the plans for this batch serve."""
+        entries = (entry for entry in self.entries if match(entry.expected, args, kwargs)[0] is not None)
+        return [state for entry in entries for state in entry.served.states]
 
     def _check_shards(self, plan: Plan, parameters: tuple[LocalTensor, ...]) -> None:
         for parameter, layout in zip(plan.graph.parameters, parameters, strict=True):

@@ -8,11 +8,13 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import CodeType
 
 import torch
 from torch import nn
 
 from hetspmd.errors import ExampleError, HetspmdError, TraceError
+from hetspmd.trace.index_advice import index_advice
 
 _UNTRACEABLE = (
     "DataDependentOutputException",
@@ -24,6 +26,11 @@ _UNTRACEABLE = (
 )
 
 _REWRITES: tuple[tuple[str, str], ...] = (
+    (
+        r"num_batches_tracked",
+        "the factor of batch norm with momentum=None may stay a tensor: factor = 1.0 / self.num_batches_tracked, "
+        "and self.running_mean.lerp_(mean, factor); torch's own forward, super().forward(x), works as it is",
+    ),
     (r"^\s*assert\b", "remove the assertion from forward, or check the batch before the call"),
     (
         r"^\s*(if|elif|while)\b|\bif\b.*\belse\b",
@@ -38,6 +45,7 @@ _REWRITES: tuple[tuple[str, str], ...] = (
         r"\.item\(\)|\b(float|int|bool)\(",
         "leave out .item(), float() and int(): a tensor without dimensions computes as a number does",
     ),
+    (r"\blstsq\(", "use torch.linalg.pinv(a) @ b, whose shapes do not depend on the rank of a"),
     (r"quantize_per_", "use torch.fake_quantize_per_tensor_affine, which keeps floating-point numbers"),
     (r"\.nonzero\(|\bunique\b|\bmasked_select\b|\bargwhere\b", "use a mask or fixed sizes instead"),
     (
@@ -67,6 +75,9 @@ def named_error(error: Exception, model: nn.Module) -> HetspmdError:
         )
     if kind in _UNTRACEABLE or "data-dependent" in text or "FakeTensor" in text or numpy:
         advice = _rewrite(frame.line or "" if frame else "", [f.filename for f in frames])
+        if frame and "_local_scalar_dense" in text and not re.search(_OF_THEIR_OWN, frame.line or ""):
+            index = index_advice(_code_of(frame, error), frame.lineno or 0)
+            advice = f". Here: {index}" if index else advice
         return TraceError(
             f"{type(model).__name__} cannot be traced to one static graph{where}: {kind}: {text}. "
             f"{_GENERAL}{advice}"
@@ -82,6 +93,21 @@ def named_error(error: Exception, model: nn.Module) -> HetspmdError:
         "first. If it works there, the model takes another way while it is traced, as under torch.compile: look "
         "for checks of a tensor's class"
     )
+
+
+_OF_THEIR_OWN = r"^\s*(assert|if|elif|while|for)\b|\brange\(|num_batches_tracked"
+"""Lines whose rewrite is another one, even where a number in them is an index as well."""
+
+
+def _code_of(frame: traceback.FrameSummary, error: Exception) -> CodeType | None:
+    """The code that a frame of an error runs."""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if (code.co_filename, trace.tb_lineno) == (frame.filename, frame.lineno):
+            return code
+        trace = trace.tb_next
+    return None
 
 
 def _rewrite(line: str, files: list[str]) -> str:

@@ -149,8 +149,11 @@ class _Importer:
         for part in str(node.target).split("."):
             tensor = getattr(tensor, part)
         if not isinstance(tensor, torch.Tensor):
+            user = next((n for n in node.users if n.op == "call_function" and not is_op(n.target)), node)
             raise TraceError(
-                f"the graph reads {node.target}, a {type(tensor).__name__}; control flow ops are not supported"
+                f"the graph calls {user.target} with functions of the model's{_at(self._source(user))}, and a plan "
+                "has no control flow; compute both sides and choose: torch.where(condition, a, b), or loop a fixed "
+                "number of times"
             )
         self.draft.types[(node, 0)] = (tuple(tensor.shape), dtype_name(tensor.dtype))
         self.draft.data[(node, 0)] = tensor.detach()

@@ -28,6 +28,7 @@ from hetspmd.trace.advice import named_error
 from hetspmd.trace.assemble import Naming, assemble
 from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.collector import collector_paused
+from hetspmd.trace.cumulative import cumulative_averages
 from hetspmd.trace.decompositions import table
 from hetspmd.trace.fake import fake_like, fake_parameters, model_device, trace_device
 from hetspmd.trace.graph import Graph, Static
@@ -38,9 +39,11 @@ from hetspmd.trace.host.recorder import Place
 from hetspmd.trace.host.trials import settled, wants_trials
 from hetspmd.trace.host.watch import HostRandomness, HostWatch
 from hetspmd.trace.importer import import_graph
+from hetspmd.trace.kept_results import check_kept
 from hetspmd.trace.losses import Loss
 from hetspmd.trace.recurrent import layer_by_layer
 from hetspmd.trace.second_reads import with_second_reads
+from hetspmd.trace.shared_memory import check_views
 from hetspmd.trace.traced_step import Step
 
 
@@ -113,6 +116,7 @@ def _traced(
     fakes = [fake_like(mode, batch.leaves[i].detach(), place) for i in batch.tensors]
     watch = _watch(model, loss, (args, dict(kwargs)), numbers, host_randomness)
     fakes += [fake_like(mode, number, place) for number in watch.number_tensors()]
+    faked, counted = partial(fake_parameters, model, mode, place, gradients=training), cumulative_averages
     step = Step(model, loss, batch.leaves, batch.spec, training=training, watch=watch)
     parameters, trainable = _names(model.named_parameters(remove_duplicate=False))
     buffers, _ = _names(model.named_buffers(remove_duplicate=False))
@@ -128,11 +132,12 @@ def _traced(
     was_training = step.training
     step.training = model.training
     try:
-        fake = fake_parameters(model, mode, place, gradients=training)
-        with collector_paused(), fake, grad_mode, layer_by_layer(model), watch.tracing():
+        with collector_paused(), faked(), grad_mode, layer_by_layer(model), counted(model), watch.tracing():
             module, inputs, outputs = compat.export_joint(step, fakes, table())
             inputs, outputs = compat.merge_tied(module, inputs, outputs, first_names)
             draft = import_graph(module)
+            outputs = check_kept(draft, inputs, outputs, step.kept, trainable)
+            check_views(draft, outputs, trainable, watch)
     except HetspmdError:
         raise
     except Exception as error:
@@ -145,7 +150,7 @@ def _traced(
         graph = assemble(draft, inputs, outputs, naming)
         graph = with_host(graph, watch, [i for i in graph.inputs if i.leaf < 0], draft.data.values())
         if wants_trials(graph, watch):
-            with fake_parameters(model, mode, place, gradients=training), grad_mode, compat.rehearsal(mode):
+            with faked(), grad_mode, counted(model), compat.rehearsal(mode):
                 graph = settled(graph, watch, partial(step.rehearsed, fakes[: len(batch.tensors)]))
         graph = with_second_reads(graph)
     states += watch.states
@@ -239,9 +244,7 @@ def _watch(
     model: nn.Module, loss: Loss | None, batch: object, numbers: Sequence[Place], randomness: HostRandomness
 ) -> HostWatch:
     try:
-        watch = HostWatch(model, loss, numbers=numbers, randomness=randomness)
-        watch.recorder.note_argument(batch)
-        return watch
+        return HostWatch(model, loss, batch, numbers=numbers, randomness=randomness)
     except HetspmdError:
         raise
     except Exception as error:  # the model's objects may raise anything when they are looked at

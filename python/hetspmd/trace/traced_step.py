@@ -28,7 +28,8 @@ class Step(nn.Module):
     left with (``watch``): an index into the returned tensors, or a literal; ``output_spec`` is the output's pytree
     spec. A cache of keys and values comes back as None, since it is no result of a training step: ``dropped`` maps
     its place in the output to its class. ``updates`` maps what the model's parameters and buffers are given in
-    other ways than by ops, by name, to an index into the returned tensors; they come last. ``changed`` maps inputs
+    other ways than by ops, by name, to an index into the returned tensors; they come behind the others, and at
+    last what cached functions keep, by index in ``kept`` with the function. ``changed`` maps inputs
     that are written to, by position, to the line that does so; ``checkpoints`` are the regions that the model would
     recompute.
     """
@@ -56,6 +57,7 @@ class Step(nn.Module):
         self.dropped: dict[str, str] = {}
         self.updates: dict[str, int] = {}
         self.changed: dict[int, str] = {}
+        self.kept: dict[int, str] = {}
         self.checkpoints = Checkpoints(model)
         self._places = Slots(model)
 
@@ -89,7 +91,12 @@ class Step(nn.Module):
         self.changed = assignments.changed
         returned = self._returned(output)
         self.updates = {name: len(returned) + i for i, name in enumerate(updates)}
-        return (*returned, *(value.detach() for value in updates.values()))
+        returned += (value.detach() for value in updates.values())
+        self.kept = {}
+        for name, found in self._watch.kept.items():
+            self.kept |= dict.fromkeys(range(len(returned), len(returned) + len(found)), name)
+            returned += (tensor.detach() for tensor in found)
+        return tuple(returned)
 
     def _returned(self, output: Any) -> list[torch.Tensor]:
         """The loss, if there is one, the other tensors of the model's output, and those that the model is

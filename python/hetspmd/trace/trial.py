@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hetspmd.trace.compat import fake_mode, flatten, unflatten
+from hetspmd.trace.cumulative import cumulative_averages
 from hetspmd.trace.fake import fake_like, fake_parameters, model_device, trace_device
 from hetspmd.trace.host.watch import HostWatch
 from hetspmd.trace.slots import Slots
@@ -30,5 +31,5 @@ def trial(
     given, named = unflatten(fakes, spec)
     watch = HostWatch(model, randomness="freeze")
     fake = fake_parameters(model, mode, place, gradients=False)
-    with fake, Slots(model).restored(), watch.tracing(), mode, torch.no_grad():
+    with fake, Slots(model).restored(), cumulative_averages(model), watch.tracing(), mode, torch.no_grad():
         flatten(watch.run(partial(called, *given, **named)))

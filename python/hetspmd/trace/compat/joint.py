@@ -27,6 +27,7 @@ from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from hetspmd.errors import HetspmdError, TraceError
+from hetspmd.trace.compat.effects import without_effects
 from hetspmd.trace.compat.roles import InputRole, OutputRole, input_role, output_role
 from hetspmd.trace.compat.tensors import is_op
 from hetspmd.trace.compiling import libraries_told
@@ -179,6 +180,7 @@ def _export(
             disable_functionalization=not functionalize,
         )
         graph_module: GraphModule = joint.graph_module
+    without_effects(graph_module)
     nodes = list(graph_module.graph.nodes)
     in_roles = [input_role(n.meta.get("desc")) for n in nodes if n.op == "placeholder"]
     out_roles = [output_role(d) for d in nodes[-1].meta["desc"]]

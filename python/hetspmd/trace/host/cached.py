@@ -14,7 +14,17 @@ from typing import Any, Final
 
 from hetspmd.trace.host.plain import is_scalar, tensors_in
 
-__all__ = ["CALL", "Caches", "call", "calls_to", "is_cache", "is_call", "results_of", "spoken_call"]
+__all__ = [
+    "CALL",
+    "Caches",
+    "call",
+    "calls_to",
+    "held_results",
+    "is_cache",
+    "is_call",
+    "results_of",
+    "spoken_call",
+]
 
 CALL: Final = "("
 """How a step begins that calls a cached function: it ends in the arguments, as JSON."""
@@ -96,6 +106,11 @@ def results_of(function: Any) -> dict[Any, Any]:
     if function.cache_parameters()["maxsize"] is None:
         return next(found, {})
     return next((table for table in found if table and all(map(_is_element, table.values()))), {})
+
+
+def held_results(function: Any) -> list[tuple[Any, Any]]:
+    """The keys and results that a cached function holds."""
+    return _held(function)
 
 
 def _held(function: Any) -> list[tuple[Any, Any]]:

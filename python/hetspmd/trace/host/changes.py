@@ -121,15 +121,27 @@ class Left:
             for index, (old, new) in enumerate(zip(before, elements(after), strict=True)):
                 if old is not new:
                     yield Change(change.root, (*change.path, f"[{index}]"), old, new)
-        elif any(not is_plain(value) for value in elements(after)):
-            name, kind = where(self._roots, change.root, change.path), type(after).__name__
-            raise TraceError(
-                f"forward adds to the {kind} {name} in every step; return what it collects as an "
-                "output of forward, "
-                "or clear it at the beginning of forward"
-            )
         else:
+            self._check_elements(change)
             yield Change(change.root, (*change.path, ALL), before, elements(after))
+
+    def _check_elements(self, change: Change) -> None:
+        """Raise TraceError where no plan could fill a list, deque or set as forward does: it keeps what was in it
+        before the step, or does not say in which order its tensors are."""
+        values = [value for value in elements(change.after) if not is_plain(value)]
+        kept = {id(value) for value in change.before}
+        if not values or (not isinstance(change.after, set) and kept.isdisjoint(map(id, values))):
+            return
+        name, kind = where(self._roots, change.root, change.path), type(change.after).__name__
+        if isinstance(change.after, set):
+            raise TraceError(
+                f"forward leaves tensors in the {kind} {name}, which has no order; keep them in a list"
+            )
+        raise TraceError(
+            f"forward adds to the {kind} {name} and keeps what the step before has put there, so that it grows or "
+            "moves on in every step; return what it collects as an output of forward, or clear it in each step: "
+            f"self.{change.path[-1].removeprefix('.')}.clear() at the beginning of forward"
+        )
 
 
 def numbers_of(change: Change) -> list[object]:

@@ -15,6 +15,7 @@ from enum import Enum
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+from hetspmd.trace.host.cached import is_cache
 from hetspmd.trace.host.classes import Classes, Met
 from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
 from hetspmd.trace.host.kinds import answers, parts_of
@@ -44,7 +45,8 @@ class CodeReader:
     """Finds the variables of functions, and tells ``found(root, path, value, holder)`` each once.
 
     The holder is a cell, a module, a class, or the function itself for its defaults and attributes. Classes and
-    modules count where they are of dates and the code asks what day it is. ``visited`` is told every function.
+    modules count where they are of dates and the code asks what day it is. ``visited`` is told every function,
+    ``cached`` each that keeps its results, wherever it lies: in a class, around a method, in a partial function.
     ``everything``: all members of classes count, and what does not answer is passed by.
     """
 
@@ -53,10 +55,11 @@ class CodeReader:
         roots: Roots,
         found: Callable[[str, Path, Any, Any], None],
         visited: Callable[[FunctionType], None] = lambda _: None,
+        cached: Callable[[Any], None] = lambda _: None,
         *,
         everything: bool = False,
     ) -> None:
-        self._roots, self._found, self._visited = roots, found, visited
+        self._roots, self._found, self._visited, self._cached = roots, found, visited, cached
         self._seen: set[int] = set()
         self._told: set[tuple[str, str, frozenset[str]]] = set()
         self._looked: set[tuple[int, str]] = set()
@@ -87,6 +90,8 @@ class CodeReader:
             if id(value) in self._seen:
                 return
             self._seen.add(id(value))
+        elif is_cache(value):
+            self._cached(value)
         if (names := asked_for(value)) - self._names:
             self._names |= names
             self._settle()
@@ -247,7 +252,7 @@ class CodeReader:
     def _member(self, met: Met, name: str, value: Any) -> None:
         """A member of a class counts."""
         place = (*met.path, f".{name}")
-        if isinstance(value, _MADE_OF_FUNCTIONS) or (name.startswith("__") and name.endswith("__")):
+        if isinstance(value, _MADE_OF_FUNCTIONS) or _is_special(name) or is_cache(value):
             self.visit(value)
             if isinstance(value, functools.singledispatchmethod):
                 place = (*met.path, ".__dict__", step_to(name), ".dispatcher", ".registry")
@@ -261,6 +266,10 @@ class CodeReader:
             value, (FunctionType, staticmethod, classmethod)
         ):
             self._tell(met.root, place, value, met.kind)
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
 
 
 _MADE_OF_FUNCTIONS = (

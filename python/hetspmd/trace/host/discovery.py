@@ -14,12 +14,12 @@ from hetspmd.trace.host.foreign import is_foreign, is_own
 from hetspmd.trace.host.kinds import answers, bound_to, is_function
 from hetspmd.trace.host.members import members
 from hetspmd.trace.host.names import names_in
-from hetspmd.trace.host.places import Path, Roots, closure, content
+from hetspmd.trace.host.places import Path, Roots, closure, content, is_found
 from hetspmd.trace.host.plain import is_container, is_scalar, type_name
 from hetspmd.trace.host.raw import elements, pairs, size
 from hetspmd.trace.host.snapshot import OF_TORCH
 
-__all__ = ["discover", "own_kinds", "rediscover"]
+__all__ = ["discover", "own_kinds", "rediscover", "unnamed_kinds"]
 
 _MOST_ELEMENTS = 1000
 """Elements of the largest container that is looked into: a data set would take longer than a trace."""
@@ -33,6 +33,9 @@ def discover(roots: Roots) -> None:
             walk.kind(kind)
         if is_foreign(type(module).__module__):
             walk.layer(type(module))
+    for given in roots.given:
+        for kind in given.__mro__:
+            walk.kind(kind)
     walk.value(roots.loss)
     for module in roots.model.modules():
         walk.module(module)
@@ -65,6 +68,11 @@ def own_kinds(value: Any) -> list[type]:
         if not is_scalar(value) and is_own(type(value).__module__) and own_attributes(value) is not value:
             rest += (members(value) or {}).values()
     return list(found)
+
+
+def unnamed_kinds(value: Any) -> list[type]:
+    """Those of :func:`own_kinds` to which no name leads, as that of a class that is defined in a function."""
+    return [kind for kind in own_kinds(value) if not is_found(kind)]
 
 
 class _Walk:

@@ -6,6 +6,7 @@ parameter, input or randomness become constants.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -75,13 +76,13 @@ def with_host(
 
 
 def _carried(watch: HostWatch, root: str, path: tuple[str, ...]) -> str:
-    name = path[-1].removeprefix(".")
+    place = where(watch.roots, root, path)
+    own = [index for index, step in enumerate(path) if step.startswith(".")]
+    name = "_".join(re.findall(r"\w+", "".join(path[own[-1] :] if own else path)))
     return (
-        f"forward reads {where(watch.roots, root, path)}, which the step before has left there; a "
-        "tensor that is carried "
-        f"from step to step is a buffer: self.register_buffer({name!r}, ...) in __init__, then self.{name} = value "
-        "or self."
-        f"{name}.copy_(value) in forward"
+        f"forward reads {place}, which the step before has left there; a tensor that is carried from step to step "
+        f"is a buffer: self.register_buffer({name!r}, ...) in __init__, then self.{name} = value or self.{name}."
+        "copy_(value) in forward"
     )
 
 

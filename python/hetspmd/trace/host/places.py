@@ -9,7 +9,7 @@ A place is a root and a path. Roots are ``model``, ``loss`` (the function given 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import CellType, FunctionType
 from typing import Any, Final
 
@@ -63,8 +63,10 @@ def _of_function(path: Path, name: str) -> str:
 class Roots:
     """What the roots are for one model and loss function."""
 
-    def __init__(self, model: nn.Module, loss: object = None) -> None:
+    def __init__(self, model: nn.Module, loss: object = None, given: Sequence[type] = ()) -> None:
         self.model, self.loss = model, loss
+        self.given = list(given)
+        """Classes of the batch to which no name leads (``main.<locals>.Batch``): they are a model's as well."""
         self.functions: dict[str, FunctionType] = {}
         self._classes: dict[str, type] = {}
         self.namespaces: dict[str, Namespace] = {}

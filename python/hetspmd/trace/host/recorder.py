@@ -75,7 +75,7 @@ class Recorder:
         self._modules = frozenset(map(id, roots.model.modules()))
         discover(roots)
         self.bound = Bound(roots)
-        self.reader = CodeReader(roots, self._variable, self._visited)
+        self.reader = CodeReader(roots, self._variable, self._visited, self._snapshot.cache)
         for name, module in roots.model.named_modules():
             path = tuple(f".{part}" for part in name.split(".") if part)
             self._follow("model", path, module)

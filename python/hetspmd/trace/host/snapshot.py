@@ -18,7 +18,7 @@ from typing import Any, Final
 from torch import nn
 
 from hetspmd.trace.compat import outside_modes
-from hetspmd.trace.host.cached import results_of
+from hetspmd.trace.host.cached import held_results, results_of
 from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.foreign import is_foreign, is_installed
 from hetspmd.trace.host.in_place import Content
@@ -139,6 +139,13 @@ class Snapshot:
         """Hold what all caches have in them now."""
         for name, (function, _) in self._caches.items():
             self._caches[name] = function, frozenset(results_of(function))
+
+    def cached(self) -> Iterator[tuple[Any, Any, Any]]:
+        """What was put into caches since they were held: the functions, the keys and the results."""
+        for function, kept in self._caches.values():
+            if results_of(function).keys() - kept:
+                found = dict(held_results(function))  # a key that was taken out is there once more, before
+                yield from ((function, key, result) for key, result in found.items() if key not in kept)
 
     def changes(self) -> Iterator[Change]:
         """What is not as it was."""

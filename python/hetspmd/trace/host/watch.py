@@ -16,10 +16,13 @@ from torch import nn
 from hetspmd.errors import OptionError, TraceError
 from hetspmd.trace.host.asked import Asked, note_held
 from hetspmd.trace.host.changes import Left, numbers_of, owner_of, where
+from hetspmd.trace.host.discovery import unnamed_kinds
 from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.facts import Read
+from hetspmd.trace.host.kept_tensors import kept_tensors
 from hetspmd.trace.host.lines import drawing_line
 from hetspmd.trace.host.numbers import AsNumbers
+from hetspmd.trace.host.own_memory import memories
 from hetspmd.trace.host.places import NOTHING, Path, Roots, item, items, own, put, text
 from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_plain
 from hetspmd.trace.host.process import ProcessSettings
@@ -46,22 +49,24 @@ def check_randomness(given: object) -> None:
 class HostWatch:
     """What the Python of one trace does beside the graph.
 
-    ``numbers`` are the places of numbers that are inputs of the graph. ``randomness``: what becomes of
-    random numbers that Python code draws.
+    ``batch`` is what the model is called with. ``numbers`` are the places of numbers that are inputs of the graph.
+    ``randomness``: what becomes of random numbers that Python code draws.
     """
 
     def __init__(
         self,
         model: nn.Module,
         loss: object = None,
+        batch: object = None,
         *,
         numbers: Sequence[Place] = (),
         randomness: HostRandomness = "refuse",
     ) -> None:
-        self.roots = Roots(model, loss)
+        self.roots = Roots(model, loss, unnamed_kinds(batch))
         self.numbers, self._randomness = tuple(numbers), randomness
         self._snapshot, self._draws, self.asked = Snapshot(), Draws(), Asked()
         self.recorder = Recorder(self.roots, self._snapshot, self._draws)
+        self.recorder.note_argument(batch)
         self.recorder.placed.update(self.numbers)
         self._modules = [
             (tuple(f".{part}" for part in name.split(".") if part), module)
@@ -69,6 +74,8 @@ class HostWatch:
         ]
         self._settings = {step: read() for step, read in SETTINGS.items()}
         self.state_changes: Left | None = None
+        self.kept: dict[str, list[torch.Tensor]] = {}
+        self.memories = memories(model)
         self._behind: list[tuple[Place, Any]] = []
         self.draws = ""
         self.states: list[Any] = []
@@ -116,6 +123,7 @@ class HostWatch:
             with AsNumbers(numbers) if numbers else nullcontext(), self.recorder.bound.placed():
                 output = call()
             made = self.recorder.results_made()
+            self.kept = kept_tensors(self.roots.model, self._snapshot.cached())
             if self.recorder.failed is not None:
                 raise self.recorder.failed
             self._check(structure, grad, process)

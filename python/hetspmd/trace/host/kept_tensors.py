@@ -1,0 +1,36 @@
+"""The tensors that a run of a model's Python has put into the caches of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetspmd.trace.compat import memory_of
+from hetspmd.trace.host.plain import tensors_in
+
+__all__ = ["kept_tensors"]
+
+
+def kept_tensors(model: nn.Module, made: Iterator[tuple[Any, Any, Any]]) -> dict[str, list[torch.Tensor]]:
+    """Of functions, keys and results that a run has put into caches the tensors, by the function and its line.
+
+    Left out are parameters, buffers and views of them, and what a call with a tensor gave, which no later call has.
+    """
+    own = {memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[str, list[torch.Tensor]] = {}
+    for function, key, result in made:
+        tensors = [tensor for tensor in tensors_in(result) if memory_of(tensor) not in own]
+        if tensors and not tensors_in(
+            key if isinstance(key, tuple) else [*key] if isinstance(key, list) else [key]
+        ):
+            found.setdefault(_name(function), []).extend(tensors)
+    return found
+
+
+def _name(function: Any) -> str:
+    code = getattr(getattr(function, "__wrapped__", None), "__code__", None)
+    at = f" at {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+    return f"{getattr(function, '__qualname__', 'a cached function')}{at}"
