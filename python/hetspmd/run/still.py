@@ -51,6 +51,8 @@ def comparison(value: Any, text: str) -> Comparison:
         return lambda now: now is value or (now is not NOTHING and fingerprint(now) == text)
     if isinstance(value, (MethodType, BuiltinFunctionType)):
         return lambda now: now is value or (now == value and fingerprint(now) == text)
+    if type(value) is tuple and all(map(stays, value)):
+        return lambda now: now is value or (type(now) is tuple and _same_parts(now, value))
     if stays(value):
         return lambda now: now is value
     if is_container(value):
@@ -81,6 +83,14 @@ def _same_items(now: Any, held: dict[Any, Any]) -> bool:
 
 def _same_elements(now: Any, held: list[Any]) -> bool:
     return size(now) == len(held) and all(a is b for a, b in zip(elements(now), held, strict=True))
+
+
+def _same_parts(now: tuple[Any, ...], held: tuple[Any, ...]) -> bool:
+    """Whether a tuple, which may be made anew whenever it is asked for, has what another one has."""
+    return len(now) == len(held) and all(
+        a is b or (is_scalar(b) and type(a) is type(b) and fingerprint(a) == fingerprint(b))
+        for a, b in zip(now, held, strict=True)
+    )
 
 
 def _tensor(value: torch.Tensor) -> Comparison:

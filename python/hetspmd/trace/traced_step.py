@@ -46,7 +46,7 @@ class Step(nn.Module):
         super().__init__()
         self._watch = watch
         self.model = model
-        self._loss = loss
+        self.__dict__["_loss"] = loss  # it may be a module, which is no part of the model
         self._leaves = leaves
         self._spec = spec
         self.wants_gradients = training

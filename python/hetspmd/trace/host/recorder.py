@@ -31,6 +31,7 @@ from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
 from hetspmd.trace.host.in_place import content_of
 from hetspmd.trace.host.kinds import bound_to, is_function, is_iterator, made_of, parts_of, tells_its_class
 from hetspmd.trace.host.members import code_of, home_of_data, members, slots_of
+from hetspmd.trace.host.outside import SLOTS, Outside
 from hetspmd.trace.host.places import NOTHING, Namespace, Path, Roots, items
 from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_plain, is_scalar, type_name
 from hetspmd.trace.host.raw import size
@@ -69,6 +70,7 @@ class Recorder:
         self._roots = roots
         self._caches = Caches()
         self._class_data = ClassData(roots, snapshot, self._note)
+        self.outside = Outside(roots, self._note, self.note_value)
         self._looking: set[int] = set()
         named = (*roots.model.named_parameters(), *roots.model.named_buffers())
         self._registered: dict[int, str] = {id(tensor): name for name, tensor in named}
@@ -121,6 +123,8 @@ class Recorder:
         followed = self._followed.get(id(of))
         if followed is None or name in followed.seen:
             return
+        if not name.startswith("__"):
+            self.outside.saw(of, name)
         if name in _WHOLE:
             self._all(followed, name)
         elif not name.startswith("__"):
@@ -152,6 +156,7 @@ class Recorder:
         if is_foreign(home) if asked == "__dict__" else home.startswith("hetspmd."):
             return
         followed.seen.add("__dict__")
+        self.outside.saw(followed.of, "children")
         if not isinstance(followed.of, nn.Module) and type(followed.of).__dictoffset__:
             slots = slots_of(type(followed.of))
             keys = fingerprint((type_name(dict), *(name for name in followed.before if name not in slots)))
@@ -170,6 +175,8 @@ class Recorder:
             return
         for slot in followed.slots:
             if name in slot:
+                self.outside.saw(of, name)
+                self.outside.saw(slot[name], "")
                 return
         own = getattr(type(of), "__getattr__", None)
         if name in followed.before or (own is not None and own is not nn.Module.__getattr__):
@@ -318,8 +325,9 @@ class Recorder:
                 self.note_value(root, (*path, step), value)
         self._looking.discard(id(container))
 
-    def _follow(self, root: str, path: Path, value: Any) -> None:
-        """Record the attributes of an object, and hold them."""
+    def _follow(self, root: str, path: Path, value: Any, within: nn.Module | None = None) -> None:
+        """Record the attributes of an object, and hold them; of a module outside of the model also those of the
+        modules inside it. ``within``: the one that holds it as a submodule."""
         kind = type(value)
         if id(value) in self._followed or isinstance(value, (torch.Tensor, type)):
             return
@@ -342,27 +350,32 @@ class Recorder:
         before = self._snapshot.attributes(root, path, attributes)
         self._followed[id(value)] = Followed(value, root, path, attributes, before)
         self.reader.meet(kind, root, (*path, ".__class__"))
-        counts = id(value) not in self._modules if isinstance(value, nn.Module) else is_own(kind.__module__)
-        if path and counts and tells_its_class(value):
+        if path and not isinstance(value, nn.Module) and is_own(kind.__module__) and tells_its_class(value):
             self._note((root, (*path, ".__class__")), fingerprint(kind), kind)
         if PAST_THE_CLASS & self.reader.names:
             self._past_its_class(self._followed[id(value)])
-        if (isinstance(value, nn.Module) and root != "model") or not isinstance(value, nn.Module):
-            self._tensors(root, path, value)
+        if isinstance(value, nn.Module) and id(value) not in self._modules:
+            self._outside(self._followed[id(value)], within)
+
+    def _outside(self, followed: Followed, within: nn.Module | None) -> None:
+        """A module was found that the model does not have."""
+        self.outside.know(followed, within)
+        if is_foreign(type(followed.of).__module__):
+            self.reader.library.of_class(type(followed.of))
+        for name, inner in list(followed.before.get("_modules", {}).items()):
+            if inner is not None:
+                self._follow(followed.root, (*followed.path, f".{name}"), inner, followed.of)
+
+    def settle(self) -> None:
+        """After a run: where code asks for what modules hold in a way of which no one is told, all of it counts."""
+        if self.reader.names & set(SLOTS):
+            self.outside.everything()
 
     def _past_its_class(self, followed: Followed) -> None:
         """Look at the attributes that code may read in a way of which no one is told, by their names."""
         for name in sorted(followed.own & self.reader.names - followed.seen):
             followed.seen.add(name)
             self.note_value(followed.root, (*followed.path, f".{name}"), followed.before[name])
-
-    def _tensors(self, root: str, path: Path, value: Any) -> None:
-        """Parameters and buffers of a module that the model does not have among its own are read as they
-        are."""
-        for kind in ("_parameters", "_buffers"):
-            for name, tensor in getattr(value, kind, {}).items() if isinstance(value, nn.Module) else ():
-                if tensor is not None:
-                    self._note((root, (*path, f".{name}")), fingerprint(tensor), tensor)
 
     def _change(self, kind: type) -> bool:
         if kind in self._classes:

@@ -115,6 +115,7 @@ class HostWatch:
         try:
             with AsNumbers(numbers) if numbers else nullcontext(), self.recorder.bound.placed():
                 output = call()
+            self.recorder.settle()
             made = self.recorder.results_made()
             if self.recorder.failed is not None:
                 raise self.recorder.failed
