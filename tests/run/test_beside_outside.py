@@ -14,6 +14,9 @@ from outside import Step, distance, equal, student
 from torch import nn
 from torch.nn import functional as F
 
+from hetspmd.errors import TraceError
+from hetspmd.trace.trace import trace
+
 pytestmark = pytest.mark.filterwarnings("ignore::hetspmd.errors.PlanPerValueWarning")
 
 
@@ -408,3 +411,59 @@ def test_what_a_step_does_not_read_of_a_module_makes_no_plan() -> None:
         return step
 
     equal(make, moves=False)
+
+
+class Average(nn.Module):
+    """Puts another tensor in the place of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return x - self.mean
+
+
+class Registers(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "scale" not in self._buffers:
+            self.register_buffer("scale", torch.ones(12))
+        return x * self.scale
+
+
+class Grows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.add_module(f"layer{len(self._modules)}", nn.Identity())
+        return x * len(self._modules)
+
+
+class Hooks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer.register_forward_hook(_hook)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [(Average, "a buffer"), (Registers, "a buffer"), (Grows, "a submodule"), (Hooks, "a hook")],
+)
+def test_what_a_step_changes_of_a_teacher_is_refused(kind: type[nn.Module], what: str) -> None:
+    teacher = nn.Sequential(kind())
+    before = [(name, dict(vars(module))) for name, module in teacher.named_modules()]
+    held = [dict(vars(module)["_buffers"]) for module in teacher.modules()]
+    step = by_closure(teacher)
+    with pytest.raises(TraceError, match=f"{what} of teacher.0.*is no module of the model"):
+        trace(step.model, (torch.randn(16, 12),), {}, loss=step.loss)
+    assert [(name, dict(vars(module))) for name, module in teacher.named_modules()] == before
+    assert [list(vars(module)["_buffers"]) for module in teacher.modules()] == [list(h) for h in held]
+
+
+def test_statistics_that_a_teacher_moves_are_refused() -> None:
+    step = by_closure(nn.Sequential(nn.BatchNorm1d(12)))
+    with pytest.raises(TraceError, match="neither a parameter nor a buffer of the model"):
+        trace(step.model, (torch.randn(16, 12),), {}, loss=step.loss)

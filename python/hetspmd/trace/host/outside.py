@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from hetspmd.errors import TraceError
@@ -19,6 +18,7 @@ from hetspmd.trace.host.followed import Followed
 from hetspmd.trace.host.kinds import tells_its_class
 from hetspmd.trace.host.places import Path, Roots, text
 from hetspmd.trace.host.plain import fingerprint
+from hetspmd.trace.host.snapshot import Structure
 from hetspmd.trace.host.steps import CALLS, calls_of, step_to
 
 __all__ = ["SLOTS", "Outside"]
@@ -30,6 +30,8 @@ _ONE: Final = frozenset({"forward", "training", "extra_repr"})
 _OF_TREE: Final = frozenset(n for n in dir(nn.Module) if not n.startswith("_")) - _ONE
 """Methods of a module that look at all modules inside it."""
 
+_SPOKEN: Final = {"_parameters": "a parameter", "_buffers": "a buffer", "_modules": "a submodule"}
+
 Note = Callable[[tuple[str, Path], str, Any], None]
 
 
@@ -40,17 +42,14 @@ class Outside:
     def __init__(self, roots: Roots, note: Note, look: Callable[[str, Path, Any], None]) -> None:
         self._roots, self._note, self._look = roots, note, look
         self._known: dict[int, tuple[Followed, Followed | None]] = {}
-        self._met: list[Followed] = []
-        self._slots: list[tuple[Followed, str, dict[str, Any]]] = []
+        self._held: list[tuple[Followed, Structure]] = []
         self._touched: set[int] = set()
 
     def know(self, followed: Followed, within: nn.Module | None) -> None:
         """A module was found, ``within`` another one of which this is told."""
         around = None if within is None else self._known.get(id(within))
         self._known[id(followed.of)] = followed, None if around is None else around[0]
-        for kind in SLOTS:
-            if isinstance(held := followed.before.get(kind), dict):
-                self._slots.append((followed, kind, dict(held)))
+        self._held.append((followed, Structure([((), followed.of)], tensors=True)))
 
     def knows(self, module: object) -> bool:
         """Whether this is a module that lies outside of the model."""
@@ -70,6 +69,22 @@ class Outside:
             if inner is not None and id(inner) in self._known:
                 self._touch(id(inner))
                 self.all_of(inner)
+
+    def check(self) -> None:
+        """Raise TraceError for what a run has added to a module, replaced or taken away."""
+        for followed, structure in self._held:
+            for _, kind in structure.changes():
+                what = _SPOKEN.get(kind, "a hook")
+                raise TraceError(
+                    f"the step adds, removes or replaces {what} of {text(followed.root, followed.path)} "
+                    f"({type(followed.of).__name__}), which is no module of the model, so that no plan does it again; "
+                    "make it a module of the model (self.teacher = ...), or change it between the steps"
+                )
+
+    def rewind(self) -> None:
+        """Put back what modules held when they were found."""
+        for _, structure in self._held:
+            structure.rewind()
 
     def everything(self) -> None:
         """All modules that were found count."""

@@ -32,10 +32,11 @@ from hetspmd.trace.host.steps import step_to
 OF_TORCH: Final = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 """Attributes that every module has, and those in which torch's recurrent layers hold their parameters once more."""
 
+_TENSORS = ("_parameters", "_buffers")
 _STRUCTURE = tuple(
     name
     for name, value in vars(nn.Module()).items()
-    if isinstance(value, dict) and name not in ("_parameters", "_buffers")
+    if isinstance(value, dict) and name not in _TENSORS
 )
 """Attributes of a module that hold submodules and hooks."""
 
@@ -196,14 +197,15 @@ class Snapshot:
 
 
 class Structure:
-    """Submodules and hooks of modules at one time: unlike other attributes, a trace changes them itself."""
+    """Submodules and hooks of modules at one time: unlike other attributes, a trace changes them itself. With
+    ``tensors`` also which parameters and buffers they hold."""
 
-    def __init__(self, modules: list[tuple[Path, nn.Module]]) -> None:
+    def __init__(self, modules: list[tuple[Path, nn.Module]], *, tensors: bool = False) -> None:
         self._held = [
             (path, name, live, dict(live))
             for path, module in modules
             for attributes in (own_attributes(module),)
-            for name in _STRUCTURE
+            for name in (*_STRUCTURE, *(_TENSORS if tensors else ()))
             if (live := attributes.get(name)) is not None
         ]
 
@@ -215,7 +217,7 @@ class Structure:
         for path, name, live, kept in self._held:
             if _same(live, kept):
                 continue
-            added = [value for key, value in live.items() if key not in kept]
+            added = [v for key, v in live.items() if key not in kept] if name not in _TENSORS else []
             if not (added and all(map(_of_a_package, added)) and kept.items() <= live.items()):
                 yield path, name
 

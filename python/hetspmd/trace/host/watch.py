@@ -217,6 +217,7 @@ class HostWatch:
                 put(self.roots.holder(root, path), path[-1], value)
 
     def _rewind(self) -> None:
+        self.recorder.outside.rewind()
         self._snapshot.rewind()
         self._draws.rewind()
         if self._settings[".default_dtype"] != torch.get_default_dtype():
@@ -225,6 +226,7 @@ class HostWatch:
     def _check(self, structure: Structure, grad: bool, process: ProcessSettings) -> None:
         """Raise TraceError for what forward does to modules, torch's settings and iterators."""
         name = type(self.roots.model).__name__
+        self.recorder.outside.check()
         for path, kind in structure.changes():
             module, _ = owner_of(self.roots.model, path)
             what = "a submodule" if kind == "_modules" else "a hook"
