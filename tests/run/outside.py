@@ -68,7 +68,12 @@ def both(make: Callable[[], Step], count: int = 4, **options: Any) -> tuple[Loss
     def rank(communicator: Any) -> Losses:
         mine = each[communicator.rank]
         hap = HAP(
-            mine.model, cluster(4, 2, 1, 1), example=(X,), loss=mine.loss, process_group=communicator, **options
+            mine.model,
+            cluster(4, 2, 1, 1),
+            example=(X,),
+            loss=mine.loss,
+            process_group=communicator,
+            **options,
         )
         assert len(hap.plan.active) == RANKS, "the plan must divide"
         return steps(hap, hap.parameters(), mine, count)

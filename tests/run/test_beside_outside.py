@@ -1,5 +1,5 @@
-"""Modules outside of the model that a step reads: a teacher in ``loss=``, by whatever it is reached, and whatever of it
-changes between steps."""
+"""Modules outside of the model that a step reads: a teacher in ``loss=``, by whatever it is reached, and whatever
+of it changes between steps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ class Recurrent(nn.Module):
 
 def deep() -> nn.Module:
     """A teacher whose tensors lie below its top."""
-    body = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.GroupNorm(4, 24), nn.BatchNorm1d(24), nn.Linear(24, 12))
+    body = nn.Sequential(
+        nn.Linear(12, 24), nn.GELU(), nn.GroupNorm(4, 24), nn.BatchNorm1d(24), nn.Linear(24, 12)
+    )
     return nn.Sequential(body, Scaled(), Listed()).requires_grad_(False).eval()
 
 
@@ -454,13 +456,19 @@ class Hooks(nn.Module):
 )
 def test_what_a_step_changes_of_a_teacher_is_refused(kind: type[nn.Module], what: str) -> None:
     teacher = nn.Sequential(kind())
-    before = [(name, dict(vars(module))) for name, module in teacher.named_modules()]
-    held = [dict(vars(module)["_buffers"]) for module in teacher.modules()]
+    before = _structure(teacher)
     step = by_closure(teacher)
     with pytest.raises(TraceError, match=f"{what} of teacher.0.*is no module of the model"):
         trace(step.model, (torch.randn(16, 12),), {}, loss=step.loss)
-    assert [(name, dict(vars(module))) for name, module in teacher.named_modules()] == before
-    assert [list(vars(module)["_buffers"]) for module in teacher.modules()] == [list(h) for h in held]
+    assert _structure(teacher) == before
+
+
+def _structure(teacher: nn.Module) -> list[Any]:
+    slots = ("_buffers", "_modules", "_forward_hooks")
+    return [
+        (name, *(list(vars(module)[slot].items()) for slot in slots))
+        for name, module in teacher.named_modules()
+    ]
 
 
 def test_statistics_that_a_teacher_moves_are_refused() -> None:

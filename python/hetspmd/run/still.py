@@ -95,13 +95,13 @@ def _same_parts(now: tuple[Any, ...], held: tuple[Any, ...]) -> bool:
 
 def _tensor(value: torch.Tensor) -> Comparison:
     if value.is_meta or value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter):
-        version = value._version
-        return lambda now: now is value and value._version == version
+        version = value._version, value.requires_grad
+        return lambda now: now is value and (value._version, value.requires_grad) == version
     look = _copy if value.numel() * value.element_size() <= _LARGEST_COPY else _digest
-    about, held = (value.dtype, value.shape, value.device), look(value)
+    about, held = (value.dtype, value.shape, value.device, value.requires_grad), look(value)
 
     def same(now: Any) -> bool:
-        if now is not value or (value.dtype, value.shape, value.device) != about:
+        if now is not value or (value.dtype, value.shape, value.device, value.requires_grad) != about:
             return False
         return torch.equal(look(value), held)
 

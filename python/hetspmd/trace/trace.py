@@ -138,7 +138,6 @@ def _traced(
     finally:
         step.training = was_training
     naming = _naming(step, batch, watch, parameters, buffers, trainable if training else ())
-    _warn(step, watch)
     with collector_paused():
         graph = assemble(draft, inputs, outputs, naming)
         graph = with_host(graph, watch, [i for i in graph.inputs if i.leaf < 0], draft.data.values())
@@ -146,6 +145,7 @@ def _traced(
             with fake_parameters(model, mode, place, gradients=training), grad_mode, compat.rehearsal(mode):
                 graph = settled(graph, watch, partial(step.rehearsed, fakes[: len(batch.tensors)]))
         graph = with_second_reads(graph)
+    _warn(step, watch)
     states += watch.states
     return replace(graph, autocast=autocast_state(place.type))
 
@@ -223,6 +223,7 @@ def _warn(step: Step, watch: HostWatch) -> None:
             stacklevel=4,
         )
     watch.asked.warn()
+    watch.untrained.warn()
     warn_of_comparison(watch.recorder.comparison)
     for path, kind in step.dropped.items():
         warnings.warn(

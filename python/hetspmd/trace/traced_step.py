@@ -33,6 +33,8 @@ class Step(nn.Module):
     recompute.
     """
 
+    _loss: Loss | None
+
     def __init__(
         self,
         model: nn.Module,
@@ -98,6 +100,8 @@ class Step(nn.Module):
         if loss is None and self.wants_gradients:
             raise TraceError(no_loss_text(output, self._loss))
         self.has_loss = loss is not None
+        if self.wants_gradients:
+            self._watch.untrained.look(loss)
         flat, self.output_spec = flatten(output)
         returned: list[torch.Tensor] = [] if loss is None else [loss]
         self.slots = []

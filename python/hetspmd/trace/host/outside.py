@@ -77,8 +77,8 @@ class Outside:
                 what = _SPOKEN.get(kind, "a hook")
                 raise TraceError(
                     f"the step adds, removes or replaces {what} of {text(followed.root, followed.path)} "
-                    f"({type(followed.of).__name__}), which is no module of the model, so that no plan does it again; "
-                    "make it a module of the model (self.teacher = ...), or change it between the steps"
+                    f"({type(followed.of).__name__}), which is no module of the model, so that no plan does it "
+                    "again; make it a module of the model (self.teacher = ...), or change it between the steps"
                 )
 
     def rewind(self) -> None:

@@ -21,7 +21,18 @@ from hetspmd.trace.host.members import is_slot
 from hetspmd.trace.host.plain import is_container, type_name
 from hetspmd.trace.host.replaced import functions_of
 from hetspmd.trace.host.settings import SETTINGS
-from hetspmd.trace.host.steps import ALL, CALLS, FUNCTIONS, OTHERS, calls_of, key_of, others, spoken, step_to, told
+from hetspmd.trace.host.steps import (
+    ALL,
+    CALLS,
+    FUNCTIONS,
+    OTHERS,
+    calls_of,
+    key_of,
+    others,
+    spoken,
+    step_to,
+    told,
+)
 
 Path = tuple[str, ...]
 

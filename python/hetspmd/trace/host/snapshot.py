@@ -34,9 +34,7 @@ OF_TORCH: Final = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight
 
 _TENSORS = ("_parameters", "_buffers")
 _STRUCTURE = tuple(
-    name
-    for name, value in vars(nn.Module()).items()
-    if isinstance(value, dict) and name not in _TENSORS
+    name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name not in _TENSORS
 )
 """Attributes of a module that hold submodules and hooks."""
 

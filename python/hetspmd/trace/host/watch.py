@@ -29,6 +29,7 @@ from hetspmd.trace.host.settings import SETTINGS, counting
 from hetspmd.trace.host.snapshot import Snapshot, Structure
 from hetspmd.trace.host.steps import ALL, OTHERS
 from hetspmd.trace.host.tensor_hooks import observers_refused
+from hetspmd.trace.host.untrained import Untrained
 
 _MOST_RUNS: Final = 3
 """Runs of a forward at most after cached functions have given more: each run may meet some that the last hid."""
@@ -67,6 +68,7 @@ class HostWatch:
             (tuple(f".{part}" for part in name.split(".") if part), module)
             for name, module in model.named_modules()
         ]
+        self.untrained = Untrained(self.roots)
         self._settings = {step: read() for step, read in SETTINGS.items()}
         self.state_changes: Left | None = None
         self._behind: list[tuple[Place, Any]] = []
@@ -192,6 +194,7 @@ class HostWatch:
             else:
                 found[root, path] = value
         found.update(self.recorder.reader.bases())
+        found.update((place, "True") for place in self.untrained.reads(self.recorder.values))
         for place in self.recorder.reader.library.places:
             found[place] = fingerprint(self.roots.value(*place))
         return tuple(Read(*place, value) for place, value in found.items())
