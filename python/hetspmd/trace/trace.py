@@ -6,7 +6,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -88,8 +88,8 @@ def trace(
     and TraceError if the step is not one static graph.
     """
     given = model, args, kwargs, loss
-    with _ONE_AT_A_TIME:
-        return _traced(*given, training, numbers, host_randomness, [] if states is None else states)
+    with _ONE_AT_A_TIME, ExitStack() as stack:
+        return _traced(*given, training, numbers, host_randomness, [] if states is None else states, stack)
 
 
 def _traced(
@@ -101,6 +101,7 @@ def _traced(
     numbers: Sequence[Place],
     host_randomness: HostRandomness,
     states: list[State],
+    stack: ExitStack,
 ) -> Graph:
     check_model(model)
     device = model_device(model)
@@ -111,7 +112,7 @@ def _traced(
     place = trace_device(device)
     mode = compat.fake_mode()
     fakes = [fake_like(mode, batch.leaves[i].detach(), place) for i in batch.tensors]
-    watch = _watch(model, loss, (args, dict(kwargs)), numbers, host_randomness)
+    watch = stack.enter_context(_watch(model, loss, (args, dict(kwargs)), numbers, host_randomness).leaving())
     fakes += [fake_like(mode, number, place) for number in watch.number_tensors()]
     step = Step(model, loss, batch.leaves, batch.spec, training=training, watch=watch)
     parameters, trainable = _names(model.named_parameters(remove_duplicate=False))

@@ -15,6 +15,7 @@ from enum import Enum
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+from hetspmd.trace.host.cached import is_cache
 from hetspmd.trace.host.classes import Classes, Met
 from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
 from hetspmd.trace.host.kinds import answers, parts_of
@@ -255,6 +256,8 @@ class CodeReader:
         elif isinstance(value, type):
             self._found(met.root, place, value, met.kind)
             self.meet(value, met.root, place, made=True)
+        elif is_cache(value):
+            self._tell(met.root, place, value, met.kind)
         elif hasattr(type(value), "__get__") and is_own(type(value).__module__):
             self._found(met.root, (*met.path, ".__dict__", step_to(name)), value, value)
         elif not hasattr(type(value), "__get__") or isinstance(

@@ -20,6 +20,7 @@ from torch import nn
 from hetspmd.trace.compat import outside_modes
 from hetspmd.trace.host.bound import Bound
 from hetspmd.trace.host.cached import Caches, is_cache
+from hetspmd.trace.host.cached_results import CachedResults
 from hetspmd.trace.host.class_data import ClassData
 from hetspmd.trace.host.code import CodeReader
 from hetspmd.trace.host.content import own_attributes, referent
@@ -69,6 +70,7 @@ class Recorder:
         self._classes: list[type] = []
         self._roots = roots
         self._caches = Caches()
+        self.results = CachedResults(roots, self._note)
         self._class_data = ClassData(roots, snapshot, self._note)
         self.outside = Outside(roots, self._note, self.note_value)
         self._looking: set[int] = set()
@@ -209,7 +211,7 @@ class Recorder:
                 self.bound.look(root, path, value)
                 self._draws.watch(value, root, path)
                 if is_cache(value):
-                    self._snapshot.cache(value)
+                    self._snapshot.cache(value, installed=True)
                 return
         elif isinstance(holder, CellType):
             self._snapshot.cell(root, path, holder)
@@ -257,6 +259,7 @@ class Recorder:
         if path:
             self._note((root, path), fingerprint(value), value)
         if is_cache(value):
+            self.results.know(root, path, value)
             self._snapshot.cache(value)
             self._caches.know(root, path, value)
             self.hold_results(self.results_made())
@@ -326,8 +329,7 @@ class Recorder:
         self._looking.discard(id(container))
 
     def _follow(self, root: str, path: Path, value: Any, within: nn.Module | None = None) -> None:
-        """Record the attributes of an object, and hold them; of a module outside of the model also those of the
-        modules inside it. ``within``: the one that holds it as a submodule."""
+        """Record the attributes of an object, and hold them. ``within``: the module that has it as a submodule."""
         kind = type(value)
         if id(value) in self._followed or isinstance(value, (torch.Tensor, type)):
             return
@@ -367,7 +369,8 @@ class Recorder:
                 self._follow(followed.root, (*followed.path, f".{name}"), inner, followed.of)
 
     def settle(self) -> None:
-        """After a run: where code asks for what modules hold in a way of which no one is told, all of it counts."""
+        """After a run: what cached functions gave counts, and all of a module whose slots the code asks for."""
+        self.results.look()
         if self.reader.names & set(SLOTS):
             self.outside.everything()
 

@@ -106,6 +106,10 @@ class HostWatch:
                 break
             self.recorder.hold_results(made)
             output, made = self._run(call, numbers)
+        try:
+            self.recorder.results.check()
+        finally:
+            self._rewind()
         return output
 
     def _run(self, call: Callable[[], Any], numbers: Sequence[torch.Tensor]) -> tuple[Any, list[Place]]:
@@ -140,6 +144,17 @@ class HostWatch:
             zip(self.numbers, self._place(numbers), strict=True)
         )  # the backward reads them, too
         return output, made
+
+    @contextmanager
+    def leaving(self) -> Iterator[HostWatch]:
+        """Around all of a trace; afterwards caches have what was in them, and what stays where it was traced."""
+        failed = True
+        try:
+            yield self
+            failed = False
+        finally:
+            self._snapshot.forget_results()
+            self.recorder.results.leave(failed=failed)
 
     def rehearse(self, values: Mapping[Place, Any], call: Callable[[], Any]) -> tuple[Any, dict[Place, Any]]:
         """What ``call`` returns with ``values`` at these places, and what it leaves, by place."""
