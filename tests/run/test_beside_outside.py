@@ -3,8 +3,10 @@ of it changes between steps."""
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -475,3 +477,48 @@ def test_statistics_that_a_teacher_moves_are_refused() -> None:
     step = by_closure(nn.Sequential(nn.BatchNorm1d(12)))
     with pytest.raises(TraceError, match="neither a parameter nor a buffer of the model"):
         trace(step.model, (torch.randn(16, 12),), {}, loss=step.loss)
+
+
+def _in_a_set(teacher: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    held = {teacher}
+    return lambda x: next(iter(held))(x)
+
+
+def _by_a_reference(teacher: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    held = weakref.WeakValueDictionary({"teacher": teacher})
+    return lambda x: held["teacher"](x)
+
+
+def _as_a_key(teacher: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    held = {teacher: 1}
+    return lambda x: list(held)[0](x)
+
+
+def _under_an_object(teacher: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    key = object()
+    held = {key: teacher}
+    return lambda x: held[key](x)
+
+
+def _in_a_context(teacher: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    held = contextvars.ContextVar("held", default=teacher)  # noqa: B039
+    return lambda x: held.get()(x)
+
+
+@pytest.mark.parametrize("reached", [_in_a_set, _by_a_reference, _as_a_key, _under_an_object, _in_a_context])
+def test_a_teacher_that_cannot_be_found_again_is_refused(reached: Callable[..., Any]) -> None:
+    teacher = deep()
+    asked = reached(teacher)
+    with pytest.raises(TraceError, match="is no module of the model, in a way that cannot be followed"):
+        trace(student(), (torch.randn(16, 12),), {}, loss=lambda model, x: distance(model, x, asked))
+
+
+def test_a_module_that_the_step_makes_is_its_own() -> None:
+    def make() -> Step:
+        def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            layer = nn.Sequential(nn.LayerNorm(12), nn.Softmax(1))
+            return layer(model(x)).square().mean()
+
+        return Step(student(), loss)
+
+    equal(make, moves=False)

@@ -13,6 +13,7 @@ from typing import Any, Final
 from torch import nn
 
 from hetspmd.errors import TraceError
+from hetspmd.trace.compat import is_traced
 from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.followed import Followed
 from hetspmd.trace.host.kinds import tells_its_class
@@ -44,6 +45,7 @@ class Outside:
         self._known: dict[int, tuple[Followed, Followed | None]] = {}
         self._held: list[tuple[Followed, Structure]] = []
         self._touched: set[int] = set()
+        self._strangers: dict[int, nn.Module] = {}
 
     def know(self, followed: Followed, within: nn.Module | None) -> None:
         """A module was found, ``within`` another one of which this is told."""
@@ -63,6 +65,11 @@ class Outside:
         if name in _OF_TREE:
             self.all_of(module)
 
+    def stranger(self, of: Any) -> None:
+        """Something was read of an object that no place leads to: a module, perhaps."""
+        if isinstance(of, nn.Module):
+            self._strangers[id(of)] = of
+
     def all_of(self, module: nn.Module) -> None:
         """All modules inside a module count."""
         for inner in own_attributes(module)["_modules"].values():
@@ -71,7 +78,18 @@ class Outside:
                 self.all_of(inner)
 
     def check(self) -> None:
-        """Raise TraceError for what a run has added to a module, replaced or taken away."""
+        """Raise TraceError for a module that cannot be found again, and for what a run has added to one, replaced
+        or taken away."""
+        for key, module in self._strangers.items():
+            attributes = own_attributes(module)
+            held = [t for kind in _TENSORS for t in attributes.get(kind, {}).values() if t is not None]
+            if key not in self._known and any(not is_traced(tensor) for tensor in held):
+                raise TraceError(
+                    f"the step reads a {type(module).__name__} with tensors, which is no module of the model, in a "
+                    "way that cannot be followed: from a set, a weak reference, under a key that is an object, in a "
+                    "variable of a context; keep it in a variable, a list or an attribute, or make it a module of "
+                    "the model (self.teacher = ...)"
+                )
         for followed, structure in self._held:
             for _, kind in structure.changes():
                 what = _SPOKEN.get(kind, "a hook")

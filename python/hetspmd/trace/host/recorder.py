@@ -109,21 +109,15 @@ class Recorder:
             while self._classes:
                 restore(self._classes.pop())
 
-    def is_followed(self, value: object) -> bool:
-        """Whether an object's attributes are recorded."""
-        return id(value) in self._followed
-
-    def place_of(self, value: object) -> Place | None:
-        """Where a followed object lies."""
-        found = self._followed.get(id(value))
-        return None if found is None or found.of is not value else (found.root, found.path)
-
     def saw(self, of: Any, name: str, value: Any) -> None:
         """An attribute was read."""
         if self.probes and id(value) in self.probes:
             self.touched = True
         followed = self._followed.get(id(of))
-        if followed is None or name in followed.seen:
+        if followed is None:
+            self.outside.stranger(of)
+            return
+        if name in followed.seen:
             return
         if not name.startswith("__"):
             self.outside.saw(of, name)
@@ -173,7 +167,10 @@ class Recorder:
     def missed(self, of: Any, name: str) -> None:
         """An attribute was asked for that is not there."""
         followed = self._followed.get(id(of))
-        if followed is None or name in followed.seen or name.startswith("__"):
+        if followed is None:
+            self.outside.stranger(of)
+            return
+        if name in followed.seen or name.startswith("__"):
             return
         for slot in followed.slots:
             if name in slot:
