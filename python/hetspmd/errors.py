@@ -29,6 +29,7 @@ __all__ = [
     "OptimizerError",
     "OptionError",
     "OutputError",
+    "OutsideParameterWarning",
     "ParameterMismatchError",
     "PlanError",
     "PlanMismatchError",
@@ -110,6 +111,10 @@ class FollowerWarning(UserWarning):
 
 class CheckpointWarning(UserWarning):
     """The model recomputes activations in its backward; plans keep them."""
+
+
+class OutsideParameterWarning(UserWarning):
+    """The loss depends on a tensor that requires a gradient and is no parameter of the model."""
 
 
 class DroppedOutputWarning(UserWarning):

@@ -16,6 +16,7 @@ import torch
 
 from hetspmd.errors import OptionError, PlanMismatchError, RetraceWarning, TraceError
 from hetspmd.run.host_guard import Guard
+from hetspmd.run.outside_parameters import look_for_untrained
 from hetspmd.run.replan import Replanned, Replanner, differ
 from hetspmd.run.structure import StructureGuard
 from hetspmd.trace.host.discovery import discover, rediscover, unnamed_kinds
@@ -111,6 +112,8 @@ class HostSide:
         rediscover(self._roots)
         self._warn_of_draws(graph.host.draws)
         once = bool(graph.host.draws) and self.randomness == "trace_each_step"
+        if self._setting.communicator.world > 1:
+            look_for_untrained(graph.host.reads, self._roots, self)
         of = graph, self._roots, self._setting.device, own_outputs
         return Guard(*of, once=once, given=given, told=self._told)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
@@ -23,6 +24,7 @@ from hetspmd.run.kept_rows import KeptRows
 from hetspmd.run.still import comparison, stays
 from hetspmd.trace.evaluate import constant_value
 from hetspmd.trace.graph import Graph
+from hetspmd.trace.host.cached import CALL, is_cache, prepared, results_of
 from hetspmd.trace.host.discovery import rediscover
 from hetspmd.trace.host.facts import Counter, Host, Read, Write
 from hetspmd.trace.host.places import NOTHING, Roots, Variables, item, own, put, text
@@ -62,21 +64,25 @@ class Guard:
         self._blocker: Read | None = None
         self._same: list[tuple[dict[str, Any], str, Any]] = []
         self._equal: list[tuple[Callable[[], Any], Callable[[Any], bool]]] = []
-        if given:
-            self.host = replace(self.host, reads=tuple(map(self._adopted, self.host.reads)))
         self._bound = False
         self._functions: dict[Read, FunctionType] = {}
-        self.holds()
+        self._calls_due = True
+        with self._looking():
+            reads = map(self._adopted, self.host.reads) if given else self.host.reads
+            self.host = replace(self.host, reads=tuple(sorted(reads, key=_is_call)))
+            self.holds()
 
     def holds(self) -> bool:
-        """Whether everything that forward reads is as it was when it was traced."""
+        """Whether everything that forward reads is as it was when it was traced. Cached functions are called last:
+        where all else is as it was, the forward calls them."""
         if self._blocker is not None and not self._is_same(self._blocker):
             return False
         if self._bound and self._blocker is None and self._as_bound():
             return self._numbers_fit()
         self._look_again()
-        self._blocker = next((read for read in self.host.reads if not self._is_same(read)), None)
-        if self._blocker is not None:
+        other = next((read for read in self.host.reads if not self._is_same(read)), None)
+        self._blocker = other if other is None or not _is_call(other) else None
+        if other is not None:
             return False
         self._bind()
         return self._numbers_fit()
@@ -101,15 +107,17 @@ class Guard:
 
     def differences(self) -> list[tuple[Read, Any]]:
         """The reads whose values are others now, with these values."""
-        return [
-            (read, self._roots.value(read.root, read.path))
-            for read in self.host.reads
-            if not self._is_same(read)
-        ]
+        with self._looking():
+            return [
+                (read, self._roots.value(read.root, read.path))
+                for read in self.host.reads
+                if not self._is_same(read)
+            ]
 
     def values(self) -> list[tuple[str, str, str]]:
         """Of each value that was read its name, what it was and what it is."""
-        return [(text(r.root, r.path), r.value, self._now(r)) for r in self.host.reads]
+        with self._looking():
+            return [(text(r.root, r.path), r.value, self._now(r)) for r in self.host.reads]
 
     def numbers(self) -> list[torch.Tensor]:
         """The numbers of the model that are inputs of the graph."""
@@ -130,6 +138,10 @@ class Guard:
                 raise LookupError
             return value if self.host.kept[number] else value.detach()
 
+        if self._calls_due:
+            self._calls_due = False
+            for read in filter(_is_call, self.host.reads):
+                self._roots.value(read.root, read.path)
         self._rows.look(outputs)
         for write in self.host.writes:
             try:
@@ -144,6 +156,21 @@ class Guard:
         for counter in self.host.counters:
             holder = self._holder(counter)
             put(holder, counter.path[-1], item(holder, counter.path[-1]) + counter.step)
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Around a look at values that is no step: cached functions are left as they are."""
+        called = (
+            self._roots.value(*place) for place in dict.fromkeys(map(_called, self.host.reads)) if place
+        )
+        before = {id(f): (f, frozenset(results_of(f))) for f in called if is_cache(f)}
+        try:
+            yield
+        finally:
+            for function, kept in before.values():
+                table = results_of(function)
+                for key in table.keys() - kept:
+                    del table[key]
 
     def _holder(self, left: Write | Counter) -> Any:
         """What forward leaves something in. Raises PlanMismatchError if there is none here."""
@@ -210,7 +237,27 @@ class Guard:
         self._bound = True
 
 
+def _is_call(read: Read) -> bool:
+    """Whether a read calls a cached function."""
+    return any(step.startswith(CALL) for step in read.path)
+
+
+def _called(read: Read) -> tuple[str, tuple[str, ...]] | None:
+    """Where the cached function lies that a read calls, None if it calls none."""
+    at = next((n for n, step in enumerate(read.path) if step.startswith(CALL)), 0)
+    return (read.root, read.path[:at]) if at else None
+
+
+def _result(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception:  # a function may raise anything
+        return NOTHING
+
+
 def _reader(holder: Any, step: str) -> Callable[[], Any]:
+    if step.startswith(CALL) and is_cache(holder):
+        return partial(_result, prepared(holder, step))
     if step.startswith(".") and not isinstance(holder, Variables):
         return partial(getattr, holder, step[1:], NOTHING)
     return partial(item, holder, step)

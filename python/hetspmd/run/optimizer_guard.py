@@ -23,6 +23,7 @@ from hetspmd.errors import OptimizerError
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.run.elementwise import Untestable, is_elementwise, steps_nothing, trial_shape
 from hetspmd.run.optimizer_state import cut_whole_state, full_optimizer_state_dict, is_own
+from hetspmd.run.outside_parameters import refuse_untrained, times_found
 from hetspmd.run.parameter_registry import ParameterPlace, living, places
 from hetspmd.run.stepping import Call, begin, end
 
@@ -40,11 +41,12 @@ PASSING: Final = frozenset(("accelerate", "lightning", "lightning_fabric", "pyto
 
 @dataclass(frozen=True)
 class _Look:
-    """What there was when an optimizer was looked at: the sizes of its groups, and by ``id`` the HAP modules that
-    lived and those whose parameters it held."""
+    """What there was when an optimizer was looked at: the sizes of its groups, by ``id`` the HAP modules that
+    lived and those whose parameters it held, and how often steps were found to read what they do not train."""
 
     held: tuple[int, ...]
     alive: tuple[int, ...]
+    found: int
     modules: tuple[int, ...]
 
 
@@ -97,9 +99,10 @@ def _before_step(
 def _look(optimizer: torch.optim.Optimizer) -> None:
     held = tuple(len(group["params"]) for group in optimizer.param_groups)
     alive = tuple(id(module) for module in living())
-    last = _CHECKED.get(optimizer)
-    if last is not None and (last.held, last.alive) == (held, alive):
+    last, found = _CHECKED.get(optimizer), times_found()
+    if last is not None and (last.held, last.alive, last.found) == (held, alive, found):
         return
+    refuse_untrained(optimizer, _parameters(optimizer))
     known = {key: place for key, place in places().items() if place.module.everyone.world > 1}
     mine = [known[id(p)] for p in _parameters(optimizer) if id(p) in known]
     modules = tuple({id(place.module): None for place in mine})
@@ -110,7 +113,7 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} holds parameters on the meta device, in whose place HAP(...) has made "
             f"others; make it after HAP(...): {type(optimizer).__name__}(hap.parameters(), ...)"
         )
-    _CHECKED[optimizer] = _Look(held, alive, modules)
+    _CHECKED[optimizer] = _Look(held, alive, found, modules)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

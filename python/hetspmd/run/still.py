@@ -51,6 +51,8 @@ def comparison(value: Any, text: str) -> Comparison:
         return lambda now: now is value or (now is not NOTHING and fingerprint(now) == text)
     if isinstance(value, (MethodType, BuiltinFunctionType)):
         return lambda now: now is value or (now == value and fingerprint(now) == text)
+    if type(value) is tuple and all(map(stays, value)):
+        return lambda now: now is value or (type(now) is tuple and _same_parts(now, value))
     if stays(value):
         return lambda now: now is value
     if is_container(value):
@@ -83,15 +85,23 @@ def _same_elements(now: Any, held: list[Any]) -> bool:
     return size(now) == len(held) and all(a is b for a, b in zip(elements(now), held, strict=True))
 
 
+def _same_parts(now: tuple[Any, ...], held: tuple[Any, ...]) -> bool:
+    """Whether a tuple, which may be made anew whenever it is asked for, has what another one has."""
+    return len(now) == len(held) and all(
+        a is b or (is_scalar(b) and type(a) is type(b) and fingerprint(a) == fingerprint(b))
+        for a, b in zip(now, held, strict=True)
+    )
+
+
 def _tensor(value: torch.Tensor) -> Comparison:
     if value.is_meta or value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter):
-        version = value._version
-        return lambda now: now is value and value._version == version
+        version = value._version, value.requires_grad
+        return lambda now: now is value and (value._version, value.requires_grad) == version
     look = _copy if value.numel() * value.element_size() <= _LARGEST_COPY else _digest
-    about, held = (value.dtype, value.shape, value.device), look(value)
+    about, held = (value.dtype, value.shape, value.device, value.requires_grad), look(value)
 
     def same(now: Any) -> bool:
-        if now is not value or (value.dtype, value.shape, value.device) != about:
+        if now is not value or (value.dtype, value.shape, value.device, value.requires_grad) != about:
             return False
         return torch.equal(look(value), held)
 

@@ -6,7 +6,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -91,8 +91,8 @@ def trace(
     and TraceError if the step is not one static graph.
     """
     given = model, args, kwargs, loss
-    with _ONE_AT_A_TIME:
-        return _traced(*given, training, numbers, host_randomness, [] if states is None else states)
+    with _ONE_AT_A_TIME, ExitStack() as stack:
+        return _traced(*given, training, numbers, host_randomness, [] if states is None else states, stack)
 
 
 def _traced(
@@ -104,6 +104,7 @@ def _traced(
     numbers: Sequence[Place],
     host_randomness: HostRandomness,
     states: list[State],
+    stack: ExitStack,
 ) -> Graph:
     check_model(model)
     device = model_device(model)
@@ -114,7 +115,7 @@ def _traced(
     place = trace_device(device)
     mode = compat.fake_mode()
     fakes = [fake_like(mode, batch.leaves[i].detach(), place) for i in batch.tensors]
-    watch = _watch(model, loss, (args, dict(kwargs)), numbers, host_randomness)
+    watch = stack.enter_context(_watch(model, loss, (args, dict(kwargs)), numbers, host_randomness).leaving())
     fakes += [fake_like(mode, number, place) for number in watch.number_tensors()]
     faked, counted = partial(fake_parameters, model, mode, place, gradients=training), cumulative_averages
     step = Step(model, loss, batch.leaves, batch.spec, training=training, watch=watch)
@@ -145,7 +146,6 @@ def _traced(
     finally:
         step.training = was_training
     naming = _naming(step, batch, watch, parameters, buffers, trainable if training else ())
-    _warn(step, watch)
     with collector_paused():
         graph = assemble(draft, inputs, outputs, naming)
         graph = with_host(graph, watch, [i for i in graph.inputs if i.leaf < 0], draft.data.values())
@@ -153,6 +153,7 @@ def _traced(
             with faked(), grad_mode, counted(model), compat.rehearsal(mode):
                 graph = settled(graph, watch, partial(step.rehearsed, fakes[: len(batch.tensors)]))
         graph = with_second_reads(graph)
+    _warn(step, watch)
     states += watch.states
     return replace(graph, autocast=autocast_state(place.type))
 
@@ -230,6 +231,7 @@ def _warn(step: Step, watch: HostWatch) -> None:
             stacklevel=4,
         )
     watch.asked.warn()
+    watch.untrained.warn()
     warn_of_comparison(watch.recorder.comparison)
     for path, kind in step.dropped.items():
         warnings.warn(

@@ -34,6 +34,8 @@ class Step(nn.Module):
     recompute.
     """
 
+    _loss: Loss | None
+
     def __init__(
         self,
         model: nn.Module,
@@ -47,7 +49,7 @@ class Step(nn.Module):
         super().__init__()
         self._watch = watch
         self.model = model
-        self._loss = loss
+        self.__dict__["_loss"] = loss  # it may be a module, which is no part of the model
         self._leaves = leaves
         self._spec = spec
         self.wants_gradients = training
@@ -105,6 +107,8 @@ class Step(nn.Module):
         if loss is None and self.wants_gradients:
             raise TraceError(no_loss_text(output, self._loss))
         self.has_loss = loss is not None
+        if self.wants_gradients:
+            self._watch.untrained.look(loss)
         flat, self.output_spec = flatten(output)
         returned: list[torch.Tensor] = [] if loss is None else [loss]
         self.slots = []

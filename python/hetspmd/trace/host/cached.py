@@ -12,18 +12,24 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from torch import nn
+
 from hetspmd.trace.host.plain import is_scalar, tensors_in
 
 __all__ = [
     "CALL",
+    "Arguments",
     "Caches",
+    "arguments_of",
     "call",
     "calls_to",
-    "held_results",
+    "entries_of",
     "is_cache",
     "is_call",
+    "prepared",
     "results_of",
     "spoken_call",
+    "step_of",
 ]
 
 CALL: Final = "("
@@ -32,7 +38,8 @@ _CACHE: Final = type(functools.cache(lambda: None))
 
 _ELEMENT: Final = "_lru_list_elem"
 """The class of the elements of the list in which a cache of limited size holds its results."""
-Key = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a function is called with: by position, and by name."""
 
 
 class Caches:
@@ -62,11 +69,14 @@ def calls_to(function: Any) -> Iterator[str]:
     Left out are calls with other arguments than numbers and strings, and results with tensors in them: these are
     computed anew in each trace, as part of the graph.
     """
-    typed = function.cache_parameters()["typed"]
-    for key, result in _held(function):
-        if is_scalar(result) or callable(result) or tensors_in(result):
+    for key, result in entries_of(function):
+        if (
+            is_scalar(result)
+            or (callable(result) and not isinstance(result, nn.Module))
+            or tensors_in(result)
+        ):
             continue
-        step = None if typed else _step(key)
+        step = step_of(function, key)
         if step is not None:
             yield step
 
@@ -87,7 +97,13 @@ def call(function: Any, step: str) -> Any:
     return function(*positional, **named)
 
 
-def _arguments(step: str) -> Key:
+def prepared(function: Any, step: str) -> Any:
+    """What makes a call without reading its arguments again."""
+    positional, named = _arguments(step)
+    return functools.partial(function, *positional, **named)
+
+
+def _arguments(step: str) -> Arguments:
     """The arguments of a step that calls."""
     positional, named = json.loads(step[len(CALL) : -1])
     return tuple(map(_read, positional)), {name: _read(value) for name, value in named.items()}
@@ -108,12 +124,7 @@ def results_of(function: Any) -> dict[Any, Any]:
     return next((table for table in found if table and all(map(_is_element, table.values()))), {})
 
 
-def held_results(function: Any) -> list[tuple[Any, Any]]:
-    """The keys and results that a cached function holds."""
-    return _held(function)
-
-
-def _held(function: Any) -> list[tuple[Any, Any]]:
+def entries_of(function: Any) -> list[tuple[Any, Any]]:
     """The keys and results that a cached function holds."""
     table = results_of(function)
     if function.cache_parameters()["maxsize"] is None:
@@ -137,16 +148,22 @@ def _is_key(value: Any, table: Mapping[Any, Any]) -> bool:
         return False
 
 
-def _step(key: Any) -> str | None:
+def step_of(function: Any, key: Any) -> str | None:
     """The step to the result with this key in the table of a cache, None if its arguments cannot be written."""
+    return None if function.cache_parameters()["typed"] else _step_of(*arguments_of(function, key))
+
+
+def arguments_of(function: Any, key: Any) -> Arguments:
+    """The arguments of the call whose result has this key in the table of a cache."""
     parts = list(key) if isinstance(key, tuple) else [key]
+    typed = function.cache_parameters()["typed"]
     marks = [position for position, part in enumerate(parts) if part is _MARK]
-    named: dict[str, Any] = {}
-    if marks:
-        rest = parts[marks[0] + 1 :]
-        named = dict(zip(rest[::2], rest[1::2], strict=True))
-        parts = parts[: marks[0]]
-    return _step_of(tuple(parts), named)
+    if not marks:
+        return tuple(parts[: len(parts) // 2] if typed else parts), {}
+    count, rest = marks[0], parts[marks[0] + 1 :]
+    if typed:  # behind the values of all arguments stand their classes
+        rest = rest[: (len(rest) - count) // 3 * 2]
+    return tuple(parts[:count]), dict(zip(rest[::2], rest[1::2], strict=True))
 
 
 def _step_of(positional: tuple[Any, ...], named: dict[str, Any]) -> str | None:

@@ -260,6 +260,8 @@ class CodeReader:
         elif isinstance(value, type):
             self._found(met.root, place, value, met.kind)
             self.meet(value, met.root, place, made=True)
+        elif is_cache(value):
+            self._tell(met.root, place, value, met.kind)
         elif hasattr(type(value), "__get__") and is_own(type(value).__module__):
             self._found(met.root, (*met.path, ".__dict__", step_to(name)), value, value)
         elif not hasattr(type(value), "__get__") or isinstance(

@@ -21,7 +21,18 @@ from hetspmd.trace.host.members import is_slot
 from hetspmd.trace.host.plain import is_container, type_name
 from hetspmd.trace.host.replaced import functions_of
 from hetspmd.trace.host.settings import SETTINGS
-from hetspmd.trace.host.steps import ALL, FUNCTIONS, OTHERS, key_of, others, spoken, step_to, told
+from hetspmd.trace.host.steps import (
+    ALL,
+    CALLS,
+    FUNCTIONS,
+    OTHERS,
+    calls_of,
+    key_of,
+    others,
+    spoken,
+    step_to,
+    told,
+)
 
 Path = tuple[str, ...]
 
@@ -219,6 +230,8 @@ def item(holder: Any, step: str) -> Any:
             return call(holder, step)
         except Exception:  # a function may raise anything
             return NOTHING
+    if step == CALLS:
+        return calls_of(holder)
     if step == OTHERS:
         return others(holder) if isinstance(holder, dict) else NOTHING
     try:

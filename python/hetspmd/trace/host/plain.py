@@ -219,6 +219,7 @@ def _item(key: Any, value: Any, walk: _Walk) -> str:
 
 def _tensor(value: torch.Tensor) -> str:
     about = f"tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    about += " with a gradient" if value.requires_grad else ""
     if value.is_meta or value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter):
         return about
     with outside_modes(), torch.no_grad():

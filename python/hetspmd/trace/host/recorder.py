@@ -20,6 +20,7 @@ from torch import nn
 from hetspmd.trace.compat import outside_modes
 from hetspmd.trace.host.bound import Bound
 from hetspmd.trace.host.cached import Caches, is_cache
+from hetspmd.trace.host.cached_results import CachedResults
 from hetspmd.trace.host.class_data import ClassData
 from hetspmd.trace.host.code import CodeReader
 from hetspmd.trace.host.content import own_attributes, referent
@@ -31,6 +32,7 @@ from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
 from hetspmd.trace.host.in_place import content_of
 from hetspmd.trace.host.kinds import bound_to, is_function, is_iterator, made_of, parts_of, tells_its_class
 from hetspmd.trace.host.members import code_of, home_of_data, members, slots_of
+from hetspmd.trace.host.outside import SLOTS, Outside
 from hetspmd.trace.host.places import NOTHING, Namespace, Path, Roots, items
 from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_plain, is_scalar, type_name
 from hetspmd.trace.host.raw import size
@@ -68,7 +70,9 @@ class Recorder:
         self._classes: list[type] = []
         self._roots = roots
         self._caches = Caches()
+        self.results = CachedResults(roots, self._note)
         self._class_data = ClassData(roots, snapshot, self._note)
+        self.outside = Outside(roots, self._note, self.note_value)
         self._looking: set[int] = set()
         named = (*roots.model.named_parameters(), *roots.model.named_buffers())
         self._registered: dict[int, str] = {id(tensor): name for name, tensor in named}
@@ -105,22 +109,18 @@ class Recorder:
             while self._classes:
                 restore(self._classes.pop())
 
-    def is_followed(self, value: object) -> bool:
-        """Whether an object's attributes are recorded."""
-        return id(value) in self._followed
-
-    def place_of(self, value: object) -> Place | None:
-        """Where a followed object lies."""
-        found = self._followed.get(id(value))
-        return None if found is None or found.of is not value else (found.root, found.path)
-
     def saw(self, of: Any, name: str, value: Any) -> None:
         """An attribute was read."""
         if self.probes and id(value) in self.probes:
             self.touched = True
         followed = self._followed.get(id(of))
-        if followed is None or name in followed.seen:
+        if followed is None:
+            self.outside.stranger(of)
             return
+        if name in followed.seen:
+            return
+        if not name.startswith("__"):
+            self.outside.saw(of, name)
         if name in _WHOLE:
             self._all(followed, name)
         elif not name.startswith("__"):
@@ -152,6 +152,7 @@ class Recorder:
         if is_foreign(home) if asked == "__dict__" else home.startswith("hetspmd."):
             return
         followed.seen.add("__dict__")
+        self.outside.saw(followed.of, "children")
         if not isinstance(followed.of, nn.Module) and type(followed.of).__dictoffset__:
             slots = slots_of(type(followed.of))
             keys = fingerprint((type_name(dict), *(name for name in followed.before if name not in slots)))
@@ -166,10 +167,15 @@ class Recorder:
     def missed(self, of: Any, name: str) -> None:
         """An attribute was asked for that is not there."""
         followed = self._followed.get(id(of))
-        if followed is None or name in followed.seen or name.startswith("__"):
+        if followed is None:
+            self.outside.stranger(of)
+            return
+        if name in followed.seen or name.startswith("__"):
             return
         for slot in followed.slots:
             if name in slot:
+                self.outside.saw(of, name)
+                self.outside.saw(slot[name], "")
                 return
         own = getattr(type(of), "__getattr__", None)
         if name in followed.before or (own is not None and own is not nn.Module.__getattr__):
@@ -202,7 +208,7 @@ class Recorder:
                 self.bound.look(root, path, value)
                 self._draws.watch(value, root, path)
                 if is_cache(value):
-                    self._snapshot.cache(value)
+                    self._snapshot.cache(value, installed=True)
                 return
         elif isinstance(holder, CellType):
             self._snapshot.cell(root, path, holder)
@@ -250,6 +256,7 @@ class Recorder:
         if path:
             self._note((root, path), fingerprint(value), value)
         if is_cache(value):
+            self.results.know(root, path, value)
             self._snapshot.cache(value)
             self._caches.know(root, path, value)
             self.hold_results(self.results_made())
@@ -318,8 +325,8 @@ class Recorder:
                 self.note_value(root, (*path, step), value)
         self._looking.discard(id(container))
 
-    def _follow(self, root: str, path: Path, value: Any) -> None:
-        """Record the attributes of an object, and hold them."""
+    def _follow(self, root: str, path: Path, value: Any, within: nn.Module | None = None) -> None:
+        """Record the attributes of an object, and hold them. ``within``: the module that has it as a submodule."""
         kind = type(value)
         if id(value) in self._followed or isinstance(value, (torch.Tensor, type)):
             return
@@ -342,27 +349,33 @@ class Recorder:
         before = self._snapshot.attributes(root, path, attributes)
         self._followed[id(value)] = Followed(value, root, path, attributes, before)
         self.reader.meet(kind, root, (*path, ".__class__"))
-        counts = id(value) not in self._modules if isinstance(value, nn.Module) else is_own(kind.__module__)
-        if path and counts and tells_its_class(value):
+        if path and not isinstance(value, nn.Module) and is_own(kind.__module__) and tells_its_class(value):
             self._note((root, (*path, ".__class__")), fingerprint(kind), kind)
         if PAST_THE_CLASS & self.reader.names:
             self._past_its_class(self._followed[id(value)])
-        if (isinstance(value, nn.Module) and root != "model") or not isinstance(value, nn.Module):
-            self._tensors(root, path, value)
+        if isinstance(value, nn.Module) and id(value) not in self._modules:
+            self._outside(self._followed[id(value)], within)
+
+    def _outside(self, followed: Followed, within: nn.Module | None) -> None:
+        """A module was found that the model does not have."""
+        self.outside.know(followed, within)
+        if is_foreign(type(followed.of).__module__):
+            self.reader.library.of_class(type(followed.of))
+        for name, inner in list(followed.before.get("_modules", {}).items()):
+            if inner is not None:
+                self._follow(followed.root, (*followed.path, f".{name}"), inner, followed.of)
+
+    def settle(self) -> None:
+        """After a run: what cached functions gave counts, and all of a module whose slots the code asks for."""
+        self.results.look()
+        if self.reader.names & set(SLOTS):
+            self.outside.everything()
 
     def _past_its_class(self, followed: Followed) -> None:
         """Look at the attributes that code may read in a way of which no one is told, by their names."""
         for name in sorted(followed.own & self.reader.names - followed.seen):
             followed.seen.add(name)
             self.note_value(followed.root, (*followed.path, f".{name}"), followed.before[name])
-
-    def _tensors(self, root: str, path: Path, value: Any) -> None:
-        """Parameters and buffers of a module that the model does not have among its own are read as they
-        are."""
-        for kind in ("_parameters", "_buffers"):
-            for name, tensor in getattr(value, kind, {}).items() if isinstance(value, nn.Module) else ():
-                if tensor is not None:
-                    self._note((root, (*path, f".{name}")), fingerprint(tensor), tensor)
 
     def _change(self, kind: type) -> bool:
         if kind in self._classes:

@@ -18,13 +18,13 @@ from typing import Any, Final
 from torch import nn
 
 from hetspmd.trace.compat import outside_modes
-from hetspmd.trace.host.cached import held_results, results_of
+from hetspmd.trace.host.cached import entries_of, results_of
 from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.foreign import is_foreign, is_installed
 from hetspmd.trace.host.in_place import Content
 from hetspmd.trace.host.members import Members, members
 from hetspmd.trace.host.places import NOTHING, Path, Variables, content
-from hetspmd.trace.host.plain import is_container
+from hetspmd.trace.host.plain import is_container, is_scalar
 from hetspmd.trace.host.raw import elements, pairs, refill, size
 from hetspmd.trace.host.stand_ins import original
 from hetspmd.trace.host.steps import step_to
@@ -32,10 +32,9 @@ from hetspmd.trace.host.steps import step_to
 OF_TORCH: Final = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 """Attributes that every module has, and those in which torch's recurrent layers hold their parameters once more."""
 
+_TENSORS = ("_parameters", "_buffers")
 _STRUCTURE = tuple(
-    name
-    for name, value in vars(nn.Module()).items()
-    if isinstance(value, dict) and name not in ("_parameters", "_buffers")
+    name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name not in _TENSORS
 )
 """Attributes of a module that hold submodules and hooks."""
 
@@ -70,6 +69,8 @@ class Snapshot:
         self._cells: dict[int, _Held] = {}
         self._variables: dict[tuple[int, str], _Held] = {}
         self._caches: dict[int, tuple[Any, frozenset[Any]]] = {}
+        self._first: dict[int, frozenset[Any]] = {}
+        self._installed: set[int] = set()
         self._contents: dict[int, tuple[_Held, Content]] = {}
 
     def attributes(self, root: str, path: Path, of: MutableMapping[str, Any]) -> dict[str, Any]:
@@ -131,9 +132,19 @@ class Snapshot:
         held = self._variables.get((id(holder), f".{name}"))
         return held is None or _own(holder, name) is held.before
 
-    def cache(self, function: Any) -> None:
-        """Hold a ``functools.lru_cache``: what is put into it is thrown away."""
-        self._caches.setdefault(id(function), (function, frozenset(results_of(function))))
+    def cache(self, function: Any, *, installed: bool = False) -> None:
+        """Hold a ``functools.lru_cache``: what is put into it is thrown away. Of an ``installed`` package numbers
+        and the like stay, as on one device."""
+        if installed:
+            self._installed.add(id(function))
+        held = self._caches.setdefault(id(function), (function, frozenset(results_of(function))))
+        self._first.setdefault(id(function), held[1])
+
+    def forget_results(self) -> None:
+        """Take out what all caches have got since they were found."""
+        for name, (function, _) in self._caches.items():
+            self._caches[name] = function, self._first[name]
+        self.rewind()
 
     def hold_caches(self) -> None:
         """Hold what all caches have in them now."""
@@ -144,7 +155,7 @@ class Snapshot:
         """What was put into caches since they were held: the functions, the keys and the results."""
         for function, kept in self._caches.values():
             if results_of(function).keys() - kept:
-                found = dict(held_results(function))  # a key that was taken out is there once more, before
+                found = dict(entries_of(function))  # a key that was taken out is there once more, before
                 yield from ((function, key, result) for key, result in found.items() if key not in kept)
 
     def changes(self) -> Iterator[Change]:
@@ -198,19 +209,23 @@ class Snapshot:
                 inner.set(held.before)
         for function, kept in self._caches.values():
             table = results_of(function)
-            for key in table.keys() - kept:
+            more = table.keys() - kept
+            if more and id(function) in self._installed:
+                more -= {key for key, result in entries_of(function) if is_scalar(result)}
+            for key in more:
                 del table[key]
 
 
 class Structure:
-    """Submodules and hooks of modules at one time: unlike other attributes, a trace changes them itself."""
+    """Submodules and hooks of modules at one time: unlike other attributes, a trace changes them itself. With
+    ``tensors`` also which parameters and buffers they hold."""
 
-    def __init__(self, modules: list[tuple[Path, nn.Module]]) -> None:
+    def __init__(self, modules: list[tuple[Path, nn.Module]], *, tensors: bool = False) -> None:
         self._held = [
             (path, name, live, dict(live))
             for path, module in modules
             for attributes in (own_attributes(module),)
-            for name in _STRUCTURE
+            for name in (*_STRUCTURE, *(_TENSORS if tensors else ()))
             if (live := attributes.get(name)) is not None
         ]
 
@@ -222,7 +237,7 @@ class Structure:
         for path, name, live, kept in self._held:
             if _same(live, kept):
                 continue
-            added = [value for key, value in live.items() if key not in kept]
+            added = [v for key, v in live.items() if key not in kept] if name not in _TENSORS else []
             if not (added and all(map(_of_a_package, added)) and kept.items() <= live.items()):
                 yield path, name
 

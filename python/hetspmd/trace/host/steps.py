@@ -16,9 +16,22 @@ import torch
 from hetspmd.errors import PlanError
 from hetspmd.trace.host import raw
 from hetspmd.trace.host.cached import CALL, spoken_call
+from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.templates import NoTemplateError, from_text, to_text
 
-__all__ = ["ALL", "FUNCTIONS", "OTHERS", "key_of", "leads", "others", "spoken", "step_to", "told"]
+__all__ = [
+    "ALL",
+    "CALLS",
+    "FUNCTIONS",
+    "OTHERS",
+    "calls_of",
+    "key_of",
+    "leads",
+    "others",
+    "spoken",
+    "step_to",
+    "told",
+]
 
 ALL: Final = "[*]"
 """A step to a container's class, with its keys or its number of elements; written, to its whole content."""
@@ -26,6 +39,10 @@ OTHERS: Final = "[**]"
 """A step to the items of a dict to whose keys no step leads."""
 FUNCTIONS: Final = "[functions]"
 """A step to what others were put in the place of functions of a module, or beside them."""
+CALLS: Final = "[calls]"
+"""A step to what a call of a module runs beside its class: a forward of its own, and hooks in their order. The keys
+of hooks count on for all modules of a process."""
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOWHERE: Final = "[?"
 _SIMPLE: Final = (int, str, bool, type(None))
 
@@ -73,6 +90,13 @@ def spoken(step: str) -> str:
 def others(mapping: dict[Any, Any]) -> dict[Any, Any]:
     """The items of a dict to whose keys no step leads."""
     return {key: value for key, value in raw.pairs(mapping) if not told(key)}
+
+
+def calls_of(module: Any) -> tuple[Any, ...]:
+    """What a call of a module runs beside its class: its own ``forward`` or None, and its hooks."""
+    attributes = own_attributes(module)
+    hooks = (hook for name in _HOOKS for hook in attributes.get(name, {}).values())
+    return attributes.get("forward"), *hooks
 
 
 def _written(key: Any) -> Any:

@@ -32,6 +32,7 @@ from hetspmd.trace.host.settings import SETTINGS, asked_in_vain, counting
 from hetspmd.trace.host.snapshot import Snapshot, Structure
 from hetspmd.trace.host.steps import ALL, OTHERS
 from hetspmd.trace.host.tensor_hooks import observers_refused
+from hetspmd.trace.host.untrained import Untrained
 
 _MOST_RUNS: Final = 3
 """Runs of a forward at most after cached functions have given more: each run may meet some that the last hid."""
@@ -72,6 +73,7 @@ class HostWatch:
             (tuple(f".{part}" for part in name.split(".") if part), module)
             for name, module in model.named_modules()
         ]
+        self.untrained = Untrained(self.roots)
         self._settings = {step: read() for step, read in SETTINGS.items()}
         self.state_changes: Left | None = None
         self.kept: dict[str, list[torch.Tensor]] = {}
@@ -111,6 +113,10 @@ class HostWatch:
                 break
             self.recorder.hold_results(made)
             output, made = self._run(call, numbers)
+        try:
+            self.recorder.results.check()
+        finally:
+            self._rewind()
         return output
 
     def _run(self, call: Callable[[], Any], numbers: Sequence[torch.Tensor]) -> tuple[Any, list[Place]]:
@@ -122,6 +128,7 @@ class HostWatch:
         try:
             with AsNumbers(numbers) if numbers else nullcontext(), self.recorder.bound.placed():
                 output = call()
+            self.recorder.settle()
             made = self.recorder.results_made()
             self.kept = kept_tensors(self.roots.model, self._snapshot.cached())
             if self.recorder.failed is not None:
@@ -145,6 +152,17 @@ class HostWatch:
             zip(self.numbers, self._place(numbers), strict=True)
         )  # the backward reads them, too
         return output, made
+
+    @contextmanager
+    def leaving(self) -> Iterator[HostWatch]:
+        """Around all of a trace; afterwards caches have what was in them, and what stays where it was traced."""
+        failed = True
+        try:
+            yield self
+            failed = False
+        finally:
+            self._snapshot.forget_results()
+            self.recorder.results.leave(failed=failed)
 
     def rehearse(self, values: Mapping[Place, Any], call: Callable[[], Any]) -> tuple[Any, dict[Place, Any]]:
         """What ``call`` returns with ``values`` at these places, and what it leaves, by place."""
@@ -199,6 +217,7 @@ class HostWatch:
             else:
                 found[root, path] = value
         found.update(self.recorder.reader.bases())
+        found.update((place, "True") for place in self.untrained.reads(self.recorder.values))
         for place in self.recorder.reader.library.places:
             found[place] = fingerprint(self.roots.value(*place))
         return tuple(Read(*place, value) for place, value in found.items())
@@ -224,6 +243,7 @@ class HostWatch:
                 put(self.roots.holder(root, path), path[-1], value)
 
     def _rewind(self) -> None:
+        self.recorder.outside.rewind()
         self._snapshot.rewind()
         self._draws.rewind()
         if self._settings[".default_dtype"] != torch.get_default_dtype():
@@ -232,6 +252,7 @@ class HostWatch:
     def _check(self, structure: Structure, grad: bool, process: ProcessSettings) -> None:
         """Raise TraceError for what forward does to modules, torch's settings and iterators."""
         name = type(self.roots.model).__name__
+        self.recorder.outside.check()
         for path, kind in structure.changes():
             module, _ = owner_of(self.roots.model, path)
             what = "a submodule" if kind == "_modules" else "a hook"

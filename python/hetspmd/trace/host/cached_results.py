@@ -1,0 +1,123 @@
+"""What cached functions give while a step is traced, so that each step has what one device would have cached.
+
+A cached function computes once, and keeps what it has computed whatever changes later. Of the entries that a trace
+makes, those with numbers and strings as arguments and no tensor in their result are read by the calls that give
+them, and taken out again: every rank makes the call itself, in the first step that needs it. All others are made
+once more outside of the trace, at its end, and stay with the rank that traces: what it traces later finds them.
+
+A result with tensors is computed in the graph as long as its function would give it again; one that it would not
+give again is a constant, as it was kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+import torch
+
+from hetspmd.errors import TraceError
+from hetspmd.trace.compat import is_traced, outside_modes
+from hetspmd.trace.host.cached import Arguments, arguments_of, entries_of, results_of, step_of
+from hetspmd.trace.host.places import Path, Roots, text
+from hetspmd.trace.host.plain import fingerprint, is_scalar, tensors_in
+
+__all__ = ["CachedResults"]
+
+_MOST_TRIED: Final = 64
+"""Entries of one function that are computed once more before a trace."""
+Note = Callable[[tuple[str, Path], str, Any], None]
+_Call = tuple[Any, Arguments]
+
+
+class CachedResults:
+    """The cached functions that were found, and the calls to make at the end. ``note`` is told of results by the
+    places of their calls."""
+
+    def __init__(self, roots: Roots, note: Note) -> None:
+        self._roots, self._note = roots, note
+        self._known: dict[int, tuple[str, Path, Any, int, frozenset[Any]]] = {}
+        self._taken_out: list[_Call] = []
+        self._made: dict[tuple[int, Any], _Call] = {}
+        self._with_tensors: dict[tuple[int, Any], _Call] = {}
+
+    def know(self, root: str, path: Path, function: Any) -> None:
+        """A cached function was found, before it is held as it is."""
+        if id(function) not in self._known:
+            self._take_out(function)
+            hits, keys = function.cache_info().hits, frozenset(results_of(function))
+            self._known[id(function)] = root, path, function, hits, keys
+
+    def look(self) -> None:
+        """Note what a run has asked for. Raises TraceError for a parameter of the model among the arguments."""
+        for root, path, function, hits, keys in list(self._known.values()):
+            for key, result in entries_of(function):
+                if key not in keys or function.cache_info().hits != hits:
+                    self._entry(root, path, function, key, result, new=key not in keys)
+
+    def _entry(self, root: str, path: Path, function: Any, key: Any, result: Any, *, new: bool) -> None:
+        call = function, arguments_of(function, key)
+        given = [t for part in (call[1][0], call[1][1]) for t in tensors_in(part)]
+        if new and given and {id(t) for t in given} & self._own():
+            raise TraceError(
+                f"{text(root, path)} keeps what it has computed of a parameter or buffer of the model "
+                "(functools.cache), which changes from step to step: one device would go on with the first value; "
+                "compute it in forward, or keep that value with register_buffer"
+            )
+        if any(map(is_traced, given)):
+            return  # another tensor in each step: nothing is found again
+        step = step_of(function, key)
+        if tensors_in(result):
+            if new:
+                self._with_tensors[id(function), key] = call
+        elif step is not None and (is_scalar(result) or callable(result)) and not _is_place(result):
+            self._note((root, (*path, step)), fingerprint(result), result)
+        elif new and (step is None or is_scalar(result) or callable(result)):
+            self._made[id(function), key] = call
+
+    def check(self) -> None:
+        """Raise TraceError for results with tensors that a call outside of the trace does not give."""
+        for function, (positional, named) in list(self._with_tensors.values()):
+            root, path, *_ = self._known[id(function)]
+            found: list[Any] | None = None
+            with suppress(Exception), outside_modes():  # it may fail on what is there only in a trace
+                found = [function.__wrapped__(*positional, **named) for _ in range(2)]
+            if found is None or any(map(is_traced, tensors_in(found))):
+                raise TraceError(
+                    f"{text(root, path)} keeps tensors that it has computed of the model's parameters or of the "
+                    "batch (functools.cache), and one device would go on with the first ones; compute them in "
+                    "forward, or keep the first ones with register_buffer"
+                )
+            if len(set(map(fingerprint, found))) > 1:
+                raise TraceError(
+                    f"{text(root, path)} keeps tensors that it draws (functools.cache): a plan would draw them "
+                    "anew in every step. Draw them in __init__: self.register_buffer(name, torch.randn(...))"
+                )
+
+    def leave(self, *, failed: bool) -> None:
+        """At the end of a trace: make the calls whose results stay here."""
+        made = () if failed else (*self._made.values(), *self._with_tensors.values())
+        for function, (positional, named) in (*self._taken_out, *made):
+            function(*positional, **named)
+
+    def _take_out(self, function: Any) -> None:
+        """Take out results with tensors that the function would give again, to compute them in the graph."""
+        held = [(key, result) for key, result in entries_of(function) if tensors_in(result)]
+        for key, result in held if len(held) <= _MOST_TRIED else ():
+            call = function, arguments_of(function, key)
+            with suppress(Exception), outside_modes():  # the function may raise anything
+                again = function.__wrapped__(*call[1][0], **call[1][1])
+                if not any(t.requires_grad for t in tensors_in(result)) and fingerprint(again) == fingerprint(
+                    result
+                ):
+                    del results_of(function)[key]
+                    self._taken_out.append(call)
+
+    def _own(self) -> set[int]:
+        return {id(t) for t in (*self._roots.model.parameters(), *self._roots.model.buffers())}
+
+
+def _is_place(result: object) -> bool:
+    """Whether a result says where a rank computes, which differs between ranks as it should."""
+    return isinstance(result, torch.device) or (isinstance(result, str) and result.startswith("cuda"))

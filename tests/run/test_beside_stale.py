@@ -1,0 +1,241 @@
+"""Cached functions that read a setting: what they gave when they were first called stays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from outside import Step, X, both, student
+from torch import nn
+
+from hetspmd.errors import TraceError
+from hetspmd.trace.trace import trace
+
+pytestmark = pytest.mark.filterwarnings("ignore::hetspmd.errors.PlanPerValueWarning")
+
+
+@dataclass
+class Settings:
+    scale: float = 1.0
+    act: str = "tanh"
+
+
+Made = tuple[Callable[[], Any], Callable[[torch.Tensor], torch.Tensor]]
+"""A cached function as one asks for its result, and what a step computes with it."""
+
+
+def number(s: Settings) -> Made:
+    @functools.cache
+    def scale() -> float:
+        return s.scale
+
+    return scale, lambda y: y * scale()
+
+
+def by_arguments(s: Settings) -> Made:
+    @functools.lru_cache(maxsize=4)
+    def scale(name: str, *, power: int) -> float:
+        return s.scale**power
+
+    return lambda: scale("a", power=2), lambda y: y * scale("a", power=2) + scale("a", power=1)
+
+
+def typed(s: Settings) -> Made:
+    @functools.lru_cache(typed=True)
+    def scale(power: int, *, more: float) -> float:
+        return s.scale**power + more
+
+    return lambda: scale(1, more=0.5), lambda y: y * scale(1, more=0.5)
+
+
+def text(s: Settings) -> Made:
+    @functools.cache
+    def act() -> str:
+        return s.act
+
+    return act, lambda y: getattr(torch, act())(y)
+
+
+def function(s: Settings) -> Made:
+    @functools.cache
+    def act() -> Callable[[torch.Tensor], torch.Tensor]:
+        return torch.tanh if s.act == "tanh" else torch.sin
+
+    return lambda: act().__name__, lambda y: act()(y)
+
+
+def container(s: Settings) -> Made:
+    @functools.cache
+    def scales() -> dict[str, float]:
+        return {"a": s.scale}
+
+    return scales, lambda y: y * scales()["a"]
+
+
+def nested(s: Settings) -> Made:
+    @functools.cache
+    def scale() -> float:
+        return s.scale
+
+    @functools.cache
+    def twice() -> float:
+        return 2 * scale()
+
+    return twice, lambda y: y * twice()
+
+
+def tensor(s: Settings) -> Made:
+    @functools.cache
+    def mask(n: int) -> torch.Tensor:
+        return torch.ones(n).cumsum(0) * s.scale
+
+    return lambda: mask(12).tolist(), lambda y: y * mask(12)
+
+
+def of_a_dtype(s: Settings) -> Made:
+    @functools.lru_cache(maxsize=2)
+    def mask(n: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, float]:
+        return torch.ones(n, dtype=dtype, device=device) * s.scale, s.scale
+
+    def asked() -> tuple[torch.Tensor, float]:
+        return mask(12, torch.float32, torch.device("cpu"))
+
+    return lambda: asked()[1], lambda y: y * mask(12, y.dtype, y.device)[0]
+
+
+class Scales:
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    @functools.cache  # noqa: B019
+    def scale(self, power: int) -> float:
+        return self.settings.scale**power
+
+    @functools.cache  # noqa: B019
+    def mask(self, n: int) -> torch.Tensor:
+        return torch.ones(n) * self.settings.scale
+
+
+def method(s: Settings) -> Made:
+    scales = Scales(s)
+    return lambda: scales.scale(2), lambda y: y * scales.scale(2)
+
+
+def method_of_tensors(s: Settings) -> Made:
+    scales = Scales(s)
+    return lambda: scales.mask(12).tolist(), lambda y: y * scales.mask(12)
+
+
+KINDS = (
+    number, by_arguments, typed, text, function, container, nested, tensor, of_a_dtype, method, method_of_tensors,
+)  # fmt: skip
+ON_EVERY_RANK = (number, by_arguments, text, function, container, nested)
+"""Those that every rank asks for itself, with numbers and strings as arguments and no tensors in the result."""
+
+
+def _make(kind: Callable[[Settings], Made], *changes: int, clears: int | None = None) -> Callable[[], Step]:
+    def make() -> Step:
+        settings = Settings()
+        ask, compute = kind(settings)
+
+        def each(number: int) -> None:
+            if number in changes:
+                settings.scale, settings.act = settings.scale / 2, "sin"
+            if number == clears:
+                _clear(ask)
+
+        look = ask if kind in ON_EVERY_RANK else lambda: None
+        return Step(student(), lambda model, x: compute(model(x)).square().mean(), each, look=look)
+
+    return make
+
+
+def _clear(ask: Any) -> None:
+    """Clear the caches around a function, or itself."""
+    for found in (ask, *(cell.cell_contents for cell in getattr(ask, "__closure__", None) or ())):
+        if hasattr(found, "cache_clear"):
+            found.cache_clear()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_result_stays(kind: Callable[[Settings], Made]) -> None:
+    single, ranks = both(_make(kind, 1, 3), 5)
+    for found in ranks:
+        torch.testing.assert_close(found.losses, single.losses, rtol=1e-5, atol=1e-7)
+        assert found.seen == single.seen
+
+
+@pytest.mark.parametrize("kind", ON_EVERY_RANK)
+def test_the_first_result_is_that_of_the_first_step(kind: Callable[[Settings], Made]) -> None:
+    single, ranks = both(_make(kind, 0, 2), 4)  # the setting changes before the first step
+    for found in ranks:
+        torch.testing.assert_close(found.losses, single.losses, rtol=1e-5, atol=1e-7)
+        assert found.seen == single.seen
+
+
+@pytest.mark.parametrize("kind", [number, by_arguments, text])
+def test_a_cache_that_is_cleared_computes_anew(kind: Callable[[Settings], Made]) -> None:
+    single, ranks = both(_make(kind, 1, clears=3), 5)
+    for found in ranks:
+        torch.testing.assert_close(found.losses, single.losses, rtol=1e-5, atol=1e-7)
+        assert found.seen == single.seen
+
+
+def test_what_was_asked_before_stays() -> None:
+    def make() -> Step:
+        step = _make(number, 0, 2)()
+        step.look()
+        return step
+
+    single, ranks = both(make)
+    for found in ranks:
+        torch.testing.assert_close(found.losses, single.losses, rtol=1e-5, atol=1e-7)
+        assert found.seen == single.seen == 1.0
+
+
+def test_a_trace_leaves_no_result_that_each_rank_asks_for_itself() -> None:
+    @functools.cache
+    def scale(power: int) -> float:
+        return 2.0**power
+
+    scale(1)
+    trace(student(), (X,), {}, loss=lambda model, x: model(x).square().mean() * scale(1) * scale(2))
+    assert scale.cache_info().currsize == 1
+
+
+def test_tensors_that_are_drawn_are_refused() -> None:
+    @functools.cache
+    def noise(n: int) -> torch.Tensor:
+        return torch.randn(n)
+
+    model, state = student(), torch.get_rng_state()
+    with pytest.raises(TraceError, match=r"noise.* keeps tensors that it draws .*register_buffer"):
+        trace(model, (X,), {}, loss=lambda model, x: (model(x) + noise(12)).square().mean())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert noise.cache_info().currsize == 0
+
+
+def test_tensors_of_the_models_weights_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(12, 12))
+
+    @functools.cache
+    def first() -> torch.Tensor:
+        return model[0].weight.detach().clone()
+
+    with pytest.raises(TraceError, match="computed of the model's parameters"):
+        trace(model, (X,), {}, loss=lambda model, x: (model(x) + first()[0]).square().mean())
+
+
+def test_a_parameter_as_an_argument_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(12, 12))
+
+    @functools.cache
+    def norm(weight: torch.Tensor) -> torch.Tensor:
+        return weight.detach().norm()
+
+    with pytest.raises(TraceError, match="a parameter or buffer of the model"):
+        trace(model, (X,), {}, loss=lambda model, x: model(x).square().mean() * norm(model[0].weight))
