@@ -66,8 +66,10 @@ class Outside:
             self.all_of(module)
 
     def stranger(self, of: Any) -> None:
-        """Something was read of an object that no place leads to: a module, perhaps."""
-        if isinstance(of, nn.Module):
+        """Something was read of an object that no place leads to: a module, perhaps. The trace has plain ones of its
+        own, in which it puts constants."""
+        kind = type(of)
+        if isinstance(of, nn.Module) and kind is not nn.Module and not kind.__module__.startswith("torch.fx"):
             self._strangers[id(of)] = of
 
     def all_of(self, module: nn.Module) -> None:
