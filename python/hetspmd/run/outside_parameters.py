@@ -53,7 +53,7 @@ def refuse_untrained(optimizer: torch.optim.Optimizer, held: Iterable[torch.Tens
             raise OptimizerError(
                 f"{type(optimizer).__name__} holds {name} {list(tensor.shape)}, which the step of a HAP module "
                 "reads and which is no parameter of its model: a plan computes no gradient for it, so that it "
-                "would not be trained as on one device. Make it a part of the model before HAP(...), as a module or "
-                "nn.Parameter, and read it there; or, where another loop alone trains it, let it be frozen around "
-                "HAP(...) and hap(...): requires_grad_(False)"
+                "would not be trained as on one device. Make it a part of the model before HAP(...), as a module "
+                "or nn.Parameter, and read it there; or, where another loop alone trains it, let it be frozen "
+                "around HAP(...) and hap(...): requires_grad_(False)"
             )

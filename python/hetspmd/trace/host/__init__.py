@@ -21,6 +21,9 @@ in_place   objects whose content is changed in place
 settings   torch's own settings on which a graph depends
 reads      telling of attributes that are read
 followed   an object whose attributes are recorded
+outside    modules that the step reads and the model does not have
+untrained  leaves of autograd outside of the model, for which a plan has no gradient
+cached_results what cached functions give, so that it stays as on one device
 recorder   which attributes are read while a step is traced
 entropy    random numbers that Python code draws
 seeds      torch's random state, which forward must not set

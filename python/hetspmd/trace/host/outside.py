@@ -66,9 +66,10 @@ class Outside:
             self.all_of(module)
 
     def stranger(self, of: Any) -> None:
-        """Something was read of an object that no place leads to: a module, perhaps. A bare one is the root that
-        torch.fx makes for a trace."""
-        if isinstance(of, nn.Module) and type(of) is not nn.Module:
+        """Something was read of an object that no place leads to: a module, perhaps. The trace has plain ones of
+        its own, in which it puts constants."""
+        kind = type(of)
+        if isinstance(of, nn.Module) and kind is not nn.Module and not kind.__module__.startswith("torch.fx"):
             self._strangers[id(of)] = of
 
     def all_of(self, module: nn.Module) -> None:
@@ -88,16 +89,16 @@ class Outside:
                 raise TraceError(
                     f"the step reads a {type(module).__name__} with tensors, which is no module of the model, in a "
                     "way that cannot be followed: from a set, a weak reference, under a key that is an object, in "
-                    "a variable of a context; keep it in a variable, a list or an attribute, or make it a module of "
-                    "the model (self.teacher = ...)"
+                    "a variable of a context; keep it in a variable, a list or an attribute, or make it a module "
+                    "of the model (self.teacher = ...)"
                 )
         for followed, structure in self._held:
             for _, kind in structure.changes():
                 what = _SPOKEN.get(kind, "a hook")
                 raise TraceError(
                     f"the step adds, removes or replaces {what} of {text(followed.root, followed.path)} "
-                    f"({type(followed.of).__name__}), which is no module of the model, so that no plan does it "
-                    "again; make it a module of the model (self.teacher = ...), or change it between the steps"
+                    f"({type(followed.of).__name__}), which is no module of the model, so that no plan does "
+                    "it again; make it a module of the model (self.teacher = ...), or change it between the steps"
                 )
 
     def rewind(self) -> None:
