@@ -25,6 +25,7 @@ from hetspmd.placement import is_sharded
 from hetspmd.run.anomaly import is_looked_for
 from hetspmd.run.asking import no_step
 from hetspmd.run.attendance import Attendance, meet_ranks
+from hetspmd.run.calling import TorchMode
 from hetspmd.run.compiled_regions import compile_options
 from hetspmd.run.entry import Entry
 from hetspmd.run.forwarding import forwards
@@ -217,7 +218,7 @@ class HAP(WholeStates):
             return self._run(*self._planned(args, kwargs), args, kwargs)
         with self._attendance.may_refuse():
             entry, inputs, parameters = self._planned(args, kwargs)
-        describe = partial(self._plans.calling, args, kwargs)
+        describe = partial(self._plans.calling, args, kwargs, TorchMode.now(self.device))
         with self._attendance.at(entry, inputs, f"recorded {self._recording is not None}", describe):
             return self._run(entry, inputs, parameters, args, kwargs)
 
