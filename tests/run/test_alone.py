@@ -28,7 +28,8 @@ def run_trials(folder: Path, trials: list[Trial]) -> tuple[list[list[dict[str, A
     worker = Path(__file__).with_name("alone_worker.py")
     done = subprocess.run(
         [sys.executable, str(worker), str(folder), json.dumps(trials)], check=False, capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=60 + 5 * TIMEOUT * len(trials),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=60 + 5 * TIMEOUT * len(trials),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     met = [

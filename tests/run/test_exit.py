@@ -43,7 +43,7 @@ def test_scripts_that_do_not_destroy_their_group(tmp_path: Path) -> None:
     worker = Path(__file__).with_name("unended_worker.py")
     done = subprocess.run(
         [sys.executable, str(worker), str(tmp_path), "20"], check=False, capture_output=True, text=True,
-        timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     statuses = json.loads(done.stdout)
