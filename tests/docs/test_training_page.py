@@ -23,7 +23,6 @@ def script(folder: Path) -> Path:
     (folder / "cluster.yaml").write_text(cluster, encoding="utf-8")
     head = "import torch\ntorch.set_default_dtype(torch.float64)\ntorch.set_num_threads(1)\n"
     tail = "import json\nif rank == 0:\n    json.dump(losses, open('losses.json', 'w'))\n"
-    tail += "dist.destroy_process_group()\n"
     path = folder / "train.py"
     path.write_text("\n".join((head, *blocks("python"), tail)), encoding="utf-8")
     return path

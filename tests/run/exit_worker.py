@@ -1,4 +1,4 @@
-"""What one gloo process of tests/run/test_exit.py does; ``python exit_worker.py RANK WORLD STORE``.
+"""What one gloo process of tests/run/test_exit.py does; ``python exit_worker.py RANK WORLD STORE END``.
 
 The process group is there before hetspmd is imported, and the model outlives it, as in a script without functions.
 Written to stdout: the threads that run when everything that is to run at the end has run.
@@ -52,4 +52,5 @@ model = hetspmd.HAP(Model(), spec, example=(x,), constraints={"args[0]": "shard(
 assert len(model.plan.active) == WORLD - 1, model.plan.active
 model(x).backward()
 model.full_state_dict()
-dist.destroy_process_group()
+if sys.argv[4] == "destroys":
+    dist.destroy_process_group()

@@ -103,7 +103,9 @@ class Counting(SimulatedCommunicator):
         return super().all_gather(output, buffer)
 
 
-def test_one_collective_of_a_number_per_rank() -> None:
+@pytest.mark.parametrize("gpus", [False, True])
+def test_one_collective_of_a_number_per_rank(gpus: bool) -> None:
+    """The number travels in the word that tells the others of it, unless it lies on a GPU."""
     c = quiet("mlp")
     plan = random_plan(c, 3, 2)
     models = [copy.deepcopy(c.model) for _ in range(3)]
@@ -114,12 +116,14 @@ def test_one_collective_of_a_number_per_rank() -> None:
         counting = Counting(given.meeting, given.rank)
         hap = HAP(models[given.rank], plan.cluster, plan=plan, process_group=counting)
         loss_of(hap(**c.batch)).backward()
+        assert hap._attendance is not None
+        hap._attendance._late = gpus
         issued, gathers = counting.count, counting.gathers
         hetspmd.clip_grad_norm_(hap, 1.0)
         given.count = counting.count
         return counting.count - issued, counting.gathers - gathers
 
-    assert run_ranks(3, body) == [(1, 1)] * 3
+    assert run_ranks(3, body) == [(gpus, gpus)] * 3
 
 
 def test_part_of_the_parameters_and_none_with_gradients() -> None:

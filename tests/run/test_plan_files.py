@@ -194,6 +194,7 @@ LAST = ("program", "steps", -1)
             "inside.program is 1"),
         (("considered", 0, "verdict"), "best", "is no reason why a candidate was not taken"),
         (("considered", 0, "seconds"), -1.0, "considered has -1.0"),
+        (("active",), [], "no device is active"),
         (("considered", 0, "active"), [-1], "has ranks that there cannot be"),
         (("considered",), lambda v: [*v, v[0]], "more than one of its candidates was taken"),
         # the proof

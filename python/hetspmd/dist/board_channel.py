@@ -13,6 +13,7 @@ import torch
 from hetspmd.dist.board import Board
 from hetspmd.dist.channel import NUMBERS, Answer, Channel
 from hetspmd.dist.communicator import Communicator, Work
+from hetspmd.dist.stalled import Stalled
 
 __all__ = ["BoardChannel"]
 
@@ -27,6 +28,10 @@ class BoardChannel(Channel):
         self.rank, self.world = group.rank, group.world
         self._group, self._board = group, board
         self._round = 0
+        self._stalled = Stalled(board)
+
+    def stalled(self, begin: float, place: str) -> str:
+        return self._stalled.look(begin, place)
 
     def start(self, numbers: Sequence[int], said: Callable[[], Any]) -> Answer:
         self._round += 1

@@ -47,6 +47,11 @@ class Channel(ABC):
         """Say :data:`NUMBERS` numbers, and what makes the object, of what JSON knows; it may be called by any
         thread."""
 
+    def stalled(self, begin: float, place: str) -> str:
+        """Whether all ranks wait for each other, this one at ``place`` since ``begin`` (of the monotonic clock): ""
+        or how the ranks have parted, the same on every rank."""
+        return ""
+
     def listen(  # noqa: B027  # some are looked at by a watch
         self, look: Callable[[], None], place: Callable[[], str]
     ) -> None:

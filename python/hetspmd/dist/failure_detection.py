@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from hetspmd.errors import RankFailedError
+from hetspmd.errors import HetspmdError, RankFailedError
 from hetspmd.dist.board import Board, give_up
 from hetspmd.dist.processes import Process, state_of
 from hetspmd.dist.uncaught import before_the_end
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _LOOK = 0.5
 """Seconds between two looks of a rank that waits."""
+_STALL = 15.0
+"""Seconds after which it is looked whether all ranks wait for each other."""
 _OVER = "over"
 
 
@@ -40,7 +42,8 @@ class FailureDetector:
 
     ``prefix`` is of this set of ranks alone; ``host`` is the rank that hosts the store, None if none of them does.
     ``timeout`` is in seconds, from the beginning of a wait to its error. ``place`` says what this rank was called
-    for, for errors.
+    for, for errors. A wait calls ``alarm`` at every look, and after a while ``stalled`` with the time of its
+    beginning; what they raise ends it.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class FailureDetector:
         self.rank, self.processes, self.host, self.timeout = rank, tuple(processes), host, timeout
         self._patience = timeout - min(0.3 * timeout, 9.0)
         self._grace = min(0.1 * timeout, 3.0)
+        self._stall = min(0.5 * self._patience, _STALL)
         self.board = Board(store, prefix, rank, len(self.processes), min(timeout / 6.0, 5.0))
         self.alarm: Callable[[], None] | None = None
+        self.stalled: Callable[[float], None] | None = None
         self.place: Callable[[], str] = str
         self._look = min(_LOOK, timeout / 20.0)
         self._slice = timedelta(seconds=self._look)
@@ -79,6 +84,8 @@ class FailureDetector:
                     return
                 if self.alarm is not None:
                     self.alarm()
+                if self.stalled is not None and time.monotonic() - begin > self._stall:
+                    self.stalled(begin)
                 if why := self._trouble(time.monotonic() - begin):
                     raise self.failure(why, time.monotonic() - begin) from error
 
@@ -107,7 +114,8 @@ class FailureDetector:
         return RankFailedError(ranks, reason, self.rank, waited, why, call=self.place())
 
     def note(self, kind: str, text: str) -> None:
-        """Leave a note, the first one of this rank only: "waits" after a failed wait, "raised" after an error."""
+        """Leave a note, the first one of this rank only: "waits" after a failed wait, "raised" after an error,
+        "ended" before the process ends otherwise."""
         if self._noted:
             return
         self._noted = True
@@ -122,6 +130,22 @@ class FailureDetector:
         board.ask(send)
         if kind == "raised" and self.host == self.rank:
             self._linger()
+
+    def explain(self, error: BaseException) -> None:
+        """Say in a note of an error of torch, in a collective of the program's own, what the other ranks had met."""
+        if self._noted or isinstance(error, HetspmdError) or not isinstance(error, RuntimeError):
+            return
+        self._read_notes()
+        told = [
+            f"rank {r} had {'failed' if note['kind'] == 'raised' else 'waited'} ({note['text']})"
+            for r, note in sorted(self._notes.items())
+            if note["kind"] != "ended"
+        ]
+        if told:
+            error.add_note(
+                f"hetspmd: before, {', '.join(told)}. If they waited for this rank: it has called alone what all "
+                "ranks call (a dist.barrier(), under `if rank == 0:` or after a break), or left the loop before them"
+            )
 
     def _linger(self) -> None:
         """The store must outlive this rank's note: until the others have answered it, or for the grace."""
@@ -182,6 +206,9 @@ class FailureDetector:
         raised = [(r, n["text"]) for r, n in sorted(self._notes.items()) if n["kind"] == "raised"]
         if raised:
             return tuple(r for r, _ in raised), "; ".join(f"rank {r} failed: {text}" for r, text in raised)
+        ended = [(r, n["text"]) for r, n in sorted(self._notes.items()) if n["kind"] == "ended"]
+        if ended:
+            return tuple(r for r, _ in ended), "; ".join(f"rank {r} has ended, after {text}" for r, text in ended)
         mute = [r for r in self._others() if r not in self._notes]
         for state, text in (("gone", "has died"), ("stopped", "is stopped")):
             found = [r for r in mute if self._state(r) == state]
@@ -242,4 +269,5 @@ def _leave_notes(error: BaseException) -> None:
     for ref in _WATCHES:
         found = ref()
         if found is not None:
+            found.explain(error)
             found.note("raised", f"{type(error).__name__}: {error}".strip().split("\n")[0])

@@ -15,7 +15,7 @@ from hetspmd.errors import (
     ParameterMismatchError,
 )
 
-__all__ = ["Told", "parted", "ranks_text"]
+__all__ = ["Told", "apart", "parted", "ranks_text"]
 
 _NAMED: Final = 4
 """Arguments of which a message speaks."""
@@ -77,11 +77,17 @@ def parted(told: Sequence[Told | None], rank: int) -> HetspmdError | None:
 
 
 def _calls(said: dict[int, Told]) -> HetspmdError | None:
-    groups = _groups(said, lambda t: t.what)
+    text = apart({rank: told.what for rank, told in said.items()})
+    return CollectiveMismatchError(text) if text else None
+
+
+def apart(places: dict[int, str]) -> str:
+    """What to say of ranks that are at these places, "" where all are at the same."""
+    groups = _groups(places, str)
     if len(groups) == 1:
-        return None
-    parts = [f"{ranks_text(ranks)} in {what}" for what, ranks in groups]
-    return CollectiveMismatchError(
+        return ""
+    parts = [f"{ranks_text(ranks)} in {place}" for place, ranks in groups]
+    return (
         f"the ranks have parted: {', '.join(parts)}. Every rank makes the same calls of HAP in the same order; "
         "look for a call under `if rank == 0:`, a loader that is longer on one rank, or a step that one leaves out"
     )

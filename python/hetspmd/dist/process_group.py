@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import pickle
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -19,9 +20,10 @@ from hetspmd.errors import RankFailedError, WorldSizeError
 from hetspmd.dist.board import Board
 from hetspmd.dist.board_channel import BoardChannel
 from hetspmd.dist.communicator import Communicator, DoneWork, LoneCommunicator, Work
+from hetspmd.dist.groups import close_links, destroy_groups, made_group, own_group
 from hetspmd.dist.processes import this_process
 from hetspmd.dist.ring import LANES, Carrier, Message, Ports, end_carriers, ring_gather, ring_reduce
-from hetspmd.dist.roll import Roll
+from hetspmd.dist.roll import Roll, RollCall
 from hetspmd.dist.staging import StagedCommunicator, copies_for
 from hetspmd.dist.failure_detection import FailureDetector
 from hetspmd.trace.compat import forget_default_group, group_store, hosted_by_a_rank
@@ -50,6 +52,8 @@ class ProcessGroupCommunicator(Communicator):
         self.group = None
 
     def guard(self, timeout: float) -> None:
+        if (known := _ROLLS.get(self._torch_group)) is not None:
+            known[0].meet(RollCall("HAP(...) or tune(...)"))
         # Counted by the ranks alike, so that notes of an earlier run on the same store are not read.
         number, name = next(_GUARDED), getattr(self.group, "group_name", "default")
         processes = self.exchange(this_process())
@@ -62,20 +66,24 @@ class ProcessGroupCommunicator(Communicator):
     def roll(self) -> Roll | None:
         if not dist.is_gloo_available() or self.watch is None:
             return None
-        group = dist.group.WORLD if self.group is None else self.group
-        assert group is not None
+        group = self._torch_group
         found = _ROLLS.get(group)
         if found is None:
             ranks = dist.get_process_group_ranks(group)
-            made = dist.new_group(ranks, _FOR_EVER, "gloo", use_local_synchronization=True)
-            assert isinstance(made, dist.ProcessGroup)
-            apart, board = ProcessGroupCommunicator(made), self.watch.board
+            apart, board = ProcessGroupCommunicator(made_group(ranks, "gloo", _FOR_EVER)), self.watch.board
             notes = Board(board.store, f"{board.prefix}/roll", self.rank, self.world, _ANSWER)
             found = _ROLLS[group] = Roll(BoardChannel(apart, notes)), apart
         roll, apart = found
         apart.watch = self.watch
         self.watch.alarm, self.watch.place = roll.look, roll.place
+        self.watch.stalled = roll.stalled
         return roll
+
+    @property
+    def _torch_group(self) -> dist.ProcessGroup:
+        group = dist.group.WORLD if self.group is None else self.group
+        assert group is not None
+        return group
 
     def busy(self) -> AbstractContextManager[None]:
         return nullcontext() if self.watch is None else self.watch.busy()
@@ -200,11 +208,7 @@ class ProcessGroupCommunicator(Communicator):
         # torch names a group by its ranks and by how many groups this process has made: every rank makes one
         # here, so that the numbers stay equal, even where it is alone in it.
         every = dist.get_process_group_ranks(self.group)
-        made = dist.new_group(
-            [every[r] for r in ranks], backend=dist.get_backend(self.group), use_local_synchronization=True
-        )
-        assert isinstance(made, dist.ProcessGroup)
-        part = ProcessGroupCommunicator(made)
+        part = ProcessGroupCommunicator(made_group([every[r] for r in ranks], dist.get_backend(self.group)))
         part.watch = self.watch
         return part
 
@@ -248,6 +252,8 @@ _ON_THE_WAY: Final[set[Any]] = set()
 go of the last reference to a tensor asks for the GIL, and if the process ends at that moment, it ends by SIGABRT.
 With a rank that fails the others' work fails, too, and they end at about the same time."""
 _MANY: Final = 256
+_MOMENT: Final = 0.5
+"""Seconds that a process which ends gives what is on its way."""
 
 
 class IssuedWork:
@@ -305,11 +311,31 @@ _COMMUNICATORS: Final[weakref.WeakSet[ProcessGroupCommunicator]] = weakref.WeakS
 
 @atexit.register
 def _leave() -> None:
-    """Let go of all groups before the interpreter ends: if the program has destroyed them, this ends their threads,
-    which would ask for the GIL of an interpreter that is gone to drop a tensor (SIGABRT)."""
+    """Let go of all groups before the interpreter ends: this ends the threads of those that hetspmd has made or the
+    program has destroyed, which would ask for the GIL of an interpreter that is gone to drop a tensor (SIGABRT)."""
     end_carriers()
     for communicator in list(_COMMUNICATORS):
+        if communicator.watch is not None:  # the others see links that are closed by a process that is alive
+            communicator.watch.note("ended", communicator.watch.place() or "its last step")
+    over = _all_is_over()
+    if not over:
+        close_links()
+        over = _all_is_over()
+    for communicator in list(_COMMUNICATORS):
         communicator.release()
+    _ROLLS.clear()
+    if over:
+        destroy_groups()
+
+
+def _all_is_over() -> bool:
+    """Whether nothing is on its way any more; what is gets a moment."""
+    end = time.monotonic() + _MOMENT
+    while not all(work.is_completed() for work in list(_ON_THE_WAY)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def communicator_for(group: dist.ProcessGroup | None, devices: int) -> Communicator:
@@ -330,5 +356,5 @@ def communicator_for(group: dist.ProcessGroup | None, devices: int) -> Communica
     if ready:
         forget_default_group()
     if ready and world > 1:
-        return ProcessGroupCommunicator(group)
+        return ProcessGroupCommunicator(own_group(group))
     return LoneCommunicator()

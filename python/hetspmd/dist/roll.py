@@ -12,9 +12,13 @@ The words travel while the step runs, and are looked at when it has run, before 
 rank that waits in a collective for long. A rank that is about to do other things than in the step before (another
 plan or mode, a state dict, a step after one whose backward was left out) first waits for the others' words: as
 long as one of them does what it did before, or does the same, no two ranks are ever in collectives that do not
-belong together. What belongs to many steps (a norm of all gradients, the skipping of a step with inf or NaN) is
-announced without waiting: if the ranks part there, their one small collective may still pair, and the next call
-of any kind raises before it does anything.
+belong together. Nor may they be: a collective of another size than the others' ends the process inside of gloo, and
+hangs in NCCL, and no rank says why. So whatever is no step waits, also what belongs to many steps (a norm of all
+gradients, the skipping of a step with inf or NaN); a word has room for the number that such a call shares, so that
+ranks on CPUs need no collective beside it.
+
+Ranks that wait for each other at different places, so that the words of one never come (it left out a backward that
+the others wait in), are told so by what they write on a board (:mod:`hetspmd.dist.stalled`).
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from hetspmd.dist.channel import Answer, Channel
 from hetspmd.dist.digest import join
 from hetspmd.dist.doings import Doing
 from hetspmd.dist.parting import Told, parted
+from hetspmd.errors import CollectiveMismatchError
 
 __all__ = ["RollCall", "Roll"]
 
@@ -46,7 +51,8 @@ class RollCall:
     shapes. ``inputs`` are (path, digest) of the batch of step ``of``, ``replicas`` (name, digest, projection,
     square) of pieces of replicated tensors then: None on a rank that holds none. ``tolerances``: of each by what
     part of its norm it may differ between ranks; 0.0: digests must be equal. ``arguments`` of the call must be the
-    same on every rank, and so must ``doings``: what the rank did since the step before.
+    same on every rank, and so must ``doings``: what the rank did since the step before. ``shared`` is a number of
+    64 bits that the others want to know.
     """
 
     what: str
@@ -58,6 +64,7 @@ class RollCall:
     tolerances: tuple[float, ...] = ()
     arguments: tuple[str, ...] = ()
     doings: tuple[Doing, ...] = ()
+    shared: int = 0
 
     def numbers(self) -> list[int]:
         """What always travels: digests of what is called and on what, then of replicated tensors, if any."""
@@ -65,11 +72,11 @@ class RollCall:
         said = words, self.of, join(d for _, d in self.inputs)
         did = join(doing.number for doing in self.doings)
         if self.replicas is None:
-            return [*said, 0, 0, 0, did, 0]
+            return [*said, 0, 0, 0, did, self.shared]
         pieces = list(zip(self.replicas, self.tolerances, strict=True))
         exact = join(r[1] for r, tolerance in pieces if tolerance == 0.0)
         scaled = sum(r[2] / (tolerance * math.sqrt(r[3])) for r, tolerance in pieces if tolerance and r[3])
-        return [*said, 1, exact, *struct.unpack("<q", struct.pack("<d", scaled)), did, 0]
+        return [*said, 1, exact, *struct.unpack("<q", struct.pack("<d", scaled)), did, self.shared]
 
     def told(self) -> dict[str, Any]:
         """All of it, of what JSON knows."""
@@ -122,10 +129,10 @@ class Roll:
         self.happens(call.what)
         self._answer = call, self.channel.start(call.numbers(), call.told)
 
-    def meet(self, call: RollCall) -> None:
-        """Say it, and go on when all ranks have said the same."""
+    def meet(self, call: RollCall) -> list[int]:
+        """Say it, and go on when all ranks have said the same; what each of them shares."""
         self.start(call)
-        self.settle()
+        return self.settle()
 
     def happens(self, event: str) -> None:
         """Remember what this rank does, for messages."""
@@ -141,11 +148,18 @@ class Roll:
         if self._answer is not None and not self._looking and self._answer[1].ready():
             self.settle()
 
-    def settle(self) -> None:
-        """Wait for the others' words. Raises BatchMismatchError, ParameterMismatchError or CollectiveMismatchError,
-        on every rank alike, if they do not say the same."""
+    def stalled(self, begin: float) -> None:
+        """Look whether all ranks wait for each other, this one since ``begin``. Raises CollectiveMismatchError, on
+        every rank."""
+        if text := self.channel.stalled(begin, self.place()):
+            self.parted = self.count
+            raise CollectiveMismatchError(text)
+
+    def settle(self) -> list[int]:
+        """Wait for the others' words; what each of them shares. Raises BatchMismatchError, ParameterMismatchError or
+        CollectiveMismatchError, on every rank alike, if they do not say the same."""
         if self._answer is None or self._looking:
-            return
+            return []
         _, answer = self._answer
         self._looking = True
         try:
@@ -157,6 +171,7 @@ class Roll:
                 if error is not None:
                     self.parted = self.count
                     raise error
+            return [said[-1] for said in numbers]
         finally:
             self._looking = False
 

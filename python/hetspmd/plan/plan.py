@@ -238,6 +238,8 @@ class Plan:
         """
         tree, digest = read_content(text)
         plan = value_of(tree, cls)
+        if not tree["active"]:  # what is written names all of them
+            raise PlanError("the plan file is damaged: no device is active; compile the plan again")
         theory = checked_theory(plan, trial=trial)
         report_missing(theory)
         plan.__dict__.update(theory=theory, digest=digest)

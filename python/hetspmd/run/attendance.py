@@ -36,13 +36,14 @@ _REMEMBERED_STEPS: Final = 16
 class Ranks:
     """What the ranks know of each other from the beginning.
 
-    ``seed``: of random numbers; ``alike``: all devices are of one kind; ``late``: digests are said a step later;
-    ``roll`` is None where nothing is compared.
+    ``seed``: of random numbers; ``alike``: all devices are of one kind; ``late``: some are GPUs, and digests are
+    said a step later; ``check``: steps are compared; ``roll`` is None where there is none.
     """
 
     seed: int
     alike: bool
     late: bool
+    check: bool
     roll: Roll | None
 
 
@@ -55,7 +56,7 @@ def meet_ranks(communicator: Communicator, device: torch.device, seed: int, chec
         raise OptionError(
             f"{others} was made with check_batches=False, {ranks_text(asked)} without; give every rank the same"
         )
-    roll = communicator.roll() if check and communicator.world > 1 else None
+    roll = communicator.roll() if communicator.world > 1 else None
     modules = 0
     if roll is not None:
         modules, roll.modules = roll.modules, roll.modules + 1
@@ -63,6 +64,7 @@ def meet_ranks(communicator: Communicator, device: torch.device, seed: int, chec
         found[0][0] + modules,
         len({kind for _, kind, *_ in found}) == 1,
         any(kind == "cuda" for *_, kind, _ in found),
+        check,
         roll,
     )
 
@@ -101,11 +103,16 @@ def _float(bits: int) -> float:
 
 
 class Attendance:
-    """One HAP module's part in the roll. ``step`` counts its calls of forward, from 1."""
+    """One HAP module's part in the roll. ``step`` counts its calls of forward, from 1.
+
+    Where steps are not compared (``check_batches=False``) none says a word. Other calls do, and wait.
+    """
 
     def __init__(self, ranks: Ranks, device: torch.device, replicas: Replicas | None) -> None:
         assert ranks.roll is not None
         self._roll, self._late, self._device, self._replicas = ranks.roll, ranks.late, device, replicas
+        self._check = ranks.check
+        self._hooks: tuple[str, ...] = ()
         self._module = ranks.roll.modules - 1
         self._plans = 0
         self._last = ""
@@ -124,6 +131,9 @@ class Attendance:
     def may_refuse(self) -> Iterator[None]:
         """Around what comes before a step: an error of this rank alone is told to the others, which would wait for
         it."""
+        if not self._check:
+            yield
+            return
         try:
             yield
         except (RankFailedError, CollectiveMismatchError):
@@ -137,10 +147,22 @@ class Attendance:
 
     @contextmanager
     def at(
-        self, entry: Entry, inputs: Sequence[torch.Tensor], state: str, describe: Callable[[], str]
+        self,
+        entry: Entry,
+        inputs: Sequence[torch.Tensor],
+        state: str,
+        describe: Callable[[], str],
+        hooks: tuple[str, ...],
     ) -> Iterator[None]:
-        """Around a step of this plan; ``state`` is what must be the same beside the plan."""
+        """Around a step of this plan; ``state`` is what must be the same beside the plan, and so must the ``hooks``
+        that its backward will call with whole gradients."""
         entry.runner.attendance = self
+        self._hooks = hooks if self._check else ()
+        if not self._check:
+            self.step += 1
+            self._roll.happens(self._name(self.step))
+            yield
+            return
         self._first = None if entry.plan.idle else entry.known_parameters.first
         self._begin(entry, inputs, f"gradients {torch.is_grad_enabled()}, {state}", describe)
         yield
@@ -165,8 +187,8 @@ class Attendance:
             self._catch_up()
             call = taken.add_to(what, key, describe)
         self._owing = False
-        if self._doings:
-            call = replace(call, doings=tuple(self._doings))
+        if self._doings or self._hooks:
+            call = replace(call, doings=tuple(self._doings), arguments=self._hooks)
             self._doings.clear()
         self._roll.start(call)
         self._roll.last = place
@@ -175,7 +197,7 @@ class Attendance:
 
     def backward(self, step: int) -> None:
         """The backward of a step begins."""
-        if step in self._backwards:
+        if self._check and step in self._backwards:
             self._meet(RollCall(f"another backward of {self._name(step)}"))
         else:
             self._roll.happens(f"the backward of {self._name(step)}")
@@ -184,17 +206,29 @@ class Attendance:
         self._backwards.append(step)
         self._owing = self._owing and step != self.step
 
+    def meet_hooks(self, hooks: tuple[str, ...]) -> None:
+        """A backward is about to call these hooks with whole gradients; the step has said so, or it is said now."""
+        if hooks != self._hooks:
+            self._hooks = hooks
+            self._roll.meet(RollCall(self._of_module("a backward with other hooks"), arguments=hooks))
+
     def did(self, doing: Doing) -> None:
         """Say at the next step what this rank does now."""
-        self._doings.append(doing)
+        if self._check:
+            self._doings.append(doing)
 
     def meet(self, what: str) -> None:
         """Go on when all ranks do this."""
         self._meet(RollCall(self._of_module(what)))
 
-    def announce(self, what: str, arguments: tuple[str, ...]) -> None:
-        """Say what this rank is about to do with all others, and go on: it is part of many steps."""
-        self._roll.start(RollCall(self._of_module(what), arguments=arguments))
+    def share(self, what: str, arguments: tuple[str, ...], own: torch.Tensor) -> torch.Tensor | None:
+        """Go on when all ranks do this, as part of a step, with these arguments: every rank's ``own`` (8 bytes), in
+        rank order, or None where it is on a GPU, for which the host does not wait."""
+        number = 0 if self._late else int(own.view(torch.int64))
+        if not self._check:
+            arguments = ()
+        said = self._roll.meet(RollCall(self._of_module(what), arguments=arguments, shared=number))
+        return None if self._late else torch.tensor(said).view(own.dtype).to(own.device)
 
     def _meet(self, call: RollCall) -> None:
         self._catch_up()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from hetspmd.run.setting import Mode
     from hetspmd.trace.host.facts import Read
 
-__all__ = ["calling_text", "changing", "parted"]
+__all__ = ["TorchMode", "calling_text", "changing", "parted"]
 
 _MOST_LEAVES = 12
 """Leaves of an argument that a message names: more make it unreadable."""
@@ -31,10 +32,24 @@ _LONGEST = 80
 """Characters of the text of a value in a message."""
 
 
+@dataclass(frozen=True)
+class TorchMode:
+    """The mode in which this thread calls the model. It is taken at the call: the step has others of its own, and
+    words about the call may be asked for while the step runs."""
+
+    gradients: bool
+    autocast: str
+
+    @classmethod
+    def now(cls, device: torch.device) -> TorchMode:
+        """The present one."""
+        return cls(torch.is_grad_enabled(), autocast_state(device.type))
+
+
 def calling_text(
     model: nn.Module,
     called: Any,
-    device: torch.device,
+    torch_mode: TorchMode,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     why: str = "",
@@ -45,11 +60,11 @@ def calling_text(
     if any(modules) and not all(modules):
         mode = f"{sum(modules)} of {len(modules)} modules in train mode, the others in eval mode"
     frozen = sum(not p.requires_grad for p in model.parameters())
-    parts = [mode, f"gradients {'on' if torch.is_grad_enabled() else 'off'}"]
+    parts = [mode, f"gradients {'on' if torch_mode.gradients else 'off'}"]
     if frozen:
         parts.append(f"{frozen} parameters frozen")
-    if autocast := autocast_state(device.type):
-        parts.append(f"autocast {autocast}")
+    if torch_mode.autocast:
+        parts.append(f"autocast {torch_mode.autocast}")
     names = argument_names(called, args)
     for path, value in (*((f"args[{i}]", a) for i, a in enumerate(args)), *kwargs.items()):
         leaves = flatten(value)[0]

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from hetspmd.errors import GradientError, GradientHookWarning
 from hetspmd.placement import is_sharded
 from hetspmd.run.parameter_registry import ShardedModule, places
+from hetspmd.trace.compat import as_plain
 
 if TYPE_CHECKING:
     from hetspmd.trace.graph import Parameter
@@ -75,7 +76,7 @@ class _OnWhole:
         hap = self._hap()
         if hap is None:
             return self._hook(gradient)
-        whole = hap.gather({self._name: gradient})[self._name]
+        whole = hap.gather({self._name: gradient}, within="a backward")[self._name]
         layout = hap.parameter_shards().get(self._name)
         version = whole._version
         found = self._hook(whole)
@@ -91,10 +92,30 @@ class _OnWhole:
         return (found if layout is None else layout.slice(found)).to(gradient.dtype).contiguous()
 
 
+def whole_hooks(
+    hap: ShardedModule, known: Sequence[Parameter], parameters: Sequence[torch.Tensor]
+) -> tuple[str, ...]:
+    """The hooks for which a backward gathers gradients, in words; every rank must have the same."""
+    with as_plain():
+        hooked = [(k, p._backward_hooks) for k, p in zip(known, parameters, strict=True) if p._backward_hooks]
+    if not hooked:
+        return ()
+    found, shards = [], hap.parameter_shards()
+    for info, hooks in hooked:
+        layout = shards.get(info.name)
+        divided = layout is not None and is_sharded(layout.form)
+        count = sum(divided or isinstance(hook, _OnWhole) for hook in hooks.values())
+        if count:
+            found.append(f"{count} hook{'s' * (count > 1)} on the gradient of {info.name}")
+    return tuple(found)
+
+
 def give_whole(
     module: weakref.ref[ShardedModule], known: Sequence[Parameter], parameters: Sequence[torch.Tensor]
 ) -> None:
     """Let hooks on sharded parameters see whole gradients, before a backward reaches them."""
+    if (owner := module()) is not None:
+        owner.meet_hooks(whole_hooks(owner, known, parameters))
     for info, parameter in zip(known, parameters, strict=True):
         before: dict[int, Any] | None = parameter._backward_hooks
         after: dict[int, Any] | None = parameter._post_accumulate_grad_hooks

@@ -14,7 +14,6 @@ from torch import nn
 import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.doings import Doing
 from hetspmd.dist.random import Randomness, next_seed
 from hetspmd.errors import (
     ExampleError,
@@ -25,10 +24,11 @@ from hetspmd.placement import is_sharded
 from hetspmd.run.anomaly import is_looked_for
 from hetspmd.run.asking import no_step
 from hetspmd.run.attendance import Attendance, meet_ranks
+from hetspmd.run.calling import TorchMode
 from hetspmd.run.compiled_regions import compile_options
 from hetspmd.run.entry import Entry
 from hetspmd.run.forwarding import forwards
-from hetspmd.run.gradient_hooks import give_whole, tell_module_hooks
+from hetspmd.run.gradient_hooks import give_whole, tell_module_hooks, whole_hooks
 from hetspmd.run.guard import check_same_batch, check_tensors
 from hetspmd.run.holders import check_unwrapped
 from hetspmd.run.observer import Observer
@@ -43,6 +43,7 @@ from hetspmd.run.shards import FULL
 from hetspmd.run.signature import Forward
 from hetspmd.run.starting import device_for, first_plan, joined, runtime_of
 from hetspmd.run.store import Store, check_model
+from hetspmd.run.taking_part import TakesPart
 from hetspmd.run.transforms import refuse_transforms
 from hetspmd.run.twin import twin_attributes, twin_model, twin_plans, twin_store
 from hetspmd.run.whole_states import WholeStates
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from hetspmd.trace.losses import Loss
 
 
-class HAP(WholeStates):
+class HAP(TakesPart, WholeStates):
     """A single-device model as one rank of an SPMD program.
 
     ``hap(*args, **kwargs)`` is called as the model is called, with the same global batch on every rank, and
@@ -165,7 +166,8 @@ class HAP(WholeStates):
         self._attendance: Attendance | None = None
         if ranks.roll is not None:
             alike = ranks.alike and first.inside is None
-            replicas = replicas_of(self._store, first.graph, program, lambda: self._runtime, alike=alike)
+            of = self._store, first.graph, program, lambda: self._runtime
+            replicas = replicas_of(*of, alike=alike) if run.check_batches else None
             self._attendance = Attendance(ranks, self.device, replicas)
             self._plans.attendance = self._attendance
         self._check = run.check_batches
@@ -217,8 +219,12 @@ class HAP(WholeStates):
             return self._run(*self._planned(args, kwargs), args, kwargs)
         with self._attendance.may_refuse():
             entry, inputs, parameters = self._planned(args, kwargs)
-        describe = partial(self._plans.calling, args, kwargs)
-        with self._attendance.at(entry, inputs, f"recorded {self._recording is not None}", describe):
+        describe = partial(self._plans.calling, args, kwargs, TorchMode.now(self.device))
+        hooks: tuple[str, ...] = ()
+        if entry.differentiable and torch.is_grad_enabled():
+            hooks = whole_hooks(self, entry.plan.graph.parameters, parameters)
+        state = f"recorded {self._recording is not None}"
+        with self._attendance.at(entry, inputs, state, describe, hooks):
             return self._run(entry, inputs, parameters, args, kwargs)
 
     def _planned(
@@ -316,23 +322,9 @@ class HAP(WholeStates):
             self._recording = made
             try:
                 yield made
+                self.meet("the end of record()")
             finally:
                 self._recording = None
-
-    def meet(self, what: str) -> None:
-        """Go on when all ranks do the same, which has collectives of its own."""
-        if self._attendance is not None:
-            self._attendance.meet(what)
-
-    def did(self, doing: Doing) -> None:
-        """Say at the next step what this rank does now."""
-        if self._attendance is not None:
-            self._attendance.did(doing)
-
-    def announce(self, what: str, arguments: tuple[str, ...]) -> None:
-        """Say what this rank is about to do with all others, with which arguments, and go on."""
-        if self._attendance is not None:
-            self._attendance.announce(what, arguments)
 
     def use_randomness(self, randomness: Randomness) -> None:
         """Draw random numbers from ``randomness`` from now on (a restored run, a verification)."""

@@ -5,8 +5,8 @@ With G the gradients of the whole parameters, each tied one once,
     total = || (||g||_p for g in G) ||_p = (sum over all elements of |x|^p)^(1/p)        (max |x| for p = inf)
 
 so that it is the p-norm of the ranks' own p-norms, if every element is counted by one rank: a shard by the rank
-that holds it, a whole gradient by the first active rank, nothing by idle ranks. One all-gather of one number per
-rank, and every rank computes the same total from the same numbers in rank order, bit for bit.
+that holds it, a whole gradient by the first active rank, nothing by idle ranks. The ranks share one number each,
+and every rank computes the same total from the same numbers in rank order, bit for bit.
 """
 
 from __future__ import annotations
@@ -145,12 +145,8 @@ def _total(part: Owned, p: float, foreach: bool | None, asked: Sequence[str]) ->
         own = _norm(torch.stack(_norms(counted, p, foreach)), p)
     if part.communicator.world == 1:
         return own
-    part.announce(
-        "the norm of all gradients (clip_grad_norm_, get_total_norm)", (*asked, *sorted(part.names))
-    )
-    everyone = own.new_empty(part.communicator.world)
-    part.communicator.all_gather(everyone, own.reshape(1)).wait()
-    return _norm(everyone, p)
+    what = "the norm of all gradients (clip_grad_norm_, get_total_norm)"
+    return _norm(part.share(what, (*asked, *sorted(part.names)), own.reshape(1)), p)
 
 
 def _norms(tensors: list[torch.Tensor], p: float, foreach: bool | None) -> list[torch.Tensor]:

@@ -132,6 +132,7 @@ def _check(
     except OptimizerError as error:
         problem = problem or str(error)
     for module in {id(place.module): place.module for place in mine}.values():
+        module.meet(f"the first step of this {type(optimizer).__name__}")
         told = module.everyone.exchange(problem)
         first = next((text for text in (problem, *told) if text), "")
         if first:

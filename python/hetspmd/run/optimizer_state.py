@@ -223,7 +223,8 @@ def _gathered(
                 value = state.get(index, {}).get(key)
                 if value is None:
                     value = torch.empty(listed[index].shape, dtype=entry.dtype)
-                whole = module.gather({name: value.to(module.device)})[name]
+                part = {name: value.to(module.device)}
+                whole = module.gather(part, within="full_optimizer_state_dict()")[name]
                 whole = whole.to("cpu", copy=True) if keep else None
             found.setdefault(index, {})[key] = whole
     return found

@@ -60,8 +60,8 @@ class ShardedModule(Protocol):
     def parameter_shards(self) -> dict[str, LocalTensor]:
         """Name to layout of every parameter."""
 
-    def gather(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The whole tensors of which these are this rank's parts."""
+    def gather(self, named: Mapping[str, torch.Tensor], *, within: str = "") -> dict[str, torch.Tensor]:
+        """The whole tensors of which these are this rank's parts; ``within`` a call that the ranks have met in."""
 
     def full_state_dict(self) -> dict[str, Any]:
         """The single-device model's state dict."""
@@ -72,8 +72,11 @@ class ShardedModule(Protocol):
     def did(self, doing: Doing) -> None:
         """Say at the next step what this rank does now."""
 
-    def announce(self, what: str, arguments: tuple[str, ...]) -> None:
-        """Say what this rank is about to do with all others."""
+    def meet_hooks(self, hooks: tuple[str, ...]) -> None:
+        """Go on when all ranks know that a backward calls these hooks."""
+
+    def share(self, what: str, arguments: tuple[str, ...], own: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``own``, 8 bytes, when all ranks do the same."""
 
     def run_lowered(self) -> None:
         """Run the lowered graphs from now on."""
@@ -107,15 +110,15 @@ class Owned:
     ``names`` are those of the parameters that were given, also of those that have no gradient.
 
     ``shares[i]``: this rank's part of the i-th is no other rank's (a shard; or a whole one, on the first active
-    rank). ``communicator`` joins all ranks, idle ones too. ``announce`` tells them what this rank is about
-    to do and with which arguments, and does not wait.
+    rank). ``communicator`` joins all ranks, idle ones too. ``share`` tells them what this rank does and with
+    which arguments, and gives what each of them shares in it.
     """
 
     tensors: Sequence[torch.Tensor]
     shares: Sequence[bool]
     communicator: Communicator
     device: torch.device
-    announce: Callable[[str, tuple[str, ...]], None]
+    share: Callable[[str, tuple[str, ...], torch.Tensor], torch.Tensor]
     names: Sequence[str]
 
     def counted(self) -> list[torch.Tensor]:
@@ -160,7 +163,7 @@ def grouped(tensors: Iterable[tuple[torch.Tensor, ParameterPlace]]) -> list[Owne
             [mine for _, mine, _ in found],
             module.everyone,
             module.device,
-            module.announce,
+            module.share,
             [name for *_, name in found],
         )
         for module, found in groups.values()

@@ -17,7 +17,7 @@ from hetspmd.errors import BatchMismatchError, HetspmdError
 from hetspmd.lower import LocalProgram, LocalTensor
 from hetspmd.run.autograd import Runner
 from hetspmd.run.beside import HostSide, Served
-from hetspmd.run.calling import calling_text, changing, parted
+from hetspmd.run.calling import TorchMode, calling_text, changing, parted
 from hetspmd.run.entry import Entry
 from hetspmd.run.guard import expected, match, refuse_own_rows
 from hetspmd.run.host_guard import Guard
@@ -68,10 +68,12 @@ class PlanCache:
         """The plan that was made first; it decides where parameters live."""
         return self.entries[0].plan
 
-    def calling(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str = "") -> str:
+    def calling(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], torch_mode: TorchMode, why: str = ""
+    ) -> str:
         """How the model is called, in words; ``why`` no plan fits."""
         setting = self.setting
-        said = calling_text(setting.model, setting.called, setting.device, args, kwargs, why)
+        said = calling_text(setting.model, setting.called, torch_mode, args, kwargs, why)
         guards = (guard for entry in self.entries for _, guard in entry.served.states)
         return "; ".join((said, *changing(guards)))
 
@@ -195,7 +197,8 @@ class PlanCache:
         for entry in self.entries:
             refuse_own_rows(entry.runner.program.outputs, setting.called, args, kwargs)
         if self.attendance is not None:
-            self.attendance.unplanned(self.calling(args, kwargs, why or "the mode of the model changed"))
+            now = TorchMode.now(setting.device)
+            self.attendance.unplanned(self.calling(args, kwargs, now, why or "the mode of the model changed"))
 
         def make() -> Plan:
             training = found.graph.training

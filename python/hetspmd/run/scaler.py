@@ -2,7 +2,7 @@
 
 A scaler skips a step in which a gradient is not finite. A rank sees its own shards only, so that one would skip
 what another takes, and the ranks would part. Here all ranks share what each has found, and by what it has scaled:
-one all-gather of two numbers per rank in every step. From the first HAP module on, torch's own scaler does so too.
+two numbers per rank in every step. From the first HAP module on, torch's own scaler does so too.
 """
 
 from __future__ import annotations
@@ -71,13 +71,11 @@ def _shared(found: Found, parts: list[Owned], inv_scale: torch.Tensor) -> Found:
     for part in parts:
         if part.communicator.world == 1:
             continue
-        own = torch.zeros(2, device=part.device)
+        own = torch.zeros(2, dtype=torch.float32, device=part.device)
         for flag in found.values():
             own[0] += flag.to(part.device)
         own[1] = inv_scale.to(part.device)
-        part.announce("a GradScaler's unscale_ or step", tuple(sorted(part.names)))
-        everyone = own.new_empty(2 * part.communicator.world)
-        part.communicator.all_gather(everyone, own).wait()
+        everyone = part.share("a GradScaler's unscale_ or step", tuple(sorted(part.names)), own)
         flags, scales = everyone.view(-1, 2).unbind(1)
         if bool((scales != scales[0]).any()):
             listed = ", ".join(

@@ -139,14 +139,21 @@ class WholeStates(nn.Module):
         self.meet("full_tensors()")
         named: dict[str, torch.Tensor] = dict(self.module.named_parameters())
         named.update(self.module.named_buffers())
-        return self.gather(named)
+        return self.gather(named, within="full_tensors()")
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Whole copies of the gradients that exist, by the parameter's name. Every rank must call this."""
         self.meet("full_gradients()")
         named = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
-        return self.gather(named)
+        return self.gather(named, within="full_gradients()")
 
-    def gather(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Whole copies of tensors that lie as the parameters of these names do; every rank must call this."""
+    def gather(self, named: Mapping[str, torch.Tensor], *, within: str = "") -> dict[str, torch.Tensor]:
+        """Whole copies of tensors that lie as the parameters of these names do; every rank must call this.
+
+        Args:
+            named: Name of a parameter to a tensor that lies as it does.
+            within: A call that the ranks have met in already, so that they need not meet again.
+        """
+        if not within:
+            self.meet("gather()")
         return self._store.gather(self._runtime, named)

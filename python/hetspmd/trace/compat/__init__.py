@@ -17,6 +17,7 @@ from hetspmd.trace.compat.groups import (
     forget_default_group,
     group_store,
     hosted_by_a_rank,
+    timeout_of,
 )
 from hetspmd.trace.compat.joint import (
     Decompositions,
@@ -101,6 +102,7 @@ __all__ = [
     "same_content",
     "spec_from_text",
     "spec_to_text",
+    "timeout_of",
     "transform_around",
     "unflatten",
 ]

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store as Store
+    from datetime import timedelta
 
-__all__ = ["forget_default_group", "group_store", "hosted_by_a_rank"]
+    from torch._C._distributed_c10d import Store as Store
+    from torch.distributed import ProcessGroup
+
+__all__ = ["forget_default_group", "group_store", "hosted_by_a_rank", "timeout_of"]
 
 
 def group_store() -> Store:
@@ -20,6 +23,12 @@ def group_store() -> Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store().clone()
+
+
+def timeout_of(group: ProcessGroup) -> timedelta:
+    """Within what time a collective of a gloo group must be over."""
+    found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return found
 
 
 def forget_default_group() -> None:

@@ -1,0 +1,81 @@
+"""The process groups that hetspmd makes, beside those of the program.
+
+A gloo collective pairs with whatever collective of the same kind another rank has issued at the same place in the
+same group, and one of another size ends the process. So what HAP sends over gloo goes over groups of its own: a
+``dist.all_reduce`` that one rank of a program calls alone meets no step. With NCCL, whose groups cost memory of the
+device, HAP uses the program's group.
+
+Threads of a gloo group that still let go of a tensor when the interpreter is gone end the process by SIGABRT. So these
+groups are destroyed at the end, when nothing is on its way in them any more: their threads would wait for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from hetspmd.trace.compat import timeout_of
+
+__all__ = ["close_links", "destroy_groups", "made_group", "own_group"]
+
+_NEVER_SENT: Final = 1 << 20
+"""A tag of no message."""
+
+_OWN: Final[weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""Of each group of the program that of HAP."""
+_MADE: Final[list[weakref.ref[dist.ProcessGroup]]] = []
+"""The gloo groups that were made here."""
+
+
+def made_group(ranks: Sequence[int], backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A group of these ranks, numbered in the world, this one among them. They alone call this."""
+    made = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    if backend == "gloo":
+        _MADE[:] = [ref for ref in _MADE if ref() is not None]
+        _MADE.append(weakref.ref(made))
+    return made
+
+
+def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group over which HAP sends what it sends among the ranks of ``group`` (None: the default group), the same
+    one at every call. All of them call this."""
+    if dist.get_backend(group) != "gloo":
+        return group
+    given = dist.group.WORLD if group is None else group
+    assert given is not None
+    if any(ref() is given for ref in _MADE):
+        return given
+    if given not in _OWN:
+        _OWN[given] = made_group(dist.get_process_group_ranks(given), "gloo", timeout_of(given))
+    return _OWN[given]
+
+
+def close_links() -> None:
+    """End everything that waits in the gloo groups that were made here, with an error; they are of no use afterwards."""
+    for ref in _MADE:
+        group = ref()
+        if group is None or group.size() == 1:
+            continue
+        with suppress(RuntimeError, ValueError):  # the link or the group is closed already
+            before = (group.rank() - 1) % group.size()
+            work = dist.irecv(torch.zeros(1), group=group, group_src=before, tag=_NEVER_SENT)
+            if work is not None:
+                work.wait(timedelta(milliseconds=1))  # gloo closes all links when a receive is late
+
+
+def destroy_groups() -> None:
+    """Destroy the gloo groups that were made here and still exist; nothing is on its way in them."""
+    _OWN.clear()
+    for ref in reversed(_MADE):
+        group = ref()
+        if group is not None and dist.is_initialized():
+            with suppress(ValueError, RuntimeError):  # the program has destroyed it
+                dist.destroy_process_group(group)
+    _MADE.clear()

@@ -1,0 +1,68 @@
+"""What one rank of three calls alone, at each place of a loop: every rank is told, none aborts, none hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alone_worker import ACTS, OWN, PLACES, TIMEOUT, WORLD
+
+from hetspmd import errors
+
+Trial = tuple[str, str, int]
+TRIALS: list[Trial] = [
+    (name, place, (index + turn) % WORLD)
+    for index, name in enumerate(ACTS)
+    for turn, place in enumerate(PLACES)
+]
+"""Each call by each rank, in some place."""
+
+
+def run_trials(folder: Path, trials: list[Trial]) -> tuple[list[list[dict[str, Any]]], list[int | None], str]:
+    """What each rank of each trial met, and how it ended."""
+    worker = Path(__file__).with_name("alone_worker.py")
+    done = subprocess.run(
+        [sys.executable, str(worker), str(folder), json.dumps(trials)], check=False, capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=60 + 5 * TIMEOUT * len(trials),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    met = [
+        [
+            json.loads(path.read_text()) if (path := folder / f"{index}-{rank}.json").exists() else {}
+            for rank in range(WORLD)
+        ]
+        for index in range(len(trials))
+    ]
+    return met, json.loads((folder / "statuses.json").read_text()), done.stderr
+
+
+def faults(trial: Trial, met: list[dict[str, Any]], statuses: list[int | None]) -> list[str]:
+    """What is not as it should be."""
+    name, _, odd = trial
+    found = []
+    for rank, (own, status) in enumerate(zip(met, statuses, strict=True)):
+        said = f"{trial}: rank {rank} ended with {status}: {own}"
+        if status not in (0, 7):
+            found.append(said)
+        elif rank == odd and name in OWN:
+            continue
+        elif not isinstance(getattr(errors, own["error"], None), type) or "network" in own["text"]:
+            found.append(said)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ACTS)
+def test_a_rank_alone(tmp_path: Path, name: str) -> None:
+    trials = [trial for trial in TRIALS if trial[0] == name]
+    met, statuses, stderr = run_trials(tmp_path, trials)
+    found = []
+    for index, trial in enumerate(trials):
+        found += faults(trial, met[index], statuses[index * WORLD : (index + 1) * WORLD])
+    assert not found, "\n".join((*found, stderr[-2000:]))
