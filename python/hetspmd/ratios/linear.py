@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import highspy
 import numpy as np
@@ -41,6 +42,10 @@ class NoRoomError(BalanceError):
     """No ratios of these devices keep within the memory."""
 
 
+_NO_TIME: Final = 1e-200
+"""Seconds; a stage that takes less takes none. In units of such a stage other times overflow."""
+
+
 class LinearProgram:
     """Columns x (a share per group of segments and class of devices), t (per stage, in units of ``scale``), M, X,
     and Y, u and v per pair of groups; in units of the step time at the start, ``unit``.
@@ -61,7 +66,7 @@ class LinearProgram:
         count, classes, stages = len(first_segment), len(self.classes), len(problem.weight)
         self.pairs = _merged_pairs(problem, self.groups)
         self.scale = problem.computation(at).max(axis=1)
-        self.scale[self.scale == 0] = 1.0
+        self.scale[self.scale < _NO_TIME] = 1.0
         self.unit = problem.step_seconds(at) or 1.0
         self.cuts: list[tuple[int, Array, Index, Index]] = []
         self.t0 = count * classes
@@ -248,8 +253,7 @@ class LinearProgram:
         """The last solution's dual values, in step seconds per second of a stage: of the rows of each of ``cuts``
         (supporting lines at B of a stage on a class), and of each stage's seconds without any share."""
         solution = self.highs.getSolution()
-        with np.errstate(over="ignore"):  # a stage that takes next to no time
-            scale = self.unit / self.scale
+        scale = self.unit / self.scale
         dual = np.array(solution.row_dual)
         duals = [dual[row : row + len(stage)] * scale[stage] for row, _, stage, _ in self.cuts]
         return duals, np.maximum(np.array(solution.col_dual)[self.t0 : self.largest], 0.0) * scale
