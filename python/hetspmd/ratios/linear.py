@@ -253,10 +253,11 @@ class LinearProgram:
         """The last solution's dual values, in step seconds per second of a stage: of the rows of each of ``cuts``
         (supporting lines at B of a stage on a class), and of each stage's seconds without any share."""
         solution = self.highs.getSolution()
-        scale = self.unit / self.scale
         dual = np.array(solution.row_dual)
+        bounds = np.maximum(np.array(solution.col_dual)[self.t0 : self.largest], 0.0)
+        scale = self.unit / self.scale
         duals = [dual[row : row + len(stage)] * scale[stage] for row, _, stage, _ in self.cuts]
-        return duals, np.maximum(np.array(solution.col_dual)[self.t0 : self.largest], 0.0) * scale
+        return duals, bounds * scale
 
     def _limit(self) -> None:
         """As many steps as a solution takes, unless there is no looser tolerance left."""

@@ -20,6 +20,7 @@ quantity is 10 % better, at the best of the ratios at hand and those that are op
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -147,9 +148,10 @@ class _Analysis:
 
     def run(self, streams: TwoStreams | None, gains: int) -> tuple[Sensitivity, ...]:
         best, at, lp = solved(self.problem, self.present, self.ratios)
-        parts = self._parts(at, lp)
+        with np.errstate(over="ignore", invalid="ignore"):  # times may lie further apart than floats reach
+            parts = self._parts(at, lp)
         total = sum(parts.values())
-        if total <= 0:
+        if not 0 < total < math.inf:
             return ()
         ranking = [
             Sensitivity(quantity, tuple(self.active[j] for j in devices), QUANTITIES[quantity] * part / total)
