@@ -93,12 +93,12 @@ class _Assembler:
         by_output = {v: i for i in self.draft.instructions for v in i.outputs if v is not None}
         live = self._live(by_output)
         varying = self._varying()
-        kept = [i for i in self.draft.instructions if id(i) in live]
-        needed = {v for i in kept if id(i) in varying for v in instruction_inputs(i)}
+        instructions = [i for i in self.draft.instructions if id(i) in live]
+        needed = {v for i in instructions if id(i) in varying for v in instruction_inputs(i)}
         needed |= {v for v in self.draft.results if v is not None}
         folded = [
             v
-            for i in kept
+            for i in instructions
             if id(i) not in varying and i.op.split(".")[1] not in _CREATION
             for v in i.outputs
             if v in needed and self._nbytes(v) <= _LARGEST_FOLDED
@@ -111,7 +111,7 @@ class _Assembler:
             self._source(CONSTANT, value, f"{value[0].name}.{value[1]}" if many else value[0].name)
         wanted = self._needed_after_folding(set(constant_values), by_output)
         forward = self._ancestors([*returned, *updated.values()], by_output)
-        for instruction in kept:
+        for instruction in instructions:
             if id(instruction) in wanted:
                 phase: Phase = "forward" if id(instruction) in forward else "backward"
                 self._append(instruction, phase)
@@ -167,11 +167,11 @@ class _Assembler:
         returned: dict[int, Value] = {}
         gradients: dict[str, Value] = {}
         updated: dict[str, Value] = {}
-        given: dict[str, Value] = {}
+        assignments: dict[str, Value] = {}
         for value, role in zip(self.draft.results, self.outputs, strict=True):
             if role.kind == "output" and value is not None:
                 if (name := self.naming.updates.get(role.index)) is not None:
-                    given[self._first(name)] = value
+                    assignments[self._first(name)] = value
                 else:
                     returned[role.index] = value
             elif role.kind == "gradient":
@@ -188,12 +188,12 @@ class _Assembler:
                 )
             elif value is not None and role.kind != "input_gradient":
                 raise TraceError(f"the traced graph has an output of an unknown kind: {role.name}")
-        return [returned[i] for i in sorted(returned)], gradients, updated | given
+        return [returned[i] for i in sorted(returned)], gradients, updated | assignments
 
     def _first(self, name: str) -> str:
         """The first name, in the model, of the parameter or buffer that is traced under ``name``."""
-        known = self.naming.buffers if name in self.naming.buffers else self.naming.parameters
-        return known[name][0]
+        names = self.naming.buffers if name in self.naming.buffers else self.naming.parameters
+        return names[name][0]
 
     def _live(self, by_output: Mapping[Value, DraftInstruction]) -> set[int]:
         wanted = [
@@ -204,29 +204,29 @@ class _Assembler:
         return self._ancestors(wanted, by_output)
 
     def _ancestors(self, values: Sequence[Value], by_output: Mapping[Value, DraftInstruction]) -> set[int]:
-        found: set[int] = set()
+        ancestors: set[int] = set()
         stack = list(values)
         while stack:
             instruction = by_output.get(stack.pop())
-            if instruction is not None and id(instruction) not in found:
-                found.add(id(instruction))
+            if instruction is not None and id(instruction) not in ancestors:
+                ancestors.add(id(instruction))
                 stack.extend(instruction_inputs(instruction))
-        return found
+        return ancestors
 
     def _varying(self) -> set[int]:
         """Instructions that depend on a parameter, a buffer, the batch, the tangent or randomness."""
         values = set(self.draft.placeholders)
-        found: set[int] = set()
+        varying: set[int] = set()
         for instruction in self.draft.instructions:
             if instruction.random or any(v in values for v in instruction_inputs(instruction)):
-                found.add(id(instruction))
+                varying.add(id(instruction))
                 values.update(v for v in instruction.outputs if v is not None)
-        return found
+        return varying
 
     def _needed_after_folding(
         self, constants: set[Value], by_output: Mapping[Value, DraftInstruction]
     ) -> set[int]:
-        found: set[int] = set()
+        needed: set[int] = set()
         stack = [
             v
             for v, role in zip(self.draft.results, self.outputs, strict=True)
@@ -235,11 +235,11 @@ class _Assembler:
         while stack:
             value = stack.pop()
             instruction = by_output.get(value)
-            if value in constants or instruction is None or id(instruction) in found:
+            if value in constants or instruction is None or id(instruction) in needed:
                 continue
-            found.add(id(instruction))
+            needed.add(id(instruction))
             stack.extend(instruction_inputs(instruction))
-        return found
+        return needed
 
     def _nbytes(self, value: Value) -> int:
         shape, dtype = self.draft.types[value]

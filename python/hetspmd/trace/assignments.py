@@ -71,7 +71,7 @@ class Assignments(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         if type(func) is FunctionType and is_own(func.__module__):
             _refuse_wrapper(func)
         if type(func) is MethodWrapperType:
@@ -79,12 +79,12 @@ class Assignments(TorchFunctionMode):
                 return self._assign(*args)
             if func in _GRADIENT or func == _VERSION:
                 self._refuse_reading(func, args[0], sys._getframe(1))
-        if given and any(isinstance(value, torch.Generator) for value in given.values()):
-            given = self._without_generator(given)
-        written = _written(func, args, given)
+        if keywords and any(isinstance(value, torch.Generator) for value in keywords.values()):
+            keywords = self._without_generator(keywords)
+        written = _written(func, args, keywords)
         if written is not None:
             self._look_at(written, getattr(func, "__name__", ""))
-        return func(*args, **given)
+        return func(*args, **keywords)
 
     def _assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         if not is_traced(tensor):
@@ -117,10 +117,10 @@ class Assignments(TorchFunctionMode):
 
     def _without_generator(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call that draws from torch's default generator, as those that name none do."""
-        kept = {k: v for k, v in given.items() if not isinstance(v, torch.Generator)}
-        if any(v is not torch.default_generator for k, v in given.items() if k not in kept):
+        arguments = {k: v for k, v in given.items() if not isinstance(v, torch.Generator)}
+        if any(v is not torch.default_generator for k, v in given.items() if k not in arguments):
             raise refuse_generator(here(self._model))
-        return kept
+        return arguments
 
     def _look_at(self, written: torch.Tensor, how: str) -> None:
         if not is_traced(written):

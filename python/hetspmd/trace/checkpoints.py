@@ -79,9 +79,9 @@ class Checkpoints:
             with torch.no_grad():
                 return function(*args)
         end = self._begin(function, args, {})
-        found = function(*args)
+        output = function(*args)
         end()
-        return found
+        return output
 
     def _buffers(self) -> dict[str, tuple[int, int]]:
         return {name: (id(b), b._version) for name, b in self._model.named_buffers()}

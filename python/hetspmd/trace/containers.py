@@ -69,8 +69,8 @@ def wrap(
         if not known(value):
             return value
         inner, spec = children(value)
-        made = [visit(p, depth + 1) for p in inner]
-        return value if all(a is b for a, b in zip(inner, made, strict=True)) else rebuilt(made, spec)
+        wrapped = [visit(p, depth + 1) for p in inner]
+        return value if all(a is b for a, b in zip(inner, wrapped, strict=True)) else rebuilt(wrapped, spec)
 
     return visit(tree, 0)
 
@@ -90,8 +90,10 @@ def unwrap(
         if isinstance(value, (torch.Tensor, *_PLAIN)) or not known(value):
             return value
         parts, spec = children(value)
-        made = [visit(p) for p in parts]
-        return value if all(a is b for a, b in zip(parts, made, strict=True)) else rebuilt(made, spec)
+        unwrapped = [visit(p) for p in parts]
+        return (
+            value if all(a is b for a, b in zip(parts, unwrapped, strict=True)) else rebuilt(unwrapped, spec)
+        )
 
     return visit(tree)
 
@@ -141,13 +143,13 @@ def _apart(value: Any, known: bool) -> tuple[str, tuple[Any, ...], int, tuple[An
 
 def _attributes(value: Any) -> dict[str, Any]:
     """What hangs on an object: its dictionary and its slots."""
-    found = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    attributes = dict(vars(value)) if hasattr(value, "__dict__") else {}
     for cls in type(value).__mro__:
         slots = cls.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found.setdefault(name, getattr(value, name))
-    return found
+                attributes.setdefault(name, getattr(value, name))
+    return attributes
 
 
 def _holds_tensors(value: Any, depth: int) -> bool:
@@ -165,20 +167,20 @@ def _holds_tensors(value: Any, depth: int) -> bool:
 def _found(name: str) -> Any:
     module, _, qualified = name.partition(":")
     try:
-        found: Any = sys.modules.get(module) or import_module(module)
+        value: Any = sys.modules.get(module) or import_module(module)
         for part in qualified.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError, ValueError):
-        found = None
-    known = _KNOWN.get(name)
-    if known is not None and (found is None or _name(known) == name):
-        return known
-    if not isinstance(found, type):
+        value = None
+    cls = _KNOWN.get(name)
+    if cls is not None and (value is None or _name(cls) == name):
+        return cls
+    if not isinstance(value, type):
         raise MissingClassError(
             f"the class {qualified} of {module}, in which a plan's output comes, is not found on this rank; define "
             "it at the top of a module that every rank imports"
         )
-    return found
+    return value
 
 
 def _together(held: ApartContainer, parts: list[Any]) -> Any:
@@ -195,15 +197,15 @@ def _together(held: ApartContainer, parts: list[Any]) -> Any:
             )
         return cls._make(items)
     if held.kind == "tuple":
-        made: Any = cls(items) if cls is torch.Size else tuple.__new__(cls, items)
+        container: Any = cls(items) if cls is torch.Size else tuple.__new__(cls, items)
     else:
-        made = cls.__new__(cls)
+        container = cls.__new__(cls)
     if held.kind in ("mapping", "attributes"):
-        dict.update(made, zip(held.keys, items, strict=False))
+        dict.update(container, zip(held.keys, items, strict=False))
         if held.kind == "attributes":
-            object.__setattr__(made, "__dict__", made)
+            object.__setattr__(container, "__dict__", container)
     elif held.kind == "list":
-        list.extend(made, items)
+        list.extend(container, items)
     elif held.kind == "dataclass":
         fields = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
         if not set(held.keys[: held.items]) <= fields:
@@ -212,5 +214,5 @@ def _together(held: ApartContainer, parts: list[Any]) -> Any:
             )
         attributes |= dict(zip(held.keys, items, strict=False))
     for key, value in attributes.items():
-        object.__setattr__(made, key, value)
-    return made
+        object.__setattr__(container, key, value)
+    return container

@@ -49,14 +49,14 @@ class _Cumulative(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         if func is torch.Tensor.__float__ and _caller(sys._getframe(1)).f_code is _FORWARD:
             self._count = args[0]
             return 1.0  # so that the momentum is 1, and the statistics are those of the batch alone
         if func is F.batch_norm and self._count is not None:
             count, self._count = self._count, None
-            return _averaged(count, *args, **given)
-        return func(*args, **given)
+            return _averaged(count, *args, **keywords)
+        return func(*args, **keywords)
 
 
 def _averaged(
@@ -70,11 +70,11 @@ def _averaged(
     **others: Any,
 ) -> torch.Tensor:
     """What batch norm returns in training; the running statistics are then averages over ``count`` batches."""
-    found = torch.zeros_like(running_mean), torch.zeros_like(running_var)
-    y = F.batch_norm(x, *found, training=training, momentum=momentum, **others)
+    statistics = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+    y = F.batch_norm(x, *statistics, training=training, momentum=momentum, **others)
     with torch.no_grad():
         factor = 1.0 / count.to(torch.float64)
-        for running, of_batch in zip((running_mean, running_var), found, strict=True):
+        for running, of_batch in zip((running_mean, running_var), statistics, strict=True):
             running.copy_((1.0 - factor) * running + factor * of_batch)
     return y
 

@@ -33,26 +33,26 @@ def with_cuts(graph: Graph, segments: Sequence[int], divisible: Callable[[int], 
             stored.setdefault(p.gradient, []).append(home[p.tensor])
     copies: dict[tuple[int, int], int] = {}
     instructions: list[Instruction] = []
-    found: list[int] = []
+    cut_segments: list[int] = []
 
     def append(instruction: Instruction, segment: int) -> None:
         instructions.append(replace(instruction, id=len(instructions)))
-        found.append(segment)
+        cut_segments.append(segment)
 
     def copy(tensor: int, segment: int, reader: Instruction) -> int:
         if home[tensor] == segment or not divisible(tensor):
             return tensor
-        known = copies.get((tensor, segment))
-        if known is None:
+        copy_id = copies.get((tensor, segment))
+        if copy_id is None:
             source = graph.tensors[tensor]
-            known = copies[tensor, segment] = len(tensors)
+            copy_id = copies[tensor, segment] = len(tensors)
             name = f"{source.name} for segment {segment}"
-            tensors.append(Tensor(known, name, source.shape, source.dtype))
-            made = Instruction(
-                0, name, REBALANCE, (Ref(tensor),), (), (tensor,), (known,), reader.phase, reader.source
+            tensors.append(Tensor(copy_id, name, source.shape, source.dtype))
+            rebalance = Instruction(
+                0, name, REBALANCE, (Ref(tensor),), (), (tensor,), (copy_id,), reader.phase, reader.source
             )
-            append(made, segment)
-        return known
+            append(rebalance, segment)
+        return copy_id
 
     for instruction in graph.instructions:
         segment = segments[instruction.id]
@@ -70,7 +70,7 @@ def with_cuts(graph: Graph, segments: Sequence[int], divisible: Callable[[int], 
         tensors=tuple(tensors),
         instructions=tuple(instructions),
         parameters=parameters,
-        segments=tuple(found),
+        segments=tuple(cut_segments),
     )
 
 

@@ -38,11 +38,11 @@ _FROM_TORCH = (
 @cache
 def table() -> Decompositions:
     """The decomposition table of the trace."""
-    found = decomposition_table(list(_FROM_TORCH))
+    decompositions = decomposition_table(list(_FROM_TORCH))
     for op in (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward):
-        found[op.default] = _unless_empty(found[op.default])
-    found.update(_own())
-    return found
+        decompositions[op.default] = _unless_empty(decompositions[op.default])
+    decompositions.update(_own())
+    return decompositions
 
 
 def _own() -> dict[Any, Callable[..., Any]]:
@@ -199,11 +199,11 @@ def _multilabel_margin_loss(
     rows, labels = (t.reshape(-1, x.shape[-1]) for t in (x, target))
     classes = torch.arange(rows.shape[1], device=x.device)
     ends = torch.where(labels == -1, classes, rows.shape[1]).amin(1, keepdim=True)
-    given = classes < ends
-    known = rows.gather(1, torch.where(given, labels, 0))
-    is_label = (classes == torch.where(given, labels, -1)[:, :, None]).any(1)
-    violated = torch.relu(1.0 - known[:, :, None] + rows[:, None, :])
-    counted = given[:, :, None] & ~is_label[:, None, :]
+    mask = classes < ends
+    scores = rows.gather(1, torch.where(mask, labels, 0))
+    is_label = (classes == torch.where(mask, labels, -1)[:, :, None]).any(1)
+    violated = torch.relu(1.0 - scores[:, :, None] + rows[:, None, :])
+    counted = mask[:, :, None] & ~is_label[:, None, :]
     losses = torch.where(counted, violated, 0).sum((1, 2)) / rows.shape[1]
     return _reduced(losses if x.ndim > 1 else losses[0], reduction), is_label.to(x.dtype).reshape(
         target.shape

@@ -52,10 +52,10 @@ def fake_parameters(
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in memo:
-            made = fake_like(mode, tensor.detach(), device)
+            stand_in = fake_like(mode, tensor.detach(), device)
             if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=gradients and tensor.requires_grad)
-            memo[id(tensor)] = made
+                stand_in = nn.Parameter(stand_in, requires_grad=gradients and tensor.requires_grad)
+            memo[id(tensor)] = stand_in
         return memo[id(tensor)]
 
     try:

@@ -89,10 +89,10 @@ def attention_backward(
     statistics = F.pad(logsumexp, (0, -query.shape[2] % _STATISTICS_MULTIPLE))
     bias = _bias(attn_mask, query, key)
     wanted = [True, True, True, False]
-    found = aten._scaled_dot_product_efficient_attention_backward.default(
+    gradients = aten._scaled_dot_product_efficient_attention_backward.default(
         grad_out, query, key, value, bias, out, statistics, seed, seed, 0.0, wanted, is_causal, scale=scale
     )
-    return found[0], found[1], found[2]
+    return gradients[0], gradients[1], gradients[2]
 
 
 def _weights(

@@ -317,9 +317,11 @@ class Graph:
             if instruction.is_source or any(t in wanted for t in instruction.outputs):
                 keep.add(instruction.id)
                 wanted.update(instruction.inputs)
-        kept = tuple(replace(i, id=n) for n, i in enumerate(j for j in self.instructions if j.id in keep))
+        instructions = tuple(
+            replace(i, id=n) for n, i in enumerate(j for j in self.instructions if j.id in keep)
+        )
         segments = tuple(s for j, s in zip(self.instructions, self.segments, strict=False) if j.id in keep)
-        return replace(self, instructions=kept, outputs=outputs, segments=segments)
+        return replace(self, instructions=instructions, outputs=outputs, segments=segments)
 
     def __str__(self) -> str:
         return "\n".join(instruction_text(self, i) for i in self.instructions)

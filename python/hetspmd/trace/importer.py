@@ -170,8 +170,8 @@ class _Importer:
 
     def _argument(self, value: Any) -> Argument:
         if isinstance(value, Node):
-            found = self._resolve((value, 0))
-            return self.numbers[found] if found in self.numbers else Hole(found)
+            origin = self._resolve((value, 0))
+            return self.numbers[origin] if origin in self.numbers else Hole(origin)
         if isinstance(value, (list, tuple)):
             return tuple(self._argument(v) for v in value)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -211,9 +211,9 @@ class _Importer:
         args = tuple(self._argument(a) for a in node.args)
         kwargs = tuple((k, self._argument(v)) for k, v in node.kwargs.items() if v is not None)
         outputs = self._declare(node)
-        kept = self._simplify(op, args, outputs)
-        if kept is not None:
-            args = kept
+        simplified = self._simplify(op, args, outputs)
+        if simplified is not None:
+            args = simplified
             random = torch.Tag.nondeterministic_seeded in node.target.tags
             if not random and self._seen_before(node, op, args, kwargs, outputs):
                 return
@@ -238,9 +238,9 @@ class _Importer:
         before = self.calls.setdefault(key, outputs)
         if before is outputs:
             return False
-        for value, known in zip(outputs, before, strict=True):
-            if value is not None and known is not None:
-                self.alias[value] = known
+        for value, earlier in zip(outputs, before, strict=True):
+            if value is not None and earlier is not None:
+                self.alias[value] = earlier
         return True
 
     def _simplify(

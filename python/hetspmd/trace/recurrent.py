@@ -22,8 +22,8 @@ _OPS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 def layer_by_layer(model: nn.Module) -> AbstractContextManager[Any]:
     """Within the context, the model's recurrent networks that drop between layers run layer by layer."""
-    found = any(isinstance(m, nn.RNNBase) and m.dropout > 0 for m in model.modules())
-    return _LayerByLayer() if found else nullcontext()
+    drops = any(isinstance(m, nn.RNNBase) and m.dropout > 0 for m in model.modules())
+    return _LayerByLayer() if drops else nullcontext()
 
 
 class _LayerByLayer(TorchFunctionMode):
@@ -48,6 +48,6 @@ def _layers(func: Any, args: Sequence[Any]) -> Any:
         own = [s[layer * directions : (layer + 1) * directions] for s in states]
         weights = params[layer * each : (layer + 1) * each]
         x, *new = func(x, own if several else own[0], weights, biases, 1, 0.0, training, both, batch_first)
-        for found, value in zip(last, new, strict=True):
-            found.append(value)
-    return (x, *(torch.cat(found) for found in last))
+        for parts, value in zip(last, new, strict=True):
+            parts.append(value)
+    return (x, *(torch.cat(parts) for parts in last))

@@ -52,13 +52,13 @@ def with_second_reads(graph: Graph) -> Graph:
                     instruction.source,
                 )
             )
-        found = replace(instruction, id=len(instructions))
+        copy = replace(instruction, id=len(instructions))
         if instruction.phase == "backward" and any(t in again for t in instruction.inputs):
-            found = replace(
-                found,
-                args=tuple(map_refs(a, second) for a in found.args),
-                kwargs=tuple((k, map_refs(a, second)) for k, a in found.kwargs),
-                inputs=tuple(again.get(t, t) for t in found.inputs),
+            copy = replace(
+                copy,
+                args=tuple(map_refs(a, second) for a in copy.args),
+                kwargs=tuple((k, map_refs(a, second)) for k, a in copy.kwargs),
+                inputs=tuple(again.get(t, t) for t in copy.inputs),
             )
-        instructions.append(found)
+        instructions.append(copy)
     return replace(graph, tensors=tuple(tensors), instructions=tuple(instructions))

@@ -44,6 +44,6 @@ def check_views(
 def _place(tensor: torch.Tensor, watch: HostWatch) -> str:
     """Where forward has found a tensor."""
     for place, value in watch.recorder.values.items():
-        if any(memory(found) == memory(tensor) for found in tensors_in(value)):
+        if any(memory(other) == memory(tensor) for other in tensors_in(value)):
             return where(watch.roots, *place)
     return "a tensor"

@@ -81,7 +81,7 @@ class Slots:
         """
         self._refuse_new()
         replaced = {id(tensor) for tensor in assigned}
-        found: dict[str, torch.Tensor] = {}
+        updates: dict[str, torch.Tensor] = {}
         values: dict[int, Any] = {}
         for slot, held in zip(self._slots, self._held, strict=True):
             value = slot.table.get(slot.key, _GONE)
@@ -89,25 +89,25 @@ class Slots:
                 continue
             if value is not held:
                 _check(slot, held, value)
-            known = values.setdefault(slot.group, value)
-            if known is not value:
+            first = values.setdefault(slot.group, value)
+            if first is not value:
                 raise TraceError(
                     f"forward gives buffer {slot.name} another tensor than the name it is tied to; change it in "
                     f"place: self.{slot.key}.copy_(value)"
                 )
             if value is not held or id(value) in replaced:
-                found.setdefault(self._first(slot.group), value)
-        self._refuse_shared(found)
-        return found
+                updates.setdefault(self._first(slot.group), value)
+        self._refuse_shared(updates)
+        return updates
 
     def _first(self, group: int) -> str:
         return next(slot.name for slot in self._slots if slot.group == group)
 
     def _refuse_new(self) -> None:
-        known = {(id(slot.table), slot.key) for slot in self._slots}
+        keys = {(id(slot.table), slot.key) for slot in self._slots}
         for path, is_parameter, table in self._tables:
             for key in table:
-                if (id(table), key) not in known:
+                if (id(table), key) not in keys:
                     kind = "parameter" if is_parameter else "buffer"
                     raise TraceError(
                         f"forward registers {kind} {_joined(path, key)}; register it in __init__, with its final "

@@ -58,10 +58,10 @@ class _Parting:
     def run(self) -> Graph:
         graph = self.graph
         again = graph.second_reads
-        made: dict[int, list[int]] = {}
+        owners: dict[int, list[int]] = {}
         for parameter in graph.parameters:
             if parameter.tensor in self.dims and parameter.gradient is not None:
-                made.setdefault(parameter.gradient, []).append(parameter.tensor)
+                owners.setdefault(parameter.gradient, []).append(parameter.tensor)
         for instruction in graph.instructions:
             segment = graph.segments[instruction.id] if graph.segments else 0
             read = self._read(instruction)
@@ -71,7 +71,7 @@ class _Parting:
             if again.get(instruction.id) in self.dims:
                 self._use(instruction.outputs[0], instruction, segment)
             for tensor in instruction.outputs:
-                for owner in made.get(tensor, ()):
+                for owner in owners.get(tensor, ()):
                     home = graph.segment(owner)
                     name = f"{graph.tensors[tensor].name} as stored"
                     self.stored_gradients[owner] = self._copy(
@@ -115,12 +115,12 @@ class _Parting:
 
     def _copy(self, tensor: int, name: str, phase: Phase, source: str, segment: int) -> int:
         meta = self.graph.tensors[tensor]
-        found = len(self.tensors)
-        self.tensors.append(Tensor(found, name, meta.shape, meta.dtype))
+        copy_id = len(self.tensors)
+        self.tensors.append(Tensor(copy_id, name, meta.shape, meta.dtype))
         self._append(
-            Instruction(0, name, REBALANCE, (Ref(tensor),), (), (tensor,), (found,), phase, source), segment
+            Instruction(0, name, REBALANCE, (Ref(tensor),), (), (tensor,), (copy_id,), phase, source), segment
         )
-        return found
+        return copy_id
 
     def _append(self, instruction: Instruction, segment: int) -> None:
         self.instructions.append(replace(instruction, id=len(self.instructions)))

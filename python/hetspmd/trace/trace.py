@@ -90,9 +90,9 @@ def trace(
     Raises ExampleError if the batch does not fit the model, DeviceError if the model lies on several devices
     and TraceError if the step is not one static graph.
     """
-    given = model, args, kwargs, loss
+    call = model, args, kwargs, loss
     with _ONE_AT_A_TIME, ExitStack() as stack:
-        return _traced(*given, training, numbers, host_randomness, [] if states is None else states, stack)
+        return _traced(*call, training, numbers, host_randomness, [] if states is None else states, stack)
 
 
 def _traced(

@@ -65,8 +65,8 @@ class Step(nn.Module):
 
     def call_on(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Any]:
         """What runs the model, or the loss function, on a batch with these tensors."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        iterator = iter(tensors)
+        leaves = [next(iterator) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
         args, kwargs = unflatten(leaves, self._spec)
         called = partial(self._loss, self.model) if self._loss else self.model
         return partial(called, *args, **kwargs)
@@ -95,9 +95,9 @@ class Step(nn.Module):
         self.updates = {name: len(returned) + i for i, name in enumerate(updates)}
         returned += (value.detach() for value in updates.values())
         self.kept = {}
-        for name, found in self._watch.kept.items():
-            self.kept |= dict.fromkeys(range(len(returned), len(returned) + len(found)), name)
-            returned += (tensor.detach() for tensor in found)
+        for name, cached in self._watch.kept.items():
+            self.kept |= dict.fromkeys(range(len(returned), len(returned) + len(cached)), name)
+            returned += (tensor.detach() for tensor in cached)
         return tuple(returned)
 
     def _returned(self, output: Any) -> list[torch.Tensor]:

@@ -28,8 +28,8 @@ def trial(
     fakes = [
         fake_like(mode, leaf.detach(), place) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
     ]
-    given, named = unflatten(fakes, spec)
+    positional, named = unflatten(fakes, spec)
     watch = HostWatch(model, randomness="freeze")
     fake = fake_parameters(model, mode, place, gradients=False)
     with fake, Slots(model).restored(), cumulative_averages(model), watch.tracing(), mode, torch.no_grad():
-        flatten(watch.run(partial(called, *given, **named)))
+        flatten(watch.run(partial(called, *positional, **named)))

@@ -35,13 +35,13 @@ def without_effects(module: GraphModule) -> None:
     for node in wrapped:
         _unwrap(node)
     (output,) = (node for node in graph.nodes if node.op == "output")
-    found = [
+    pairs = [
         (value, role)
         for value, role in zip(output.args[0], output.meta["desc"], strict=True)
         if not isinstance(role, _TOKENS)
     ]
-    output.args = ([value for value, _ in found],)
-    output.meta["desc"] = [role for _, role in found]
+    output.args = ([value for value, _ in pairs],)
+    output.meta["desc"] = [role for _, role in pairs]
     for node in reversed(list(graph.nodes)):
         if not node.users and (node.target is with_effects or isinstance(node.meta.get("desc"), _TOKENS)):
             graph.erase_node(node)

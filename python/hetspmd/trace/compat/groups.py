@@ -27,8 +27,8 @@ def group_store() -> Store:
 
 def timeout_of(group: ProcessGroup) -> timedelta:
     """Within what time a collective of a gloo group must be over."""
-    found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    return found
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout
 
 
 def forget_default_group() -> None:

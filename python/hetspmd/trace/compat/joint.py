@@ -98,8 +98,8 @@ def _named_modules(root: nn.Module) -> Iterator[None]:
 
 def module_path(node: Node) -> str | None:
     """The path of the module whose forward created a node, as the module was named in the root."""
-    found = node.meta.get("custom")
-    return found.get("hetspmd_module") if isinstance(found, dict) else None
+    custom = node.meta.get("custom")
+    return custom.get("hetspmd_module") if isinstance(custom, dict) else None
 
 
 class _MutationError(Exception):
@@ -141,9 +141,9 @@ def export_joint(
         if torch.is_grad_enabled():
             try:
                 table = {**decompositions, **_refused_mutations()}
-                found = _export(module, inputs, table, functionalize=False)
-                if not _mutates(found[0].graph.nodes, found[2]):
-                    return found
+                joint = _export(module, inputs, table, functionalize=False)
+                if not _mutates(joint[0].graph.nodes, joint[2]):
+                    return joint
             except HetspmdError:
                 raise
             except Exception:
@@ -231,8 +231,8 @@ def assign_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         raise _MutationError
     value = value.detach()
     if not isinstance(value, FunctionalTensor) or value.stride() != tensor.stride():
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        value = made.copy_(value)
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        value = copy.copy_(value)
     assert isinstance(value, FunctionalTensor)
     tensor.elem = value.elem
 

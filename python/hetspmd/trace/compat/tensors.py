@@ -58,8 +58,8 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether ``torch.compile`` made the module."""
-    found = sys.modules.get("torch._dynamo.eval_frame")  # imported when torch.compile is first called
-    return found is not None and isinstance(module, found.OptimizedModule)
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")  # imported when torch.compile is first called
+    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
 
 
 def is_sharded_wrapper(module: nn.Module) -> bool:

@@ -25,17 +25,17 @@ def merge_tied(
     graph = module.graph
     nodes = list(graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
-    kept: dict[tuple[str, str], Node] = {}
+    first_nodes: dict[tuple[str, str], Node] = {}
     in_roles: list[InputRole] = []
-    for node, given in zip(placeholders, inputs, strict=True):
-        key = (given.kind, first_names.get(given.name, given.name))
-        if given.kind in ("parameter", "buffer") and key in kept:
-            node.replace_all_uses_with(kept[key])
+    for node, in_role in zip(placeholders, inputs, strict=True):
+        key = (in_role.kind, first_names.get(in_role.name, in_role.name))
+        if in_role.kind in ("parameter", "buffer") and key in first_nodes:
+            node.replace_all_uses_with(first_nodes[key])
             graph.erase_node(node)
             continue
-        if given.kind in ("parameter", "buffer"):
-            kept[key] = node
-        in_roles.append(replace(given, name=key[1]))
+        if in_role.kind in ("parameter", "buffer"):
+            first_nodes[key] = node
+        in_roles.append(replace(in_role, name=key[1]))
     output = nodes[-1]
     values: list[Any] = []
     out_roles: list[OutputRole] = []
@@ -63,14 +63,14 @@ def merge_tied(
 def _without_tangents_of_updates(graph: Graph, roles: list[InputRole]) -> list[InputRole]:
     """Take away the incoming gradients of parameters that the forward changes: only the loss has one. What is left
     of a sum of such a tangent and a gradient is the gradient."""
-    kept: list[InputRole] = []
+    rest: list[InputRole] = []
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     for node, role in zip(placeholders, roles, strict=True):
         if role.kind != "tangent" or not role.name:
-            kept.append(role)
+            rest.append(role)
             continue
         _erase_zero(graph, node)
-    return kept
+    return rest
 
 
 def _erase_zero(graph: Graph, node: Node) -> None:

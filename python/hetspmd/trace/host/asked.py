@@ -161,9 +161,9 @@ def _stand_in(holder: Any, name: str, source: Source) -> None:
         return
 
     if isinstance(function, type):
-        made = opener(partial(note, source.kind))
+        stand_in = opener(partial(note, source.kind))
         _REPLACED.append((holder, name, function))
-        setattr(holder, name, made)
+        setattr(holder, name, stand_in)
         return
 
     @wraps(function)

@@ -46,18 +46,20 @@ class Bound:
 
     def look(self, root: str, path: Path, value: Any) -> None:
         """A value was found at a place; a stand-in lies there from now on, if it is a clock."""
-        made = _stand_in_for(original(value)) if path else None
-        if made is not None:
+        stand_in = _stand_in_for(original(value)) if path else None
+        if stand_in is not None:
             holder, step = self._roots.holder(root, path), path[-1]
             if holder is not NOTHING and not (isinstance(holder, type) and isinstance(value, FunctionType)):
-                self._add(_key(holder, step), _Place(holder, step, made, text(root, path)))
+                self._add(_key(holder, step), _Place(holder, step, stand_in, text(root, path)))
 
     def defaults(self, function: FunctionType) -> None:
         """Look at the defaults of a function's arguments."""
-        given = function.__defaults__ or ()
-        made = tuple(d if (s := _stand_in_for(d)) is None else s for d in given)
-        if any(a is not b for a, b in zip(given, made, strict=True)):
-            self._add((id(function), _DEFAULTS), _Place(function, _DEFAULTS, made, function.__qualname__))
+        defaults = function.__defaults__ or ()
+        stand_ins = tuple(d if (s := _stand_in_for(d)) is None else s for d in defaults)
+        if any(a is not b for a, b in zip(defaults, stand_ins, strict=True)):
+            self._add(
+                (id(function), _DEFAULTS), _Place(function, _DEFAULTS, stand_ins, function.__qualname__)
+            )
         for name, value in (function.__kwdefaults__ or {}).items():
             stand_in = _stand_in_for(value)
             if stand_in is not None:

@@ -118,10 +118,10 @@ def spoken_call(step: str) -> str:
 def results_of(function: Any) -> dict[Any, Any]:
     """The table of a cached function: of each key the result, or what holds it. Who takes a key out of it lets the
     function forget the result, as ``functools`` expects of other threads."""
-    found = (r for r in gc.get_referents(function) if type(r) is dict and r is not vars(function))
+    tables = (r for r in gc.get_referents(function) if type(r) is dict and r is not vars(function))
     if function.cache_parameters()["maxsize"] is None:
-        return next(found, {})
-    return next((table for table in found if table and all(map(_is_element, table.values()))), {})
+        return next(tables, {})
+    return next((table for table in tables if table and all(map(_is_element, table.values()))), {})
 
 
 def entries_of(function: Any) -> list[tuple[Any, Any]]:
@@ -130,11 +130,11 @@ def entries_of(function: Any) -> list[tuple[Any, Any]]:
     if function.cache_parameters()["maxsize"] is None:
         return list(table.items())
     references = gc.get_referents(function)
-    found = []
+    entries = []
     for key, result, holder in zip(references, references[1:], references[2:], strict=False):
         if isinstance(holder, type) and holder.__name__ == _ELEMENT and _is_key(key, table):
-            found.append((key, result))
-    return found
+            entries.append((key, result))
+    return entries
 
 
 def _is_element(value: object) -> bool:

@@ -58,14 +58,14 @@ class CachedResults:
 
     def _entry(self, root: str, path: Path, function: Any, key: Any, result: Any, *, new: bool) -> None:
         call = function, arguments_of(function, key)
-        given = [t for part in (call[1][0], call[1][1]) for t in tensors_in(part)]
-        if new and given and {id(t) for t in given} & self._own():
+        tensors = [t for part in (call[1][0], call[1][1]) for t in tensors_in(part)]
+        if new and tensors and {id(t) for t in tensors} & self._own():
             raise TraceError(
                 f"{text(root, path)} keeps what it has computed of a parameter or buffer of the model "
                 "(functools.cache), which changes from step to step: one device would go on with the first value; "
                 "compute it in forward, or keep that value with register_buffer"
             )
-        if any(map(is_traced, given)):
+        if any(map(is_traced, tensors)):
             return  # another tensor in each step: nothing is found again
         step = step_of(function, key)
         if tensors_in(result):
@@ -80,16 +80,16 @@ class CachedResults:
         """Raise TraceError for results with tensors that a call outside of the trace does not give."""
         for function, (positional, named) in list(self._with_tensors.values()):
             root, path, *_ = self._known[id(function)]
-            found: list[Any] | None = None
+            results: list[Any] | None = None
             with suppress(Exception), outside_modes():  # it may fail on what is there only in a trace
-                found = [function.__wrapped__(*positional, **named) for _ in range(2)]
-            if found is None or any(map(is_traced, tensors_in(found))):
+                results = [function.__wrapped__(*positional, **named) for _ in range(2)]
+            if results is None or any(map(is_traced, tensors_in(results))):
                 raise TraceError(
                     f"{text(root, path)} keeps tensors that it has computed of the model's parameters or of the "
                     "batch (functools.cache), and one device would go on with the first ones; compute them in "
                     "forward, or keep the first ones with register_buffer"
                 )
-            if len(set(map(fingerprint, found))) > 1:
+            if len(set(map(fingerprint, results))) > 1:
                 raise TraceError(
                     f"{text(root, path)} keeps tensors that it draws (functools.cache): a plan would draw them "
                     "anew in every step. Draw them in __init__: self.register_buffer(name, torch.randn(...))"
@@ -97,8 +97,8 @@ class CachedResults:
 
     def leave(self, *, failed: bool) -> None:
         """At the end of a trace: make the calls whose results stay here."""
-        made = () if failed else (*self._made.values(), *self._with_tensors.values())
-        for function, (positional, named) in (*self._taken_out, *made):
+        calls = () if failed else (*self._made.values(), *self._with_tensors.values())
+        for function, (positional, named) in (*self._taken_out, *calls):
             function(*positional, **named)
 
     def _take_out(self, function: Any) -> None:

@@ -100,8 +100,8 @@ class Left:
                 )
 
     def _number(self, tensor: torch.Tensor) -> int:
-        for index, known in enumerate(self.tensors):
-            if known is tensor:
+        for index, other in enumerate(self.tensors):
+            if other is tensor:
                 return index
         self.tensors.append(tensor)
         return len(self.tensors) - 1
@@ -129,8 +129,8 @@ class Left:
         """Raise TraceError where no plan could fill a list, deque or set as forward does: it keeps what was in it
         before the step, or does not say in which order its tensors are."""
         values = [value for value in elements(change.after) if not is_plain(value)]
-        kept = {id(value) for value in change.before}
-        if not values or (not isinstance(change.after, set) and kept.isdisjoint(map(id, values))):
+        ids = {id(value) for value in change.before}
+        if not values or (not isinstance(change.after, set) and ids.isdisjoint(map(id, values))):
             return
         name, kind = where(self._roots, change.root, change.path), type(change.after).__name__
         if isinstance(change.after, set):
@@ -170,13 +170,13 @@ def _of_torch(change: Change, derived: set[tuple[Path, str]]) -> bool:
 
 def _derived(model: nn.Module) -> set[tuple[Path, str]]:
     """Attributes that ``weight_norm``, ``spectral_norm`` and ``prune`` derive from parameters by hooks."""
-    found: set[tuple[Path, str]] = set()
+    attributes: set[tuple[Path, str]] = set()
     for path, module in model.named_modules():
         for hook in module._forward_pre_hooks.values():
             if type(hook).__module__.startswith("torch.nn.utils"):
                 name = getattr(hook, "name", getattr(hook, "_tensor_name", None))
-                found.add((tuple(f".{p}" for p in path.split(".") if p), str(name)))
-    return found
+                attributes.add((tuple(f".{p}" for p in path.split(".") if p), str(name)))
+    return attributes
 
 
 def _alike(before: Any, after: Any) -> bool:
@@ -238,8 +238,8 @@ def line_of(roots: Roots, root: str, path: Path) -> str:
     named = rf"\.{name}\b" if root == "model" else rf"\b{name}\b"
     for pattern in (rf"{named}{_WRITES}", named):
         for function in dict.fromkeys(functions):
-            if found := _line(function, pattern):
-                return found
+            if line := _line(function, pattern):
+                return line
     return ""
 
 

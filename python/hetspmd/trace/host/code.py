@@ -33,12 +33,12 @@ __all__ = ["CodeReader", "is_foreign", "is_installed", "names_of_methods"]
 
 def names_of_methods(kind: type) -> frozenset[str]:
     """Names of variables and attributes in a class's own methods, but for what makes an object."""
-    found: set[str] = set()
+    names: set[str] = set()
     for name, value in vars(kind).items():
         inner = getattr(value, "fget", getattr(value, "__func__", value))
         if isinstance(inner, FunctionType) and name not in ("__init__", "__new__", "__init_subclass__"):
-            found |= names_in(inner.__code__)
-    return frozenset(found)
+            names |= names_in(inner.__code__)
+    return frozenset(names)
 
 
 class CodeReader:
@@ -128,16 +128,16 @@ class CodeReader:
                 if not issubclass(type(variables[name]), (ModuleType, type)):  # of those the names count
                     looked.add((home_id, name))
                 self._variable(root, name, variables[name], module, names)
-            elif (found := imported.get(name) or imported.get(qualified)) is not None:
-                self._variable(root, name, found, module, names)
+            elif (loaded_module := imported.get(name) or imported.get(qualified)) is not None:
+                self._variable(root, name, loaded_module, module, names)
             if name not in variables and name in vars(builtins) and is_own(home):
                 self.library.variable("globals builtins", name, vars(builtins)[name])
         if names & _COMPUTING and is_own(home):
             for name in self._computed(variables):
                 self._variable(root, name, variables[name], module, names)
         if is_own(home) and (names & _IMPORTING or names >= _LOADED):
-            for found in _modules(constants_in(function.__code__), home):
-                self._inner(self._roots.know_variables(vars(found))[0], found, names)
+            for loaded_module in _modules(constants_in(function.__code__), home):
+                self._inner(self._roots.know_variables(vars(loaded_module))[0], loaded_module, names)
         if is_own(home):
             self.asked += _asked_by(function, names)
             self._library_by_text(function, [name for pair in named for name in pair])
@@ -160,10 +160,10 @@ class CodeReader:
         texts = constants_in(code)
         parts = names.union(part for text in texts for part in text.split("."))
         held = {name: content(cell) for name, cell in closure(function).items()}
-        found = [held.get(n, function.__globals__.get(n, sys.modules.get(n))) for n in (*held, *named)]
+        candidates = [held.get(n, function.__globals__.get(n, sys.modules.get(n))) for n in (*held, *named)]
         if names >= _LOADED or names & _IMPORTING:
-            found += [sys.modules.get(text) for text in sorted(texts)]
-        for module in found:
+            candidates += [sys.modules.get(text) for text in sorted(texts)]
+        for module in candidates:
             if isinstance(module, ModuleType) and is_foreign(module.__name__):
                 self.library.of_computed_names(module, parts)
 
@@ -220,14 +220,14 @@ class CodeReader:
         """Look at members of classes until none counts that has not been looked at."""
         if self._settling:
             return
-        self._settling, known = True, -1 if new else self._settled
+        self._settling, extent = True, -1 if new else self._settled
         try:
-            while known != (known := self._extent()):
+            while extent != (extent := self._extent()):
                 for met in self._classes:
                     for name, value in met.due(None if self._everything else self._counts):
                         self._member(met, name, value)
         finally:
-            self._settling, self._settled = False, known
+            self._settling, self._settled = False, extent
 
     def _extent(self) -> int:
         """A number that is another one whenever there is anything new to look at."""

@@ -12,10 +12,10 @@ __all__ = ["code_digest"]
 @functools.cache
 def code_digest(code: CodeType) -> str:
     """Tells functions of the same name apart by what they do."""
-    made = hashlib.sha1(code.co_code)
+    hasher = hashlib.sha1(code.co_code)
     for constant in (*code.co_consts, *code.co_names):
-        made.update(_constant(constant).encode(errors="replace"))
-    return made.hexdigest()[:12]
+        hasher.update(_constant(constant).encode(errors="replace"))
+    return hasher.hexdigest()[:12]
 
 
 def _constant(value: object) -> str:

@@ -15,22 +15,22 @@ def evaluate(graph: Graph) -> Callable[[int], torch.Tensor | None]:
     from hetspmd.trace.evaluate import constant_value
 
     constants = {c.tensor: c for c in graph.constants}
-    known: dict[int, torch.Tensor | None] = {}
+    tensors: dict[int, torch.Tensor | None] = {}
     cpu = torch.device("cpu")
 
     def value(tensor: int) -> torch.Tensor | None:
-        if tensor not in known:
-            known[tensor] = None
+        if tensor not in tensors:
+            tensors[tensor] = None
             instruction = graph.producer(tensor) if tensor in graph.producers else None
             if instruction is None:
                 return None
             if instruction.op == CONSTANT:
-                known[tensor] = constant_value(graph, constants[tensor], cpu)
+                tensors[tensor] = constant_value(graph, constants[tensor], cpu)
             elif instruction.op not in SOURCES:
                 needed = {t: value(t) for t in instruction.inputs}
                 if all(v is not None for v in needed.values()):
-                    known[tensor] = value_of(graph, instruction, tensor, needed)  # type: ignore[arg-type]  # none is None
-        return known[tensor]
+                    tensors[tensor] = value_of(graph, instruction, tensor, needed)  # type: ignore[arg-type]  # none is None
+        return tensors[tensor]
 
     return value
 
@@ -43,8 +43,8 @@ def value_of(
 
     with torch.no_grad():
         results = run_instruction(instruction, dict(given), torch.device("cpu"))
-    found: torch.Tensor = results[instruction.outputs.index(tensor)]
-    return found
+    output: torch.Tensor = results[instruction.outputs.index(tensor)]
+    return output
 
 
 def instruction_value(instruction: Instruction, given: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -53,13 +53,13 @@ def instruction_value(instruction: Instruction, given: Mapping[int, torch.Tensor
 
     with torch.no_grad():
         results = run_instruction(instruction, dict(given), torch.device("cpu"))
-    found: torch.Tensor = results[0]
-    return found
+    output: torch.Tensor = results[0]
+    return output
 
 
 def computing(graph: Graph, tensor: int) -> Constant:
     """The constant that computes a tensor which does not vary."""
-    known = {c.tensor: c for c in graph.constants}
+    constants = {c.tensor: c for c in graph.constants}
     wanted: set[int] = {tensor}
     program: list[Instruction] = []
     for instruction in reversed(graph.instructions):
@@ -69,7 +69,7 @@ def computing(graph: Graph, tensor: int) -> Constant:
             wanted.update(instruction.inputs)
             program.append(instruction)
             continue
-        constant = known[instruction.outputs[0]]
+        constant = constants[instruction.outputs[0]]
         if constant.data is None:
             program.extend(reversed(constant.program))
         else:

@@ -56,11 +56,11 @@ def content(value: Any, inner: Inner) -> str | None:
         return inner(plain)
     if kind.__module__.partition(".")[0] in _STATELESS:
         return ""
-    found = dict(members(value) or {})
-    parts = [inner(found)] if found else []
-    if not found or has_basis(kind):
-        pickled = basis(value, inner, state=not found)
-        if pickled is None and not found:
+    attributes = dict(members(value) or {})
+    parts = [inner(attributes)] if attributes else []
+    if not attributes or has_basis(kind):
+        pickled = basis(value, inner, state=not attributes)
+        if pickled is None and not attributes:
             return "" if is_foreign(kind.__module__) and kind.__module__ not in _OPAQUE else None
         parts.append(pickled or "")
     return " ".join(parts)
@@ -112,10 +112,10 @@ def basis(value: Any, inner: Inner, *, state: bool = False) -> str | None:
     """What an object would be made of again, ``state``: with its attributes; None if it cannot be."""
     try:
         special = copyreg.dispatch_table.get(type(value))
-        made = special(value) if special is not None else value.__reduce_ex__(4)
-        if isinstance(made, str):
-            return made
-        function, arguments, attributes, items, pairs = (*made, None, None, None)[:5]
+        reduced = special(value) if special is not None else value.__reduce_ex__(4)
+        if isinstance(reduced, str):
+            return reduced
+        function, arguments, attributes, items, pairs = (*reduced, None, None, None)[:5]
         parts = [getattr(function, "__qualname__", ""), inner(arguments)]
         parts += [inner(list(more)) for more in (items, pairs) if more is not None]
     except Exception:  # a class may raise anything where it cannot be pickled
@@ -151,7 +151,7 @@ def _plain(value: Any) -> Any:
 def own_attributes(value: object) -> dict[str, Any]:
     """An object's ``__dict__``, past what its class does when asked; an empty one if it has none."""
     try:
-        found = object.__getattribute__(value, "__dict__")
+        attributes = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return attributes if isinstance(attributes, dict) else {}

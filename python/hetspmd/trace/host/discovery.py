@@ -33,8 +33,8 @@ def discover(roots: Roots) -> None:
             walk.kind(kind)
         if is_foreign(type(module).__module__):
             walk.layer(type(module))
-    for given in roots.given:
-        for kind in given.__mro__:
+    for cls in roots.given:
+        for kind in cls.__mro__:
             walk.kind(kind)
     walk.value(roots.loss)
     for module in roots.model.modules():
@@ -51,7 +51,7 @@ def rediscover(roots: Roots) -> None:
 
 def own_kinds(value: Any) -> list[type]:
     """The user's classes of what a value holds, in the order in which they are met."""
-    found: dict[type, None] = {}
+    kinds: dict[type, None] = {}
     seen: dict[int, Any] = {}
     rest = [value]
     while rest:
@@ -60,14 +60,14 @@ def own_kinds(value: Any) -> list[type]:
             continue
         seen[id(value)] = value
         if is_own(type(value).__module__):
-            found.setdefault(type(value))
+            kinds.setdefault(type(value))
         if isinstance(value, dict):
             rest += [part for pair in pairs(value) for part in pair]
         elif is_container(value) and size(value) <= _MOST_ELEMENTS:
             rest += elements(value)
         if not is_scalar(value) and is_own(type(value).__module__) and own_attributes(value) is not value:
             rest += (members(value) or {}).values()
-    return list(found)
+    return list(kinds)
 
 
 def unnamed_kinds(value: Any) -> list[type]:
@@ -107,9 +107,9 @@ class _Walk:
         class has many more (it loads, saves and generates), which name half of its package."""
         if self._settling:
             return
-        self._settling, known = True, -1
-        while known != len(self._names) + len(self._installed):
-            known = len(self._names) + len(self._installed)
+        self._settling, count = True, -1
+        while count != len(self._names) + len(self._installed):
+            count = len(self._names) + len(self._installed)
             for kind, met in self._installed:
                 own = vars(kind)
                 for name in sorted((self._names & own.keys()) - met):

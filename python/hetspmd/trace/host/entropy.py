@@ -34,22 +34,24 @@ class RandomSource:
 def global_sources() -> list[RandomSource]:
     """The generators that belong to no object. CUDA's counts only where CUDA was initialised, which this
     does not."""
-    found = [
+    sources = [
         RandomSource("Python's random", ("draws", ("python",)), random.getstate, random.setstate),
         RandomSource(
             "torch's default generator", ("draws", ("torch",)), torch.get_rng_state, torch.set_rng_state
         ),
     ]
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
-        found.append(
+        sources.append(
             RandomSource(
                 "CUDA's generator", ("draws", ("cuda",)), torch.cuda.get_rng_state, torch.cuda.set_rng_state
             )
         )
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
-        found.append(RandomSource("numpy's random", ("draws", ("numpy",)), numpy.get_state, numpy.set_state))
-    return found
+        sources.append(
+            RandomSource("numpy's random", ("draws", ("numpy",)), numpy.get_state, numpy.set_state)
+        )
+    return sources
 
 
 def source_of(value: object, root: str, path: tuple[str, ...]) -> RandomSource | None:
@@ -128,8 +130,8 @@ class Draws:
 
 def advance(states: list[State], value: Callable[[str, tuple[str, ...]], object]) -> None:
     """Put generators into these states; ``value`` finds one by its place."""
-    known = {source.place: source for source in global_sources()}
+    sources = {source.place: source for source in global_sources()}
     for place, state in states:
-        source = known.get(place) or source_of(value(*place), *place)
+        source = sources.get(place) or source_of(value(*place), *place)
         if source is not None and not same_state(source.read(), state):
             source.set(state)

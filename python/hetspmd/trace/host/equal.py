@@ -47,12 +47,12 @@ _OVERLOADS: Final = {
 
 def varying(graph: Graph) -> set[int]:
     """Tensors that depend on a parameter, buffer, input, tangent or randomness."""
-    found: set[int] = set()
+    tensors: set[int] = set()
     for instruction in graph.instructions:
         source = instruction.op in (PARAMETER, BUFFER, INPUT, TANGENT)
-        if source or _random(instruction) or any(t in found for t in instruction.inputs):
-            found.update(t for t in instruction.outputs if t >= 0)
-    return found
+        if source or _random(instruction) or any(t in tensors for t in instruction.inputs):
+            tensors.update(t for t in instruction.outputs if t >= 0)
+    return tensors
 
 
 def _random(instruction: Instruction) -> bool:
@@ -64,10 +64,10 @@ def _random(instruction: Instruction) -> bool:
 
 def digest(graph: Graph) -> str:
     """Equal for graphs that compute the same in the same order."""
-    made = hashlib.sha256()
+    hasher = hashlib.sha256()
     for line in _lines(graph):
-        made.update(repr(line).encode())
-    return made.hexdigest()
+        hasher.update(repr(line).encode())
+    return hasher.hexdigest()
 
 
 def _lines(graph: Graph) -> Iterator[object]:
@@ -162,19 +162,19 @@ def number_values(graph: Graph, numbers: Mapping[int, int | float]) -> dict[int,
 def _numeric(graph: Graph, numbers: Mapping[int, int | float]) -> dict[int, torch.Tensor]:
     """The values of tensors without dims that depend on numbers and nothing else."""
     widths = {t: torch.int64 if isinstance(v, int) else torch.float64 for t, v in numbers.items()}
-    found = {t: torch.tensor(v, dtype=widths[t]) for t, v in numbers.items()}
+    values = {t: torch.tensor(v, dtype=widths[t]) for t, v in numbers.items()}
     for instruction in graph.instructions:
         one = len(instruction.outputs) == 1 and graph.tensors[instruction.outputs[0]].shape == ()
         if instruction.is_source or not one or not instruction.inputs:
             continue
-        if all(t in found for t in instruction.inputs) and not _random(instruction):
-            found[instruction.outputs[0]] = instruction_value(instruction, found)
-    return found
+        if all(t in values for t in instruction.inputs) and not _random(instruction):
+            values[instruction.outputs[0]] = instruction_value(instruction, values)
+    return values
 
 
 def _sources(plain: Graph, other: Graph) -> dict[int, int] | None:
     """The other graph's sources as the plain one's; None if they are not the same."""
-    found: dict[int, int] = {}
+    sources: dict[int, int] = {}
     pairs = [
         (
             [(p.names, p.tensor) for p in graph.parameters],
@@ -186,17 +186,17 @@ def _sources(plain: Graph, other: Graph) -> dict[int, int] | None:
     for own, others in zip(*pairs, strict=True):
         if [names for names, _ in own] != [names for names, _ in others]:
             return None
-        found.update((b, a) for (_, a), (_, b) in zip(own, others, strict=True))
+        sources.update((b, a) for (_, a), (_, b) in zip(own, others, strict=True))
     if plain.tangent is not None and other.tangent is not None:
-        found[other.tangent] = plain.tangent
+        sources[other.tangent] = plain.tangent
     own_values, other_values = evaluate(plain), evaluate(other)
     constants = [[c.tensor for c in graph.constants] for graph in (plain, other)]
     by_text = {fingerprint(own_values(t)): t for t in constants[0]}
     for tensor in constants[1]:
         text = fingerprint(other_values(tensor))
         if text in by_text:
-            found[tensor] = by_text[text]
-    return found
+            sources[tensor] = by_text[text]
+    return sources
 
 
 def _ordered(

@@ -32,8 +32,8 @@ def comparison_in(code: CodeType) -> str:
     if not (names & _ASKING and names & _TENSORS):
         return ""
     lines = {number for _, _, number in code.co_lines()}
-    found = [number for number in _comparisons(code.co_filename) if number in lines]
-    return code_at(code.co_filename, min(found)) if found else ""
+    numbers = [number for number in _comparisons(code.co_filename) if number in lines]
+    return code_at(code.co_filename, min(numbers)) if numbers else ""
 
 
 def warn_of_comparison(line: str) -> None:

@@ -32,28 +32,28 @@ def with_host(
 
     Raises TraceError for a tensor that one step leaves to the next.
     """
-    left = watch.state_changes
-    assert left is not None
-    own = len(graph.outputs) - len(left.tensors)
+    host_changes = watch.state_changes
+    assert host_changes is not None
+    own = len(graph.outputs) - len(host_changes.tensors)
     changing = varying(graph)
     extras = graph.outputs[own:]
-    kept: list[int] = []
+    indices: list[int] = []
     constants: list[Constant] = []
     number: dict[int, int] = {}
     for index, output in enumerate(extras):
         assert output.tensor is not None
         if output.tensor in changing:
-            number[index] = len(kept)
-            kept.append(index)
+            number[index] = len(indices)
+            indices.append(index)
         else:
             number[index] = -1 - len(constants)
             constants.append(computing(graph, output.tensor))
     met = {t.untyped_storage().data_ptr() for t in data} - {0}
-    for place, (before, _) in left.changed.items():
+    for place, (before, _) in host_changes.changed.items():
         if any(_memory(t) in met for t in tensors_in(before)):
             raise carried(watch, *place)
     writes = []
-    for place, write in left.writes.items():
+    for place, write in host_changes.writes.items():
         tensors = numbers_in(write.value)
         read = watch.recorder.reads.get(place, "")
         if tensors and read.startswith("tensor "):
@@ -63,13 +63,13 @@ def with_host(
         reads=watch.reads(),
         writes=tuple(writes),
         numbers=tuple(
-            Number(root, path, graph.tensors[found.tensor].dtype, found.tensor)
-            for (root, path), found in zip(watch.numbers, numbers, strict=True)
+            Number(root, path, graph.tensors[source.tensor].dtype, source.tensor)
+            for (root, path), source in zip(watch.numbers, numbers, strict=True)
         ),
-        kept=tuple(bool(left.tensors[i].requires_grad) for i in kept),
+        kept=tuple(bool(host_changes.tensors[i].requires_grad) for i in indices),
         draws=watch.draws or (watch.asked.bytes and f" {watch.asked.bytes}"),
     )
-    outputs = (*graph.outputs[:own], *(extras[i] for i in kept))
+    outputs = (*graph.outputs[:own], *(extras[i] for i in indices))
     if constants:
         graph = graph.with_outputs(outputs)
     return replace(graph, host=host, left_behind=tuple(constants))

@@ -34,8 +34,8 @@ def is_own(module: object) -> bool:
     """Whether a module of this name is the user's: neither foreign nor an installed package's."""
     if is_foreign(module):
         return False
-    found = sys.modules.get(str(module))
-    return found is None or not is_installed(found)
+    loaded_module = sys.modules.get(str(module))
+    return loaded_module is None or not is_installed(loaded_module)
 
 
 @functools.cache

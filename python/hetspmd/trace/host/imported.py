@@ -40,5 +40,5 @@ def put_right(before: Collection[str], originals: Mapping[int, Any]) -> None:
 
 def _classes(module: Any) -> list[type]:
     """The classes that a module defines."""
-    found = list(getattr(module, "__dict__", {}).values())
-    return [v for v in found if isinstance(v, type) and v.__module__ == getattr(module, "__name__", "")]
+    values = list(getattr(module, "__dict__", {}).values())
+    return [v for v in values if isinstance(v, type) and v.__module__ == getattr(module, "__name__", "")]

@@ -36,9 +36,9 @@ class Content:
 
 def content_of(value: object) -> Content | None:
     """The content of an object, None if it has none, or one that cannot change."""
-    found = _array(value)
-    if found is not None:
-        return found
+    content = _array(value)
+    if content is not None:
+        return content
     if isinstance(value, (bytearray, array.array)):
         return _sequence(value)
     if isinstance(value, ctypes.py_object):

@@ -20,14 +20,14 @@ def kept_tensors(model: nn.Module, made: Iterator[tuple[Any, Any, Any]]) -> dict
     Left out are parameters, buffers and views of them, and what a call with a tensor gave, which no later call has.
     """
     own = {memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    found: dict[str, list[torch.Tensor]] = {}
+    by_function: dict[str, list[torch.Tensor]] = {}
     for function, key, result in made:
         tensors = [tensor for tensor in tensors_in(result) if memory_of(tensor) not in own]
         if tensors and not tensors_in(
             key if isinstance(key, tuple) else [*key] if isinstance(key, list) else [key]
         ):
-            found.setdefault(_name(function), []).extend(tensors)
-    return found
+            by_function.setdefault(_name(function), []).extend(tensors)
+    return by_function
 
 
 def _name(function: Any) -> str:

@@ -18,22 +18,22 @@ def drawing_line(draws: Draws, model: nn.Module, call: Callable[[], Any]) -> str
     """`` at FILE:LINE: CODE, in module PATH``, "" if it cannot be found. The Python of ``call`` runs."""
     paths = {id(module): name for name, module in model.named_modules()}
     last: dict[int, int] = {}
-    found: list[str] = []
+    file_lines: list[str] = []
 
     def line(frame: FrameType, event: str, _argument: Any) -> Any:
-        if found:
+        if file_lines:
             return None
         if draws.changed():
             number = last.get(id(frame), frame.f_lineno)
             file = frame.f_code.co_filename
-            found.append(f" at {code_at(file, number)}{_module(frame, paths, model)}")
+            file_lines.append(f" at {code_at(file, number)}{_module(frame, paths, model)}")
             return None
         if event == "line":
             last[id(frame)] = frame.f_lineno
         return line
 
     def enter(frame: FrameType, _event: str, _argument: Any) -> Any:
-        if found or is_foreign(frame.f_globals.get("__name__")):
+        if file_lines or is_foreign(frame.f_globals.get("__name__")):
             return None
         last[id(frame)] = frame.f_lineno
         return line
@@ -43,10 +43,10 @@ def drawing_line(draws: Draws, model: nn.Module, call: Callable[[], Any]) -> str
     try:
         call()
     except Exception:  # the same call has just succeeded; the line may be known already
-        return found[0] if found else ""
+        return file_lines[0] if file_lines else ""
     finally:
         sys.settrace(before)
-    return found[0] if found else ""
+    return file_lines[0] if file_lines else ""
 
 
 def _module(frame: FrameType, paths: dict[int, str], model: nn.Module) -> str:

@@ -64,14 +64,14 @@ def is_slot(holder: object, name: str) -> bool:
 
 def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
     """The slots of a class, as Python made them: a name that begins with two underscores as it is found."""
-    found: dict[str, MemberDescriptorType] = {}
+    slots: dict[str, MemberDescriptorType] = {}
     for base in kind.__mro__:
         for name in _named(vars(base).get("__slots__", ())):
             full = f"_{base.__name__.lstrip('_')}{name}" if _is_private(name) else name
             descriptor = vars(base).get(full)
             if isinstance(descriptor, MemberDescriptorType):
-                found.setdefault(full, descriptor)
-    return found
+                slots.setdefault(full, descriptor)
+    return slots
 
 
 def home_of_data(kind: type, name: str) -> type | None:
@@ -86,8 +86,8 @@ def home_of_data(kind: type, name: str) -> type | None:
 
 def code_of(kind: type, name: str) -> Any:
     """What computes an attribute of a class's objects, as it lies in the class; None if nothing does."""
-    found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-    return found if isinstance(found, (property, functools.cached_property)) else None
+    attribute = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    return attribute if isinstance(attribute, (property, functools.cached_property)) else None
 
 
 def _named(slots: Any) -> tuple[str, ...]:

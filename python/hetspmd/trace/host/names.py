@@ -68,11 +68,11 @@ def named_in(code: CodeType, home: str) -> CodeNames:
 @functools.cache
 def _globals_in(code: CodeType) -> frozenset[str]:
     inner = (_globals_in(c) for c in code.co_consts if isinstance(c, CodeType))
-    found = frozenset(_loaded(code)).union(*inner)
-    if found & _BY_TEXT:
+    names = frozenset(_loaded(code)).union(*inner)
+    if names & _BY_TEXT:
         texts = " ".join(c for c in code.co_consts if isinstance(c, str))
-        found |= frozenset(re.findall(r"[^\W\d]\w*", texts))
-    return found
+        names |= frozenset(re.findall(r"[^\W\d]\w*", texts))
+    return names
 
 
 @functools.cache

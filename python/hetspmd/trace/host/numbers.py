@@ -42,10 +42,10 @@ class AsNumbers(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = dict(kwargs or {})
-        tensors = list(_tensors((args, tuple(given.values()))))
+        keywords = dict(kwargs or {})
+        tensors = list(_tensors((args, tuple(keywords.values()))))
         if not any(map(self.is_number, tensors)):
-            return func(*args, **given)
+            return func(*args, **keywords)
         if (
             args
             and self.is_number(args[0])
@@ -58,8 +58,8 @@ class AsNumbers(TorchFunctionMode):
         if others:
             kind = _kind(others)
             args = tuple(self._as(a, kind) for a in args)
-            return func(*args, **{k: self._as(v, kind) for k, v in given.items()})
-        result = func(*args, **given)
+            return func(*args, **{k: self._as(v, kind) for k, v in keywords.items()})
+        result = func(*args, **keywords)
         if isinstance(result, torch.Tensor) and result.shape == ():
             self._numbers[id(result)] = result
         return result
@@ -78,10 +78,10 @@ class AsNumbers(TorchFunctionMode):
 
 
 def _kind(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    found = tensors[0].dtype
+    dtype = tensors[0].dtype
     for tensor in tensors[1:]:
-        found = torch.promote_types(found, tensor.dtype)
-    return found
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
 
 
 def _tensors(value: Iterable[Any]) -> Iterable[torch.Tensor]:

@@ -108,8 +108,8 @@ class Outside:
 
     def everything(self) -> None:
         """All modules that were found count."""
-        for known in list(self._known):
-            self._touch(known)
+        for key in list(self._known):
+            self._touch(key)
 
     def _touch(self, known: int) -> None:
         if known in self._touched:

@@ -118,9 +118,9 @@ class Roots:
         number = 1 if module is None else 2
         while True:
             root = f"globals {name}#{number}"
-            known = self.namespaces.setdefault(root, Namespace(of))
-            if vars(known) is of:
-                return root, known
+            namespace = self.namespaces.setdefault(root, Namespace(of))
+            if vars(namespace) is of:
+                return root, namespace
             number += 1
 
     def all_known(self) -> None:
@@ -141,26 +141,26 @@ class Roots:
         gone."""
         kind, _, name = root.partition(" ")
         if kind == "model":
-            found: Any = self.model
+            holder: Any = self.model
         elif kind == "loss":
-            found = self.loss
+            holder = self.loss
         elif kind == "class":
-            found = self._classes.get(root) or _class(name)
+            holder = self._classes.get(root) or _class(name)
         elif root in self.namespaces:
-            found = Variables(vars(self.namespaces[root]))
+            holder = Variables(vars(self.namespaces[root]))
         elif kind == "globals":
             module = sys.modules.get(name)
-            found = NOTHING if module is None else Variables(vars(module))
+            holder = NOTHING if module is None else Variables(vars(module))
         elif kind == "function":
-            found = self.functions.get(f"closure {name}") or _function(name)
+            holder = self.functions.get(f"closure {name}") or _function(name)
         elif kind == "closure":
             function = self.functions.get(root) or _function(name)
-            found = NOTHING if function is NOTHING else Variables(closure(function))
+            holder = NOTHING if function is NOTHING else Variables(closure(function))
         else:
-            found = Variables(SETTINGS)
+            holder = Variables(SETTINGS)
         for step in path[:-1]:
-            found = item(found, step)
-        return found
+            holder = item(holder, step)
+        return holder
 
     def value(self, root: str, path: Path) -> Any:
         """The value at a place, NOTHING if there is none."""
@@ -181,17 +181,17 @@ def is_found(kind: type) -> bool:
 
 def _class(name: str) -> Any:
     home, _, qualified = name.partition(":")
-    found = sys.modules.get(home, NOTHING)
+    value = sys.modules.get(home, NOTHING)
     for part in qualified.split("."):
-        found = getattr(found, part, NOTHING)
-    return found
+        value = getattr(value, part, NOTHING)
+    return value
 
 
 def _function(name: str) -> Any:
     """The function of a module or a class that a name leads to, NOTHING if none does."""
-    found = NOTHING if "<" in name or "#" in name else _class(name)
-    found = getattr(found, "__func__", found)
-    return found if isinstance(found, FunctionType) else NOTHING
+    function = NOTHING if "<" in name or "#" in name else _class(name)
+    function = getattr(function, "__func__", function)
+    return function if isinstance(function, FunctionType) else NOTHING
 
 
 class Variables:
@@ -214,10 +214,10 @@ def item(holder: Any, step: str) -> Any:
     if isinstance(holder, Variables):
         if step == FUNCTIONS:
             return functions_of(holder.of)
-        found = holder.of.get(step if step in holder.of else step[1:], NOTHING)
-        if isinstance(found, CellType):
-            return content(found)
-        return found() if holder.of is SETTINGS and found is not NOTHING else found
+        value = holder.of.get(step if step in holder.of else step[1:], NOTHING)
+        if isinstance(value, CellType):
+            return content(value)
+        return value() if holder.of is SETTINGS and value is not NOTHING else value
     if step.startswith("."):
         try:
             return getattr(holder, step[1:], NOTHING)
@@ -245,10 +245,10 @@ def _extent(holder: Any) -> Any:
     if isinstance(holder, dict) or not isinstance(holder, Mapping):
         if not is_container(holder):
             return NOTHING
-        found = raw.elements(holder) if isinstance(holder, dict) else [raw.size(holder)]
+        parts = raw.elements(holder) if isinstance(holder, dict) else [raw.size(holder)]
     else:
-        found = list(holder)
-    return type_name(type(holder)), *found
+        parts = list(holder)
+    return type_name(type(holder)), *parts
 
 
 def content(cell: CellType) -> Any:

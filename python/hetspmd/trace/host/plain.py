@@ -58,8 +58,8 @@ def type_name(kind: type) -> str:
 def is_scalar(value: object) -> bool:
     """Whether a value is a number, string, None, enum, dtype or the like, which nothing can change in
     place."""
-    known = _KNOWN.get(id(type(value)))
-    return isinstance(value, _ENUMERATED) or _is_derived(value) if known is None else known
+    verdict = _KNOWN.get(id(type(value)))
+    return isinstance(value, _ENUMERATED) or _is_derived(value) if verdict is None else verdict
 
 
 def _is_derived(value: object) -> bool:
@@ -186,10 +186,10 @@ def _object(value: object, walk: _Walk) -> str:
 
 
 def _told(value: object, walk: _Walk) -> str:
-    found = content(value, lambda part: _text(part, walk))
-    if found is None:
+    text = content(value, lambda part: _text(part, walk))
+    if text is None:
         walk.opaque.append(type_name(type(value)))
-    return found or ""
+    return text or ""
 
 
 def _of_base(value: Any) -> str:

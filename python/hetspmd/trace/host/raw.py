@@ -21,8 +21,8 @@ def _base(container: Any) -> Any:
 
 def elements(container: Any) -> list[Any]:
     """The elements of a list, tuple, set or deque, the keys of a dict."""
-    found: Iterator[Any] = _base(container).__iter__(container)
-    return list(found)
+    iterator: Iterator[Any] = _base(container).__iter__(container)
+    return list(iterator)
 
 
 def pairs(mapping: dict[Any, Any]) -> list[tuple[Any, Any]]:

@@ -297,13 +297,13 @@ class Recorder:
         """Note a value's text, and look at the code of all that it holds: what is told as text has methods, too."""
         met: dict[type | FunctionType, bool] = {}
         self._note((root, path), fingerprint(value, opaque, met), value)
-        for found, itself in met.items():
-            if not is_own(found.__module__):
+        for definition, itself in met.items():
+            if not is_own(definition.__module__):
                 continue
-            if isinstance(found, type):
-                self.reader.meet(found, root, path, made=itself or issubclass(found, nn.Module))
+            if isinstance(definition, type):
+                self.reader.meet(definition, root, path, made=itself or issubclass(definition, nn.Module))
             else:
-                self.reader.visit(found)
+                self.reader.visit(definition)
 
     def _look_into(self, root: str, path: Path, container: Any) -> None:
         if id(container) in self._looking:

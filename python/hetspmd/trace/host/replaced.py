@@ -41,12 +41,12 @@ class Replaced:
         return self._text
 
     def _changed(self, now: Mapping[str, Any]) -> list[str]:
-        found = []
+        changes = []
         for name, value in now.items():
             is_new = self._first.get(name, _ABSENT) is not value
             if is_users(value) or (is_new and self._counts(value)):
-                found.append(f"{name}: {_described(value)}")
-        return found
+                changes.append(f"{name}: {_described(value)}")
+        return changes
 
 
 _KNOWN: Final[dict[int, Replaced]] = {}
@@ -55,10 +55,10 @@ _KNOWN: Final[dict[int, Replaced]] = {}
 
 def functions_of(variables: Mapping[str, Any]) -> str:
     """What functions of a module others were put in the place of, or beside, since this was first asked."""
-    known = _KNOWN.get(id(variables))
-    if known is None:
-        known = _KNOWN[id(variables)] = Replaced(lambda: variables, lambda v: isinstance(v, _FUNCTIONS))
-    return known.text()
+    replaced = _KNOWN.get(id(variables))
+    if replaced is None:
+        replaced = _KNOWN[id(variables)] = Replaced(lambda: variables, lambda v: isinstance(v, _FUNCTIONS))
+    return replaced.text()
 
 
 def is_users(value: object) -> bool:
@@ -76,8 +76,8 @@ def is_users(value: object) -> bool:
 
 def _described(value: object) -> str:
     if isinstance(value, functools.partial):
-        given = [*value.args, *(v for pair in sorted(value.keywords.items()) for v in pair)]
-        return " ".join([_described(value.func), *(repr(v) for v in given if is_scalar(v))])
+        arguments = [*value.args, *(v for pair in sorted(value.keywords.items()) for v in pair)]
+        return " ".join([_described(value.func), *(repr(v) for v in arguments if is_scalar(v))])
     function = getattr(value, "fget", value)
     if isinstance(function, FunctionType):
         return f"{function.__module__}.{function.__qualname__} {code_digest(function.__code__)}"

@@ -43,10 +43,14 @@ _METHODS: Final = Replaced(lambda: vars(torch.Tensor), lambda method: False)
 def _levels() -> str:
     """Levels of logging, of all loggers that have one of their own."""
     manager = logging.root.manager
-    known = (
-        (name, made) for name, made in list(manager.loggerDict.items()) if isinstance(made, logging.Logger)
+    loggers = (
+        (name, logger)
+        for name, logger in list(manager.loggerDict.items())
+        if isinstance(logger, logging.Logger)
     )
-    own = sorted((name, made.level, made.disabled) for name, made in known if made.level or made.disabled)
+    own = sorted(
+        (name, logger.level, logger.disabled) for name, logger in loggers if logger.level or logger.disabled
+    )
     return f"{manager.disable}, {logging.root.level}, {own}"
 
 
@@ -66,8 +70,8 @@ _OF_A_RANK: Final = ("--local-rank", "--local_rank")
 
 
 def _arguments() -> str:
-    given = map(str, getattr(sys, "argv", ()))
-    return str([argument for argument in given if not argument.startswith(_OF_A_RANK)])
+    arguments = map(str, getattr(sys, "argv", ()))
+    return str([argument for argument in arguments if not argument.startswith(_OF_A_RANK)])
 
 
 _IF_ASKED: Final[dict[str, tuple[frozenset[str], Callable[[], Any]]]] = {

@@ -79,8 +79,8 @@ class Snapshot:
         held = self._attributes.get(key)
         if held is None:
             held = self._attributes[key] = _Held(root, path, of, dict(of))
-        kept: dict[str, Any] = held.before
-        return kept
+        before: dict[str, Any] = held.before
+        return before
 
     def container(self, root: str, path: Path, value: Any) -> None:
         """Hold a list, dict, set or deque, and those inside it."""
@@ -153,10 +153,10 @@ class Snapshot:
 
     def cached(self) -> Iterator[tuple[Any, Any, Any]]:
         """What was put into caches since they were held: the functions, the keys and the results."""
-        for function, kept in self._caches.values():
-            if results_of(function).keys() - kept:
-                found = dict(entries_of(function))  # a key that was taken out is there once more, before
-                yield from ((function, key, result) for key, result in found.items() if key not in kept)
+        for function, keys in self._caches.values():
+            if results_of(function).keys() - keys:
+                entries = dict(entries_of(function))  # a key that was taken out is there once more, before
+                yield from ((function, key, result) for key, result in entries.items() if key not in keys)
 
     def changes(self) -> Iterator[Change]:
         """What is not as it was."""
@@ -207,9 +207,9 @@ class Snapshot:
         for held, inner in self._contents.values():
             if not inner.same(held.before, inner.read()):
                 inner.set(held.before)
-        for function, kept in self._caches.values():
+        for function, keys in self._caches.values():
             table = results_of(function)
-            more = table.keys() - kept
+            more = table.keys() - keys
             if more and id(function) in self._installed:
                 more -= {key for key, result in entries_of(function) if is_scalar(result)}
             for key in more:
@@ -234,18 +234,18 @@ class Structure:
 
         Hooks that an installed package adds when a model is first called, to look on, do not count.
         """
-        for path, name, live, kept in self._held:
-            if _same(live, kept):
+        for path, name, live, before in self._held:
+            if _same(live, before):
                 continue
-            added = [v for key, v in live.items() if key not in kept] if name not in _TENSORS else []
-            if not (added and all(map(_of_a_package, added)) and kept.items() <= live.items()):
+            added = [v for key, v in live.items() if key not in before] if name not in _TENSORS else []
+            if not (added and all(map(_of_a_package, added)) and before.items() <= live.items()):
                 yield path, name
 
     def rewind(self) -> None:
         """Put everything back."""
-        for _, _, live, kept in self._held:
-            if not _same(live, kept):
-                refill(live, kept)
+        for _, _, live, before in self._held:
+            if not _same(live, before):
+                refill(live, before)
 
 
 def _of_a_package(hook: Any) -> bool:

@@ -111,22 +111,22 @@ def _value(made: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
 
 
 def _class(module: str, name: str) -> Any:
-    found = functools.reduce(getattr, name.split("."), sys.modules[module])
-    if isinstance(found, type) and (issubclass(found, enum.Enum) or hasattr(found, "_fields")):
-        return found
+    value = functools.reduce(getattr, name.split("."), sys.modules[module])
+    if isinstance(value, type) and (issubclass(value, enum.Enum) or hasattr(value, "_fields")):
+        return value
     raise PlanError(f"{module}.{name} is no enumeration and no named tuple; compile the plan again")
 
 
 def numbers_in(template: str) -> list[int]:
     """The numbers of the tensors of a template."""
-    found: list[int] = []
+    numbers: list[int] = []
 
     def kept(number: int) -> int:
-        found.append(number)
+        numbers.append(number)
         return number
 
     renumbered(template, kept)
-    return found
+    return numbers
 
 
 def renumbered(template: str, number: Callable[[int], int]) -> str:

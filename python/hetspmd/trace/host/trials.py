@@ -81,28 +81,28 @@ def settled(graph: Graph, watch: HostWatch, call: Callable[[], Any]) -> Graph:
 
     ``call`` runs the forward on fake tensors.
     """
-    host, left = graph.host, watch.state_changes
-    assert left is not None
+    host, changes = graph.host, watch.state_changes
+    assert changes is not None
     counters = []
-    for place, (before, after) in list(left.changed.items())[:_MOST_COUNTERS]:
+    for place, (before, after) in list(changes.changed.items())[:_MOST_COUNTERS]:
         if place not in watch.recorder.reads or not _both_numbers(before, after):
             continue
         step = _counted(watch, place, call)
         if step is not None and step == after - before:
             counters.append(Counter(*place, step))
-    known = {(c.root, c.path) for c in counters}
+    places = {(c.root, c.path) for c in counters}
     for write in host.writes:
         place = write.root, write.path
         if any(n >= 0 for n in numbers_in(write.value)) and _may_be_read(watch, place):
-            after = left.changed[place][1]
+            after = changes.changed[place][1]
             if isinstance(after, torch.Tensor) and _is_read(watch, place, after, call):
                 raise carried(watch, *place)
     if not counters:
         return graph
     host = replace(
         host,
-        reads=tuple(r for r in host.reads if (r.root, r.path) not in known),
-        writes=tuple(w for w in host.writes if (w.root, w.path) not in known),
+        reads=tuple(r for r in host.reads if (r.root, r.path) not in places),
+        writes=tuple(w for w in host.writes if (w.root, w.path) not in places),
         counters=tuple(counters),
     )
     return replace(graph, host=host)
@@ -132,11 +132,11 @@ def _counted(watch: HostWatch, place: Place, call: Callable[[], Any]) -> int | f
         return None
     except Exception:  # what a model does with a number that is none may raise anything
         return None
-    found = changes.pop(place, None)
+    number = changes.pop(place, None)
     others = any(_holds(value) for value in changes.values()) or any(map(_holds, flatten(output)[0]))
-    if noticed or others or type(found) is not _Counting:
+    if noticed or others or type(number) is not _Counting:
         return None
-    step: int | float = object.__getattribute__(found, "step")
+    step: int | float = object.__getattribute__(number, "step")
     return step
 
 
@@ -169,10 +169,10 @@ class _Use(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = dict(kwargs or {})
-        if any(leaf is self._of for leaf in _leaves((*args, *given.values()))):
+        keywords = dict(kwargs or {})
+        if any(leaf is self._of for leaf in _leaves((*args, *keywords.values()))):
             self.noticed = True
-        return func(*args, **given)
+        return func(*args, **keywords)
 
 
 def _holds(value: Any) -> bool:

@@ -75,14 +75,14 @@ class Untrained:
         if not self._leaves:
             return
         places = [self._places.get(key) for key in self._leaves]
-        known = [place for place in places if place is not None]
-        names = [where(self._roots, *place) for place in known[:_NAMED]]
+        reachable = [place for place in places if place is not None]
+        names = [where(self._roots, *place) for place in reachable[:_NAMED]]
         if len(places) > len(names):
             names.append(
                 f"{len(places) - len(names)} more" if names else "a tensor that no variable leads to"
             )
-        what, name = self._part(*known[0]) if known else ("it", "it")
-        plain = known and not isinstance(self._roots.value(*known[0]), nn.Parameter)
+        what, name = self._part(*reachable[0]) if reachable else ("it", "it")
+        plain = reachable and not isinstance(self._roots.value(*reachable[0]), nn.Parameter)
         value = f"nn.Parameter({what})" if plain else what
         warnings.warn(
             f"the loss depends on what requires a gradient and is no parameter of the model: {', '.join(names)}. "

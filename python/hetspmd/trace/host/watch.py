@@ -107,12 +107,12 @@ class HostWatch:
         Results that cached functions have made in the run, and that may change in place, are made once more and
         held before another run.
         """
-        output, made = self._run(call, numbers)
+        output, places = self._run(call, numbers)
         for _ in range(_MOST_RUNS):
-            if not made:
+            if not places:
                 break
-            self.recorder.hold_results(made)
-            output, made = self._run(call, numbers)
+            self.recorder.hold_results(places)
+            output, places = self._run(call, numbers)
         try:
             self.recorder.results.check()
         finally:
@@ -129,7 +129,7 @@ class HostWatch:
             with AsNumbers(numbers) if numbers else nullcontext(), self.recorder.bound.placed():
                 output = call()
             self.recorder.settle()
-            made = self.recorder.results_made()
+            places = self.recorder.results_made()
             self.kept = kept_tensors(self.roots.model, self._snapshot.cached())
             if self.recorder.failed is not None:
                 raise self.recorder.failed
@@ -151,7 +151,7 @@ class HostWatch:
         self._behind = list(
             zip(self.numbers, self._place(numbers), strict=True)
         )  # the backward reads them, too
-        return output, made
+        return output, places
 
     @contextmanager
     def leaving(self) -> Iterator[HostWatch]:
@@ -181,13 +181,13 @@ class HostWatch:
 
     def counted(self) -> dict[Place, object]:
         """The numbers that the present run has read and changed so far, by their places."""
-        found: dict[Place, object] = {}
+        by_place: dict[Place, object] = {}
         for change in self._snapshot.changes():
             if change.inside or (change.root, change.path) in self.recorder.reads:
                 numbers = numbers_of(change)
                 if numbers:
-                    found[change.root, change.path] = numbers
-        return found
+                    by_place[change.root, change.path] = numbers
+        return by_place
 
     def number_tensors(self) -> list[torch.Tensor]:
         """A tensor for each number, as wide as a Python number is."""
@@ -202,25 +202,25 @@ class HostWatch:
 
     def reads(self) -> tuple[Read, ...]:
         """What was read, in the order in which it was, and the settings of torch."""
-        found: dict[Place, str] = {
+        reads: dict[Place, str] = {
             ("torch", (step,)): fingerprint(self._settings[step])
             for step in counting(self.recorder.reader.names)
         }
         for place, (before, _) in self.state_changes.changed.items() if self.state_changes else ():
             if before is NOTHING and place[0].startswith("function "):
-                found[place] = MISSING  # a function that makes an attribute of its own asks for it, too
+                reads[place] = MISSING  # a function that makes an attribute of its own asks for it, too
         written = set(self.state_changes.writes) if self.state_changes else set()
         for (root, path), value in self.recorder.reads.items():
             container = self.recorder.values[root, path]
             if is_container(container):
-                found.update(_unwritten(root, path, container, written) or {(root, path): value})
+                reads.update(_unwritten(root, path, container, written) or {(root, path): value})
             else:
-                found[root, path] = value
-        found.update(self.recorder.reader.bases())
-        found.update((place, "True") for place in self.untrained.reads(self.recorder.values))
+                reads[root, path] = value
+        reads.update(self.recorder.reader.bases())
+        reads.update((place, "True") for place in self.untrained.reads(self.recorder.values))
         for place in self.recorder.reader.library.places:
-            found[place] = fingerprint(self.roots.value(*place))
-        return tuple(Read(*place, value) for place, value in found.items())
+            reads[place] = fingerprint(self.roots.value(*place))
+        return tuple(Read(*place, value) for place, value in reads.items())
 
     def _hold_numbers(self) -> None:
         """Hold what the numbers lie in, before tensors are put in their place."""
@@ -326,12 +326,12 @@ def _unwritten(root: str, path: Path, container: Any, written: set[Place]) -> di
         r == root and len(p) > len(path) and p[: len(path)] == path and p[-1] != ALL for r, p in written
     ):
         return {}
-    found = {(root, (*path, ALL)): fingerprint(item(container, ALL))}
+    parts = {(root, (*path, ALL)): fingerprint(item(container, ALL))}
     rest = item(container, OTHERS)
     if isinstance(rest, dict) and rest:
-        found[root, (*path, OTHERS)] = fingerprint(rest)
+        parts[root, (*path, OTHERS)] = fingerprint(rest)
     for step, value in items(container):
         place = root, (*path, step)
         if place not in written or is_plain(value):
-            found.update(_unwritten(*place, value, written) or {place: fingerprint(value)})
-    return found
+            parts.update(_unwritten(*place, value, written) or {place: fingerprint(value)})
+    return parts

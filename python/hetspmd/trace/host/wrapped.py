@@ -14,7 +14,7 @@ __all__ = ["asked_for", "functions_in", "registered", "unbound"]
 
 def functions_in(value: Any) -> list[Any]:
     """The functions that calling a value, or reading it from an object that has it in its class, may call."""
-    found: list[Any] = []
+    functions: list[Any] = []
     if type(value) is FunctionType:
         attributes = value.__dict__
     elif isinstance(value, property):
@@ -22,23 +22,23 @@ def functions_in(value: Any) -> list[Any]:
     else:
         attributes = own_attributes(value)
         if isinstance(value, functools.singledispatchmethod):
-            found += functions_in(value.dispatcher)
+            functions += functions_in(value.dispatcher)
         if isinstance(value, (functools.cached_property, functools.partialmethod, functools.partial)):
-            found.append(value.func)
+            functions.append(value.func)
     if attributes:
-        found += (registered(value) or {}).values()
+        functions += (registered(value) or {}).values()
         wrapped = attributes.get("__wrapped__")
         if wrapped is not None and wrapped is not value:
-            found.append(wrapped)
-    return found
+            functions.append(wrapped)
+    return functions
 
 
 def registered(value: Any) -> MappingProxyType[Any, Any] | None:
     """The functions of ``functools.singledispatch`` by class, None for anything else."""
     if isinstance(value, functools.singledispatchmethod):
         value = value.dispatcher
-    found = own_attributes(value).get("registry")
-    return found if isinstance(found, MappingProxyType) else None
+    registry = own_attributes(value).get("registry")
+    return registry if isinstance(registry, MappingProxyType) else None
 
 
 def unbound(value: Any) -> Any:
