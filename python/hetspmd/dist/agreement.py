@@ -75,9 +75,9 @@ def agreed_content(communicator: Communicator, make: Callable[[], Any]) -> Any:
 
 
 def _error_class(name: str) -> type[HetspmdError]:
-    found = getattr(errors, name, None)
-    if isinstance(found, type) and issubclass(found, HetspmdError):
-        return found
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, HetspmdError):
+        return kind
     return HetspmdError
 
 
@@ -86,21 +86,21 @@ def loaded_plan(communicator: Communicator, plan: Plan | str | os.PathLike[str])
 
     Raises on every rank PlanError if one of them cannot read it, PlanMismatchError if they hold different ones.
     """
-    found: Plan | None = None
+    own: Plan | None = None
     failure: PlanError | None = None
     try:
-        found = plan if isinstance(plan, Plan) else Plan.load(plan)
+        own = plan if isinstance(plan, Plan) else Plan.load(plan)
     except PlanError as error:
         failure = error
-    outcomes = communicator.exchange(("", found.digest) if found is not None else (str(failure), ""))
+    outcomes = communicator.exchange(("", own.digest) if own is not None else (str(failure), ""))
     if failure is not None:
         raise failure
     for rank, (problem, _) in enumerate(outcomes):
         if problem:
             raise PlanError(f"rank {rank} cannot read its plan: {problem}")
     _check_same([digest for _, digest in outcomes])
-    assert found is not None
-    return found
+    assert own is not None
+    return own
 
 
 def _check_same(digests: list[str]) -> None:

@@ -56,11 +56,11 @@ class Board:
         """What the store answers; None, from then on, if it does not."""
         if self.silent:
             return None
-        found: list[T] = []
+        answers: list[T] = []
 
         def body() -> None:
             try:
-                found.append(call())
+                answers.append(call())
             except RuntimeError:
                 return  # the connection is lost
 
@@ -69,8 +69,8 @@ class Board:
         thread.join(self.limit)
         if thread.is_alive():
             give_up(thread)
-        self.silent = not found
-        return found[0] if found else None
+        self.silent = not answers
+        return answers[0] if answers else None
 
 
 _GIVEN_UP: list[threading.Thread] = []

@@ -54,17 +54,17 @@ class _Round:
 
     def numbers(self) -> list[list[int]]:
         self.work.wait()
-        found: list[list[int]] = self.every.view(-1, NUMBERS).tolist()
-        return found
+        rows: list[list[int]] = self.every.view(-1, NUMBERS).tolist()
+        return rows
 
     def objects(self) -> list[Any]:
         kind = f"round {self.round}"
         own = json.dumps(self.said())
         self.board.write(kind, own)
-        found: dict[int, Any] = {self.board.rank: json.loads(own)}
+        words: dict[int, Any] = {self.board.rank: json.loads(own)}
         end = time.monotonic() + _LATE
-        while len(found) < self.board.world and time.monotonic() < end and not self.board.silent:
-            found.update((rank, json.loads(text)) for rank, text in self.board.read(kind).items())
-            if len(found) < self.board.world:
+        while len(words) < self.board.world and time.monotonic() < end and not self.board.silent:
+            words.update((rank, json.loads(text)) for rank, text in self.board.read(kind).items())
+            if len(words) < self.board.world:
                 time.sleep(0.02)
-        return [found.get(rank) for rank in range(self.board.world)]
+        return [words.get(rank) for rank in range(self.board.world)]

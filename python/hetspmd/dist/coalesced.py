@@ -48,9 +48,9 @@ class PendingBucket:
         if self._pending is not None:
             self._parts = list(self._pending.wait())
             self._pending = None
-        found, self._parts[index] = self._parts[index], None
-        assert found is not None, "a collective is waited for once"
-        return found
+        part, self._parts[index] = self._parts[index], None
+        assert part is not None, "a collective is waited for once"
+        return part
 
 
 def start_all_reduces(
@@ -93,9 +93,9 @@ def start_reduce_scatters(
     works = (comm.reduce_scatter(mine, packed.view(-1), spare=True),) if size else ()
 
     def finish() -> list[torch.Tensor]:
-        found = [back(packs.view(mine, packs.extents[comm.rank]), packs.dim) for packs in packing]
+        parts = [back(packs.view(mine, packs.extents[comm.rank]), packs.dim) for packs in packing]
         # Padding is not held on to by what is a view.
-        return [part.clone() for part in found] if uneven else found
+        return [part.clone() for part in parts] if uneven else parts
 
     return PendingBucket(Pending(works, finish, comm, early=uneven))
 

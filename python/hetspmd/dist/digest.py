@@ -46,10 +46,10 @@ def digest(tensor: torch.Tensor, step: int = 0, *, whole: bool = False) -> torch
             spacing = count // _RUNS
             start = min((step * _RUN) % spacing, spacing - _RUN)
             runs = words[: _RUNS * spacing].view(_RUNS, spacing)[:, start : start + _RUN]
-            found = _sum(runs.reshape(-1)) + _line(words[-_RUN:]) * _STEP_SIGNED
+            total = _sum(runs.reshape(-1)) + _line(words[-_RUN:]) * _STEP_SIGNED
         else:
-            found = _sum(words)
-        return found if rest is None else found * _STEP_SIGNED + _line(rest)
+            total = _sum(words)
+        return total if rest is None else total * _STEP_SIGNED + _line(rest)
 
 
 def join(values: Iterable[int]) -> int:
@@ -88,10 +88,10 @@ def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def _sum(words: torch.Tensor) -> torch.Tensor:
     """The digest of all words, a line after the other."""
-    found = _line(words[:_LINE])
+    total = _line(words[:_LINE])
     for start in range(_LINE, words.numel(), _LINE):
-        found = found * _STEP_SIGNED + _line(words[start : start + _LINE])
-    return found
+        total = total * _STEP_SIGNED + _line(words[start : start + _LINE])
+    return total
 
 
 def _line(words: torch.Tensor) -> torch.Tensor:

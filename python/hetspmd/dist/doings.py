@@ -99,8 +99,8 @@ class Loaded:
 
     def doing(self) -> Doing:
         """Said of it at the next step."""
-        found = dict(sorted(self._digests.items()))
-        number = join((*(crc32(key.encode()) for key in found), *found.values()))
+        digests = dict(sorted(self._digests.items()))
+        number = join((*(crc32(key.encode()) for key in digests), *digests.values()))
         return Doing(
-            "load_state_dict", number, lambda: {k: f"{v % (1 << 64):016x}" for k, v in found.items()}
+            "load_state_dict", number, lambda: {k: f"{v % (1 << 64):016x}" for k, v in digests.items()}
         )

@@ -211,10 +211,10 @@ class FailureDetector:
             return tuple(r for r, _ in ended), "; ".join(f"rank {r} has ended, after {text}" for r, text in ended)
         mute = [r for r in self._others() if r not in self._notes]
         for state, text in (("gone", "has died"), ("stopped", "is stopped")):
-            found = [r for r in mute if self._state(r) == state]
-            if found:
-                named = (f"rank {r} (process {self.processes[r].pid}) {text}" for r in found)
-                return tuple(found), "; ".join(named)
+            ranks = [r for r in mute if self._state(r) == state]
+            if ranks:
+                named = (f"rank {r} (process {self.processes[r].pid}) {text}" for r in ranks)
+                return tuple(ranks), "; ".join(named)
         if not final:
             return (), ""
         if self.board.silent and self.host in mute:
@@ -267,7 +267,7 @@ def _remember(watch: FailureDetector) -> None:
 
 def _leave_notes(error: BaseException) -> None:
     for ref in _WATCHES:
-        found = ref()
-        if found is not None:
-            found.explain(error)
-            found.note("raised", f"{type(error).__name__}: {error}".strip().split("\n")[0])
+        detector = ref()
+        if detector is not None:
+            detector.explain(error)
+            detector.note("raised", f"{type(error).__name__}: {error}".strip().split("\n")[0])

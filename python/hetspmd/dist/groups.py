@@ -35,12 +35,12 @@ _MADE: Final[list[weakref.ref[dist.ProcessGroup]]] = []
 
 def made_group(ranks: Sequence[int], backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """A group of these ranks, numbered in the world, this one among them. They alone call this."""
-    made = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
+    group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
     if backend == "gloo":
         _MADE[:] = [ref for ref in _MADE if ref() is not None]
-        _MADE.append(weakref.ref(made))
-    return made
+        _MADE.append(weakref.ref(group))
+    return group
 
 
 def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -48,13 +48,13 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     one at every call. All of them call this."""
     if dist.get_backend(group) != "gloo":
         return group
-    given = dist.group.WORLD if group is None else group
-    assert given is not None
-    if any(ref() is given for ref in _MADE):
-        return given
-    if given not in _OWN:
-        _OWN[given] = made_group(dist.get_process_group_ranks(given), "gloo", timeout_of(given))
-    return _OWN[given]
+    parent = dist.group.WORLD if group is None else group
+    assert parent is not None
+    if any(ref() is parent for ref in _MADE):
+        return parent
+    if parent not in _OWN:
+        _OWN[parent] = made_group(dist.get_process_group_ranks(parent), "gloo", timeout_of(parent))
+    return _OWN[parent]
 
 
 def close_links() -> None:

@@ -110,7 +110,7 @@ def _collect_all(
     comm: Communicator, tensors: Sequence[torch.Tensor], legs: Sequence[Leg]
 ) -> list[torch.Tensor]:
     """Of each :func:`collect`; what is summed is summed as one tensor."""
-    found = [
+    wholes = [
         tensor if held == "sum" else collect(comm, tensor, held, shape)
         for tensor, (held, shape, _, _) in zip(tensors, legs, strict=True)
     ]
@@ -120,15 +120,15 @@ def _collect_all(
         if packed.numel():
             comm.reduce(summable(packed), 0).wait()
         for i, part in zip(summed, torch.split(packed, [tensors[i].numel() for i in summed]), strict=True):
-            found[i] = part.view(tensors[i].shape)
-    return found
+            wholes[i] = part.view(tensors[i].shape)
+    return wholes
 
 
 def _hand_out_all(
     comm: Communicator, whole: Sequence[torch.Tensor], legs: Sequence[Leg]
 ) -> list[torch.Tensor]:
     """Of each :func:`hand_out`; what everyone gets all of is handed out as one tensor."""
-    found = [
+    shares = [
         tensor if handed is None else hand_out(comm, tensor, handed, shape)
         for tensor, (_, _, handed, shape) in zip(whole, legs, strict=True)
     ]
@@ -140,8 +140,8 @@ def _hand_out_all(
         if packed.numel():
             comm.broadcast(movable(packed), 0).wait()
         for i, part in zip(alike, torch.split(packed, sizes), strict=True):
-            found[i] = part.view(list(legs[i][3]))
-    return found
+            shares[i] = part.view(list(legs[i][3]))
+    return shares
 
 
 def collect(

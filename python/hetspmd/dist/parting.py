@@ -56,8 +56,8 @@ class Told:
 
 
 def _number(bits: str) -> float:
-    (found,) = struct.unpack("<d", bytes.fromhex(bits))
-    return float(found)
+    (value,) = struct.unpack("<d", bytes.fromhex(bits))
+    return float(value)
 
 
 def parted(told: Sequence[Told | None], rank: int) -> HetspmdError | None:
@@ -133,8 +133,8 @@ def _doings(said: dict[int, Told]) -> HetspmdError | None:
             continue
         named = [(did[ranks[0]], ranks) for _, ranks in groups]
         details = [doing[2] for doing, _ in named if doing is not None]
-        keys = dict.fromkeys(key for found in details for key in found)
-        differing = [key for key in keys if len({found.get(key) for found in details}) > 1][:3]
+        keys = dict.fromkeys(key for detail in details for key in detail)
+        differing = [key for key in keys if len({detail.get(key) for detail in details}) > 1][:3]
         parts = []
         for doing, ranks in named:
             values = [f"{key} {doing[2][key]}" for key in differing if key in doing[2]] if doing else []
@@ -209,10 +209,10 @@ def _close(pieces: Sequence[Replica], tolerance: float) -> bool:
 
 def _groups(values: dict[int, Any], of: Callable[[Any], Hashable]) -> list[tuple[Any, list[int]]]:
     """The ranks by what ``of`` says of them: the most first, of as many that with the first rank."""
-    found: dict[Hashable, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for rank, value in values.items():
-        found.setdefault(of(value), []).append(rank)
-    return sorted(found.items(), key=lambda group: (-len(group[1]), group[1]))
+        groups.setdefault(of(value), []).append(rank)
+    return sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

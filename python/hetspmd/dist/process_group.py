@@ -52,8 +52,8 @@ class ProcessGroupCommunicator(Communicator):
         self.group = None
 
     def guard(self, timeout: float) -> None:
-        if (known := _ROLLS.get(self._torch_group)) is not None:
-            known[0].meet(RollCall("HAP(...) or tune(...)"))
+        if (entry := _ROLLS.get(self._torch_group)) is not None:
+            entry[0].meet(RollCall("HAP(...) or tune(...)"))
         # Counted by the ranks alike, so that notes of an earlier run on the same store are not read.
         number, name = next(_GUARDED), getattr(self.group, "group_name", "default")
         processes = self.exchange(this_process())
@@ -67,13 +67,13 @@ class ProcessGroupCommunicator(Communicator):
         if not dist.is_gloo_available() or self.watch is None:
             return None
         group = self._torch_group
-        found = _ROLLS.get(group)
-        if found is None:
+        entry = _ROLLS.get(group)
+        if entry is None:
             ranks = dist.get_process_group_ranks(group)
             apart, board = ProcessGroupCommunicator(made_group(ranks, "gloo", _FOR_EVER)), self.watch.board
             notes = Board(board.store, f"{board.prefix}/roll", self.rank, self.world, _ANSWER)
-            found = _ROLLS[group] = Roll(BoardChannel(apart, notes)), apart
-        roll, apart = found
+            entry = _ROLLS[group] = Roll(BoardChannel(apart, notes)), apart
+        roll, apart = entry
         apart.watch = self.watch
         self.watch.alarm, self.watch.place = roll.look, roll.place
         self.watch.stalled = roll.stalled
@@ -171,12 +171,12 @@ class ProcessGroupCommunicator(Communicator):
 
     def _staging(self, buffer: torch.Tensor) -> Communicator:
         """For tensors of a device. One thread sends those of all devices, in the order in which they are issued."""
-        found = self._staging_of.get(buffer.device)
-        if found is None:
+        staging = self._staging_of.get(buffer.device)
+        if staging is None:
             plain, carrier = self._staging_of_host
-            found = StagedCommunicator(plain, carrier, copies_for(buffer.device))
-            self._staging_of[buffer.device] = found
-        return found
+            staging = StagedCommunicator(plain, carrier, copies_for(buffer.device))
+            self._staging_of[buffer.device] = staging
+        return staging
 
     @cached_property
     def _staging_of_host(self) -> tuple[Communicator, Carrier]:
@@ -192,9 +192,9 @@ class ProcessGroupCommunicator(Communicator):
 
     def exchange(self, value: Any) -> list[Any]:
         if self.watch is None or dist.get_backend(self.group) != "gloo":
-            found: list[Any] = [None] * self.world
-            dist.all_gather_object(found, value, group=self.group)
-            return found
+            values: list[Any] = [None] * self.world
+            dist.all_gather_object(values, value, group=self.group)
+            return values
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.empty(self.world, dtype=torch.int64)
         self.all_gather(sizes, torch.tensor([own.numel()])).wait()
@@ -243,8 +243,8 @@ class _Ports:
 
 def _message(work: Any) -> Message:
     assert work is not None, "this rank is of the group"
-    found: Message = work
-    return found
+    message: Message = work
+    return message
 
 
 _ON_THE_WAY: Final[set[Any]] = set()

@@ -64,8 +64,8 @@ class Runtime:
     ) -> Any:
         """What a random op draws (:func:`hetspmd.lower.calls.draw`)."""
         cut = [(dim, start, extent) for dim, start, extent in regions]
-        made = Draw(instruction, tuple(shape), cut[0] if cut else None, tuple(cut[1:]), alike)
-        return random_op(self.randomness, made, op, args, kwargs)
+        draw = Draw(instruction, tuple(shape), cut[0] if cut else None, tuple(cut[1:]), alike)
+        return random_op(self.randomness, draw, op, args, kwargs)
 
     def share(self, value: torch.Tensor) -> torch.Tensor:
         """``value`` of the active ranks, all of which hold it whole, on every rank.

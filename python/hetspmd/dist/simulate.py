@@ -120,8 +120,8 @@ class SimulatedWorld:
         self._shared.places[self.members[rank]] = place
 
     def _places(self) -> str:
-        found = [f"rank {r} in {place()}" for r, place in sorted(self._shared.places.items())]
-        return f" (last: {', '.join(found)})" if found else ""
+        places = [f"rank {r} in {place()}" for r, place in sorted(self._shared.places.items())]
+        return f" (last: {', '.join(places)})" if places else ""
 
     @property
     def failure(self) -> BaseException | None:
@@ -190,7 +190,7 @@ class SimulatedWorld:
 
     def _hopeless(self, start: int) -> bool:
         """Whether a rank waits for itself, by way of others, or for one that has left."""
-        found: set[int] = set()
+        ranks: set[int] = set()
         ahead = [start]
         while ahead:
             place = self._shared.waiting.get(ahead.pop())
@@ -200,8 +200,8 @@ class SimulatedWorld:
             missing = {world.members[r] for r in range(world.world) if r not in slot.deposits}
             if start in missing or missing & self._shared.done:
                 return True
-            ahead += sorted(missing - found)
-            found |= missing
+            ahead += sorted(missing - ranks)
+            ranks |= missing
         return False
 
     def _check(self) -> None:
@@ -238,18 +238,18 @@ class SimulatedCommunicator(Communicator):
 
     def _part(self, ranks: Sequence[int]) -> Communicator:
         key = tuple(ranks)
-        count = sum(known == key for known, _ in self._parts)
+        count = sum(members == key for members, _ in self._parts)
         part = type(self)(self.meeting.part(key, count), key.index(self.rank))
         self._parts.append((key, part))
         return part
 
     def roll(self) -> Roll:
-        found = self.meeting.rolls
-        if self.rank not in found:
+        rolls = self.meeting.rolls
+        if self.rank not in rolls:
             part = self._part(range(self.world))
             assert isinstance(part, SimulatedCommunicator)
-            found[self.rank] = Roll(SimulatedChannel(part))
-        return found[self.rank]
+            rolls[self.rank] = Roll(SimulatedChannel(part))
+        return rolls[self.rank]
 
     def finish(self) -> None:
         """This rank issues nothing more, here and in its subgroups."""

@@ -47,14 +47,14 @@ class Stalled:
         keys = [board.key("waits", rank) for rank in range(board.world)]
         if not board.ask(lambda: bool(board.store.check(keys))):
             return ""
-        found = {rank: json.loads(text) for rank, text in board.read("waits").items()} | {board.rank: own}
-        if len(found) < board.world or not self._same_waits(found):
-            self._first = found
+        waits = {rank: json.loads(text) for rank, text in board.read("waits").items()} | {board.rank: own}
+        if len(waits) < board.world or not self._same_waits(waits):
+            self._first = waits
             return ""
-        text = apart({rank: found[rank]["place"] for rank in sorted(found)})
-        if not text or any(found[rank]["looks"] < self._first[rank]["looks"] + _LOOKS for rank in found):
+        text = apart({rank: waits[rank]["place"] for rank in sorted(waits)})
+        if not text or any(waits[rank]["looks"] < self._first[rank]["looks"] + _LOOKS for rank in waits):
             return ""
-        begins = [found[rank]["begin"] for rank in range(board.world)]
+        begins = [waits[rank]["begin"] for rank in range(board.world)]
         board.write("parted", json.dumps({"text": text, "begins": begins}))
         time.sleep(2.0 * _EVERY)  # the others look meanwhile, and not at a rank that has left
         return text

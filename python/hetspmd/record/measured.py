@@ -94,22 +94,22 @@ class MeasuredSteps:
     @cached_property
     def events(self) -> tuple[Event, ...]:
         """All that took time as the simulated timeline has it, by device, then stream, then start."""
-        found: list[Event] = []
+        events: list[Event] = []
         streams: tuple[Stream, ...] = ("compute", "waiting")
         for rank in range(len(self.devices)):
             mine = [s for s in self.spans if s.device == rank]
             for stream in streams:
-                found += [
+                events += [
                     Event(rank, stream, s.name, s.start, s.end)
                     for s in mine
                     if (s.what == "wait") == (stream == "waiting")
                 ]
-            found += [
+            events += [
                 Event(rank, "communication", c.name, *c.streams[rank])
                 for c in self.carried
                 if rank in c.streams
             ]
-        return tuple(found)
+        return tuple(events)
 
     def exposed(self, rank: int) -> Callable[[float, float], float]:
         """The seconds between two times for which a rank's communication stream carries something, as a function.
@@ -221,8 +221,8 @@ class _Rank:
             self._span(-1, -1, "optimizer", "optimizer's step", begin, end)
         for count, (begin, end) in enumerate(log["shares"]):
             self._span(-1, -1, "wait", IDLE_RESULTS, begin, end)
-            known = seen.setdefault((-1, count, EVERYWHERE), _Seen(IDLE_RESULTS, -1))
-            known.issued[rank], known.completed[rank] = self._seconds(begin), self._seconds(end)
+            collective = seen.setdefault((-1, count, EVERYWHERE), _Seen(IDLE_RESULTS, -1))
+            collective.issued[rank], collective.completed[rank] = self._seconds(begin), self._seconds(end)
 
     def _seconds(self, nanoseconds: int) -> float:
         return (nanoseconds + self.shift) / 1e9
@@ -249,8 +249,8 @@ class _Rank:
             name = f"issue {call.name}" if call.what == "issue" else call.name
             self._span(plan, run, call.what, name, begin, end)
             if call.what == "issue" and flights[call.transfer][0]:
-                known = self.seen.setdefault(self._key(run, call), _Seen(call.name, plan))
-                known.issued[self.rank] = self._seconds(end)
+                collective = self.seen.setdefault(self._key(run, call), _Seen(call.name, plan))
+                collective.issued[self.rank] = self._seconds(end)
 
     def _key(self, run: int, call: GraphCall) -> tuple[int, int, int]:
         """Ranks tell of the same collective under the same key."""
@@ -265,8 +265,8 @@ class _Rank:
         if primitives:
             complete = min(max(done), end) if len(done) == primitives else end
             until = max(begin, complete)
-            known = self.seen[self._key(run, call)]
-            known.completed.setdefault(self.rank, self._seconds(complete))
+            collective = self.seen[self._key(run, call)]
+            collective.completed.setdefault(self.rank, self._seconds(complete))
         if until > begin:
             self._span(plan, run, "wait", call.name, begin, until)
         if end > until:
@@ -275,7 +275,7 @@ class _Rank:
 
 def _carried(seen: Mapping[tuple[int, int, int], _Seen], world: int) -> tuple[MeasuredCollective, ...]:
     free = [float("-inf")] * world
-    found = []
+    collectives = []
     for (run, *_), one in sorted(seen.items(), key=lambda item: max(item[1].issued.values())):
         ready = max(one.issued.values())
         streams = {}
@@ -283,5 +283,5 @@ def _carried(seen: Mapping[tuple[int, int, int], _Seen], world: int) -> tuple[Me
             start = max(ready, free[rank])
             free[rank] = max(start, completed)
             streams[rank] = (start, free[rank])
-        found.append(MeasuredCollective(one.name, one.plan, run, one.issued, one.completed, streams))
-    return tuple(found)
+        collectives.append(MeasuredCollective(one.name, one.plan, run, one.issued, one.completed, streams))
+    return tuple(collectives)

@@ -124,9 +124,9 @@ class Recording:
 
         def copy(name: str, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             timestamps = Timestamps(self._clock, index, lambda made: self._passes.append((index, name, made)))
-            found = timestamped(module, timestamps, plan.graph)
+            graph_module = timestamped(module, timestamps, plan.graph)
             self._calls[index, name] = timestamps.calls
-            return found
+            return graph_module
 
         backward = program.backward
         runner.program = replace(

@@ -55,14 +55,14 @@ class _Look:
         wrong = [(t, count) for t in _numbers(result) if (count := int(torch.isnan(t).sum()))]
         if not wrong:
             return
-        given = list(_numbers(inputs))
-        if any(t.numel() == 0 or bool(torch.isnan(t).any()) for t in given):
+        tensors = list(_numbers(inputs))
+        if any(t.numel() == 0 or bool(torch.isnan(t).any()) for t in tensors):
             return
         (tensor, count), *_ = wrong
         place = self._origin.of_node(self._nodes[index])
         raise NanError(
             f"{place} makes NaN of inputs without any, on rank {self._rank}: {count} of {tensor.numel()} elements. "
-            f"Its inputs here are {', '.join(map(_range, given)) or 'no numbers'}"
+            f"Its inputs here are {', '.join(map(_range, tensors)) or 'no numbers'}"
         )
 
 

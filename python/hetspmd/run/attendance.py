@@ -49,10 +49,10 @@ class Ranks:
 
 def meet_ranks(communicator: Communicator, device: torch.device, seed: int, check: bool) -> Ranks:
     """Let the ranks know each other. Raises OptionError, on every rank, unless ``check`` is the same on all."""
-    found = communicator.exchange((seed, device_kind(device), device.type, check))
-    asked = [rank for rank, (*_, checks) in enumerate(found) if checks]
-    if asked and len(asked) < len(found):
-        others = ranks_text([rank for rank in range(len(found)) if rank not in asked])
+    answers = communicator.exchange((seed, device_kind(device), device.type, check))
+    asked = [rank for rank, (*_, checks) in enumerate(answers) if checks]
+    if asked and len(asked) < len(answers):
+        others = ranks_text([rank for rank in range(len(answers)) if rank not in asked])
         raise OptionError(
             f"{others} was made with check_batches=False, {ranks_text(asked)} without; give every rank the same"
         )
@@ -61,9 +61,9 @@ def meet_ranks(communicator: Communicator, device: torch.device, seed: int, chec
     if roll is not None:
         modules, roll.modules = roll.modules, roll.modules + 1
     return Ranks(
-        found[0][0] + modules,
-        len({kind for _, kind, *_ in found}) == 1,
-        any(kind == "cuda" for *_, kind, _ in found),
+        answers[0][0] + modules,
+        len({kind for _, kind, *_ in answers}) == 1,
+        any(kind == "cuda" for *_, kind, _ in answers),
         check,
         roll,
     )
@@ -89,8 +89,8 @@ class _Taken:
         if self.pieces is not None:
             rest = [numbers[i : i + 3] for i in range(count, len(numbers), 3)]
             replicas = tuple(
-                (piece.name, found, _float(projected), _float(square))
-                for piece, (found, projected, square) in zip(self.pieces, rest, strict=True)
+                (piece.name, total, _float(projected), _float(square))
+                for piece, (total, projected, square) in zip(self.pieces, rest, strict=True)
             )
         tolerances = tuple(piece.tolerance for piece in self.pieces or ())
         inputs = tuple(zip(self.paths, numbers[:count], strict=True))
@@ -98,8 +98,8 @@ class _Taken:
 
 
 def _float(bits: int) -> float:
-    (found,) = struct.unpack("<d", struct.pack("<q", bits))
-    return float(found)
+    (value,) = struct.unpack("<d", struct.pack("<q", bits))
+    return float(value)
 
 
 class Attendance:

@@ -111,12 +111,12 @@ class Runner:
         inputs: Sequence[torch.Tensor],
     ) -> tuple[tuple[torch.Tensor | None, ...], list[torch.Tensor]]:
         """``((loss, *outputs), saved)``; buffers are updated, and parameters that the model itself writes to."""
-        given = (*parameters, *buffers, *inputs)
+        tensors = (*parameters, *buffers, *inputs)
         graph = self._running(self.program.forward)
         with self._named(graph):
-            loss, outputs, updates, saved = graph(self.runtime, *given)
+            loss, outputs, updates, saved = graph(self.runtime, *tensors)
         loss = self._shared_loss(loss)
-        foreign = {_storage(t) for t in given}
+        foreign = {_storage(t) for t in tensors}
         results: list[torch.Tensor | None] = [loss]
         for position in self.outputs:
             value = self._shared_output(outputs[position], self.program.outputs[position])
@@ -171,11 +171,11 @@ class Runner:
         is to be (a copy that is recorded is not); itself."""
         if self.origin is None or not anomaly.is_looked_for():
             return self._compiled.get(graph, graph)
-        kept = self._copies.get(id(graph))
-        if kept is None or kept[0] is not graph:
+        entry = self._copies.get(id(graph))
+        if entry is None or entry[0] is not graph:
             rank = (self.runtime.everyone or self.runtime.communicator).rank
-            kept = self._copies[id(graph)] = graph, anomaly.watched(graph, self.origin, rank)
-        return kept[1]
+            entry = self._copies[id(graph)] = graph, anomaly.watched(graph, self.origin, rank)
+        return entry[1]
 
     def _name(self, tensor: int) -> str:
         return f"tensor {tensor}" if self.origin is None else self.origin.graph.tensors[tensor].name
@@ -214,10 +214,10 @@ class Runner:
         taken = {_storage(tangent), *(_storage(t) for t in saved if t is not None)}
         graph = self._running(self.program.backward)
         with self._named(graph):
-            found = graph(self.runtime, tangent, saved)
+            values = graph(self.runtime, tangent, saved)
         gradients: list[torch.Tensor] = []
         parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for gradient in found:
+        for gradient in values:
             key, (start, end) = _storage(gradient), _extent(gradient)
             beside = parts.setdefault(key, [])
             if key in taken or any(start < e and s < end for s, e in beside):

@@ -44,8 +44,8 @@ class Served:
 
     def fits(self, mode: Mode) -> bool:
         """Whether the plan serves the present state."""
-        for known, guard in self.states:
-            if known == mode and not guard.once and guard.holds():
+        for state_mode, guard in self.states:
+            if state_mode == mode and not guard.once and guard.holds():
                 self.now = guard
                 return True
         return False
@@ -145,9 +145,9 @@ class HostSide:
         communicator = self._setting.communicator
         if communicator.world == 1:
             return
-        for rank, found in enumerate(communicator.exchange(differ(guard))):
-            if found:
-                name, value = found[0]
+        for rank, differences in enumerate(communicator.exchange(differ(guard))):
+            if differences:
+                name, value = differences[0]
                 if rank == 0:
                     raise PlanMismatchError(
                         f"{name} reads differently after the trace than in it: it is {value} now; let it be the "
@@ -193,7 +193,7 @@ class HostSide:
             except TraceError:
                 return of(False), states
 
-        found = self._replanner.agree(setting.communicator, traced, plans, guards)
+        decision = self._replanner.agree(setting.communicator, traced, plans, guards)
         if self.randomness == "trace_each_step":
-            advance(found.states, self._roots.value)
-        return found
+            advance(decision.states, self._roots.value)
+        return decision

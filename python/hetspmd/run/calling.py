@@ -76,24 +76,26 @@ def calling_text(
 
 def changing(guards: Iterable[Guard]) -> list[str]:
     """What of Python is not the same in all the plans that were made and now, with its value now."""
-    known: dict[str, set[str]] = {}
+    values: dict[str, set[str]] = {}
     now: dict[str, str] = {}
     for guard in guards:
         for name, was, value in guard.values():
-            known.setdefault(name, set()).add(was)
+            values.setdefault(name, set()).add(was)
             now[name] = value
-    return [f"{name} is {now[name][:80]}" for name, was in known.items() if was != {now[name]}][:_MOST_LEAVES]
+    return [f"{name} is {now[name][:80]}" for name, was in values.items() if was != {now[name]}][
+        :_MOST_LEAVES
+    ]
 
 
 def parted(model: nn.Module, mode: Mode, states: Sequence[tuple[Mode, Guard]]) -> str:
     """What of a model is not as in ``states``, in which plans for the present batch serve."""
     if not states:
         return "there is no plan for the batch"
-    guards = [guard for known, guard in states if known == mode]
+    guards = [guard for state_mode, guard in states if state_mode == mode]
     if not guards:
         return _modes(model, states[-1][0], mode)
-    found = [_difference(read, value) for read, value in guards[-1].differences()[:_MOST_DIFFERENCES]]
-    return "; ".join(found) or "gradients are on, or each step is planned anew"
+    differences = [_difference(read, value) for read, value in guards[-1].differences()[:_MOST_DIFFERENCES]]
+    return "; ".join(differences) or "gradients are on, or each step is planned anew"
 
 
 def _modes(model: nn.Module, before: Mode, now: Mode) -> str:
@@ -113,12 +115,12 @@ def _turned(
     names: Sequence[str], before: Sequence[bool], now: Sequence[bool], states: tuple[str, str]
 ) -> list[str]:
     """The first of these that is on now and was off, or the other way, with the number of others."""
-    found = [i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
-    if not found:
+    indices = [i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
+    if not indices:
         return []
-    others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    is_, was = states if now[found[0]] else states[::-1]
-    return [f"{names[found[0]]}{others} is {is_} and was {was}"]
+    others = f" (and {len(indices) - 1} more)" if len(indices) > 1 else ""
+    is_, was = states if now[indices[0]] else states[::-1]
+    return [f"{names[indices[0]]}{others} is {is_} and was {was}"]
 
 
 def _difference(read: Read, value: object) -> str:

@@ -60,10 +60,10 @@ def _clip_grad_norm_(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.
         rest = max_norm, norm_type, error_if_nonfinite, foreach
         if not _shared():
             return inner(parameters, *rest)
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        mine, others = _divided(given, places())
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        mine, others = _divided(tensors, places())
         if not mine:
-            return inner(given or parameters, *rest)
+            return inner(tensors or parameters, *rest)
         gradients = [p.grad for p in others if p.grad is not None]
         parts = [gradients_of(part) for part in grouped(mine)]
         total = combined_norm(parts, gradients, norm_type, error_if_nonfinite, foreach, max_norm)
@@ -83,12 +83,12 @@ def _get_total_norm(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.T
         rest = norm_type, error_if_nonfinite, foreach
         if not _shared():
             return inner(tensors, *rest)
-        given = [gradient_of(t) for t in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)]
-        known = places(gradients=True)
-        mine, others = _divided(given, known)
-        _check_no_views(others, known)
+        gradients = [gradient_of(t) for t in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)]
+        registry = places(gradients=True)
+        mine, others = _divided(gradients, registry)
+        _check_no_views(others, registry)
         if not mine:
-            return inner(given, *rest)
+            return inner(gradients, *rest)
         return combined_norm(grouped(mine), others, *rest)
 
     return get_total_norm

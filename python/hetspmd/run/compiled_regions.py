@@ -55,9 +55,9 @@ class _Stretch(nn.Module):
         if self._busy is None:
             return self._call(*values)
         with self._busy():
-            found = self._call(*values)
+            outputs = self._call(*values)
         self._busy = None
-        return found
+        return outputs
 
 
 class _Cut:
@@ -92,10 +92,10 @@ class _Cut:
                 self._copy(node)
             return
         inside = set(nodes)
-        given = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
+        inputs = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
         results = [node for node in nodes if any(user not in inside for user in node.users)]
         graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in given:
+        for node in inputs:
             values[node] = graph.placeholder(node.name)
         for node in nodes:
             values[node] = graph.node_copy(node, values.__getitem__)
@@ -104,7 +104,7 @@ class _Cut:
         body = fx.GraphModule({}, graph, f"{type(self._module).__name__}{name.title()}")
         self._attributes[name] = _Stretch(body, self._options, self._busy)
         call = self._graph.create_node(
-            "call_module", name, tuple(self._values[n] for n in given), name=f"{nodes[0].name}_stretch"
+            "call_module", name, tuple(self._values[n] for n in inputs), name=f"{nodes[0].name}_stretch"
         )
         for index, node in enumerate(results):
             self._values[node] = self._graph.create_node(

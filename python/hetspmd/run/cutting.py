@@ -54,9 +54,11 @@ def _leave_graphs(parameter: nn.Parameter) -> None:
 def made_from_meta(parameter: nn.Parameter, layout: LocalTensor | None, device: torch.device) -> nn.Parameter:
     """A parameter without values, of this rank's shape, in the place of one on the meta device."""
     shape = parameter.shape if layout is None else layout.local_shape
-    made = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device=device), parameter.requires_grad)
-    made.__dict__.update(attributes(parameter))
-    return made
+    substitute = nn.Parameter(
+        torch.empty(shape, dtype=parameter.dtype, device=device), parameter.requires_grad
+    )
+    substitute.__dict__.update(attributes(parameter))
+    return substitute
 
 
 def check_memory(model: nn.Module, shards: Mapping[str, LocalTensor]) -> None:
@@ -66,8 +68,8 @@ def check_memory(model: nn.Module, shards: Mapping[str, LocalTensor]) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.is_meta and tensor.numel():
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor.detach()))
-    for found in by_storage.values():
-        for (one, first), (other, second) in combinations(found, 2):
+    for tensors in by_storage.values():
+        for (one, first), (other, second) in combinations(tensors, 2):
             lost = [n for n in (one, other) if n in shards and shards[n].region is not None]
             if lost and _overlap(first, second):
                 raise ShardError(

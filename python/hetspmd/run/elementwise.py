@@ -115,10 +115,10 @@ def _stepped(
         for with_closure in (False, True):
             parameter = torch.nn.Parameter(start.detach().clone())
             try:
-                made = make(optimizer, group, parameter)
+                twin = make(optimizer, group, parameter)
                 for gradient in gradients:
                     parameter.grad = gradient.clone()
-                    _step(made, parameter if with_closure else None)
+                    _step(twin, parameter if with_closure else None)
             except Exception as error:
                 errors.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0:1]}")
             else:
@@ -160,25 +160,25 @@ def _copied(
     memo[id(optimizer.param_groups)] = groups
 
     def copied(one: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = object.__new__(type(one))
-        memo[id(one)] = made
+        twin: torch.optim.Optimizer = object.__new__(type(one))
+        memo[id(one)] = twin
         state: defaultdict[Any, Any] = defaultdict(dict)
         memo[id(one.state)] = state
         for key, value in vars(one).items():
             if isinstance(value, torch.optim.Optimizer):
-                made.__dict__[key] = memo[id(value)] if id(value) in memo else copied(value)
+                twin.__dict__[key] = memo[id(value)] if id(value) in memo else copied(value)
             elif key in _OWN:
                 continue
             elif key.startswith("_optimizer_"):
-                made.__dict__[key] = type(value)()  # no hooks
+                twin.__dict__[key] = type(value)()  # no hooks
             else:
-                made.__dict__[key] = copy.deepcopy(value, memo)
-        made.__dict__.setdefault("defaults", dict(one.defaults) if "defaults" in vars(one) else {})
+                twin.__dict__[key] = copy.deepcopy(value, memo)
+        twin.__dict__.setdefault("defaults", dict(one.defaults) if "defaults" in vars(one) else {})
         if "state" in vars(one):
-            made.__dict__["state"] = state
+            twin.__dict__["state"] = state
         if "param_groups" in vars(one):
-            made.__dict__["param_groups"] = groups
-        return made
+            twin.__dict__["param_groups"] = groups
+        return twin
 
     return copied(optimizer)
 

@@ -26,12 +26,12 @@ def without_prefix(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, 
     """``state`` with the keys of ``module``, where the wrapper's ``module.`` stands in front of them."""
     if not isinstance(state, dict):
         return state
-    known = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
-    inside = sum(key.removeprefix("module.") in known for key in state if key.startswith("module."))
-    if inside <= sum(key in known for key in state):
+    names = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
+    inside = sum(key.removeprefix("module.") in names for key in state if key.startswith("module."))
+    if inside <= sum(key in names for key in state):
         return state
-    made = state.copy()
+    entries = state.copy()
     if (versions := getattr(state, "_metadata", None)) is not None:
-        made._metadata = dict(versions)  # type: ignore[attr-defined]  # as torch's own state dicts have it
-    consume_prefix_in_state_dict_if_present(made, "module.")
-    return made
+        entries._metadata = dict(versions)  # type: ignore[attr-defined]  # as torch's own state dicts have it
+    consume_prefix_in_state_dict_if_present(entries, "module.")
+    return entries

@@ -52,11 +52,11 @@ def reach_loading() -> None:
             versions = getattr(state_dict, "_metadata", None)
             if versions is None or not _holds(self):
                 return load(self, state_dict, *args, **kwargs)
-            made = OrderedDict(state_dict)
-            known = made._metadata = dict(versions)  # type: ignore[attr-defined]  # as torch's own state dicts have it
-            token = _VERSIONS.set(known)
+            state = OrderedDict(state_dict)
+            metadata = state._metadata = dict(versions)  # type: ignore[attr-defined]  # as torch's own state dicts have it
+            token = _VERSIONS.set(metadata)
             try:
-                return load(self, made, *args, **kwargs)
+                return load(self, state, *args, **kwargs)
             finally:
                 _VERSIONS.reset(token)
 
@@ -65,8 +65,8 @@ def reach_loading() -> None:
 
 def _holds(module: nn.Module) -> bool:
     """Whether a HAP module is in the module."""
-    found = {id(hap) for hap in living()}
-    return bool(found) and any(id(part) in found for part in module.modules())
+    ids = {id(hap) for hap in living()}
+    return bool(ids) and any(id(part) in ids for part in module.modules())
 
 
 def gathered_state(hap: HasWholeState, destination: dict[str, Any] | None, prefix: str) -> dict[str, Any]:

@@ -62,8 +62,8 @@ def on_full_gradient(hap: ShardedModule, parameter: str | torch.Tensor, hook: Ho
         what = repr(parameter) if isinstance(parameter, str) else f"of shape {list(parameter.shape)}"
         raise GradientError(f"the HAP module has no parameter {what}; give a name of hap.module's parameters")
     hap.run_lowered()  # so that gradients come in the same order on idle ranks
-    made: RemovableHandle = tensor.register_hook(_OnWhole(hap, name, hook))  # type: ignore[no-untyped-call]  # torch's
-    return made
+    handle: RemovableHandle = tensor.register_hook(_OnWhole(hap, name, hook))  # type: ignore[no-untyped-call]  # torch's
+    return handle
 
 
 class _OnWhole:
@@ -79,17 +79,17 @@ class _OnWhole:
         whole = hap.gather({self._name: gradient}, within="a backward")[self._name]
         layout = hap.parameter_shards().get(self._name)
         version = whole._version
-        found = self._hook(whole)
-        if found is None:
+        answer = self._hook(whole)
+        if answer is None:
             if whole._version == version:
                 return None
-            found = whole  # it was changed in place
-        if tuple(found.shape) != tuple(whole.shape):
+            answer = whole  # it was changed in place
+        if tuple(answer.shape) != tuple(whole.shape):
             raise GradientError(
                 f"the hook {_where(self._hook)} on {self._name} was given the whole gradient, of "
-                f"{list(whole.shape)}, and returned one of {list(found.shape)}; it must know nothing of shards"
+                f"{list(whole.shape)}, and returned one of {list(answer.shape)}; it must know nothing of shards"
             )
-        return (found if layout is None else layout.slice(found)).to(gradient.dtype).contiguous()
+        return (answer if layout is None else layout.slice(answer)).to(gradient.dtype).contiguous()
 
 
 def whole_hooks(
@@ -100,14 +100,14 @@ def whole_hooks(
         hooked = [(k, p._backward_hooks) for k, p in zip(known, parameters, strict=True) if p._backward_hooks]
     if not hooked:
         return ()
-    found, shards = [], hap.parameter_shards()
+    words, shards = [], hap.parameter_shards()
     for info, hooks in hooked:
         layout = shards.get(info.name)
         divided = layout is not None and is_sharded(layout.form)
         count = sum(divided or isinstance(hook, _OnWhole) for hook in hooks.values())
         if count:
-            found.append(f"{count} hook{'s' * (count > 1)} on the gradient of {info.name}")
-    return tuple(found)
+            words.append(f"{count} hook{'s' * (count > 1)} on the gradient of {info.name}")
+    return tuple(words)
 
 
 def give_whole(

@@ -58,8 +58,8 @@ def expected(graph: Graph, function: Callable[..., Any] | None = None) -> Expect
         leaves[s.leaf] = s.value
         paths[s.leaf] = s.path
     args, kwargs = parts_of(leaves, spec)
-    known = {} if function is None else argument_names(function, args)
-    names = tuple(spoken(path, known) for path in paths)
+    arguments = {} if function is None else argument_names(function, args)
+    names = tuple(spoken(path, arguments) for path in paths)
     numbers = tuple(i.path for i in graph.inputs if i.leaf < 0)
     return Expected(tuple(kwargs), spec, tuple(leaves), names, tuple(i.leaf for i in batch), numbers)
 
@@ -69,8 +69,8 @@ def match(
 ) -> tuple[list[torch.Tensor] | None, str]:
     """The graph's input tensors in its order, or None and how the batch differs."""
     if set(kwargs) != set(wanted.keywords):
-        given, asked = sorted(kwargs), sorted(wanted.keywords)
-        return None, f"keyword arguments {given} instead of {asked}"
+        keywords, asked = sorted(kwargs), sorted(wanted.keywords)
+        return None, f"keyword arguments {keywords} instead of {asked}"
     leaves, spec = flatten((args, {k: kwargs[k] for k in wanted.keywords}))
     if spec != wanted.spec:
         return None, "another structure of positional arguments or containers"
@@ -140,9 +140,9 @@ def check_same_batch(
     """
     if communicator.world == 1:
         return
-    found = communicator.exchange([checksum(tensor) for tensor in inputs])
-    for rank, sums in enumerate(found):
-        for path, mine, first in zip(paths, sums, found[0], strict=True):
+    checksums = communicator.exchange([checksum(tensor) for tensor in inputs])
+    for rank, sums in enumerate(checksums):
+        for path, mine, first in zip(paths, sums, checksums[0], strict=True):
             if mine != first:
                 raise BatchMismatchError(
                     f"rank {rank} was given another {path} than rank 0; every rank takes the same global batch "

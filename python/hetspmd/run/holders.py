@@ -56,22 +56,22 @@ class Holders:
 
 def held_elsewhere(model: nn.Module) -> Holders:
     """Who holds parameters of the model besides its own modules."""
-    found = Holders()
+    holders = Holders()
     if not _more_references(model):
-        return found
+        return holders
     names = {id(p): name for name, p in model.named_parameters()}
     own = {id(module) for module in model.modules()}
     for thing in instances(nn.Module, torch.optim.Optimizer):
         if isinstance(thing, torch.optim.Optimizer):
             groups = getattr(thing, "param_groups", [])
             if any(id(p) in names for group in groups for p in group["params"]):
-                found.optimizers.append(thing)
+                holders.optimizers.append(thing)
         elif id(thing) not in own:
             slots = thing.__dict__.get("_parameters") or {}
             shared = {leaf: names[id(p)] for leaf, p in slots.items() if id(p) in names}
             if shared:
-                found.modules.append((thing, shared))
-    return found
+                holders.modules.append((thing, shared))
+    return holders
 
 
 def _more_references(model: nn.Module) -> bool:

@@ -100,10 +100,10 @@ class Guard:
 
     def on(self, roots: Roots) -> Guard:
         """The same of another model, in which nothing has been looked at yet."""
-        made = copy.copy(self)
-        made._roots, made._blocker, made._bound = roots, None, False
-        made._same, made._equal, made._functions = [], [], {}
-        return made
+        twin = copy.copy(self)
+        twin._roots, twin._blocker, twin._bound = roots, None, False
+        twin._same, twin._equal, twin._functions = [], [], {}
+        return twin
 
     def differences(self) -> list[tuple[Read, Any]]:
         """The reads whose values are others now, with these values."""
@@ -167,9 +167,9 @@ class Guard:
         try:
             yield
         finally:
-            for function, kept in before.values():
+            for function, keys in before.values():
                 table = results_of(function)
-                for key in table.keys() - kept:
+                for key in table.keys() - keys:
                     del table[key]
 
     def _holder(self, left: Write | Counter) -> Any:
@@ -228,12 +228,12 @@ class Guard:
             if unchanging and isinstance(attributes, dict) and attributes.get(step[1:], NOTHING) is value:
                 self._same.append((attributes, step[1:], value))
             else:
-                found = (
+                reader = (
                     partial(self._roots.value, read.root, read.path)
                     if _DEFAULTS & set(read.path[:-1])
                     else _reader(holder, step)
                 )
-                self._equal.append((found, comparison(value, read.value)))
+                self._equal.append((reader, comparison(value, read.value)))
         self._bound = True
 
 

@@ -22,9 +22,9 @@ def instances(*classes: type) -> list[Any]:
     while news:
         kinds.append(kind := news.pop())
         news += type.__subclasses__(kind)
-    known = frozenset(map(id, kinds))  # a class need not be hashable, if its own class says what is equal
+    ids = frozenset(map(id, kinds))  # a class need not be hashable, if its own class says what is equal
     things: list[Any] = []
     fill = map(things.extend, starmap(gc.get_objects, [()]))
-    chosen = compress(things, map(known.__contains__, map(id, map(type, things))))
+    chosen = compress(things, map(ids.__contains__, map(id, map(type, things))))
     empty = starmap(things.clear, [()])
     return list(chain(fill, chosen, empty))[1:-1]

@@ -38,8 +38,8 @@ class KeptRows:
         self._looks = False
         parts = {
             number
-            for number, (shape, found) in enumerate(zip(self._shapes, outputs[self._own :], strict=False))
-            if found is not None and shape is not None and tuple(found.shape) != shape
+            for number, (shape, output) in enumerate(zip(self._shapes, outputs[self._own :], strict=False))
+            if output is not None and shape is not None and tuple(output.shape) != shape
         }
         places = [text(w.root, w.path) for w in self._writes if parts & _numbers(w.value)]
         new = [place for place in dict.fromkeys(places) if place not in self._told]
@@ -58,12 +58,12 @@ class KeptRows:
 
 def _numbers(value: str) -> set[int]:
     """Which tensors, by their numbers, are in the template of a value."""
-    found: set[int] = set()
+    numbers: set[int] = set()
 
     def tensor(number: int) -> torch.Tensor:
-        found.add(number)
+        numbers.add(number)
         return torch.zeros(())
 
     if value:
         from_text(value, tensor)
-    return found
+    return numbers

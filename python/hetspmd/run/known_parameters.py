@@ -55,19 +55,19 @@ class KnownParameters:
     def now(self) -> list[torch.Tensor]:
         """The parameters as they are now. Raises ShardError if one is not what the plan was made for."""
         try:
-            found = [owner._parameters[leaf] for owner, leaf in self._slots]
+            parameters = [owner._parameters[leaf] for owner, leaf in self._slots]
         except KeyError:
-            found = [owner._parameters.get(leaf) for owner, leaf in self._slots]
+            parameters = [owner._parameters.get(leaf) for owner, leaf in self._slots]
         with as_plain():
             if not (
-                all(map(is_, found, self._parameters))
-                and [p.dtype for p in found] == self._dtypes  # type: ignore[union-attr]  # none is None
-                and [p.shape for p in found] == self._shapes  # type: ignore[union-attr]  # none is None
+                all(map(is_, parameters, self._parameters))
+                and [p.dtype for p in parameters] == self._dtypes  # type: ignore[union-attr]  # none is None
+                and [p.shape for p in parameters] == self._shapes  # type: ignore[union-attr]  # none is None
                 and [modules.get(key) for modules, key in self._places] == self._children
-                and (not found or found[0].device == self._facts[0][2])  # type: ignore[union-attr, index]  # none is None
+                and (not parameters or parameters[0].device == self._facts[0][2])  # type: ignore[union-attr, index]  # none is None
             ):
-                self._look(found)
-        return found  # type: ignore[return-value]  # none is None
+                self._look(parameters)
+        return parameters  # type: ignore[return-value]  # none is None
 
     def _look(self, found: Sequence[nn.Parameter | None]) -> None:
         for (modules, key), child, path in zip(self._places, self._children, self._paths, strict=True):

@@ -44,8 +44,8 @@ class _Unread:
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found = [each.read() if isinstance(each, _Unread) else each for each in args]
-        return function(*found, **(kwargs or {}))
+        values = [each.read() if isinstance(each, _Unread) else each for each in args]
+        return function(*values, **(kwargs or {}))
 
 
 def local_state(

@@ -35,13 +35,13 @@ def explain(error: BaseException) -> None:
     if _ABOUT_SIZES.search(str(error)) is None:
         return
     for frame in _innermost(error):
-        found = _shard(frame)
-        if found is not None:
+        mark = _shard(frame)
+        if mark is not None:
             error.add_note(
-                f"hetspmd: {found}. If it met a whole tensor here: an average of weights (EMA) or a target network "
+                f"hetspmd: {mark}. If it met a whole tensor here: an average of weights (EMA) or a target network "
                 "that was made before HAP(...) holds whole ones; make it of the HAP module, average = "
                 "copy.deepcopy(hap), and its parameters lie in the same shards. An op between whole parameters "
-                f"belongs into the model or into loss=, or takes hap.full_tensors()[{found.name!r}] (every rank "
+                f"belongs into the model or into loss=, or takes hap.full_tensors()[{mark.name!r}] (every rank "
                 "calls it)"
             )
             return
@@ -54,21 +54,21 @@ def _innermost(error: BaseException) -> list[FrameType]:
     while trace is not None:
         frames.append(trace.tb_frame)
         trace = trace.tb_next
-    found = []
+    innermost = []
     for frame in reversed(frames):
-        found.append(frame)
+        innermost.append(frame)
         if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
             break
-    return found
+    return innermost
 
 
 def _shard(frame: FrameType) -> ShardMark | None:
     """A shard among what a function's names refer to, or of a module that it speaks of."""
     for value in frame.f_locals.values():
         for tensor in (*_tensors(value), *_of_module(frame, value)):
-            found = marked(tensor)
-            if found is not None and found.layout.local_shape != found.layout.shape:
-                return found
+            mark = marked(tensor)
+            if mark is not None and mark.layout.local_shape != mark.layout.shape:
+                return mark
     return None
 
 

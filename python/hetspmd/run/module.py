@@ -315,13 +315,13 @@ class HAP(TakesPart, WholeStates):
 
         self.meet("record()")
         entries = self._plans.runners
-        made = hetspmd.attached("Recording")(
+        recording = hetspmd.attached("Recording")(
             self._everyone, self._runtime, self.device, path, entries, self.parameters
         )
-        with made:
-            self._recording = made
+        with recording:
+            self._recording = recording
             try:
-                yield made
+                yield recording
                 self.meet("the end of record()")
             finally:
                 self._recording = None
@@ -353,15 +353,15 @@ class HAP(TakesPart, WholeStates):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HAP:
         """A second HAP in the same shards, for averages of weights and target networks; nothing is sent."""
-        made = memo[id(self)] = type(self).__new__(type(self))
+        twin = memo[id(self)] = type(self).__new__(type(self))
         with self._store.sentry.lifted():
             model = twin_model(self._store, memo)
-            made.__dict__.update(twin_attributes(self.__dict__, self._own, memo), _recording=None)
-        made._store = twin_store(self._store, model)
-        made._store.guard(idle=self._runtime.everyone is not None)
-        made._plans = twin_plans(self._plans, made._store)
-        remember(made)
-        return made
+            twin.__dict__.update(twin_attributes(self.__dict__, self._own, memo), _recording=None)
+        twin._store = twin_store(self._store, model)
+        twin._store.guard(idle=self._runtime.everyone is not None)
+        twin._plans = twin_plans(self._plans, twin._store)
+        remember(twin)
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardError(

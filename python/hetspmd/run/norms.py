@@ -52,9 +52,9 @@ def clip_grad_norm_(
         GradientError: A parameter belongs to no HAP module.
         ValueError: ``norm_type`` is neither positive nor ``inf``.
     """
-    found = _listed(parameters)
-    total = _norm_of(found, norm_type, error_if_nonfinite, foreach, max_norm)
-    nn.utils.clip_grads_with_norm_(found, max_norm, total, foreach)
+    tensors = _listed(parameters)
+    total = _norm_of(tensors, norm_type, error_if_nonfinite, foreach, max_norm)
+    nn.utils.clip_grads_with_norm_(tensors, max_norm, total, foreach)
     return total
 
 

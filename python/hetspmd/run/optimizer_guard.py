@@ -99,21 +99,21 @@ def _before_step(
 def _look(optimizer: torch.optim.Optimizer) -> None:
     held = tuple(len(group["params"]) for group in optimizer.param_groups)
     alive = tuple(id(module) for module in living())
-    last, found = _CHECKED.get(optimizer), times_found()
-    if last is not None and (last.held, last.alive, last.found) == (held, alive, found):
+    last, times = _CHECKED.get(optimizer), times_found()
+    if last is not None and (last.held, last.alive, last.found) == (held, alive, times):
         return
     refuse_untrained(optimizer, _parameters(optimizer))
-    known = {key: place for key, place in places().items() if place.module.everyone.world > 1}
-    mine = [known[id(p)] for p in _parameters(optimizer) if id(p) in known]
+    registry = {key: place for key, place in places().items() if place.module.everyone.world > 1}
+    mine = [registry[id(p)] for p in _parameters(optimizer) if id(p) in registry]
     modules = tuple({id(place.module): None for place in mine})
     if mine and (last is None or (last.held, last.modules) != (held, modules)):
-        _check(optimizer, known, mine)
+        _check(optimizer, registry, mine)
     elif alive and any(p.is_meta for p in _parameters(optimizer)):
         raise OptimizerError(
             f"{type(optimizer).__name__} holds parameters on the meta device, in whose place HAP(...) has made "
             f"others; make it after HAP(...): {type(optimizer).__name__}(hap.parameters(), ...)"
         )
-    _CHECKED[optimizer] = _Look(held, alive, found, modules)
+    _CHECKED[optimizer] = _Look(held, alive, times, modules)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -162,8 +162,8 @@ def _gather(optimizer: torch.optim.Optimizer, _state: dict[str, Any]) -> dict[st
 
 
 def _places(optimizer: torch.optim.Optimizer) -> list[ParameterPlace]:
-    known = places()
-    return [known[id(p)] for p in _parameters(optimizer) if id(p) in known]
+    registry = places()
+    return [registry[id(p)] for p in _parameters(optimizer) if id(p) in registry]
 
 
 def _look_again(optimizer: torch.optim.Optimizer) -> None:
@@ -228,13 +228,13 @@ def _wrappers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimize
     """Optimizers that hold this one and step it (SAM, Lookahead), though not those that pass calls on."""
     holders = [r for r in gc.get_referrers(optimizer) if r is not _CHECKED]
     dicts = [h for h in holders if type(h) is dict and "__builtins__" not in h]
-    found = [h for h in holders if isinstance(h, torch.optim.Optimizer)]
+    optimizers = [h for h in holders if isinstance(h, torch.optim.Optimizer)]
     if dicts:
-        found += [
+        optimizers += [
             o
             for o in gc.get_referrers(*dicts)
             if isinstance(o, torch.optim.Optimizer) and any(vars(o) is d for d in dicts)
         ]
-    for one in {id(o): o for o in found if o is not optimizer}.values():
+    for one in {id(o): o for o in optimizers if o is not optimizer}.values():
         if type(one).__module__.split(".")[0] not in PASSING:
             yield one

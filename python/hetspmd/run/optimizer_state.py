@@ -59,23 +59,23 @@ def full_optimizer_state_dict(
         OptimizerError: The optimizer has no parameters of ``hap``, or holds state that has neither the
             parameter's shape nor one element. Raised on every rank.
     """
-    known = _known(hap, optimizer)
+    registry = _known(hap, optimizer)
     hap.meet("full_optimizer_state_dict()")
     with own_state():
         local = optimizer.state_dict()
-    local = {**local, "state": _cut_on_all(hap, optimizer, known, local["state"])}
+    local = {**local, "state": _cut_on_all(hap, optimizer, registry, local["state"])}
     keep = not rank0_only or hap.rank == 0
     state: dict[Any, Any] = {}
     listed = _parameters(optimizer)
     by_module: dict[int, tuple[ShardedModule, dict[int, str]]] = {}
     for index, parameter in enumerate(listed):
-        place = known.get(id(parameter))
+        place = registry.get(id(parameter))
         if place is not None:
             by_module.setdefault(id(place.module), (place.module, {}))[1][index] = place.name
     for module, names in by_module.values():
         state.update(_gathered(module, names, local["state"], listed, type(optimizer).__name__, keep=keep))
     for key, value in local["state"].items():
-        if not isinstance(key, int) or id(listed[key]) not in known:
+        if not isinstance(key, int) or id(listed[key]) not in registry:
             state[key] = _on_cpu(value)
     if not keep:
         return {}
@@ -104,12 +104,12 @@ def load_full_optimizer_state_dict(
             names the parameter.
         ValueError: The parameter groups differ, as in ``Optimizer.load_state_dict``.
     """
-    known = _known(hap, optimizer)
+    registry = _known(hap, optimizer)
     listed = _parameters(optimizer)
     saved = [index for group in state_dict["param_groups"] for index in group["params"]]
     state: dict[Any, Any] = dict(state_dict["state"])
     for index, parameter in zip(saved, listed, strict=False):  # torch compares their numbers
-        place = known.get(id(parameter))
+        place = registry.get(id(parameter))
         if place is not None and index in state:
             layout = place.module.parameter_shards().get(place.name)
             state[index] = {
@@ -140,14 +140,14 @@ def _whole_parts(
     layout = None if place is None else place.module.parameter_shards().get(place.name)
     if place is None or layout is None or layout.region is None:
         return {}
-    found: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     for key, value in entries.items():
         if not isinstance(value, torch.Tensor) or value.shape == parameter.shape:
             continue
         if value.numel() == 1 and (key == "step" or tuple(value.shape) != layout.shape):
             continue
-        found[key] = _part(value, layout, parameter, key, place.name, optimizer)
-    return found
+        parts[key] = _part(value, layout, parameter, key, place.name, optimizer)
+    return parts
 
 
 def _cut_on_all(
@@ -158,17 +158,19 @@ def _cut_on_all(
 ) -> dict[Any, Any]:
     """The ``state`` of this rank's shards. The optimizer's own is left as it is: one that was never stepped has no
     hooks yet that would gather shards. Every rank raises what one of them raises."""
-    made, problem = dict(state), ""
+    cut_state, problem = dict(state), ""
     try:
         for index, parameter in enumerate(_parameters(optimizer)):
             if isinstance(entries := state.get(index), dict):
-                made[index] = entries | _whole_parts(entries, parameter, known.get(id(parameter)), optimizer)
+                cut_state[index] = entries | _whole_parts(
+                    entries, parameter, known.get(id(parameter)), optimizer
+                )
     except OptimizerError as error:
         problem = str(error)
     first = next((text for text in hap.everyone.exchange(problem) if text), "")
     if first:
         raise OptimizerError(first)
-    return made
+    return cut_state
 
 
 @contextmanager
@@ -187,13 +189,13 @@ def is_own() -> bool:
 
 
 def _known(hap: ShardedModule, optimizer: torch.optim.Optimizer) -> dict[int, ParameterPlace]:
-    known = places()
-    if not any(id(p) in known and known[id(p)].module is hap for p in _parameters(optimizer)):
+    registry = places()
+    if not any(id(p) in registry and registry[id(p)].module is hap for p in _parameters(optimizer)):
         raise OptimizerError(
             f"{type(optimizer).__name__} has no parameters of this HAP module; make it with hap.parameters(), "
             "after HAP(...) if the model was on the meta device"
         )
-    return known
+    return registry
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -212,7 +214,7 @@ def _gathered(
     """The whole state of the parameters of one module by their place in the optimizer, a ``kind``."""
     own = {index: _told(state.get(index, {}), listed[index], kind, names[index]) for index in names}
     everyone: list[dict[int, tuple[bool, dict[str, _Entry]]]] = module.everyone.exchange(own)
-    found: dict[int, dict[str, Any]] = {}
+    states: dict[int, dict[str, Any]] = {}
     for index, name in names.items():
         for key, entry in everyone[module.source][index][1].items():
             told = [(empty, entries.get(key)) for empty, entries in (rank[index] for rank in everyone)]
@@ -226,8 +228,8 @@ def _gathered(
                 part = {name: value.to(module.device)}
                 whole = module.gather(part, within="full_optimizer_state_dict()")[name]
                 whole = whole.to("cpu", copy=True) if keep else None
-            found.setdefault(index, {})[key] = whole
-    return found
+            states.setdefault(index, {})[key] = whole
+    return states
 
 
 def _told(

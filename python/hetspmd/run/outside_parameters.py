@@ -32,13 +32,13 @@ def times_found() -> int:
 
 def look_for_untrained(reads: tuple[Read, ...], roots: Roots, finder: object) -> None:
     """Remember what a plan's step reads and does not train, as long as ``finder`` lives."""
-    found = [(roots.value(*place), text(*place)) for place in untrained_places(reads)]
-    if not found:
+    values = [(roots.value(*place), text(*place)) for place in untrained_places(reads)]
+    if not values:
         return
     with _LOCK:
         _FOUND[:] = [entry for entry in _FOUND if entry[0]() is not None and entry[2]() is not None]
-        known = {id(ref()) for ref, _, by in _FOUND if by() is finder}
-        new = [(t, name) for t, name in found if isinstance(t, torch.Tensor) and id(t) not in known]
+        ids = {id(ref()) for ref, _, by in _FOUND if by() is finder}
+        new = [(t, name) for t, name in values if isinstance(t, torch.Tensor) and id(t) not in ids]
         _FOUND.extend((weakref.ref(t), name, weakref.ref(finder)) for t, name in new)
         _TIMES[0] += len(new)
 

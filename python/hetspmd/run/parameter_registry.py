@@ -142,13 +142,13 @@ def living() -> list[ShardedModule]:
 
 def places(*, gradients: bool = False) -> dict[int, ParameterPlace]:
     """Where each parameter of every HAP module belongs, by ``id``; with ``gradients`` their gradients too."""
-    found: dict[int, ParameterPlace] = {}
+    registry: dict[int, ParameterPlace] = {}
     for module in living():
         for name, parameter in module.module.named_parameters():
-            found[id(parameter)] = ParameterPlace(module, name)
+            registry[id(parameter)] = ParameterPlace(module, name)
             if gradients and parameter.grad is not None:
-                found[id(parameter.grad)] = ParameterPlace(module, name)
-    return found
+                registry[id(parameter.grad)] = ParameterPlace(module, name)
+    return registry
 
 
 def grouped(tensors: Iterable[tuple[torch.Tensor, ParameterPlace]]) -> list[Owned]:
@@ -159,14 +159,14 @@ def grouped(tensors: Iterable[tuple[torch.Tensor, ParameterPlace]]) -> list[Owne
         entry[1].append((tensor, module.counts(name), name))
     return [
         Owned(
-            [t for t, *_ in found],
-            [mine for _, mine, _ in found],
+            [t for t, *_ in members],
+            [mine for _, mine, _ in members],
             module.everyone,
             module.device,
             module.share,
-            [name for *_, name in found],
+            [name for *_, name in members],
         )
-        for module, found in groups.values()
+        for module, members in groups.values()
     ]
 
 
@@ -175,17 +175,17 @@ def owned_parameters(parameters: Iterable[torch.Tensor]) -> list[Owned]:
 
     Raises GradientError for no parameters at all, and for one that belongs to no HAP module.
     """
-    known = places()
-    found: list[tuple[torch.Tensor, ParameterPlace]] = []
+    registry = places()
+    pairs: list[tuple[torch.Tensor, ParameterPlace]] = []
     for parameter in parameters:
-        place = known.get(id(parameter))
+        place = registry.get(id(parameter))
         if place is None:
             raise GradientError(
                 f"a parameter of shape {list(parameter.shape)} belongs to no HAP module, so that it is not known "
                 "which ranks hold what of it; give the HAP module or its parameters, and use torch's own function "
                 "for the others"
             )
-        found.append((parameter, place))
-    if not found:
+        pairs.append((parameter, place))
+    if not pairs:
         raise GradientError("there are no parameters; give a HAP module or its parameters")
-    return grouped(found)
+    return grouped(pairs)

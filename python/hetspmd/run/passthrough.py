@@ -53,16 +53,16 @@ def run_model(
     except Exception as error:
         (runtime.everyone or runtime.communicator).report(error)
         raise
-    found = {o.tensor: leaf for o, leaf in zip(graph.outputs, flat, strict=True) if o.tensor is not None}
-    runner.send(found)
+    values = {o.tensor: leaf for o, leaf in zip(graph.outputs, flat, strict=True) if o.tensor is not None}
+    runner.send(values)
     leaves: list[Any] = []
     for output in graph.outputs:
         if output.tensor is None:
             leaves.append(output.value)
         elif output.tensor == graph.loss:
-            leaves.append(found[output.tensor])
+            leaves.append(values[output.tensor])
         else:
-            leaves.append(_refusing(found[output.tensor]))
+            leaves.append(_refusing(values[output.tensor]))
     return unflatten(leaves, spec)
 
 

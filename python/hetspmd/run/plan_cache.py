@@ -113,15 +113,15 @@ class PlanCache:
         mode = self.setting.mode(self.host.structure())
         backward = torch.is_grad_enabled() and any(mode[1])
         self._meet((args, dict(kwargs)), known=True)
-        found, why = self._known(args, kwargs, mode, backward)
-        if found is None and self._meet((args, dict(kwargs)), known=False):
-            found, why = self._known(args, kwargs, mode, backward)
-        if found is not None:
-            found[0].used = self._calls
-            return found
-        known = self.runners()
+        choice, why = self._known(args, kwargs, mode, backward)
+        if choice is None and self._meet((args, dict(kwargs)), known=False):
+            choice, why = self._known(args, kwargs, mode, backward)
+        if choice is not None:
+            choice[0].used = self._calls
+            return choice
+        runners = self.runners()
         entry = self._new(args, kwargs, backward=backward, why=why)
-        if recording is not None and not any(entry.runner is runner for _, runner in known):
+        if recording is not None and not any(entry.runner is runner for _, runner in runners):
             recording.add(entry.plan, entry.runner)
         inputs, why = match(entry.expected, args, kwargs)
         if inputs is None:
@@ -201,30 +201,32 @@ class PlanCache:
             self.attendance.unplanned(self.calling(args, kwargs, now, why or "the mode of the model changed"))
 
         def make() -> Plan:
-            training = found.graph.training
+            training = decision.graph.training
             with self.store.whole_shapes(setting.device):
-                return setting.compile(args, kwargs, training=training, like=self.first, traced=found.graph)
+                return setting.compile(
+                    args, kwargs, training=training, like=self.first, traced=decision.graph
+                )
 
         mode = setting.mode(self.host.structure())
         try:
             with setting.communicator.busy(), self.store.whole_shapes(setting.device):
                 plans, guards = self._candidates(args, kwargs, mode)
-                found = self.host.replan(args, kwargs, backward=backward, plans=plans, guards=guards)
-            if found.position is None:
+                decision = self.host.replan(args, kwargs, backward=backward, plans=plans, guards=guards)
+            if decision.position is None:
                 plan = agreed_plan(setting.communicator, make)
         except HetspmdError as error:
             why = why or parted(setting.model, mode, self._states(args, kwargs))
             raise BatchMismatchError(
                 f"this step is not as the plan's was ({why}), and no plan could be made for it: {error}"
             ) from error
-        if found.graph.autocast != mode[2]:
+        if decision.graph.autocast != mode[2]:
             raise BatchMismatchError(
-                f"rank 0 runs under autocast {found.graph.autocast or 'off'}, rank {setting.communicator.rank} "
+                f"rank 0 runs under autocast {decision.graph.autocast or 'off'}, rank {setting.communicator.rank} "
                 f"under {mode[2] or 'off'}; every rank must call the model in the same torch.autocast"
             )
-        if found.position is not None:
-            entry = self.entries[found.position]
-            guard = self.host.guard(found.graph, entry.output_spec.num_leaves)
+        if decision.position is not None:
+            entry = self.entries[decision.position]
+            guard = self.host.guard(decision.graph, entry.output_spec.num_leaves)
             entry.served.add(mode, guard)
             entry.used = self._calls
             return entry
@@ -240,7 +242,7 @@ class PlanCache:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: Mode
     ) -> tuple[list[Plan], list[Guard]]:
         """All plans, and of those for this batch and mode what their traces found of Python."""
-        guards = [guard for known, guard in self._states(args, kwargs) if known == mode]
+        guards = [guard for state_mode, guard in self._states(args, kwargs) if state_mode == mode]
         return [entry.plan for entry in self.entries], guards
 
     def _states(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Mode, Guard]]:

@@ -54,8 +54,8 @@ class Replanner:
         self, communicator: Communicator, trace: Tracer, plans: Sequence[Plan], guards: Sequence[Guard]
     ) -> Replanned:
         """What every rank does next. Raises on every rank what the trace raises on rank 0."""
-        found: Replanned = agreed_content(communicator, lambda: self._find(trace, plans, guards))
-        return found
+        decision: Replanned = agreed_content(communicator, lambda: self._find(trace, plans, guards))
+        return decision
 
     def _find(self, trace: Tracer, plans: Sequence[Plan], guards: Sequence[Guard]) -> Replanned:
         graph, states = trace(())
@@ -77,15 +77,15 @@ class Replanner:
     def _numbers(self, guards: Sequence[Guard]) -> list[tuple[Place, ...]]:
         """Numbers that are all that differs between a guard and now, with those that its graph has as
         inputs."""
-        found: list[tuple[Place, ...]] = []
+        candidates: list[tuple[Place, ...]] = []
         for guard in guards:
             differences = guard.differences()
             places = tuple((read.root, read.path) for read, _ in differences)
             numbers = all(_is_number(value) and _was_number(read.value) for read, value in differences)
             places += tuple((n.root, n.path) for n in guard.host.numbers)
-            if places and numbers and not self.stubborn & set(places) and places not in found:
-                found.append(places)
-        return sorted(found, key=len)[:1]
+            if places and numbers and not self.stubborn & set(places) and places not in candidates:
+                candidates.append(places)
+        return sorted(candidates, key=len)[:1]
 
     def _with_numbers(self, trace: Tracer, plain: Graph, places: tuple[Place, ...]) -> Graph | None:
         try:
@@ -106,10 +106,10 @@ def _same_writes(plain: Graph, other: Graph, numbers: Mapping[int, Any]) -> bool
     if len(plain.host.writes) != len(other.host.writes) or plain.host.counters != other.host.counters:
         return False
     own = len(other.outputs) - len(other.host.kept)
-    known = number_values(other, numbers)
+    values = number_values(other, numbers)
 
     def value(number: int) -> Any:
-        return torch.tensor(known[other.outputs[own + number].tensor], dtype=torch.float64)  # type: ignore[index]  # kept
+        return torch.tensor(values[other.outputs[own + number].tensor], dtype=torch.float64)  # type: ignore[index]  # kept
 
     for a, b in zip(plain.host.writes, other.host.writes, strict=True):
         if (a.root, a.path, a.removed) != (b.root, b.path, b.removed):

@@ -59,8 +59,8 @@ class Piece:
     def values(self) -> Iterator[torch.Tensor]:
         """Its digest, projection and square, as int64 scalars of these bits; the digest alone of exact ones."""
         if self.tolerance == 0.0:
-            found = digest(self.content, whole=True)
-            yield from (found, torch.zeros_like(found), torch.zeros_like(found))
+            scalar = digest(self.content, whole=True)
+            yield from (scalar, torch.zeros_like(scalar), torch.zeros_like(scalar))
         else:
             yield torch.zeros((), dtype=torch.int64, device=self.content.device)
             yield from (value.view(torch.int64) for value in projection(self.content))
@@ -78,19 +78,19 @@ class Replicas:
 
     def take(self) -> list[Piece]:
         """The next pieces."""
-        found: list[Piece] = []
-        left = self._bytes
-        while len(found) < self._tensors and left > 0:
+        pieces: list[Piece] = []
+        room = self._bytes
+        while len(pieces) < self._tensors and room > 0:
             held = self.held[self._index]
             flat = held.tensor().detach().reshape(-1)
-            count = min(flat.numel() - self._start, max(1, left // max(1, flat.element_size())))
+            count = min(flat.numel() - self._start, max(1, room // max(1, flat.element_size())))
             part = flat[self._start : self._start + count]
-            found.append(Piece(held.name, part, held.tolerance))
-            left -= count * flat.element_size()
+            pieces.append(Piece(held.name, part, held.tolerance))
+            room -= count * flat.element_size()
             self._start += count
             if self._start >= flat.numel():
                 self._index, self._start = (self._index + 1) % len(self.held), 0
-        return found
+        return pieces
 
 
 def replicas_of(

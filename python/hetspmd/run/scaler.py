@@ -36,8 +36,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> Found:
         owned_parameters(_parameters(optimizer))
-        found: Found = super()._unscale_grads_(optimizer, *args)
-        return found
+        flags: Found = super()._unscale_grads_(optimizer, *args)
+        return flags
 
 
 def reach_torch_scaler() -> None:
@@ -54,10 +54,10 @@ def reach_torch_scaler() -> None:
             found_inf: torch.Tensor,
             allow_fp16: bool,
         ) -> Found:
-            found: Found = _REACHED[0](self, optimizer, inv_scale, found_inf, allow_fp16)
-            known = places()
-            mine = [(p, known[id(p)]) for p in _parameters(optimizer) if id(p) in known]
-            return _shared(found, grouped(mine), inv_scale)
+            flags: Found = _REACHED[0](self, optimizer, inv_scale, found_inf, allow_fp16)
+            registry = places()
+            mine = [(p, registry[id(p)]) for p in _parameters(optimizer) if id(p) in registry]
+            return _shared(flags, grouped(mine), inv_scale)
 
         torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]  # on purpose
 

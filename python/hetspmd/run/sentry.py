@@ -147,26 +147,26 @@ class _LoadHook(_Hook):
         loaded = Loaded()
         for leaf, layout in self.post.own.items():
             key = prefix + leaf
-            given = state.get(key)
-            if not isinstance(given, torch.Tensor):
+            value = state.get(key)
+            if not isinstance(value, torch.Tensor):
                 continue
-            if tuple(given.shape) == layout.shape:
+            if tuple(value.shape) == layout.shape:
                 if metadata.get("assign_to_params_buffers"):
                     raise ShardError(
                         f"load_state_dict(assign=True) would put the whole {key} into the place of this rank's "
                         "shard; write assign=False"
                     )
-                state[key] = layout.slice(given)
+                state[key] = layout.slice(value)
                 if is_sharded(layout.form):  # others are in parts on idle ranks alone
-                    loaded.add(key, given)
-            elif tuple(given.shape) == layout.local_shape:
+                    loaded.add(key, value)
+            elif tuple(value.shape) == layout.local_shape:
                 raise ShardError(
-                    f"{key} of {list(given.shape)} is a shard, whose rank and plan nobody knows; load whole "
+                    f"{key} of {list(value.shape)} is a shard, whose rank and plan nobody knows; load whole "
                     "tensors, as hap.full_state_dict() returns them"
                 )
             else:
                 raise RuntimeError(
-                    f"the state dict does not fit the model: {key} has shape {list(given.shape)}, the model's is "
+                    f"the state dict does not fit the model: {key} has shape {list(value.shape)}, the model's is "
                     f"{list(layout.shape)}"
                 )
         if loaded.keys:
@@ -234,24 +234,24 @@ def posts(model: nn.Module, shards: Mapping[str, LocalTensor], *, idle: bool) ->
     cut = {name for name, layout in shards.items() if divided(layout)}
     if not cut and not idle:
         return []
-    found: list[Post] = []
+    places: list[Post] = []
     for path, module in model.named_modules():
         dot = f"{path}." if path else ""
         here = any(name.startswith(dot) for name in cut)
         if not here and not (idle and any(True for _ in module.parameters())):
             continue
         own = {leaf: shards[dot + leaf] for leaf in module._parameters if dot + leaf in cut}
-        found.append(Post(module, path, here, own))
-    return found
+        places.append(Post(module, path, here, own))
+    return places
 
 
 def outside_posts(
     modules: Sequence[tuple[nn.Module, Mapping[str, str]]], shards: Mapping[str, LocalTensor]
 ) -> list[Post]:
     """The same for modules that are no part of the model, given with the names of its parameters that they have."""
-    found: list[Post] = []
+    places: list[Post] = []
     for module, names in modules:
         own = {leaf: shards[n] for leaf, n in names.items() if n in shards and divided(shards[n])}
         if own:
-            found.append(Post(module, "", True, own, outside=True))
-    return found
+            places.append(Post(module, "", True, own, outside=True))
+    return places

@@ -166,17 +166,17 @@ class Use:
 
     def _gradients(self, file: str) -> Any:
         """``values.grad``, and what ``torch.autograd.grad`` yields."""
-        found = self._plainly(self.args, self.kwargs)
+        result = self._plainly(self.args, self.kwargs)
         if self.name == "grad" and self.func is not torch.autograd.grad:
-            is_own = isinstance(found, torch.Tensor) and not file.startswith(OF_TORCH)
-            return self._as_values(found, self.own.of_gradient(self.args[0])) if is_own else found
-        given = self.args[1] if len(self.args) > 1 else self.kwargs["inputs"]
-        given = [given] if isinstance(given, torch.Tensor) else given
+            is_own = isinstance(result, torch.Tensor) and not file.startswith(OF_TORCH)
+            return self._as_values(result, self.own.of_gradient(self.args[0])) if is_own else result
+        inputs = self.args[1] if len(self.args) > 1 else self.kwargs["inputs"]
+        inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
         return tuple(
             gradient
             if gradient is None or not isinstance(of, Part)
             else self._as_values(gradient, of.__dict__[MARK].of_gradient(of))
-            for of, gradient in zip(given, found, strict=True)
+            for of, gradient in zip(inputs, result, strict=True)
         )
 
     def _indexed(self) -> Any:
@@ -203,12 +203,12 @@ class Use:
             with as_plain():
                 same = torch.empty(whole, device="meta")
                 try:
-                    found = self.func(same, *others, **self.kwargs).shape
+                    shape = self.func(same, *others, **self.kwargs).shape
                 except RuntimeError as error:
                     raise self.own.refusal(self.name, "read") from error
                 if torch.dtype in map(type, self.args):
                     return self._marked(self.func(*self.args, **self.kwargs))
-                if tuple(found) == tuple(whole):
+                if tuple(shape) == tuple(whole):
                     return self._marked(self.args[0].view(self.args[0].shape))
         self._refuse()
         return self._plainly(self.args, self.kwargs)
@@ -243,11 +243,11 @@ class Use:
         for value, own in zip(lists[0], owns, strict=False):
             if own is not None and writes(self.name) and not isinstance(value, Part):
                 self._into(value, own)
-        found = self._sized([fit(a) for a in self.args], {key: fit(v) for key, v in self.kwargs.items()})
-        if not is_list(found):
-            return found
-        return type(found)(
-            f if own is None else self._marked(f, own) for f, own in zip(found, owns, strict=True)
+        results = self._sized([fit(a) for a in self.args], {key: fit(v) for key, v in self.kwargs.items()})
+        if not is_list(results):
+            return results
+        return type(results)(
+            f if own is None else self._marked(f, own) for f, own in zip(results, owns, strict=True)
         )
 
     def _sized(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -304,5 +304,5 @@ class Use:
 
 
 def _mark_of(tensor: torch.Tensor) -> PartMark | None:
-    found: PartMark | None = tensor.__dict__.get(MARK)
-    return found
+    mark: PartMark | None = tensor.__dict__.get(MARK)
+    return mark

@@ -68,23 +68,23 @@ class ShardValues(_Telling, torch.Tensor):
         mark = self.__dict__[MARK]
         gradient = mark.gradient(self)
         with as_plain():
-            found = mark.cut(value)
+            part = mark.cut(value)
             for tensor in (self, gradient):
                 if tensor is not None:
-                    _set_data(tensor, found)
+                    _set_data(tensor, part)
 
     def __copy__(self) -> ShardValues:
         with as_plain():
-            made = _as_values(self.detach(), self.__dict__[MARK])
-            made.requires_grad_(self.requires_grad)
-        return made
+            twin = _as_values(self.detach(), self.__dict__[MARK])
+            twin.requires_grad_(self.requires_grad)
+        return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardValues:
         with as_plain():
-            made = _as_values(self.detach().clone(), self.__dict__[MARK])
-            memo[id(self)] = made
-            made.requires_grad_(self.requires_grad)
-        return made
+            twin = _as_values(self.detach().clone(), self.__dict__[MARK])
+            memo[id(self)] = twin
+            twin.requires_grad_(self.requires_grad)
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if is_asked_by_user(sys._getframe(1)):
@@ -101,16 +101,16 @@ _grad: Final = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # of C
 
 def _as_values(tensor: torch.Tensor, mark: PartMark) -> ShardValues:
     with as_plain():
-        made = tensor.as_subclass(ShardValues)
-    made.__dict__[MARK] = mark
-    return made
+        values = tensor.as_subclass(ShardValues)
+    values.__dict__[MARK] = mark
+    return values
 
 
 def _data_of(part: torch.Tensor, frame: FrameType) -> torch.Tensor:
     """The data of a part as the code in ``frame`` gets it."""
     with as_plain():
-        found: torch.Tensor = _data(part)
-    return found if _is_served(frame) else _as_values(found, part.__dict__[MARK])
+        data: torch.Tensor = _data(part)
+    return data if _is_served(frame) else _as_values(data, part.__dict__[MARK])
 
 
 class Shard(_Telling, nn.Parameter):
@@ -132,29 +132,29 @@ class Shard(_Telling, nn.Parameter):
 
     def detach(self) -> torch.Tensor:
         with as_plain():
-            found = torch.Tensor.detach(self)
+            values = torch.Tensor.detach(self)
         frame = sys._getframe(1)
         if _is_served(frame):
-            return found
+            return values
         if frame.f_code.co_filename.startswith(OF_TORCH + "nn/parameter"):
             with as_plain():
-                made = found.as_subclass(type(self))  # nn.Parameter(shard) wants its class
-            made.__dict__[MARK] = self.__dict__[MARK]
-            return made
-        return _as_values(found, self.__dict__[MARK])
+                shard = values.as_subclass(type(self))  # nn.Parameter(shard) wants its class
+            shard.__dict__[MARK] = self.__dict__[MARK]
+            return shard
+        return _as_values(values, self.__dict__[MARK])
 
     @property
     def grad(self) -> torch.Tensor | None:
         """As values are: torch's own functions take it as it is, others learn that it is a part."""
         with as_plain():
-            found: torch.Tensor | None = _grad(self)
+            gradient: torch.Tensor | None = _grad(self)
         if (
-            found is None
+            gradient is None
             or is_stepping()
             or sys._getframe(1).f_code.co_filename.startswith((OF_HETSPMD, OF_TORCH))
         ):
-            return found
-        return _as_values(found, self.__dict__[MARK].of_gradient(self))
+            return gradient
+        return _as_values(gradient, self.__dict__[MARK].of_gradient(self))
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:

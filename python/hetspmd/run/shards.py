@@ -131,10 +131,10 @@ class ShardMark:
         """This rank's part of what ``copy_`` is given: a whole tensor is cut."""
         if not isinstance(source, torch.Tensor):
             return source
-        found = self.cut(source)
-        if not _broadcasts(tuple(found.shape), self.layout.local_shape):
+        part = self.cut(source)
+        if not _broadcasts(tuple(part.shape), self.layout.local_shape):
             raise ShardError(f"{self}; copy_ takes the whole parameter, not a tensor of {list(source.shape)}")
-        return found
+        return part
 
     def __str__(self) -> str:
         return (
@@ -153,10 +153,10 @@ class GradientMark(ShardMark):
     def gradient(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The parameter's gradient, if ``tensor`` is another name for it."""
         parameter = self._parameter()
-        found = None if parameter is None else parameter.grad
-        if found is None or tensor.shape != found.shape or tensor.data_ptr() != found.data_ptr():
+        gradient = None if parameter is None else parameter.grad
+        if gradient is None or tensor.shape != gradient.shape or tensor.data_ptr() != gradient.data_ptr():
             return None
-        return found
+        return gradient
 
     def pickled(self, *_: Any) -> NoReturn:
         raise ShardError(
@@ -208,8 +208,8 @@ def _written(what: str) -> str:
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
     """The gradient of a parameter of which ``tensor`` is another name (``p.grad`` makes one), or ``tensor``."""
     own = tensor.__dict__.get(MARK)
-    found = own.gradient(tensor) if isinstance(own, GradientMark) else None
-    return tensor if found is None else found
+    gradient = own.gradient(tensor) if isinstance(own, GradientMark) else None
+    return tensor if gradient is None else gradient
 
 
 def divided(layout: LocalTensor) -> bool:
@@ -219,10 +219,10 @@ def divided(layout: LocalTensor) -> bool:
 
 def mark(parameter: nn.Parameter, name: str, layout: LocalTensor) -> None:
     """Let a shard say what it is."""
-    found = ShardMark(name, layout)
+    shard_mark = ShardMark(name, layout)
     own = parameter.__dict__
-    own[MARK] = found
-    own["__deepcopy__"], own["__reduce_ex__"] = found.copied, found.pickled
+    own[MARK] = shard_mark
+    own["__deepcopy__"], own["__reduce_ex__"] = shard_mark.copied, shard_mark.pickled
     before_transforms(refuse_transform)
     if not isinstance(parameter, Shard):
         parameter.__class__ = shard_class(type(parameter))
@@ -231,16 +231,16 @@ def mark(parameter: nn.Parameter, name: str, layout: LocalTensor) -> None:
 def parameter_like(values: torch.Tensor, parameter: nn.Parameter) -> nn.Parameter:
     """A parameter with these values, which has the class and the attributes that ``parameter`` had before it was
     cut."""
-    made = nn.Parameter(values, parameter.requires_grad)
-    made.__class__ = parameter.plain_class if isinstance(parameter, Shard) else type(parameter)
-    made.__dict__.update(attributes(parameter))
-    return made
+    twin = nn.Parameter(values, parameter.requires_grad)
+    twin.__class__ = parameter.plain_class if isinstance(parameter, Shard) else type(parameter)
+    twin.__dict__.update(attributes(parameter))
+    return twin
 
 
 def marked(parameter: torch.Tensor) -> ShardMark | None:
     """What a parameter is a shard of, if it is one."""
-    found: ShardMark | None = parameter.__dict__.get(MARK)
-    return found
+    shard_mark: ShardMark | None = parameter.__dict__.get(MARK)
+    return shard_mark
 
 
 def attributes(parameter: torch.Tensor) -> dict[str, Any]:

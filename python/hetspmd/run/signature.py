@@ -39,23 +39,23 @@ class Forward:
     def __get__(self, hap: ShardedModule | None, _kind: type | None = None) -> Callable[..., Any]:
         if hap is None:
             return self.function
-        made = self._made.get(hap)
-        if made is None:
+        function = self._made.get(hap)
+        if function is None:
             with self._lock:
-                made = self._made.setdefault(hap, _copied(self.function, hap))
-        return MethodType(made, hap)
+                function = self._made.setdefault(hap, _copied(self.function, hap))
+        return MethodType(function, hap)
 
 
 def _copied(function: FunctionType, hap: ShardedModule) -> FunctionType:
     """The function with the signature of what this module runs."""
     parts = function.__code__, function.__globals__, function.__name__, function.__defaults__
-    made = FunctionType(*parts, function.__closure__)
-    made.__kwdefaults__, made.__doc__ = function.__kwdefaults__, function.__doc__
-    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    twin = FunctionType(*parts, function.__closure__)
+    twin.__kwdefaults__, twin.__doc__ = function.__kwdefaults__, function.__doc__
+    twin.__qualname__, twin.__module__ = function.__qualname__, function.__module__
     with suppress(ValueError, TypeError):  # a function in C has none
         of = _signature(hap)
-        made.__signature__ = of.replace(parameters=[_HAP, *of.parameters.values()])  # type: ignore[attr-defined]  # what inspect reads
-    return made
+        twin.__signature__ = of.replace(parameters=[_HAP, *of.parameters.values()])  # type: ignore[attr-defined]  # what inspect reads
+    return twin
 
 
 def _signature(hap: ShardedModule) -> Signature:

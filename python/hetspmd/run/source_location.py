@@ -71,8 +71,8 @@ class SourceFinder:
             return None
         name = next((n for n, v in frame.f_locals.items() if pending is not None and _is(v, pending)), None)
         if name is None:
-            found = _ASSIGNED.match(linecache.getline(code.co_filename, line))
-            name = found.group(1) if found else ""
+            match = _ASSIGNED.match(linecache.getline(code.co_filename, line))
+            name = match.group(1) if match else ""
         node = next((n for n in program.graph.nodes if n.name == name), None)
         return None if node is None else self.of_node(node)
 
@@ -99,12 +99,12 @@ class SourceFinder:
 
     def _longest(self, name: str, names: list[str]) -> int | None:
         """The index of the longest of ``names`` that the identifier ``name`` begins with."""
-        found, length = None, 0
+        best, length = None, 0
         for index, candidate in enumerate(names):
             text = identifier(candidate)
             if len(text) > length and (name == text or name.startswith(f"{text}_")):
-                found, length = index, len(text)
-        return found
+                best, length = index, len(text)
+        return best
 
     def _place(self, what: str, instruction: Instruction) -> SourceLocation:
         phase = "backward of " if instruction.phase == "backward" else ""

@@ -26,10 +26,10 @@ def after_saving(module: nn.Module, state: dict[str, Any], prefix: str) -> dict[
     own = {"version": module._version}
     local = getattr(state, "_metadata", {}).get(prefix.removesuffix("."), own)
     for hook in module._state_dict_hooks.values():
-        found = hook(module, state, prefix, local)
-        if found is not None and getattr(hook, "_from_public_api", False):
+        answer = hook(module, state, prefix, local)
+        if answer is not None and getattr(hook, "_from_public_api", False):
             raise RuntimeError("state_dict post-hook must return None")
-        state = state if found is None else found
+        state = state if answer is None else answer
     return state
 
 
@@ -39,16 +39,16 @@ def loaded_with_hooks(
     """``load(state, strict)`` with the hooks around it, which may change keys and the report."""
     if not module._load_state_dict_pre_hooks and not module._load_state_dict_post_hooks:
         return load(state, strict)
-    made = OrderedDict(state)
+    entries = OrderedDict(state)
     versions = getattr(state, "_metadata", None)
     if versions is not None:
-        made._metadata = versions  # type: ignore[attr-defined]  # as torch's own state dicts have it
+        entries._metadata = versions  # type: ignore[attr-defined]  # as torch's own state dicts have it
     missing: list[str] = []
     unexpected: list[str] = []
     errors: list[str] = []
     for before in module._load_state_dict_pre_hooks.values():
-        before(made, "", (versions or {}).get("", {}), strict, missing, unexpected, errors)
-    report = load(made, False)
+        before(entries, "", (versions or {}).get("", {}), strict, missing, unexpected, errors)
+    report = load(entries, False)
     report.missing_keys.extend(missing)
     report.unexpected_keys.extend(unexpected)
     for after in module._load_state_dict_post_hooks.values():

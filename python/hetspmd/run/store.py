@@ -70,14 +70,14 @@ class Store:
             if id(parameter) in done:
                 owner._parameters[leaf] = done[id(parameter)]
                 continue
-            layout, made = self.shards.get(name), parameter
+            layout, shard = self.shards.get(name), parameter
             if parameter.is_meta:
-                made = made_from_meta(parameter, layout, device)
+                shard = made_from_meta(parameter, layout, device)
             else:
                 cut(parameter, layout, device)
             if layout is not None and divided(layout):
-                mark(made, name, layout)
-            owner._parameters[leaf] = done[id(parameter)] = made
+                mark(shard, name, layout)
+            owner._parameters[leaf] = done[id(parameter)] = shard
         layouts = {id(p): self.shards[n] for n, p in self.module.named_parameters() if n in self.shards}
         for optimizer in self.held.optimizers:
             localize_state(optimizer, layouts)
@@ -104,9 +104,9 @@ class Store:
         if comm.world == 1:
             return
         parameters = list(self.module.parameters())
-        known = comm.exchange([p.grad is not None for p in parameters])
-        if any(map(any, known)):
-            for parameter, has in zip(parameters, known[0], strict=True):
+        presence = comm.exchange([p.grad is not None for p in parameters])
+        if any(map(any, presence)):
+            for parameter, has in zip(parameters, presence[0], strict=True):
                 gradient = parameter.grad if has else None
                 if has and (gradient is None or gradient.layout != torch.strided):
                     gradient = torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
@@ -124,20 +124,20 @@ class Store:
     def whole_shapes(self, device: torch.device) -> Iterator[None]:
         """Within the context the module's parameters have their whole shapes and no data, for tracing."""
         mode = fake_mode()
-        made: dict[int, nn.Parameter] = {}
+        substitutes: dict[int, nn.Parameter] = {}
         saved: list[tuple[nn.Module, str, nn.Parameter]] = []
         self.sentry.lift()
         try:
             for name, parameter in list(self.module.named_parameters(remove_duplicate=False)):
-                if id(parameter) not in made:
+                if id(parameter) not in substitutes:
                     shape, stride = self.whole.get(name, (parameter.shape, parameter.stride()))
                     like = torch.empty_strided(shape, stride, dtype=parameter.dtype, device="meta")
                     fake = fake_like(mode, like, device)
-                    made[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
-                    made[id(parameter)].__dict__.update(attributes(parameter))
+                    substitutes[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
+                    substitutes[id(parameter)].__dict__.update(attributes(parameter))
                 owner, leaf = slot(self.module, name)
                 saved.append((owner, leaf, parameter))
-                owner._parameters[leaf] = made[id(parameter)]
+                owner._parameters[leaf] = substitutes[id(parameter)]
             yield
         finally:
             for owner, leaf, parameter in saved:
@@ -166,8 +166,8 @@ class Store:
 
     def strides_of(self, name: str) -> tuple[int, ...] | None:
         """The strides of a parameter before it was cut; None for a buffer."""
-        known = self.whole.get(name)
-        return None if known is None else known[1]
+        whole = self.whole.get(name)
+        return None if whole is None else whole[1]
 
 
 def check_model(module: nn.Module, graph: Graph) -> None:
@@ -183,9 +183,9 @@ def check_model(module: nn.Module, graph: Graph) -> None:
     for tensor, names in wanted:
         meta = graph.tensors[tensor]
         for name in names:
-            found = have.get(name)
-            if found != (meta.shape, meta.dtype):
-                text = "does not have it" if found is None else f"has {found[1]}{list(found[0])}"
+            own = have.get(name)
+            if own != (meta.shape, meta.dtype):
+                text = "does not have it" if own is None else f"has {own[1]}{list(own[0])}"
                 raise PlanMismatchError(
                     f"the plan is for a model with {name}: {meta.dtype}{list(meta.shape)}, this one {text}; "
                     "compile a plan for this model"

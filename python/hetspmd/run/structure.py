@@ -56,20 +56,20 @@ class StructureGuard:
             )
         self.modules = list(self._model.modules())
         self._lengths, self._contents, self._forwards = [], [], []
-        found: list[Any] = []
+        facts: list[Any] = []
         for module in self.modules:
             own, common = vars(module).get("forward"), type(module).forward
             self._forwards.append((module, own, common))
-            found.append((id(module), _replaced(module, own), common))
+            facts.append((id(module), _replaced(module, own), common))
             for name in ("_modules", *_HOOKS):
                 held = vars(module)[name]
                 contents = tuple(held.values())
-                found.append((id(module), name, tuple(c for c in contents if not _is_ours(c))))
+                facts.append((id(module), name, tuple(c for c in contents if not _is_ours(c))))
                 if contents:
                     self._contents.append((held, contents))
                 else:
                     self._lengths.append((held, 0))
-        structure = tuple(found)
+        structure = tuple(facts)
         if structure not in self._known:
             self._known.append(structure)
         self._now = self._known.index(structure)

@@ -38,8 +38,8 @@ class TakesPart(nn.Module):
 
     def share(self, what: str, arguments: tuple[str, ...], own: torch.Tensor) -> torch.Tensor:
         """Every rank's ``own``, 8 bytes, in rank order, when all ranks do the same with the same arguments."""
-        found = None if self._attendance is None else self._attendance.share(what, arguments, own)
-        if found is None:
-            found = own.new_empty(self._everyone.world * own.numel())
-            self._everyone.all_gather(found, own).wait()
-        return found
+        values = None if self._attendance is None else self._attendance.share(what, arguments, own)
+        if values is None:
+            values = own.new_empty(self._everyone.world * own.numel())
+            self._everyone.all_gather(values, own).wait()
+        return values

@@ -31,9 +31,9 @@ def twin_model(store: Store, memo: dict[int, Any]) -> nn.Module:
     tensors: dict[int, torch.Tensor] = {}
     for parameter in store.module.parameters():
         if marked(parameter) is not None:
-            made = parameter_like(parameter.detach().clone(), parameter)
-            made.__dict__.update(copy.deepcopy(attributes(parameter), memo))
-            tensors[id(parameter)] = made
+            twin = parameter_like(parameter.detach().clone(), parameter)
+            twin.__dict__.update(copy.deepcopy(attributes(parameter), memo))
+            tensors[id(parameter)] = twin
     model = copied(store.module, tensors, memo)
     for name, parameter in model.named_parameters():
         layout = store.shards.get(name)
@@ -56,9 +56,9 @@ def twin_attributes(
 
 def twin_store(store: Store, model: nn.Module) -> Store:
     """The store of the copied ``model``."""
-    made = copy.copy(store)
-    made.module = model
-    return made
+    twin = copy.copy(store)
+    twin.module = model
+    return twin
 
 
 def twin_plans(plans: PlanCache, store: Store) -> PlanCache:
@@ -71,11 +71,13 @@ def twin_plans(plans: PlanCache, store: Store) -> PlanCache:
 
     def entry(of: Entry) -> Entry:
         names, slots = [p.name for p in of.plan.graph.parameters], moved(of.parameters)
-        known = KnownParameters(setting.model, names, slots, store.shards)
-        served = made.host.moved(of.served, plans.host.structure())
-        return replace(of, parameters=slots, buffers=moved(of.buffers), known_parameters=known, served=served)
+        parameters = KnownParameters(setting.model, names, slots, store.shards)
+        served = twin.host.moved(of.served, plans.host.structure())
+        return replace(
+            of, parameters=slots, buffers=moved(of.buffers), known_parameters=parameters, served=served
+        )
 
-    made = copy.copy(plans)
-    made.setting, made.store, made.host = setting, store, HostSide(setting)
-    made.entries = [entry(of) for of in plans.entries]
-    return made
+    twin = copy.copy(plans)
+    twin.setting, twin.store, twin.host = setting, store, HostSide(setting)
+    twin.entries = [entry(of) for of in plans.entries]
+    return twin

@@ -76,9 +76,9 @@ def _read(alike: Sequence[Entry]) -> list[tuple[str, list[str]]]:
     each = [
         {text(read.root, read.path): read.value for read in entry.plan.graph.host.reads} for entry in alike
     ]
-    found = {
+    values = {
         name: list(dict.fromkeys(reads.get(name, _NOT_READ) for reads in each))
         for name in dict.fromkeys(name for reads in each for name in reads)
     }
-    differ = [(name, texts) for name, texts in found.items() if len(texts) > 1]
+    differ = [(name, texts) for name, texts in values.items() if len(texts) > 1]
     return sorted(differ, key=lambda one: _NOT_READ in one[1])[:3]

@@ -67,10 +67,10 @@ def load_full_state_dict(store: Store, state: Mapping[str, Any], loaded: Loaded,
     loaded: they are given whole tensors, and the sentry cuts what they leave. Raises RuntimeError for wrong keys or
     shapes, as ``Module.load_state_dict`` does.
     """
-    given = dict(state) if _changes_states(store.module) else local_state(state, store.shards, loaded)
-    for key, value in given.items():
+    entries = dict(state) if _changes_states(store.module) else local_state(state, store.shards, loaded)
+    for key, value in entries.items():
         loaded.add(key, value)
-    local = OrderedDict(given)
+    local = OrderedDict(entries)
     if (versions := getattr(state, "_metadata", None)) is not None:
         local._metadata = versions  # type: ignore[attr-defined]  # as torch's own state dicts have it
     return store.module.load_state_dict(local, strict=strict)
@@ -89,28 +89,28 @@ def _changes_states(model: nn.Module) -> bool:
 
 def _gathered(store: Store, runtime: Runtime, device: torch.device, *, keep: bool) -> dict[int, torch.Tensor]:
     """Whole copies on ``device`` of all parameters and buffers, by ``id``, in the strides of the model."""
-    found: dict[int, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for name, tensor in (*store.module.named_parameters(), *store.module.named_buffers()):
-            if id(tensor) in found:
+            if id(tensor) in copies:
                 continue
             whole = store.whole_of(runtime, name, tensor.detach())
             if not keep:
                 continue
-            made = _laid_out(whole, store.strides_of(name), device)
+            values = _laid_out(whole, store.strides_of(name), device)
             if isinstance(tensor, nn.Parameter):
-                made = parameter_like(made, tensor)
-            found[id(tensor)] = made
-    return found
+                values = parameter_like(values, tensor)
+            copies[id(tensor)] = values
+    return copies
 
 
 def _laid_out(whole: torch.Tensor, strides: tuple[int, ...] | None, device: torch.device) -> torch.Tensor:
     """A copy on ``device`` in these strides, if they leave no gaps and no element is another's."""
     if strides is None or strides == whole.stride():
         return whole.to(device, copy=True)
-    made = torch.empty_strided(whole.shape, strides, dtype=whole.dtype, device=device)
-    dense = torch.empty_like(made, memory_format=torch.preserve_format).stride() == strides
-    return made.copy_(whole) if dense else whole.to(device, copy=True)
+    target = torch.empty_strided(whole.shape, strides, dtype=whole.dtype, device=device)
+    dense = torch.empty_like(target, memory_format=torch.preserve_format).stride() == strides
+    return target.copy_(whole) if dense else whole.to(device, copy=True)
 
 
 @contextmanager

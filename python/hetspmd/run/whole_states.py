@@ -130,9 +130,9 @@ class WholeStates(nn.Module):
             RuntimeError: As ``Module.load_state_dict`` does, for keys or shapes that do not fit.
         """
         loaded = Loaded()
-        found = load_full_state_dict(self._store, state_dict, loaded, strict=strict)
+        report = load_full_state_dict(self._store, state_dict, loaded, strict=strict)
         self.did(loaded.doing())
-        return found
+        return report
 
     def full_tensors(self) -> dict[str, torch.Tensor]:
         """Whole copies of all parameters and buffers, by (first) name. Every rank must call this."""

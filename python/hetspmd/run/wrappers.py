@@ -72,8 +72,8 @@ def _comparing(update: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(update)
     def updated(self: AveragedModel, model: nn.Module) -> None:
         pairs = zip(self.module.parameters(), model.parameters(), strict=False)
-        known = places()
-        whole = ((a, known.get(id(p))) for a, p in pairs if id(a) not in known and marked(a) is None)
+        registry = places()
+        whole = ((a, registry.get(id(p))) for a, p in pairs if id(a) not in registry and marked(a) is None)
         if any(place is not None and place.in_parts for _, place in whole):
             raise ShardError(
                 f"this AveragedModel has the whole parameters of {type(self.module).__name__}, and is given this "
@@ -88,7 +88,7 @@ def _has_shards(module: nn.Module) -> bool:
     """Whether a HAP module of several ranks, or what lies in its shards, is in the module; alike on every rank."""
     inside = {id(m) for m in module.modules()}
     shared = (hap for hap in living() if hap.everyone.world > 1)
-    known = places()
+    registry = places()
     return any(id(hap) in inside or id(hap.module) in inside for hap in shared) or any(
-        marked(p) is not None or (id(p) in known and known[id(p)].in_parts) for p in module.parameters()
+        marked(p) is not None or (id(p) in registry and registry[id(p)].in_parts) for p in module.parameters()
     )
