@@ -20,7 +20,7 @@ from hetspmd.errors import RankFailedError, WorldSizeError
 from hetspmd.dist.board import Board
 from hetspmd.dist.board_channel import BoardChannel
 from hetspmd.dist.communicator import Communicator, DoneWork, LoneCommunicator, Work
-from hetspmd.dist.groups import close_links, destroy_groups, made_group, own_group
+from hetspmd.dist.own_groups import close_links, destroy_groups, made_group, own_group
 from hetspmd.dist.processes import this_process
 from hetspmd.dist.ring import LANES, Carrier, Message, Ports, end_carriers, ring_gather, ring_reduce
 from hetspmd.dist.roll import Roll, RollCall

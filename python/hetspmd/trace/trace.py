@@ -6,7 +6,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -127,9 +127,7 @@ def _traced(
         for names in group.values()
         for name in names
     }
-    # A model of which nothing is trained runs with gradients enabled, where its forward may ask whether they are.
-    frozen = torch.is_grad_enabled() and not any(p.requires_grad for p in model.parameters())
-    grad_mode = nullcontext() if training or frozen else torch.no_grad()
+    grad_mode = _grad_mode(model, training)
     was_training = step.training
     step.training = model.training
     try:
@@ -156,6 +154,13 @@ def _traced(
     _warn(step, watch)
     states += watch.states
     return replace(graph, autocast=autocast_state(place.type))
+
+
+def _grad_mode(model: nn.Module, training: bool) -> AbstractContextManager[object]:
+    """The mode in which a step is traced. A model of which nothing is trained runs with gradients enabled, where its
+    forward may ask whether they are."""
+    frozen = torch.is_grad_enabled() and not any(p.requires_grad for p in model.parameters())
+    return nullcontext() if training or frozen else torch.no_grad()
 
 
 def _naming(
