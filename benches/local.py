@@ -28,7 +28,7 @@ from torch import nn
 
 import hetspmd
 from emulated.memory import LiveBytes
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from trust.models import MODELS, build
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,7 @@ import torch
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.machine_levels import MachineRuntime
 from hetspmd.dist.runtime import Runtime
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.lower import lower_place, passes
 from hetspmd.placement import PARTIAL
 from hetspmd.program.layout import Region

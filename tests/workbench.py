@@ -20,7 +20,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import MissingRuleWarning
 from hetspmd.placement import PARTIAL, Placement, is_sharded
 from hetspmd.program.lengths import Lengths

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from foreign.registry import Case
 from foreign.run import RANKS, Run, in_float64
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import (
     CollectiveMismatchError,
     HetspmdError,

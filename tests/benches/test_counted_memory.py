@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from emulated.memory import LiveBytes
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.communicator import Communicator, Work
-from hetspmd.dist.simulate import SimulatedCommunicator, run_ranks
+from hetspmd.dist.simulated_world import SimulatedCommunicator, run_ranks
 from hetspmd.lower import active_ranks
 from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.optimize.compiler import compile_plan, plan_for

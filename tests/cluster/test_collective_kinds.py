@@ -25,7 +25,7 @@ from hetspmd.dist.collectives import STARTS, Start
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import ProofError
 from hetspmd.placement import PARTIAL, REPLICATE, before_cut, shard
 from hetspmd.program.buckets import Bucket, coalesces, transfer_text

@@ -11,7 +11,7 @@ from collective_cases import check_collectives
 
 from hetspmd.dist.communicator import Communicator, LoneCommunicator
 from hetspmd.dist.process_group import communicator_for
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import CollectiveMismatchError, PlanMismatchError
 
 

@@ -20,7 +20,7 @@ from torch import nn
 import hetspmd
 from foreign.run import RANKS, SLOW, called, in_float64, loss_of
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import HetspmdError
 
 

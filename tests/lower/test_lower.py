@@ -12,7 +12,7 @@ from small_models import Attention, Case, case
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import PlanError
 from hetspmd.lower import LocalProgram, calls
 from hetspmd.lower.emit import take_saved

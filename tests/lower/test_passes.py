@@ -22,7 +22,7 @@ from torch import fx
 import hetspmd
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.random import Randomness
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import OutputError
 from hetspmd.lower import LocalProgram, active_ranks, idle, local, lower_plan, passes
 from hetspmd.lower.dump import dump_passes

@@ -15,7 +15,7 @@ from hetspmd.dist import collectives
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.lower import calls
 from hetspmd.lower.emit import item, take_saved
 from hetspmd.lower.reuse import mark_spare

@@ -14,7 +14,7 @@ from torch import nn
 
 import hetspmd
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import ConstraintError, PlanError
 from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.optimize.compiler import compile_plan

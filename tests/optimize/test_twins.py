@@ -14,7 +14,7 @@ from torch import nn
 import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import FollowerWarning
 from hetspmd.optimize.followers import followers
 from hetspmd.optimize.following import follows, warn_of_strays

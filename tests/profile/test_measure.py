@@ -24,7 +24,7 @@ from hetspmd.cluster.curves import COLLECTIVES, Point
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.pending import PendingTensor
 from hetspmd.dist.runtime import Runtime
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import ProfileError
 from hetspmd.profile import collective_times as collectives
 from hetspmd.profile import measure as measuring

@@ -19,7 +19,7 @@ from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.op_keys import VIEW_KEY, memory_orders
 from hetspmd.cost.signatures import row_keys
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.profile import ops as measuring
 from hetspmd.profile import single
 from hetspmd.profile.cache import cache_file, cache_folder, load_points, save_points

@@ -13,7 +13,7 @@ import torch
 from small_plans import cluster
 from torch import nn
 
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.run.module import HAP
 
 Each = Callable[[Any, int], object]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import hetspmd
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
 

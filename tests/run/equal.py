@@ -12,7 +12,7 @@ from torch import nn
 
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.run.module import HAP
 from hetspmd.trace.losses import find_loss
 

@@ -13,7 +13,7 @@ from small_plans import cluster
 from torch import nn
 
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.placement import shard
 from hetspmd.plan.plan import Plan

@@ -11,7 +11,7 @@ from small_plans import cluster
 from torch import nn
 from torch.nn import functional as F
 
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.run.module import HAP
 
 X = torch.randn(16, 12, generator=torch.Generator().manual_seed(0))

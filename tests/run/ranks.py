@@ -11,7 +11,7 @@ from small_models import Case
 from small_plans import cluster
 
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
 from hetspmd.trace.compat import as_plain

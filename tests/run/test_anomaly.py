@@ -14,7 +14,7 @@ from torch import nn
 
 import hetspmd
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import NanError
 from hetspmd.run.module import HAP
 from hetspmd.run.shard_tensors import plain

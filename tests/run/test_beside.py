@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hetspmd
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import HetspmdError, OptionError, PlanMismatchError, RetraceWarning, TraceError
 from hetspmd.run.module import HAP
 from hetspmd.trace.host.watch import HostWatch

@@ -17,7 +17,7 @@ import torch
 from beside import Beside, X, base, equal
 from ranks import cluster
 
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.run.host_guard import Guard
 from hetspmd.run.module import HAP
 from hetspmd.trace.host import settings

@@ -11,7 +11,7 @@ from small_models import case
 from small_plans import random_plan
 
 from hetspmd.dist.channel import NUMBERS
-from hetspmd.dist.simulate import SimulatedChannel
+from hetspmd.dist.simulated_world import SimulatedChannel
 from hetspmd.run.module import HAP
 from hetspmd.run.replicas import ROUND_STEPS, Replica, Replicas
 

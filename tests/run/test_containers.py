@@ -13,7 +13,7 @@ from small_plans import cluster
 from torch import nn
 
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import DroppedOutputWarning, PlanError, TraceError
 from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP

@@ -15,7 +15,7 @@ import pytest
 import torch
 from gloo_worker import idle_plans, mixed_plans, plans, train, worker
 
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.verify.comparison import largest_error
 from processes import spawn
 

@@ -14,7 +14,7 @@ from small_plans import cluster
 
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.random import next_seed
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.run.module import HAP
 
 

@@ -15,7 +15,7 @@ from small_plans import cluster
 from torch import nn
 
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import CollectiveMismatchError, PlanError
 from hetspmd.lower import lower_plan
 from hetspmd.optimize.compiler import plan_for

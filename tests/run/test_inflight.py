@@ -36,7 +36,7 @@ from hetspmd.dist.pending import Pending
 from hetspmd.dist.process_group import ProcessGroupCommunicator
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
-from hetspmd.dist.simulate import SimulatedCommunicator, run_ranks
+from hetspmd.dist.simulated_world import SimulatedCommunicator, run_ranks
 from hetspmd.plan.plan import Plan
 from hetspmd.program.lengths import lengths_for
 from hetspmd.program.program import Communicate, Program

@@ -13,7 +13,7 @@ from small_models import case
 from small_plans import cluster
 from torch import nn
 
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import GradientError
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.run.module import HAP

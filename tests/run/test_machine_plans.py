@@ -16,7 +16,7 @@ import hetspmd
 from hetspmd.cluster.machines import flat, ranks_of
 from hetspmd.dist.machine_levels import MachineRuntime
 from hetspmd.dist.random import Randomness
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import PlanError, WorldSizeError
 from hetspmd.placement import is_sharded
 from hetspmd.plan.plan import Plan

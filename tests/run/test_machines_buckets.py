@@ -12,7 +12,7 @@ import torch
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.machine_levels import MachineRuntime
 from hetspmd.dist.runtime import Runtime
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.program.level_layout import Leg
 from workbench import randomness
 

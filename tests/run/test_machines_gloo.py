@@ -10,7 +10,7 @@ import pytest
 import torch
 from machines_worker import plans, train, worker
 
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.verify.comparison import largest_error
 from processes import spawn
 

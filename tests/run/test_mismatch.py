@@ -17,7 +17,7 @@ from torch import nn
 
 import hetspmd
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import ShardError
 from hetspmd.run.mismatch import explain
 from hetspmd.run.module import HAP

@@ -15,7 +15,7 @@ from small_plans import cluster, random_plan
 from torch import nn
 
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import (
     BatchMismatchError,
     DeviceError,

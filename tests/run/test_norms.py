@@ -17,7 +17,7 @@ from torch import nn
 import hetspmd
 from hetspmd.dist.communicator import Communicator, Work
 from hetspmd.dist.random import Randomness
-from hetspmd.dist.simulate import SimulatedCommunicator, run_ranks
+from hetspmd.dist.simulated_world import SimulatedCommunicator, run_ranks
 from hetspmd.errors import GradientError
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.plan.plan import Plan

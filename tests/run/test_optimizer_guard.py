@@ -17,7 +17,7 @@ from transformers import optimization
 
 import hetspmd
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import OptimizerError
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.placement import is_sharded

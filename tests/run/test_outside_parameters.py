@@ -12,7 +12,7 @@ from outside import Step, both, distance, steps, student
 from small_plans import cluster
 from torch import nn
 
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import OptimizerError, OutsideParameterWarning
 from hetspmd.run.module import HAP
 from hetspmd.trace.trace import trace

@@ -16,7 +16,7 @@ from small_plans import cluster
 
 import hetspmd
 from hetspmd.codec.records import encode
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import HetspmdError, PlanError
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.text import VERSION, content, file_text

@@ -18,7 +18,7 @@ from torch import nn
 
 import hetspmd
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import CollectiveMismatchError
 from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP

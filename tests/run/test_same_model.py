@@ -14,7 +14,7 @@ from small_plans import ahead_plan, cluster, random_plan, segmented_plan
 from torch import nn
 
 import hetspmd
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import PlanMismatchError
 from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP

@@ -18,7 +18,7 @@ from hetspmd.dist import process_group
 from hetspmd.dist.communicator import Communicator, LoneCommunicator, Work
 from hetspmd.dist.process_group import ProcessGroupCommunicator
 from hetspmd.dist.ring import Carrier, Message
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.dist.staging import HostCopies, Mark, Pairs, StagedCommunicator
 from processes import spawn
 

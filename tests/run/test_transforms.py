@@ -13,7 +13,7 @@ from divided import X, net, on_four
 from small_plans import cluster
 from torch.autograd import forward_ad
 
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import BatchMismatchError, GradientError, HetspmdError, TraceError
 from hetspmd.run.module import HAP
 

@@ -18,7 +18,7 @@ from tune_worker import worker
 
 import hetspmd
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import InfeasibleError, OptionError, TraceError
 from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.placement import is_sharded

@@ -14,7 +14,7 @@ from ranks import cluster
 from torch import nn
 
 from hetspmd.dist.communicator import Communicator
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import BatchMismatchError, PlanPerValueWarning
 from hetspmd.run import variety
 from hetspmd.run.module import HAP

@@ -18,7 +18,7 @@ from hetspmd.cost.memory import memory_profile
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import StepCost
 from hetspmd.dist.runtime import Runtime
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.lower import calls
 from hetspmd.placement import REPLICATE, is_sharded, shard
 from hetspmd.plan.plan import Plan

@@ -18,7 +18,7 @@ from hetspmd.dist import collectives
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.optimize.compiler import compile as compile_plan
 from hetspmd.plan.plan import Plan
 from hetspmd.trace.graph import CONSTANT

@@ -4,7 +4,7 @@ Every primitive takes flat, contiguous buffers, returns at once, and is finished
 issue the same primitives in the same order; the caller leaves the buffers untouched until ``wait`` returns, and
 the work keeps alive those that its primitive needs. There are two implementations:
 :class:`~hetspmd.dist.process_group.ProcessGroupCommunicator` over ``torch.distributed`` (gloo or NCCL, whichever the
-group has) and :class:`~hetspmd.dist.simulate.SimulatedCommunicator` for all ranks as threads of one process.
+group has) and :class:`~hetspmd.dist.simulated_world.SimulatedCommunicator` for all ranks as threads of one process.
 
 So that memory follows completion and not the wait for the result, a communicator remembers what is in flight;
 :meth:`Communicator.settle` lets go of what has completed.

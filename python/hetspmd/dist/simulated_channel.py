@@ -9,7 +9,7 @@ from hetspmd.dist.channel import Answer, Channel
 
 
 class Meeting(Protocol):
-    """Where the words of simulated ranks meet (:class:`hetspmd.dist.simulate.SimulatedCommunicator`)."""
+    """Where the words of simulated ranks meet (:class:`hetspmd.dist.simulated_world.SimulatedCommunicator`)."""
 
     rank: int
     world: int

@@ -157,8 +157,8 @@ def _traced(
 
 
 def _grad_mode(model: nn.Module, training: bool) -> AbstractContextManager[object]:
-    """The mode in which a step is traced. A model of which nothing is trained runs with gradients enabled, where its
-    forward may ask whether they are."""
+    """The mode in which a step is traced. A model of which nothing is trained runs with gradients enabled, where
+    its forward may ask whether they are."""
     frozen = torch.is_grad_enabled() and not any(p.requires_grad for p in model.parameters())
     return nullcontext() if training or frozen else torch.no_grad()
 

@@ -21,7 +21,7 @@ from torch import fx
 from hetspmd.cluster.machines import ranks_of
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.random import Randomness
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.lower import lower_plan
 from hetspmd.lower.emit import VALUE
 from hetspmd.lower.instrument import instrumented

@@ -12,7 +12,7 @@ from torch import nn
 
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.random import Randomness
-from hetspmd.dist.simulate import run_ranks
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import BatchMismatchError, ExampleError
 from hetspmd.run.guard import expected, match
 from hetspmd.run.module import HAP
