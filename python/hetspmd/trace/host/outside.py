@@ -46,6 +46,7 @@ class Outside:
         self._held: list[tuple[Followed, Structure]] = []
         self._touched: set[int] = set()
         self._strangers: dict[int, nn.Module] = {}
+        self._no_strangers: set[type] = set()
 
     def know(self, followed: Followed, within: nn.Module | None) -> None:
         """A module was found, ``within`` another one of which this is told."""
@@ -69,8 +70,12 @@ class Outside:
         """Something was read of an object that no place leads to: a module, perhaps. The trace has plain ones of
         its own, in which it puts constants."""
         kind = type(of)
-        if isinstance(of, nn.Module) and kind is not nn.Module and not kind.__module__.startswith("torch.fx"):
+        if kind in self._no_strangers:
+            return
+        if issubclass(kind, nn.Module) and kind is not nn.Module and not kind.__module__.startswith("torch.fx"):
             self._strangers[id(of)] = of
+        else:
+            self._no_strangers.add(kind)
 
     def all_of(self, module: nn.Module) -> None:
         """All modules inside a module count."""
