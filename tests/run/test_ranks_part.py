@@ -191,7 +191,7 @@ def test_modes_of_torch(what: str) -> None:
         assert f"rank {ODD} called the model in another mode" in text
         assert told[what] in text
         assert f"rank {ODD}: train mode; gradients {'off' if what == 'no_grad' else 'on'}" in text
-        assert "ranks 0, 1 and 3: train mode; gradients on; x " in text
+        assert "ranks 0, 1 and 3: train mode; gradients on;" in text, text
 
 
 def test_a_batch_that_is_refused_on_one_rank() -> None:
