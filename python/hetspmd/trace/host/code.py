@@ -252,7 +252,7 @@ class CodeReader:
     def _member(self, met: Met, name: str, value: Any) -> None:
         """A member of a class counts."""
         place = (*met.path, f".{name}")
-        if isinstance(value, _MADE_OF_FUNCTIONS) or _is_special(name) or is_cache(value):
+        if isinstance(value, _MADE_OF_FUNCTIONS) or _is_special(name):
             self.visit(value)
             if isinstance(value, functools.singledispatchmethod):
                 place = (*met.path, ".__dict__", step_to(name), ".dispatcher", ".registry")
