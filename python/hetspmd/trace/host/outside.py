@@ -72,7 +72,11 @@ class Outside:
         kind = type(of)
         if kind in self._no_strangers:
             return
-        if issubclass(kind, nn.Module) and kind is not nn.Module and not kind.__module__.startswith("torch.fx"):
+        if (
+            issubclass(kind, nn.Module)
+            and kind is not nn.Module
+            and not kind.__module__.startswith("torch.fx")
+        ):
             self._strangers[id(of)] = of
         else:
             self._no_strangers.add(kind)
