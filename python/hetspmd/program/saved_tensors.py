@@ -24,10 +24,13 @@ How = Literal["value", "mask", "slice"]
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """``tensor | form``, which the backward takes of the forward.
+    """A value that the backward takes of the forward.
 
-    ``how``: ``"value"``, as the forward has it; ``"mask"``, as it has it, by rank 0 alone, since the backward reads
-    its mask; ``"slice"``, a compact copy of a slice of the replicated value.
+    Attributes:
+        tensor: The tensor's id in the graph.
+        form: Its placement.
+        how: ``"value"``, as the forward has it; ``"mask"``, as it has it, by rank 0 alone, since the backward reads
+            its mask; ``"slice"``, a compact copy of a slice of the replicated value.
     """
 
     tensor: int
