@@ -53,7 +53,7 @@ def a_class_for_each_batch() -> Made:
     def made(x: torch.Tensor, factor: float) -> Any:
         class Base:
             def scaled(self) -> torch.Tensor:
-                return self.x * self.k  # type: ignore[attr-defined,no-any-return]
+                return self.x * self.k  # type: ignore[attr-defined,no-any-return]  # fields that the class is given
 
         class Batch(Base):
             k = factor

@@ -27,7 +27,7 @@ def table(n: int) -> torch.Tensor:
 @case("forum: lru_cache on a method of a module that makes a mask")
 def a_cached_method() -> Made:
     class Model(Scaled):
-        @functools.lru_cache  # noqa: B019
+        @functools.lru_cache  # noqa: B019  # a cached method is what the case is about
         def mask(self, n: int) -> torch.Tensor:
             return table(n)
 
@@ -40,7 +40,7 @@ def a_cached_method() -> Made:
 @case("forum: a cached method is called before the model is wrapped")
 def a_cached_method_that_has_been_called() -> Made:
     class Model(Scaled):
-        @functools.lru_cache  # noqa: B019
+        @functools.lru_cache  # noqa: B019  # a cached method is what the case is about
         def mask(self, n: int) -> torch.Tensor:
             return table(n)
 
@@ -55,7 +55,7 @@ def a_cached_method_that_has_been_called() -> Made:
 @case("forum: a cached method of a base class, called by super()")
 def a_cached_method_of_a_base_class() -> Made:
     class Base(Scaled):
-        @functools.cache  # noqa: B019
+        @functools.cache  # noqa: B019  # a cached method is what the case is about
         def mask(self, n: int) -> torch.Tensor:
             return table(n)
 
@@ -83,7 +83,7 @@ def a_cached_class_method() -> Made:
 @case("forum: a cached method of an object on the model")
 def a_cached_method_of_an_object() -> Made:
     class Masks:
-        @functools.lru_cache(maxsize=2)  # noqa: B019
+        @functools.lru_cache(maxsize=2)  # noqa: B019  # a cached method is what the case is about
         def mask(self, n: int) -> torch.Tensor:
             return table(n)
 
@@ -102,7 +102,7 @@ def a_cached_method_of_an_object() -> Made:
 def a_cached_property_of_two_decorators() -> Made:
     class Model(Scaled):
         @property
-        @functools.lru_cache  # noqa: B019
+        @functools.lru_cache  # noqa: B019  # a cached method is what the case is about
         def mask(self) -> torch.Tensor:
             return table(12)
 
@@ -135,7 +135,7 @@ def a_cached_table_of_a_buffer() -> Made:
             super().__init__()
             self.register_buffer("inverse", torch.arange(12.0) / 12)
 
-        @functools.lru_cache  # noqa: B019
+        @functools.lru_cache  # noqa: B019  # a cached method is what the case is about
         def table(self, n: int) -> dict[str, torch.Tensor]:
             return {"cos": (self.inverse[:n] * 3).cos()}
 
@@ -148,7 +148,7 @@ def a_cached_table_of_a_buffer() -> Made:
 class Keeping(Scaled):
     """Keeps what a case computes."""
 
-    @functools.lru_cache  # noqa: B019
+    @functools.lru_cache  # noqa: B019  # a cached method is what the case is about
     def kept(self) -> torch.Tensor:
         return self.made()
 

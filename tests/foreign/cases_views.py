@@ -58,7 +58,7 @@ def a_view_of_a_buffer_that_counts() -> Made:
 )
 def a_cached_view_of_a_weight() -> Made:
     class Model(Body):
-        @functools.lru_cache  # noqa: B019
+        @functools.lru_cache  # noqa: B019  # a cached method is what the case is about
         def row(self) -> torch.Tensor:
             return self.first.weight.detach()[0]
 

@@ -111,11 +111,11 @@ class Scales:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019  # a cached method is what the case is about
     def scale(self, power: int) -> float:
         return self.settings.scale**power
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019  # a cached method is what the case is about
     def mask(self, n: int) -> torch.Tensor:
         return torch.ones(n) * self.settings.scale
 
