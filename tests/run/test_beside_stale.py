@@ -213,7 +213,7 @@ def test_tensors_that_are_drawn_are_refused() -> None:
         return torch.randn(n)
 
     model, state = student(), torch.get_rng_state()
-    with pytest.raises(TraceError, match=r"noise.* keeps tensors that it draws .*register_buffer"):
+    with pytest.raises(TraceError, match=r"noise.* depends on random numbers.*register_buffer"):
         trace(model, (X,), {}, loss=lambda model, x: (model(x) + noise(12)).square().mean())
     assert torch.equal(torch.get_rng_state(), state)
     assert noise.cache_info().currsize == 0
@@ -226,8 +226,22 @@ def test_tensors_of_the_models_weights_are_refused() -> None:
     def first() -> torch.Tensor:
         return model[0].weight.detach().clone()
 
-    with pytest.raises(TraceError, match="computed of the model's parameters"):
+    with pytest.raises(TraceError, match=r"depends on parameter 0\.weight"):
         trace(model, (X,), {}, loss=lambda model, x: (model(x) + first()[0]).square().mean())
+
+
+def test_tensors_of_what_forward_sets_are_refused() -> None:
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.rows = len(x)
+            return super().forward(x) * self.mask()
+
+        @functools.cache  # noqa: B019  # a cached method is what the case is about
+        def mask(self) -> torch.Tensor:
+            return torch.ones(self.rows, 1)
+
+    with pytest.raises(TraceError, match="does not give again when it is called outside of forward"):
+        trace(Model(12, 12), (X,), {}, loss=lambda model, x: model(x).square().mean())
 
 
 def test_a_parameter_as_an_argument_is_refused() -> None:

@@ -136,6 +136,7 @@ def _traced(
             inputs, outputs = compat.merge_tied(module, inputs, outputs, first_names)
             draft = import_graph(module)
             outputs = check_kept(draft, inputs, outputs, step.kept, trainable)
+            watch.check_results()
             check_views(draft, outputs, trainable, watch)
     except HetspmdError:
         raise

@@ -77,22 +77,22 @@ class CachedResults:
             self._made[id(function), key] = call
 
     def check(self) -> None:
-        """Raise TraceError for results with tensors that a call outside of the trace does not give."""
+        """Raise TraceError for results with tensors that a call outside of the trace does not give each time."""
         for function, (positional, named) in list(self._with_tensors.values()):
             root, path, *_ = self._known[id(function)]
-            results: list[Any] | None = None
+            results: list[Any] = []
             with suppress(Exception), outside_modes():  # it may fail on what is there only in a trace
                 results = [function.__wrapped__(*positional, **named) for _ in range(2)]
-            if results is None or any(map(is_traced, tensors_in(results))):
+            if (
+                len(results) < 2
+                or any(map(is_traced, tensors_in(results)))
+                or len(set(map(fingerprint, results))) > 1
+            ):
                 raise TraceError(
-                    f"{text(root, path)} keeps tensors that it has computed of the model's parameters or of the "
-                    "batch (functools.cache), and one device would go on with the first ones; compute them in "
-                    "forward, or keep the first ones with register_buffer"
-                )
-            if len(set(map(fingerprint, results))) > 1:
-                raise TraceError(
-                    f"{text(root, path)} keeps tensors that it draws (functools.cache): a plan would draw them "
-                    "anew in every step. Draw them in __init__: self.register_buffer(name, torch.randn(...))"
+                    f"{text(root, path)} keeps its first result (functools.cache), tensors that it does not give "
+                    "again when it is called outside of forward: one device computes them once, and a plan would "
+                    "in every step. Compute them in __init__ and keep them with register_buffer, or leave the "
+                    "cache out where they have to follow"
                 )
 
     def leave(self, *, failed: bool) -> None:

@@ -113,10 +113,6 @@ class HostWatch:
                 break
             self.recorder.hold_results(places)
             output, places = self._run(call, numbers)
-        try:
-            self.recorder.results.check()
-        finally:
-            self._rewind()
         return output
 
     def _run(self, call: Callable[[], Any], numbers: Sequence[torch.Tensor]) -> tuple[Any, list[Place]]:
@@ -152,6 +148,13 @@ class HostWatch:
             zip(self.numbers, self._place(numbers), strict=True)
         )  # the backward reads them, too
         return output, places
+
+    def check_results(self) -> None:
+        """Raise TraceError for tensors that a cached function would not give again outside of the trace."""
+        try:
+            self.recorder.results.check()
+        finally:
+            self._rewind()
 
     @contextmanager
     def leaving(self) -> Iterator[HostWatch]:
