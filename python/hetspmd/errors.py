@@ -23,6 +23,7 @@ __all__ = [
     "InfeasibleError",
     "KeptRowsWarning",
     "MemoryLimitError",
+    "MicroBatchError",
     "MissingRuleError",
     "MissingRuleWarning",
     "NanError",
@@ -75,6 +76,10 @@ class DeviceError(HetspmdError):
 
 class RuleError(HetspmdError):
     """A rule is malformed or registered twice."""
+
+
+class MicroBatchError(HetspmdError):
+    """The training step cannot be computed in micro-batches exactly."""
 
 
 class MissingRuleError(RuleError):

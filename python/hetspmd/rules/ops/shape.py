@@ -18,7 +18,7 @@ from hetspmd.rules.factor_places import Factors
 from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import Call, Cut, Local, LocalCall, OpRule
 from hetspmd.rules.terms import linear_sets, wrap
-from hetspmd.trace.graph import ITEM_SIZES
+from hetspmd.trace.graph import ITEM_SIZES, Ref
 
 
 def view_cuts(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[Cut, Cut]]:
@@ -195,9 +195,30 @@ def _repeat_interleave(local: Local) -> LocalCall:
 
 @rule("aten.as_strided.default", "aten.as_strided_copy.default", "aten.as_strided_scatter.default")
 def as_strided(call: Call) -> OpRule:
-    """Strides speak of the whole tensor's memory: never sharded. Holds for a contiguous reference input."""
+    """Strides speak of the whole tensor's memory: never sharded, unless they are those that the input has. Holds
+    for a contiguous reference input."""
     groups = (0, 1) if "scatter" in call.op else (0,)
+    if "scatter" not in call.op and _as_it_lies(call):
+        factors = Factors(call)
+        for d in range(call.out.ndim):
+            factors.add(f"d{d}", {0: d}, {0: d})
+        return OpRule(factors.done(), linear_sets(call, [groups]), rewrite=_copied)
     return OpRule((), linear_sets(call, [groups]), rewrite=_as_strided)
+
+
+def _as_it_lies(call: Call) -> bool:
+    """Whether the strides asked for are those of the contiguous input, where a dim has more than one element."""
+    shape, strides = call.inputs[0].shape, call.arg(2, "stride")
+    own = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return (
+        call.out.shape == shape
+        and not call.arg(3, "storage_offset")
+        and all(extent == 1 or a == b for extent, a, b in zip(shape, strides, own, strict=True))
+    )
+
+
+def _copied(local: Local) -> LocalCall:
+    return "aten.clone.default", (Ref(0),), {}
 
 
 def _as_strided(local: Local) -> LocalCall:
