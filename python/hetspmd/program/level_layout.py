@@ -91,8 +91,8 @@ class LevelLayout:
             return at.machine, len(self.accelerators)
         return at.inside, self.accelerators[at.machine]
 
-    def even(self, units: int, machine: int) -> tuple[int, ...]:
-        """Units divided evenly among the accelerators of a machine."""
+    def inside(self, axis: int, units: int, machine: int) -> tuple[int, ...]:
+        """Units of an axis, all of them or the machine's, divided among the accelerators of a machine: evenly."""
         count = self.accelerators[machine]
         key = (units, count)
         if key not in self._even:
@@ -108,7 +108,7 @@ class LevelLayout:
             raise PlanError(f"{self.graph.tensors[tensor].name} is never divided as {placement_text(own)}")
         unit = self.graph.tensors[tensor].shape[sharded_dim(inner)] // axis.units
         units = self.outer.lengths.units[axis.id][machine] if own == outer else axis.units
-        return tuple(n * unit for n in self.even(units, machine))
+        return tuple(n * unit for n in self.inside(axis.id, units, machine))
 
     def region(self, key: LevelKey, level: int, at: RankPlace) -> Region | None:
         """The part that a rank holds, on a level, of what the level above leaves; None for all of it."""
@@ -149,7 +149,7 @@ class LevelLayout:
             if inner == outer:
                 low, high = of_device(axis)
                 units = high - low
-            stops = [low, *(low + n for n in accumulate(self.even(units, at.machine)))]
+            stops = [low, *(low + n for n in accumulate(self.inside(axis, units, at.machine)))]
             return stops[at.inside], stops[at.inside + 1]
 
         return first, Level(_as_copied(inner), self._units(instruction, inner, inside))

@@ -1,0 +1,232 @@
+"""What the ranks of a program do before, in and after the loop over micro-batches.
+
+A program divides the work over devices, and a loop (:mod:`hetspmd.program.micro_batches`) over time: two levels, of
+which time is the outer one. Each computation has a row in time and one on the devices, each collective stands where
+its tensor is:
+
+- of what is there before the loop: once, before it (a parameter that is gathered);
+- of rows of a micro-batch, and of summands that the loop reads on: in the loop;
+- of summands in time that leave the loop (gradients): once, after it, where they are summed over the micro-batches.
+
+What is divided on the devices before the loop, along the samples, is gathered at its end where the loop reads rows of
+it: a device's rows of the batch are others than its rows of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hetspmd.cluster.collective_kinds import kinds_between
+from hetspmd.errors import PlanError
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded
+from hetspmd.program.buckets import Bucket
+from hetspmd.program.levels import Both, InsideCollective, Key, NestedStep, provider, reads_of, written_by
+from hetspmd.program.micro_batches import Loop
+from hetspmd.program.program import Communicate, Compute, Program
+from hetspmd.program.schedule import Schedule
+from hetspmd.rules.theory import Theory
+
+__all__ = ["TurnSteps", "turn_steps"]
+
+
+@dataclass(frozen=True)
+class TurnSteps:
+    """The steps of each part of a step, and the values that pass between them.
+
+    Attributes:
+        before: Once.
+        turn: For each micro-batch.
+        after: Once.
+        stored: The placement of each parameter, buffer and input on the devices.
+        read: What the loop reads of what is there before it.
+        leaving: What each micro-batch leaves: to be summed, or joined, over all of them.
+        carried: What is there before the loop and read after it, or a result.
+        loss: The loss; None without one.
+        outputs: The outputs, in the graph's order.
+        buffers: The updated buffers, and behind them the updated parameters.
+        gradients: The gradients, in the order of the parameters that have one.
+    """
+
+    before: tuple[NestedStep, ...]
+    turn: tuple[NestedStep, ...]
+    after: tuple[NestedStep, ...]
+    stored: dict[int, Placement]
+    read: tuple[Key, ...]
+    leaving: tuple[Key, ...]
+    carried: tuple[Key, ...]
+    loss: Key | None
+    outputs: tuple[Key, ...]
+    buffers: tuple[Key, ...]
+    gradients: tuple[Key, ...]
+
+
+def turn_steps(theory: Theory, program: Program, schedule: Schedule, loop: Loop) -> TurnSteps:
+    """The steps of a program in micro-batches, in the order of its schedule.
+
+    Raises PlanError if one reads what the others do not leave.
+    """
+    return _Writing(theory, program, schedule, loop).run()
+
+
+@dataclass
+class _Part:
+    """The steps of a part while they are written, and the values that are there."""
+
+    have: dict[Key, None] = field(default_factory=dict)
+    steps: list[NestedStep] = field(default_factory=list)
+    taken: dict[Key, None] = field(default_factory=dict)
+    """What is taken of the part before."""
+
+
+class _Writing:
+    def __init__(self, theory: Theory, program: Program, schedule: Schedule, loop: Loop) -> None:
+        self.theory, self.graph, self.program, self.loop = theory, theory.graph, program, loop
+        order = schedule.steps(program)
+        self.steps: list[Compute | Communicate] = []
+        for step in (*order.forward, *order.backward):
+            self.steps += step.members if isinstance(step, Bucket) else [step]
+        self.stored: dict[int, Placement] = {}
+        self.constants = {(c.tensor, REPLICATE, REPLICATE): None for c in self.graph.constants}
+        self.before, self.turn, self.after = (_Part(dict(self.constants)) for _ in range(3))
+        self.leaving: dict[Key, None] = {}
+        self.carried: dict[Key, None] = {}
+        self.in_time = {r.tensor: r.form for r in loop.leaving}
+        self.read_in_loop = {
+            (tensor, form)
+            for step in self.steps
+            if isinstance(step, Compute) and loop.phases[step.instruction] == "in"
+            for tensor, form in zip(self.graph.instructions[step.instruction].inputs, step.row.pre, strict=True)
+        }
+        self.time = _placements_in_time(theory, loop)
+
+    def run(self) -> TurnSteps:
+        for step in self.steps:
+            if isinstance(step, Compute):
+                self._compute(step)
+            else:
+                self._communicate(step)
+        program = self.program
+        return TurnSteps(
+            before=tuple(self.before.steps),
+            turn=tuple(self.turn.steps),
+            after=tuple(self.after.steps),
+            stored=self.stored,
+            loss=None if program.loss is None else self._result(program.loss.tensor, program.loss.form),
+            outputs=tuple(self._result(r.tensor, r.form) for r in program.outputs),
+            buffers=tuple(self._result(r.tensor, r.form) for r in program.buffers),
+            gradients=tuple(self._result(r.tensor, r.form) for r in program.gradients),
+            read=tuple(self.turn.taken),
+            leaving=tuple(self.leaving),
+            carried=tuple(self.carried),
+        )
+
+    def _compute(self, step: Compute) -> None:
+        instruction = self.graph.instructions[step.instruction]
+        if instruction.is_source:
+            (tensor,) = instruction.outputs
+            self.stored[tensor] = step.row.post[0]
+            self.before.have[(tensor, REPLICATE, step.row.post[0])] = None
+            return
+        phase = self.loop.phases[step.instruction]
+        self._append(self._part(phase), Both(step.instruction, self.loop.rows[step.instruction], step.row))
+
+    def _communicate(self, step: Communicate) -> None:
+        tensor, time = step.tensor, self.time[step.tensor]
+        if time == REPLICATE:
+            part = self._part(self.loop.phases[self.graph.producers[tensor]])
+        elif time == PARTIAL and tensor in self.in_time and not self._is_read_on(step):
+            part, time = self.after, REPLICATE
+        else:
+            part = self.turn
+        self._append(part, InsideCollective(tensor, time, step.kind, step.source, step.target))
+
+    def _is_read_on(self, step: Communicate) -> bool:
+        """Whether the loop reads what a collective gives."""
+        return any(tensor == step.tensor and form != step.source for tensor, form in self.read_in_loop)
+
+    def _append(self, part: _Part, step: NestedStep) -> None:
+        for key in reads_of(self.graph, step):
+            self._need(part, key)
+        part.steps.append(step)
+        if isinstance(step, Both):
+            part.have.update((key, None) for key in written_by(self.graph, step) if key[0] >= 0)
+        else:
+            assert isinstance(step, InsideCollective)
+            part.have[(step.tensor, step.outer, step.target)] = None
+
+    def _part(self, phase: str) -> _Part:
+        return {"before": self.before, "in": self.turn, "after": self.after}[phase]
+
+    def _need(self, part: _Part, key: Key) -> None:
+        """Let a value be there in a part: one of its own, or one of an earlier part that is handed on."""
+        if provider(part.have, key) is not None:
+            return
+        if part is self.turn:
+            self._take(part, self._gathered(key))
+        elif part is self.after:
+            tensor, _, inner = key
+            time = self.in_time.get(tensor)
+            base = None if time is None else provider(self.turn.have, (tensor, time, inner))
+            if base is not None:
+                self.leaving[base] = None
+                part.have[(tensor, REPLICATE, base[2])] = None
+            else:
+                self._carry(part, key)
+        else:
+            raise self._absent(key)
+
+    def _take(self, part: _Part, key: Key) -> None:
+        base = provider(self.before.have, key)
+        if base is None:
+            raise self._absent(key)
+        part.have[base] = None
+        if base not in self.constants:
+            part.taken[base] = None
+
+    def _carry(self, part: _Part, key: Key) -> None:
+        base = provider(self.before.have, key)
+        if base is None:
+            raise self._absent(key)
+        part.have[base] = None
+        if base not in self.constants:
+            self.carried[base] = None
+
+    def _gathered(self, key: Key) -> Key:
+        """A value that the loop reads of what is there before it; one that is divided on the devices in another way
+        is gathered first."""
+        if provider(self.before.have, key) is not None:
+            return key
+        tensor = key[0]
+        whole = (tensor, REPLICATE, REPLICATE)
+        for _, _, inner in [k for k in self.before.have if k[0] == tensor and is_sharded(k[2])]:
+            kind = kinds_between("shard", "replicated")[0]
+            self._append(self.before, InsideCollective(tensor, REPLICATE, kind, inner, REPLICATE))
+            return whole
+        return key
+
+    def _result(self, tensor: int, form: Placement) -> Key:
+        """Where a result is: after the loop, or, of one that is joined, in each micro-batch."""
+        time = self.in_time.get(tensor)
+        if time is not None and is_sharded(time):
+            base = provider(self.turn.have, (tensor, time, form))
+            if base is None:
+                raise self._absent((tensor, time, form))
+            self.leaving[base] = None
+            return base
+        key = (tensor, REPLICATE, form)
+        self._need(self.after, key)
+        return key
+
+    def _absent(self, key: Key) -> PlanError:
+        name = self.graph.tensors[key[0]].name
+        return PlanError(f"a step in micro-batches reads {name}, which is not there in that placement")
+
+
+def _placements_in_time(theory: Theory, loop: Loop) -> dict[int, Placement]:
+    """Of each tensor: REPLICATE where it is there outside of the loop."""
+    placements: dict[int, Placement] = {c.tensor: REPLICATE for c in theory.graph.constants}
+    for instruction, row, phase in zip(theory.graph.instructions, loop.rows, loop.phases, strict=True):
+        post: Iterable[Placement] = row.post if phase == "in" else [REPLICATE] * len(instruction.outputs)
+        placements.update((t, p) for t, p in zip(instruction.outputs, post, strict=True) if t >= 0)
+    return placements

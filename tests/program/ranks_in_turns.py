@@ -1,0 +1,137 @@
+"""A step in micro-batches on all ranks, simulated, beside one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from workbench import CPU, randomness
+
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.runtime import Runtime
+from hetspmd.dist.simulated_world import run_ranks
+from hetspmd.lower.turns import LocalTurns, lower_turns
+from hetspmd.placement import is_sharded
+from hetspmd.program.layout import Region
+from hetspmd.program.level_layout import RankPlace
+from hetspmd.program.levels import Key
+from hetspmd.program.lengths import Lengths
+from hetspmd.program.micro_batches import Loop
+from hetspmd.program.program import Program
+from hetspmd.program.schedule import Schedule
+from hetspmd.program.turn_layout import TurnLayout, turn_lengths
+from hetspmd.program.turn_steps import turn_steps
+from hetspmd.rules.theory import Theory
+from hetspmd.verify.comparison import largest_error
+from hetspmd.verify.reference import ReferenceResult
+
+Pieces = list[tuple[tuple[Region, ...], torch.Tensor]]
+"""Parts of a tensor: slices one of the other, and what lies there."""
+
+
+def error_in_turns(
+    theory: Theory,
+    program: Program,
+    schedule: Schedule,
+    loop: Loop,
+    lengths: Lengths,
+    parts: Sequence[float],
+    model: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    want: ReferenceResult,
+) -> float:
+    """The largest relative error of what any rank has after one step."""
+    steps = turn_steps(theory, program, schedule, loop)
+    layout = TurnLayout(theory, turn_lengths(theory, loop.axes, parts), lengths)
+
+    def body(communicator: Communicator) -> tuple[dict[str, torch.Tensor], dict[str, Pieces]]:
+        local = lower_turns(steps, layout, communicator.rank, CPU)
+        return _step(theory, local, Runtime(communicator, randomness(communicator.rank)), model, inputs)
+
+    graph = theory.graph
+    whole = _expected(theory, want)
+    worst, pieces = 0.0, {}
+    for rank, (values, joined) in enumerate(run_ranks(lengths.world, body)):
+        expected = {}
+        for name, value in values.items():
+            key = _key_of(steps, graph, name)
+            expected[name] = _slice(whole[name], layout.regions(key, RankPlace(0, rank)))
+            assert expected[name].shape == value.shape, name
+        peak = {"peak": max(t.abs().max() for t in whole.values())}
+        worst = max(worst, largest_error({**values, **peak}, {**expected, **peak}, 1e-9)[0])
+        for name, parts_of in joined.items():
+            pieces.setdefault(name, []).extend(parts_of)
+    for name, parts_of in pieces.items():
+        got = torch.full_like(whole[name], torch.nan)
+        for regions, value in parts_of:
+            _slice(got, regions).copy_(value)
+        worst = max(worst, largest_error({name: got}, {name: whole[name]}, 1e-9)[0])
+    return worst
+
+
+def _slice(value: torch.Tensor, regions: Sequence[Region]) -> torch.Tensor:
+    for region in regions:
+        value = value.narrow(region.dim, region.start, region.extent)
+    return value
+
+
+def _expected(theory: Theory, want: ReferenceResult) -> dict[str, torch.Tensor]:
+    whole = {f"output {i}": want.outputs[o.tensor] for i, o in enumerate(_tensors(theory))}
+    if want.loss is not None:
+        whole["loss"] = want.loss
+    return whole | want.gradients | {f"new {n}": v for n, v in (want.buffers | want.parameters).items()}
+
+
+def _tensors(theory: Theory) -> list[Any]:
+    return [o for o in theory.graph.outputs if o.tensor is not None]
+
+
+def _key_of(steps: Any, graph: Any, name: str) -> Key:
+    if name == "loss":
+        return steps.loss
+    if name.startswith("output "):
+        return steps.outputs[int(name.removeprefix("output "))]
+    if name.startswith("new "):
+        names = [h.name for h in graph.holders if h.updated is not None]
+        return steps.buffers[names.index(name.removeprefix("new "))]
+    return steps.gradients[[p.name for p in graph.parameters if p.gradient is not None].index(name)]
+
+
+def _step(
+    theory: Theory, local: LocalTurns, runtime: Runtime, model: nn.Module, inputs: Sequence[torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, Pieces]]:
+    graph, steps, layout = theory.graph, local.steps, local.layout
+    rank = runtime.communicator.rank
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    given = []
+    for p in graph.parameters:
+        key = (p.tensor, 0, steps.stored.get(p.tensor, 0))
+        given.append(_slice(parameters[p.name].detach(), layout.regions(key, RankPlace(0, rank))))
+    given += [buffers[b.name] for b in graph.buffers] + [*inputs]
+    if graph.tangent is not None:
+        meta = graph.tensors[graph.tangent]
+        given.append(torch.ones(meta.shape, dtype=getattr(torch, meta.dtype)))
+    joined: dict[str, Pieces] = {}
+    with torch.no_grad():
+        there = local.before(runtime, *given)
+        read, carried = there[: len(steps.read)], there[len(steps.read) :]
+        sums: dict[Key, torch.Tensor] = {}
+        for turn, graph_of_turn in enumerate(local.turns):
+            for key, value in zip(steps.leaving, graph_of_turn(runtime, *read), strict=True):
+                if is_sharded(key[1]):
+                    regions = layout.regions(key, RankPlace(turn, rank))
+                    for index, output in enumerate(steps.outputs):
+                        if output == key:
+                            joined.setdefault(f"output {index}", []).append((regions, value))
+                else:
+                    sums[key] = sums[key] + value if key in sums else value
+        loss, outputs, updated, gradients = local.after(runtime, *carried, *sums.values())
+    values: dict[str, torch.Tensor] = {} if loss is None else {"loss": loss}
+    whole = [i for i, key in enumerate(steps.outputs) if not is_sharded(key[1])]
+    values |= {f"output {i}": value for i, value in zip(whole, outputs, strict=True)}
+    holders = [h.name for h in graph.holders if h.updated is not None]
+    values |= {f"new {name}": value for name, value in zip(holders, updated, strict=True)}
+    names = [p.name for p in graph.parameters if p.gradient is not None]
+    return values | dict(zip(names, gradients, strict=True)), joined
