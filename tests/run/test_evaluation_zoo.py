@@ -19,12 +19,6 @@ EXAMPLES = ("bert_moe",)
 """Those that the zoo does not have."""
 TWO = cluster(3, 1)
 """Ranks are threads here, and each of them traces by itself: only quick models have four."""
-DEEP = {
-    "densenet121", "efficientnet-b0", "googlenet", "gru", "lstm", "mnasnet", "mobilenet-v2", "regnet", "resnet50",
-    "shufflenet", "swin",
-}  # fmt: skip
-"""Whose steps take long to compile: they take no training step in another setting, whose plans are the dearest."""
-
 QUICK = {"gpt2", "unet", "dlrm"}
 NAMES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
@@ -76,16 +70,16 @@ def checked(name: str, dims: tuple[int, ...], *kinds: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_along_dim_0(name: str) -> None:
-    checked(name, (0,), "evaluation", "one row", *(() if name in DEEP else ("another batch",)))
+    checked(name, (0,), "evaluation", "one row", "another batch")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_along_dim_1(name: str) -> None:
-    checked(name, (1,), "evaluation", "one row", *(() if name in DEEP else ("frozen parts",)))
+    checked(name, (1,), "evaluation", "one row", "frozen parts")
 
 
 @pytest.mark.parametrize("dims", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("name", [n for n in NAMES if n.values[0] not in DEEP])
+@pytest.mark.parametrize("name", NAMES)
 def test_autocast(name: str, dims: tuple[int, int]) -> None:
     model, example, loss = built(name, torch.float32)
 
