@@ -245,10 +245,10 @@ def test_sums_floors_and_permutations_agree(seed: int) -> None:
     ones = model.even_shares(np.ones(3))
     first = model.triples.signature[model.triples.offset[:-1]]
     assert model.alone() == pytest.approx(model.seconds(first, ones).sum(axis=0))
-    # No choice of rows, each at any ratios, is below the floor.
+    # No choice of rows, each at any ratios, is below the bound.
     for ratios in ((0.5, 0.2, 0.3), (0.0, 1.0, 0.0), (0.1, 0.6, 0.3)):
         costs = model.row_costs(lengths_for(theory.axes, ratios))
-        assert model.floor() <= sum(float(np.min(c)) for c in costs) * (1 + 1e-9)
+        assert model.lower_bound() <= sum(float(np.min(c)) for c in costs) * (1 + 1e-9)
 
 
 def test_ratios_and_sensitivities_follow_measured_ops() -> None:

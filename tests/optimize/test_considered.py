@@ -10,7 +10,7 @@ import torch
 import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network, virtual_device
-from hetspmd.optimize.considered import instead, kept, one_taken, ways_taken
+from hetspmd.optimize.considered import instead, one_taken, ways_taken, with_other_way
 from hetspmd.plan.reports import Considered
 from hetspmd.report.candidates import candidates_text
 from memory_cases import stack
@@ -59,10 +59,10 @@ def test_what_is_faster_than_the_one_that_was_asked_for_is_not_slower() -> None:
 def test_the_first_way_is_kept_with_what_it_was_compared_with() -> None:
     first = (one(3.0, "taken", "first"), one(4.0, "slower"))
     second = (one(2.0, "taken", "second"), one(3.0, "slower", "first"), one(4.0, "slower"))
-    found = kept(first, second, {})
+    found = with_other_way(first, second, {})
     assert [c.reason for c in found] == ["first", "second", "slower 4.0"]
     assert verdicts(found) == {"first": "taken", "second": "slower", "slower 4.0": "slower"}
-    short = kept(first, second, {1: 7})
+    short = with_other_way(first, second, {1: 7})
     assert verdicts(short) == {"first": "taken", "second": "memory", "slower 4.0": "slower"}
     assert next(c for c in short if c.reason == "second").lacking == ((1, 7),)
 

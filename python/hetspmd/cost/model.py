@@ -166,7 +166,7 @@ class CostModel(Moves):
         seconds: Array = self.whole().sum(axis=0)
         return seconds
 
-    def floor(self) -> float:
+    def lower_bound(self) -> float:
         """Seconds that no program on these devices undercuts, whatever its shares and its collectives.
 
         With weights ``w_j`` in proportion to the devices' speeds ``1 / alone_j``, the slowest device of each

@@ -242,7 +242,7 @@ class StageSeconds:
         return self.compute + self.communication
 
     @property
-    def floor(self) -> float:
+    def lower_bound(self) -> float:
         """Of a step in any order of the same work: a device computes and the stream carries one thing at a time."""
         return max(*self.per_device, self.communication - self.saved)
 

@@ -24,7 +24,7 @@ from hetspmd.errors import HetspmdError, InfeasibleError, MemoryLimitError, Sear
 from hetspmd.optimize.alternation import nearest
 from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.compile_options import Machines, Segments
-from hetspmd.optimize.considered import kept, ways_taken
+from hetspmd.optimize.considered import ways_taken, with_other_way
 from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import Outcome, candidate_at, synthesize
@@ -138,7 +138,10 @@ def segments_across(
     longer = other.best.seconds + own.seconds >= one
     missed = {rank: missing for rank, (missing, _) in lacking(ctx.cluster, own).items()}
     if missed or (segments == "auto" and longer):
-        return ctx, (replace(outcome, considered=kept(outcome.considered, other.considered, missed)), inside)
+        return ctx, (
+            replace(outcome, considered=with_other_way(outcome.considered, other.considered, missed)),
+            inside,
+        )
     return synthesis, (replace(other, baselines={"one_segment": one}), own)
 
 

@@ -52,14 +52,14 @@ def prefetched(
 ) -> list[Candidate]:
     """Candidates like ``best`` with parameters stored in shards, and such as they, it and the best of
     ``candidates`` with gathers further ahead, on the same devices."""
-    if costs.world == 1 or best.seconds * (1 - ctx.thresholds.hidden_gain) <= best.stages.floor:
+    if costs.world == 1 or best.seconds * (1 - ctx.thresholds.hidden_gain) <= best.stages.lower_bound:
         return []
     derived = list(_derived(ctx, costs, best))
     most = best.seconds * (1 + ctx.thresholds.near_best_prefetch)
     near = [
         c
         for c in (best, *derived, *candidates)
-        if c.stages.floor < best.seconds and c.seconds <= most and c.fits
+        if c.stages.lower_bound < best.seconds and c.seconds <= most and c.fits
     ]
     near.sort(key=lambda candidate: candidate.seconds)
     different = _different(near)[: ctx.thresholds.prefetch_candidates]

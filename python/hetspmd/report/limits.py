@@ -56,15 +56,15 @@ def limits(plan: Plan) -> StepLimits:
     return StepLimits(elasticities, fractional, whole / fractional - 1 if fractional > 0 else 0.0)
 
 
-def limits_text(plan: Plan, found: StepLimits) -> str:
+def limits_text(plan: Plan, limits: StepLimits) -> str:
     """For people: what would gain most, and what whole units cost."""
-    shown = [(s.gain, s) for s in found.sensitivities if s.gain is not None and s.gain >= _SHOWN_GAIN]
+    shown = [(s.gain, s) for s in limits.sensitivities if s.gain is not None and s.gain >= _SHOWN_GAIN]
     shown.sort(key=lambda entry: -entry[0])
     lines = [f"  {sentence(plan, s)} would gain {100 * gain:.1f} %" for gain, s in shown[:_MOST_LINES]]
     if not lines:
         lines = ["  no single speed: 10 % more of any gains less than 0.05 %"]
-    if found.fractional_seconds > 0:
-        verb, loss = ("cost", found.loss) if found.loss >= 0 else ("save", -found.loss)
+    if limits.fractional_seconds > 0:
+        verb, loss = ("cost", limits.loss) if limits.loss >= 0 else ("save", -limits.loss)
         lines.append(f"  whole units {verb} {100 * loss:.1f} %")
     return "What limits the step\n" + "\n".join(lines)
 
@@ -80,12 +80,12 @@ def sentence(plan: Plan, of: Sensitivity) -> str:
     return f"{100 * THRESHOLDS.better_quantity:.0f} % {more} {name} on {', '.join(kinds)} ({where})"
 
 
-def limits_document(found: StepLimits) -> dict[str, Any]:
+def limits_document(limits: StepLimits) -> dict[str, Any]:
     """The keys ``sensitivity`` and ``lengths`` of the JSON document."""
     return {
         "sensitivity": [
             {"quantity": s.quantity, "ranks": list(s.ranks), "elasticity": s.elasticity, "gain": s.gain}
-            for s in found.sensitivities
+            for s in limits.sensitivities
         ],
-        "lengths": {"fractional_seconds": found.fractional_seconds, "loss": found.loss},
+        "lengths": {"fractional_seconds": limits.fractional_seconds, "loss": limits.loss},
     }
