@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network, virtual_device
 from hetspmd.optimize.considered import instead, one_taken, ways_taken, with_other_way
 from hetspmd.plan.reports import Considered
-from hetspmd.report.candidates import candidates_text
+from hetspmd.report.candidates import candidates_document, candidates_text
 from memory_cases import stack
 
 
@@ -79,3 +80,45 @@ def test_verdicts_across_machines() -> None:
     assert all(c.seconds <= best for c in plan.considered if c.verdict == "equal")
     assert all(c.seconds > best for c in plan.considered if c.reason.startswith("single"))
     assert "as fast" not in candidates_text(plan)
+
+
+def test_numbers_say_whether_they_are_of_ranks_or_of_machines() -> None:
+    model, example = stack(dtype=torch.float64)
+    each = Device("n", {"default": 1e10}, memory_bandwidth=1e11)
+    machine = virtual_device(each, 2, Network(1e9, 1e-5))
+    for bandwidth, across in ((1e8, True), (1e10, False)):
+        cluster = Cluster((machine, machine), Network(bandwidth, 1e-5))
+        plan = hetspmd.compile(model, example, cluster)
+        assert (plan.inside is not None) == across
+        lines = candidates_text(plan).splitlines()
+        machines = [line for line in lines if "virtual devices: " in line]
+        ranks = [line for line in lines if "single accelerators: " in line]
+        assert len(machines) + len(ranks) == len(plan.considered)
+        assert all(("all machines" if across else "machines 0, 1") in line for line in machines[:-1])
+        assert "machine 0 " in machines[-1]
+        assert all(" all ranks " in line for line in ranks[:-1])
+        assert " rank 0 " in ranks[-1]
+        numbered = {d["reason"].partition(": ")[0]: d["numbered"] for d in candidates_document(plan)}
+        assert numbered == {"virtual devices": "machine", "single accelerators": "rank"}
+        assert ("on n (machines 0, 1)" in str(plan)) == across
+        assert ("\n  machine  device" in str(plan)) == across
+        short = replace(plan, considered=(one(1.0, "taken"), short_of_memory(plan.considered[0])))
+        assert f"{'machine' if across else 'rank'} 1 lacks 4 KiB" in candidates_text(short)
+
+
+def short_of_memory(candidate: Considered) -> Considered:
+    return replace(candidate, verdict="memory", lacking=((0, 2048), (1, 4096)))
+
+
+def test_machines_alone_and_single_devices_are_numbered_too() -> None:
+    model, example = stack(dtype=torch.float64)
+    each = Device("n", {"default": 1e10}, memory_bandwidth=1e11)
+    machine = virtual_device(each, 2, Network(1e9, 1e-5))
+    cluster = Cluster((machine, machine), Network(1e8, 1e-5))
+    text = candidates_text(hetspmd.compile(model, example, cluster, machines="virtual"))
+    assert "all machines" in text
+    assert "machine 0 " in text
+    assert "rank" not in text
+    text = candidates_text(hetspmd.compile(model, example, Cluster((each, each), Network(1e8, 1e-5))))
+    assert " all " in text
+    assert "machine" not in text

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hetspmd.cluster.machines import device_word, devices_text
 from hetspmd.cost.step import idle_seconds, step_cost
 from hetspmd.errors import ConstraintError, InfeasibleError, SearchError
 from hetspmd.placement import REPLICATE, Placement, is_sharded, shard
@@ -121,17 +122,17 @@ def _chosen(plan: Plan, name: str, tensor: int) -> Placement | None:
 def _notes(
     plan: Plan, chosen: Placement | None, alternatives: list[Alternative], asked: bool
 ) -> tuple[str, ...]:
+    word = device_word(plan.cluster)
     added = 0.0 if plan.inside is None else plan.inside.seconds
     own = seconds_text(plan.cost.step_seconds - added)
     notes = [f"step: in the simulation, where this plan takes {own}"]
     if plan.inside is not None:
         notes[0] += f"; what goes on inside machines, which adds {seconds_text(added)} to it, is left out"
     if len(plan.active) == 1 and plan.world > 1:
-        notes.append(
-            f"only rank {plan.active[0]} is active: nothing is divided, so the form makes no difference"
-        )
+        only = devices_text(word, plan.active)
+        notes.append(f"only {only} is active: nothing is divided, so the form makes no difference")
     elif plan.idle:
-        notes.append(f"on the active devices; idle: {', '.join(f'rank {r}' for r in plan.idle)}")
+        notes.append(f"on the active devices; idle: {devices_text(word, plan.idle)}")
     costs = {a.form: a.seconds for a in alternatives if a.seconds is not None}
     if chosen is not None and not asked and chosen in costs:
         least = min(costs.values())

@@ -29,7 +29,7 @@ from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import Outcome, candidate_at, synthesize
 from hetspmd.plan.plan import Plan
-from hetspmd.plan.reports import Inside
+from hetspmd.plan.reports import SINGLE_ACCELERATORS, VIRTUAL_DEVICES, Inside
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import by_segment, lengths_for
 from hetspmd.program.level_layout import LevelLayout
@@ -80,8 +80,8 @@ def cheaper(
         baselines={**side_by_side.baselines, **best.baselines, **others},
         over_memory=side_by_side.over_memory,
         considered=ways_taken(
-            {"single accelerators": side_by_side, "virtual devices": virtual},
-            "virtual devices" if best is virtual else "single accelerators",
+            {SINGLE_ACCELERATORS: side_by_side, VIRTUAL_DEVICES: virtual},
+            VIRTUAL_DEVICES if best is virtual else SINGLE_ACCELERATORS,
         ),
     )
 
@@ -106,7 +106,7 @@ def step_across(ctx: Synthesis) -> Step:
         missed = lacking(ctx.cluster, inside)
         if not missed:
             return outcome, inside
-        nearest_one = nearest(nearest_one, MemoryLimitError(missed, names))
+        nearest_one = nearest(nearest_one, MemoryLimitError(missed, names, "machine"))
         devices = list(tight.cluster.devices)
         for rank, (missing, capacity) in missed.items():
             device = devices[rank]

@@ -56,8 +56,8 @@ def segmented(theory: Theory, segments: Sequence[int]) -> Theory:
 
 def segments_like(graph: Graph, segmented: Graph) -> tuple[int, ...]:
     """The segments of ``graph``, of the same model as ``segmented``, which has some: parameters and modules are
-    where they are there. What tells no module (a forward that is traced alone) is where the parameter that it reads is,
-    or where what ran before it is."""
+    where they are there. An instruction that tells no module (of a forward that is traced alone) is where the
+    parameter that it reads is, or where what ran before it is."""
     votes: dict[str, dict[int, int]] = {}
     for instruction, segment in zip(segmented.instructions, segmented.segments, strict=True):
         if not instruction.is_source and instruction.source:

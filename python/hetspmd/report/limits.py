@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hetspmd.cluster.machines import device_word, devices_text
 from hetspmd.plan.plan import Plan
 from hetspmd.ratios.problem import Room
 from hetspmd.ratios.ratio_thresholds import THRESHOLDS
@@ -70,13 +71,12 @@ def limits_text(plan: Plan, limits: StepLimits) -> str:
 
 
 def sentence(plan: Plan, of: Sensitivity) -> str:
-    """``10 % more FLOP/s on large (rank 0)``."""
+    """``10 % more FLOP/s on large (rank 0)``; across machines their numbers are called so."""
     name, more = _NAMES[of.quantity], "more" if QUANTITIES[of.quantity] < 0 else "less"
     if not of.ranks:
         return f"{100 * THRESHOLDS.better_quantity:.0f} % {more} {name}"
     kinds = dict.fromkeys(plan.cluster.devices[rank].name for rank in of.ranks)
-    ranks = ", ".join(map(str, of.ranks))
-    where = f"rank {ranks}" if len(of.ranks) == 1 else f"ranks {ranks}"
+    where = devices_text(device_word(plan.cluster), of.ranks)
     return f"{100 * THRESHOLDS.better_quantity:.0f} % {more} {name} on {', '.join(kinds)} ({where})"
 
 
