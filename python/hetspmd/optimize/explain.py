@@ -4,8 +4,8 @@ For each form that a parameter, an input or an output could have, a search const
 devices and at its lengths, gives the least cost of any program that has it, and a lower bound. The difference to
 the best of them is what the form would cost. These costs are the search's own: seconds of all computations and
 collectives, added up. Beside them stands the step of the found program in the two-stream simulation, by which
-plans are chosen; it counts only the slowest device of a stage, and what idle devices are sent. Of a plan across
-machines it is theirs, without what their accelerators add.
+plans are chosen, with gathers as far ahead as is best for this program; it counts only the slowest device of a
+stage, and what idle devices are sent. Of a plan across machines it is theirs, without what their accelerators add.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from hetspmd.cluster.machines import device_word, devices_text
-from hetspmd.cost.step import idle_seconds, step_cost
+from hetspmd.cost.step import StepModel, idle_seconds
 from hetspmd.errors import ConstraintError, InfeasibleError, SearchError
+from hetspmd.optimize.prefetch import best_distance
+from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.placement import REPLICATE, Placement, is_sharded, shard
 from hetspmd.plan.explanation import EQUAL, Alternative, Explanation, seconds_text
 from hetspmd.plan.plan import Plan
 from hetspmd.program.program import Compute, Program
 from hetspmd.search.constraints import Constraints, named_tensors, nearest, resolve
+from hetspmd.search.memory_limits import capacities
 from hetspmd.search.search import Limits, search
 from hetspmd.search.space import search_space
 
@@ -87,9 +92,22 @@ def _alternative(
         return Alternative(form, None, None, reason="none found within the limits")
     program = _outputs_as_in(plan, best.program, tensor) if plan.idle else best.program
     idle = idle_seconds(plan.graph, program, plan.cluster, plan.active)
-    distance = plan.schedule.prefetch_distance
-    step = step_cost(plan.costs, program, plan.lengths, idle=idle, prefetch_distance=distance)
-    return Alternative(form, best.cost, best.lower_bound, step.step_seconds)
+    seconds = _step_seconds(plan, StepModel(plan.costs, program, idle=idle))
+    return Alternative(form, best.cost, best.lower_bound, seconds)
+
+
+def _step_seconds(plan: Plan, step: StepModel) -> float:
+    """Seconds of a step at the plan's lengths, with gathers as far ahead as is best for it: one group, or as the
+    plan, or further."""
+    capacity = capacities(plan.costs)
+
+    def fits(distance: int) -> bool:
+        return bool((np.array(step.prefetching(distance).held(plan.lengths).peaks) <= capacity).all())
+
+    distances = {best_distance(step, plan.lengths, THRESHOLDS, fits)}
+    if fits(plan.schedule.prefetch_distance):
+        distances.add(plan.schedule.prefetch_distance)
+    return min(step.prefetching(distance).cost(plan.lengths).step_seconds for distance in distances)
 
 
 def _outputs_as_in(plan: Plan, program: Program, but: int) -> Program:
