@@ -10,7 +10,16 @@ from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Considered
 
-__all__ = ["LeftOut", "among", "instead", "one_taken", "verdicts", "ways_taken", "with_other_way"]
+__all__ = [
+    "LeftOut",
+    "among",
+    "instead",
+    "one_taken",
+    "taken_instead",
+    "verdicts",
+    "ways_taken",
+    "with_other_way",
+]
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,20 @@ def instead(
         for c in considered
     ]
     return _ordered([taken, *_lost(others, verdict)])
+
+
+def taken_instead(considered: Iterable[Considered], candidate: Candidate) -> tuple[Considered, ...]:
+    """The candidates with this one of them taken, which was not the fastest but is the best."""
+    seconds = candidate.seconds
+    own = Considered(
+        reason=candidate.reason, active=candidate.active, seconds=seconds, simulated=True, verdict="taken"
+    )
+    others = [
+        c
+        for c in considered
+        if (c.reason, c.active) != (own.reason, own.active) or (c.simulated and c.seconds != seconds)
+    ]
+    return instead(others, own)
 
 
 def with_other_way(

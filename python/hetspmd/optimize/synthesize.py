@@ -47,6 +47,7 @@ class Outcome:
     iterations   the rounds that led to the best candidate
     over_memory  the baselines that do not fit the devices' memory
     considered   all candidates, each with why it was not taken
+    candidates   the same, but for devices that were left out, as they are
     """
 
     best: Candidate
@@ -54,6 +55,7 @@ class Outcome:
     iterations: tuple[Iteration, ...]
     over_memory: tuple[str, ...] = ()
     considered: tuple[Considered, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
         iterations=tuple(iterations),
         over_memory=tuple(over),
         considered=considered,
+        candidates=tuple(tried),
     )
 
 
