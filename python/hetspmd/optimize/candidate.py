@@ -156,7 +156,7 @@ def best_of(ctx: Synthesis, candidates: Iterable[Candidate]) -> Candidate | None
     best: Candidate | None = None
     with ctx.clock("balance"):
         for candidate in candidates:
-            if best is not None and candidate.stages.floor > best.seconds:
+            if best is not None and candidate.stages.lower_bound > best.seconds:
                 continue
             if candidate.fits and (best is None or is_better(candidate, best)):
                 best = candidate

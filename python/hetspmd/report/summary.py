@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hetspmd.cluster.collective_kinds import KINDS
+from hetspmd.cluster.machines import device_word
 from hetspmd.codec.quantities import quantity_text
 from hetspmd.codec.tables import counted, shortened, table
 from hetspmd.cost.step import idle_seconds
@@ -43,7 +44,7 @@ def _cluster(plan: Plan) -> str:
 
 
 def _devices(plan: Plan) -> str:
-    cost = plan.cost
+    cost, word = plan.cost, device_word(plan.cluster)
     several = plan.segment_shares if len(plan.ratios) > 1 else ()
     rows = [
         [
@@ -57,7 +58,7 @@ def _devices(plan: Plan) -> str:
         for rank, (device, share) in enumerate(zip(plan.cluster.devices, plan.shares, strict=True))
     ]
     names = [f"segment {s}" for s in range(len(several))]
-    header = ["rank", "device", "share", *names, "computes", "peak memory"]
+    header = [word, "device", "share", *names, "computes", "peak memory"]
     text = "Sharding ratios\n" + table(header, rows, right=tuple(range(2, len(header))))
     for s, (first, last) in enumerate(segment_modules(plan.graph)[: len(several)]):
         text += f"\n  segment {s}: {first or 'the model'} to {last or 'the model'}"
@@ -69,7 +70,7 @@ def _devices(plan: Plan) -> str:
         )
     for rank, (device, needed) in enumerate(zip(plan.cluster.devices, cost.memory_bytes, strict=True)):
         if needed > device.memory:
-            text += f"\n  rank {rank} needs {_bytes(needed)} and has {_bytes(device.memory)}"
+            text += f"\n  {word} {rank} needs {_bytes(needed)} and has {_bytes(device.memory)}"
     return text
 
 

@@ -46,7 +46,7 @@ class _Look:
 
     held: tuple[int, ...]
     alive: tuple[int, ...]
-    found: int
+    untrained_reads: int
     modules: tuple[int, ...]
 
 
@@ -100,7 +100,7 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
     held = tuple(len(group["params"]) for group in optimizer.param_groups)
     alive = tuple(id(module) for module in living())
     last, times = _CHECKED.get(optimizer), times_found()
-    if last is not None and (last.held, last.alive, last.found) == (held, alive, times):
+    if last is not None and (last.held, last.alive, last.untrained_reads) == (held, alive, times):
         return
     refuse_untrained(optimizer, _parameters(optimizer))
     registry = {key: place for key, place in places().items() if place.module.everyone.world > 1}
@@ -121,14 +121,14 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _check(
-    optimizer: torch.optim.Optimizer, known: Mapping[int, ParameterPlace], mine: list[ParameterPlace]
+    optimizer: torch.optim.Optimizer, registry: Mapping[int, ParameterPlace], mine: list[ParameterPlace]
 ) -> None:
     """Raise OptimizerError, on every rank alike, if the optimizer cannot step these parameters."""
     problem = ""
     try:
         for one in (optimizer, *_wrappers(optimizer)):
-            problem = problem or _problem(one, optimizer.param_groups, known)
-        cut_whole_state(optimizer, known)
+            problem = problem or _problem(one, optimizer.param_groups, registry)
+        cut_whole_state(optimizer, registry)
     except OptimizerError as error:
         problem = problem or str(error)
     for module in {id(place.module): place.module for place in mine}.values():
@@ -171,7 +171,7 @@ def _look_again(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _problem(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], known: Mapping[int, ParameterPlace]
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], registry: Mapping[int, ParameterPlace]
 ) -> str:
     """Why the optimizer cannot step the parameters that lie in shards, "" if it can."""
     kind = type(optimizer)
@@ -181,7 +181,7 @@ def _problem(
     for group in groups:
         options = tuple((k, _class_of(v)) for k, v in group.items() if k not in ("params", "param_names"))
         for parameter in group["params"]:
-            place = known.get(id(parameter))
+            place = registry.get(id(parameter))
             layout = None if place is None else place.module.parameter_shards().get(place.name)
             if place is None or layout is None or not parameter.requires_grad:
                 continue

@@ -119,7 +119,7 @@ def load_full_optimizer_state_dict(
     optimizer.load_state_dict({**state_dict, "state": state})
 
 
-def cut_whole_state(optimizer: torch.optim.Optimizer, known: Mapping[int, ParameterPlace]) -> None:
+def cut_whole_state(optimizer: torch.optim.Optimizer, registry: Mapping[int, ParameterPlace]) -> None:
     """Cut to this rank's shards what state of sharded parameters is whole, in place.
 
     So it is of an optimizer that was made, stepped or loaded as on one device. Raises OptimizerError for state of
@@ -127,7 +127,7 @@ def cut_whole_state(optimizer: torch.optim.Optimizer, known: Mapping[int, Parame
     """
     for parameter, entries in list(optimizer.state.items()):
         if isinstance(parameter, torch.Tensor) and isinstance(entries, dict):
-            entries.update(_whole_parts(entries, parameter, known.get(id(parameter)), optimizer))
+            entries.update(_whole_parts(entries, parameter, registry.get(id(parameter)), optimizer))
 
 
 def _whole_parts(
@@ -153,7 +153,7 @@ def _whole_parts(
 def _cut_on_all(
     hap: ShardedModule,
     optimizer: torch.optim.Optimizer,
-    known: Mapping[int, ParameterPlace],
+    registry: Mapping[int, ParameterPlace],
     state: Mapping[Any, Any],
 ) -> dict[Any, Any]:
     """The ``state`` of this rank's shards. The optimizer's own is left as it is: one that was never stepped has no
@@ -163,7 +163,7 @@ def _cut_on_all(
         for index, parameter in enumerate(_parameters(optimizer)):
             if isinstance(entries := state.get(index), dict):
                 cut_state[index] = entries | _whole_parts(
-                    entries, parameter, known.get(id(parameter)), optimizer
+                    entries, parameter, registry.get(id(parameter)), optimizer
                 )
     except OptimizerError as error:
         problem = str(error)

@@ -44,11 +44,11 @@ class RunOptions:
     compile: bool | Mapping[str, Any] = False
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], named: Iterable[str]) -> tuple[Self, CompileOptions]:
+    def of(cls, options: Mapping[str, Any], named: Iterable[str]) -> tuple[Self, CompileOptions]:
         """The options of HAP as those of a run and those of a compilation.
 
         ``named``: the arguments that are named besides. Raises OptionError, with the nearest name, for one that
         there is not, and for a value that cannot be.
         """
-        own, compilation = parted(given, [field.name for field in fields(cls)], named)
+        own, compilation = parted(options, [field.name for field in fields(cls)], named)
         return cls(**own), compilation

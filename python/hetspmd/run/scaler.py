@@ -66,13 +66,13 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _shared(found: Found, parts: list[Owned], inv_scale: torch.Tensor) -> Found:
+def _shared(flags_of: Found, parts: list[Owned], inv_scale: torch.Tensor) -> Found:
     """What any rank has found. Raises CollectiveMismatchError, on every rank, unless all have the same scale."""
     for part in parts:
         if part.communicator.world == 1:
             continue
         own = torch.zeros(2, dtype=torch.float32, device=part.device)
-        for flag in found.values():
+        for flag in flags_of.values():
             own[0] += flag.to(part.device)
         own[1] = inv_scale.to(part.device)
         everyone = part.share("a GradScaler's unscale_ or step", tuple(sorted(part.names)), own)
@@ -86,5 +86,5 @@ def _shared(found: Found, parts: list[Owned], inv_scale: torch.Tensor) -> Found:
                 "rank, and load the same state_dict()"
             )
         shared = (flags.sum() > 0).to(torch.float32)
-        found[part.device] = torch.maximum(found.get(part.device, shared), shared.reshape(()))
-    return found
+        flags_of[part.device] = torch.maximum(flags_of.get(part.device, shared), shared.reshape(()))
+    return flags_of

@@ -221,9 +221,9 @@ class Sentry:
         finally:
             self.stand()
 
-    def _put(self, module: nn.Module, name: str, made: object) -> None:
-        self._set.append((module, name, made, module.__dict__.get(name)))
-        module.__dict__[name] = made
+    def _put(self, module: nn.Module, name: str, value: object) -> None:
+        self._set.append((module, name, value, module.__dict__.get(name)))
+        module.__dict__[name] = value
 
 
 def posts(model: nn.Module, shards: Mapping[str, LocalTensor], *, idle: bool) -> list[Post]:

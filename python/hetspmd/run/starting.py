@@ -39,12 +39,12 @@ def joined(group: dist.ProcessGroup | Communicator | None, ranks: int, timeout: 
     return communicator
 
 
-def device_for(model: nn.Module, given: torch.device | str | None) -> torch.device:
+def device_for(model: nn.Module, requested: torch.device | str | None) -> torch.device:
     """Where the model runs: on the device that was given, else where it lies. Raises DeviceError for a model that
     autocast would trace otherwise than it runs."""
     place = model_device(model)
     own = torch.device("cpu") if place.type == "meta" else place
-    device = own if given is None else torch.device(given)
+    device = own if requested is None else torch.device(requested)
     if place.type == "meta" and device.type != "cpu" and autocast_state(device.type):
         raise DeviceError(
             "a model on the meta device is traced as on the CPU, which autocasts other ops than "

@@ -58,8 +58,8 @@ def _with_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     return None
 
 
-def _is_closure(given: object) -> bool:
-    return callable(given) and not isinstance(given, torch.Tensor)
+def _is_closure(argument: object) -> bool:
+    return callable(argument) and not isinstance(argument, torch.Tensor)
 
 
 def _outside(closure: Callable[..., Any]) -> Callable[..., Any]:

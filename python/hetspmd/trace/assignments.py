@@ -115,10 +115,10 @@ class Assignments(TorchFunctionMode):
             "a buffer: self.register_buffer(name, torch.zeros(())) in __init__"
         )
 
-    def _without_generator(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _without_generator(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call that draws from torch's default generator, as those that name none do."""
-        arguments = {k: v for k, v in given.items() if not isinstance(v, torch.Generator)}
-        if any(v is not torch.default_generator for k, v in given.items() if k not in arguments):
+        arguments = {k: v for k, v in keywords.items() if not isinstance(v, torch.Generator)}
+        if any(v is not torch.default_generator for k, v in keywords.items() if k not in arguments):
             raise refuse_generator(here(self._model))
         return arguments
 

@@ -20,14 +20,14 @@ def check_kept(
     draft: Draft,
     inputs: Sequence[InputRole],
     outputs: Sequence[OutputRole],
-    kept: Mapping[int, str],
+    cached_outputs: Mapping[int, str],
     trained: Collection[str],
 ) -> list[OutputRole]:
-    """Take the outputs ``kept``, by their indices, out of a draft; returns the roles of the others.
+    """Take the outputs ``cached_outputs``, by their indices, out of a draft; returns the roles of the others.
 
     ``trained`` names the parameters that are. Raises TraceError for one that changes from step to step.
     """
-    if not kept:
+    if not cached_outputs:
         return list(outputs)
     written = {role.name for role in outputs if role.kind.endswith("_mutation")}
     changing = {
@@ -44,12 +44,12 @@ def check_kept(
     others = []
     results = []
     for value, role in zip(draft.results, outputs, strict=True):
-        if role.kind != "output" or role.index not in kept:
+        if role.kind != "output" or role.index not in cached_outputs:
             others.append(role)
             results.append(value)
         elif value in changing:
             raise TraceError(
-                f"{kept[role.index]} keeps its first result (functools.cache), a tensor that depends on "
+                f"{cached_outputs[role.index]} keeps its first result (functools.cache), a tensor that depends on "
                 f"{changing[value]}: one device computes it once, and a plan would in every step. Leave the cache "
                 "out where it has to follow, or compute it once before the model is wrapped and keep it with "
                 "register_buffer"

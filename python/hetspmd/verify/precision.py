@@ -35,11 +35,11 @@ __all__ = [
 ]
 
 
-def other_dtype(found: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """What ``found`` becomes where all floating-point numbers become ``dtype``."""
-    if found.is_complex:
+def other_dtype(original: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """What ``original`` becomes where all floating-point numbers become ``dtype``."""
+    if original.is_complex:
         return dtype.to_complex()
-    return dtype if found.is_floating_point else found
+    return dtype if original.is_floating_point else original
 
 
 def tensor_in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

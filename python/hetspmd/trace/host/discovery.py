@@ -33,7 +33,7 @@ def discover(roots: Roots) -> None:
             walk.kind(kind)
         if is_foreign(type(module).__module__):
             walk.layer(type(module))
-    for cls in roots.given:
+    for cls in roots.batch_classes:
         for kind in cls.__mro__:
             walk.kind(kind)
     walk.value(roots.loss)
@@ -97,7 +97,7 @@ class _Walk:
             return
         for value in list(vars(kind).values()):
             self._reader.visit(value)
-        self._reader.meet(kind, "", (), made=True)
+        self._reader.meet(kind, "", (), makes_objects=True)
 
     def _visited(self, function: FunctionType) -> None:
         self._names |= names_in(function.__code__)
@@ -133,7 +133,7 @@ class _Walk:
         if id(value) in self._seen or not answers(value):
             return
         if is_own(type(value).__module__):
-            self._reader.meet(type(value), "", (), made=True)
+            self._reader.meet(type(value), "", (), makes_objects=True)
         if is_scalar(value):
             return
         self._seen[id(value)] = value
@@ -141,7 +141,7 @@ class _Walk:
             self._reader.visit(value)
             return
         if isinstance(value, type):
-            self._reader.meet(value, "", (), made=True)
+            self._reader.meet(value, "", (), makes_objects=True)
         elif is_function(value):
             self._reader.visit(value)
             for _, part in bound_to(value):
@@ -157,7 +157,7 @@ class _Walk:
             for inner in value.children():
                 self.value(inner)
         if is_followed_kind(type(value)) and own_attributes(value) is not value:
-            self._reader.meet(type(value), "", (), made=True)
+            self._reader.meet(type(value), "", (), makes_objects=True)
             for part in list((members(value) or {}).values()):
                 self.value(part)
 

@@ -14,14 +14,16 @@ from hetspmd.trace.host.plain import tensors_in
 __all__ = ["kept_tensors"]
 
 
-def kept_tensors(model: nn.Module, made: Iterator[tuple[Any, Any, Any]]) -> dict[str, list[torch.Tensor]]:
+def kept_tensors(
+    model: nn.Module, cache_entries: Iterator[tuple[Any, Any, Any]]
+) -> dict[str, list[torch.Tensor]]:
     """Of functions, keys and results that a run has put into caches the tensors, by the function and its line.
 
     Left out are parameters, buffers and views of them, and what a call with a tensor gave, which no later call has.
     """
     own = {memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     by_function: dict[str, list[torch.Tensor]] = {}
-    for function, key, result in made:
+    for function, key, result in cache_entries:
         tensors = [tensor for tensor in tensors_in(result) if memory_of(tensor) not in own]
         if tensors and not tensors_in(
             key if isinstance(key, tuple) else [*key] if isinstance(key, list) else [key]

@@ -120,11 +120,11 @@ class Outside:
         for key in list(self._known):
             self._touch(key)
 
-    def _touch(self, known: int) -> None:
-        if known in self._touched:
+    def _touch(self, module_id: int) -> None:
+        if module_id in self._touched:
             return
-        self._touched.add(known)
-        followed, around = self._known[known]
+        self._touched.add(module_id)
+        followed, around = self._known[module_id]
         if around is not None:
             self._touch(id(around.of))
         root, path, module = followed.root, followed.path, followed.of

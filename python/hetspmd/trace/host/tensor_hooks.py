@@ -87,10 +87,10 @@ def _changing(hook: Callable[..., Any], line: str) -> Callable[..., Any]:
     """The hook, refused where it changes no gradient."""
 
     @wraps(hook, updated=())
-    def changing(*given: Any) -> Any:
-        gradients = [t for argument in given for t in tensors_in(argument)]
+    def changing(*arguments: Any) -> Any:
+        gradients = [t for argument in arguments for t in tensors_in(argument)]
         before = [gradient._version for gradient in gradients]
-        changed = hook(*given)
+        changed = hook(*arguments)
         in_place = before != [gradient._version for gradient in gradients]
         if not in_place and all(any(same_content(t, g) for g in gradients) for t in tensors_in(changed)):
             raise TraceError(
