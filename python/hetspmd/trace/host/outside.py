@@ -101,9 +101,10 @@ class Outside:
             real = any(not is_traced(tensor) for tensor in held)
             if key not in self._made or (real and type(module) is not nn.Module):
                 raise TraceError(
-                    f"the step reads a {type(module).__name__}, which is no module of the model, in a way that cannot be followed: from a set, a weak reference, under a key that is an object, in "
-                    "a variable of a context; keep it in a variable, a list or an attribute, or make it a module "
-                    "of the model (self.teacher = ...)"
+                    f"the step reads a {type(module).__name__}, which is no module of the model, in a way "
+                    "that cannot be followed: from a set, a weak reference, under a key that is an object, in a "
+                    "variable of a context; keep it in a variable, a list or an attribute, or make it a module of "
+                    "the model (self.teacher = ...)"
                 )
         for followed, structure in self._held:
             for _, kind in structure.changes():
