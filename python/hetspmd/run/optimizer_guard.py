@@ -23,7 +23,7 @@ from hetspmd.errors import OptimizerError
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.run.elementwise import Untestable, is_elementwise, steps_nothing, trial_shape
 from hetspmd.run.optimizer_state import cut_whole_state, full_optimizer_state_dict, is_own
-from hetspmd.run.outside_parameters import refuse_untrained, times_found
+from hetspmd.run.outside_parameters import refuse_untrained
 from hetspmd.run.parameter_registry import ParameterPlace, living, places
 from hetspmd.run.stepping import Call, begin, end
 
@@ -41,12 +41,11 @@ PASSING: Final = frozenset(("accelerate", "lightning", "lightning_fabric", "pyto
 
 @dataclass(frozen=True)
 class _Look:
-    """What there was when an optimizer was looked at: the sizes of its groups, by ``id`` the HAP modules that
-    lived and those whose parameters it held, and how often steps were found to read what they do not train."""
+    """What there was when an optimizer was looked at: the sizes of its groups, and by ``id`` the HAP modules that
+    lived and those whose parameters it held."""
 
     held: tuple[int, ...]
     alive: tuple[int, ...]
-    untrained_reads: int
     modules: tuple[int, ...]
 
 
@@ -97,12 +96,12 @@ def _before_step(
 
 
 def _look(optimizer: torch.optim.Optimizer) -> None:
+    refuse_untrained(optimizer, _parameters(optimizer))
     held = tuple(len(group["params"]) for group in optimizer.param_groups)
     alive = tuple(id(module) for module in living())
-    last, times = _CHECKED.get(optimizer), times_found()
-    if last is not None and (last.held, last.alive, last.untrained_reads) == (held, alive, times):
+    last = _CHECKED.get(optimizer)
+    if last is not None and (last.held, last.alive) == (held, alive):
         return
-    refuse_untrained(optimizer, _parameters(optimizer))
     registry = {key: place for key, place in places().items() if place.module.everyone.world > 1}
     mine = [registry[id(p)] for p in _parameters(optimizer) if id(p) in registry]
     modules = tuple({id(place.module): None for place in mine})
@@ -113,7 +112,7 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} holds parameters on the meta device, in whose place HAP(...) has made "
             f"others; make it after HAP(...): {type(optimizer).__name__}(hap.parameters(), ...)"
         )
-    _CHECKED[optimizer] = _Look(held, alive, times, modules)
+    _CHECKED[optimizer] = _Look(held, alive, modules)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -121,14 +120,14 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _check(
-    optimizer: torch.optim.Optimizer, registry: Mapping[int, ParameterPlace], mine: list[ParameterPlace]
+    optimizer: torch.optim.Optimizer, known: Mapping[int, ParameterPlace], mine: list[ParameterPlace]
 ) -> None:
     """Raise OptimizerError, on every rank alike, if the optimizer cannot step these parameters."""
     problem = ""
     try:
         for one in (optimizer, *_wrappers(optimizer)):
-            problem = problem or _problem(one, optimizer.param_groups, registry)
-        cut_whole_state(optimizer, registry)
+            problem = problem or _problem(one, optimizer.param_groups, known)
+        cut_whole_state(optimizer, known)
     except OptimizerError as error:
         problem = problem or str(error)
     for module in {id(place.module): place.module for place in mine}.values():
@@ -171,7 +170,7 @@ def _look_again(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _problem(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], registry: Mapping[int, ParameterPlace]
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], known: Mapping[int, ParameterPlace]
 ) -> str:
     """Why the optimizer cannot step the parameters that lie in shards, "" if it can."""
     kind = type(optimizer)
@@ -181,7 +180,7 @@ def _problem(
     for group in groups:
         options = tuple((k, _class_of(v)) for k, v in group.items() if k not in ("params", "param_names"))
         for parameter in group["params"]:
-            place = registry.get(id(parameter))
+            place = known.get(id(parameter))
             layout = None if place is None else place.module.parameter_shards().get(place.name)
             if place is None or layout is None or not parameter.requires_grad:
                 continue

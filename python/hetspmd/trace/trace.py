@@ -237,6 +237,7 @@ def _warn(step: Step, watch: HostWatch) -> None:
             stacklevel=4,
         )
     watch.asked.warn()
+    watch.untrained.check()
     watch.untrained.warn()
     warn_of_comparison(watch.recorder.comparison)
     for path, kind in step.dropped.items():

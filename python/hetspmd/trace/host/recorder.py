@@ -115,7 +115,7 @@ class Recorder:
             self.touched = True
         followed = self._followed.get(id(of))
         if followed is None:
-            self.outside.stranger(of)
+            self.outside.stranger(of, name)
             return
         if name in followed.seen:
             return
@@ -168,7 +168,7 @@ class Recorder:
         """An attribute was asked for that is not there."""
         followed = self._followed.get(id(of))
         if followed is None:
-            self.outside.stranger(of)
+            self.outside.stranger(of, name)
             return
         if name in followed.seen or name.startswith("__"):
             return
