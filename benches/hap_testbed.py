@@ -44,7 +44,7 @@ from hetspmd.ratios.starts import device_subsets, even, proportional
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search import constraints as known
-from hetspmd.search.constraints import Constraints, batch_axes
+from hetspmd.search.constraints import Constraints
 from hetspmd.search.search import Limits, Searcher
 from hetspmd.search.space import Space, search_space
 from hetspmd.trace.trace import trace
@@ -299,7 +299,7 @@ def deepspeed_like(theory: Theory) -> Constraints:
 
 def gradient_products(theory: Theory) -> frozenset[int]:
     """Products that sum over the batch: the gradients of weights, where sufficient factors may be sent instead."""
-    batch = batch_axes(theory)
+    batch = theory.batch_axes
     return frozenset(
         i.id
         for i in theory.graph.instructions

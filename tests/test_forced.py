@@ -61,7 +61,7 @@ def test_data_parallel(name: str) -> None:
     theory = entry.theory
     plan = forced(entry, known.data_parallel(theory))
     assert set(stored(plan).values()) == {REPLICATE}
-    batch = known.batch_axes(theory)
+    batch = theory.batch_axes
     for step in plan.program.steps:
         if isinstance(step, Compute) and is_divided(plan, step):
             rows = theory.rows[step.instruction]
@@ -159,7 +159,7 @@ def test_expert_parallel() -> None:
     held = copies(theory, forms)
     axes = {theory.axes.axis(t, 0).id for t in forms}
     assert len(axes) == 1, "all expert weights are divided alike"
-    allowed_axes = known.batch_axes(theory) | axes
+    allowed_axes = theory.batch_axes | axes
 
     def allowed(instruction: int, row: object, axis: int | None) -> bool:
         inputs = theory.graph.instructions[instruction].inputs

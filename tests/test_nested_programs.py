@@ -29,7 +29,7 @@ from hetspmd.program.program import Program
 from hetspmd.rules.rule import Triple
 from scheduled import nested_steps
 from test_random_programs import TOLERANCE, Subject, subject
-from workbench import CPU, known, largest_error, randomness
+from workbench import CPU, largest_error, randomness
 
 from program_builder import Builder, build, cheap_random_program, random_program, uneven  # isort: skip  # found by workbench
 
@@ -39,7 +39,7 @@ MODES = ("random", "data parallel", "cheap")
 def inner_program(of: Subject, layout: LevelLayout, outer: Program, seed: int, mode: str) -> Program:
     """A program whose rows go together with those of ``outer``."""
     theory, rows = of.theory, inner_rows(outer)
-    batch = known.batch_axes(theory)
+    batch = theory.batch_axes
     dice = random.Random(seed)
     builder = Builder(theory, dice)
 

@@ -113,7 +113,7 @@ def used_where_it_lies(theory: Theory, forms: dict[int, Placement]) -> Constrain
     stored = {
         theory.graph.instructions[i].outputs[0]: forms[t] for i, t in again.items() if t in forms
     } | forms
-    batch = known.batch_axes(theory)
+    batch = theory.batch_axes
 
     def allowed(instruction: int, row: Triple, axis: int | None) -> bool:
         inputs = theory.graph.instructions[instruction].inputs
@@ -131,7 +131,7 @@ CONTRACTIONS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.convolution_backwa
 def weight_contractions(theory: Theory) -> dict[int, int]:
     """Parameter tensor to the contraction over the batch that makes its gradient (behind views of it)."""
     graph = theory.graph
-    batch = known.batch_axes(theory)
+    batch = theory.batch_axes
     found: dict[int, int] = {}
     for parameter in graph.parameters:
         tensor = parameter.gradient

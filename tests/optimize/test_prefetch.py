@@ -203,7 +203,7 @@ def test_axes_along_which_work_is_divided_are_not_free() -> None:
     devices = on(1e7, 2, 1)
     rows = plan_for(theory, devices, known.data_parallel(theory), (0.7, 0.3))
     free = storage_axes(theory, rows.program)
-    assert free.isdisjoint(known.batch_axes(theory))
+    assert free.isdisjoint(theory.batch_axes)
     stored = {a.id for p in theory.graph.parameters if (a := theory.axes.axis(p.tensor, 0)) is not None}
     assert stored & free, "nothing else is divided along the rows of a weight"
     columns = plan_for(theory, devices, known.tensor_parallel(theory), (0.7, 0.3))

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from workbench import CPU, randomness
 
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.runtime import Runtime
@@ -15,17 +14,18 @@ from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.lower.turns import LocalTurns, lower_turns
 from hetspmd.placement import is_sharded
 from hetspmd.program.layout import Region
+from hetspmd.program.lengths import Lengths
 from hetspmd.program.level_layout import RankPlace
 from hetspmd.program.levels import Key
-from hetspmd.program.lengths import Lengths
-from hetspmd.program.micro_batches import Loop
+from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Program
 from hetspmd.program.schedule import Schedule
-from hetspmd.program.turn_layout import TurnLayout, turn_lengths
+from hetspmd.program.turn_layout import TurnLayout
 from hetspmd.program.turn_steps import turn_steps
 from hetspmd.rules.theory import Theory
 from hetspmd.verify.comparison import largest_error
 from hetspmd.verify.reference import ReferenceResult
+from workbench import CPU, randomness
 
 Pieces = list[tuple[tuple[Region, ...], torch.Tensor]]
 """Parts of a tensor: slices one of the other, and what lies there."""
@@ -35,16 +35,15 @@ def error_in_turns(
     theory: Theory,
     program: Program,
     schedule: Schedule,
-    loop: Loop,
+    batches: MicroBatches,
     lengths: Lengths,
-    parts: Sequence[float],
     model: nn.Module,
     inputs: Sequence[torch.Tensor],
     want: ReferenceResult,
 ) -> float:
     """The largest relative error of what any rank has after one step."""
-    steps = turn_steps(theory, program, schedule, loop)
-    layout = TurnLayout(theory, turn_lengths(theory, loop.axes, parts), lengths)
+    steps = turn_steps(theory, program, schedule, batches)
+    layout = TurnLayout(theory, batches.turns, lengths)
 
     def body(communicator: Communicator) -> tuple[dict[str, torch.Tensor], dict[str, Pieces]]:
         local = lower_turns(steps, layout, communicator.rank, CPU)
@@ -117,17 +116,16 @@ def _step(
     with torch.no_grad():
         there = local.before(runtime, *given)
         read, carried = there[: len(steps.read)], there[len(steps.read) :]
-        sums: dict[Key, torch.Tensor] = {}
+        sums: list[torch.Tensor | None] = [None] * len(local.summed)
+        rows = [key for key in steps.leaving if is_sharded(key[1])]
         for turn, graph_of_turn in enumerate(local.turns):
-            for key, value in zip(steps.leaving, graph_of_turn(runtime, *read), strict=True):
-                if is_sharded(key[1]):
-                    regions = layout.regions(key, RankPlace(turn, rank))
-                    for index, output in enumerate(steps.outputs):
-                        if output == key:
-                            joined.setdefault(f"output {index}", []).append((regions, value))
-                else:
-                    sums[key] = sums[key] + value if key in sums else value
-        loss, outputs, updated, gradients = local.after(runtime, *carried, *sums.values())
+            for key, value in zip(rows, graph_of_turn(runtime, sums, *read), strict=True):
+                regions = layout.regions(key, RankPlace(turn, rank))
+                for index, output in enumerate(steps.outputs):
+                    if output == key:
+                        joined.setdefault(f"output {index}", []).append((regions, value))
+        loss, outputs, updated, gradients = local.after(runtime, sums, *carried)
+    assert sums == [None] * len(sums)
     values: dict[str, torch.Tensor] = {} if loss is None else {"loss": loss}
     whole = [i for i, key in enumerate(steps.outputs) if not is_sharded(key[1])]
     values |= {f"output {i}": value for i, value in zip(whole, outputs, strict=True)}

@@ -23,7 +23,6 @@ from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import (
     ConstraintOrigin,
     Constraints,
-    batch_axes,
     data_parallel,
     named_tensors,
     parse_wanted,
@@ -196,7 +195,7 @@ def test_constraints_that_no_program_satisfies() -> None:
     """Every triple by itself is allowed, together they are not: the loss is a sum over devices that nothing may
     reduce."""
     theory = theory_of("mlp")
-    batch = batch_axes(theory)
+    batch = theory.batch_axes
 
     def allowed(instruction: int, row: Triple, axis: int | None) -> bool:
         return theory.graph.instructions[instruction].is_source or axis in batch or PARTIAL in row.pre
@@ -208,7 +207,7 @@ def test_constraints_that_no_program_satisfies() -> None:
 @pytest.mark.parametrize("name", ["mlp", "conv", "attention"])
 def test_known_styles_mean_what_they_say(name: str) -> None:
     theory = theory_of(name)
-    batch = batch_axes(theory)
+    batch = theory.batch_axes
 
     def divided(plan: Plan) -> set[int | None]:
         return {

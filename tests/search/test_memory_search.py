@@ -380,7 +380,7 @@ def test_a_part_of_the_space() -> None:
     within = p.searcher.space.within(known.tensor_parallel(p.theory))
     start = p.searcher.search(p.model, p.lengths, Limits(), within=within)
     peaks = np.array(p.profile(start).peaks, dtype=float)
-    batch = known.batch_axes(p.theory)
+    batch = p.theory.batch_axes
     model = CostModel(p.theory, with_memory(p.cluster, 0.97 * peaks))
     try:
         found = search_that_fits(p.searcher, model, p.lengths, Limits(), start, within=within)

@@ -113,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
             time_limit=options.time_limit,
             segments=options.segments,
             machines=options.machines,
+            micro_batches=options.micro_batches,
             timings=timings,
             progress=lambda stage: progress(STAGES[stage]),
         )

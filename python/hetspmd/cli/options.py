@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """TARGET, ``--cluster``, ``--constraints``, ``--segments``, ``--machines``, ``--autocast`` and ``--json``."""
+    """TARGET, ``--cluster``, ``--constraints``, ``--segments``, ``--machines``, ``--micro-batches``, ``--autocast`` and
+    ``--json``."""
     parser.add_argument(
         "target",
         metavar="TARGET",
@@ -38,6 +39,13 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="plan entries of several accelerators as virtual devices, data parallel inside, or flat, each "
         "accelerator by itself (auto: the cheaper)",
+    )
+    parser.add_argument(
+        "--micro-batches",
+        type=positive_count,
+        default=1,
+        metavar="N",
+        help="parts of the batch that a step takes one after the other, in less memory (1)",
     )
     parser.add_argument(
         "--autocast",

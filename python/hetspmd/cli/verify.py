@@ -59,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
             constraints=constraints,
             segments=options.segments,
             machines=options.machines,
+            micro_batches=options.micro_batches,
             locate=options.locate,
         )
     errors = {

@@ -66,11 +66,11 @@ class Liveness:
     to ``last[v]``, in the storage of value ``storage[v]``, which is v itself or what v is a view of; ``side[v]``
     says whether the backward makes it. ``slices``: what the backward reads of whole tensors, of which copies are
     made.
-    ``alone``: on a lone device, where a collective delivers what it was given.
+    ``delivered``: the values that come of collectives. ``alone``: on a lone device, where a collective delivers what it was given.
     """
 
     def __init__(self, theory: Theory, slices: Container[LevelKey], *, alone: bool = False) -> None:
-        self._theory, self._slices, self._alone = theory, slices, alone
+        self.theory, self._slices, self._alone = theory, slices, alone
         self.sizes: list[LevelKey] = []
         self.storage: list[int] = []
         self.born: list[int] = []
@@ -78,6 +78,7 @@ class Liveness:
         self.side: list[bool] = []
         self.sums: list[Sum] = []
         self.transits: list[Transit] = []
+        self.delivered: set[int] = set()
         self.optimized: list[LevelKey] = []
         self._values: dict[LevelKey, int] = {}
         self._sliced: dict[LevelKey, int] = {}  # where a slice is first cut from what is whole
@@ -102,6 +103,7 @@ class Liveness:
             source = self._read(operand, at, late=late)
             if target not in self._values and not nothing:
                 result = len(self.sizes)
+                self.delivered.add(result)
                 self._started[result] = at, move, shared
                 if source is not None and not shared and move.source == PARTIAL:
                     self.sums.append(Sum(move, source, result, at, late))
@@ -111,12 +113,12 @@ class Liveness:
         """An instruction runs at step ``at`` of ``steps``; what a source makes is there from the beginning to the
         end."""
         self._late = late
-        graph = self._theory.graph
+        graph = self.theory.graph
         instruction = graph.instructions[step.instruction]
         rows = rows_of(step)
         read = keys_of(instruction.inputs, *(row.pre for row in rows))
         bases = [self._read(key, at, late=late) for key in read]
-        rule = self._theory.rules.get(step.instruction)
+        rule = self.theory.rules.get(step.instruction)
         base = bases[0] if rule is not None and rule.alias and bases else None
         if base is not None and instruction.op == _RESHAPE:
             shown = graph.tensors[self.sizes[self.storage[base]][0]].nbytes
@@ -140,7 +142,7 @@ class Liveness:
     def give_memory(self) -> set[int]:
         """The ids of collectives that work in the memory of what they sum, since nothing reads it afterwards. A
         whole sum that is made there is one step younger."""
-        tensors, spare = self._theory.graph.tensors, set[int]()
+        tensors, spare = self.theory.graph.tensors, set[int]()
         for each in self.sums if not self._alone else ():
             base = self.storage[each.source]
             whole = PARTIAL in self.sizes[base][1:] and tensors[self.sizes[base][0]].nbytes

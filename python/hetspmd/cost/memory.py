@@ -34,9 +34,11 @@ import numpy as np
 from hetspmd.cluster.collective_buffers import Carried, over_time
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cost.liveness import Liveness
+from hetspmd.cost.loop_memory import AxisPlaces, Span, axis_of, held_in_turns
 from hetspmd.cost.model import Array, Index
-from hetspmd.placement import Placement, is_sharded, sharded_dim
+from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths
+from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Compute, Program
 from hetspmd.program.schedule import Places, Schedule, make_schedule, scheduled
 from hetspmd.rules.theory import Theory
@@ -96,19 +98,24 @@ class MemoryProfile:
 
 
 def memory_profile(
-    theory: Theory, program: Program, lengths: Lengths, *, optimizer_bytes: int = OPTIMIZER_BYTES
+    theory: Theory,
+    program: Program,
+    lengths: Lengths,
+    *,
+    optimizer_bytes: int = OPTIMIZER_BYTES,
+    batches: MicroBatches | None = None,
 ) -> MemoryProfile:
     """The profile of a program that has no schedule yet, in its own order, at integer lengths. Which of its steps
     are the backward's, and what these read of the forward, is as a schedule without buckets would have it."""
     schedule = make_schedule(theory, program)
-    return Holdings(theory, program, schedule, optimizer_bytes=optimizer_bytes).at(lengths)
+    return Holdings(theory, program, schedule, optimizer_bytes=optimizer_bytes, batches=batches).at(lengths)
 
 
 class Holdings:
     """What a program holds from when to when, whatever the lengths.
 
     ``executed``: in the order of its schedule, with buckets and without steps that no result needs; else in its
-    own. Raises ValueError for a dim that no axis shards.
+    own. ``batches``: in micro-batches. Raises ValueError for a dim that no axis shards.
     """
 
     def __init__(
@@ -120,8 +127,10 @@ class Holdings:
         optimizer_bytes: int = OPTIMIZER_BYTES,
         alone: bool = False,
         executed: bool = False,
+        batches: MicroBatches | None = None,
     ) -> None:
         self.theory = theory
+        self._batches, self._places = batches, AxisPlaces(theory, batches)
         self._program, self._schedule, self._optimizer_bytes = program, schedule, optimizer_bytes
         self._alone, self._executed = alone, executed
         order: Sequence[Places] = [(place,) for place in range(len(program.steps))]
@@ -167,18 +176,26 @@ class Holdings:
         after = [instructions[-1] if instructions else 0] * (moments - steps)
         self.instruction: Index = np.array(instructions + after, dtype=np.int64)
         own = [v for v in range(len(live.sizes)) if live.storage[v] == v]
-        amounts = [graph.tensors[live.sizes[v][0]].nbytes for v in own]
-        amounts += [graph.tensors[t].numel * optimizer_bytes for t, _ in updates]
-        amounts += [graph.tensors[t].nbytes * TEMPORARIES for t, _ in updates]
-        forms = [live.sizes[v] for v in own] + 2 * updates
-        self._axis: Index = np.array([_axis(self.theory, t, f) for t, f in forms], dtype=np.int64)
-        self._amount: Index = np.array(amounts, dtype=np.int64)
-        at_updates = list(range(steps + 1, moments))
-        firsts = [live.born[v] for v in own] + [0] * len(updates) + at_updates
-        self._first: Index = np.array(firsts, dtype=np.int64)
-        ends = [live.last[v] + 1 if live.last[v] < steps else moments for v in own]
-        ends += [moments] * len(updates) + [at + 1 for at in at_updates]
-        self._end: Index = np.array(ends, dtype=np.int64)
+        spans = [
+            Span(
+                live.sizes[v][0],
+                live.sizes[v][1],
+                live.born[v],
+                live.last[v] + 1 if live.last[v] < steps else moments,
+            )
+            for v in own
+        ]
+        if self._batches is not None:
+            spans = held_in_turns(self._batches, live, dict(zip(own, spans, strict=True)), instructions)
+        held = [(*self._places.of(s.tensor, s.form, joined=s.joined), s.first, s.end) for s in spans]
+        for tensor, form in updates:
+            axis, elements = axis_of(self.theory, tensor, form), graph.tensors[tensor].numel
+            held.append((axis, elements * optimizer_bytes, 0, moments))
+        for at, (tensor, form) in enumerate(updates, steps + 1):
+            axis, nbytes = axis_of(self.theory, tensor, form), graph.tensors[tensor].nbytes
+            held.append((axis, nbytes * TEMPORARIES, at, at + 1))
+        columns = np.array(held, dtype=np.int64).reshape(-1, 4)
+        self._axis, self._amount, self._first, self._end = (columns[:, column] for column in range(4))
 
     def at(self, lengths: Lengths, completed: Mapping[int, int] | None = None) -> MemoryProfile:
         """The profile at integer lengths.
@@ -189,18 +206,14 @@ class Holdings:
         if lengths.world == 1 and not self._alone:
             return self._on_one.at(lengths)
         completed = self._moments(completed)
-        axes = self.theory.axes.axes
-        ones = np.ones((1, lengths.world), dtype=np.int64)
-        units = np.concatenate([np.array(lengths.units, dtype=np.int64).reshape(-1, lengths.world), ones])
-        of = np.array([*(max(a.units, 1) for a in axes), 1], dtype=np.int64)
+        units, of = self._places.units(lengths)
         first, end, axis, amount = self._first, self._end, self._axis, self._amount
         if self._transits and lengths.world > 1:
             more = np.array(list(self._buffers_at(units, of, completed)), dtype=np.int64).reshape(-1, 4)
             first, end = np.concatenate([first, more[:, 0]]), np.concatenate([end, more[:, 1]])
             axis, amount = np.concatenate([axis, more[:, 2]]), np.concatenate([amount, more[:, 3]])
         local = units[axis] * (amount // of[axis])[:, None]
-        # The segment of each amount's axis; beyond the last, what is whole.
-        segment = np.array([*(a.segment for a in axes), self.theory.axes.segments], dtype=np.int64)
+        segment = self._places.segments
         parts = np.zeros((len(amount), self.theory.axes.segments + 1), dtype=np.int64)
         parts[np.arange(len(parts)), segment[axis]] = amount
         over = self._over_time(first, end, parts)
@@ -216,6 +229,7 @@ class Holdings:
             optimizer_bytes=self._optimizer_bytes,
             alone=True,
             executed=self._executed,
+            batches=self._batches,
         )
 
     def _moments(self, completed: Mapping[int, int] | None) -> dict[int, int] | None:
@@ -233,7 +247,7 @@ class Holdings:
 
         ``units[a, j]`` of ``of[a]`` units of axis a are device j's; the last axis is that of what is whole.
         """
-        n, blank, tensors = units.shape[1], len(units) - 1, self.theory.graph.tensors
+        n, blank = units.shape[1], self._places.whole
         whole, most = of.tolist(), units.max(axis=1).tolist()
         holders = np.count_nonzero(units, axis=1).tolist()
         for transit in self._transits:
@@ -242,8 +256,8 @@ class Holdings:
             if kind.buffers is None:
                 continue
             sharded = step.source if is_sharded(step.source) else step.target
-            axis = _axis(self.theory, step.tensor, sharded)
-            target = _axis(self.theory, step.tensor, step.target) if kind.sharded_ends == 2 else axis
+            axis, size = self._places.of(step.tensor, sharded)
+            target = self._places.of(step.tensor, step.target)[0] if kind.sharded_ends == 2 else axis
             if not shared and holders[axis] == 1:
                 # One rank holds everything: nothing is padded, and moved to itself.
                 kind = KINDS[kind.lone or kind.name]
@@ -251,7 +265,6 @@ class Holdings:
                     continue
             if kind.buffers is None:
                 continue
-            size = tensors[step.tensor].nbytes
             carried = Carried(
                 world=n,
                 nbytes=size,
@@ -274,14 +287,3 @@ class Holdings:
         np.subtract.at(change, end, held)
         totals: Index = change.cumsum(axis=0)[:steps]
         return totals
-
-
-def _axis(theory: Theory, tensor: int, form: Placement) -> int:
-    """Id of the axis along which a form is sharded; the number of axes for one that is whole."""
-    if not is_sharded(form):
-        return len(theory.axes.axes)
-    axis = theory.axes.sharded(tensor, form)
-    if axis is None:
-        name = theory.graph.tensors[tensor].name
-        raise ValueError(f"dim {sharded_dim(form)} of {name} has no logical axis and is never sharded")
-    return axis.id

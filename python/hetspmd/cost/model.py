@@ -36,6 +36,7 @@ from hetspmd.cost.collective_costs import MoveForm, Moves
 from hetspmd.cost.roofline import terms_of
 from hetspmd.cost.signatures import Array, Index, Triples, triples_of
 from hetspmd.program.lengths import Lengths
+from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 
@@ -46,11 +47,12 @@ class CostModel(Moves):
     """Costs of all triples and moves of a theory on a cluster.
 
     Attributes: ``theory``, ``cluster``, ``world`` (n), ``triples``; ``kinds``: per device a number that equal
-    devices have in common.
+    devices have in common; ``batches``: of a step in micro-batches, its loop.
     """
 
-    def __init__(self, theory: Theory, cluster: Cluster) -> None:
+    def __init__(self, theory: Theory, cluster: Cluster, batches: MicroBatches | None = None) -> None:
         super().__init__(theory, cluster)
+        self.batches = batches
         self.triples = triples_of(theory, keyed=bool(cluster.ops))
         self._fast, self._cut, self._whole_part, self._start, self.kinds = terms_of(
             self.triples, theory, cluster

@@ -70,21 +70,28 @@ class Stages:
     tensors ``moved[i]``."""
 
     def __init__(self, model: CostModel, program: Program) -> None:
+        self.more_turns = 0 if model.batches is None else model.batches.count - 1
+        in_loop = () if model.batches is None else model.batches.steps_in_loop(program)
         signatures: list[int] = []
         stage: list[int] = []
         moves: list[MoveForm] = []
         self.instructions: list[int] = []
         self.moved: list[int] = []
         self._shared: list[float] = []
-        for step in program.steps:
+        self._repeated: list[int] = []
+        self._latency = 0.0
+        for place, step in enumerate(program.steps):
             if isinstance(step, Compute):
                 row = model.row_index(step.instruction, step.row)
                 signatures.append(model.signature(step.instruction, row))
+                if place in in_loop:
+                    self._repeated.append(signatures[-1])
                 stage.append(len(moves))
                 self.instructions.append(step.instruction)
             else:
                 self.moved.append(step.tensor)
                 moves.append(model.move_form(step.tensor, step.source, step.target, step.kind))
+                self._latency += moves[-1].latency if place in in_loop else 0.0
                 shares = coalesces(model.theory.graph, step.tensor, step.kind, model.bucket_bytes)
                 self._shared.append(moves[-1].latency if shares else 0.0)
         self.model = model
@@ -106,6 +113,17 @@ class Stages:
     def communication(self, shares: Array) -> Array:
         """Seconds of each collective."""
         return np.array([self.model.form_seconds(m, shares) for m in self.moves], dtype=float)
+
+    def loop_seconds(self, shares: Array) -> float:
+        """Seconds that the turns of a loop add to one turn of the whole batch: each has launches and latencies of its
+        own, and works on so many fewer samples."""
+        if not self.more_turns:
+            return 0.0
+        signatures = np.array(self._repeated, dtype=np.int64)
+        *_, start = self.model.terms(signatures)
+        busy = shares[self.model.triples.axis[signatures]] > 0
+        launches = np.where(busy, start, 0.0).sum(axis=0).max(initial=0.0)
+        return self.more_turns * (float(launches) + self._latency)
 
     @cached_property
     def saved(self) -> float:
@@ -172,12 +190,14 @@ class StepModel:
     @cached_property
     def holdings(self) -> Holdings:
         """What the program holds from when to when, in its own order: that of the search."""
-        return Holdings(self.model.theory, self.program, self.schedule)
+        return Holdings(self.model.theory, self.program, self.schedule, batches=self.model.batches)
 
     @cached_property
     def executed(self) -> Holdings:
         """The same in the order in which it is executed."""
-        return Holdings(self.model.theory, self.program, self.schedule, executed=True)
+        return Holdings(
+            self.model.theory, self.program, self.schedule, executed=True, batches=self.model.batches
+        )
 
     def held(self, lengths: Lengths) -> MemoryProfile:
         """What is held at integer lengths in the executed order, buffers of collectives as long as the simulation
@@ -197,13 +217,18 @@ class StepModel:
                 arrivals[collective] = step.instruction
         return arrivals
 
+    def seconds(self, lengths: Lengths) -> float:
+        """Seconds of the simulated step at integer lengths."""
+        shares = self.model.shares(lengths)
+        return self.streams.seconds(shares) + self.stages.loop_seconds(shares)
+
     def computed(self, lengths: Lengths) -> StageSeconds:
         """Seconds of the stage model's parts at integer lengths."""
         shares = self.model.shares(lengths)
-        computation = self.stages.computation(shares)
+        computation, more = self.stages.computation(shares), self.stages.loop_seconds(shares)
         communication = float(self.stages.communication(shares).sum()) + self.idle
         return StageSeconds(
-            float(computation.max(axis=1).sum()),
+            float(computation.max(axis=1).sum()) + more,
             communication,
             tuple(map(float, computation.sum(axis=0))),
             self.stages.saved,
@@ -215,7 +240,7 @@ class StepModel:
         run = self.streams.run(self.model.shares(lengths))
         memory = self.executed.at(lengths, self.streams.completed(run))
         return StepCost(
-            float(run.final.max()),
+            float(run.final.max()) + self.stages.loop_seconds(self.model.shares(lengths)),
             parts.seconds,
             parts.compute,
             parts.communication,

@@ -39,11 +39,6 @@ class Runtime:
         own = everyone.split([active, idle])
         return cls(own, randomness, everyone, active[0], everyone.rank in idle)
 
-    @property
-    def inside(self) -> Runtime:
-        """The runtime of the collectives of the innermost level: of a step in micro-batches, the devices."""
-        return self
-
     def start(self, kind: str, tensor: torch.Tensor, *args: Any, spare: bool = False) -> PendingTensor:
         """Start a collective of this kind, with the dims and extents that it needs."""
         own = {"spare": True} if spare else {}

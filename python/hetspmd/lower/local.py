@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import fx
 
 from hetspmd.lower.emit import GraphWriter, identifier, take_saved
-from hetspmd.lower.local_program import Groups, LocalGraphs, LocalTensor, numbered
+from hetspmd.lower.local_program import Groups, LocalGraphs, LocalInterface, LocalTensor, numbered
 from hetspmd.placement import REPLICATE, is_sharded, sharded_dim
 from hetspmd.program.layout import Region
 from hetspmd.program.level_layout import LevelKey, LevelLayout, RankPlace
@@ -57,10 +58,24 @@ class ActiveEmitter:
         loss = None if steps.loss is None else forward.need(steps.loss)
         outputs = [forward.need(key) for key in steps.outputs]
         forward.finish((loss, outputs, [forward.need(key) for key in steps.buffers], saved))
+        interface = self.interface()
+        return LocalGraphs(
+            **{field.name: getattr(interface, field.name) for field in fields(LocalInterface)},
+            forward=forward.graph,
+            backward=None if backward is None else backward.graph,
+            constants=self.constants,
+            reference=graph,
+            local_shape=lambda key: layout.shape(key, self.at),
+            groups=self._groups(),
+        )
+
+    def interface(self) -> LocalInterface:
+        """What the graphs are given and what they return."""
+        steps, graph, layout = self.steps, self.graph, self.layout
         updated = tuple(i for i, b in enumerate(graph.buffers) if b.updated is not None)
         written = tuple(i for i, p in enumerate(graph.parameters) if p.updated is not None)
         differentiable = tuple(i for i, p in enumerate(graph.parameters) if p.gradient is not None)
-        return LocalGraphs(
+        return LocalInterface(
             rank=layout.rank(self.at),
             world=layout.world,
             device=self.device,
@@ -71,12 +86,6 @@ class ActiveEmitter:
             updated=updated if steps.buffers else (),
             written=written if steps.buffers else (),
             differentiable=differentiable if steps.gradients else (),
-            forward=forward.graph,
-            backward=None if backward is None else backward.graph,
-            constants=self.constants,
-            reference=graph,
-            local_shape=lambda key: layout.shape(key, self.at),
-            groups=self._groups(),
         )
 
     def _groups(self) -> Groups:

@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hetspmd.cluster.machines import machine_of, ranks_of
+from hetspmd.errors import OptionError
 from hetspmd.lower.idle import IdleEmitter
 from hetspmd.lower.local import ActiveEmitter
 from hetspmd.lower.local_program import LocalProgram
 from hetspmd.lower.passes import Emitter, Observer, run_passes
+from hetspmd.lower.turns import lower_turns, program_of_turns
 from hetspmd.placement import REPLICATE, shard
 from hetspmd.program.level_layout import LevelLayout, RankPlace
 from hetspmd.program.levels import LocalSteps, Nested, one_level
 from hetspmd.program.nesting import nest
 from hetspmd.program.program import Program, Result
 from hetspmd.program.schedule_check import check_schedule
+from hetspmd.program.turn_layout import TurnLayout
+from hetspmd.program.turn_steps import turn_steps
 
 if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
@@ -36,7 +40,16 @@ def lower_plan(plan: Plan, rank: int, device: torch.device, observer: Observer |
     ``observer`` is shown the graphs after each pass. Raises PlanError if the program cannot run by its schedule, or
     if the rows of an instruction cannot be had at once on two levels.
     """
-    return run_passes(_emitter(plan, rank, device), observer)
+    emitter = _emitter(plan, rank, device)
+    if plan.batches is None or not isinstance(emitter, ActiveEmitter):
+        return run_passes(emitter, observer)
+    if observer is not None:
+        raise OptionError(
+            "the passes of a step in micro-batches cannot be shown yet; use micro_batches=1 for them"
+        )
+    steps = turn_steps(plan.theory, plan.program, plan.schedule, plan.batches)
+    layout = TurnLayout(plan.theory, plan.batches.turns, plan.lengths)
+    return program_of_turns(lower_turns(steps, layout, emitter.at.machine, device), emitter)
 
 
 def lower_place(

@@ -69,7 +69,7 @@ class Candidate:
     @cached_property
     def seconds(self) -> float:
         """Predicted seconds of a step, by the simulation of two streams."""
-        return self.step.streams.seconds(self.step.model.shares(self.lengths))
+        return self.step.seconds(self.lengths)
 
     @property
     def simulated(self) -> bool:

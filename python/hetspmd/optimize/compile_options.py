@@ -32,6 +32,7 @@ class CompileKeywords(TypedDict, total=False):
     loss_only: bool
     segments: Segments
     machines: Machines
+    micro_batches: int
     host_randomness: HostRandomness
     timings: MutableMapping[str, float] | None
     progress: Callable[[str], object] | None
@@ -54,6 +55,9 @@ class CompileOptions:
             gain.
         machines: How machines with several accelerators are planned: each as one ``"virtual"`` device, all
             accelerators individually (``"flat"``), or ``"auto"`` for the cheaper of the two.
+        micro_batches: How many parts of the batch a training step takes one after the other, of equal numbers of
+            samples as far as can be. Gradients are summed over them, so that the step computes what it computes
+            of the whole batch, in less memory. Outputs with a row for each sample come back as None.
         host_randomness: What becomes of random numbers that the model's Python code draws (random, numpy,
             generators): ``"refuse"`` them; ``"freeze"`` them, so that a plan keeps the outcome of its trace;
             or ``"trace_each_step"``, so that HAP traces anew in every step.
@@ -73,6 +77,7 @@ class CompileOptions:
     loss_only: bool = False
     segments: Segments = "auto"
     machines: Machines = "auto"
+    micro_batches: int = 1
     host_randomness: HostRandomness = "refuse"
     timings: MutableMapping[str, float] | None = None
     progress: Callable[[str], object] | None = None
@@ -84,6 +89,15 @@ class CompileOptions:
             raise ConstraintError(f"segments={self.segments!r}: give 'auto' or a number from 1 on")
         if self.machines not in ("auto", "virtual", "flat"):
             raise OptionError(f"machines={self.machines!r}; allowed are 'auto', 'virtual' and 'flat'")
+        count = self.micro_batches
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise OptionError(f"micro_batches={count!r}: give a number from 1 on")
+        if count > 1 and self.segments not in ("auto", 1):
+            raise OptionError(f"micro_batches={count} with segments={self.segments}: give one or the other")
+        if count > 1 and self.machines == "virtual":
+            raise OptionError(
+                f"micro_batches={count} needs machines='flat': each accelerator planned by itself"
+            )
         object.__setattr__(self, "loss", as_loss(self.loss))
 
     @property

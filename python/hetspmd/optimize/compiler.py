@@ -14,11 +14,13 @@ from typing import Any, Unpack
 from torch import nn
 
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cluster.machines import has_machines
+from hetspmd.cluster.machines import flat, has_machines
+from hetspmd.errors import MicroBatchError
 from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, parted
 from hetspmd.optimize.following import followed, warn_of_strays
 from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, segments_across, step_across
+from hetspmd.optimize.in_micro_batches import in_micro_batches
 from hetspmd.optimize.partition import segmented, segments_like
 from hetspmd.optimize.prefetch import further
 from hetspmd.optimize.segmentation import in_segments
@@ -29,6 +31,8 @@ from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Inside, SearchReport
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Matrix, Ratios, by_segment, lengths_for
+from hetspmd.program.micro_batch_check import check_loop
+from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.schedule_check import check_schedule
 from hetspmd.program.stored import as_stored
 from hetspmd.rules.theory import Theory, derive
@@ -59,8 +63,8 @@ def compile(
             read.
         cluster: A :class:`~hetspmd.Cluster`, a dict, or the path of a cluster file.
         options: The fields of :class:`~hetspmd.CompileOptions`, by name: ``loss``, ``strict``,
-            ``constraints``, ``time_limit``, ``loss_only``, ``segments``, ``machines``, ``host_randomness``,
-            ``timings``, ``progress``.
+            ``constraints``, ``time_limit``, ``loss_only``, ``segments``, ``machines``, ``micro_batches``,
+            ``host_randomness``, ``timings``, ``progress``.
 
     Returns:
         The chosen plan. Its program is proved and fits the devices' memory.
@@ -72,6 +76,7 @@ def compile(
         ConstraintError: A constraint is malformed.
         InfeasibleError: No program satisfies the constraints.
         MemoryLimitError: No program was found that fits the devices' memory.
+        MicroBatchError: The step cannot be computed in so many micro-batches.
         SearchError: A limit struck before any program was found.
         HetspmdError: Any other bad input; every error of hetspmd derives from it.
     """
@@ -113,10 +118,15 @@ def compile_plan(
                 graph = graph.without_outputs()
         with clock("rules"):
             theory = derive(graph, strict=asked.strict)
+            wanted = asked.micro_batches if like is None else like.micro_batches
+            count = wanted if training and graph.loss is not None else 1
+            theory, batches = in_micro_batches(theory, count, fewer=like is not None)
         if like is not None:
-            return _like(theory, like, Limits(seconds=asked.time_limit), clock)
-        compilation = _Compilation(theory, cluster, asked, clock)
-        if has_machines(cluster):
+            return _like(theory, like, Limits(seconds=asked.time_limit), clock, batches)
+        compilation = _Compilation(theory, cluster, asked, clock, batches)
+        if batches is not None:
+            plan = compilation.side_by_side(flat(cluster))
+        elif has_machines(cluster):
             plan = cheaper(cluster, asked.machines, compilation.side_by_side, compilation.across)
         else:
             plan = compilation.side_by_side(cluster)
@@ -127,8 +137,16 @@ def compile_plan(
 class _Compilation:
     """The ways to plan one step on one cluster."""
 
-    def __init__(self, theory: Theory, cluster: Cluster, options: CompileOptions, clock: Clock) -> None:
+    def __init__(
+        self,
+        theory: Theory,
+        cluster: Cluster,
+        options: CompileOptions,
+        clock: Clock,
+        batches: MicroBatches | None,
+    ) -> None:
         self.theory, self.cluster, self.options, self.clock = theory, cluster, options, clock
+        self.batches = batches
         self.limits = Limits(seconds=options.time_limit)
         self.constraints = resolve(theory, options.constraints)
 
@@ -136,8 +154,12 @@ class _Compilation:
         """The plan of the single devices of a cluster."""
         asked = self.options.constraints
         with naming_conflicts(self.theory, self.constraints):
-            ctx = Synthesis(self.theory, cluster, self.constraints, self.limits, self.clock)
+            ctx = Synthesis(
+                self.theory, cluster, self.constraints, self.limits, self.clock, batches=self.batches
+            )
             outcome = synthesize(ctx)
+        if self.batches is not None:
+            return plan_of(ctx, outcome, asked)
         ctx, outcome = in_segments(ctx, outcome, self.options.segments, lambda cut: resolve(cut, asked))
         return following_plan(ctx, outcome, asked)
 
@@ -152,15 +174,22 @@ class _Compilation:
         return followed(plan, self.limits, self.clock, partial(_plan_that_fits, asked=asked))
 
 
-def _like(theory: Theory, like: Plan, limits: Limits, clock: Clock) -> Plan:
+def _like(
+    theory: Theory, like: Plan, limits: Limits, clock: Clock, batches: MicroBatches | None = None
+) -> Plan:
     """The best program with the storage of an earlier plan, its gathers as far ahead as is best."""
     with clock("rules"):
         if like.graph.segments:
             theory = segmented(theory, segments_like(theory.graph, like.graph))
         theory, forms, lengths = as_stored(theory, like.parameter_layout(), like.ratios)
+    if batches is not None and theory.graph.stored_apart:
+        raise MicroBatchError(
+            "a plan in micro-batches for this batch cannot use parameters as the first plan stores them; make the "
+            "first plan for a batch of this shape, or with micro_batches=1"
+        )
     ratios = like.ratios[: theory.axes.segments]
     with clock("synth"):
-        ctx = Synthesis(theory, like.cluster, Constraints(forms), limits)
+        ctx = Synthesis(theory, like.cluster, Constraints(forms), limits, batches=batches)
         candidate = candidate_at(ctx, ratios, lengths, like.active)
         return _plan_at(ctx, further(ctx, ctx.costs(like.active), candidate) or candidate)
 
@@ -189,6 +218,8 @@ def plan_of(
     best = outcome.best
     check(ctx.theory, best.program)
     check_schedule(ctx.theory.graph, best.program, best.schedule)
+    if ctx.batches is not None:
+        check_loop(ctx.theory, ctx.batches.loop)
     return Plan(
         graph=ctx.theory.graph,
         program=best.program,
@@ -207,6 +238,7 @@ def plan_of(
         over_memory=outcome.over_memory,
         inside=inside,
         considered=outcome.considered,
+        micro_batches=1 if ctx.batches is None else ctx.batches.count,
     )
 
 

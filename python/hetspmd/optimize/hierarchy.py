@@ -233,7 +233,7 @@ def _data_parallel(theory: Theory, layout: LevelLayout, outer: Program) -> Const
     """Data parallelism within machines that run ``outer``."""
     wanted = known.data_parallel(theory)
     assert wanted.row_filter is not None
-    batch, divided = known.batch_axes(theory), wanted.row_filter
+    batch, divided = theory.batch_axes, wanted.row_filter
     rows = inner_rows(outer)
     composed: dict[object, bool] = {}
 

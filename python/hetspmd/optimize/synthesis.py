@@ -13,8 +13,9 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.model import CostModel
 from hetspmd.optimize.thresholds import THRESHOLDS, Thresholds
 from hetspmd.program.lengths import Lengths
+from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.rules.theory import Theory
-from hetspmd.search.constraints import Constraints, batch_axes
+from hetspmd.search.constraints import Constraints
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import Space, search_space
 
@@ -43,7 +44,8 @@ class Clock:
 class Synthesis:
     """The context of a synthesis. Functions take it first and return candidates; none of them changes it.
 
-    ``constraints`` are the user's, on all candidates. ``limits`` are those of each search. Raises InfeasibleError
+    ``constraints`` are the user's, on all candidates. ``limits`` are those of each search. ``batches``: the step
+    runs in micro-batches. Raises InfeasibleError
     if no program can satisfy the constraints.
     """
 
@@ -53,6 +55,7 @@ class Synthesis:
     limits: Limits
     clock: Clock = field(default_factory=Clock)
     thresholds: Thresholds = THRESHOLDS
+    batches: MicroBatches | None = None
 
     def __post_init__(self) -> None:
         _ = self.searcher  # constraints that no program satisfies are told here
@@ -66,7 +69,7 @@ class Synthesis:
     @cached_property
     def batch(self) -> frozenset[int]:
         """The logical axes of the batch."""
-        return batch_axes(self.theory)
+        return self.theory.batch_axes
 
     @property
     def everyone(self) -> tuple[int, ...]:
@@ -75,7 +78,7 @@ class Synthesis:
 
     def costs(self, active: tuple[int, ...]) -> CostModel:
         """The costs of instructions on these devices, and of collectives among them."""
-        return CostModel(self.theory, self.cluster.part(active))
+        return CostModel(self.theory, self.cluster.part(active), self.batches)
 
     def search(
         self,

@@ -74,7 +74,7 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
     Raises InfeasibleError if no program satisfies the constraints, MemoryLimitError if none found fits,
     SearchError if a limit struck before the first program was found.
     """
-    costs = CostModel(ctx.theory, ctx.cluster)
+    costs = ctx.costs(ctx.everyone)
     rounds = alternate(ctx, costs, ctx.everyone, starting_ratios(costs))
     kinds = baselines(ctx, costs)
     tried = [*kinds.values(), *rounds.candidates]

@@ -16,10 +16,13 @@ from hetspmd.plan.ops_check import check_calls, check_schemas
 from hetspmd.plan.reports import VERDICTS, Considered, Inside, Iteration, SearchReport
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths, Matrix
+from hetspmd.program.micro_batch_check import check_loop
+from hetspmd.program.micro_batches import micro_batches
 from hetspmd.program.nesting import nest
 from hetspmd.program.program import Program
 from hetspmd.program.schedule import Schedule
 from hetspmd.program.schedule_check import check_schedule
+from hetspmd.program.turn_steps import turn_steps
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.trace.graph import Graph
 
@@ -58,6 +61,8 @@ class Unchecked(Protocol):
     @property
     def inside(self) -> Inside | None: ...
     @property
+    def micro_batches(self) -> int: ...
+    @property
     def world(self) -> int: ...
 
 
@@ -85,6 +90,8 @@ def checked_theory(plan: Unchecked, *, trial: bool) -> Theory:
     _check_lengths(plan, theory)
     _prove(theory, plan.program, "its program")
     check_schedule(plan.graph, plan.program, plan.schedule)
+    if plan.micro_batches > 1:
+        _check_micro_batches(plan, theory)
     if plan.inside is not None:
         inside = plan.inside
         _prove(theory, inside.program, "the program inside its machines")
@@ -95,6 +102,15 @@ def checked_theory(plan: Unchecked, *, trial: bool) -> Theory:
         except Exception as error:
             raise _fail(f"the program inside its machines does not fit ({type(error).__name__})") from error
     return theory
+
+
+def _check_micro_batches(plan: Unchecked, theory: Theory) -> None:
+    try:
+        batches = micro_batches(theory, plan.micro_batches)
+        check_loop(theory, batches.loop)
+        turn_steps(theory, plan.program, plan.schedule, batches)
+    except HetspmdError as error:
+        raise _fail(f"its step does not run in {plan.micro_batches} micro-batches ({error})") from error
 
 
 def _prove(theory: Theory, program: Program, what: str) -> None:

@@ -22,6 +22,7 @@ from hetspmd.plan.check import checked_theory
 from hetspmd.plan.reports import Considered, Inside, Iteration, SearchReport
 from hetspmd.plan.text import content, content_digest, file_text, read_content, value_of
 from hetspmd.program.lengths import Lengths, Matrix
+from hetspmd.program.micro_batches import MicroBatches, micro_batches
 from hetspmd.program.program import Compute, Program
 from hetspmd.program.schedule import Schedule
 from hetspmd.rules.theory import Theory, derive, report_missing
@@ -67,6 +68,7 @@ class Plan:
         inside: What the accelerators inside machines do, for a plan across machines. ``active`` and
             ``ratios`` are then of machines. None for any other plan.
         considered: The candidates that were compared, the plan's own first, each with why it is not the plan.
+        micro_batches: How many parts of the batch a step takes one after the other.
 
     Raises:
         PlanError: These do not fit each other.
@@ -87,6 +89,7 @@ class Plan:
     over_memory: tuple[str, ...] = ()
     inside: Inside | None = None
     considered: tuple[Considered, ...] = ()
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
         everyone = range(len(self.cluster.devices))
@@ -96,6 +99,10 @@ class Plan:
             raise PlanError("a plan for machines says nothing of their accelerators; compile it again")
         if list(self.active) != sorted(set(self.active)) or not set(self.active) <= set(everyone):
             raise PlanError(f"active devices {list(self.active)} of a cluster of {len(everyone)}")
+        if self.micro_batches < 1 or (self.micro_batches > 1 and (self.inside or self.graph.segments)):
+            raise PlanError(
+                f"{self.micro_batches} micro-batches of a plan across machines, or of several segments"
+            )
         if len(self.ratios) != self.graph.segment_count:
             raise PlanError(
                 f"ratios of {len(self.ratios)} segments, the graph has {self.graph.segment_count}"
@@ -153,9 +160,14 @@ class Plan:
         return tuple(shares)
 
     @cached_property
+    def batches(self) -> MicroBatches | None:
+        """The loop over micro-batches; None for a single one."""
+        return None if self.micro_batches == 1 else micro_batches(self.theory, self.micro_batches)
+
+    @cached_property
     def costs(self) -> CostModel:
         """The cost model of the active devices."""
-        return CostModel(self.theory, self.cluster.part(self.active))
+        return CostModel(self.theory, self.cluster.part(self.active), self.batches)
 
     @cached_property
     def step(self) -> StepModel:

@@ -16,19 +16,30 @@ the step impossible to split exactly: the statistics of batch norm, logits over 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, Literal
 
 from hetspmd.errors import MicroBatchError
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded
-from hetspmd.program.program import Result
+from hetspmd.program.lengths import Lengths, apportion
+from hetspmd.program.program import Communicate, Compute, Program, Result
 from hetspmd.rules.nested import runs_whole
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import PARAMETER, TANGENT, Graph, Instruction
 
-__all__ = ["Loop", "Phase", "batch_axes", "results_of", "split_in_time"]
+__all__ = [
+    "Loop",
+    "MicroBatches",
+    "Phase",
+    "in_turns",
+    "micro_batches",
+    "results_of",
+    "split_in_time",
+    "turn_lengths",
+]
 
 Phase = Literal["before", "in", "after"]
 
@@ -51,13 +62,131 @@ class Loop:
     leaving: tuple[Result, ...]
 
 
-def batch_axes(theory: Theory) -> frozenset[int]:
-    """Logical axes of dim 0 of the inputs, in whatever segment: the samples."""
-    axes = (
-        theory.axes.axis(i.tensor, 0) for i in theory.graph.inputs if theory.graph.tensors[i.tensor].shape
+@dataclass(frozen=True)
+class MicroBatches:
+    """The loop of a step, run ``count`` times.
+
+    Attributes:
+        count: How many micro-batches there are, from 2 on.
+        loop: What runs before the loop, in it and after it.
+        turns: The units of each axis in each micro-batch. Other axes than those of the samples are never divided in
+            time; all their units stand with the first.
+        placements: Of each tensor its placement in time; REPLICATE where it is there outside of the loop.
+        inputs: Of each instruction the tensors that it reads.
+    """
+
+    count: int
+    loop: Loop
+    turns: Lengths
+    placements: Mapping[int, Placement]
+    inputs: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def summed(self) -> frozenset[int]:
+        """The tensors that leave the loop as sums."""
+        return frozenset(r.tensor for r in self.loop.leaving if r.form == PARTIAL)
+
+    def steps_in_loop(self, program: Program) -> frozenset[int]:
+        """The places in a program of the steps that run once for each micro-batch."""
+        read = {
+            (tensor, form)
+            for step in program.steps
+            if isinstance(step, Compute) and self.loop.phases[step.instruction] == "in"
+            for tensor, form in zip(self.inputs[step.instruction], step.row.pre, strict=True)
+        }
+        return frozenset(
+            place
+            for place, step in enumerate(program.steps)
+            if (
+                self.loop.phases[step.instruction] == "in"
+                if isinstance(step, Compute)
+                else self.is_in_loop(step, read)
+            )
+        )
+
+    def is_in_loop(self, step: Communicate, read: Collection[tuple[int, Placement]]) -> bool:
+        """Whether a collective runs once for each micro-batch. ``read``: what the loop reads, in its placement on the
+        devices."""
+        time = self.placements[step.tensor]
+        if time == REPLICATE:
+            return False
+        if step.tensor not in self.summed:
+            return True
+        return any(tensor == step.tensor and form != step.source for tensor, form in read)
+
+    @cached_property
+    def joined(self) -> frozenset[int]:
+        """The tensors that leave the loop in rows."""
+        return frozenset(r.tensor for r in self.loop.leaving if is_sharded(r.form))
+
+
+def micro_batches(theory: Theory, count: int) -> MicroBatches:
+    """A step in so many micro-batches, which are as equal as whole samples can be.
+
+    Raises MicroBatchError where the step cannot be split exactly, or has fewer samples than micro-batches.
+    """
+    axes = theory.batch_axes
+    rows = max((axis.units for axis in theory.axes.axes if axis.id in axes), default=0)
+    if rows < count:
+        raise MicroBatchError(
+            f"micro_batches={count}: the batch has {rows or 1} sample{'s' if rows > 1 else ''} that can be divided; "
+            "give fewer micro-batches, or a larger batch"
+        )
+    loop = split_in_time(theory)
+    return MicroBatches(
+        count=count,
+        loop=loop,
+        turns=turn_lengths(theory, axes, (1 / count,) * count),
+        placements=_placements(theory, loop),
+        inputs=tuple(i.inputs for i in theory.graph.instructions),
     )
-    groups = {axis.group for axis in axes if axis is not None}
-    return frozenset(axis.id for axis in theory.axes.axes if axis.group in groups)
+
+
+def turn_lengths(theory: Theory, axes: frozenset[int], parts: Sequence[float]) -> Lengths:
+    """The units of each axis in each micro-batch: those of ``axes``, the samples, divided by ``parts``."""
+    rest = (0,) * (len(parts) - 1)
+    return Lengths(
+        len(parts),
+        tuple(
+            apportion(axis.units, parts) if axis.id in axes else (axis.units, *rest)
+            for axis in theory.axes.axes
+        ),
+    )
+
+
+def in_turns(turns: Sequence[int], of_devices: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The units that each device has in each turn: so many in all of a turn, and over all turns those of the device.
+
+    After each turn a device has had its part of the units so far, but for less than one unit, where that can be.
+    """
+    total = sum(of_devices)
+    given = [0] * len(of_devices)
+    table: list[tuple[int, ...]] = []
+    reached = 0
+    for units in turns:
+        reached += units
+        due = [n * reached / total - had if total else 0.0 for n, had in zip(of_devices, given, strict=True)]
+        room = [n - had for n, had in zip(of_devices, given, strict=True)]
+        counts = [min(max(int(d + 1e-9), 0), r) for d, r in zip(due, room, strict=True)]
+        devices = range(len(counts))
+        while sum(counts) != units:
+            if sum(counts) < units:
+                j = max((j for j in devices if counts[j] < room[j]), key=lambda j: (due[j] - counts[j], -j))
+                counts[j] += 1
+            else:
+                j = min((j for j in devices if counts[j]), key=lambda j: (due[j] - counts[j], -j))
+                counts[j] -= 1
+        given = [had + n for had, n in zip(given, counts, strict=True)]
+        table.append(tuple(counts))
+    return tuple(table)
+
+
+def _placements(theory: Theory, loop: Loop) -> dict[int, Placement]:
+    placements: dict[int, Placement] = {c.tensor: REPLICATE for c in theory.graph.constants}
+    for instruction, row, phase in zip(theory.graph.instructions, loop.rows, loop.phases, strict=True):
+        post: Sequence[Placement] = row.post if phase == "in" else [REPLICATE] * len(instruction.outputs)
+        placements.update((t, p) for t, p in zip(instruction.outputs, post, strict=True) if t >= 0)
+    return placements
 
 
 def split_in_time(theory: Theory) -> Loop:
@@ -77,7 +206,7 @@ class _Splitting:
 
     def __init__(self, theory: Theory) -> None:
         self.theory, self.graph = theory, theory.graph
-        self.axes = batch_axes(theory)
+        self.axes = theory.batch_axes
         self.phases: dict[int, Phase] = {}
         self.rows: dict[int, Triple] = {}
         self.placements: dict[int, Placement] = {c.tensor: REPLICATE for c in theory.graph.constants}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from hetspmd.program.lengths import Lengths
 from hetspmd.program.level_layout import LevelLayout
-from hetspmd.program.lengths import Lengths, apportion
+from hetspmd.program.micro_batches import in_turns
 from hetspmd.rules.theory import Theory
 
-__all__ = ["TurnLayout", "turn_lengths"]
+__all__ = ["TurnLayout"]
 
 
 class TurnLayout(LevelLayout):
@@ -21,23 +20,14 @@ class TurnLayout(LevelLayout):
     def __init__(self, theory: Theory, turns: Lengths, lengths: Lengths) -> None:
         super().__init__(theory, turns, (lengths.world,) * turns.world)
         self.lengths = lengths
+        self._turns: dict[int, tuple[tuple[int, ...], ...]] = {}
 
     def inside(self, axis: int, units: int, machine: int) -> tuple[int, ...]:
-        """Units of an axis divided among the devices: all of them by the lengths, those of a micro-batch in the same
-        ratios."""
+        """Units of an axis divided among the devices: all of them by the lengths, those of a micro-batch so that
+        over all micro-batches each device has those of its lengths."""
         of_devices = self.lengths.units[axis]
         if units == sum(of_devices):
             return of_devices
-        return apportion(units, of_devices)
-
-
-def turn_lengths(theory: Theory, axes: frozenset[int], parts: Sequence[float]) -> Lengths:
-    """The units of each axis in each micro-batch: those of ``axes``, the samples, divided by ``parts``. Other axes
-    are never divided in time; all their units stand with the first."""
-    rest = (0,) * (len(parts) - 1)
-    return Lengths(
-        len(parts),
-        tuple(
-            apportion(axis.units, parts) if axis.id in axes else (axis.units, *rest) for axis in theory.axes.axes
-        ),
-    )
+        if axis not in self._turns:
+            self._turns[axis] = in_turns(self.outer.lengths.units[axis], of_devices)
+        return self._turns[axis][machine]

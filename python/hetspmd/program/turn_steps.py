@@ -14,15 +14,14 @@ it: a device's rows of the batch are others than its rows of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hetspmd.cluster.collective_kinds import kinds_between
 from hetspmd.errors import PlanError
-from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded
+from hetspmd.placement import REPLICATE, Placement, is_sharded
 from hetspmd.program.buckets import Bucket
 from hetspmd.program.levels import Both, InsideCollective, Key, NestedStep, provider, reads_of, written_by
-from hetspmd.program.micro_batches import Loop
+from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Schedule
 from hetspmd.rules.theory import Theory
@@ -61,12 +60,12 @@ class TurnSteps:
     gradients: tuple[Key, ...]
 
 
-def turn_steps(theory: Theory, program: Program, schedule: Schedule, loop: Loop) -> TurnSteps:
+def turn_steps(theory: Theory, program: Program, schedule: Schedule, batches: MicroBatches) -> TurnSteps:
     """The steps of a program in micro-batches, in the order of its schedule.
 
     Raises PlanError if one reads what the others do not leave.
     """
-    return _Writing(theory, program, schedule, loop).run()
+    return _Writing(theory, program, schedule, batches).run()
 
 
 @dataclass
@@ -80,7 +79,8 @@ class _Part:
 
 
 class _Writing:
-    def __init__(self, theory: Theory, program: Program, schedule: Schedule, loop: Loop) -> None:
+    def __init__(self, theory: Theory, program: Program, schedule: Schedule, batches: MicroBatches) -> None:
+        self.batches, loop = batches, batches.loop
         self.theory, self.graph, self.program, self.loop = theory, theory.graph, program, loop
         order = schedule.steps(program)
         self.steps: list[Compute | Communicate] = []
@@ -96,9 +96,10 @@ class _Writing:
             (tensor, form)
             for step in self.steps
             if isinstance(step, Compute) and loop.phases[step.instruction] == "in"
-            for tensor, form in zip(self.graph.instructions[step.instruction].inputs, step.row.pre, strict=True)
+            for tensor, form in zip(
+                self.graph.instructions[step.instruction].inputs, step.row.pre, strict=True
+            )
         }
-        self.time = _placements_in_time(theory, loop)
 
     def run(self) -> TurnSteps:
         for step in self.steps:
@@ -132,18 +133,14 @@ class _Writing:
         self._append(self._part(phase), Both(step.instruction, self.loop.rows[step.instruction], step.row))
 
     def _communicate(self, step: Communicate) -> None:
-        tensor, time = step.tensor, self.time[step.tensor]
-        if time == REPLICATE:
-            part = self._part(self.loop.phases[self.graph.producers[tensor]])
-        elif time == PARTIAL and tensor in self.in_time and not self._is_read_on(step):
-            part, time = self.after, REPLICATE
-        else:
+        tensor, time = step.tensor, self.batches.placements[step.tensor]
+        if self.batches.is_in_loop(step, self.read_in_loop):
             part = self.turn
+        elif time == REPLICATE:
+            part = self._part(self.loop.phases[self.graph.producers[tensor]])
+        else:
+            part, time = self.after, REPLICATE
         self._append(part, InsideCollective(tensor, time, step.kind, step.source, step.target))
-
-    def _is_read_on(self, step: Communicate) -> bool:
-        """Whether the loop reads what a collective gives."""
-        return any(tensor == step.tensor and form != step.source for tensor, form in self.read_in_loop)
 
     def _append(self, part: _Part, step: NestedStep) -> None:
         for key in reads_of(self.graph, step):
@@ -221,12 +218,3 @@ class _Writing:
     def _absent(self, key: Key) -> PlanError:
         name = self.graph.tensors[key[0]].name
         return PlanError(f"a step in micro-batches reads {name}, which is not there in that placement")
-
-
-def _placements_in_time(theory: Theory, loop: Loop) -> dict[int, Placement]:
-    """Of each tensor: REPLICATE where it is there outside of the loop."""
-    placements: dict[int, Placement] = {c.tensor: REPLICATE for c in theory.graph.constants}
-    for instruction, row, phase in zip(theory.graph.instructions, loop.rows, loop.phases, strict=True):
-        post: Iterable[Placement] = row.post if phase == "in" else [REPLICATE] * len(instruction.outputs)
-        placements.update((t, p) for t, p in zip(instruction.outputs, post, strict=True) if t >= 0)
-    return placements

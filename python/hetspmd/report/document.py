@@ -67,6 +67,7 @@ def plan_json(plan: Plan, seconds: Mapping[str, float] | None = None) -> dict[st
             {"ratios": list(row), "modules": list(modules)}
             for row, modules in zip(plan.segment_shares, segment_modules(plan.graph), strict=True)
         ],
+        "micro_batches": plan.micro_batches,
         "program": _program(plan),
         "schedule": schedule_document(plan),
         "transfers": transfers(plan),

@@ -10,6 +10,7 @@ from hetspmd.cost.step import idle_seconds
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.plan_facts import by_kind, segment_modules, sent, storage, transfers
+from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import communication_text
 from hetspmd.report.limits import limits, limits_text
 from hetspmd.report.machine_report import inside_text
@@ -27,6 +28,8 @@ def plan_text(plan: Plan) -> str:
     parts = [_cluster(plan), _devices(plan), _parameters(plan), _collectives(plan), _cost(plan)]
     if plan.inside is not None:
         parts.insert(2, inside_text(plan))
+    if plan.batches is not None:
+        parts.insert(1, _micro_batches(plan.batches))
     return "\n\n".join([*parts, limits_text(plan, limits(plan))])
 
 
@@ -41,6 +44,18 @@ def _bytes(value: float) -> str:
 def _cluster(plan: Plan) -> str:
     body = "\n".join("  " + line for line in str(plan.cluster).splitlines())
     return f"Cluster of {counted(plan.world, 'device')}\n{body}"
+
+
+def _micro_batches(batches: MicroBatches) -> str:
+    """How the samples are divided in time."""
+    rows = sorted({batches.turns.units[axis] for axis in batches.loop.axes})
+    sizes = "; ".join(", ".join(map(str, units)) for units in rows)
+    once = sum(phase != "in" for phase in batches.loop.phases)
+    return (
+        f"Micro-batches: {batches.count}, of {sizes} samples, one after the other. "
+        f"{counted(len(batches.summed), 'tensor')} are summed over them, and "
+        f"{counted(once, 'instruction')} run once, outside of the loop"
+    )
 
 
 def _devices(plan: Plan) -> str:

@@ -46,6 +46,14 @@ class Theory:
         return sum(map(len, self.rows))
 
     @cached_property
+    def batch_axes(self) -> frozenset[int]:
+        """Logical axes of dim 0 of the inputs, in whatever segment: the samples."""
+        inputs = (i.tensor for i in self.graph.inputs if self.graph.tensors[i.tensor].shape)
+        axes = (self.axes.axis(tensor, 0) for tensor in inputs)
+        groups = {axis.group for axis in axes if axis is not None}
+        return frozenset(axis.id for axis in self.axes.axes if axis.group in groups)
+
+    @cached_property
     def deferred(self) -> frozenset[int]:
         """The tensors of which only gradients are made, by views: nothing waits for a collective of theirs before
         the step's end."""

@@ -29,7 +29,8 @@ def is_the_model(plan: Plan) -> bool:
     random = any(rule.random for rule in plan.theory.rules.values())
     returned = graph.loss is None or any(output.tensor == graph.loss for output in graph.outputs)
     beside = bool(graph.host.kept or graph.host.draws)
-    return plan.inside is None and len(plan.active) == 1 and returned and not random and not beside
+    alone = plan.inside is None and len(plan.active) == 1 and plan.micro_batches == 1
+    return alone and returned and not random and not beside
 
 
 def run_model(

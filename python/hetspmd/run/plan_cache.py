@@ -137,6 +137,8 @@ class PlanCache:
             inputs, why = match(entry.expected, args, kwargs)
             if inputs is None or not entry.served.fits(mode):
                 continue
+            if entry.plan.micro_batches > 1 and not backward:  # it computes gradients in any case
+                continue
             if entry.differentiable or not backward or entry.plan.graph.loss is None:
                 return (entry, inputs + entry.served.numbers), why
         return None, why

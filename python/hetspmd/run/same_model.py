@@ -17,7 +17,7 @@ import torch
 
 from hetspmd.dist.communicator import Communicator
 from hetspmd.errors import PlanMismatchError
-from hetspmd.trace.graph import REBALANCE, Argument, Constant, Graph, Instruction, Ref, map_refs
+from hetspmd.trace.graph import REBALANCE, Argument, Constant, Graph, Instruction, Output, Ref, map_refs
 
 __all__ = ["check_same_model", "difference"]
 
@@ -60,9 +60,12 @@ def check_same_model(communicator: Communicator, plan: Graph, trace: Callable[[]
 
 def difference(plan: Graph, model: Graph) -> str:
     """The first difference between a plan's graph and a model's; empty if they compute the same."""
-    loss_alone = all(o.tensor in (None, plan.loss) for o in plan.outputs)
-    if loss_alone and any(o.tensor not in (None, model.loss) for o in model.outputs):
-        model = model.without_outputs()
+    if len(plan.outputs) == len(model.outputs):
+        left_out = [o.tensor is None and o.value is None for o in plan.outputs]
+        if any(out and o.tensor is not None for out, o in zip(left_out, model.outputs, strict=True)):
+            model = model.with_outputs(
+                tuple(Output(None) if out else o for out, o in zip(left_out, model.outputs, strict=True))
+            )
     for mine, other in zip_longest(_items(plan), _items(model)):
         if mine is None:
             return f"the model has more: {other.text}"

@@ -174,18 +174,9 @@ def _obstacle(theory: Theory, tensor: int, form: Placement) -> str:
     return ""
 
 
-def batch_axes(theory: Theory) -> frozenset[int]:
-    """Logical axes of dim 0 of the inputs, in whatever segment: the samples."""
-    axes = (
-        theory.axes.axis(i.tensor, 0) for i in theory.graph.inputs if theory.graph.tensors[i.tensor].shape
-    )
-    groups = {axis.group for axis in axes if axis is not None}
-    return frozenset(axis.id for axis in theory.axes.axes if axis.group in groups)
-
-
 def _batch_rows(theory: Theory) -> RowFilter:
     """Every instruction that can work on its share of the batch does; nothing is sharded otherwise."""
-    batch = batch_axes(theory)
+    batch = theory.batch_axes
     again = theory.graph.second_reads
     divisible = {
         i
@@ -237,7 +228,7 @@ def zero_like(theory: Theory) -> Constraints:
 
 def tensor_parallel(theory: Theory) -> Constraints:
     """Nothing is sharded along the batch: Megatron-like where the rules allow it."""
-    batch = batch_axes(theory)
+    batch = theory.batch_axes
 
     def allowed(_instruction: int, _row: Triple, axis: int | None) -> bool:
         return axis not in batch

@@ -121,7 +121,7 @@ class _Lagrangian:
 
     def run(self) -> None:
         """Cutting planes, then tilted bisection where they leave a gap."""
-        self.memory_prices = MemoryPrices(self.searcher)
+        self.memory_prices = MemoryPrices(self.searcher, self.model.batches)
         first = self.lines[0].result
         self.bound = first.lower_bound
         places: list[Place] = []
@@ -166,7 +166,8 @@ class _Lagrangian:
 
     def take(self, result: SearchResult) -> bool:
         """Keep a program; whether it fits."""
-        profile = memory_profile(self.searcher.space.theory, result.program, self.lengths)
+        theory, batches = self.searcher.space.theory, self.model.batches
+        profile = memory_profile(theory, result.program, self.lengths, batches=batches)
         lacking = profile.lacking(self.capacity)
         self.lines.append(_Line(result, profile, lacking))
         fits = not lacking.any()

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hetspmd.cost.loop_memory import AxisPlaces
 from hetspmd.cost.memory import OPTIMIZER_BYTES
 from hetspmd.cost.model import Array, CostModel, Index
 from hetspmd.placement import REPLICATE, is_sharded
 from hetspmd.program.lengths import Lengths
+from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.rules.theory import Theory
 from hetspmd.search.pricing import Prices
 from hetspmd.search.search import Searcher
@@ -31,8 +33,9 @@ Place = tuple[int, int]
 class MemoryPrices:
     """Which tensors are held at an instruction whatever the program, and what they cost at given prices."""
 
-    def __init__(self, searcher: Searcher) -> None:
+    def __init__(self, searcher: Searcher, batches: MicroBatches | None = None) -> None:
         self.searcher = searcher
+        self.places = AxisPlaces(searcher.space.theory, batches)
         space, pricing = searcher.space, searcher.pricing
         theory = self.theory = space.theory
         graph = theory.graph
@@ -61,7 +64,7 @@ class MemoryPrices:
         # Where in the graph a tensor belongs, from 0 to 1: a source to its first reader.
         belongs = [min(graph.consumers.get(t, (0,))) if b == 0 else b for t, b in enumerate(self.born)]
         self.position = np.array(belongs, dtype=float) / (end + 1)
-        nbytes = np.array([t.nbytes for t in graph.tensors], dtype=float)
+        nbytes = np.array([self.places.at(t.id, self.places.whole)[1] for t in graph.tensors], dtype=float)
         self.nbytes = nbytes
         trained = np.zeros(len(graph.tensors))
         for p in graph.parameters:
@@ -69,13 +72,13 @@ class MemoryPrices:
                 trained[p.tensor] = graph.tensors[p.tensor].numel * OPTIMIZER_BYTES
         entries = [(t, f) for t in pricing.tensors for f in space.forms[t]]
         self.entry_tensor: Index = np.array([t for t, _ in entries], dtype=np.int64)
-        self.entry_axis: Index = np.array([axis_of(theory, t, f) for t, f in entries], dtype=np.int64)
+        self.entry_axis: Index = np.array([self._axis(t, f) for t, f in entries], dtype=np.int64)
         self.entry_bytes = (nbytes + trained)[self.entry_tensor]
         self.entry_slices, self.entry_until = self._sliced(entries)
         pairs = [(t, *pair[:2]) for t in pricing.tensors for pair in space.pairs[t]]
         self.pair_tensor: Index = np.array([t for t, _, _ in pairs], dtype=np.int64)
         self.pair_axes = tuple(
-            np.array([axis_of(theory, pair[0], pair[k]) for pair in pairs], dtype=np.int64) for k in (1, 2)
+            np.array([self._axis(pair[0], pair[k]) for pair in pairs], dtype=np.int64) for k in (1, 2)
         )
         readers = {t: graph.consumers.get(t, (end,)) for t in range(len(graph.tensors))}
         again = {t: i for i, t in graph.second_reads.items()}
@@ -85,6 +88,11 @@ class MemoryPrices:
         lasts = [max((r for r in rs if r != again.get(t)), default=end) for t, rs in readers.items()]
         self.copied_until = np.where(sources, lasts, self.last)
         self._charged: dict[int, Index] = {}
+
+    def _axis(self, tensor: int, form: int) -> int:
+        """The axis along which a form divides a tensor, as the places number them; one that has none is whole."""
+        axis = self.theory.axes.sharded(tensor, form) if is_sharded(form) else None
+        return self.places.at(tensor, self.places.whole if axis is None else axis.id)[0]
 
     def _sliced(self, entries: Sequence[tuple[int, int]]) -> tuple[Index, Index]:
         """Per entry, the axes along which backward may have saved slices of it, padded with its own; and the last
@@ -104,7 +112,7 @@ class MemoryPrices:
         before: list[int] = []
         for (t, form), own in zip(entries, self.entry_axis.tolist(), strict=True):
             dims = range(len(graph.tensors[t].shape)) if form == REPLICATE else ()
-            cuts = [a.id for d in dims if (a := axes.axis(t, d)) is not None]
+            cuts = [self.places.at(t, a.id)[0] for d in dims if (a := axes.axis(t, d)) is not None]
             cuts = cuts if t in forward and self.born[t] > 0 else []
             slice_axes.append([own, *cuts])
             before.append(int(until[t]) if cuts else len(graph.instructions))
@@ -143,7 +151,8 @@ class MemoryPrices:
         """The prices of holding tensors, in seconds, at ``at`` seconds per byte; tilted by ``tilt``, and
         ``estimated``: with what communicated tensors add."""
         slant = 1.0 + tilt * self.position
-        shares = model.shares(lengths)
+        units, of = self.places.units(lengths)
+        shares = units / of[:, None]
         keep = np.zeros(len(self.entry_tensor))
         per_axis: dict[int, Array] = {}
         for (instruction, device), price in sorted(at.items()):
@@ -188,7 +197,7 @@ class MemoryPrices:
             if not weights:
                 continue
             weight = np.sum(weights, axis=0)
-            axes = [axis_of(theory, parameter, theory.rows[i][k].pre[0]) for k in space.rows[i]]
+            axes = [self._axis(parameter, theory.rows[i][k].pre[0]) for k in space.rows[i]]
             prices[i] = self.nbytes[parameter] * weight[axes] * slant[parameter]
         return prices
 
@@ -197,9 +206,3 @@ def graph_source(theory: Theory, tensor: int) -> bool:
     """Whether a tensor is a parameter, a buffer, an input or a constant."""
     producer = theory.graph.producers.get(tensor)
     return producer is not None and theory.graph.instructions[producer].is_source
-
-
-def axis_of(theory: Theory, tensor: int, form: int) -> int:
-    """Id of the axis along which a form is sharded; the number of axes for one that is whole or has none."""
-    axis = theory.axes.sharded(tensor, form) if is_sharded(form) else None
-    return len(theory.axes.axes) if axis is None else axis.id

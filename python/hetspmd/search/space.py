@@ -19,7 +19,7 @@ from hetspmd.placement import REPLICATE, Placement, is_before_cut, placement_tex
 from hetspmd.program.program import Compute, communications
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
-from hetspmd.search.constraints import Constraints, batch_axes
+from hetspmd.search.constraints import Constraints
 from hetspmd.trace.graph import PARAMETER, Instruction
 
 Move = tuple[Placement, Placement, Kind]
@@ -203,7 +203,7 @@ def _rows(theory: Theory, constraints: Constraints) -> tuple[tuple[int, ...], ..
 
 def _requirements(theory: Theory, constraints: Constraints, rows_of_outputs: bool) -> tuple[Requirement, ...]:
     graph = theory.graph
-    batch = batch_axes(theory)
+    batch = theory.batch_axes
     requirements: dict[int, Requirement] = {}
     if graph.loss is not None:
         requirements[graph.loss] = Requirement(graph.loss, (REPLICATE,))

@@ -12,7 +12,7 @@ from torch import nn
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import has_machines
 from hetspmd.cost.model import CostModel
-from hetspmd.errors import HetspmdError
+from hetspmd.errors import HetspmdError, OptionError
 from hetspmd.optimize.compile_options import CompileOptions, Machines
 from hetspmd.optimize.compiler import compile_plan, following_plan, plan_for
 from hetspmd.optimize.following import follows
@@ -48,6 +48,10 @@ def alternatives(
     Takes the arguments of :func:`hetspmd.optimize.compiler.compile_plan` and raises what it raises.
     """
     asked = options or CompileOptions()
+    if asked.micro_batches > 1:
+        raise OptionError(
+            "tune does not compare plans in micro-batches yet; use compile(..., micro_batches=...)"
+        )
     compiled = compile_plan(model, args, kwargs, cluster, asked)
     plans = {COMPILED: compiled}
     if has_machines(cluster):

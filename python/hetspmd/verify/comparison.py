@@ -202,6 +202,8 @@ class _Comparison:
             )
             if error > self.limit:
                 lines.append(f"the graph differs from eager PyTorch ({worst}: {error:.2e}): it is the trace")
+        if self.plan.micro_batches > 1:
+            return "\n".join([*lines, "values inside of micro-batches are not compared; use micro_batches=1"])
         near = replace(self.setting, model=_rounded(self.setting, 0))
         first = first_difference(self.plan, self.setting, near, self.limit)
         lines.append(

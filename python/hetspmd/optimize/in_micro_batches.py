@@ -1,0 +1,54 @@
+"""A step that is to run in micro-batches: its loop, and the outputs that it then has."""
+
+from __future__ import annotations
+
+import warnings
+
+from hetspmd.errors import DroppedOutputWarning, MicroBatchError
+from hetspmd.program.micro_batches import MicroBatches, micro_batches
+from hetspmd.rules.theory import Theory, derive
+from hetspmd.trace.compat import spec_from_text
+from hetspmd.trace.graph import Output
+
+__all__ = ["in_micro_batches"]
+
+
+def in_micro_batches(theory: Theory, count: int, *, fewer: bool) -> tuple[Theory, MicroBatches | None]:
+    """The theory of a training step in ``count`` micro-batches, and its loop; None for a single one.
+
+    Outputs with a row for each sample are left out, with a warning: to keep them would take the memory that
+    micro-batches save. ``fewer``: a batch of fewer samples has as many micro-batches as samples.
+
+    Raises MicroBatchError for a step that cannot be split exactly, and where the model itself keeps rows of the
+    batch.
+    """
+    graph = theory.graph
+    if fewer:
+        samples = (axis.units for axis in theory.axes.axes if axis.id in theory.batch_axes)
+        count = min(count, max(samples, default=1))
+    if count == 1:
+        return theory, None
+    if graph.autocast == "float16":
+        raise MicroBatchError(
+            "gradients in float16 need the scaled loss when they are computed, and in micro-batches they are computed "
+            "before it is known; use bfloat16, or micro_batches=1"
+        )
+    batches = micro_batches(theory, count)
+    rows = [place for place, output in enumerate(graph.outputs) if output.tensor in batches.joined]
+    returned = spec_from_text(graph.output_spec).num_leaves
+    if any(place >= returned for place in rows):
+        raise MicroBatchError(
+            "forward leaves rows of the batch in an attribute of the model, which micro-batches would leave in parts; "
+            "return them instead, or use micro_batches=1"
+        )
+    if rows:
+        warnings.warn(
+            f"{len(rows)} output{'s' if len(rows) > 1 else ''} with a row for each sample come back as None from a "
+            "training step in micro-batches; call the model under torch.no_grad() for them",
+            DroppedOutputWarning,
+            stacklevel=4,
+        )
+        outputs = tuple(Output(None) if n in rows else output for n, output in enumerate(graph.outputs))
+        theory = derive(graph.with_outputs(outputs), quiet=True)
+        batches = micro_batches(theory, count)
+    return theory, batches
