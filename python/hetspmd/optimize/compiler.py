@@ -288,16 +288,17 @@ def plan_for(
     *,
     limits: Limits | None = None,
     active: tuple[int, ...] | None = None,
+    batches: MicroBatches | None = None,
 ) -> Plan:
     """The best program under ``constraints`` at fixed ratios: forced programs for tests and comparisons.
 
     ``active``: ranks of the devices that take part (default: all), to which the ratios belong, of all segments or
-    by segment.
+    by segment. ``batches``: the step runs in micro-batches, of the same theory.
     """
     active = tuple(range(cluster.world)) if active is None else active
     matrix = by_segment(ratios, theory.axes.segments)
     lengths = lengths_for(theory.axes, matrix)
-    ctx = Synthesis(theory, cluster, constraints, limits or Limits())
+    ctx = Synthesis(theory, cluster, constraints, limits or Limits(), batches=batches)
     return _plan_at(ctx, candidate_at(ctx, matrix, lengths, active))
 
 

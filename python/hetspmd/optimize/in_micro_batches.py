@@ -13,7 +13,9 @@ from hetspmd.trace.graph import Output
 __all__ = ["in_micro_batches"]
 
 
-def in_micro_batches(theory: Theory, count: int, *, fewer: bool) -> tuple[Theory, MicroBatches | None]:
+def in_micro_batches(
+    theory: Theory, count: int, *, fewer: bool = False
+) -> tuple[Theory, MicroBatches | None]:
     """The theory of a training step in ``count`` micro-batches, and its loop; None for a single one.
 
     Outputs with a row for each sample are left out, with a warning: to keep them would take the memory that

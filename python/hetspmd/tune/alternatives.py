@@ -10,12 +10,12 @@ from typing import Any, Final
 from torch import nn
 
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cluster.machines import has_machines
-from hetspmd.cost.model import CostModel
-from hetspmd.errors import HetspmdError, OptionError
+from hetspmd.cluster.machines import flat, has_machines
+from hetspmd.errors import HetspmdError
 from hetspmd.optimize.compile_options import CompileOptions, Machines
-from hetspmd.optimize.compiler import compile_plan, following_plan, plan_for
+from hetspmd.optimize.compiler import compile_plan, following_plan, plan_for, plan_of
 from hetspmd.optimize.following import follows
+from hetspmd.optimize.in_micro_batches import in_micro_batches
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import synthesize_on
 from hetspmd.plan.plan import Plan
@@ -48,12 +48,9 @@ def alternatives(
     Takes the arguments of :func:`hetspmd.optimize.compiler.compile_plan` and raises what it raises.
     """
     asked = options or CompileOptions()
-    if asked.micro_batches > 1:
-        raise OptionError(
-            "tune does not compare plans in micro-batches yet; use compile(..., micro_batches=...)"
-        )
     compiled = compile_plan(model, args, kwargs, cluster, asked)
     plans = {COMPILED: compiled}
+    cluster = flat(cluster) if asked.micro_batches > 1 else cluster
     if has_machines(cluster):
         ways: tuple[Machines, ...] = ("virtual", "flat")
         for way in ways:
@@ -63,21 +60,24 @@ def alternatives(
     graph = trace(model, args, kwargs, loss=asked.find_loss, host_randomness=asked.host_randomness)
     if asked.loss_only and graph.loss is not None:
         graph = graph.without_outputs()
-    theory = derive(graph, strict=asked.strict)
+    theory, batches = in_micro_batches(derive(graph, strict=asked.strict), compiled.micro_batches)
     limits = Limits(seconds=asked.time_limit)
-    costs = CostModel(theory, cluster)
-    ctx = Synthesis(theory, cluster, resolve(theory, asked.constraints), limits)
+    ctx = Synthesis(theory, cluster, resolve(theory, asked.constraints), limits, batches=batches)
+    costs = ctx.costs(ctx.everyone)
     for ranks in (ctx.everyone, *device_subsets(costs)):
         if ranks == compiled.active and len(compiled.ratios) == 1:
             continue
         starts = starting_ratios(ctx.costs(ranks))
         outcome = synthesize_on(ctx, ranks, [(name, by_segment(ratios, 1)) for name, ratios in starts])
         if outcome is not None:
-            plan = following_plan(ctx, outcome, asked.constraints)
+            make = following_plan if batches is None else plan_of
+            plan = make(ctx, outcome, asked.constraints)
             if follows(plan) or not follows(compiled):
                 plans[_name(ranks, cluster.world)] = plan
     if not asked.constraints:
-        rows = plan_for(theory, cluster, known.data_parallel(theory), proportional(costs), limits=limits)
+        rows = plan_for(
+            theory, cluster, known.data_parallel(theory), proportional(costs), limits=limits, batches=batches
+        )
         if all(b <= d.memory for b, d in zip(rows.cost.memory_bytes, cluster.devices, strict=True)):
             plans["data parallel"] = rows
     return _distinct(plans)
