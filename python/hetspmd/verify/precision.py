@@ -48,8 +48,19 @@ def tensor_in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def retyped(plan: Plan, dtype: torch.dtype) -> Plan:
-    """The plan with every floating-point or complex tensor in ``dtype``; the program is the same."""
-    return replace(plan, graph=retyped_graph(plan.graph, dtype))
+    """The plan with every floating-point or complex tensor in ``dtype``; the program and its buckets are the same,
+    whatever bytes these have then."""
+    graph = retyped_graph(plan.graph, dtype)
+    growth = max(
+        (
+            -(-new.nbytes // old.nbytes)
+            for new, old in zip(graph.tensors, plan.graph.tensors, strict=True)
+            if old.nbytes
+        ),
+        default=1,
+    )
+    schedule = replace(plan.schedule, bucket_bytes=plan.schedule.bucket_bytes * max(growth, 1))
+    return replace(plan, graph=graph, schedule=schedule)
 
 
 def retyped_graph(graph: Graph, dtype: torch.dtype) -> Graph:
