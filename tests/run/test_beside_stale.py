@@ -311,6 +311,49 @@ def test_tensors_of_the_models_weights_are_refused(held: str, frozen: bool) -> N
         trace(model, (X,), {}, loss=lambda model, x: (model(x) + first()()[0]).square().mean())
 
 
+def test_a_parameter_that_is_kept_is_refused() -> None:
+    """On ranks another tensor stands in its place."""
+
+    class Model(nn.Linear):
+        @functools.cache  # noqa: B019  # a cached method is what the case is about
+        def first(self) -> torch.Tensor:
+            return self.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.first().mean()
+
+    with pytest.raises(TraceError, match="keeps its first result"):
+        trace(Model(12, 12), (X,), {}, loss=lambda model, x: model(x).square().mean())
+
+
+def test_tensors_of_weights_that_are_kept_for_a_tensor_are_refused() -> None:
+    model, table = nn.Sequential(nn.Linear(12, 12)), torch.ones(12)
+
+    @functools.cache
+    def scaled(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * model[0].weight.detach().mean()
+
+    with pytest.raises(TraceError, match="keeps its first result"):
+        trace(model, (X,), {}, loss=lambda model, x: (model(x) * scaled(table)).square().mean())
+
+
+def test_an_object_that_refers_to_the_model_does_not_keep_what_forward_leaves_there() -> None:
+    class Reader:
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+
+    class Model(nn.Linear):
+        @functools.cache  # noqa: B019  # a cached method is what the case is about
+        def reader(self) -> Reader:
+            return Reader(self)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = x.mean(0)
+            return super().forward(x) * self.reader().model.last
+
+    trace(Model(12, 12), (X,), {}, loss=lambda model, x: model(x).square().mean())
+
+
 def test_tensors_of_what_forward_sets_are_refused() -> None:
     class Model(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
