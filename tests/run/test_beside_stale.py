@@ -218,6 +218,32 @@ def test_tensors_that_are_changed_in_place(cached: Callable[..., Any], of_a_meth
     equal(changed_in_place(cached, of_a_method=of_a_method))
 
 
+def test_a_number_of_the_model_that_changes() -> None:
+    """The table stays, and what else is computed of the number follows it."""
+
+    class Model(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(*student())
+            self.temperature = 1.0
+
+        @functools.lru_cache  # noqa: B019  # a cached method is what the case is about
+        def mask(self, n: int) -> torch.Tensor:
+            return torch.ones(n) * self.temperature
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * self.mask(12)) * self.temperature
+
+    def make() -> Step:
+        model = Model()
+
+        def each(number: int) -> None:
+            model.temperature = 1.0 + number
+
+        return Step(model, lambda model, x: model(x).square().mean(), each)
+
+    equal(make)
+
+
 def test_results_of_other_objects_are_left_alone() -> None:
     """Of another model of the same class, of which the step reads nothing."""
 
