@@ -103,3 +103,64 @@ def _unchanged(make: Callable[[], Step], count: int) -> Losses:
 
 def distance(model: nn.Module, x: torch.Tensor, teacher: Callable[..., torch.Tensor]) -> torch.Tensor:
     return F.mse_loss(model(x), teacher(x))
+
+
+class Scaled(nn.Module):
+    """A layer with a buffer, a number, and another way in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(12))
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale * self.factor * (2.0 if self.training else 1.0)
+
+
+class Listed(nn.Module):
+    """Layers in the containers of torch, of which the forward asks for one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(12, 12), nn.Linear(12, 12)])
+        self.named = nn.ModuleDict({"a": nn.Linear(12, 12)})
+        self.rows = nn.ParameterList([torch.ones(12), torch.ones(12)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.named["a"](x) * self.rows[1] * len(self.layers)
+
+
+def deep() -> nn.Module:
+    """A teacher whose tensors lie below its top."""
+    body = nn.Sequential(
+        nn.Linear(12, 24), nn.GELU(), nn.GroupNorm(4, 24), nn.BatchNorm1d(24), nn.Linear(24, 12)
+    )
+    return nn.Sequential(body, Scaled(), Listed()).requires_grad_(False).eval()
+
+
+def moved(teacher: nn.Module) -> Callable[[int], None]:
+    """What moves all tensors of a teacher in place, as averages of weights do."""
+
+    def each(step: int) -> None:
+        with torch.no_grad():
+            for tensor in (*teacher.parameters(), *teacher.buffers()):
+                if tensor.is_floating_point() and step:
+                    tensor.mul_(0.9).add_(0.2)
+
+    return each
+
+
+class Holder:
+    """A plain object with a teacher, and a method that is the loss."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        self.teacher = teacher
+
+    def loss(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return distance(model, x, self.teacher)
+
+
+def by_closure(teacher: nn.Module) -> Step:
+    return Step(student(), lambda model, x: distance(model, x, teacher))

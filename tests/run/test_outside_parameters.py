@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ from small_plans import cluster
 from torch import nn
 
 from hetspmd.dist.simulated_world import run_ranks
-from hetspmd.errors import OptimizerError, OutsideParameterWarning
+from hetspmd.errors import OptimizerError, OutsideParameterWarning, TraceError
 from hetspmd.run.module import HAP
 from hetspmd.trace.trace import trace
 
@@ -80,6 +81,17 @@ def of_a_leaf() -> tuple[Step, Iterable[torch.Tensor]]:
     return Step(student(), lambda model, x: model(x + prompt).square().mean()), [prompt]
 
 
+def of_a_computed_tensor() -> tuple[Step, Iterable[torch.Tensor]]:
+    """It is computed before each step, of a leaf that the step does not read."""
+    raw = nn.Parameter(torch.zeros(12))
+    held = {"scale": raw.exp()}
+
+    def each(_number: int) -> None:
+        held["scale"] = raw.exp()
+
+    return Step(student(), lambda model, x: (model(x) * held["scale"]).square().mean(), each), [raw]
+
+
 def of_a_default() -> tuple[Step, Iterable[torch.Tensor]]:
     def loss(model: nn.Module, x: torch.Tensor, scale: torch.Tensor = nn.Parameter(torch.ones(12))) -> Any:  # noqa: B008
         return (model(x) * scale).square().mean()
@@ -102,6 +114,7 @@ MADE: dict[Callable[[], tuple[Step, Iterable[torch.Tensor]]], tuple[str, str]] =
     of_a_head: ("head.inner.0.weight", "model.head = head,"),
     of_a_list: (r"heads\[0\].inner.0.weight", r"model.heads\[0\].requires_grad_"),
     of_a_leaf: ("prompt", r"model.prompt = nn.Parameter\(prompt\)"),
+    of_a_computed_tensor: (r'held\["scale"\], a variable', r'held\["scale"\].detach\(\)'),
     of_a_default: ("a default", "requires_grad_"),
 }
 
@@ -173,6 +186,41 @@ def test_what_gets_no_gradient_on_one_device_either_is_not_told_of(make: Callabl
         single, ranks = both(make)
     for found in ranks:
         torch.testing.assert_close(found.losses, single.losses, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("hold", [lambda t: {t}, weakref.ref, lambda t: {object(): t}.values()])
+def test_a_leaf_to_which_no_place_leads_is_refused(hold: Callable[[torch.Tensor], Any]) -> None:
+    """No rank could say which optimizer holds it."""
+    scale = nn.Parameter(torch.ones(12))
+    held = hold(scale)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model(x) * (held() if callable(held) else next(iter(held)))).square().mean()
+
+    with pytest.raises(TraceError, match=r"a tensor \[12\] that requires a gradient.*cannot be followed"):
+        trace(student(), (X,), {}, loss=loss)
+
+
+@pytest.mark.filterwarnings("ignore::hetspmd.errors.OutsideParameterWarning")
+def test_what_is_thawed_again_is_refused() -> None:
+    """By an optimizer that has stepped while it was frozen, where a plan serves that was made before."""
+    made = _made(of_a_head)
+
+    def rank(communicator: Any) -> None:
+        step, more = made[communicator.rank]
+        hap = HAP(step.model, cluster(4, 2, 1, 1), example=(X,), loss=step.loss, process_group=communicator)
+        optimizer = torch.optim.SGD([*hap.parameters(), *more], lr=0.1)
+        for tensor in more:
+            tensor.requires_grad_(False)
+        hap(X).backward()
+        optimizer.step()
+        for tensor in more:
+            tensor.requires_grad_(True)
+        hap(X).backward()
+        with pytest.raises(OptimizerError, match="is no parameter of its model"):
+            optimizer.step()
+
+    run_ranks(4, rank)
 
 
 def test_what_is_thawed_later_is_told_of() -> None:

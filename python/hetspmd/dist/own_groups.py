@@ -5,6 +5,9 @@ same group, and one of another size ends the process. So what HAP sends over glo
 ``dist.all_reduce`` that one rank of a program calls alone meets no step. With NCCL, whose groups cost memory of the
 device, HAP uses the program's group.
 
+The ranks of a group may have made unequally many groups before, of which others were no part: for a HAP of some ranks,
+or by the program itself. So the groups of hetspmd are counted by their ranks, and apart from those of the program.
+
 Threads of a gloo group that still let go of a tensor when the interpreter is gone end the process by SIGABRT. So these
 groups are destroyed at the end, when nothing is on its way in them any more: their threads would wait for it.
 """
@@ -12,6 +15,7 @@ groups are destroyed at the end, when nothing is on its way in them any more: th
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -20,7 +24,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from hetspmd.trace.compat import timeout_of
+from hetspmd.trace.compat import is_of_gloo, named_apart, timeout_of
 
 __all__ = ["close_links", "destroy_groups", "made_group", "own_group"]
 
@@ -31,11 +35,16 @@ _OWN: Final[weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]] = w
 """Of each group of the program that of HAP."""
 _MADE: Final[list[weakref.ref[dist.ProcessGroup]]] = []
 """The gloo groups that were made here."""
+_COUNT: Final[Counter[tuple[int, ...]]] = Counter()
+"""How many groups of the same ranks were made here."""
 
 
 def made_group(ranks: Sequence[int], backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """A group of these ranks, numbered in the world, this one among them. They alone call this."""
-    group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+    members = tuple(sorted(ranks))
+    _COUNT[members] += 1
+    with named_apart(_COUNT[members]):
+        group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     if backend == "gloo":
         _MADE[:] = [ref for ref in _MADE if ref() is not None]
@@ -46,7 +55,7 @@ def made_group(ranks: Sequence[int], backend: str, timeout: timedelta | None = N
 def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group over which HAP sends what it sends among the ranks of ``group`` (None: the default group), the same
     one at every call. All of them call this."""
-    if dist.get_backend(group) != "gloo":
+    if not is_of_gloo(group):
         return group
     parent = dist.group.WORLD if group is None else group
     assert parent is not None

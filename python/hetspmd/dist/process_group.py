@@ -205,8 +205,6 @@ class ProcessGroupCommunicator(Communicator):
         return [pickle.loads(text[:size].numpy().tobytes()) for text, size in texts]
 
     def _part(self, ranks: Sequence[int]) -> Communicator:
-        # torch names a group by its ranks and by how many groups this process has made: every rank makes one
-        # here, so that the numbers stay equal, even where it is alone in it.
         every = dist.get_process_group_ranks(self.group)
         part = ProcessGroupCommunicator(made_group([every[r] for r in ranks], dist.get_backend(self.group)))
         part.watch = self.watch

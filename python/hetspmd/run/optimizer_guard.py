@@ -23,7 +23,7 @@ from hetspmd.errors import OptimizerError
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.run.elementwise import Untestable, is_elementwise, steps_nothing, trial_shape
 from hetspmd.run.optimizer_state import cut_whole_state, full_optimizer_state_dict, is_own
-from hetspmd.run.outside_parameters import refuse_untrained, times_found
+from hetspmd.run.outside_parameters import refuse_untrained
 from hetspmd.run.parameter_registry import ParameterPlace, living, places
 from hetspmd.run.stepping import Call, begin, end
 
@@ -41,12 +41,11 @@ PASSING: Final = frozenset(("accelerate", "lightning", "lightning_fabric", "pyto
 
 @dataclass(frozen=True)
 class _Look:
-    """What there was when an optimizer was looked at: the sizes of its groups, by ``id`` the HAP modules that
-    lived and those whose parameters it held, and how often steps were found to read what they do not train."""
+    """What there was when an optimizer was looked at: the sizes of its groups, and by ``id`` the HAP modules that
+    lived and those whose parameters it held."""
 
     held: tuple[int, ...]
     alive: tuple[int, ...]
-    found: int
     modules: tuple[int, ...]
 
 
@@ -97,12 +96,12 @@ def _before_step(
 
 
 def _look(optimizer: torch.optim.Optimizer) -> None:
+    refuse_untrained(optimizer, _parameters(optimizer))
     held = tuple(len(group["params"]) for group in optimizer.param_groups)
     alive = tuple(id(module) for module in living())
-    last, times = _CHECKED.get(optimizer), times_found()
-    if last is not None and (last.held, last.alive, last.found) == (held, alive, times):
+    last = _CHECKED.get(optimizer)
+    if last is not None and (last.held, last.alive) == (held, alive):
         return
-    refuse_untrained(optimizer, _parameters(optimizer))
     registry = {key: place for key, place in places().items() if place.module.everyone.world > 1}
     mine = [registry[id(p)] for p in _parameters(optimizer) if id(p) in registry]
     modules = tuple({id(place.module): None for place in mine})
@@ -113,7 +112,7 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} holds parameters on the meta device, in whose place HAP(...) has made "
             f"others; make it after HAP(...): {type(optimizer).__name__}(hap.parameters(), ...)"
         )
-    _CHECKED[optimizer] = _Look(held, alive, times, modules)
+    _CHECKED[optimizer] = _Look(held, alive, modules)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

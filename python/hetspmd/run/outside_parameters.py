@@ -14,37 +14,33 @@ import torch
 
 from hetspmd.errors import OptimizerError
 from hetspmd.trace.host.facts import Read
-from hetspmd.trace.host.places import Roots, text
-from hetspmd.trace.host.untrained import untrained_places
+from hetspmd.trace.host.places import Roots
+from hetspmd.trace.host.untrained import untrained_leaves
 
-__all__ = ["look_for_untrained", "refuse_untrained", "times_found"]
+__all__ = ["look_for_untrained", "refuse_untrained"]
 
 _LOCK = threading.Lock()
 _FOUND: Final[list[tuple[weakref.ref[torch.Tensor], str, weakref.ref[object]]]] = []
 """The tensors with their names, and by whom they were found; no one counts who is gone."""
-_TIMES = [0]
-
-
-def times_found() -> int:
-    """A number that is another one after more was found."""
-    return _TIMES[0]
 
 
 def look_for_untrained(reads: tuple[Read, ...], roots: Roots, finder: object) -> None:
     """Remember what a plan's step reads and does not train, as long as ``finder`` lives."""
-    values = [(roots.value(*place), text(*place)) for place in untrained_places(reads)]
+    values = list(untrained_leaves(reads, roots))
     if not values:
         return
     with _LOCK:
         _FOUND[:] = [entry for entry in _FOUND if entry[0]() is not None and entry[2]() is not None]
         ids = {id(ref()) for ref, _, by in _FOUND if by() is finder}
-        new = [(t, name) for t, name in values if isinstance(t, torch.Tensor) and id(t) not in ids]
-        _FOUND.extend((weakref.ref(t), name, weakref.ref(finder)) for t, name in new)
-        _TIMES[0] += len(new)
+        new = [(tensor, name) for tensor, name in values if id(tensor) not in ids]
+        _FOUND.extend((weakref.ref(tensor), name, weakref.ref(finder)) for tensor, name in new)
 
 
 def refuse_untrained(optimizer: torch.optim.Optimizer, held: Iterable[torch.Tensor]) -> None:
-    """Raise OptimizerError for an optimizer that holds such a tensor."""
+    """Raise OptimizerError for an optimizer that holds such a tensor and would step it now: one that was frozen may
+    be thawed, and a plan serve that was made before."""
+    if not _FOUND:
+        return
     with _LOCK:
         alive = [(ref(), name) for ref, name, by in _FOUND if by() is not None]
     names = {id(tensor): name for tensor, name in alive if tensor is not None}

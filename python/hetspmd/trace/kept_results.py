@@ -1,13 +1,14 @@
 """Tensors that cached functions keep (``functools.lru_cache``), where a plan would not have them as one device has.
 
 One device makes such a tensor in the step that asks for it first, and keeps it. A plan computes it in every step,
-which is the same for a mask or a table that follows from numbers, and another for what depends on a parameter that
-is trained, on a buffer that changes, on the batch or on random numbers. That is refused.
+which is the same for a mask or a table that follows from numbers or from a buffer that stays, and another for what
+depends on a parameter (a frozen one may be moved between steps), on a buffer that the step changes, on the batch or
+on random numbers. That is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from hetspmd.errors import TraceError
 from hetspmd.trace.compat import InputRole, OutputRole
@@ -21,19 +22,17 @@ def check_kept(
     inputs: Sequence[InputRole],
     outputs: Sequence[OutputRole],
     kept: Mapping[int, str],
-    trained: Collection[str],
 ) -> list[OutputRole]:
     """Take the outputs ``kept``, by their indices, out of a draft; returns the roles of the others.
 
-    ``trained`` names the parameters that are. Raises TraceError for one that changes from step to step.
-    """
+    Raises TraceError for one that changes from step to step."""
     if not kept:
         return list(outputs)
     written = {role.name for role in outputs if role.kind.endswith("_mutation")}
     changing = {
         value: _spoken(role)
         for value, role in zip(draft.placeholders, inputs, strict=True)
-        if role.kind == "input" or role.name.removeprefix("model.") in trained or role.name in written
+        if role.kind in ("input", "parameter") or role.name in written
     }
     for instruction in draft.instructions:
         cause = next((changing[v] for v in instruction_inputs(instruction) if v in changing), None)

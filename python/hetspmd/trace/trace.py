@@ -135,7 +135,7 @@ def _traced(
             module, inputs, outputs = compat.export_joint(step, fakes, table())
             inputs, outputs = compat.merge_tied(module, inputs, outputs, first_names)
             draft = import_graph(module)
-            outputs = check_kept(draft, inputs, outputs, step.kept, trainable)
+            outputs = check_kept(draft, inputs, outputs, step.kept)
             watch.check_results()
             check_views(draft, outputs, trainable, watch)
     except HetspmdError:
@@ -237,6 +237,7 @@ def _warn(step: Step, watch: HostWatch) -> None:
             stacklevel=4,
         )
     watch.asked.warn()
+    watch.untrained.check()
     watch.untrained.warn()
     warn_of_comparison(watch.recorder.comparison)
     for path, kind in step.dropped.items():

@@ -17,6 +17,8 @@ from hetspmd.trace.compat.groups import (
     forget_default_group,
     group_store,
     hosted_by_a_rank,
+    is_of_gloo,
+    named_apart,
     timeout_of,
 )
 from hetspmd.trace.compat.joint import (
@@ -88,12 +90,14 @@ __all__ = [
     "hosted_by_a_rank",
     "is_class_of_trace",
     "is_compiled_module",
+    "is_of_gloo",
     "is_op",
     "is_sharded_wrapper",
     "is_traced",
     "memory_of",
     "merge_tied",
     "module_path",
+    "named_apart",
     "outside_modes",
     "parts_of",
     "print_options",

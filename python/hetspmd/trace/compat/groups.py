@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,14 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as Store
     from torch.distributed import ProcessGroup
 
-__all__ = ["forget_default_group", "group_store", "hosted_by_a_rank", "timeout_of"]
+__all__ = [
+    "forget_default_group",
+    "group_store",
+    "hosted_by_a_rank",
+    "is_of_gloo",
+    "named_apart",
+    "timeout_of",
+]
 
 
 def group_store() -> Store:
@@ -29,6 +38,32 @@ def timeout_of(group: ProcessGroup) -> timedelta:
     """Within what time a collective of a gloo group must be over."""
     timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return timeout
+
+
+def is_of_gloo(group: ProcessGroup | None) -> bool:
+    """Whether gloo carries all that a group carries, on every kind of device, by whichever name it was asked for:
+    ``gloo``, ``cpu:gloo``, or nothing where there is no other backend."""
+    from torch.distributed.distributed_c10d import get_backend_config
+
+    carriers = get_backend_config(group).split(",")
+    return all(carrier.rpartition(":")[2] == "gloo" for carrier in carriers)
+
+
+@contextmanager
+def named_apart(number: int) -> Iterator[None]:
+    """Within the context a new group of some ranks alone is named by them and by this ``number``.
+
+    torch names it by how many groups the process has made so far, and its ranks may have made unequally many: then
+    they wait for groups of other names. The groups of the program are named as if there were none of this context.
+    """
+    from torch.distributed.distributed_c10d import _world
+
+    before = _world.group_count
+    _world.group_count = -1 - number  # torch counts from 0 on
+    try:
+        yield
+    finally:
+        _world.group_count = before
 
 
 def forget_default_group() -> None:

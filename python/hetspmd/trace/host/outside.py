@@ -31,6 +31,9 @@ _ONE: Final = frozenset({"forward", "training", "extra_repr"})
 _OF_TREE: Final = frozenset(n for n in dir(nn.Module) if not n.startswith("_")) - _ONE
 """Methods of a module that look at all modules inside it."""
 
+_FIRST_ASKED: Final = frozenset({"call_super_init", "__setstate__"})
+"""What a module is asked for when it is made, by ``nn.Module.__init__`` or by ``copy``."""
+_OF_TRACES: Final = ("torch.fx", "hetspmd.")
 _SPOKEN: Final = {"_parameters": "a parameter", "_buffers": "a buffer", "_modules": "a submodule"}
 
 Note = Callable[[tuple[str, Path], str, Any], None]
@@ -46,6 +49,7 @@ class Outside:
         self._held: list[tuple[Followed, Structure]] = []
         self._touched: set[int] = set()
         self._strangers: dict[int, nn.Module] = {}
+        self._made: set[int] = set()
         self._no_strangers: set[type] = set()
 
     def know(self, followed: Followed, within: nn.Module | None) -> None:
@@ -66,17 +70,15 @@ class Outside:
         if name in _OF_TREE:
             self.all_of(module)
 
-    def stranger(self, of: Any) -> None:
-        """Something was read of an object that no place leads to: a module, perhaps. The trace has plain ones of
-        its own, in which it puts constants."""
+    def stranger(self, of: Any, name: str) -> None:
+        """An attribute was read of an object that no place leads to: of a module, perhaps. Those that the step
+        makes itself, or copies, are asked for some names first; the trace has some of its own as well."""
         kind = type(of)
         if kind in self._no_strangers:
             return
-        if (
-            issubclass(kind, nn.Module)
-            and kind is not nn.Module
-            and not kind.__module__.startswith("torch.fx")
-        ):
+        if issubclass(kind, nn.Module) and not kind.__module__.startswith(_OF_TRACES):
+            if name in _FIRST_ASKED:
+                self._made.add(id(of))
             self._strangers[id(of)] = of
         else:
             self._no_strangers.add(kind)
@@ -94,12 +96,15 @@ class Outside:
         for key, module in self._strangers.items():
             attributes = own_attributes(module)
             held = [t for kind in _TENSORS for t in attributes.get(kind, {}).values() if t is not None]
-            if key not in self._known and any(not is_traced(tensor) for tensor in held):
+            if key in self._known:
+                continue
+            real = any(not is_traced(tensor) for tensor in held)
+            if key not in self._made or (real and type(module) is not nn.Module):
                 raise TraceError(
-                    f"the step reads a {type(module).__name__} with tensors, which is no module of the model, in a "
-                    "way that cannot be followed: from a set, a weak reference, under a key that is an object, in "
-                    "a variable of a context; keep it in a variable, a list or an attribute, or make it a module "
-                    "of the model (self.teacher = ...)"
+                    f"the step reads a {type(module).__name__}, which is no module of the model, in a way "
+                    "that cannot be followed: from a set, a weak reference, under a key that is an object, in a "
+                    "variable of a context; keep it in a variable, a list or an attribute, or make it a module of "
+                    "the model (self.teacher = ...)"
                 )
         for followed, structure in self._held:
             for _, kind in structure.changes():

@@ -2,7 +2,7 @@
 
 They are found where autograd's graph of the traced loss ends: what the step reads under ``no_grad`` is not one of
 them. That such a tensor requires a gradient is part of what the trace has read, by which every rank finds its own
-(:func:`untrained_places`).
+(:func:`untrained_leaves`). What was computed of a leaf before the step leads to it as well.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from hetspmd.errors import OutsideParameterWarning
+from hetspmd.errors import OutsideParameterWarning, TraceError
 from hetspmd.trace.compat import is_traced
 from hetspmd.trace.host.changes import where
 from hetspmd.trace.host.facts import Read
-from hetspmd.trace.host.places import Path, Roots, items
+from hetspmd.trace.host.places import Path, Roots, items, text
 from hetspmd.trace.host.plain import is_container
 from hetspmd.trace.host.raw import size
 from hetspmd.trace.host.steps import spoken
 
-__all__ = ["Untrained", "untrained_places"]
+__all__ = ["Untrained", "untrained_leaves"]
 
 _FLAG: Final = ".requires_grad"
 _MOST_ELEMENTS: Final = 10_000
@@ -31,11 +31,15 @@ _NAMED: Final = 3
 Place = tuple[str, Path]
 
 
-def untrained_places(reads: tuple[Read, ...]) -> list[Place]:
-    """Where the leaves lie, by what a trace has read."""
-    return [
-        (read.root, read.path[:-1]) for read in reads if read.path[-1:] == (_FLAG,) and read.value == "True"
-    ]
+def untrained_leaves(reads: tuple[Read, ...], roots: Roots) -> Iterator[tuple[torch.Tensor, str]]:
+    """The leaves, and how people call them, by what a trace has read."""
+    for read in reads:
+        if read.path[-1:] != (_FLAG,) or read.value != "True":
+            continue
+        place = read.root, read.path[:-1]
+        tensor = roots.value(*place)
+        for leaf in _leaves(tensor) if isinstance(tensor, torch.Tensor) else ():
+            yield leaf, text(*place) if leaf is tensor else f"what {text(*place)} was computed of,"
 
 
 class Untrained:
@@ -48,50 +52,60 @@ class Untrained:
 
     def look(self, loss: torch.Tensor | None) -> None:
         """Note the leaves of a loss that was traced."""
-        seen: set[Any] = set()
-        rest: list[Any] = [] if loss is None else [loss.grad_fn]
-        while rest:
-            node = rest.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if isinstance(leaf, torch.Tensor) and not is_traced(leaf):
-                self._leaves[id(leaf)] = leaf
-            rest += [inner for inner, _ in node.next_functions]
+        if loss is not None:
+            self._leaves.update((id(leaf), leaf) for leaf in _leaves(loss) if not is_traced(leaf))
 
     def reads(self, values: Mapping[Place, Any]) -> Iterator[Place]:
-        """The places of their flags, found in the ``values`` that the trace has read."""
+        """The places of the flags of those that lead to leaves, found in the ``values`` that the trace has read."""
         if not self._leaves:
             return
         for place, value in values.items():
             for path, tensor in _tensors_in(value):
-                if id(tensor) in self._leaves:
-                    self._places.setdefault(id(tensor), (place[0], (*place[1], *path)))
-        yield from ((root, (*path, _FLAG)) for root, path in self._places.values())
+                for leaf in _leaves(tensor) if tensor.requires_grad and not is_traced(tensor) else ():
+                    if id(leaf) in self._leaves:
+                        self._places.setdefault(id(leaf), (place[0], (*place[1], *path)))
+        yield from dict.fromkeys((root, (*path, _FLAG)) for root, path in self._places.values())
+
+    def check(self) -> None:
+        """Raise TraceError for a leaf to which no place leads: no rank could say which optimizer holds it."""
+        lost = next((leaf for key, leaf in self._leaves.items() if key not in self._places), None)
+        if lost is not None:
+            raise TraceError(
+                f"the loss depends on a tensor {list(lost.shape)} that requires a gradient and is no parameter of "
+                "the model, in a way that cannot be followed: from a set, a weak reference, under a key that is an "
+                "object, in a variable of a context, in what a function keeps; on several devices it gets no "
+                "gradient. To train it, make it a parameter of the model (model.name = nn.Parameter(...)); if it "
+                "is to stay as it is, tensor.requires_grad_(False)"
+            )
 
     def warn(self) -> None:
         """Say that they get no gradient, and what to write."""
-        if not self._leaves:
+        places = list(dict.fromkeys(self._places.values()))
+        if not places:
             return
-        places = [self._places.get(key) for key in self._leaves]
-        reachable = [place for place in places if place is not None]
-        names = [where(self._roots, *place) for place in reachable[:_NAMED]]
+        names = [where(self._roots, *place) for place in places[:_NAMED]]
         if len(places) > len(names):
-            names.append(
-                f"{len(places) - len(names)} more" if names else "a tensor that no variable leads to"
-            )
-        what, name = self._part(*reachable[0]) if reachable else ("it", "it")
-        plain = reachable and not isinstance(self._roots.value(*reachable[0]), nn.Parameter)
-        value = f"nn.Parameter({what})" if plain else what
+            names.append(f"{len(places) - len(names)} more")
         warnings.warn(
             f"the loss depends on what requires a gradient and is no parameter of the model: {', '.join(names)}. "
-            "On several devices it gets no gradient, and no optimizer can train it. To train it, make it a part of "
-            f"the model before HAP(...), model.{name} = {value}, and read model.{name} in the step. If it is to "
-            "stay as it is, or another loop trains it, say so before HAP(...) and around the step: "
-            f"{what}.requires_grad_(False)",
+            f"On several devices it gets no gradient, and no optimizer can train it. {self._mend(*places[0])}",
             OutsideParameterWarning,
             stacklevel=5,
+        )
+
+    def _mend(self, root: str, path: Path) -> str:
+        what, name = self._part(root, path)
+        tensor = self._roots.value(root, path)
+        if isinstance(tensor, torch.Tensor) and not tensor.is_leaf:
+            return (
+                f"{what} was computed before the step: compute it in the step, of a parameter of the model; or, if "
+                f"what it was computed of is to stay as it is, {what}.detach()"
+            )
+        value = what if isinstance(tensor, nn.Parameter) else f"nn.Parameter({what})"
+        return (
+            f"To train it, make it a part of the model before HAP(...), model.{name} = {value}, and read "
+            f"model.{name} in the step. If it is to stay as it is, or another loop trains it, say so before "
+            f"HAP(...) and around the step: {what}.requires_grad_(False)"
         )
 
     def _part(self, root: str, path: Path) -> tuple[str, str]:
@@ -105,6 +119,24 @@ class Untrained:
         named = [step[1:] for step in path[:end] if step.startswith(".") and step[1:].isidentifier()]
         what = "".join(map(spoken, path[:end]))
         return f"{prefix}{what}".removeprefix("."), named[-1] if named else "it"
+
+
+def _leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The leaves of autograd that require a gradient and of which a tensor was computed, or itself."""
+    if tensor.grad_fn is None:
+        yield from (tensor,) if tensor.requires_grad else ()
+        return
+    seen: set[Any] = set()
+    rest: list[Any] = [tensor.grad_fn]
+    while rest:
+        node = rest.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        rest += [inner for inner, _ in node.next_functions]
 
 
 def _tensors_in(value: Any, depth: int = 0) -> Iterator[tuple[Path, torch.Tensor]]:
