@@ -217,6 +217,39 @@ def test_tensors_that_are_changed_in_place(cached: Callable[..., Any], of_a_meth
     equal(changed_in_place(cached, of_a_method=of_a_method))
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_buffer_that_the_loop_changes(nested: bool) -> None:
+    """The table stays, and what else is computed of the buffer follows it."""
+
+    class Model(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(*student())
+            holder = self if not nested else nn.Module()
+            self.holder = holder if nested else None
+            holder.register_buffer("inverse", torch.arange(12.0) / 12)
+            self.inverse_of = lambda: holder.inverse
+
+        @functools.lru_cache  # noqa: B019  # a cached method is what the case is about
+        def mask(self, n: int) -> torch.Tensor:
+            return self.inverse_of()[:n].cos()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for module in list(self.children())[:3]:
+                x = module(x)
+            return x * self.mask(12) + self.inverse_of()
+
+    def make() -> Step:
+        model = Model()
+
+        def each(number: int) -> None:
+            if number:
+                model.inverse_of().add_(0.5 * (number > 1))  # in the second step it is as it was
+
+        return Step(model, lambda model, x: model(x).square().mean(), each)
+
+    equal(make)
+
+
 def test_a_number_of_the_model_that_changes() -> None:
     """The table stays, and what else is computed of the number follows it."""
 

@@ -254,7 +254,10 @@ def _is_call(read: Read) -> bool:
 
 
 def _gives_tensors(read: Read, value: Any) -> bool:
-    """Whether a read is of what a call of a cached function gives, and that is tensors."""
+    """Whether a read is of what a call of a cached function gives, and that is tensors, or of a buffer that feeds
+    one."""
+    if isinstance(value, torch.Tensor) and read.value == outline(value):
+        return True
     return bool(read.path) and read.path[-1].startswith(CALL) and bool(tensors_in(value))
 
 

@@ -135,7 +135,7 @@ def _traced(
             module, inputs, outputs = compat.export_joint(step, fakes, table())
             inputs, outputs = compat.merge_tied(module, inputs, outputs, first_names)
             draft = import_graph(module)
-            outputs = check_kept(draft, inputs, outputs, step.kept)
+            outputs, watch.feeding = check_kept(draft, inputs, outputs, step.kept)
             watch.check_results()
             check_views(draft, outputs, trainable, watch)
     except HetspmdError:
