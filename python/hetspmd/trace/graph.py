@@ -7,7 +7,7 @@ what a plan file stores, and what ``print(graph)`` shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -110,6 +110,21 @@ class Instruction:
     @property
     def is_source(self) -> bool:
         return self.op in SOURCES
+
+    def reading(self, others: Mapping[int, int]) -> Instruction:
+        """The instruction with ``others`` in the place of the tensors that it reads, for those that have one."""
+        if others.keys().isdisjoint(self.inputs):
+            return self
+
+        def changed(reference: Ref) -> Argument:
+            return Ref(others.get(reference.id, reference.id))
+
+        return replace(
+            self,
+            args=tuple(map_refs(a, changed) for a in self.args),
+            kwargs=tuple((k, map_refs(a, changed)) for k, a in self.kwargs),
+            inputs=tuple(others.get(t, t) for t in self.inputs),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +316,10 @@ class Graph:
             }
             self.__dict__["_stored_apart"] = cached
         return cached
+
+    def filled_outputs(self, values: Mapping[int, Any]) -> list[Any]:
+        """The leaves of the model's output, with ``values`` of its tensors."""
+        return [o.value if o.tensor is None else values[o.tensor] for o in self.outputs]
 
     def without_outputs(self) -> Graph:
         """The graph with its outputs other than the loss forgotten, and what only they needed removed."""
