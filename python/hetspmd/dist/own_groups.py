@@ -20,7 +20,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from hetspmd.trace.compat import timeout_of
+from hetspmd.trace.compat.groups import timeout_of
 
 __all__ = ["close_links", "destroy_groups", "made_group", "own_group"]
 

@@ -30,7 +30,7 @@ from hetspmd.lower.local_program import LocalGraphs
 from hetspmd.lower.types import ValueType, value_types
 from hetspmd.placement import placement_text
 from hetspmd.program.levels import carried
-from hetspmd.trace.compat import is_op
+from hetspmd.trace.compat.tensors import is_op
 
 __all__ = ["graphs_text"]
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from hetspmd.errors import PlanError
 from hetspmd.placement import DIMS
 from hetspmd.plan.host_check import check_host
-from hetspmd.trace.compat import spec_from_text
+from hetspmd.trace.compat.trees import spec_from_text
 from hetspmd.trace.graph import (
     BUFFER,
     CONSTANT,

@@ -17,7 +17,7 @@ from hetspmd.errors import NanError
 from hetspmd.lower.fuse import out_of_place
 from hetspmd.lower.instrument import instrumented
 from hetspmd.run.source_location import SourceFinder
-from hetspmd.trace.compat import flatten
+from hetspmd.trace.compat.trees import flatten
 
 __all__ = ["is_looked_for", "watched"]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from hetspmd.trace.admissible import argument_names, spoken
 from hetspmd.trace.autocast import autocast_state
-from hetspmd.trace.compat import flatten
+from hetspmd.trace.compat.trees import flatten
 from hetspmd.trace.host.places import NOTHING, text
 from hetspmd.trace.host.plain import fingerprint
 from hetspmd.trace.values import dtype_name

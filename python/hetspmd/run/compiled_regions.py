@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from hetspmd.errors import ExampleError
 from hetspmd.lower.emit import item, take_saved
-from hetspmd.trace.compat import is_op
+from hetspmd.trace.compat.tensors import is_op
 
 __all__ = ["compile_options", "in_stretches"]
 

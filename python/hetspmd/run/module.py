@@ -49,7 +49,7 @@ from hetspmd.run.twin import twin_attributes, twin_model, twin_plans, twin_store
 from hetspmd.run.whole_states import WholeStates
 from hetspmd.run.wrappers import refuse_wrapper
 from hetspmd.trace.admissible import check_model as check_admissible
-from hetspmd.trace.compat import unflatten
+from hetspmd.trace.compat.trees import unflatten
 from hetspmd.trace.containers import MissingClassError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import nn
 from hetspmd.errors import GradientError
 from hetspmd.plan.plan import Plan
 from hetspmd.run.autograd import NOT_THE_LOSS, Runner
-from hetspmd.trace.compat import flatten, unflatten
+from hetspmd.trace.compat.trees import flatten, unflatten
 from hetspmd.trace.losses import Loss
 
 __all__ = ["is_the_model", "run_model"]

@@ -18,7 +18,7 @@ from hetspmd.errors import ShardError
 from hetspmd.lower.local_program import LocalTensor
 from hetspmd.placement import is_sharded
 from hetspmd.run.shard_tensors import MARK, Shard, refuse_transform, shard_class
-from hetspmd.trace.compat import before_transforms
+from hetspmd.trace.compat.func_transforms import before_transforms
 
 __all__ = [
     "FULL",

@@ -20,7 +20,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import assign_data, is_traced, memory_of
+from hetspmd.trace.compat.joint import assign_data
+from hetspmd.trace.compat.tensors import is_traced, memory_of
 from hetspmd.trace.frames import frame_line, here, line_of
 from hetspmd.trace.host.foreign import is_foreign, is_own
 from hetspmd.trace.host.seeds import refuse_generator

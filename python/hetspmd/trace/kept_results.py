@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import InputRole, OutputRole
+from hetspmd.trace.compat.roles import InputRole, OutputRole
 from hetspmd.trace.importer import Draft, instruction_inputs
 
 __all__ = ["check_kept"]

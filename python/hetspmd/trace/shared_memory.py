@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import OutputRole
+from hetspmd.trace.compat.roles import OutputRole
 from hetspmd.trace.host.changes import where
 from hetspmd.trace.host.own_memory import memory
 from hetspmd.trace.host.plain import tensors_in

@@ -18,7 +18,8 @@ import torch
 
 from hetspmd.plan.plan import Plan
 from hetspmd.trace.assemble import constant_data
-from hetspmd.trace.compat import TorchDispatchMode, flatten, unflatten
+from hetspmd.trace.compat.tensors import TorchDispatchMode
+from hetspmd.trace.compat.trees import flatten, unflatten
 from hetspmd.trace.graph import CONSTANT, Argument, Constant, DType, Graph, Instruction
 from hetspmd.trace.host.facts import Host
 from hetspmd.trace.values import dtype_name, torch_dtype

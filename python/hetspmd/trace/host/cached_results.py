@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import is_traced, outside_modes
+from hetspmd.trace.compat.tensors import is_traced, outside_modes
 from hetspmd.trace.host.cached import Arguments, arguments_of, entries_of, results_of, step_of
 from hetspmd.trace.host.places import Path, Roots, text
 from hetspmd.trace.host.plain import fingerprint, is_scalar, tensors_in

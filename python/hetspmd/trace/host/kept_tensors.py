@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetspmd.trace.compat import memory_of
+from hetspmd.trace.compat.tensors import memory_of
 from hetspmd.trace.host.plain import tensors_in
 
 __all__ = ["kept_tensors"]

@@ -13,7 +13,7 @@ from typing import Any, Final
 from torch import nn
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import is_traced
+from hetspmd.trace.compat.tensors import is_traced
 from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.followed import Followed
 from hetspmd.trace.host.kinds import tells_its_class

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from hetspmd.trace.compat import outside_modes
+from hetspmd.trace.compat.tensors import outside_modes
 from hetspmd.trace.host.bound import Bound
 from hetspmd.trace.host.cached import Caches, is_cache
 from hetspmd.trace.host.cached_results import CachedResults

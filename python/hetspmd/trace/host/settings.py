@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from hetspmd.trace.compat import print_options
+from hetspmd.trace.compat.tensors import print_options
 from hetspmd.trace.host.replaced import Replaced
 
 __all__ = [

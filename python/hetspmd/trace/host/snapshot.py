@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from hetspmd.trace.compat import outside_modes
+from hetspmd.trace.compat.tensors import outside_modes
 from hetspmd.trace.host.cached import entries_of, results_of
 from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.foreign import is_foreign, is_installed

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hetspmd.errors import OutsideParameterWarning
-from hetspmd.trace.compat import is_traced
+from hetspmd.trace.compat.tensors import is_traced
 from hetspmd.trace.host.changes import where
 from hetspmd.trace.host.facts import Read
 from hetspmd.trace.host.places import Path, Roots, items
