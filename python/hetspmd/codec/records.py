@@ -19,8 +19,6 @@ from itertools import pairwise, repeat
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-__all__ = ["DamageError", "decode", "encode"]
-
 T = TypeVar("T")
 Decoder = Callable[[Any], Any]
 

@@ -30,15 +30,6 @@ from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Schedule, make_schedule
 from hetspmd.trace.graph import Graph
 
-__all__ = [
-    "StageSeconds",
-    "Stages",
-    "StepCost",
-    "StepModel",
-    "idle_seconds",
-    "on_cluster",
-]
-
 
 @dataclass(frozen=True)
 class StepCost:

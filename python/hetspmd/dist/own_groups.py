@@ -22,8 +22,6 @@ import torch.distributed as dist
 
 from hetspmd.trace.compat.groups import timeout_of
 
-__all__ = ["close_links", "destroy_groups", "made_group", "own_group"]
-
 _NEVER_SENT: Final = 1 << 20
 """A tag of no message."""
 

@@ -28,8 +28,6 @@ from hetspmd.dist.staging import StagedCommunicator, copies_for
 from hetspmd.dist.failure_detection import FailureDetector
 from hetspmd.trace.compat.groups import forget_default_group, group_store, hosted_by_a_rank
 
-__all__ = ["CopiedWork", "IssuedWork", "ProcessGroupCommunicator", "communicator_for"]
-
 _GUARDED = itertools.count()
 
 

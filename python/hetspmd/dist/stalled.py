@@ -16,8 +16,6 @@ from typing import Any, Final
 from hetspmd.dist.board import Board
 from hetspmd.dist.parting import apart
 
-__all__ = ["Stalled"]
-
 _EVERY: Final = 1.0
 """Seconds between two looks."""
 

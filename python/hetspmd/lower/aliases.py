@@ -10,8 +10,6 @@ from torch import fx
 from hetspmd.lower.emit import item
 from hetspmd.trace.compat.tensors import is_op
 
-__all__ = ["SILENT_VIEWS", "allocates", "allocates_each"]
-
 aten = torch.ops.aten
 
 SILENT_VIEWS = frozenset(

@@ -32,8 +32,6 @@ from hetspmd.placement import placement_text
 from hetspmd.program.levels import carried
 from hetspmd.trace.compat.tensors import is_op
 
-__all__ = ["graphs_text"]
-
 _STARTS: Final = frozenset({calls.start, calls.start_bucket, calls.start_across, calls.start_bucket_across})
 _ACROSS: Final = frozenset({calls.start_across, calls.start_bucket_across})
 

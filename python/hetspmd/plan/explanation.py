@@ -9,8 +9,6 @@ from hetspmd.codec.tables import table
 from hetspmd.placement import Placement
 from hetspmd.search.constraints import spelling
 
-__all__ = ["EQUAL", "Alternative", "Explanation"]
-
 EQUAL = 1e-9
 """Relative difference below which two costs are the same."""
 

@@ -35,8 +35,6 @@ from hetspmd.trace.graph import (
     refs,
 )
 
-__all__ = ["check_graph"]
-
 _LARGEST: Final = 2**62
 
 

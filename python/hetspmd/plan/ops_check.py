@@ -21,8 +21,6 @@ from hetspmd.trace.evaluate import as_list, constant_value, local_op
 from hetspmd.trace.graph import Argument, Graph, Instruction, Ref
 from hetspmd.trace.values import dtype_name, to_torch, torch_dtype
 
-__all__ = ["check_calls", "check_schemas"]
-
 
 def _fail(instruction: Instruction, problem: str) -> PlanError:
     place = f" of module {instruction.source}" if instruction.source else ""

@@ -10,8 +10,6 @@ from hetspmd.codec.tables import counted, table
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import SINGLE_ACCELERATORS, VIRTUAL_DEVICES, Considered
 
-__all__ = ["candidates_document", "candidates_text"]
-
 
 def candidates_text(plan: Plan) -> str:
     """A table of all candidates: the plan's own first, then by their predicted seconds of a step."""

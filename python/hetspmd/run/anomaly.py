@@ -19,8 +19,6 @@ from hetspmd.lower.instrument import instrumented
 from hetspmd.run.source_location import SourceFinder
 from hetspmd.trace.compat.trees import flatten
 
-__all__ = ["is_looked_for", "watched"]
-
 _UNSET = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 """Ops whose results have no values yet."""
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from hetspmd.run.setting import Mode
     from hetspmd.trace.host.facts import Read
 
-__all__ = ["TorchMode", "calling_text", "changing", "parted"]
-
 _MOST_LEAVES = 12
 """Leaves of an argument that a message names: more make it unreadable."""
 _MOST_DIFFERENCES = 3

@@ -22,8 +22,6 @@ from hetspmd.errors import ExampleError
 from hetspmd.lower.emit import item, take_saved
 from hetspmd.trace.compat.tensors import is_op
 
-__all__ = ["compile_options", "in_stretches"]
-
 FEWEST_OPS = 2
 """Ops of the shortest stretch: one alone cannot be fused with another."""
 

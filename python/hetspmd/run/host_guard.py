@@ -31,8 +31,6 @@ from hetspmd.trace.host.places import NOTHING, Roots, Variables, item, own, put,
 from hetspmd.trace.host.plain import MISSING, fingerprint, same_function
 from hetspmd.trace.host.templates import from_text
 
-__all__ = ["Guard"]
-
 _KINDS = {"float64": float, "int64": int}
 _DEFAULTS = {".__defaults__", ".__kwdefaults__"}
 """Holders of a function that others may replace, and that are not read themselves."""

@@ -18,8 +18,6 @@ from hetspmd.run.shards import divided, mark, marked
 from hetspmd.trace.compat.tensors import as_plain
 from hetspmd.trace.values import dtype_name
 
-__all__ = ["KnownParameters"]
-
 Slot = tuple[nn.Module, str]
 _Facts = tuple[torch.dtype, torch.Size, torch.device]
 

@@ -20,8 +20,6 @@ from hetspmd.run.autograd import NOT_THE_LOSS, Runner
 from hetspmd.trace.compat.trees import flatten, unflatten
 from hetspmd.trace.losses import Loss
 
-__all__ = ["is_the_model", "run_model"]
-
 
 def is_the_model(plan: Plan) -> bool:
     """Whether the program of the plan's active device is the model's own step."""

@@ -32,8 +32,6 @@ from hetspmd.run.shard_functions import (
 )
 from hetspmd.trace.compat.tensors import as_plain
 
-__all__ = ["MARK", "Part", "PartMark", "Use"]
-
 MARK: Final = "hetspmd_shard"
 """The attribute that says of which parameter a tensor is a shard."""
 

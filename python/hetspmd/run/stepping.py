@@ -14,8 +14,6 @@ import torch
 from hetspmd.run.asking import begin_step, end_step, outside_steps
 from hetspmd.run.parameter_registry import optimizer_parameters
 
-__all__ = ["begin", "end"]
-
 _OURS: Final = -1
 """A key of tables of hooks that torch gives to none."""
 

@@ -20,8 +20,6 @@ from hetspmd.trace.host.places import NOTHING
 from hetspmd.trace.host.plain import fingerprint, is_container, is_scalar
 from hetspmd.trace.host.raw import elements, pairs, size
 
-__all__ = ["comparison", "stays"]
-
 Comparison = Callable[[Any], bool]
 
 _LARGEST_COPY: Final = 1 << 20

@@ -5,8 +5,6 @@ from __future__ import annotations
 from hetspmd.errors import GradientError, TraceError
 from hetspmd.trace.compat.func_transforms import transform_around
 
-__all__ = ["refuse_transforms"]
-
 
 def refuse_transforms() -> None:
     """Raise TraceError where the call is recorded (``torch.jit.trace``, ``torch.export``), and GradientError within

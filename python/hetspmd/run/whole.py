@@ -22,8 +22,6 @@ from hetspmd.run.shards import parameter_like
 from hetspmd.run.store import Store
 from hetspmd.trace.host.plain import tensors_in
 
-__all__ = ["copied", "full_module", "full_state_dict", "load_full_state_dict"]
-
 
 def full_state_dict(store: Store, runtime: Runtime, *, keep: bool) -> dict[str, Any]:
     """The single-device model's state dict, on the CPU. Every rank must call this, with the sentry lifted.

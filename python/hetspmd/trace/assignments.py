@@ -26,8 +26,6 @@ from hetspmd.trace.frames import frame_line, here, line_of
 from hetspmd.trace.host.foreign import is_foreign, is_own
 from hetspmd.trace.host.seeds import refuse_generator
 
-__all__ = ["Assignments", "named_writes"]
-
 _GRADIENT: Final = tuple(getattr(torch.Tensor.grad, f"__{how}__") for how in ("get", "set", "delete"))
 _VERSION: Final = torch.Tensor._version.__get__  # type: ignore[attr-defined]  # a getset descriptor of C
 _SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a getset descriptor of C

@@ -24,8 +24,6 @@ from hetspmd.trace.frames import here
 from hetspmd.trace.host.places import text
 from hetspmd.trace.host.recorder import Place
 
-__all__ = ["Checkpoints"]
-
 
 class Checkpoints:
     """The regions of a step. ``count`` of them recompute something in eager PyTorch; ``line`` is the first's.

@@ -13,8 +13,6 @@ from hetspmd.errors import TraceError
 from hetspmd.trace.compat.roles import InputRole, OutputRole
 from hetspmd.trace.importer import Draft, instruction_inputs
 
-__all__ = ["check_kept"]
-
 
 def check_kept(
     draft: Draft,

@@ -18,8 +18,6 @@ from hetspmd.trace.host.plain import tensors_in
 from hetspmd.trace.host.watch import HostWatch
 from hetspmd.trace.importer import Draft
 
-__all__ = ["check_views"]
-
 
 def check_views(
     draft: Draft,

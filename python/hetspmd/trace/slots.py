@@ -19,8 +19,6 @@ from torch import nn
 from hetspmd.errors import TraceError
 from hetspmd.trace.compat.tensors import memory_of
 
-__all__ = ["Slots"]
-
 _GONE = object()
 
 

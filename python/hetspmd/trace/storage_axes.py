@@ -25,8 +25,6 @@ from hetspmd.trace.graph import (
     Tensor,
 )
 
-__all__ = ["with_storage"]
-
 
 def with_storage(graph: Graph, dims: Mapping[int, int]) -> Graph:
     """The graph in which the parameters of ``dims`` (tensor id to the stored dim) are stored apart from their use.

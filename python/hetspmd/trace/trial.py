@@ -16,8 +16,6 @@ from hetspmd.trace.fake import fake_like, fake_parameters, model_device, trace_d
 from hetspmd.trace.host.watch import HostWatch
 from hetspmd.trace.slots import Slots
 
-__all__ = ["trial"]
-
 
 def trial(
     model: nn.Module, called: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -36,8 +36,6 @@ from hetspmd.tune.alternatives import alternatives
 from hetspmd.tune.compare import compare
 from hetspmd.tune.tune_thresholds import THRESHOLDS
 
-__all__ = ["Tuned", "tune"]
-
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 

@@ -24,17 +24,6 @@ from hetspmd.trace.graph import CONSTANT, Argument, Constant, DType, Graph, Inst
 from hetspmd.trace.host.facts import Host
 from hetspmd.trace.values import dtype_name, torch_dtype
 
-__all__ = [
-    "all_in",
-    "batch_in",
-    "data_text",
-    "default_in",
-    "other_dtype",
-    "retyped",
-    "retyped_graph",
-    "tensor_in",
-]
-
 
 def other_dtype(original: torch.dtype, dtype: torch.dtype) -> torch.dtype:
     """What ``original`` becomes where all floating-point numbers become ``dtype``."""

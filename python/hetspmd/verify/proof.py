@@ -19,8 +19,6 @@ from hetspmd.trace.compat.trees import flatten, unflatten
 from hetspmd.verify.precision import all_in
 from hetspmd.verify.training_steps import TrainingCase, loss_of, trainable
 
-__all__ = ["proving"]
-
 _Draw = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 
 

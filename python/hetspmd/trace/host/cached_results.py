@@ -23,8 +23,6 @@ from hetspmd.trace.host.cached import Arguments, arguments_of, entries_of, resul
 from hetspmd.trace.host.places import Path, Roots, text
 from hetspmd.trace.host.plain import fingerprint, is_scalar, tensors_in
 
-__all__ = ["CachedResults"]
-
 _MOST_TRIED: Final = 64
 """Entries of one function that are computed once more before a trace."""
 Note = Callable[[tuple[str, Path], str, Any], None]

@@ -11,8 +11,6 @@ from torch import nn
 from hetspmd.trace.compat.tensors import memory_of
 from hetspmd.trace.host.plain import tensors_in
 
-__all__ = ["kept_tensors"]
-
 
 def kept_tensors(
     model: nn.Module, cache_entries: Iterator[tuple[Any, Any, Any]]

@@ -22,8 +22,6 @@ from hetspmd.trace.host.plain import fingerprint
 from hetspmd.trace.host.snapshot import Structure
 from hetspmd.trace.host.steps import CALLS, calls_of, step_to
 
-__all__ = ["SLOTS", "Outside"]
-
 SLOTS: Final = ("_parameters", "_buffers", "_modules")
 """Attributes of a module of whose reads no one is told."""
 _TENSORS: Final = SLOTS[:2]

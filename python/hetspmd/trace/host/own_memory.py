@@ -7,8 +7,6 @@ from torch import nn
 
 from hetspmd.trace.compat.tensors import is_traced
 
-__all__ = ["memories", "memory"]
-
 
 def memories(model: nn.Module) -> dict[int, str]:
     """The names of a model's parameters and buffers by the memory in which they lie."""

@@ -19,12 +19,6 @@ import torch
 from hetspmd.trace.compat.tensors import print_options
 from hetspmd.trace.host.replaced import Replaced
 
-__all__ = [
-    "SETTINGS",
-    "asked_in_vain",
-    "counting",
-]
-
 
 def _attribute(of: Any, name: str) -> Callable[[], Any]:
     def read() -> Any:

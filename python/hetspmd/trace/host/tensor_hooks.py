@@ -26,8 +26,6 @@ from hetspmd.trace.frames import frame_line
 from hetspmd.trace.host.foreign import is_foreign
 from hetspmd.trace.host.plain import tensors_in
 
-__all__ = ["observers_refused"]
-
 _OF_MODULES: Final = (
     "register_backward_hook",
     "register_full_backward_hook",

@@ -23,8 +23,6 @@ from hetspmd.trace.host.plain import is_container
 from hetspmd.trace.host.raw import size
 from hetspmd.trace.host.steps import spoken
 
-__all__ = ["Untrained", "untrained_places"]
-
 _FLAG: Final = ".requires_grad"
 _MOST_ELEMENTS: Final = 10_000
 _NAMED: Final = 3
