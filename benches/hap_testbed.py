@@ -27,7 +27,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.curves import Curve
 from hetspmd.cluster.devices import Device
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.step import StepCost, step_cost
+from hetspmd.cost.step import StepCost, StepModel
 from hetspmd.errors import MemoryLimitError
 from hetspmd.optimize.compile_options import Segments
 from hetspmd.optimize.compiler import plan_for
@@ -247,7 +247,7 @@ def synthesized_at(
         plan_for(theory, cluster, c, ratios).program
         for c in (known.data_parallel(theory), known.zero_like(theory))
     ]
-    judged = [(step_cost(costs, program, lengths), program) for program in programs]
+    judged = [(StepModel(costs, program).cost(lengths), program) for program in programs]
     fitting = [Judged(c, p, cluster.world, True, lengths, theory) for c, p in judged if fits(cluster, c)]
     if not fitting:
         peaks = judged[0][0].memory_bytes
@@ -272,7 +272,7 @@ def as_hap(theory: Theory, cluster: Cluster) -> Judged:
         check(theory, found.program)
         ratios = optimise_ratios(theory, costs, found.program, start=ratios)
         for at in (lengths, lengths_for(theory.axes, ratios)):
-            cost = step_cost(costs, found.program, at)
+            cost = StepModel(costs, found.program).cost(at)
             cost = replace(cost, step_seconds=cost.stage_seconds)
             judged.append(Judged(cost, found.program, cluster.world, fits(cluster, cost), at, theory))
     return min(judged, key=lambda j: (not j.fits, j.seconds))

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from emulated.pages import append_lines, read_lines
-from hetspmd.cost.step import StepCost, idle_seconds, on_cluster, step_cost
+from hetspmd.cost.step import StepCost, StepModel, idle_seconds, on_cluster
 from hetspmd.plan.plan import Plan
 
 FOLDER = Path(__file__).parents[2] / "target" / "bench" / "trust"
@@ -49,7 +49,7 @@ class Point:
         """The prediction."""
         plan = Plan.load(self.file)
         idle = idle_seconds(plan.graph, plan.program, plan.cluster, plan.active)
-        found = step_cost(plan.costs, plan.program, plan.lengths, idle=idle)
+        found = StepModel(plan.costs, plan.program, idle=idle).cost(plan.lengths)
         return on_cluster(found, plan.cluster, plan.active)
 
     @property

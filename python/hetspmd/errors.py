@@ -153,16 +153,18 @@ class MemoryLimitError(HetspmdError):
     """No program that was found fits the devices' memory.
 
     Attributes:
-        lacking: Of the program that comes nearest, rank to bytes that are missing and bytes that the device
-            has.
+        lacking: Of the program that comes nearest, rank (across machines: number of the machine) to bytes that
+            are missing and bytes that the device has.
         names: The name of each device.
     """
 
-    def __init__(self, lacking: Mapping[int, tuple[int, int]], names: Sequence[str]) -> None:
+    def __init__(
+        self, lacking: Mapping[int, tuple[int, int]], names: Sequence[str], word: str = "rank"
+    ) -> None:
         self.lacking = dict(lacking)
         self.names = tuple(names)
         parts = [
-            f"rank {rank} ({names[rank]}) lacks {_size(missing)} of memory beyond its {_size(capacity)}"
+            f"{word} {rank} ({names[rank]}) lacks {_size(missing)} of memory beyond its {_size(capacity)}"
             for rank, (missing, capacity) in self.lacking.items()
         ]
         super().__init__(

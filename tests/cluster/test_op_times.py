@@ -20,7 +20,7 @@ from hetspmd.codec.records import decode, encode
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.op_keys import VIEW_KEY, dense_strides, memory_orders
 from hetspmd.cost.signatures import row_keys
-from hetspmd.cost.step import Stages, step_cost
+from hetspmd.cost.step import Stages, StepModel
 from hetspmd.errors import ClusterError
 from hetspmd.program.lengths import lengths_for
 from hetspmd.ratios.ratios import Problem, optimise_ratios
@@ -156,12 +156,13 @@ def test_views_cost_their_calls_where_they_were_measured() -> None:
     seconds = 3e-6
     model = CostModel(theory, with_ops(base, OpTime(VIEW_KEY, seconds, 0.0)))
     lengths = lengths_for(theory.axes, (0.25, 0.75))
+    proportional = model.even_shares(model.speeds() / model.speeds().sum())
     for view in views:
         for row in range(len(theory.rows[view])):
             assert plain.row_seconds(view, row, lengths) == (0.0, 0.0)
             assert model.row_seconds(view, row, lengths) == (seconds, 0.0), "device 1 was not measured"
-            slope, constant = model.row_linear(view, row)
-            assert (slope, constant) == ((0.0, 0.0), (seconds, 0.0))
+            slope, constant = model.supports(np.array([model.signature(view, row)]), proportional)
+            assert (slope[0].tolist(), constant[0].tolist()) == ([0.0, 0.0], [seconds, 0.0])
     both = CostModel(theory, with_ops(base, OpTime(VIEW_KEY, seconds, 0.0), ranks=(0, 1)))
     empty = lengths_for(theory.axes, (0.0, 1.0))
     rows = theory.row_axes[views[0]]
@@ -245,10 +246,10 @@ def test_sums_floors_and_permutations_agree(seed: int) -> None:
     ones = model.even_shares(np.ones(3))
     first = model.triples.signature[model.triples.offset[:-1]]
     assert model.alone() == pytest.approx(model.seconds(first, ones).sum(axis=0))
-    # No choice of rows, each at any ratios, is below the floor.
+    # No choice of rows, each at any ratios, is below the bound.
     for ratios in ((0.5, 0.2, 0.3), (0.0, 1.0, 0.0), (0.1, 0.6, 0.3)):
         costs = model.row_costs(lengths_for(theory.axes, ratios))
-        assert model.floor() <= sum(float(np.min(c)) for c in costs) * (1 + 1e-9)
+        assert model.lower_bound() <= sum(float(np.min(c)) for c in costs) * (1 + 1e-9)
 
 
 def test_ratios_and_sensitivities_follow_measured_ops() -> None:
@@ -270,7 +271,7 @@ def test_ratios_and_sensitivities_follow_measured_ops() -> None:
     assert {s.ranks for s in by_flops} == {(0,), (1,)}
     assert all(s.gain is not None and s.gain > 0.01 for s in by_flops), "what was measured follows"
     lengths = lengths_for(theory.axes, (0.25, 0.75))
-    assert step_cost(model, dp, lengths).compute_seconds == pytest.approx(8 * 0.75e-3, rel=1e-3)
+    assert StepModel(model, dp).cost(lengths).compute_seconds == pytest.approx(8 * 0.75e-3, rel=1e-3)
 
 
 def test_the_file_round_trips() -> None:

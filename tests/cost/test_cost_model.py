@@ -110,8 +110,8 @@ def test_lines_support_the_seconds(rates: list[float], bandwidth: float, at: int
     model = CostModel(theory, cluster(*rates, memory_bandwidth=bandwidth))
     ratios = (at / 40, 1 - at / 40)
     for r in range(len(theory.rows[2])):
-        slope, constant = model.row_linear(2, r, ratios)
         signature = np.array([model.signature(2, r)])
+        (slope,), (constant,) = model.supports(signature, model.even_shares(ratios))
         for share in (1e-9, 0.1, ratios[0], 0.5, 0.9, 1.0):
             here = (share, 1 - share)
             exact = model.seconds(signature, model.even_shares(here))[0]

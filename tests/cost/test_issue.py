@@ -14,7 +14,7 @@ from hetspmd.cluster.collective_kinds import Kind, kinds_between
 from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel, MoveForm
 from hetspmd.cost.simulator import START, WAIT, TwoStreams
-from hetspmd.cost.step import StepModel, step_cost
+from hetspmd.cost.step import StepModel
 from hetspmd.cost.timeline import timeline
 from hetspmd.errors import ClusterError
 from hetspmd.placement import PARTIAL, REPLICATE, shard
@@ -60,7 +60,7 @@ def test_each_collective_takes_its_issue_of_every_device() -> None:
 def test_the_step_stays_within_the_stage_model_and_the_timeline_adds_up(cluster: Cluster) -> None:
     """Also where issuing would take longer than the collective, which then takes all of it."""
     model, program = CostModel(THEORY, cluster), data_parallel(THEORY)
-    cost = step_cost(model, program, LENGTHS)
+    cost = StepModel(model, program).cost(LENGTHS)
     found = timeline(StepModel(model, program), LENGTHS)
     assert cost.step_seconds == pytest.approx(found.step_seconds)
     assert found.step_seconds <= found.stage_seconds * (1 + 1e-9)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetspmd.codec.records import decode, encode
-from hetspmd.cost.memory import memory_bytes
+from hetspmd.cost.memory import memory_profile
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.step import Stages, StepCost, step_cost
+from hetspmd.cost.step import Stages, StepCost, StepModel
 from hetspmd.placement import shard
 from hetspmd.program.lengths import lengths_for
 from hetspmd.program.program import Communicate, Compute, Program
@@ -33,7 +33,7 @@ def test_data_parallel_mlp_costs_exactly_this() -> None:
     ops = 8 + 2  # and the optimizer's steps on two parameters
     compute = flops / 4 / 1e8 + ops * LAUNCH  # both devices take as long
     communicate = 3 * 2 * LATENCY + (4 + 2 * 8 * 16 * 4) / BANDWIDTH  # 2 (n - 1) / n = 1
-    found = step_cost(model, dp, lengths)
+    found = StepModel(model, dp).cost(lengths)
     assert found.compute_seconds == pytest.approx(compute)
     assert found.communication_seconds == pytest.approx(communicate)
     assert found.stage_seconds == pytest.approx(compute + communicate)
@@ -46,7 +46,7 @@ def test_data_parallel_mlp_costs_exactly_this() -> None:
 def test_a_stage_waits_for_its_slowest_device() -> None:
     theory = mlp(batch=32, width=8, hidden=16)
     model = CostModel(theory, cluster(1e8, 3e8, memory_bandwidth=1e15))
-    found = step_cost(model, data_parallel(theory), lengths_for(theory.axes, (0.5, 0.5)))
+    found = StepModel(model, data_parallel(theory)).cost(lengths_for(theory.axes, (0.5, 0.5)))
     flops = 5 * 2 * 32 * 8 * 16 + 2 * 32 * 16 + 32 * 8
     assert found.compute_seconds == pytest.approx(flops / 2 / 1e8 + 10 * LAUNCH)
     assert found.per_device_compute[1] == pytest.approx(flops / 2 / 3e8 + 10 * LAUNCH)
@@ -59,7 +59,7 @@ def test_each_collective_begins_a_stage() -> None:
     forced = program(theory, lambda _, rows: len(rows) - 1, lambda t: shard(0) if t == u else 0)
     model = CostModel(theory, cluster(1e8, 1e8, memory_bandwidth=1e15))
     lengths = lengths_for(theory.axes, (0.5, 0.5))
-    found = step_cost(model, forced, lengths)
+    found = StepModel(model, forced).cost(lengths)
     kinds = [s.kind for s in forced.steps if isinstance(s, Communicate)]
     assert len(kinds) == 1  # the parameter is gathered; its whole gradient is cut for nothing
     assert found.stages == 2
@@ -84,7 +84,7 @@ def test_step_cost_is_the_sum_over_stages(seed: int, weights: list[float]) -> No
             total += max(busy) + model.move_seconds(step.tensor, step.source, step.target, step.kind, lengths)
             busy = [0.0] * 3
     total += max(busy)
-    found = step_cost(model, chosen, lengths)
+    found = StepModel(model, chosen).cost(lengths)
     assert found.stage_seconds == pytest.approx(total)
     assert Stages(model, chosen).seconds(model.shares(lengths)) == pytest.approx(total)
     assert found.stage_seconds == pytest.approx(found.compute_seconds + found.communication_seconds)
@@ -103,9 +103,9 @@ def test_memory_by_hand() -> None:
     hidden = 32 * 16 * 4  # bytes of a, ga and gh together with their batch whole
     gradient = 8 * 16 * 4
     at_gh = [3 * hidden * s + 4 + gradient for s in (0.25, 0.75)]
-    found = memory_bytes(theory, dp, lengths)
+    found = memory_profile(theory, dp, lengths).peaks
     assert found == tuple(int(weights + optimizer + inputs + p) for p in at_gh)
-    assert memory_bytes(theory, dp, lengths, optimizer_bytes=4)[0] == found[0] - optimizer // 2
+    assert memory_profile(theory, dp, lengths, optimizer_bytes=4).peaks[0] == found[0] - optimizer // 2
 
 
 def test_sharded_parameters_take_their_share() -> None:
@@ -121,7 +121,7 @@ def test_sharded_parameters_take_their_share() -> None:
 
     sharded = program(theory, choose, lambda t: shard(0))
     lengths = lengths_for(theory.axes, (0.75, 0.25))
-    a, b = memory_bytes(theory, sharded, lengths), memory_bytes(theory, whole, lengths)
+    a, b = memory_profile(theory, sharded, lengths).peaks, memory_profile(theory, whole, lengths).peaks
     assert a[1] < a[0]
     assert a[1] < b[1]
 
@@ -134,4 +134,4 @@ def test_a_step_of_another_theory_is_refused() -> None:
     foreign = Program((Compute(h, row),), None, (), (), ())
     model = CostModel(other, cluster(1e8, 1e8))
     with pytest.raises(ValueError, match="is no triple of instruction"):
-        step_cost(model, foreign, lengths_for(other.axes, (0.5, 0.5)))
+        StepModel(model, foreign).cost(lengths_for(other.axes, (0.5, 0.5)))

@@ -173,7 +173,7 @@ def test_every_candidate_is_listed_with_why_it_was_not_taken(seen: Seen) -> None
     assert (listed[0].verdict, listed[0].reason) == ("taken", outcome.best.reason)
     assert listed[0].seconds == outcome.best.seconds
     for candidate in (*seen.rounds.candidates, *seen.more):
-        same = [c for c in listed if c.seconds in (candidate.seconds, candidate.stages.floor)]
+        same = [c for c in listed if c.seconds in (candidate.seconds, candidate.stages.lower_bound)]
         assert same, candidate.reason
     for c in listed[1:]:
         assert c.seconds >= listed[0].seconds

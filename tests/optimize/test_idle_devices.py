@@ -129,10 +129,10 @@ def test_teams_are_prefixes_by_speed() -> None:
     assert many[-1] == tuple(range(1, 40))
 
 
-def test_the_floor_is_below_every_plan() -> None:
+def test_the_lower_bound_is_below_every_plan() -> None:
     for name, speeds in itertools.product(MODELS[:2], SPEEDS):
         plan = compiled(name, on(NETWORKS[0], *speeds))
-        floor = plan.costs.floor()
-        assert 0 < floor <= plan.cost.step_seconds
+        bound = plan.costs.lower_bound()
+        assert 0 < bound <= plan.cost.step_seconds
         alone = CostModel(plan.theory, plan.cluster.part([0]))
-        assert alone.floor() == pytest.approx(float(alone.alone()[0]))
+        assert alone.lower_bound() == pytest.approx(float(alone.alone()[0]))

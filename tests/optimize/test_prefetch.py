@@ -32,8 +32,9 @@ from hetspmd.program.lengths import by_segment, lengths_for
 from hetspmd.program.program import Communicate
 from hetspmd.report.summary import plan_text
 from hetspmd.search import constraints as known
-from hetspmd.search.constraints import Constraints
-from hetspmd.search.search import Limits
+from hetspmd.search.constraints import Constraints, named_tensors
+from hetspmd.search.search import Limits, search
+from hetspmd.search.space import search_space
 from hetspmd.trace.trace import split_example
 from workbench import Traced, simulated_error, single_device, traced
 
@@ -245,3 +246,20 @@ def test_dim_0_is_divided_where_it_is_fine_enough(units: tuple[int, int], dim: i
     )
     found = prefetch.divisible(theory, [0], frozenset((0, 1)), 2, THRESHOLDS.even_shard)
     assert found == ({} if dim is None else {0: shard(dim)})
+
+
+def test_each_alternative_has_its_own_prefetch_distance() -> None:
+    plan = vit_on_two()
+    ahead = plan.schedule.prefetch_distance
+    assert ahead > 1
+    name = "vit.layers.0.attention.k_proj.weight"
+    tensor = named_tensors(plan.theory)[name]
+    quicker = 0
+    for alternative in plan.explain(name).alternatives:
+        space = search_space(plan.theory, Constraints({tensor: alternative.form}))
+        step = StepModel(plan.costs, search(space, plan.costs, plan.lengths, Limits()).program)
+        distances = {1, ahead, *THRESHOLDS.prefetch_distances}
+        seconds = {n: step.prefetching(n).cost(plan.lengths).step_seconds for n in distances}
+        assert alternative.step_seconds == pytest.approx(min(seconds.values()), rel=1e-12)
+        quicker += alternative.step_seconds < seconds[ahead]
+    assert quicker > 0, "the plan's distance is not the best of every program"

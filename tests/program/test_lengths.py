@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.step import step_cost
+from hetspmd.cost.step import StepModel
 from hetspmd.placement import shard
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import SearchReport
@@ -177,7 +177,7 @@ def limits_of(rows: int, ratios: tuple[float, ...]) -> StepLimits:
     )
     lengths = lengths_for(theory.axes, ratios)
     chosen = data_parallel(theory)
-    cost = step_cost(CostModel(theory, devices), chosen, lengths)
+    cost = StepModel(CostModel(theory, devices), chosen).cost(lengths)
     search = SearchReport(0.0, 0.0, 0.0, "handmade", 0)
     schedule = make_schedule(theory, chosen)
     plan = Plan(theory.graph, chosen, schedule, (ratios,), lengths, devices, cost, search, {}, ())

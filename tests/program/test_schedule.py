@@ -13,7 +13,7 @@ from small_models import case
 
 import workbench  # isort: split
 
-from hetspmd.cost.memory import memory_bytes
+from hetspmd.cost.memory import memory_profile
 from hetspmd.cost.model import CostModel
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, shard
@@ -382,7 +382,7 @@ def test_memory_of_work_that_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None
         views, copies = views + len(late) - len(work), copies + len(work)
         lengths = uneven(theory, 3, seed)
         with_, without = (
-            memory_bytes(theory, in_this_order(program, order), lengths)
+            memory_profile(theory, in_this_order(program, order), lengths).peaks
             for order in (
                 order_of(theory, program, prefetch_distance=distance),
                 standing(theory, program, distance, monkeypatch),
@@ -421,5 +421,5 @@ def test_sharded_parameters_of_a_real_model() -> None:
     assert used == set(issued)
     assert ahead == [*groups[1:], set()]
     largest = max(sum(graph.tensors[t].nbytes for t in group) for group in groups)
-    held = memory_bytes(theory, in_this_order(plan.program, order), plan.lengths)
+    held = memory_profile(theory, in_this_order(plan.program, order), plan.lengths).peaks
     assert all(a <= b + largest for a, b in zip(held, plan.cost.memory_bytes, strict=True))

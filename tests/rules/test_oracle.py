@@ -22,11 +22,19 @@ from hetspmd.rules.brute import (
     summands,
 )
 from hetspmd.rules.missing import implies, triple_text
-from hetspmd.rules.oracle import OracleReport, check, check_all, ops_without_samples
+from hetspmd.rules.oracle import OracleReport, check
 from hetspmd.rules.rule import SUM, Cut, Factor, Local, LocalCall, OpRule
 from hetspmd.rules.samples import Sample
 
 torch.manual_seed(0)
+
+
+def ops_without_samples() -> tuple[str, ...]:
+    """Ops with a rule of their own that the oracle cannot test for want of samples."""
+    bundled = sample_package.load()
+    return tuple(
+        op for op in registry.registered() if op not in bundled.samples and op not in bundled.untested
+    )
 
 
 def d(*shape: int) -> torch.Tensor:
@@ -390,11 +398,6 @@ def test_built_in_rule(op: str) -> None:
     report = check(op)
     assert report.ok, str(report)
     assert report.rows_checked >= report.samples
-
-
-def test_check_all_takes_some_or_all() -> None:
-    names = sorted(sample_package.load().samples)[:2]
-    assert [r.op for r in check_all(ops=names)] == names
 
 
 @pytest.mark.usefixtures("_empty_registry")

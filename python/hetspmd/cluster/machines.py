@@ -22,12 +22,20 @@ from collections.abc import Sequence
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network
 
-__all__ = ["accelerator", "flat", "has_machines", "inside_cluster", "machine_of", "ranks_of"]
-
 
 def has_machines(cluster: Cluster) -> bool:
     """Whether any device is a machine."""
     return any(device.machine is not None for device in cluster.devices)
+
+
+def device_word(cluster: Cluster) -> str:
+    """What a number of one of the cluster's devices counts: ``"machine"``, or ``"rank"`` where there are none."""
+    return "machine" if has_machines(cluster) else "rank"
+
+
+def devices_text(word: str, devices: Sequence[int]) -> str:
+    """``rank 3``, or ``machines 0, 1``."""
+    return f"{word}{'s' * (len(devices) > 1)} {', '.join(map(str, devices))}"
 
 
 def accelerator(device: Device) -> Device:

@@ -27,8 +27,6 @@ from hetspmd.program.levels import (
 from hetspmd.program.program import Communicate, Compute
 from hetspmd.rules.theory import Theory
 
-__all__ = ["Liveness", "Move", "Sum", "Transit"]
-
 Move = Communicate | InsideCollective | Across
 """A collective of one tensor."""
 

@@ -41,8 +41,6 @@ from hetspmd.program.program import Compute, Program
 from hetspmd.program.schedule import Places, Schedule, make_schedule, scheduled
 from hetspmd.rules.theory import Theory
 
-__all__ = ["OPTIMIZER_BYTES", "Holdings", "MemoryProfile", "memory_bytes", "memory_profile"]
-
 OPTIMIZER_BYTES = 8
 """Bytes of optimizer state per parameter element: two float32 moments of Adam."""
 
@@ -93,14 +91,6 @@ class MemoryProfile:
         shares = np.where(cut > 0, room / np.maximum(cut, 1), np.where(room >= 0, np.inf, -1.0))
         largest: Array = shares.min(axis=0)
         return largest
-
-
-def memory_bytes(
-    theory: Theory, program: Program, lengths: Lengths, *, optimizer_bytes: int = OPTIMIZER_BYTES
-) -> tuple[int, ...]:
-    """Peak bytes per device, in the program's own order; ``optimizer_bytes`` per local element of each parameter
-    that has a gradient."""
-    return memory_profile(theory, program, lengths, optimizer_bytes=optimizer_bytes).peaks
 
 
 def memory_profile(

@@ -19,7 +19,7 @@ same call run whole was measured, the roofline is scaled to meet it at s_j = 1, 
 
 Each is convex and piecewise linear in s_j, of the form ``max(fast s, cut s + whole) + start`` with four numbers per
 signature and device (:meth:`CostModel.terms`). The roofline is that of Williams et al., CACM 2009.
-:meth:`CostModel.row_linear` gives the line that supports the seconds at given ratios, i.e. the side of the max that
+:meth:`CostModel.supports` gives the lines that support the seconds at given ratios, i.e. the side of the max that
 binds there.
 """
 
@@ -135,16 +135,6 @@ class CostModel(Moves):
         taken = np.stack(self.terms(signatures)).any(axis=(0, 2))
         return np.logical_not(taken)
 
-    def row_linear(
-        self, instruction: int, row: int, ratios: Sequence[float] | None = None
-    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """``(slope, constant)`` per device: seconds are ``constant + slope * share``, exact near ``ratios``
-        (default: proportional to speed) and nowhere above the seconds of a share above 0."""
-        at = np.asarray(self.speeds() / self.speeds().sum() if ratios is None else ratios, float)
-        signatures = np.array([self.signature(instruction, row)])
-        slope, constant = self.supports(signatures, self.even_shares(at))
-        return tuple(map(float, slope[0])), tuple(map(float, constant[0]))
-
     def row_seconds(self, instruction: int, row: int, lengths: Lengths) -> tuple[float, ...]:
         """Seconds of a row on each device at integer lengths."""
         signatures = np.array([self.signature(instruction, row)])
@@ -166,7 +156,7 @@ class CostModel(Moves):
         seconds: Array = self.whole().sum(axis=0)
         return seconds
 
-    def floor(self) -> float:
+    def lower_bound(self) -> float:
         """Seconds that no program on these devices undercuts, whatever its shares and its collectives.
 
         With weights ``w_j`` in proportion to the devices' speeds ``1 / alone_j``, the slowest device of each

@@ -30,16 +30,6 @@ from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Schedule, make_schedule
 from hetspmd.trace.graph import Graph
 
-__all__ = [
-    "StageSeconds",
-    "Stages",
-    "StepCost",
-    "StepModel",
-    "idle_seconds",
-    "on_cluster",
-    "step_cost",
-]
-
 
 @dataclass(frozen=True)
 class StepCost:
@@ -242,23 +232,9 @@ class StageSeconds:
         return self.compute + self.communication
 
     @property
-    def floor(self) -> float:
+    def lower_bound(self) -> float:
         """Of a step in any order of the same work: a device computes and the stream carries one thing at a time."""
         return max(*self.per_device, self.communication - self.saved)
-
-
-def step_cost(
-    model: CostModel,
-    program: Program,
-    lengths: Lengths,
-    *,
-    idle: float = 0.0,
-    schedule: Schedule | None = None,
-    prefetch_distance: int = 1,
-) -> StepCost:
-    """The prediction for ``program`` at integer lengths: :meth:`StepModel.cost`."""
-    step = StepModel(model, program, idle=idle, schedule=schedule, prefetch_distance=prefetch_distance)
-    return step.cost(lengths)
 
 
 def idle_seconds(graph: Graph, program: Program, cluster: Cluster, active: Sequence[int]) -> float:

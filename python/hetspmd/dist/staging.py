@@ -17,8 +17,6 @@ import torch
 from hetspmd.dist.communicator import Communicator, Work
 from hetspmd.dist.ring import RingTask, Carrier
 
-__all__ = ["Copies", "CudaCopies", "HostCopies", "StagedCommunicator", "StagedWork", "copies_for"]
-
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Destination and source of copies."""
 
@@ -186,20 +184,19 @@ class StagedCommunicator(Communicator):
         self,
         primitive: Callable[..., Work],
         buffers: Sequence[torch.Tensor],
-        given: Sequence[torch.Tensor],
-        taken: Sequence[torch.Tensor],
+        read_buffers: Sequence[torch.Tensor],
+        written_buffers: Sequence[torch.Tensor],
     ) -> Work:
-        """Issue ``primitive(*buffers)`` on the host. ``given``: those of the buffers whose content it reads;
-        ``taken``: whose content it makes."""
+        """Issue ``primitive(*buffers)`` on the host, which reads ``read_buffers`` and writes ``written_buffers``."""
         copies = self._copies
         hosts = [copies.room(buffer) for buffer in buffers]
         host_of = {id(buffer): host for buffer, host in zip(buffers, hosts, strict=True)}
-        ready = copies.outward([(host_of[id(b)], b) for b in given])
+        ready = copies.outward([(host_of[id(b)], b) for b in read_buffers])
         arrived: list[Mark] = []
 
         def send() -> None:
             ready.synchronize()
             primitive(*hosts).wait()
-            arrived.append(copies.inward([(b, host_of[id(b)]) for b in taken], ready))
+            arrived.append(copies.inward([(b, host_of[id(b)]) for b in written_buffers], ready))
 
         return StagedWork(self._carrier.carry(send), copies, arrived, *buffers, *hosts)

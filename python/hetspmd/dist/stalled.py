@@ -16,8 +16,6 @@ from typing import Any, Final
 from hetspmd.dist.board import Board
 from hetspmd.dist.parting import apart
 
-__all__ = ["Stalled"]
-
 _EVERY: Final = 1.0
 """Seconds between two looks."""
 
@@ -56,6 +54,6 @@ class Stalled:
         time.sleep(2.0 * _EVERY)  # the others look meanwhile, and not at a rank that has left
         return text
 
-    def _same_waits(self, found: dict[int, dict[str, Any]]) -> bool:
-        waits = [(found[rank]["begin"], found[rank]["place"]) for rank in sorted(found)]
+    def _same_waits(self, waits_by_rank: dict[int, dict[str, Any]]) -> bool:
+        waits = [(waits_by_rank[rank]["begin"], waits_by_rank[rank]["place"]) for rank in sorted(waits_by_rank)]
         return waits == [(self._first[r]["begin"], self._first[r]["place"]) for r in sorted(self._first)]

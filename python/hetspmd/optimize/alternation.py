@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from hetspmd.cluster.machines import device_word
 from hetspmd.cost.model import Array, CostModel
 from hetspmd.errors import MemoryLimitError
 from hetspmd.optimize.candidate import Candidate, Evaluator
@@ -27,8 +28,6 @@ from hetspmd.ratios.starts import by_memory
 from hetspmd.search.memory_limits import capacities, search_that_fits
 from hetspmd.search.search import SearchResult
 from hetspmd.search.space import Space
-
-__all__ = ["Rounds", "alternate", "nearest", "search_fitting", "with_best_ratios"]
 
 
 @dataclass
@@ -127,7 +126,7 @@ def search_fitting(
     their way is known once it is there, and left free in the next search. A program that still does not fit may do
     so at other ratios.
     """
-    names = [d.name for d in ctx.cluster.devices]
+    names, word = [d.name for d in ctx.cluster.devices], device_word(ctx.cluster)
     capacity = capacities(costs)
     reserve: Array = np.zeros(costs.world)
     lacking: MemoryLimitError | None = None
@@ -140,14 +139,14 @@ def search_fitting(
                 )
         except MemoryLimitError as error:
             amounts = {active[j]: both for j, both in error.lacking.items()}
-            return None, nearest(lacking, MemoryLimitError(amounts, names))
+            return None, nearest(lacking, MemoryLimitError(amounts, names, word))
         step = Evaluator(ctx, costs, fitting, active, lengths, "").step
         held = np.array(step.held(lengths).peaks, dtype=float)
         over = np.flatnonzero(held > capacity).tolist()
         if not over:
             return fitting, None
         amounts = {active[j]: (int(held[j] - capacity[j]), int(capacity[j])) for j in over}
-        lacking = nearest(lacking, MemoryLimitError(amounts, names))
+        lacking = nearest(lacking, MemoryLimitError(amounts, names, word))
         more = held - np.array(step.holdings.at(lengths).peaks, dtype=float)
         if (more <= reserve).all():
             break

@@ -17,8 +17,6 @@ from hetspmd.program.program import Communicate, Program, Result
 from hetspmd.program.schedule import Schedule
 from hetspmd.search.search import SearchResult
 
-__all__ = ["Candidate", "Evaluator", "best_of", "bounded", "certified", "is_better"]
-
 
 class Candidate:
     """A program of some devices with the ratios and lengths at which it is evaluated, and why it was made.
@@ -156,7 +154,7 @@ def best_of(ctx: Synthesis, candidates: Iterable[Candidate]) -> Candidate | None
     best: Candidate | None = None
     with ctx.clock("balance"):
         for candidate in candidates:
-            if best is not None and candidate.stages.floor > best.seconds:
+            if best is not None and candidate.stages.lower_bound > best.seconds:
                 continue
             if candidate.fits and (best is None or is_better(candidate, best)):
                 best = candidate

@@ -10,8 +10,6 @@ from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Considered
 
-__all__ = ["LeftOut", "among", "instead", "kept", "one_taken", "verdicts", "ways_taken"]
-
 
 @dataclass(frozen=True)
 class LeftOut:
@@ -40,7 +38,7 @@ def verdicts(
 def _verdict(ctx: Synthesis, candidate: Candidate, best: Candidate) -> Considered:
     simulated = candidate.simulated
     with ctx.clock("balance"):
-        seconds = candidate.seconds if simulated else candidate.stages.floor
+        seconds = candidate.seconds if simulated else candidate.stages.lower_bound
         slower = seconds > best.seconds
         lacking = vars(candidate).get("lacking", {}) if slower else candidate.lacking
     if candidate is best:
@@ -101,7 +99,21 @@ def instead(
     return _ordered([taken, *_lost(others, verdict)])
 
 
-def kept(
+def taken_instead(considered: Iterable[Considered], candidate: Candidate) -> tuple[Considered, ...]:
+    """The candidates with this one of them taken, which was not the fastest but is the best."""
+    seconds = candidate.seconds
+    own = Considered(
+        reason=candidate.reason, active=candidate.active, seconds=seconds, simulated=True, verdict="taken"
+    )
+    others = [
+        c
+        for c in considered
+        if (c.reason, c.active) != (own.reason, own.active) or (c.simulated and c.seconds != seconds)
+    ]
+    return instead(others, own)
+
+
+def with_other_way(
     one: Iterable[Considered], other: Iterable[Considered], lacking: Mapping[int, int]
 ) -> tuple[Considered, ...]:
     """The candidates of ``other``, a way to plan that was compared with those of ``one``, where the one that was

@@ -4,8 +4,8 @@ For each form that a parameter, an input or an output could have, a search const
 devices and at its lengths, gives the least cost of any program that has it, and a lower bound. The difference to
 the best of them is what the form would cost. These costs are the search's own: seconds of all computations and
 collectives, added up. Beside them stands the step of the found program in the two-stream simulation, by which
-plans are chosen; it counts only the slowest device of a stage, and what idle devices are sent. Of a plan across
-machines it is theirs, without what their accelerators add.
+plans are chosen, with gathers as far ahead as is best for this program; it counts only the slowest device of a
+stage, and what idle devices are sent. Of a plan across machines it is theirs, without what their accelerators add.
 """
 
 from __future__ import annotations
@@ -13,13 +13,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hetspmd.cost.step import idle_seconds, step_cost
+import numpy as np
+
+from hetspmd.cluster.machines import device_word, devices_text
+from hetspmd.codec.quantities import seconds_text
+from hetspmd.cost.step import StepModel, idle_seconds
 from hetspmd.errors import ConstraintError, InfeasibleError, SearchError
+from hetspmd.optimize.prefetch import best_distance
+from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.placement import REPLICATE, Placement, is_sharded, shard
-from hetspmd.plan.explanation import EQUAL, Alternative, Explanation, seconds_text
+from hetspmd.plan.explanation import EQUAL, Alternative, Explanation
 from hetspmd.plan.plan import Plan
 from hetspmd.program.program import Compute, Program
 from hetspmd.search.constraints import Constraints, named_tensors, nearest, resolve
+from hetspmd.search.memory_limits import capacities
 from hetspmd.search.search import Limits, search
 from hetspmd.search.space import search_space
 
@@ -86,9 +93,22 @@ def _alternative(
         return Alternative(form, None, None, reason="none found within the limits")
     program = _outputs_as_in(plan, best.program, tensor) if plan.idle else best.program
     idle = idle_seconds(plan.graph, program, plan.cluster, plan.active)
-    distance = plan.schedule.prefetch_distance
-    step = step_cost(plan.costs, program, plan.lengths, idle=idle, prefetch_distance=distance)
-    return Alternative(form, best.cost, best.lower_bound, step.step_seconds)
+    seconds = _step_seconds(plan, StepModel(plan.costs, program, idle=idle))
+    return Alternative(form, best.cost, best.lower_bound, seconds)
+
+
+def _step_seconds(plan: Plan, step: StepModel) -> float:
+    """Seconds of a step at the plan's lengths, with gathers as far ahead as is best for it: one group, or as the
+    plan, or further."""
+    capacity = capacities(plan.costs)
+
+    def fits(distance: int) -> bool:
+        return bool((np.array(step.prefetching(distance).held(plan.lengths).peaks) <= capacity).all())
+
+    distances = {best_distance(step, plan.lengths, THRESHOLDS, fits)}
+    if fits(plan.schedule.prefetch_distance):
+        distances.add(plan.schedule.prefetch_distance)
+    return min(step.prefetching(distance).cost(plan.lengths).step_seconds for distance in distances)
 
 
 def _outputs_as_in(plan: Plan, program: Program, but: int) -> Program:
@@ -121,17 +141,17 @@ def _chosen(plan: Plan, name: str, tensor: int) -> Placement | None:
 def _notes(
     plan: Plan, chosen: Placement | None, alternatives: list[Alternative], asked: bool
 ) -> tuple[str, ...]:
+    word = device_word(plan.cluster)
     added = 0.0 if plan.inside is None else plan.inside.seconds
     own = seconds_text(plan.cost.step_seconds - added)
     notes = [f"step: in the simulation, where this plan takes {own}"]
     if plan.inside is not None:
         notes[0] += f"; what goes on inside machines, which adds {seconds_text(added)} to it, is left out"
     if len(plan.active) == 1 and plan.world > 1:
-        notes.append(
-            f"only rank {plan.active[0]} is active: nothing is divided, so the form makes no difference"
-        )
+        only = devices_text(word, plan.active)
+        notes.append(f"only {only} is active: nothing is divided, so the form makes no difference")
     elif plan.idle:
-        notes.append(f"on the active devices; idle: {', '.join(f'rank {r}' for r in plan.idle)}")
+        notes.append(f"on the active devices; idle: {devices_text(word, plan.idle)}")
     costs = {a.form: a.seconds for a in alternatives if a.seconds is not None}
     if chosen is not None and not asked and chosen in costs:
         least = min(costs.values())

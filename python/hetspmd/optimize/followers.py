@@ -15,18 +15,16 @@ from typing import TypeVar
 from hetspmd.program.stored import Stored
 from hetspmd.trace.graph import Graph
 
-__all__ = ["followers", "stored_as_followed"]
-
 T = TypeVar("T")
 _Signature = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def stored_as_followed(graph: Graph, stored: Stored, kept: frozenset[int]) -> Stored | None:
+def stored_as_followed(graph: Graph, stored: Stored, user_stored: frozenset[int]) -> Stored | None:
     """The storage with every follower in the shards of what it follows; None where it is so already.
 
-    ``kept``: the tensors of parameters whose storage the user has said.
+    ``user_stored``: the tensors of parameters whose storage the user has said.
     """
-    fixed = {p.name for p in graph.parameters if p.tensor in kept}
+    fixed = {p.name for p in graph.parameters if p.tensor in user_stored}
     changed = {
         f: stored[of] for f, of in followers(graph).items() if f not in fixed and stored[f] != stored[of]
     }

@@ -3,10 +3,12 @@
 Across virtual devices, search and ratios alternate over the machines as over any devices. Then a data parallel
 program is searched for the accelerators within a machine, one for all machines, in even shares. Of the rows of
 an instruction it may use those that can be had at once with the row that the machines use; an instruction none
-of whose rows along the batch can is run alike on all accelerators of a machine. Both programs are proved. The
-prediction of the step is that of the machines and what :mod:`hetspmd.cost.level_costs` adds; a plan fits if it fits
-each accelerator. Where it does not, the machines are planned again with less memory. The machines may have several
-segments; inside, where all shares are even, those change nothing.
+of whose rows along the batch can is run alike on all accelerators of a machine. Both programs are proved.
+
+The prediction of the step is that of the machines and what :mod:`hetspmd.cost.level_costs` adds. Where that is
+much, the programs next to the best one are compared with it once more, each with what is added to it. A plan fits
+if it fits each accelerator. Where it does not, the machines are planned again with less memory. The machines may
+have several segments; inside, where all shares are even, those change nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from hetspmd.cost.level_costs import inside_seconds
 from hetspmd.cost.level_memory import inside_bytes
 from hetspmd.errors import HetspmdError, InfeasibleError, MemoryLimitError, SearchError
 from hetspmd.optimize.alternation import nearest
-from hetspmd.optimize.candidate import Candidate
+from hetspmd.optimize.candidate import Candidate, certified
 from hetspmd.optimize.compile_options import Machines, Segments
-from hetspmd.optimize.considered import kept, ways_taken
+from hetspmd.optimize.considered import taken_instead, ways_taken, with_other_way
 from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import Outcome, candidate_at, synthesize
 from hetspmd.plan.plan import Plan
-from hetspmd.plan.reports import Inside
+from hetspmd.plan.reports import SINGLE_ACCELERATORS, VIRTUAL_DEVICES, Inside
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import by_segment, lengths_for
 from hetspmd.program.level_layout import LevelLayout
@@ -39,8 +41,6 @@ from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
-
-__all__ = ["Step", "cheaper", "inside_of", "lacking", "segments_across", "step_across"]
 
 Step: TypeAlias = tuple[Outcome, Inside]
 """The best outcome of the machines, and what their accelerators do."""
@@ -80,8 +80,8 @@ def cheaper(
         baselines={**side_by_side.baselines, **best.baselines, **others},
         over_memory=side_by_side.over_memory,
         considered=ways_taken(
-            {"single accelerators": side_by_side, "virtual devices": virtual},
-            "virtual devices" if best is virtual else "single accelerators",
+            {SINGLE_ACCELERATORS: side_by_side, VIRTUAL_DEVICES: virtual},
+            VIRTUAL_DEVICES if best is virtual else SINGLE_ACCELERATORS,
         ),
     )
 
@@ -105,8 +105,8 @@ def step_across(ctx: Synthesis) -> Step:
         inside = inside_of(ctx, outcome.best)
         missed = lacking(ctx.cluster, inside)
         if not missed:
-            return outcome, inside
-        nearest_one = nearest(nearest_one, MemoryLimitError(missed, names))
+            return counting_inside(ctx, (outcome, inside))
+        nearest_one = nearest(nearest_one, MemoryLimitError(missed, names, "machine"))
         devices = list(tight.cluster.devices)
         for rank, (missing, capacity) in missed.items():
             device = devices[rank]
@@ -118,6 +118,56 @@ def step_across(ctx: Synthesis) -> Step:
         tight = replace(tight, cluster=replace(tight.cluster, devices=tuple(devices)))
     assert nearest_one is not None
     raise nearest_one
+
+
+def counting_inside(ctx: Synthesis, step: Step) -> Step:
+    """The best step of the same machines, counting what the accelerators add to each candidate. ``step`` has the
+    candidate that is the best without that.
+
+    Of the candidates that compute alike at the same ratios, only the fastest is looked at: how parameters are
+    stored and how far ahead they are gathered changes little inside.
+    """
+    outcome, inside = step
+    least, without_gain = outcome.best.seconds + inside.seconds, 1 - ctx.thresholds.inside_gain
+    chosen: Candidate | None = None
+    others = _computing_otherwise(ctx.theory, outcome, least * without_gain)
+    for candidate in others[: ctx.thresholds.inside_candidates]:
+        if candidate.seconds >= least * without_gain:
+            break
+        try:
+            own = inside_of(ctx, candidate)
+        except (InfeasibleError, SearchError):
+            continue
+        if candidate.seconds + own.seconds < least and not lacking(ctx.cluster, own):
+            chosen, inside, least = candidate, own, candidate.seconds + own.seconds
+    if chosen is None:
+        return step
+    best = certified(chosen.evaluator.ctx, chosen)
+    return replace(outcome, best=best, considered=taken_instead(outcome.considered, chosen)), inside
+
+
+def _computing_otherwise(theory: Theory, outcome: Outcome, most: float) -> list[Candidate]:
+    """The candidates on the machines of the best one that take fewer than ``most`` seconds, the fastest of those
+    that run the same triples at the same ratios, and none that does so as the best one; the fastest first."""
+    graph, best = theory.graph, outcome.best
+    computed = [
+        i
+        for i, instruction in enumerate(graph.instructions)
+        if not instruction.is_source and i not in graph.second_reads
+    ]
+
+    def computation(candidate: Candidate) -> object:
+        return tuple(candidate.result.rows[i] for i in computed), candidate.ratios
+
+    possible = [
+        c
+        for c in outcome.candidates
+        if c.active == best.active and c.stages.lower_bound < most and c.fits and c.seconds < most
+    ]
+    fastest = {computation(best): best}
+    for candidate in sorted(possible, key=lambda candidate: candidate.seconds):
+        fastest.setdefault(computation(candidate), candidate)
+    return list(fastest.values())[1:]
 
 
 def segments_across(
@@ -138,7 +188,10 @@ def segments_across(
     longer = other.best.seconds + own.seconds >= one
     missed = {rank: missing for rank, (missing, _) in lacking(ctx.cluster, own).items()}
     if missed or (segments == "auto" and longer):
-        return ctx, (replace(outcome, considered=kept(outcome.considered, other.considered, missed)), inside)
+        return ctx, (
+            replace(outcome, considered=with_other_way(outcome.considered, other.considered, missed)),
+            inside,
+        )
     return synthesis, (replace(other, baselines={"one_segment": one}), own)
 
 

@@ -14,8 +14,6 @@ from hetspmd.optimize.candidate import Candidate, Evaluator, best_of, bounded, i
 from hetspmd.optimize.prefetch import prefetched
 from hetspmd.optimize.synthesis import Synthesis
 
-__all__ = ["overlap_variants"]
-
 
 def overlap_variants(
     ctx: Synthesis, costs: CostModel, active: tuple[int, ...], best: Candidate, rounds: Rounds
@@ -52,7 +50,7 @@ def _near(ctx: Synthesis, best: Candidate, rounds: Rounds) -> list[Candidate]:
     starts: dict[str, Candidate] = {}
     with ctx.clock("balance"):
         for index, candidate in enumerate(rounds.candidates):
-            if candidate.stages.floor > most or not candidate.fits or candidate.seconds > most:
+            if candidate.stages.lower_bound > most or not candidate.fits or candidate.seconds > most:
                 continue
             start = rounds.iterations[index // 2].start
             if start not in starts or is_better(candidate, starts[start]):

@@ -26,8 +26,6 @@ from hetspmd.program.lengths import Lengths
 from hetspmd.search.constraints import Constraints, RowFilter
 from hetspmd.search.search import stored_forms
 
-__all__ = ["storage_variants"]
-
 
 def storage_variants(
     ctx: Synthesis, costs: CostModel, candidate: Candidate
@@ -35,7 +33,7 @@ def storage_variants(
     """Candidates on the same devices with other parameters stored in shards, in the order in which they were tried,
     and before them the best of all: ``candidate`` itself if none that fits is faster."""
     gain = ctx.thresholds.hidden_gain
-    if costs.world == 1 or candidate.seconds * (1 - gain) <= candidate.stages.floor:
+    if costs.world == 1 or candidate.seconds * (1 - gain) <= candidate.stages.lower_bound:
         return candidate, []
     storage = _Storage(ctx, costs, candidate)
     storage.run()

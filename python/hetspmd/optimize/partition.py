@@ -23,8 +23,6 @@ from hetspmd.rules.theory import Theory, derive
 from hetspmd.trace.cuts import with_cuts
 from hetspmd.trace.graph import PARAMETER, Graph
 
-__all__ = ["partition", "segmented", "segments_like"]
-
 
 def partition(
     theory: Theory, seconds: Sequence[float], count: int, uneven: float = THRESHOLDS.uneven_halves
@@ -54,17 +52,17 @@ def segmented(theory: Theory, segments: Sequence[int]) -> Theory:
     return derive(with_cuts(theory.graph, segments, divisible), quiet=True)
 
 
-def segments_like(graph: Graph, known: Graph) -> tuple[int, ...]:
-    """The segments of ``graph``, of the same model as ``known``, which has some: parameters and modules are where
-    they are there. What tells no module (a forward that is traced alone) is where the parameter is that it reads,
-    or where what ran before it is."""
+def segments_like(graph: Graph, segmented: Graph) -> tuple[int, ...]:
+    """The segments of ``graph``, of the same model as ``segmented``, which has some: parameters and modules are
+    where they are there. An instruction that tells no module (of a forward that is traced alone) is where the
+    parameter that it reads is, or where what ran before it is."""
     votes: dict[str, dict[int, int]] = {}
-    for instruction, segment in zip(known.instructions, known.segments, strict=True):
+    for instruction, segment in zip(segmented.instructions, segmented.segments, strict=True):
         if not instruction.is_source and instruction.source:
             counts = votes.setdefault(_key(instruction.source), {})
             counts[segment] = counts.get(segment, 0) + 1
     of_key = {key: min(counts, key=lambda s: (-counts[s], s)) for key, counts in votes.items()}
-    stored = {p.name: known.segment(p.tensor) for p in known.parameters}
+    stored = {p.name: segmented.segment(p.tensor) for p in segmented.parameters}
     weights = {p.tensor: stored.get(p.name, 0) for p in graph.parameters}
     segments: list[int] = []
     last = 0

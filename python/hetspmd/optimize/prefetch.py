@@ -20,13 +20,15 @@ A derived program computes by the same triples; the search, confined to them, ch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 from hetspmd.cost.model import CostModel
+from hetspmd.cost.step import StepModel
 from hetspmd.errors import InfeasibleError, SearchError
 from hetspmd.optimize.candidate import Candidate, Evaluator
 from hetspmd.optimize.synthesis import Synthesis
+from hetspmd.optimize.thresholds import Thresholds
 from hetspmd.placement import REPLICATE, Placement, is_sharded, shard
 from hetspmd.program.lengths import Lengths, Matrix, apportion
 from hetspmd.program.program import Communicate, Compute, Program
@@ -35,31 +37,20 @@ from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import Constraints, RowFilter
 from hetspmd.search.search import stored_forms
 
-__all__ = [
-    "divisible",
-    "further",
-    "in_shards",
-    "last_first",
-    "like",
-    "prefetched",
-    "storage_axes",
-    "stored_evenly",
-]
-
 
 def prefetched(
     ctx: Synthesis, costs: CostModel, best: Candidate, candidates: Iterable[Candidate]
 ) -> list[Candidate]:
     """Candidates like ``best`` with parameters stored in shards, and such as they, it and the best of
     ``candidates`` with gathers further ahead, on the same devices."""
-    if costs.world == 1 or best.seconds * (1 - ctx.thresholds.hidden_gain) <= best.stages.floor:
+    if costs.world == 1 or best.seconds * (1 - ctx.thresholds.hidden_gain) <= best.stages.lower_bound:
         return []
     derived = list(_derived(ctx, costs, best))
     most = best.seconds * (1 + ctx.thresholds.near_best_prefetch)
     near = [
         c
         for c in (best, *derived, *candidates)
-        if c.stages.floor < best.seconds and c.seconds <= most and c.fits
+        if c.stages.lower_bound < best.seconds and c.seconds <= most and c.fits
     ]
     near.sort(key=lambda candidate: candidate.seconds)
     different = _different(near)[: ctx.thresholds.prefetch_candidates]
@@ -213,27 +204,42 @@ def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def further(ctx: Synthesis, costs: CostModel, candidate: Candidate) -> Candidate | None:
     """The candidate with its gathers as far ahead as is best, of what fits; None where the distance of one is."""
-    graph = ctx.theory.graph
+    if candidate.evaluator.prefetch_distance != 1:
+        return None
+    limited = any(math.isfinite(device.memory) for device in costs.cluster.devices)
+
+    def fits(distance: int) -> bool:
+        return not limited or _ahead(ctx, costs, candidate, distance).fits
+
+    with ctx.clock("balance"):
+        distance = best_distance(candidate.step, candidate.lengths, ctx.thresholds, fits)
+    return None if distance == 1 else _ahead(ctx, costs, candidate, distance)
+
+
+def best_distance(
+    step: StepModel, lengths: Lengths, thresholds: Thresholds, fits: Callable[[int], bool]
+) -> int:
+    """How many groups ahead the gathers of a step are best, of the distances that fit. ``step`` has them one group
+    ahead."""
+    graph = step.model.theory.graph
     parameters = {p.tensor for p in graph.parameters} | {
         graph.instructions[i].outputs[0] for i in graph.second_reads
     }
-    sent = sum(isinstance(s, Communicate) and s.tensor in parameters for s in candidate.program.steps)
-    if sent < 2 or candidate.evaluator.prefetch_distance != 1:
-        return None
-    limited = any(math.isfinite(device.memory) for device in costs.cluster.devices)
-    best, distance, waited = candidate.seconds, 1, 0
-    step = candidate.step
-    shares = costs.shares(candidate.lengths)
-    for groups in ctx.thresholds.prefetch_distances:
-        if waited == ctx.thresholds.distances_without_gain or groups > sent:
+    sent = sum(isinstance(s, Communicate) and s.tensor in parameters for s in step.program.steps)
+    distance, waited = 1, 0
+    if sent < 2:
+        return distance
+    shares = step.model.shares(lengths)
+    least = step.streams.seconds(shares)
+    for groups in thresholds.prefetch_distances:
+        if waited == thresholds.distances_without_gain or groups > sent:
             break
-        with ctx.clock("balance"):
-            seconds = step.prefetching(groups).streams.seconds(shares)
-            gains = seconds < best and (not limited or _ahead(ctx, costs, candidate, groups).fits)
+        seconds = step.prefetching(groups).streams.seconds(shares)
+        gains = seconds < least and fits(groups)
         waited = 0 if gains else waited + 1
         if gains:
-            best, distance = seconds, groups
-    return None if distance == 1 else _ahead(ctx, costs, candidate, distance)
+            least, distance = seconds, groups
+    return distance
 
 
 def _ahead(ctx: Synthesis, costs: CostModel, candidate: Candidate, distance: int) -> Candidate:

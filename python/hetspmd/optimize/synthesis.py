@@ -18,8 +18,6 @@ from hetspmd.search.constraints import Constraints, batch_axes
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import Space, search_space
 
-__all__ = ["Clock", "Synthesis"]
-
 
 @dataclass
 class Clock:

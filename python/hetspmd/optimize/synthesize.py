@@ -8,7 +8,7 @@ storage of parameters (:mod:`hetspmd.optimize.parameter_sharding`). Where none o
 memory, what they store whole is stored in shards.
 
 The same is done for subsets of the devices, the fastest one alone among them; the devices of a better
-subset's plan are its active ones, the others idle. A subset whose bound :meth:`CostModel.floor` is no
+subset's plan are its active ones, the others idle. A subset whose bound :meth:`CostModel.lower_bound` is no
 better than the best so far is left out.
 """
 
@@ -35,8 +35,6 @@ from hetspmd.ratios.starts import device_subsets, proportional, starting_ratios
 from hetspmd.search import constraints as known
 from hetspmd.search.memory_limits import capacities
 
-__all__ = ["Outcome", "candidate_at", "synthesize", "synthesize_on", "within_memory"]
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -47,6 +45,7 @@ class Outcome:
     iterations   the rounds that led to the best candidate
     over_memory  the baselines that do not fit the devices' memory
     considered   all candidates, each with why it was not taken
+    candidates   the same, but for devices that were left out, as they are
     """
 
     best: Candidate
@@ -54,6 +53,7 @@ class Outcome:
     iterations: tuple[Iteration, ...]
     over_memory: tuple[str, ...] = ()
     considered: tuple[Considered, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
     for ranks in device_subsets(costs) if subsets is None else subsets:
         part = ctx.costs(ranks)
         limited = len(ranks) == 1 and np.isfinite(capacities(part)).any()
-        if best is not None and part.floor() >= best.seconds and not limited:
-            left_out.append(LeftOut(ranks, part.floor()))
+        if best is not None and part.lower_bound() >= best.seconds and not limited:
+            left_out.append(LeftOut(ranks, part.lower_bound()))
             continue
         candidates, rounds = _on_subset(ctx, part, ranks)
         tried += candidates
@@ -118,6 +118,7 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
         iterations=tuple(iterations),
         over_memory=tuple(over),
         considered=considered,
+        candidates=tuple(tried),
     )
 
 
@@ -181,7 +182,7 @@ def _with_storage(ctx: Synthesis, subset: _Subset, best: Candidate, tried: list[
     What is tried for that is added to ``tried``."""
     candidate = subset.best
     near = best.seconds * (1 + ctx.thresholds.near_best)
-    if candidate.stages.floor >= best.seconds or candidate.seconds > near:
+    if candidate.stages.lower_bound >= best.seconds or candidate.seconds > near:
         return candidate
     stored, more = storage_variants(ctx, subset.costs, candidate)
     tried += more

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["THRESHOLDS", "Thresholds"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
@@ -91,6 +89,13 @@ class Thresholds:
 
     uneven_halves: float = 0.25
     """The part by which a half of a graph may weigh more or less seconds than it should, to cut fewer bytes."""
+
+    inside_gain: float = 0.01
+    """The part that a candidate across machines must be able to gain by what goes on inside them: if that were
+    nothing, it would be faster by so much."""
+
+    inside_candidates: int = 6
+    """Candidates for which what goes on inside machines is searched, beside the best one."""
 
     machine_memory_attempts: int = 4
     """Plans of machines, each with less memory, until the memory of the accelerators inside suffices."""

@@ -23,8 +23,6 @@ from hetspmd.program.schedule_check import check_schedule
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.trace.graph import Graph
 
-__all__ = ["checked_theory"]
-
 _CLOSE = 1e-6
 
 

@@ -136,10 +136,10 @@ def storage(plan: Plan) -> tuple[Storage, ...]:
     return tuple(storages)
 
 
-def by_kind(found: tuple[Collective, ...]) -> Iterator[tuple[Kind, int, int, float]]:
+def by_kind(collectives: tuple[Collective, ...]) -> Iterator[tuple[Kind, int, int, float]]:
     """``(kind, count, bytes, seconds)`` per kind of collective, the dearest first."""
     totals: dict[Kind, tuple[int, int, float]] = {}
-    for collective in found:
+    for collective in collectives:
         count, nbytes, seconds = totals.get(collective.step.kind, (0, 0, 0.0))
         totals[collective.step.kind] = (count + 1, nbytes + collective.nbytes, seconds + collective.seconds)
     for kind, (count, nbytes, seconds) in sorted(totals.items(), key=lambda item: (-item[1][2], item[0])):

@@ -8,7 +8,10 @@ from typing import Final
 from hetspmd.program.lengths import Matrix
 from hetspmd.program.program import Program
 
-__all__ = ["VERDICTS", "Considered", "Inside", "Iteration", "SearchReport"]
+SINGLE_ACCELERATORS: Final = "single accelerators"
+VIRTUAL_DEVICES: Final = "virtual devices"
+"""The two ways to plan machines: where both were tried, candidates' reasons start with one of them and a colon."""
+
 
 VERDICTS: Final = ("taken", "slower", "equal", "bound", "memory", "storage", "asked")
 """Why a candidate is not the plan: it takes more seconds; it takes as many, and came later; it cannot take fewer
@@ -65,13 +68,14 @@ class Considered:
 
     Attributes:
         reason: Why it was made.
-        active: Ranks of the devices that it uses.
+        active: Numbers of the devices that it uses: ranks, or machines in a plan across them and where the reason
+            starts with ``"virtual devices"``.
         seconds: Predicted seconds of its step, or a lower bound of them.
         simulated: Whether the step was simulated; otherwise ``seconds`` is a bound, which was enough.
         verdict: ``"taken"``; ``"slower"``; ``"equal"``, as fast and found later; ``"bound"``, a bound of its
             seconds is slower; ``"memory"``, it does not fit; ``"storage"``, copies of trained modules would lie in
             other shards than these; or ``"asked"``, another number of segments was asked for.
-        lacking: Ranks whose devices lack memory for it, each with the bytes.
+        lacking: Numbers of the devices that lack memory for it, each with the bytes.
     """
 
     reason: str

@@ -123,7 +123,9 @@ class Recording:
         self._programs.append((runner, program))
 
         def copy(name: str, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-            timestamps = Timestamps(self._clock, index, lambda made: self._passes.append((index, name, made)))
+            timestamps = Timestamps(
+                self._clock, index, lambda graph_run: self._passes.append((index, name, graph_run))
+            )
             graph_module = timestamped(module, timestamps, plan.graph)
             self._calls[index, name] = timestamps.calls
             return graph_module

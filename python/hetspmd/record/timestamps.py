@@ -178,16 +178,18 @@ def timestamped(module: fx.GraphModule, timestamps: Timestamps, graph: Graph) ->
     """The copy of a local graph of ``graph``; ``timestamps.calls`` is set."""
     order: dict[fx.Node, int] = {}
 
-    def behind(made: fx.Graph, reader: fx.Node, node: fx.Node, copied: Callable[[fx.Node], fx.Node]) -> None:
+    def behind(
+        graph_copy: fx.Graph, reader: fx.Node, node: fx.Node, copied: Callable[[fx.Node], fx.Node]
+    ) -> None:
         call = _call(node, order, graph)
         timestamps.calls.append(call)
         if call.what == "issue":
-            made.call_method("issued", (reader, copied(node)))
+            graph_copy.call_method("issued", (reader, copied(node)))
         else:
-            made.call_method("stamp", (reader,))
+            graph_copy.call_method("stamp", (reader,))
         for other in node.meta.get(ALSO, ()):  # done by the same call: no time of its own
             timestamps.calls.append(GraphCall("instruction", graph.instructions[other].name))
-            made.call_method("stamp", (reader,))
+            graph_copy.call_method("stamp", (reader,))
 
     return instrumented(module, timestamps, f"Recorded{type(module).__name__}", behind, ends=("begin", "end"))
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
-from hetspmd.codec.quantities import quantity_text
+from hetspmd.cluster.machines import device_word, devices_text
+from hetspmd.codec.quantities import quantity_text, seconds_text
 from hetspmd.codec.tables import counted, table
-from hetspmd.plan.explanation import seconds_text
 from hetspmd.plan.plan import Plan
-from hetspmd.plan.reports import Considered
-
-__all__ = ["candidates_document", "candidates_text"]
+from hetspmd.plan.reports import SINGLE_ACCELERATORS, VIRTUAL_DEVICES, Considered
 
 
 def candidates_text(plan: Plan) -> str:
@@ -22,8 +19,8 @@ def candidates_text(plan: Plan) -> str:
     rows = [
         [
             seconds_text(c.seconds) if c.simulated else f"at least {seconds_text(c.seconds)}",
-            _devices(c.active, plan),
-            _why(c, considered[0].seconds),
+            _devices(c, plan),
+            _why(c, considered[0].seconds, plan),
             c.reason,
         ]
         for c in considered
@@ -34,7 +31,8 @@ def candidates_text(plan: Plan) -> str:
 
 def candidates_document(plan: Plan) -> list[dict[str, Any]]:
     """For each candidate ``reason``, ``ranks``, ``seconds`` (a lower bound where ``simulated`` is false),
-    ``verdict`` and ``lacking`` (rank to bytes)."""
+    ``verdict``, ``lacking`` (rank to bytes), and ``numbered``: whether ``ranks`` and ``lacking`` have numbers of
+    ``"rank"`` or of ``"machine"``."""
     return [
         {
             "reason": c.reason,
@@ -43,21 +41,37 @@ def candidates_document(plan: Plan) -> list[dict[str, Any]]:
             "simulated": c.simulated,
             "verdict": c.verdict,
             "lacking": {str(rank): nbytes for rank, nbytes in c.lacking},
+            "numbered": _word(c, plan),
         }
         for c in plan.considered
     ]
 
 
-def _devices(active: Sequence[int], plan: Plan) -> str:
-    if len(active) == plan.world:
+_WORDS: Final = {VIRTUAL_DEVICES: "machine", SINGLE_ACCELERATORS: "rank"}
+
+
+def _way(candidate: Considered) -> str:
+    return candidate.reason.partition(": ")[0]
+
+
+def _word(candidate: Considered, plan: Plan) -> str:
+    """What the candidate's numbers count: a plan that was made in two ways has candidates of both."""
+    return _WORDS.get(_way(candidate), device_word(plan.cluster))
+
+
+def _devices(candidate: Considered, plan: Plan) -> str:
+    word, active = _word(candidate, plan), candidate.active
+    if plan.inside is None and _way(candidate) not in _WORDS and len(active) == plan.world:
         return "all"
-    return f"rank{'s' if len(active) > 1 else ''} {', '.join(map(str, active))}"
+    # A plan of single accelerators knows no machines, and so not how many there are.
+    counts = {"rank": sum(plan.cluster.accelerators), "machine": 0 if plan.inside is None else plan.world}
+    return f"all {word}s" if len(active) == counts[word] else devices_text(word, active)
 
 
-def _why(candidate: Considered, best: float) -> str:
+def _why(candidate: Considered, best: float, plan: Plan) -> str:
     if candidate.verdict == "memory":
         rank, nbytes = max(candidate.lacking, key=lambda lack: lack[1])
-        return f"rank {rank} lacks {quantity_text(nbytes, 'bytes')}"
+        return f"{_word(candidate, plan)} {rank} lacks {quantity_text(nbytes, 'bytes')}"
     if candidate.verdict == "slower" and best > 0:
         times = candidate.seconds / best
         if times < 1:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hetspmd.cluster.machines import device_word, devices_text
 from hetspmd.plan.plan import Plan
 from hetspmd.ratios.problem import Room
 from hetspmd.ratios.ratio_thresholds import THRESHOLDS
@@ -56,36 +57,35 @@ def limits(plan: Plan) -> StepLimits:
     return StepLimits(elasticities, fractional, whole / fractional - 1 if fractional > 0 else 0.0)
 
 
-def limits_text(plan: Plan, found: StepLimits) -> str:
+def limits_text(plan: Plan, limits: StepLimits) -> str:
     """For people: what would gain most, and what whole units cost."""
-    shown = [(s.gain, s) for s in found.sensitivities if s.gain is not None and s.gain >= _SHOWN_GAIN]
+    shown = [(s.gain, s) for s in limits.sensitivities if s.gain is not None and s.gain >= _SHOWN_GAIN]
     shown.sort(key=lambda entry: -entry[0])
     lines = [f"  {sentence(plan, s)} would gain {100 * gain:.1f} %" for gain, s in shown[:_MOST_LINES]]
     if not lines:
         lines = ["  no single speed: 10 % more of any gains less than 0.05 %"]
-    if found.fractional_seconds > 0:
-        verb, loss = ("cost", found.loss) if found.loss >= 0 else ("save", -found.loss)
+    if limits.fractional_seconds > 0:
+        verb, loss = ("cost", limits.loss) if limits.loss >= 0 else ("save", -limits.loss)
         lines.append(f"  whole units {verb} {100 * loss:.1f} %")
     return "What limits the step\n" + "\n".join(lines)
 
 
 def sentence(plan: Plan, of: Sensitivity) -> str:
-    """``10 % more FLOP/s on large (rank 0)``."""
+    """``10 % more FLOP/s on large (rank 0)``; across machines their numbers are called so."""
     name, more = _NAMES[of.quantity], "more" if QUANTITIES[of.quantity] < 0 else "less"
     if not of.ranks:
         return f"{100 * THRESHOLDS.better_quantity:.0f} % {more} {name}"
     kinds = dict.fromkeys(plan.cluster.devices[rank].name for rank in of.ranks)
-    ranks = ", ".join(map(str, of.ranks))
-    where = f"rank {ranks}" if len(of.ranks) == 1 else f"ranks {ranks}"
+    where = devices_text(device_word(plan.cluster), of.ranks)
     return f"{100 * THRESHOLDS.better_quantity:.0f} % {more} {name} on {', '.join(kinds)} ({where})"
 
 
-def limits_document(found: StepLimits) -> dict[str, Any]:
+def limits_document(limits: StepLimits) -> dict[str, Any]:
     """The keys ``sensitivity`` and ``lengths`` of the JSON document."""
     return {
         "sensitivity": [
             {"quantity": s.quantity, "ranks": list(s.ranks), "elasticity": s.elasticity, "gain": s.gain}
-            for s in found.sensitivities
+            for s in limits.sensitivities
         ],
-        "lengths": {"fractional_seconds": found.fractional_seconds, "loss": found.loss},
+        "lengths": {"fractional_seconds": limits.fractional_seconds, "loss": limits.loss},
     }

@@ -21,7 +21,7 @@ that is None counts as replicated; ``*`` stands for any text), the value says wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -47,7 +47,7 @@ from hetspmd.rules.brute import (
     summands,
 )
 from hetspmd.rules.missing import MissingTriple, missing_rows, without_implied
-from hetspmd.rules.registry import op_name, registered, rule_for, rule_function
+from hetspmd.rules.registry import op_name, rule_for, rule_function
 from hetspmd.rules.rule import OpRule, TensorType, Triple, local_shape, localize
 from hetspmd.rules.samples import Sample
 
@@ -216,19 +216,6 @@ def _drawn(op: str, samples: Sequence[Sample] | Callable[[], Sequence[Sample]] |
     if not samples:
         raise RuleError(f"{op}: the list of samples is empty")
     return samples
-
-
-def check_all(*, missing: bool = False, ops: Iterable[str] | None = None) -> tuple[OracleReport, ...]:
-    """:func:`check` for ``ops``, by default for every op that has samples, in alphabetical order."""
-    bundled = sample_package.load()
-    names = sorted({*bundled.samples, *bundled.untested}) if ops is None else list(ops)
-    return tuple(check(name, missing=missing) for name in names)
-
-
-def ops_without_samples() -> tuple[str, ...]:
-    """Ops with a rule of their own that the oracle cannot test for want of samples."""
-    bundled = sample_package.load()
-    return tuple(op for op in registered() if op not in bundled.samples and op not in bundled.untested)
 
 
 def uninitialised(op: str) -> bool:

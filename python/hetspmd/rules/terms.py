@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TypeAlias
 
-import torch
-
 from hetspmd.errors import RuleError
 from hetspmd.rules.kernels import empty_shards
 from hetspmd.rules.rule import SUM, Call, Cut, Factor, Local, LocalCall, Place, TensorType
@@ -32,22 +30,6 @@ INTEGER = frozenset({"int64", "int32", "int16", "int8", "uint8", "uint16", "uint
 
 WRAPS = "integer summands may wrap around, and their conversion does not"
 """Why an op that converts integers has no row with All-Reduce."""
-
-__all__ = [
-    "COMPLEX",
-    "FLOATING",
-    "INTEGER",
-    "WRAPS",
-    "Dim",
-    "Term",
-    "broadcast_term",
-    "dim_names",
-    "linear_sets",
-    "reduced_dims",
-    "term_factors",
-    "wrap",
-    "zero_outputs",
-]
 
 
 def wrap(dim: int, ndim: int) -> int:
@@ -172,11 +154,3 @@ def zero_outputs(local: Local) -> LocalCall:
     """
     dtypes = tuple(None if t is None else DType(t.dtype) for t in local.call.outputs)
     return empty_shards, (local.output_shapes, dtypes, DEVICE), {}
-
-
-def zeros_or_none(
-    shapes: list[list[int]], dtypes: list[torch.dtype | None], device: torch.device
-) -> tuple[torch.Tensor | None, ...]:
-    """Zeros of the shapes and dtypes, None where the dtype is None."""
-    zeros = empty_shards(shapes, dtypes, device)
-    return zeros if isinstance(zeros, tuple) else (zeros,)

@@ -17,9 +17,7 @@ from hetspmd.errors import NanError
 from hetspmd.lower.fuse import out_of_place
 from hetspmd.lower.instrument import instrumented
 from hetspmd.run.source_location import SourceFinder
-from hetspmd.trace.compat import flatten
-
-__all__ = ["is_looked_for", "watched"]
+from hetspmd.trace.compat.trees import flatten
 
 _UNSET = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 """Ops whose results have no values yet."""
@@ -37,7 +35,7 @@ class _Look:
         self._origin, self._rank = origin, rank
         self._nodes: list[fx.Node] = []
 
-    def behind(self, made: fx.Graph, watcher: fx.Node, node: fx.Node, copied: Any) -> None:
+    def behind(self, graph_copy: fx.Graph, watcher: fx.Node, node: fx.Node, copied: Any) -> None:
         copied(node).target = out_of_place(node.target)  # else the operand could not be looked at afterwards
         instruction = node.meta.get("instruction")
         if instruction is None:
@@ -46,7 +44,7 @@ class _Look:
         if any(part in _UNSET for part in name.split(".")):
             return
         inputs = [copied(n) for n in node.all_input_nodes if n.op != "placeholder" or n.name != "runtime"]
-        made.call_method("look", (watcher, len(self._nodes), copied(node), inputs))
+        graph_copy.call_method("look", (watcher, len(self._nodes), copied(node), inputs))
         self._nodes.append(node)
 
     def look(self, index: int, result: Any, inputs: list[Any]) -> None:

@@ -89,19 +89,19 @@ class HostSide:
             self._last = number
         return number
 
-    def meets(self, batch: object, *, known: bool) -> bool:
-        """Whether a batch has other classes to which no name leads than the batch before; ``known``: look only if
-        that one had some."""
-        if known and not self._roots.given:
+    def meets(self, batch: object, *, only_if_unnamed: bool) -> bool:
+        """Whether a batch has other classes to which no name leads than the batch before had; ``only_if_unnamed``:
+        look only if that one had some."""
+        if only_if_unnamed and not self._roots.batch_classes:
             return False
         kinds = unnamed_kinds(batch)
-        if kinds == self._roots.given:
+        if kinds == self._roots.batch_classes:
             return False
-        self._roots.given = kinds
+        self._roots.batch_classes = kinds
         rediscover(self._roots)
         return True
 
-    def guard(self, graph: Graph, own_outputs: int, *, given: bool = False) -> Guard:
+    def guard(self, graph: Graph, own_outputs: int, *, from_plan: bool = False) -> Guard:
         """What the trace of a graph found of Python, on this rank's model. Raises OptionError for draws that
         were not allowed here."""
         if graph.host.draws and self.randomness == "refuse":
@@ -115,7 +115,7 @@ class HostSide:
         if self._setting.communicator.world > 1:
             look_for_untrained(graph.host.reads, self._roots, self)
         of = graph, self._roots, self._setting.device, own_outputs
-        return Guard(*of, once=once, given=given, told=self._told)
+        return Guard(*of, once=once, from_plan=from_plan, told=self._told)
 
     def _warn_of_draws(self, draws: str) -> None:
         """Say once, on the first rank, what it costs that every step is traced anew."""

@@ -100,13 +100,13 @@ def _shared() -> bool:
 
 
 def _divided(
-    tensors: Sequence[torch.Tensor], known: dict[int, ParameterPlace]
+    tensors: Sequence[torch.Tensor], registry: dict[int, ParameterPlace]
 ) -> tuple[list[tuple[torch.Tensor, ParameterPlace]], list[torch.Tensor]]:
     """The tensors that belong to HAP modules of several ranks, and the others."""
     mine: list[tuple[torch.Tensor, ParameterPlace]] = []
     others: list[torch.Tensor] = []
     for tensor in tensors:
-        place = known.get(id(tensor))
+        place = registry.get(id(tensor))
         if place is not None and place.module.everyone.world > 1:
             mine.append((tensor, place))
         else:
@@ -114,13 +114,13 @@ def _divided(
     return mine, others
 
 
-def _check_no_views(tensors: Sequence[torch.Tensor], known: dict[int, ParameterPlace]) -> None:
+def _check_no_views(tensors: Sequence[torch.Tensor], registry: dict[int, ParameterPlace]) -> None:
     """Raise GradientError for a part or a ``detach()`` of a gradient or parameter of a HAP module.
 
     An idle rank, whose tensors have no memory, could not recognise it.
     """
     memory: dict[int, str] = {}
-    for place in known.values():
+    for place in registry.values():
         if place.module.everyone.world > 1:
             parameter = place.module.module.get_parameter(place.name)
             for tensor in (parameter, parameter.grad):

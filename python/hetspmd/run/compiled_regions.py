@@ -20,9 +20,7 @@ from torch import fx, nn
 
 from hetspmd.errors import ExampleError
 from hetspmd.lower.emit import item, take_saved
-from hetspmd.trace.compat import is_op
-
-__all__ = ["compile_options", "in_stretches"]
+from hetspmd.trace.compat.tensors import is_op
 
 FEWEST_OPS = 2
 """Ops of the shortest stretch: one alone cannot be fused with another."""
@@ -30,14 +28,14 @@ FEWEST_OPS = 2
 Busy = Callable[[], AbstractContextManager[None]]
 
 
-def compile_options(given: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+def compile_options(asked: bool | Mapping[str, Any]) -> dict[str, Any] | None:
     """The arguments of ``torch.compile``, None where nothing is compiled. Raises ExampleError for anything else
     than a bool or a mapping by names."""
-    if isinstance(given, bool):
-        return {} if given else None
-    if isinstance(given, Mapping) and all(isinstance(key, str) for key in given):
-        return dict(given)
-    raise ExampleError(f"compile is True, False or a dict of torch.compile's arguments, not {given!r}")
+    if isinstance(asked, bool):
+        return {} if asked else None
+    if isinstance(asked, Mapping) and all(isinstance(key, str) for key in asked):
+        return dict(asked)
+    raise ExampleError(f"compile is True, False or a dict of torch.compile's arguments, not {asked!r}")
 
 
 def in_stretches(module: fx.GraphModule, options: Mapping[str, Any], busy: Busy) -> fx.GraphModule:

@@ -126,21 +126,21 @@ def _stepped(
     raise Untestable(errors[0])
 
 
-def _step(made: torch.optim.Optimizer, given: torch.nn.Parameter | None) -> None:
+def _step(optimizer: torch.optim.Optimizer, closure_parameter: torch.nn.Parameter | None) -> None:
     """The step of the optimizer's class, without hooks and what schedulers put around it."""
-    function: Callable[..., Any] = type(made).step
+    function: Callable[..., Any] = type(optimizer).step
     if getattr(function, "hooked", False):
         function = function.__wrapped__  # type: ignore[attr-defined]  # functools.wraps of torch's hooks
-    if given is None:
-        function(made)
+    if closure_parameter is None:
+        function(optimizer)
         return
-    gradient = given.grad
+    gradient = closure_parameter.grad
 
     def closure() -> torch.Tensor:
-        given.grad = None if gradient is None else gradient + given.detach()  # of a function, that bends
-        return torch.zeros((), dtype=given.dtype, device=given.device).real
+        closure_parameter.grad = None if gradient is None else gradient + closure_parameter.detach()
+        return torch.zeros((), dtype=closure_parameter.dtype, device=closure_parameter.device).real
 
-    function(made, closure)
+    function(optimizer, closure)
 
 
 _OWN: Final = ("state", "param_groups", "step", "defaults")

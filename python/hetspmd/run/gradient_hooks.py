@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from hetspmd.errors import GradientError, GradientHookWarning
 from hetspmd.placement import is_sharded
 from hetspmd.run.parameter_registry import ShardedModule, places
-from hetspmd.trace.compat import as_plain
+from hetspmd.trace.compat.tensors import as_plain
 
 if TYPE_CHECKING:
     from hetspmd.trace.graph import Parameter
@@ -93,11 +93,15 @@ class _OnWhole:
 
 
 def whole_hooks(
-    hap: ShardedModule, known: Sequence[Parameter], parameters: Sequence[torch.Tensor]
+    hap: ShardedModule, graph_parameters: Sequence[Parameter], parameters: Sequence[torch.Tensor]
 ) -> tuple[str, ...]:
     """The hooks for which a backward gathers gradients, in words; every rank must have the same."""
     with as_plain():
-        hooked = [(k, p._backward_hooks) for k, p in zip(known, parameters, strict=True) if p._backward_hooks]
+        hooked = [
+            (k, p._backward_hooks)
+            for k, p in zip(graph_parameters, parameters, strict=True)
+            if p._backward_hooks
+        ]
     if not hooked:
         return ()
     words, shards = [], hap.parameter_shards()
@@ -111,12 +115,14 @@ def whole_hooks(
 
 
 def give_whole(
-    module: weakref.ref[ShardedModule], known: Sequence[Parameter], parameters: Sequence[torch.Tensor]
+    module: weakref.ref[ShardedModule],
+    graph_parameters: Sequence[Parameter],
+    parameters: Sequence[torch.Tensor],
 ) -> None:
     """Let hooks on sharded parameters see whole gradients, before a backward reaches them."""
     if (owner := module()) is not None:
-        owner.meet_hooks(whole_hooks(owner, known, parameters))
-    for info, parameter in zip(known, parameters, strict=True):
+        owner.meet_hooks(whole_hooks(owner, graph_parameters, parameters))
+    for info, parameter in zip(graph_parameters, parameters, strict=True):
         before: dict[int, Any] | None = parameter._backward_hooks
         after: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
         if not before and not after:

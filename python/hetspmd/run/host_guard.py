@@ -31,8 +31,6 @@ from hetspmd.trace.host.places import NOTHING, Roots, Variables, item, own, put,
 from hetspmd.trace.host.plain import MISSING, fingerprint, outline, same_function, tensors_in
 from hetspmd.trace.host.templates import from_text
 
-__all__ = ["Guard"]
-
 _KINDS = {"float64": float, "int64": int}
 _DEFAULTS = {".__defaults__", ".__kwdefaults__"}
 """Holders of a function that others may replace, and that are not read themselves."""
@@ -52,7 +50,7 @@ class Guard:
         own_outputs: int,
         *,
         once: bool = False,
-        given: bool = False,
+        from_plan: bool = False,
         told: set[str] | None = None,
     ) -> None:
         self.host: Host = graph.host
@@ -69,7 +67,7 @@ class Guard:
         self._kept: dict[Read, Callable[[Any], bool]] = {}
         self._calls_due = True
         with self._looking():
-            reads = map(self._adopted, self.host.reads) if given else self.host.reads
+            reads = map(self._adopted, self.host.reads) if from_plan else self.host.reads
             self.host = replace(self.host, reads=tuple(sorted(reads, key=_is_call)))
             self.holds()
 
@@ -175,12 +173,12 @@ class Guard:
                 for key in table.keys() - keys:
                     del table[key]
 
-    def _holder(self, left: Write | Counter) -> Any:
+    def _holder(self, effect: Write | Counter) -> Any:
         """What forward leaves something in. Raises PlanMismatchError if there is none here."""
-        holder = self._roots.holder(left.root, left.path)
-        if holder is NOTHING or (isinstance(left, Counter) and item(holder, left.path[-1]) is NOTHING):
+        holder = self._roots.holder(effect.root, effect.path)
+        if holder is NOTHING or (isinstance(effect, Counter) and item(holder, effect.path[-1]) is NOTHING):
             raise PlanMismatchError(
-                f"forward changes {text(left.root, left.path)}, which the model does not have here; give every "
+                f"forward changes {text(effect.root, effect.path)}, which the model does not have here; give every "
                 "rank's model the same attributes, hooks and functions, at the same time"
             )
         return holder

@@ -15,10 +15,8 @@ from torch import nn
 from hetspmd.errors import ShardError
 from hetspmd.lower.local_program import LocalTensor
 from hetspmd.run.shards import divided, mark, marked
-from hetspmd.trace.compat import as_plain
+from hetspmd.trace.compat.tensors import as_plain
 from hetspmd.trace.values import dtype_name
-
-__all__ = ["KnownParameters"]
 
 Slot = tuple[nn.Module, str]
 _Facts = tuple[torch.dtype, torch.Size, torch.device]
@@ -69,14 +67,14 @@ class KnownParameters:
                 self._look(parameters)
         return parameters  # type: ignore[return-value]  # none is None
 
-    def _look(self, found: Sequence[nn.Parameter | None]) -> None:
+    def _look(self, parameters: Sequence[nn.Parameter | None]) -> None:
         for (modules, key), child, path in zip(self._places, self._children, self._paths, strict=True):
             if modules.get(key) is not child:
                 raise ShardError(
                     f"module {path} of the model was replaced after HAP(...), whose plan runs the old one; change "
                     "the model first and wrap it then"
                 )
-        for index, (name, parameter) in enumerate(zip(self._names, found, strict=True)):
+        for index, (name, parameter) in enumerate(zip(self._names, parameters, strict=True)):
             if parameter is None:
                 raise ShardError(
                     f"the model has no parameter {name} any more, which the plan reads; change the model "

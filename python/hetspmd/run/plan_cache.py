@@ -29,7 +29,7 @@ from hetspmd.run.setting import Mode, Setting
 from hetspmd.run.source_location import SourceFinder
 from hetspmd.run.store import Store, slot
 from hetspmd.run.variety import make_room
-from hetspmd.trace.compat import spec_from_text
+from hetspmd.trace.compat.trees import spec_from_text
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.trace import split_example, trace
 from hetspmd.trace.trial import trial
@@ -58,7 +58,7 @@ class PlanCache:
     ) -> None:
         self.setting, self.store, self._runtime = setting, store, runtime
         self.host = HostSide(setting, None if example is None else split_example(example))
-        self.entries = [self._entry(plan, program, given=True)]
+        self.entries = [self._entry(plan, program, from_plan=True)]
         self.entries[0].traced = traced
         self._calls = 0
         self.attendance: Attendance | None = None
@@ -112,9 +112,9 @@ class PlanCache:
         self._calls += 1
         mode = self.setting.mode(self.host.structure())
         backward = torch.is_grad_enabled() and any(mode[1])
-        self._meet((args, dict(kwargs)), known=True)
+        self._meet((args, dict(kwargs)), only_if_unnamed=True)
         choice, why = self._known(args, kwargs, mode, backward)
-        if choice is None and self._meet((args, dict(kwargs)), known=False):
+        if choice is None and self._meet((args, dict(kwargs)), only_if_unnamed=False):
             choice, why = self._known(args, kwargs, mode, backward)
         if choice is not None:
             choice[0].used = self._calls
@@ -141,9 +141,9 @@ class PlanCache:
                 return (entry, inputs + entry.served.numbers), why
         return None, why
 
-    def _meet(self, batch: object, *, known: bool) -> bool:
+    def _meet(self, batch: object, *, only_if_unnamed: bool) -> bool:
         """Find the classes of a batch to which no name leads; whether there are other ones than before."""
-        if not self.host.meets(batch, known=known):
+        if not self.host.meets(batch, only_if_unnamed=only_if_unnamed):
             return False
         for entry in self.entries:
             for _, guard in entry.served.states:
@@ -160,7 +160,7 @@ class PlanCache:
         with self.store.whole_shapes(self.setting.device):
             trial(self.setting.model, self.setting.called, args, kwargs)
 
-    def _entry(self, plan: Plan, program: LocalProgram, *, given: bool = False) -> Entry:
+    def _entry(self, plan: Plan, program: LocalProgram, *, from_plan: bool = False) -> Entry:
         graph, setting = plan.graph, self.setting
         runner = Runner(
             program,
@@ -176,7 +176,7 @@ class PlanCache:
         mode = (*setting.mode(self.host.structure())[:2], graph.autocast, self.host.structure())
         output_spec = spec_from_text(graph.output_spec)
         served = Served()
-        served.add(mode, self.host.guard(graph, output_spec.num_leaves, given=given))
+        served.add(mode, self.host.guard(graph, output_spec.num_leaves, from_plan=from_plan))
         return Entry(
             plan=plan,
             mode=mode,

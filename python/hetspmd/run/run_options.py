@@ -12,8 +12,6 @@ import torch.distributed as dist
 from hetspmd.dist.communicator import Communicator
 from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, parted
 
-__all__ = ["HapKeywords", "RunOptions"]
-
 
 class HapKeywords(CompileKeywords, total=False):
     """The options of :class:`hetspmd.HAP` as keyword arguments, for type checkers and editors."""
@@ -44,11 +42,11 @@ class RunOptions:
     compile: bool | Mapping[str, Any] = False
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], named: Iterable[str]) -> tuple[Self, CompileOptions]:
+    def of(cls, options: Mapping[str, Any], named: Iterable[str]) -> tuple[Self, CompileOptions]:
         """The options of HAP as those of a run and those of a compilation.
 
         ``named``: the arguments that are named besides. Raises OptionError, with the nearest name, for one that
         there is not, and for a value that cannot be.
         """
-        own, compilation = parted(given, [field.name for field in fields(cls)], named)
+        own, compilation = parted(options, [field.name for field in fields(cls)], named)
         return cls(**own), compilation

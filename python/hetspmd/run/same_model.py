@@ -19,8 +19,6 @@ from hetspmd.dist.communicator import Communicator
 from hetspmd.errors import PlanMismatchError
 from hetspmd.trace.graph import REBALANCE, Argument, Constant, Graph, Instruction, Ref, map_refs
 
-__all__ = ["check_same_model", "difference"]
-
 _MEND = (
     "compile the plan again with this model, this batch and this version of torch, or pass check_plan=False if it "
     "is known to be right"
@@ -95,29 +93,31 @@ def _items(graph: Graph) -> Iterator[_Item]:
         if instruction.op != REBALANCE:
             yield _Item(_text(graph, instruction, number, same), instruction.source)
 
-    def made(tensor: int | None) -> str:
+    def numbered(tensor: int | None) -> str:
         return "none" if tensor is None else f"e{number.get(same.get(tensor, tensor), -1)}"
 
     for p in graph.parameters:
-        yield _Item(f"parameter {', '.join(p.names)}: {made(p.tensor)}, its gradient {made(p.gradient)}")
+        yield _Item(
+            f"parameter {', '.join(p.names)}: {numbered(p.tensor)}, its gradient {numbered(p.gradient)}"
+        )
     for b in graph.buffers:
-        yield _Item(f"buffer {', '.join(b.names)}: {made(b.tensor)}, its new value {made(b.updated)}")
+        yield _Item(f"buffer {', '.join(b.names)}: {numbered(b.tensor)}, its new value {numbered(b.updated)}")
     for i in graph.inputs:
-        yield _Item(f"input {i.path}: {made(i.tensor)}")
+        yield _Item(f"input {i.path}: {numbered(i.tensor)}")
     for constant in graph.constants:
-        yield _Item(f"constant {made(constant.tensor)}: {_constant(graph, constant)}")
-    yield _Item(f"the loss: {made(graph.loss)}")
+        yield _Item(f"constant {numbered(constant.tensor)}: {_constant(graph, constant)}")
+    yield _Item(f"the loss: {numbered(graph.loss)}")
     for index, output in enumerate(graph.outputs):
-        yield _Item(f"output {index}: {made(output.tensor)} {output.value!r}")
+        yield _Item(f"output {index}: {numbered(output.tensor)} {output.value!r}")
     yield _Item(f"the outputs {graph.output_spec}")
 
 
 def _text(graph: Graph, instruction: Instruction, number: dict[int, int], same: Mapping[int, int]) -> str:
-    def known(reference: Ref) -> Argument:
+    def renumbered(reference: Ref) -> Argument:
         return Ref(number.get(same.get(reference.id, reference.id), -1))
 
-    parts = [_argument(map_refs(a, known)) for a in instruction.args]
-    parts += [f"{k}={_argument(map_refs(v, known))}" for k, v in instruction.kwargs]
+    parts = [_argument(map_refs(a, renumbered)) for a in instruction.args]
+    parts += [f"{k}={_argument(map_refs(v, renumbered))}" for k, v in instruction.kwargs]
     for tensor in instruction.outputs:
         if tensor >= 0:
             number[tensor] = len(number)
@@ -143,7 +143,7 @@ def _constant(graph: Graph, constant: Constant) -> str:
     return "; ".join(_text(graph, i, number, {}) for i in constant.program)
 
 
-def traced_for(plan: Graph, trace: Callable[..., Graph], *given: Any, **options: Any) -> Graph:
+def traced_for(plan: Graph, trace: Callable[..., Graph], *arguments: Any, **options: Any) -> Graph:
     """The model's graph as the plan's was traced: with its backward, if the plan has one."""
     with torch.set_grad_enabled(plan.training or torch.is_grad_enabled()):
-        return trace(*given, training=plan.training, **options)
+        return trace(*arguments, training=plan.training, **options)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hetspmd.errors import CollectiveMismatchError
-from hetspmd.run.parameter_registry import Owned, grouped, owned_parameters, places
+from hetspmd.run.parameter_registry import Owned, grouped, optimizer_parameters, owned_parameters, places
 
 Found = dict[torch.device, torch.Tensor]
 """Whether a gradient on each device is not finite."""
@@ -35,7 +35,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> Found:
-        owned_parameters(_parameters(optimizer))
+        owned_parameters(optimizer_parameters(optimizer))
         flags: Found = super()._unscale_grads_(optimizer, *args)
         return flags
 
@@ -56,23 +56,19 @@ def reach_torch_scaler() -> None:
         ) -> Found:
             flags: Found = _REACHED[0](self, optimizer, inv_scale, found_inf, allow_fp16)
             registry = places()
-            mine = [(p, registry[id(p)]) for p in _parameters(optimizer) if id(p) in registry]
+            mine = [(p, registry[id(p)]) for p in optimizer_parameters(optimizer) if id(p) in registry]
             return _shared(flags, grouped(mine), inv_scale)
 
         torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]  # on purpose
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _shared(found: Found, parts: list[Owned], inv_scale: torch.Tensor) -> Found:
+def _shared(flags_of: Found, parts: list[Owned], inv_scale: torch.Tensor) -> Found:
     """What any rank has found. Raises CollectiveMismatchError, on every rank, unless all have the same scale."""
     for part in parts:
         if part.communicator.world == 1:
             continue
         own = torch.zeros(2, dtype=torch.float32, device=part.device)
-        for flag in found.values():
+        for flag in flags_of.values():
             own[0] += flag.to(part.device)
         own[1] = inv_scale.to(part.device)
         everyone = part.share("a GradScaler's unscale_ or step", tuple(sorted(part.names)), own)
@@ -86,5 +82,5 @@ def _shared(found: Found, parts: list[Owned], inv_scale: torch.Tensor) -> Found:
                 "rank, and load the same state_dict()"
             )
         shared = (flags.sum() > 0).to(torch.float32)
-        found[part.device] = torch.maximum(found.get(part.device, shared), shared.reshape(()))
-    return found
+        flags_of[part.device] = torch.maximum(flags_of.get(part.device, shared), shared.reshape(()))
+    return flags_of

@@ -23,8 +23,6 @@ from hetspmd.placement import is_sharded
 from hetspmd.run.parameter_registry import living
 from hetspmd.run.shards import FULL, divided, marked
 
-__all__ = ["Post", "Sentry", "outside_posts", "posts"]
-
 
 @dataclass(frozen=True)
 class Post:
@@ -221,9 +219,9 @@ class Sentry:
         finally:
             self.stand()
 
-    def _put(self, module: nn.Module, name: str, made: object) -> None:
-        self._set.append((module, name, made, module.__dict__.get(name)))
-        module.__dict__[name] = made
+    def _put(self, module: nn.Module, name: str, value: object) -> None:
+        self._set.append((module, name, value, module.__dict__.get(name)))
+        module.__dict__[name] = value
 
 
 def posts(model: nn.Module, shards: Mapping[str, LocalTensor], *, idle: bool) -> list[Post]:

@@ -30,9 +30,7 @@ from hetspmd.run.shard_functions import (
     tensors_in,
     writes,
 )
-from hetspmd.trace.compat import as_plain
-
-__all__ = ["MARK", "Part", "PartMark", "Use"]
+from hetspmd.trace.compat.tensors import as_plain
 
 MARK: Final = "hetspmd_shard"
 """The attribute that says of which parameter a tensor is a shard."""
@@ -287,20 +285,22 @@ class Use:
         if not is_part and is_asked_by_user(self.frame):
             raise own.into(self.name)
 
-    def _marked(self, found: Any, own: PartMark | None = None) -> Any:
+    def _marked(self, result: Any, own: PartMark | None = None) -> Any:
         """The result as what it is: of the part's shape, a part as well."""
         own = self.own if own is None else own
-        if isinstance(found, torch.Tensor):
+        if isinstance(result, torch.Tensor):
             with as_plain():
-                if isinstance(found, (Part, nn.Parameter)) or any(found is t for t in tensors_in(self.args)):
-                    return found
-                if tuple(found.shape) == own.layout.local_shape:
-                    return self._as_values(found, own)
+                if isinstance(result, (Part, nn.Parameter)) or any(
+                    result is t for t in tensors_in(self.args)
+                ):
+                    return result
+                if tuple(result.shape) == own.layout.local_shape:
+                    return self._as_values(result, own)
             self._refuse()
-            return found
-        if isinstance(found, (list, tuple)) and any(isinstance(f, torch.Tensor) for f in found):
-            return type(found)([self._marked(f, own) for f in found])
-        return found
+            return result
+        if isinstance(result, (list, tuple)) and any(isinstance(f, torch.Tensor) for f in result):
+            return type(result)([self._marked(f, own) for f in result])
+        return result
 
 
 def _mark_of(tensor: torch.Tensor) -> PartMark | None:

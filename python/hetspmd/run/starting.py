@@ -23,8 +23,6 @@ from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.fake import model_device
 from hetspmd.trace.trace import split_example
 
-__all__ = ["device_for", "first_plan", "joined", "runtime_of"]
-
 
 def joined(group: dist.ProcessGroup | Communicator | None, ranks: int, timeout: float) -> Communicator:
     """The communicator of all ranks, guarded against those that fail within ``timeout`` seconds.
@@ -39,12 +37,12 @@ def joined(group: dist.ProcessGroup | Communicator | None, ranks: int, timeout: 
     return communicator
 
 
-def device_for(model: nn.Module, given: torch.device | str | None) -> torch.device:
+def device_for(model: nn.Module, requested: torch.device | str | None) -> torch.device:
     """Where the model runs: on the device that was given, else where it lies. Raises DeviceError for a model that
     autocast would trace otherwise than it runs."""
     place = model_device(model)
     own = torch.device("cpu") if place.type == "meta" else place
-    device = own if given is None else torch.device(given)
+    device = own if requested is None else torch.device(requested)
     if place.type == "meta" and device.type != "cpu" and autocast_state(device.type):
         raise DeviceError(
             "a model on the meta device is traced as on the CPU, which autocasts other ops than "

@@ -20,8 +20,6 @@ from hetspmd.trace.host.places import NOTHING
 from hetspmd.trace.host.plain import fingerprint, is_container, is_scalar, outline, tensors_in
 from hetspmd.trace.host.raw import elements, pairs, size
 
-__all__ = ["comparison", "stays", "unchanged"]
-
 Comparison = Callable[[Any], bool]
 
 _LARGEST_COPY: Final = 1 << 20

@@ -59,13 +59,13 @@ def refuse_wrapper(wrapper: str) -> NoReturn:
 
 def _looking(make: Callable[..., None], name: str) -> Callable[..., None]:
     @functools.wraps(make)
-    def made(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def looking_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         module = args[0] if args else kwargs.get("module")
         if isinstance(module, nn.Module) and _has_shards(module):
             refuse_wrapper(name)
         make(self, *args, **kwargs)
 
-    return made
+    return looking_init
 
 
 def _comparing(update: Callable[..., None]) -> Callable[..., None]:

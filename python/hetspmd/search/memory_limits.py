@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, replace
 import highspy
 import numpy as np
 
+from hetspmd.cluster.machines import device_word
 from hetspmd.cost.memory import MemoryProfile, memory_profile
 from hetspmd.cost.model import Array, CostModel
 from hetspmd.errors import MemoryLimitError, SearchError
@@ -38,8 +39,6 @@ from hetspmd.search.highs import quiet_highs
 from hetspmd.search.memory_prices import MemoryPrices, Place
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import Space
-
-__all__ = ["capacities", "search_that_fits"]
 
 SEARCHES = 40
 """At most so many searches at prices."""
@@ -241,4 +240,5 @@ def _does_not_fit(lines: list[_Line], model: CostModel) -> MemoryLimitError:
     return MemoryLimitError(
         {j: (int(lacking[j]), int(capacity[j])) for j in np.flatnonzero(lacking).tolist()},
         [d.name for d in model.cluster.devices],
+        device_word(model.cluster),
     )

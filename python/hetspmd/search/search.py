@@ -127,17 +127,17 @@ class Searcher:
             )
         return self._result(solution, priced)
 
-    def cost(self, found: SearchResult, model: CostModel, lengths: Lengths) -> float:
+    def cost(self, result: SearchResult, model: CostModel, lengths: Lengths) -> float:
         """The additive cost in seconds of a program of the space at other lengths than it was found at."""
         priced = self.pricing.at(model, lengths)
         total = 0
-        for i, row in enumerate(found.rows):
+        for i, row in enumerate(result.rows):
             copies = 2 if i in self.space.theory.graph.second_reads else 1
             total += int(
                 priced.seconds[0][self.pricing.row_start[i] + copies * self.space.rows[i].index(row)]
             )
         for n, t in enumerate(self.pricing.tensors):
-            move = found.moves[t]
+            move = result.moves[t]
             if move is not None:
                 pairs = [pair[:2] for pair in self.space.pairs[t]]
                 total += int(priced.seconds[1][self.pricing.move_start[n] + pairs.index(move[:2])])

@@ -20,12 +20,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import assign_data, is_traced, memory_of
+from hetspmd.trace.compat.joint import assign_data
+from hetspmd.trace.compat.tensors import is_traced, memory_of
 from hetspmd.trace.frames import frame_line, here, line_of
 from hetspmd.trace.host.foreign import is_foreign, is_own
 from hetspmd.trace.host.seeds import refuse_generator
-
-__all__ = ["Assignments", "named_writes"]
 
 _GRADIENT: Final = tuple(getattr(torch.Tensor.grad, f"__{how}__") for how in ("get", "set", "delete"))
 _VERSION: Final = torch.Tensor._version.__get__  # type: ignore[attr-defined]  # a getset descriptor of C
@@ -115,10 +114,10 @@ class Assignments(TorchFunctionMode):
             "a buffer: self.register_buffer(name, torch.zeros(())) in __init__"
         )
 
-    def _without_generator(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _without_generator(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call that draws from torch's default generator, as those that name none do."""
-        arguments = {k: v for k, v in given.items() if not isinstance(v, torch.Generator)}
-        if any(v is not torch.default_generator for k, v in given.items() if k not in arguments):
+        arguments = {k: v for k, v in keywords.items() if not isinstance(v, torch.Generator)}
+        if any(v is not torch.default_generator for k, v in keywords.items() if k not in arguments):
             raise refuse_generator(here(self._model))
         return arguments
 

@@ -19,8 +19,6 @@ from torch import nn
 
 from hetspmd.errors import PlanError, TraceError
 
-__all__ = ["ApartContainer", "MissingClassError", "is_cache", "unwrap", "wrap"]
-
 _PLAIN: Final = (type(None), bool, int, float, str)
 _KNOWN: dict[str, type] = {}
 """Classes that this process has taken apart, by name; those local to a function can be found nowhere else."""
@@ -44,13 +42,14 @@ class ApartContainer:
 
 def wrap(
     tree: Any,
-    known: Callable[[Any], bool],
+    torch_knows: Callable[[Any], bool],
     children: Callable[[Any], tuple[list[Any], Any]],
     rebuilt: Callable[[list[Any], Any], Any],
 ) -> Any:
     """The tree with a :class:`ApartContainer` in the place of each container that torch does not know.
 
-    ``known``: whether torch knows an object as a container, ``children`` its parts, and ``rebuilt`` it of others.
+    ``torch_knows`` says whether torch knows an object as a container, ``children`` gives its parts, and ``rebuilt``
+    makes it of others.
     """
 
     def visit(value: Any, depth: int) -> Any:
@@ -60,13 +59,13 @@ def wrap(
             raise TraceError(
                 f"a {type(value).__name__} of the batch or the output is nested too deeply, or holds itself"
             )
-        taken = _apart(value, known(value))
+        taken = _apart(value, torch_knows(value))
         if taken is not None:
             kind, keys, items, parts = taken
             name = _name(type(value))
             _KNOWN[name] = type(value)
             return ApartContainer(kind, name, keys, items, tuple(visit(p, depth + 1) for p in parts))
-        if not known(value):
+        if not torch_knows(value):
             return value
         inner, spec = children(value)
         wrapped = [visit(p, depth + 1) for p in inner]
@@ -77,7 +76,7 @@ def wrap(
 
 def unwrap(
     tree: Any,
-    known: Callable[[Any], bool],
+    torch_knows: Callable[[Any], bool],
     children: Callable[[Any], tuple[list[Any], Any]],
     rebuilt: Callable[[list[Any], Any], Any],
 ) -> Any:
@@ -87,7 +86,7 @@ def unwrap(
     def visit(value: Any) -> Any:
         if isinstance(value, ApartContainer):
             return _together(value, [visit(p) for p in value.parts])
-        if isinstance(value, (torch.Tensor, *_PLAIN)) or not known(value):
+        if isinstance(value, (torch.Tensor, *_PLAIN)) or not torch_knows(value):
             return value
         parts, spec = children(value)
         unwrapped = [visit(p) for p in parts]
@@ -107,7 +106,7 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _apart(value: Any, known: bool) -> tuple[str, tuple[Any, ...], int, tuple[Any, ...]] | None:
+def _apart(value: Any, torch_knows: bool) -> tuple[str, tuple[Any, ...], int, tuple[Any, ...]] | None:
     """Kind, keys, number of items, and parts of a container that only this module knows; None for any other."""
     cls = type(value)
     if isinstance(value, (type, nn.Module)) or is_cache(value):
@@ -116,7 +115,7 @@ def _apart(value: Any, known: bool) -> tuple[str, tuple[Any, ...], int, tuple[An
         return None
     if isinstance(value, tuple) and hasattr(cls, "_fields") and hasattr(cls, "_make"):
         return "namedtuple", tuple(cls._fields), len(value), tuple(value)
-    if known:
+    if torch_knows:
         return None
     attributes = _attributes(value)
     if isinstance(value, dict):

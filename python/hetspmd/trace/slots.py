@@ -17,9 +17,7 @@ import torch
 from torch import nn
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import memory_of
-
-__all__ = ["Slots"]
+from hetspmd.trace.compat.tensors import memory_of
 
 _GONE = object()
 
@@ -114,16 +112,16 @@ class Slots:
                         "shape, or call the model once on one device before HAP or compile"
                     )
 
-    def _refuse_shared(self, found: dict[str, torch.Tensor]) -> None:
+    def _refuse_shared(self, new_values: dict[str, torch.Tensor]) -> None:
         """Refuse a new value whose memory is another slot's: a later change of either would change both."""
         names: dict[int, str] = {}
-        for slot in self._slots if found else ():
+        for slot in self._slots if new_values else ():
             value = slot.table.get(slot.key)
             if isinstance(value, torch.Tensor) and value.numel():
                 first = self._first(slot.group)
                 other = names.setdefault(memory_of(value), first)
-                if other != first and (other in found or first in found):
-                    which = first if first in found else other
+                if other != first and (other in new_values or first in new_values):
+                    which = first if first in new_values else other
                     raise TraceError(
                         f"after forward {first} and {other} share memory, so that a change of one would change the "
                         f"other; give {which} memory of its own: value.clone(), or .copy_(value)"

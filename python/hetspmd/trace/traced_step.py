@@ -12,7 +12,7 @@ from torch import nn
 from hetspmd.errors import TraceError
 from hetspmd.trace.assignments import Assignments, named_writes
 from hetspmd.trace.checkpoints import Checkpoints
-from hetspmd.trace.compat import flatten, flatten_with_names, unflatten
+from hetspmd.trace.compat.trees import flatten, flatten_with_names, unflatten
 from hetspmd.trace.containers import is_cache
 from hetspmd.trace.host.watch import HostWatch
 from hetspmd.trace.losses import Loss, find_loss, no_loss_text
@@ -59,7 +59,7 @@ class Step(nn.Module):
         self.dropped: dict[str, str] = {}
         self.updates: dict[str, int] = {}
         self.changed: dict[int, str] = {}
-        self.kept: dict[int, str] = {}
+        self.cached_outputs: dict[int, str] = {}
         self.checkpoints = Checkpoints(model)
         self._places = Slots(model)
 
@@ -94,9 +94,9 @@ class Step(nn.Module):
         returned = self._returned(output)
         self.updates = {name: len(returned) + i for i, name in enumerate(updates)}
         returned += (value.detach() for value in updates.values())
-        self.kept = {}
-        for name, cached in self._watch.kept.items():
-            self.kept |= dict.fromkeys(range(len(returned), len(returned) + len(cached)), name)
+        self.cached_outputs = {}
+        for name, cached in self._watch.cached_tensors.items():
+            self.cached_outputs |= dict.fromkeys(range(len(returned), len(returned) + len(cached)), name)
             returned += (tensor.detach() for tensor in cached)
         return tuple(returned)
 

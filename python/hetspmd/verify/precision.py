@@ -18,28 +18,18 @@ import torch
 
 from hetspmd.plan.plan import Plan
 from hetspmd.trace.assemble import constant_data
-from hetspmd.trace.compat import TorchDispatchMode, flatten, unflatten
+from hetspmd.trace.compat.tensors import TorchDispatchMode
+from hetspmd.trace.compat.trees import flatten, unflatten
 from hetspmd.trace.graph import CONSTANT, Argument, Constant, DType, Graph, Instruction
 from hetspmd.trace.host.facts import Host
 from hetspmd.trace.values import dtype_name, torch_dtype
 
-__all__ = [
-    "all_in",
-    "batch_in",
-    "data_text",
-    "default_in",
-    "other_dtype",
-    "retyped",
-    "retyped_graph",
-    "tensor_in",
-]
 
-
-def other_dtype(found: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """What ``found`` becomes where all floating-point numbers become ``dtype``."""
-    if found.is_complex:
+def other_dtype(original: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """What ``original`` becomes where all floating-point numbers become ``dtype``."""
+    if original.is_complex:
         return dtype.to_complex()
-    return dtype if found.is_floating_point else found
+    return dtype if original.is_floating_point else original
 
 
 def tensor_in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -83,10 +83,10 @@ def has_kernel(op: Any, kind: str) -> bool:
     return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, kind.upper()))
 
 
-def replace_node_registration(made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Let ``made`` replace the method of Python by which the nodes of autograd's graph, of C, register a hook."""
+def replace_node_registration(replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the method of Python by which the nodes of autograd's graph, which are of C, register a hook."""
     mixin: Any = torch.autograd.function._HookMixin
-    mixin._register_hook = staticmethod(made(mixin._register_hook))
+    mixin._register_hook = staticmethod(replacement(mixin._register_hook))
 
 
 def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:

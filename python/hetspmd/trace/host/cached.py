@@ -19,24 +19,6 @@ from torch import nn
 from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.plain import is_scalar, tensors_behind, tensors_in
 
-__all__ = [
-    "CALL",
-    "Arguments",
-    "Caches",
-    "arguments_of",
-    "cache_of",
-    "call",
-    "calls_to",
-    "entries_of",
-    "is_cache",
-    "is_call",
-    "place_of",
-    "prepared",
-    "results_of",
-    "spoken_call",
-    "step_of",
-]
-
 CALL: Final = "("
 """How a step begins that calls a cached function: it ends in the arguments, as JSON."""
 _CACHE: Final = type(functools.cache(lambda: None))

@@ -19,13 +19,11 @@ from typing import Any, Final
 import torch
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import is_traced, outside_modes
+from hetspmd.trace.compat.tensors import is_traced, outside_modes
 from hetspmd.trace.host.cached import Arguments, Owner, Place, arguments_of, entries_of, place_of, results_of
 from hetspmd.trace.host.places import Path, Roots, text
 from hetspmd.trace.host.plain import fingerprint, is_scalar, outline, tensors_in
 from hetspmd.trace.host.reads import untold
-
-__all__ = ["CachedResults"]
 
 _MOST_TRIED: Final = 64
 """Entries of one function that are computed once more before a trace."""

@@ -17,8 +17,6 @@ from torch import nn
 from hetspmd.trace.host.foreign import is_own
 from hetspmd.trace.host.places import Path, Roots
 
-__all__ = ["Classes", "Met"]
-
 _CONSTRUCTORS: Final = frozenset(
     {"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"}
 )
@@ -69,20 +67,20 @@ class Classes:
         self.extent = 0
         """A number that grows whenever there is anything new about these classes."""
 
-    def meet(self, kind: type, root: str, path: Path, *, made: bool) -> bool:
+    def meet(self, kind: type, root: str, path: Path, *, makes_objects: bool) -> bool:
         """Meet a class that lies at a place, and its bases; whether anything is new about that."""
         before = self.extent
         if type(kind) is not type and is_own(type(kind).__module__):
-            self.meet(type(kind), root, (*path, ".__class__"), made=False)
+            self.meet(type(kind), root, (*path, ".__class__"), makes_objects=False)
         for index, base in enumerate(kind.__mro__):
             if not is_own(base.__module__):
                 continue
             met = self._met.get(base)
             if met is None:
                 place = self._place(base, root, (*path, ".__mro__", f"[{index}]") if index else path)
-                met = self._met[base] = Met(base, *place, made, dict(vars(base)))
-                self.extent += 1 + made
-            elif made and not met.makes_objects:
+                met = self._met[base] = Met(base, *place, makes_objects, dict(vars(base)))
+                self.extent += 1 + makes_objects
+            elif makes_objects and not met.makes_objects:
                 met.makes_objects = True
                 self.extent += 1
         return self.extent > before

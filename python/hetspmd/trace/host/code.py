@@ -42,7 +42,7 @@ def names_of_methods(kind: type) -> frozenset[str]:
 
 
 class CodeReader:
-    """Finds the variables of functions, and tells ``found(root, path, value, holder)`` each once.
+    """Finds the variables of functions, and calls ``on_variable(root, path, value, holder)`` once for each.
 
     The holder is a cell, a module, a class, or the function itself for its defaults and attributes. Classes and
     modules count where they are of dates and the code asks what day it is. ``visited`` is told every function,
@@ -53,13 +53,13 @@ class CodeReader:
     def __init__(
         self,
         roots: Roots,
-        found: Callable[[str, Path, Any, Any], None],
+        on_variable: Callable[[str, Path, Any, Any], None],
         visited: Callable[[FunctionType], None] = lambda _: None,
         cached: Callable[[Any], None] = lambda _: None,
         *,
         everything: bool = False,
     ) -> None:
-        self._roots, self._found, self._visited, self._cached = roots, found, visited, cached
+        self._roots, self._on_variable, self._visited, self._cached = roots, on_variable, visited, cached
         self._seen: set[int] = set()
         self._told: set[tuple[str, str, frozenset[str]]] = set()
         self._looked: set[tuple[int, str]] = set()
@@ -68,7 +68,7 @@ class CodeReader:
         self._texts: set[str] = set()
         self._computing = False
         self.asked: list[tuple[Kind, str, str]] = []
-        self.library = Library(roots, self.visit, found)
+        self.library = Library(roots, self.visit, on_variable)
         self._everything, self._settling, self._settled = everything, False, -1
 
     def bases(self) -> Iterator[tuple[tuple[str, Path], str]]:
@@ -104,9 +104,9 @@ class CodeReader:
         self._look_at(value, str(home))
         self._settle()
 
-    def meet(self, kind: type, root: str, path: Path, *, made: bool = False) -> None:
-        """Look at a class of the user's that lies at a place; ``made``: the code may make objects of it."""
-        if self._classes.meet(kind, root, path, made=made):
+    def meet(self, kind: type, root: str, path: Path, *, makes_objects: bool = False) -> None:
+        """Look at a class of the user's that lies at a place; ``makes_objects``: the code may make some."""
+        if self._classes.meet(kind, root, path, makes_objects=makes_objects):
             self._settle(new=True)
 
     def _look_at(self, function: FunctionType, home: str) -> None:
@@ -145,11 +145,11 @@ class CodeReader:
         for name, cell in closure(function).items():
             self._variable(root, name, content(cell), cell, names)
         for path, value in _of_its_own(function, names):
-            self._found(root.replace("closure", "function", 1), path, value, function)
+            self._on_variable(root.replace("closure", "function", 1), path, value, function)
         if is_own(home) and names & _ENVIRONMENT:
             for key in _variables_of(constants_in(function.__code__)):
                 place = "globals os", (".environ", step_to(key))
-                self._found(*place, os.environ.get(key, NOTHING), os.environ)
+                self._on_variable(*place, os.environ.get(key, NOTHING), os.environ)
 
     def _library_by_text(self, function: FunctionType, named: Iterable[str]) -> None:
         """The modules of libraries of which a function takes what has a name that it computes."""
@@ -175,7 +175,7 @@ class CodeReader:
         if type(value) is FunctionType:
             self._tell(root, (f".{name}",), value, holder)
         elif is_asking(value, names):
-            self._found(root, (f".{name}",), value, holder)
+            self._on_variable(root, (f".{name}",), value, holder)
         elif isinstance(value, ModuleType):
             if is_foreign(value.__name__):
                 self.library.of_module(value, names)
@@ -183,8 +183,8 @@ class CodeReader:
                 self._inner(f"globals {value.__name__}", value, names)
         elif isinstance(value, type):
             if is_own(value.__module__):
-                self._found(root, (f".{name}",), value, holder)
-                self.meet(value, root, (f".{name}",), made=True)
+                self._on_variable(root, (f".{name}",), value, holder)
+                self.meet(value, root, (f".{name}",), makes_objects=True)
             elif not is_foreign(value.__module__):
                 self._inner(self._roots.know_class(value), value, names)
         else:
@@ -212,7 +212,7 @@ class CodeReader:
             )
             if value is NOTHING or isinstance(value, (ModuleType, type, property)):
                 return
-        self._found(root, path, value, holder)
+        self._on_variable(root, path, value, holder)
         if callable(value):
             self.visit(value)
 
@@ -256,14 +256,14 @@ class CodeReader:
             self.visit(value)
             if isinstance(value, functools.singledispatchmethod):
                 place = (*met.path, ".__dict__", step_to(name), ".dispatcher", ".registry")
-                self._found(met.root, place, registered(value), value)
+                self._on_variable(met.root, place, registered(value), value)
         elif isinstance(value, type):
-            self._found(met.root, place, value, met.kind)
-            self.meet(value, met.root, place, made=True)
+            self._on_variable(met.root, place, value, met.kind)
+            self.meet(value, met.root, place, makes_objects=True)
         elif is_cache(value):
             self._tell(met.root, place, value, met.kind)
         elif hasattr(type(value), "__get__") and is_own(type(value).__module__):
-            self._found(met.root, (*met.path, ".__dict__", step_to(name)), value, value)
+            self._on_variable(met.root, (*met.path, ".__dict__", step_to(name)), value, value)
         elif not hasattr(type(value), "__get__") or isinstance(
             value, (FunctionType, staticmethod, classmethod)
         ):

@@ -36,23 +36,23 @@ def evaluate(graph: Graph) -> Callable[[int], torch.Tensor | None]:
 
 
 def value_of(
-    graph: Graph, instruction: Instruction, tensor: int, given: Mapping[int, torch.Tensor]
+    graph: Graph, instruction: Instruction, tensor: int, values: Mapping[int, torch.Tensor]
 ) -> torch.Tensor:
     """One output of an instruction."""
     from hetspmd.trace.evaluate import run_instruction
 
     with torch.no_grad():
-        results = run_instruction(instruction, dict(given), torch.device("cpu"))
+        results = run_instruction(instruction, dict(values), torch.device("cpu"))
     output: torch.Tensor = results[instruction.outputs.index(tensor)]
     return output
 
 
-def instruction_value(instruction: Instruction, given: Mapping[int, torch.Tensor]) -> torch.Tensor:
+def instruction_value(instruction: Instruction, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """The output of an instruction that has one."""
     from hetspmd.trace.evaluate import run_instruction
 
     with torch.no_grad():
-        results = run_instruction(instruction, dict(given), torch.device("cpu"))
+        results = run_instruction(instruction, dict(values), torch.device("cpu"))
     output: torch.Tensor = results[0]
     return output
 

@@ -19,8 +19,6 @@ from hetspmd.trace.host.plain import is_container, is_scalar, type_name
 from hetspmd.trace.host.raw import elements, pairs, size
 from hetspmd.trace.host.snapshot import OF_TORCH
 
-__all__ = ["discover", "own_kinds", "rediscover", "unnamed_kinds"]
-
 _MOST_ELEMENTS = 1000
 """Elements of the largest container that is looked into: a data set would take longer than a trace."""
 
@@ -33,7 +31,7 @@ def discover(roots: Roots) -> None:
             walk.kind(kind)
         if is_foreign(type(module).__module__):
             walk.layer(type(module))
-    for cls in roots.given:
+    for cls in roots.batch_classes:
         for kind in cls.__mro__:
             walk.kind(kind)
     walk.value(roots.loss)
@@ -97,7 +95,7 @@ class _Walk:
             return
         for value in list(vars(kind).values()):
             self._reader.visit(value)
-        self._reader.meet(kind, "", (), made=True)
+        self._reader.meet(kind, "", (), makes_objects=True)
 
     def _visited(self, function: FunctionType) -> None:
         self._names |= names_in(function.__code__)
@@ -133,7 +131,7 @@ class _Walk:
         if id(value) in self._seen or not answers(value):
             return
         if is_own(type(value).__module__):
-            self._reader.meet(type(value), "", (), made=True)
+            self._reader.meet(type(value), "", (), makes_objects=True)
         if is_scalar(value):
             return
         self._seen[id(value)] = value
@@ -141,7 +139,7 @@ class _Walk:
             self._reader.visit(value)
             return
         if isinstance(value, type):
-            self._reader.meet(value, "", (), made=True)
+            self._reader.meet(value, "", (), makes_objects=True)
         elif is_function(value):
             self._reader.visit(value)
             for _, part in bound_to(value):
@@ -157,7 +155,7 @@ class _Walk:
             for inner in value.children():
                 self.value(inner)
         if is_followed_kind(type(value)) and own_attributes(value) is not value:
-            self._reader.meet(type(value), "", (), made=True)
+            self._reader.meet(type(value), "", (), makes_objects=True)
             for part in list((members(value) or {}).values()):
                 self.value(part)
 

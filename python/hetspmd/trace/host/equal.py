@@ -84,7 +84,7 @@ def _lines(graph: Graph) -> Iterator[object]:
     if graph.tangent is not None:
         number[graph.tangent] = "tangent"
 
-    def known(tensor: int | None) -> object:
+    def identity(tensor: int | None) -> object:
         if tensor is None or tensor < 0:
             return None
         if tensor not in number:
@@ -101,15 +101,15 @@ def _lines(graph: Graph) -> Iterator[object]:
         yield (
             instruction.op,
             instruction.phase,
-            [map_refs(a, lambda r: ("ref", known(r.id))) for a in instruction.args],
-            [(k, map_refs(v, lambda r: ("ref", known(r.id)))) for k, v in instruction.kwargs],
+            [map_refs(a, lambda r: ("ref", identity(r.id))) for a in instruction.args],
+            [(k, map_refs(v, lambda r: ("ref", identity(r.id)))) for k, v in instruction.kwargs],
             [_meta(graph, t) for t in instruction.outputs if t >= 0],
             graph.segments[index] if graph.segments else 0,
         )
-    yield [known(h.updated) for h in graph.holders], [known(p.gradient) for p in graph.parameters]
-    yield [(known(o.tensor), type(o.value).__name__, o.value) for o in graph.outputs]
+    yield [identity(h.updated) for h in graph.holders], [identity(p.gradient) for p in graph.parameters]
+    yield [(identity(o.tensor), type(o.value).__name__, o.value) for o in graph.outputs]
     yield (
-        known(graph.loss),
+        identity(graph.loss),
         graph.input_spec,
         graph.output_spec,
         graph.training,

@@ -9,8 +9,6 @@ from typing import Any, Final
 from hetspmd.trace.host.places import Path
 from hetspmd.trace.host.reads import OWN_OF_MODULES
 
-__all__ = ["PAST_THE_CLASS", "Followed", "place_in"]
-
 PAST_THE_CLASS: Final = frozenset({"__getattribute__", "getattr_static"})
 """What reads an attribute of an object past what its class does."""
 _SLOTS: Final = ("_parameters", "_buffers", "_modules")

@@ -17,8 +17,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["Content", "content_of"]
-
 _LARGEST_ARRAY: Final = 1 << 30
 """Bytes of the largest array of which a copy is held: a larger one might not fit beside it."""
 _ABSENT: Final = object()
@@ -74,11 +72,11 @@ def _array(value: Any) -> Content | None:
             return all(a is b for a, b in zip(one.flat, other.flat, strict=True))
         return bool(one.tobytes() == other.tobytes())
 
-    return Content(value.copy, lambda kept: value.__setitem__(..., kept), _BUFFER, same)
+    return Content(value.copy, lambda content: value.__setitem__(..., content), _BUFFER, same)
 
 
 def _sequence(value: Any) -> Content:
-    return Content(lambda: value[:], lambda kept: value.__setitem__(slice(None), kept), _BUFFER)
+    return Content(lambda: value[:], lambda content: value.__setitem__(slice(None), content), _BUFFER)
 
 
 def _number(value: Any) -> Content:
@@ -87,15 +85,15 @@ def _number(value: Any) -> Content:
     def read() -> bytes:
         return ctypes.string_at(ctypes.addressof(value), size)
 
-    return Content(read, lambda kept: ctypes.memmove(ctypes.addressof(value), kept, size), _BUFFER)
+    return Content(read, lambda content: ctypes.memmove(ctypes.addressof(value), content, size), _BUFFER)
 
 
 def _file(value: Any) -> Content:
-    def put_back(kept: tuple[Any, int]) -> None:
+    def put_back(content: tuple[Any, int]) -> None:
         value.seek(0)
         value.truncate()
-        value.write(kept[0])
-        value.seek(kept[1])
+        value.write(content[0])
+        value.seek(content[1])
 
     return Content(lambda: (value.getvalue(), value.tell()), put_back, _OUTPUT)
 
@@ -109,9 +107,9 @@ def _queue(value: queue.SimpleQueue[Any]) -> Content:
         _fill(value, held)
         return held
 
-    def put_back(kept: list[Any]) -> None:
+    def put_back(content: list[Any]) -> None:
         taken()
-        _fill(value, kept)
+        _fill(value, content)
 
     def same(one: list[Any], other: list[Any]) -> bool:
         return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
@@ -125,9 +123,9 @@ def _fill(value: queue.SimpleQueue[Any], held: list[Any]) -> None:
 
 
 def _variable(value: ContextVar[Any]) -> Content:
-    def put_back(kept: Any) -> None:
-        if kept is not _ABSENT:
-            value.set(kept)
+    def put_back(content: Any) -> None:
+        if content is not _ABSENT:
+            value.set(content)
 
     instead = "set it before the model is called"
     return Content(lambda: value.get(_ABSENT), put_back, instead, lambda one, other: one is other)

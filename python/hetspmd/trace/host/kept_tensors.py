@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetspmd.trace.compat import is_traced, memory_of
+from hetspmd.trace.compat.tensors import is_traced, memory_of
 from hetspmd.trace.host.plain import tensors_behind, tensors_in
 
-__all__ = ["kept_tensors"]
 
-
-def kept_tensors(model: nn.Module, made: Iterator[tuple[Any, Any, Any]]) -> dict[str, list[torch.Tensor]]:
+def kept_tensors(
+    model: nn.Module, cache_entries: Iterator[tuple[Any, Any, Any]]
+) -> dict[str, list[torch.Tensor]]:
     """Of functions, keys and results that a run has put into caches the tensors, by the function and its line.
 
     Left out are parameters, buffers and views of them, and what a call with a tensor gave, which no later call has.
     """
     own = {memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     by_function: dict[str, list[torch.Tensor]] = {}
-    for function, key, result in made:
+    for function, key, result in cache_entries:
         behind = (
             filter(is_traced, tensors_behind(result, model.modules()))
             if not tensors_in(result)

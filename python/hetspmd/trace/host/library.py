@@ -19,8 +19,6 @@ from hetspmd.trace.host.places import Path, Roots, is_found
 from hetspmd.trace.host.replaced import is_users
 from hetspmd.trace.host.steps import FUNCTIONS
 
-__all__ = ["Library"]
-
 _UNLIKE: Final = ("hetspmd", "torch.version", "platform")
 """Modules whose variables nobody replaces, or that tell what a rank's machine is."""
 _VALUES: Final = (BuiltinFunctionType, MethodType, int, float, bool, str)
@@ -31,10 +29,10 @@ class Library:
     other objects of the user's."""
 
     def __init__(
-        self, roots: Roots, visit: Callable[[Any], None], found: Callable[[str, Path, Any, Any], None]
+        self, roots: Roots, visit: Callable[[Any], None], on_variable: Callable[[str, Path, Any, Any], None]
     ) -> None:
         self.places: dict[tuple[str, Path], None] = {}
-        self._roots, self._visit, self._found = roots, visit, found
+        self._roots, self._visit, self._on_variable = roots, visit, on_variable
         self._told: set[tuple[str, frozenset[str]]] = set()
         self._computed: set[str] = set()
         self._seen: set[int] = set()
@@ -77,7 +75,7 @@ class Library:
             elif str(value.__module__).startswith("torch.nn."):
                 self._inside(value)
         elif not isinstance(value, BuiltinFunctionType) and callable(value) and _is_own(value):
-            self._found(root, (f".{name}",), value, value)
+            self._on_variable(root, (f".{name}",), value, value)
 
     def of_class(self, kind: type) -> None:
         """The methods of a class of torch's layers that its forward calls, and what they name."""

@@ -74,9 +74,9 @@ def _of_function(path: Path, name: str) -> str:
 class Roots:
     """What the roots are for one model and loss function."""
 
-    def __init__(self, model: nn.Module, loss: object = None, given: Sequence[type] = ()) -> None:
+    def __init__(self, model: nn.Module, loss: object = None, batch_classes: Sequence[type] = ()) -> None:
         self.model, self.loss = model, loss
-        self.given = list(given)
+        self.batch_classes = list(batch_classes)
         """Classes of the batch to which no name leads (``main.<locals>.Batch``): they are a model's as well."""
         self.functions: dict[str, FunctionType] = {}
         self._classes: dict[str, type] = {}

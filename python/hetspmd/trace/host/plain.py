@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from hetspmd.trace.compat import outside_modes
+from hetspmd.trace.compat.tensors import outside_modes
 from hetspmd.trace.host.code_digest import code_digest
 from hetspmd.trace.host.content import basis, content, has_basis, is_followed_kind, own_attributes, referent
 from hetspmd.trace.host.members import members

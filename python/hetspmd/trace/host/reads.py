@@ -17,8 +17,6 @@ from torch import nn
 from hetspmd.trace.host.places import NOTHING
 from hetspmd.trace.host.snapshot import OF_TORCH
 
-__all__ = ["OWN_OF_MODULES", "restore", "tell", "told", "untold"]
-
 OWN_OF_MODULES: Final = OF_TORCH - {"training"}
 """Attributes of a module that only torch itself reads."""
 _TORCHS: Final = vars(nn.modules.module)

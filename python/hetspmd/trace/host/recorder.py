@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from hetspmd.trace.compat import outside_modes
+from hetspmd.trace.compat.tensors import outside_modes
 from hetspmd.trace.host.bound import Bound
 from hetspmd.trace.host.cached import Caches, is_cache
 from hetspmd.trace.host.cached_results import CachedResults
@@ -233,7 +233,7 @@ class Recorder:
         elif isinstance(value, type):
             self._note((root, path), fingerprint(value), value)
             self._class_data.hold(value, all_names=True)
-            self.reader.meet(value, root, path, made=True)
+            self.reader.meet(value, root, path, makes_objects=True)
         elif self._draws.watch(value, root, path):
             return
         elif is_function(value):
@@ -303,7 +303,9 @@ class Recorder:
             if not is_own(definition.__module__):
                 continue
             if isinstance(definition, type):
-                self.reader.meet(definition, root, path, made=itself or issubclass(definition, nn.Module))
+                self.reader.meet(
+                    definition, root, path, makes_objects=itself or issubclass(definition, nn.Module)
+                )
             else:
                 self.reader.visit(definition)
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from hetspmd.trace.compat import outside_modes
+from hetspmd.trace.compat.tensors import outside_modes
 from hetspmd.trace.host.cached import entries_of, results_of
 from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.foreign import is_foreign, is_installed
@@ -276,23 +276,23 @@ def _copied(value: Any) -> Any:
     return set(elements(value)) if isinstance(value, set) else elements(value)
 
 
-def _same(live: Any, kept: Any) -> bool:
-    if _identical(live, kept):
+def _same(live: Any, saved: Any) -> bool:
+    if _identical(live, saved):
         return True
-    if size(live) != len(kept):
+    if size(live) != len(saved):
         return False
-    if isinstance(kept, dict):
-        return all(a is c and b is d for (a, b), (c, d) in zip(pairs(live), kept.items(), strict=True))
-    if isinstance(kept, set):
-        return set(elements(live)) == kept
-    return all(a is b for a, b in zip(elements(live), kept, strict=True))
+    if isinstance(saved, dict):
+        return all(a is c and b is d for (a, b), (c, d) in zip(pairs(live), saved.items(), strict=True))
+    if isinstance(saved, set):
+        return set(elements(live)) == saved
+    return all(a is b for a, b in zip(elements(live), saved, strict=True))
 
 
-def _identical(live: Any, kept: Any) -> bool:
+def _identical(live: Any, saved: Any) -> bool:
     """Whether an ordinary dict has the very keys and values of another one, in its order; False for all else."""
     if type(live) is not dict and type(live) is not collections.OrderedDict:
         return False
-    return len(live) == len(kept) and (
-        not kept
-        or (all(map(operator.is_, live, kept)) and all(map(operator.is_, live.values(), kept.values())))
+    return len(live) == len(saved) and (
+        not saved
+        or (all(map(operator.is_, live, saved)) and all(map(operator.is_, live.values(), saved.values())))
     )

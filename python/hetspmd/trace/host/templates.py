@@ -15,8 +15,6 @@ import torch
 from hetspmd.errors import PlanError
 from hetspmd.trace.host.plain import type_name
 
-__all__ = ["NoTemplateError", "from_text", "number_of", "numbers_in", "renumbered", "to_text"]
-
 
 class NoTemplateError(Exception):
     """A value cannot be made again on another rank."""
@@ -82,10 +80,10 @@ def from_text(text: str, tensor: Callable[[Any], torch.Tensor]) -> Any:
     return _value(json.loads(text), tensor)
 
 
-def _value(made: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
-    if not isinstance(made, dict):
-        return made
-    (name, content), *more = made.items()
+def _value(template: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
+    if not isinstance(template, dict):
+        return template
+    (name, content), *more = template.items()
     if name in ("dict", "OrderedDict", "defaultdict"):
         return _KINDS[name]([(_value(k, tensor), _value(v, tensor)) for k, v in content])
     if name == "deque":
@@ -121,22 +119,22 @@ def numbers_in(template: str) -> list[int]:
     """The numbers of the tensors of a template."""
     numbers: list[int] = []
 
-    def kept(number: int) -> int:
+    def noted(number: int) -> int:
         numbers.append(number)
         return number
 
-    renumbered(template, kept)
+    renumbered(template, noted)
     return numbers
 
 
 def renumbered(template: str, number: Callable[[int], int]) -> str:
     """A template with other numbers of its tensors."""
 
-    def again(made: Any) -> Any:
-        if isinstance(made, list):
-            return [again(m) for m in made]
-        if isinstance(made, dict):
-            return {k: number(v) if k == "tensor" else again(v) for k, v in made.items()}
-        return made
+    def again(template_part: Any) -> Any:
+        if isinstance(template_part, list):
+            return [again(m) for m in template_part]
+        if isinstance(template_part, dict):
+            return {k: number(v) if k == "tensor" else again(v) for k, v in template_part.items()}
+        return template_part
 
     return json.dumps(again(json.loads(template)))

@@ -21,12 +21,10 @@ import torch
 from torch import nn
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import replace_node_registration, same_content
+from hetspmd.trace.compat.tensors import replace_node_registration, same_content
 from hetspmd.trace.frames import frame_line
 from hetspmd.trace.host.foreign import is_foreign
 from hetspmd.trace.host.plain import tensors_in
-
-__all__ = ["observers_refused"]
 
 _OF_MODULES: Final = (
     "register_backward_hook",
@@ -87,10 +85,10 @@ def _changing(hook: Callable[..., Any], line: str) -> Callable[..., Any]:
     """The hook, refused where it changes no gradient."""
 
     @wraps(hook, updated=())
-    def changing(*given: Any) -> Any:
-        gradients = [t for argument in given for t in tensors_in(argument)]
+    def changing(*arguments: Any) -> Any:
+        gradients = [t for argument in arguments for t in tensors_in(argument)]
         before = [gradient._version for gradient in gradients]
-        changed = hook(*given)
+        changed = hook(*arguments)
         in_place = before != [gradient._version for gradient in gradients]
         if not in_place and all(any(same_content(t, g) for g in gradients) for t in tensors_in(changed)):
             raise TraceError(

@@ -39,11 +39,11 @@ _MOST_RUNS: Final = 3
 HostRandomness = Literal["refuse", "trace_each_step", "freeze"]
 
 
-def check_randomness(given: object) -> None:
+def check_randomness(randomness: object) -> None:
     """Raise OptionError for another value than those of HostRandomness."""
-    if given not in get_args(HostRandomness):
+    if randomness not in get_args(HostRandomness):
         raise OptionError(
-            f"host_randomness is {given!r}; allowed are {', '.join(map(repr, get_args(HostRandomness)))}"
+            f"host_randomness is {randomness!r}; allowed are {', '.join(map(repr, get_args(HostRandomness)))}"
         )
 
 
@@ -76,7 +76,7 @@ class HostWatch:
         self.untrained = Untrained(self.roots)
         self._settings = {step: read() for step, read in SETTINGS.items()}
         self.state_changes: Left | None = None
-        self.kept: dict[str, list[torch.Tensor]] = {}
+        self.cached_tensors: dict[str, list[torch.Tensor]] = {}
         self.feeding: list[str] = []
         """The buffers on which tensors in caches depend."""
         self.memories = memories(model)
@@ -128,7 +128,7 @@ class HostWatch:
                 output = call()
             self.recorder.settle()
             places = self.recorder.results_made()
-            self.kept = kept_tensors(self.roots.model, self._snapshot.cached())
+            self.cached_tensors = kept_tensors(self.roots.model, self._snapshot.cached())
             if self.recorder.failed is not None:
                 raise self.recorder.failed
             self._check(structure, grad, process)
