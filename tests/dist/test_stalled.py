@@ -40,6 +40,7 @@ def test_what_was_found_is_of_those_waits_alone(ranks: list[Stalled]) -> None:
 
 def test_at_one_place(ranks: list[Stalled]) -> None:
     assert not any(one.look(0.5, "step 4") for _ in range(8) for one in ranks)
+    assert ranks[0]._board.read("parted") == {}
 
 
 def test_a_rank_that_goes_on(ranks: list[Stalled]) -> None:

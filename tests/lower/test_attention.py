@@ -9,7 +9,7 @@ import torch
 
 from hetspmd.errors import PlanError
 from hetspmd.trace import gpu_attention as attention
-from hetspmd.trace.compat import FakeTensorMode
+from hetspmd.trace.compat.tensors import FakeTensorMode
 from hetspmd.trace.evaluate import local_op
 
 aten = torch.ops.aten

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import hetspmd
+from hetspmd.codec.quantities import seconds_text
 from hetspmd.errors import ConstraintError, InfeasibleError
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.optimize.explain import Alternative, Explanation, explain
 from hetspmd.placement import REPLICATE, shard
-from hetspmd.plan.explanation import seconds_text
 from hetspmd.search.constraints import Constraints, named_tensors
 from hetspmd.search.search import Limits
 

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import signal
-import socket
 import sys
 import time
 import warnings
@@ -21,14 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_models import MLP, Case, case
-from small_plans import random_plan
+from forked_ranks import WORLD, exit_statuses, planned
+from small_models import MLP, Case
 
 import hetspmd
 from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
 
-WORLD, TIMEOUT, AT_ONCE = 3, 30.0, 4
+TIMEOUT = 30.0
 Batch = dict[str, Any]
 PLACES = ("before", "between", "after", "evaluation")
 
@@ -149,53 +146,18 @@ def rank_main(rank: int, port: int, trial: list[Any], c: Case, plan: Plan, out: 
         out.write_text(json.dumps({**found, "seconds": time.time() - began}))
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
-
-
-def ends(children: list[int]) -> list[int | None]:
-    """The exit status of each, None of those that must be killed."""
-    found: dict[int, int] = {}
-    end = time.time() + 4 * TIMEOUT
-    while len(found) < len(children) and time.time() < end:
-        for pid in children:
-            if pid not in found and (done := os.waitpid(pid, os.WNOHANG))[0]:
-                found[pid] = os.waitstatus_to_exitcode(done[1])
-        time.sleep(0.05)
-    for pid in children:
-        if pid not in found:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    return [found.get(pid) for pid in children]
-
-
 def main(folder: Path, trials: list[list[Any]]) -> None:
-    planner = os.fork()  # autograd, which a trace starts, must not run before a fork
-    if planner == 0:
-        random_plan(case("mlp", torch.float32), WORLD, 2).save(folder / "plan.json")
+    made = planned(folder)
+    if made is None:
         return
-    assert os.waitpid(planner, 0)[1] == 0
-    plan = Plan.load(folder / "plan.json")
-    _ = plan.theory, plan.digest
-    torch.manual_seed(0)
-    labels = torch.tensor([0, 1, -100, 3, 4, -100, 2, 2, 1])
-    c = Case(MLP(), {"x": torch.randn(9, 6), "labels": labels}, plan.theory)
-    statuses: list[int | None] = []
-    for first in range(0, len(trials), AT_ONCE):
-        children = []
-        for index in range(first, min(first + AT_ONCE, len(trials))):
-            port = free_port()
-            for rank in range(WORLD):
-                pid = os.fork()
-                if pid == 0:
-                    rank_main(rank, port, trials[index], c, plan, folder / f"{index}-{rank}.json")
-                    return
-                children.append(pid)
-        statuses += ends(children)
-    (folder / "statuses.json").write_text(json.dumps(statuses))
+    c, plan = made
+
+    def body(index: int, rank: int, port: int) -> None:
+        rank_main(rank, port, trials[index], c, plan, folder / f"{index}-{rank}.json")
+
+    statuses = exit_statuses(body, len(trials), 4 * TIMEOUT)
+    if statuses is not None:
+        (folder / "statuses.json").write_text(json.dumps(statuses))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from hetspmd.plan.plan import Plan
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.run.module import HAP
 from hetspmd.search.constraints import Constraints
-from hetspmd.trace.compat import flatten
+from hetspmd.trace.compat.trees import flatten
 from hetspmd.trace.losses import Loss
 from hetspmd.trace.trace import split_example, trace
 

@@ -28,7 +28,7 @@ from hetspmd.optimize.compiler import plan_for
 from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
 from hetspmd.search.constraints import Constraints
-from hetspmd.trace.compat import TorchDispatchMode
+from hetspmd.trace.compat.tensors import TorchDispatchMode
 
 WORLD = 4
 STEPS_BEFORE = 3

@@ -14,7 +14,7 @@ from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
-from hetspmd.trace.compat import as_plain
+from hetspmd.trace.compat.tensors import as_plain
 
 T = TypeVar("T")
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alone_worker import ACTS, OWN, PLACES, TIMEOUT, WORLD
+from alone_worker import ACTS, OWN, PLACES, TIMEOUT
+from forked_ranks import WORLD
 
 from hetspmd import errors
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from beside import Beside, X, base, equal
 
-from hetspmd.trace.host.cached import calls_to, results_of
+from hetspmd.trace.host.cached import calls_to, entries_of, results_of
 from hetspmd.trace.trace import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore::hetspmd.errors.PlanPerValueWarning")
@@ -129,18 +129,29 @@ def test_a_trace_leaves_caches_with_what_others_have_put_there() -> None:
 
 def test_tensors_that_a_trace_leaves_are_real_ones() -> None:
     @functools.lru_cache(maxsize=4)
-    def mask(rows: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        made = torch.ones(rows)
+    def mask(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        made = torch.ones(rows, dtype=dtype)
         return made, {"made": made}
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        return base(m, x) * mask(3)[1]["made"].sum()
+        return base(m, x) * mask(3, x.dtype)[1]["made"].sum()
 
     graph = trace(Beside(forward), (X,), {})
-    assert list(results_of(mask)) == [3]
-    assert type(mask(3)[0]) is torch.Tensor
+    assert list(results_of(mask)) == [(3, X.dtype)]
+    assert type(mask(3, X.dtype)[0]) is torch.Tensor
     assert list(calls_to(mask)) == []
     assert not any(step.startswith("(") for read in graph.host.reads for step in read.path)
+
+
+def test_what_is_left_of_a_key_that_was_taken_out_is_no_entry() -> None:
+    @functools.lru_cache(maxsize=4)
+    def row(n: int) -> list[int]:
+        return [n]
+
+    row(1).append(5)
+    del results_of(row)[1]
+    row(1).append(7)
+    assert entries_of(row) == [(1, [1, 7])]
 
 
 def test_a_cache_whose_results_were_taken_out_works_on() -> None:

@@ -156,6 +156,20 @@ MODES: dict[str, Callable[[torch.Tensor], bool]] = {
 }
 
 
+def equal_losses(model: Beside, body: Callable[[Any], list[float]]) -> list[float]:
+    """Assert that all ranks get the losses that ``body`` gets on one device; returns these."""
+    models = [copy.deepcopy(model) for _ in range(4)]
+    want = body(model)
+
+    def rank(communicator: Any) -> list[float]:
+        devices = cluster(4, 2, 1, 1)
+        return body(HAP(models[communicator.rank], devices, example=(X,), process_group=communicator))
+
+    for losses in run_ranks(4, rank):
+        assert losses == pytest.approx(want, rel=1e-5)
+    return want
+
+
 @pytest.mark.parametrize("evaluation", [False, True])
 @pytest.mark.parametrize("name", MODES)
 def test_a_mode_of_torch_is_another_state_for_who_asks_for_it(name: str, evaluation: bool) -> None:
@@ -174,17 +188,8 @@ def test_a_mode_of_torch_is_another_state_for_who_asks_for_it(name: str, evaluat
                 found.append(float(called(X).detach()))
         return found
 
-    model = Beside(forward)
-    models = [copy.deepcopy(model) for _ in range(4)]
-    want = body(model)
+    want = equal_losses(Beside(forward), body)
     assert want[2] > 1.5 * want[0]
-
-    def rank(communicator: Any) -> list[float]:
-        devices = cluster(4, 2, 1, 1)
-        return body(HAP(models[communicator.rank], devices, example=(X,), process_group=communicator))
-
-    for found in run_ranks(4, rank):
-        assert found == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["no gradients", "inference"])
@@ -204,17 +209,8 @@ def test_a_frozen_model_is_asked_in_its_own_mode(name: str) -> None:
                 losses.append(float(called(X).detach()))
         return losses
 
-    model = Beside(forward)
-    models = [copy.deepcopy(model) for _ in range(4)]
-    want = body(model)
+    want = equal_losses(Beside(forward), body)
     assert want[3] > 1.5 * want[0]
-
-    def rank(communicator: Any) -> list[float]:
-        devices = cluster(4, 2, 1, 1)
-        return body(HAP(models[communicator.rank], devices, example=(X,), process_group=communicator))
-
-    for losses in run_ranks(4, rank):
-        assert losses == pytest.approx(want, rel=1e-5)
 
 
 def test_what_forward_does_not_ask_for_makes_no_plan() -> None:

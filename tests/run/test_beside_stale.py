@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from outside import Step, X, both, student
+from outside import Step, X, both, equal, student
 from torch import nn
 
-from hetspmd.errors import TraceError
 from hetspmd.trace.trace import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore::hetspmd.errors.PlanPerValueWarning")
@@ -133,8 +132,18 @@ def method_of_tensors(s: Settings) -> Made:
 KINDS = (
     number, by_arguments, typed, text, function, container, nested, tensor, of_a_dtype, method, method_of_tensors,
 )  # fmt: skip
-ON_EVERY_RANK = (number, by_arguments, text, function, container, nested)
-"""Those that every rank asks for itself, with numbers and strings as arguments and no tensors in the result."""
+ON_EVERY_RANK = (
+    number,
+    by_arguments,
+    text,
+    function,
+    container,
+    nested,
+    tensor,
+    method,
+    method_of_tensors,
+)
+"""Those that every rank asks for itself, with numbers and strings as arguments."""
 
 
 def _make(kind: Callable[[Settings], Made], *changes: int, clears: int | None = None) -> Callable[[], Step]:
@@ -177,7 +186,114 @@ def test_the_first_result_is_that_of_the_first_step(kind: Callable[[Settings], M
         assert found.seen == single.seen
 
 
-@pytest.mark.parametrize("kind", [number, by_arguments, text])
+def changed_in_place(cached: Callable[..., Any], *, of_a_method: bool) -> Callable[[], Step]:
+    def make() -> Step:
+        class Masks:
+            @cached
+            def mask(self, n: int) -> dict[str, torch.Tensor]:
+                return {"mask": torch.ones(n)}
+
+        @cached
+        def mask(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.ones(n), torch.ones(())
+
+        masks = Masks()
+
+        def scale() -> torch.Tensor:
+            return masks.mask(12)["mask"] if of_a_method else mask(12)[0]
+
+        def each(number: int) -> None:
+            if number == 2:
+                scale().mul_(3.0)
+
+        return Step(student(), lambda model, x: (model(x) * scale()).square().mean(), each)
+
+    return make
+
+
+@pytest.mark.parametrize("of_a_method", [False, True])
+@pytest.mark.parametrize("cached", [functools.cache, functools.lru_cache(maxsize=4)])
+def test_tensors_that_are_changed_in_place(cached: Callable[..., Any], of_a_method: bool) -> None:
+    equal(changed_in_place(cached, of_a_method=of_a_method))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_buffer_that_the_loop_changes(nested: bool) -> None:
+    """The table stays, and what else is computed of the buffer follows it."""
+
+    class Model(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(*student())
+            holder = self if not nested else nn.Module()
+            self.holder = holder if nested else None
+            holder.register_buffer("inverse", torch.arange(12.0) / 12)
+            self.inverse_of = lambda: holder.inverse
+
+        @functools.lru_cache  # noqa: B019  # a cached method is what the case is about
+        def mask(self, n: int) -> torch.Tensor:
+            return self.inverse_of()[:n].cos()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for module in list(self.children())[:3]:
+                x = module(x)
+            return x * self.mask(12) + self.inverse_of()
+
+    def make() -> Step:
+        model = Model()
+
+        def each(number: int) -> None:
+            if number:
+                model.inverse_of().add_(0.5 * (number > 1))  # in the second step it is as it was
+
+        return Step(model, lambda model, x: model(x).square().mean(), each)
+
+    equal(make)
+
+
+def test_a_number_of_the_model_that_changes() -> None:
+    """The table stays, and what else is computed of the number follows it."""
+
+    class Model(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(*student())
+            self.temperature = 1.0
+
+        @functools.lru_cache  # noqa: B019  # a cached method is what the case is about
+        def mask(self, n: int) -> torch.Tensor:
+            return torch.ones(n) * self.temperature
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * self.mask(12)) * self.temperature
+
+    def make() -> Step:
+        model = Model()
+
+        def each(number: int) -> None:
+            model.temperature = 1.0 + number
+
+        return Step(model, lambda model, x: model(x).square().mean(), each)
+
+    equal(make)
+
+
+def test_results_of_other_objects_are_left_alone() -> None:
+    """Of another model of the same class, of which the step reads nothing."""
+
+    class Model(nn.Linear):
+        @functools.lru_cache  # noqa: B019  # a cached method is what the case is about
+        def mask(self) -> torch.Tensor:
+            return torch.ones(len(self.weight)) * 0.5
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.mask()
+
+    other = Model(5, 5)
+    before = other.mask()
+    trace(Model(12, 12), (X,), {}, loss=lambda model, x: model(x).square().mean())
+    assert torch.equal(other.mask(), before)
+
+
+@pytest.mark.parametrize("kind", [number, by_arguments, text, tensor])
 def test_a_cache_that_is_cleared_computes_anew(kind: Callable[[Settings], Made]) -> None:
     single, ranks = both(_make(kind, 1, clears=3), 5)
     for found in ranks:
@@ -205,51 +321,3 @@ def test_a_trace_leaves_no_result_that_each_rank_asks_for_itself() -> None:
     scale(1)
     trace(student(), (X,), {}, loss=lambda model, x: model(x).square().mean() * scale(1) * scale(2))
     assert scale.cache_info().currsize == 1
-
-
-def test_tensors_that_are_drawn_are_refused() -> None:
-    @functools.cache
-    def noise(n: int) -> torch.Tensor:
-        return torch.randn(n)
-
-    model, state = student(), torch.get_rng_state()
-    with pytest.raises(TraceError, match=r"noise.* depends on random numbers.*register_buffer"):
-        trace(model, (X,), {}, loss=lambda model, x: (model(x) + noise(12)).square().mean())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert noise.cache_info().currsize == 0
-
-
-def test_tensors_of_the_models_weights_are_refused() -> None:
-    model = nn.Sequential(nn.Linear(12, 12))
-
-    @functools.cache
-    def first() -> torch.Tensor:
-        return model[0].weight.detach().clone()
-
-    with pytest.raises(TraceError, match=r"depends on parameter 0\.weight"):
-        trace(model, (X,), {}, loss=lambda model, x: (model(x) + first()[0]).square().mean())
-
-
-def test_tensors_of_what_forward_sets_are_refused() -> None:
-    class Model(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.rows = len(x)
-            return super().forward(x) * self.mask()
-
-        @functools.cache  # noqa: B019  # a cached method is what the case is about
-        def mask(self) -> torch.Tensor:
-            return torch.ones(self.rows, 1)
-
-    with pytest.raises(TraceError, match="does not give again when it is called outside of forward"):
-        trace(Model(12, 12), (X,), {}, loss=lambda model, x: model(x).square().mean())
-
-
-def test_a_parameter_as_an_argument_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(12, 12))
-
-    @functools.cache
-    def norm(weight: torch.Tensor) -> torch.Tensor:
-        return weight.detach().norm()
-
-    with pytest.raises(TraceError, match="a parameter or buffer of the model"):
-        trace(model, (X,), {}, loss=lambda model, x: model(x).square().mean() * norm(model[0].weight))

@@ -18,7 +18,7 @@ from hetspmd.errors import ExampleError
 from hetspmd.lower.emit import item, take_saved
 from hetspmd.run.compiled_regions import in_stretches
 from hetspmd.run.module import HAP
-from hetspmd.trace.compat import is_op
+from hetspmd.trace.compat.tensors import is_op
 
 aten = torch.ops.aten
 AOT = {"backend": "aot_eager"}

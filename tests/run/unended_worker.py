@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_models import MLP, Case, case
-from small_plans import random_plan
+from forked_ranks import WORLD, exit_statuses, planned
+from small_models import Case
 
 from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
 
-WORLD, AT_ONCE = 3, 4
 KEPT: list[Any] = []
 """What a script without functions holds to its end."""
 
@@ -43,31 +40,13 @@ def rank_main(rank: int, port: int, c: Case, plan: Plan) -> None:
 
 
 def main(folder: Path, rounds: int) -> None:
-    planner = os.fork()  # autograd, which a trace starts, must not run before a fork
-    if planner == 0:
-        random_plan(case("mlp", torch.float32), WORLD, 2).save(folder / "plan.json")
+    made = planned(folder)
+    if made is None:
         return
-    assert os.waitpid(planner, 0)[1] == 0
-    plan = Plan.load(folder / "plan.json")
-    _ = plan.theory, plan.digest
-    torch.manual_seed(0)
-    labels = torch.tensor([0, 1, -100, 3, 4, -100, 2, 2, 1])
-    c = Case(MLP(), {"x": torch.randn(9, 6), "labels": labels}, plan.theory)
-    found: list[int] = []
-    for first in range(0, rounds, AT_ONCE):
-        children = []
-        for _ in range(first, min(first + AT_ONCE, rounds)):
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            for rank in range(WORLD):
-                pid = os.fork()
-                if pid == 0:
-                    rank_main(rank, port, c, plan)
-                    return
-                children.append(pid)
-        found += [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-    print(json.dumps(found))
+    c, plan = made
+    statuses = exit_statuses(lambda _, rank, port: rank_main(rank, port, c, plan), rounds, 120.0)
+    if statuses is not None:
+        print(json.dumps(statuses))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import nn
 
 from hetspmd.errors import HetspmdError, TraceError
 from hetspmd.run.host_guard import Guard
-from hetspmd.trace.compat import is_traced
+from hetspmd.trace.compat.tensors import is_traced
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.discovery import discover
 from hetspmd.trace.host.equal import differ_in_numbers, digest

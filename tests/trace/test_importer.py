@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hetspmd.trace.compat import FakeTensorMode
+from hetspmd.trace.compat.tensors import FakeTensorMode
 from hetspmd.trace.importer import import_graph
 
 KERNELS = {

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """TARGET, ``--cluster``, ``--constraints``, ``--segments``, ``--machines``, ``--micro-batches``, ``--autocast`` and
-    ``--json``."""
+    """TARGET, ``--cluster``, ``--constraints``, ``--segments``, ``--machines``, ``--micro-batches``, ``--autocast``
+    and ``--json``."""
     parser.add_argument(
         "target",
         metavar="TARGET",

@@ -9,8 +9,6 @@ from time import perf_counter
 from types import TracebackType
 from typing import TextIO
 
-__all__ = ["Elapsed", "Progress"]
-
 _BAR_CHARACTERS = 30
 """Characters of the bar, beside which a line has room for its text."""
 _BAR_SECONDS = 0.1

@@ -14,9 +14,6 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
 from io import StringIO
 
-__all__ = ["kept_for_data", "write_data"]
-
-
 _held: ContextVar[StringIO | None] = ContextVar("held", default=None)
 
 

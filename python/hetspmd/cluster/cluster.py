@@ -37,8 +37,6 @@ from hetspmd.cluster.op_times import OpFit, OpTime, OpTimes, at_ranks, check_op_
 from hetspmd.codec.quantities import quantity_text
 from hetspmd.errors import ClusterError
 
-__all__ = ["Cluster"]
-
 MOST: Final = 65536
 """Ranks of a cluster file; more are a slip of the pen."""
 _NO_OPS: Final[Mapping[str, OpTime]] = {}

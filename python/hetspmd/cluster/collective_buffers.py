@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-__all__ = ["NOTHING", "Buffers", "Carried", "HeldBytes", "over_time"]
-
 
 class Carried(NamedTuple):
     """A collective of one tensor at given shares, as far as its buffers depend on them.

@@ -42,16 +42,6 @@ from typing import Any, Final, Literal, NamedTuple
 from hetspmd.cluster.collective_buffers import NOTHING, Buffers, Carried, HeldBytes
 from hetspmd.placement import PARTIAL, Placement, is_before_cut, is_sharded
 
-__all__ = [
-    "KINDS",
-    "CollectiveKind",
-    "End",
-    "Kind",
-    "Terms",
-    "end_of",
-    "kinds_between",
-]
-
 Kind = Literal[
     "all_reduce",
     "reduce_scatter",

@@ -47,11 +47,6 @@ from hetspmd.cluster.file import Node
 from hetspmd.cluster.op_times import OpFits, OpTimes, op_entries, read_ops
 from hetspmd.errors import ClusterError
 
-__all__ = [
-    "COLLECTIVES", "Curve", "Fit", "MeasuredFigures", "Point", "Rate", "at_devices",
-    "check_curves", "curve_for", "read_measured",
-]  # fmt: skip
-
 VERSION: Final = 1
 COLLECTIVES: Final[tuple[Kind, ...]] = tuple(name for name, kind in KINDS.items() if kind.terms)
 """The kinds that are measured."""

@@ -10,8 +10,6 @@ from typing import Final
 from hetspmd.errors import ClusterError
 from hetspmd.trace.graph import ITEM_SIZES
 
-__all__ = ["DEFAULT", "LATENCY", "LAUNCH", "PASSES", "Device", "Machine", "Network", "virtual_device"]
-
 DEFAULT: Final = "default"
 LAUNCH: Final = 5e-6
 LATENCY: Final = 50e-6

@@ -10,8 +10,6 @@ from hetspmd.cluster.file import Node
 from hetspmd.codec.quantities import Kind
 from hetspmd.trace.graph import ITEM_SIZES
 
-__all__ = ["read_device", "read_network"]
-
 _ALIASES: Final = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _DTYPES: Final = (DEFAULT, *sorted(ITEM_SIZES), *_ALIASES)
 

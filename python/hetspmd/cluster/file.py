@@ -189,12 +189,12 @@ def _has_tab(text: str, line: int, column: int) -> bool:
     return line < len(lines) and "\t" in lines[line][: column + 1]
 
 
-def read_object(value: object, where: str = "cluster") -> Node:
+def read_object(value: object) -> Node:
     """The tree of a dict of dicts, lists, numbers and strings. Raises ClusterError."""
     try:
-        return _from_object(value, where)
+        return _from_object(value, "cluster")
     except RecursionError:
-        raise ClusterError(f"{where}: it is nested too deeply, or holds itself; write {EXAMPLE}") from None
+        raise ClusterError(f"cluster: it is nested too deeply, or holds itself; write {EXAMPLE}") from None
 
 
 def _from_object(value: object, where: str) -> Node:

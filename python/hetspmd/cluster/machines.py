@@ -22,17 +22,6 @@ from collections.abc import Sequence
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network
 
-__all__ = [
-    "accelerator",
-    "device_word",
-    "devices_text",
-    "flat",
-    "has_machines",
-    "inside_cluster",
-    "machine_of",
-    "ranks_of",
-]
-
 
 def has_machines(cluster: Cluster) -> bool:
     """Whether any device is a machine."""

@@ -28,8 +28,6 @@ from typing import Any
 from hetspmd.cluster.file import Node
 from hetspmd.errors import ClusterError
 
-__all__ = ["OpFit", "OpFits", "OpTime", "OpTimes", "at_ranks", "check_op_times", "op_entries", "read_ops"]
-
 
 @dataclass(frozen=True, slots=True)
 class OpTime:

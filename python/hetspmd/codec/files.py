@@ -8,8 +8,6 @@ from pathlib import Path
 
 from hetspmd.errors import OutputError
 
-__all__ = ["write_atomically", "write_output"]
-
 
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` to a file beside ``path``, then rename it."""

@@ -93,3 +93,8 @@ def quantity_text(value: float, kind: Kind) -> str:
     fitting = [(scale, prefix) for prefix, scale in prefixes.items() if scale <= value * (1 + 1e-9)]
     scale, prefix = max(fitting) if fitting else min((s, p) for p, s in prefixes.items())
     return f"{value / scale:.4g} {prefix}{unit}"
+
+
+def seconds_text(value: float) -> str:
+    """Seconds for people, ``0 s`` where there are none."""
+    return "0 s" if value == 0 else quantity_text(value, "seconds")

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 from importlib import import_module
-from itertools import pairwise
+from itertools import pairwise, repeat
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
-
-__all__ = ["DamageError", "decode", "encode"]
 
 T = TypeVar("T")
 Decoder = Callable[[Any], Any]
@@ -201,13 +199,7 @@ def _sequence(item: Any) -> Decoder:
     def read(value: Any) -> tuple[Any, ...]:
         if type(value) is not list:
             raise _wrong(value, "a list")
-        values: list[Any] = []
-        try:
-            for each in value:
-                values.append(read_item(each))
-        except DamageError as error:
-            raise error.under(f"[{len(values)}]") from None
-        return tuple(values)
+        return _elements(value, repeat(read_item))
 
     return read
 
@@ -218,15 +210,20 @@ def _row(items: tuple[Any, ...]) -> Decoder:
     def read(value: Any) -> tuple[Any, ...]:
         if type(value) is not list or len(value) != len(readers):
             raise _wrong(value, f"a list of {len(readers)}")
-        values: list[Any] = []
-        try:
-            for read_item, each in zip(readers, value, strict=True):
-                values.append(read_item(each))
-        except DamageError as error:
-            raise error.under(f"[{len(values)}]") from None
-        return tuple(values)
+        return _elements(value, readers)
 
     return read
+
+
+def _elements(values: list[Any], readers: Iterable[Decoder]) -> tuple[Any, ...]:
+    """What the readers make of the values; an error says which one it is of."""
+    read: list[Any] = []
+    try:
+        for value, reader in zip(values, readers, strict=False):  # one reader may be repeated without an end
+            read.append(reader(value))
+    except DamageError as error:
+        raise error.under(f"[{len(read)}]") from None
+    return tuple(read)
 
 
 def _mapping(key: Any, item: Any) -> Decoder:
@@ -311,13 +308,7 @@ def _argument(value: Any, depth: int = 0) -> Any:
     if type(value) is list:
         if depth == _DEPTH:
             raise DamageError(f"has more than {_DEPTH} levels of lists")
-        values: list[Any] = []
-        try:
-            for each in value:
-                values.append(_argument(each, depth + 1))
-        except DamageError as error:
-            raise error.under(f"[{len(values)}]") from None
-        return tuple(values)
+        return _elements(value, repeat(partial(_argument, depth=depth + 1)))
     if type(value) is dict and list(value) == ["$complex"]:
         return _complex(value["$complex"])
     if type(value) is dict and "$float" not in value:

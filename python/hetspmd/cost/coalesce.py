@@ -18,8 +18,6 @@ from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cluster.curves import Curve
 from hetspmd.program.buckets import TINY
 
-__all__ = ["FULL", "LARGEST", "bucket_bytes"]
-
 FULL: Final = TINY
 LARGEST: Final = 32 * 2**20
 

@@ -35,8 +35,6 @@ from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate
 from hetspmd.rules.theory import Theory
 
-__all__ = ["MoveForm", "Moves", "exchanged"]
-
 
 @dataclass(frozen=True, slots=True)
 class MoveForm:

@@ -41,8 +41,6 @@ from hetspmd.program.levels import (
 )
 from hetspmd.trace.graph import ITEM_SIZES
 
-__all__ = ["inside_seconds", "local_bytes"]
-
 
 def inside_seconds(costs: CostModel, lengths: Lengths, nested: Nested, layout: LevelLayout) -> float:
     """Seconds that the accelerators add to a step that ``costs`` predicts. ``costs.cluster`` has the active

@@ -30,8 +30,6 @@ from hetspmd.program.levels import (
 from hetspmd.program.program import Communicate
 from hetspmd.trace.graph import ITEM_SIZES
 
-__all__ = ["inside_bytes"]
-
 
 def inside_bytes(
     layout: LevelLayout,

@@ -27,8 +27,6 @@ from hetspmd.program.levels import (
 from hetspmd.program.program import Communicate, Compute
 from hetspmd.rules.theory import Theory
 
-__all__ = ["Liveness", "Move", "Sum", "Transit"]
-
 Move = Communicate | InsideCollective | Across
 """A collective of one tensor."""
 
@@ -66,7 +64,8 @@ class Liveness:
     to ``last[v]``, in the storage of value ``storage[v]``, which is v itself or what v is a view of; ``side[v]``
     says whether the backward makes it. ``slices``: what the backward reads of whole tensors, of which copies are
     made.
-    ``delivered``: the values that come of collectives. ``alone``: on a lone device, where a collective delivers what it was given.
+    ``delivered``: the values that come of collectives. ``alone``: on a lone device, where a collective delivers
+    what it was given.
     """
 
     def __init__(self, theory: Theory, slices: Container[LevelKey], *, alone: bool = False) -> None:

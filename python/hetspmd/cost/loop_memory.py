@@ -1,8 +1,9 @@
 """What is held of the values of a step in micro-batches, and from when to when.
 
 Of a value that the loop makes in rows, a micro-batch has its part: the largest micro-batch counts. What leaves the
-loop as a sum is held through all of it, beside the summand of the micro-batch that is about to be added. What is there
-before the loop and read in it is held to its end. Rows that are joined are held whole from the beginning of the loop.
+loop as a sum is held through all of it, beside the summand of the micro-batch that is about to be added. What is
+there before the loop and read in it is held to its end. Rows that are joined are held whole from the beginning of
+the loop.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from hetspmd.placement import REPLICATE, Placement, is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.micro_batches import MicroBatches, in_turns
 from hetspmd.rules.theory import Theory
-
-__all__ = ["AxisPlaces", "Span", "axis_of", "held_in_turns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +95,10 @@ def axis_of(theory: Theory, tensor: int, form: Placement) -> int:
 def held_in_turns(
     batches: MicroBatches, live: Liveness, spans: dict[int, Span], instructions: list[int]
 ) -> list[Span]:
-    """``spans``, by the values of ``live``, as they are where the loop runs several times. ``instructions``: the one
-    that runs, or ran last, at each step."""
+    """``spans``, by the values of ``live``, as they are where the loop runs several times.
+
+    ``instructions``: the one that runs, or ran last, at each step.
+    """
     phases, graph = batches.loop.phases, live.theory.graph
     loop = [at for at, instruction in enumerate(instructions) if phases[instruction] == "in"]
     if not loop:

@@ -43,8 +43,6 @@ from hetspmd.program.program import Compute, Program
 from hetspmd.program.schedule import Places, Schedule, make_schedule, scheduled
 from hetspmd.rules.theory import Theory
 
-__all__ = ["OPTIMIZER_BYTES", "Holdings", "MemoryProfile", "memory_profile"]
-
 OPTIMIZER_BYTES = 8
 """Bytes of optimizer state per parameter element: two float32 moments of Adam."""
 

@@ -32,16 +32,6 @@ from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Argument, Ref, value_text
 from hetspmd.trace.values import to_torch, torch_dtype, torch_op
 
-__all__ = [
-    "VIEW_KEY",
-    "Order",
-    "call_key",
-    "dense_strides",
-    "is_parameter_key",
-    "memory_orders",
-    "parameter_key",
-]
-
 Order = tuple[int, ...] | None
 """Dims from the outermost in memory to the innermost, without those of one element and expanded ones; None for the
 shape's own order."""

@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-__all__ = ["moved_part", "rebalance_seconds"]
-
 
 def moved_part(source: Array, target: Array) -> float:
     """X: the part of the whole that the busiest device sends or receives."""

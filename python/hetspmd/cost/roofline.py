@@ -18,8 +18,6 @@ from hetspmd.cluster.op_times import OpTime
 from hetspmd.cost.signatures import Array, Index, Triples
 from hetspmd.rules.theory import Theory
 
-__all__ = ["terms_of"]
-
 
 def terms_of(triples: Triples, theory: Theory, cluster: Cluster) -> tuple[Array, Array, Array, Array, Index]:
     """The four numbers of each signature on each device, shape (signatures, n), and the devices' kinds.

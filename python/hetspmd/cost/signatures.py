@@ -27,8 +27,6 @@ from hetspmd.trace.graph import PARAMETER, SECOND_READ, Instruction
 Array = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
 
-__all__ = ["Array", "Index", "Triples", "row_keys", "triples_of"]
-
 PICKING: Final = frozenset(
     {"aten.embedding", "aten.gather", "aten.index", "aten.index_select", "aten.select", "aten.slice"}
 )

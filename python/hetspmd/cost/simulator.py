@@ -54,16 +54,6 @@ from hetspmd.program.dataflow import Key, Values
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Places, Schedule, scheduled
 
-__all__ = [
-    "BOUNDARY",
-    "START",
-    "WAIT",
-    "WAIT_FIRST",
-    "SimulatedRun",
-    "TwoStreams",
-    "waited",
-]
-
 START: Final = 0
 """A collective is issued."""
 WAIT: Final = 1

@@ -30,15 +30,6 @@ from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Schedule, make_schedule
 from hetspmd.trace.graph import Graph
 
-__all__ = [
-    "StageSeconds",
-    "Stages",
-    "StepCost",
-    "StepModel",
-    "idle_seconds",
-    "on_cluster",
-]
-
 
 @dataclass(frozen=True)
 class StepCost:
@@ -115,8 +106,8 @@ class Stages:
         return np.array([self.model.form_seconds(m, shares) for m in self.moves], dtype=float)
 
     def loop_seconds(self, shares: Array) -> float:
-        """Seconds that the turns of a loop add to one turn of the whole batch: each has launches and latencies of its
-        own, and works on so many fewer samples."""
+        """Seconds that the turns of a loop add to one turn of the whole batch: each has launches and latencies of
+        its own."""
         if not self.more_turns:
             return 0.0
         signatures = np.array(self._repeated, dtype=np.int64)

@@ -30,8 +30,6 @@ from hetspmd.trace.graph import Graph
 if TYPE_CHECKING:
     import os
 
-__all__ = ["Event", "Stream", "Timeline", "Transfer", "timeline"]
-
 Stream = Literal["compute", "waiting", "communication"]
 
 IDLE_RESULTS: Final = "Broadcast(results to idle devices)"

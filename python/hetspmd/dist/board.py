@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 if TYPE_CHECKING:
     from hetspmd.trace.compat.groups import Store
 
-__all__ = ["Board", "give_up"]
-
 T = TypeVar("T")
 
 

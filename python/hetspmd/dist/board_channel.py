@@ -15,8 +15,6 @@ from hetspmd.dist.channel import NUMBERS, Answer, Channel
 from hetspmd.dist.communicator import Communicator, Work
 from hetspmd.dist.stalled import Stalled
 
-__all__ = ["BoardChannel"]
-
 _LATE: Final = 10.0
 """Seconds in which a rank whose word is here has put the object behind it on the board."""
 

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-__all__ = ["NUMBERS", "Answer", "Channel"]
-
 NUMBERS: Final = 8
 """Numbers of a word, 64 bits each."""
 

@@ -43,21 +43,6 @@ from hetspmd.dist.slices import (
     whole_slice,
 )
 
-__all__ = [
-    "STARTS",
-    "Start",
-    "start_all_gather",
-    "start_all_reduce",
-    "start_all_to_all",
-    "start_exchange_reduce",
-    "start_grouped_broadcast",
-    "start_grouped_reduce",
-    "start_rebalance",
-    "start_reduce_scatter",
-    "start_ring_gather",
-    "start_ring_reduce",
-]
-
 def start_all_reduce(runtime: Member, tensor: torch.Tensor, *, spare: bool = False) -> PendingTensor:
     """partial to replicated: the sum over the ranks."""
     comm = runtime.communicator

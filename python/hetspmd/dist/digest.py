@@ -21,8 +21,6 @@ from typing import Final
 import torch
 from torch import constant_pad_nd
 
-__all__ = ["WHOLE", "digest", "join", "projection"]
-
 WHOLE: Final = 1 << 20
 """Bytes up to which all of a tensor is read."""
 

@@ -18,8 +18,6 @@ import torch
 
 from hetspmd.dist.digest import digest, join
 
-__all__ = ["Doing", "Loaded", "backward_onto", "step_of"]
-
 _SAMPLED: Final = 64
 """Elements of a tensor that is loaded whose digest is compared."""
 

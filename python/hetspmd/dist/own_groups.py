@@ -24,9 +24,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from hetspmd.trace.compat import is_of_gloo, named_apart, timeout_of
+from hetspmd.trace.compat.groups import is_of_gloo, named_apart, timeout_of
 
-__all__ = ["close_links", "destroy_groups", "made_group", "own_group"]
 
 _NEVER_SENT: Final = 1 << 20
 """A tag of no message."""

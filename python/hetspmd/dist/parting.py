@@ -15,8 +15,6 @@ from hetspmd.errors import (
     ParameterMismatchError,
 )
 
-__all__ = ["Told", "apart", "parted", "ranks_text"]
-
 _NAMED: Final = 4
 """Arguments of which a message speaks."""
 

@@ -14,8 +14,6 @@ import torch
 
 from hetspmd.dist.communicator import Communicator, Work
 
-__all__ = ["Pending", "PendingTensor"]
-
 Result = TypeVar("Result")
 
 

@@ -26,9 +26,7 @@ from hetspmd.dist.ring import LANES, Carrier, Message, Ports, end_carriers, ring
 from hetspmd.dist.roll import Roll, RollCall
 from hetspmd.dist.staging import StagedCommunicator, copies_for
 from hetspmd.dist.failure_detection import FailureDetector
-from hetspmd.trace.compat import forget_default_group, group_store, hosted_by_a_rank
-
-__all__ = ["CopiedWork", "IssuedWork", "ProcessGroupCommunicator", "communicator_for"]
+from hetspmd.trace.compat.groups import forget_default_group, group_store, hosted_by_a_rank
 
 _GUARDED = itertools.count()
 

@@ -30,18 +30,6 @@ from typing import Any, Final, Protocol
 
 import torch
 
-__all__ = [
-    "CHUNK",
-    "LANES",
-    "RingTask",
-    "Carrier",
-    "Message",
-    "Ports",
-    "end_carriers",
-    "ring_gather",
-    "ring_reduce",
-]
-
 CHUNK: Final = 1 << 19
 
 LANES: Final = 2

@@ -37,8 +37,6 @@ from hetspmd.dist.doings import Doing
 from hetspmd.dist.parting import Told, parted
 from hetspmd.errors import CollectiveMismatchError
 
-__all__ = ["RollCall", "Roll"]
-
 _KEPT: Final = 16
 """Events that are remembered."""
 

@@ -11,21 +11,6 @@ from itertools import accumulate
 
 import torch
 
-__all__ = [
-    "back",
-    "byte_factor",
-    "common",
-    "filled",
-    "is_alone",
-    "lone",
-    "movable",
-    "plain",
-    "ranges",
-    "summable",
-    "whole_numel",
-    "whole_slice",
-]
-
 _MOVABLE = (
     torch.float32,
     torch.float64,

@@ -17,8 +17,6 @@ import torch
 from hetspmd.dist.communicator import Communicator, Work
 from hetspmd.dist.ring import RingTask, Carrier
 
-__all__ = ["Copies", "CudaCopies", "HostCopies", "StagedCommunicator", "StagedWork", "copies_for"]
-
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Destination and source of copies."""
 

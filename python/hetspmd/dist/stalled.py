@@ -16,8 +16,6 @@ from typing import Any, Final
 from hetspmd.dist.board import Board
 from hetspmd.dist.parting import apart
 
-__all__ = ["Stalled"]
-
 _EVERY: Final = 1.0
 """Seconds between two looks."""
 
@@ -44,9 +42,6 @@ class Stalled:
         for told in map(json.loads, board.read("parted").values()):
             if told["begins"][board.rank] == begin:
                 return str(told["text"])
-        keys = [board.key("waits", rank) for rank in range(board.world)]
-        if not board.ask(lambda: bool(board.store.check(keys))):
-            return ""
         waits = {rank: json.loads(text) for rank, text in board.read("waits").items()} | {board.rank: own}
         if len(waits) < board.world or not self._same_waits(waits):
             self._first = waits

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final
 
-__all__ = ["Action", "before_the_end"]
-
 Action = Callable[[BaseException], None]
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 

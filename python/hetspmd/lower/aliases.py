@@ -8,9 +8,7 @@ import torch
 from torch import fx
 
 from hetspmd.lower.emit import item
-from hetspmd.trace.compat import is_op
-
-__all__ = ["SILENT_VIEWS", "allocates", "allocates_each"]
+from hetspmd.trace.compat.tensors import is_op
 
 aten = torch.ops.aten
 

@@ -11,17 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "draw",
-    "start",
-    "start_across",
-    "start_bucket",
-    "start_bucket_across",
-    "take",
-    "wait",
-    "within",
-]
-
 
 def start(runtime: Any, kind: str, tensor: torch.Tensor, *args: Any, spare: bool = False) -> Any:
     """Start a collective of this kind; ``args`` are the dims and extents that it needs."""

@@ -17,8 +17,6 @@ from hetspmd.lower.passes import Pass
 if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
 
-__all__ = ["dump_passes"]
-
 
 def dump_passes(plan: Plan, folder: Path) -> tuple[int, ...]:
     """Lower the plan for each rank that runs its program, on CPU, and write the graphs after each pass.

@@ -24,7 +24,7 @@ from torch import fx
 from hetspmd.lower import batch_norm
 from hetspmd.lower.aliases import allocates, allocates_each
 from hetspmd.lower.emit import ALSO, DTYPE, SHAPE, VALUE, instructions, item
-from hetspmd.trace.compat import is_op
+from hetspmd.trace.compat.tensors import is_op
 
 aten = torch.ops.aten
 

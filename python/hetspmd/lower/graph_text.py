@@ -30,9 +30,7 @@ from hetspmd.lower.local_program import LocalGraphs
 from hetspmd.lower.types import ValueType, value_types
 from hetspmd.placement import placement_text
 from hetspmd.program.levels import carried
-from hetspmd.trace.compat import is_op
-
-__all__ = ["graphs_text"]
+from hetspmd.trace.compat.tensors import is_op
 
 _STARTS: Final = frozenset({calls.start, calls.start_bucket, calls.start_across, calls.start_bucket_across})
 _ACROSS: Final = frozenset({calls.start_across, calls.start_bucket_across})

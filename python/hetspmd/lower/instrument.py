@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from torch import fx
 
-__all__ = ["Behind", "instrumented"]
-
 _ATTRIBUTE = "watcher_of_calls"
 
 Behind = Callable[[fx.Graph, fx.Node, fx.Node, Callable[[fx.Node], fx.Node]], None]

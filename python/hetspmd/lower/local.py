@@ -17,8 +17,6 @@ from hetspmd.program.level_layout import LevelKey, LevelLayout, RankPlace
 from hetspmd.program.levels import LocalSteps
 from hetspmd.trace.evaluate import constant_value
 
-__all__ = ["ActiveEmitter"]
-
 
 class ActiveEmitter:
     """Writes the graphs of the rank at a place on ``device``.

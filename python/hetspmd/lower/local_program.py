@@ -12,8 +12,6 @@ from hetspmd.placement import Placement
 from hetspmd.program.layout import Region
 from hetspmd.trace.graph import Graph
 
-__all__ = ["Groups", "LocalGraphs", "LocalInterface", "LocalProgram", "LocalTensor", "numbered"]
-
 
 @dataclass(frozen=True)
 class LocalTensor:

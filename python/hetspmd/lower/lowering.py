@@ -26,8 +26,6 @@ from hetspmd.program.turn_steps import turn_steps
 if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
 
-__all__ = ["active_ranks", "lower_place", "lower_plan", "nested_of"]
-
 
 def active_ranks(plan: Plan) -> tuple[int, ...]:
     """The ranks that run the program, ascending; the others of the cluster are idle."""

@@ -18,8 +18,6 @@ from hetspmd.lower.emit import drop_unread
 from hetspmd.lower.local_program import LocalGraphs, LocalProgram
 from hetspmd.lower.reuse import mark_spare
 
-__all__ = ["PASSES", "Emitter", "Lowering", "Observer", "Pass", "Rewrite", "run_passes"]
-
 
 class Emitter(Protocol):
     """What writes the graphs of one rank of a plan: :class:`~hetspmd.lower.local.ActiveEmitter` or

@@ -19,8 +19,6 @@ from hetspmd.lower import calls
 from hetspmd.lower.aliases import allocates_each
 from hetspmd.lower.emit import take_saved
 
-__all__ = ["mark_spare"]
-
 
 def mark_spare(graph: fx.Graph) -> None:
     """Set ``spare=True`` on the starts of ``graph`` whose operand's memory nothing reads afterwards."""

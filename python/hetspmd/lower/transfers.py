@@ -12,8 +12,6 @@ from hetspmd.program.level_layout import Leg, LevelLayout, Part, RankPlace
 from hetspmd.program.levels import Across, InsideCollective
 from hetspmd.program.program import Communicate
 
-__all__ = ["One", "arguments", "leg"]
-
 One = Communicate | InsideCollective | Across
 """A collective by itself."""
 

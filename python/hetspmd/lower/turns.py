@@ -1,7 +1,7 @@
 """The local graphs of a rank for a step in micro-batches: before the loop, in each turn of it, and after it.
 
-The forward graph of a rank runs all of them, and so the backward, too: it leaves the gradients as what is saved. The
-backward graph multiplies them by the gradient that comes in, in which they are linear.
+The forward graph of a rank runs all of them, and so the backward, too: it leaves the gradients as what is saved.
+The backward graph multiplies them by the gradient that comes in, in which they are linear.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from hetspmd.program.turn_layout import TurnLayout
 from hetspmd.program.turn_steps import TurnSteps
 from hetspmd.trace.evaluate import constant_value
 from hetspmd.trace.values import torch_dtype
-
-__all__ = ["LocalTurns", "lower_turns", "program_of_turns"]
 
 aten = torch.ops.aten
 
@@ -70,7 +68,7 @@ def lower_turns(steps: TurnSteps, layout: TurnLayout, rank: int, device: torch.d
 
 
 def program_of_turns(turns: LocalTurns, emitter: ActiveEmitter) -> LocalProgram:
-    """The local program that runs all of a step. ``emitter`` knows what a rank is given, as without micro-batches."""
+    """The local program that runs all of a step. ``emitter`` knows what a rank is given."""
     interface = emitter.interface()
     given = {field.name: getattr(interface, field.name) for field in fields(LocalInterface)}
     backward = _scaled(len(turns.steps.gradients)) if turns.steps.gradients else None

@@ -17,8 +17,6 @@ from hetspmd.rules.kernels import dense, dense_rows
 from hetspmd.trace.graph import ITEM_SIZES
 from hetspmd.trace.values import dtype_name
 
-__all__ = ["Key", "ValueType", "value_types"]
-
 aten = torch.ops.aten
 
 Key = tuple[int, ...]

@@ -29,8 +29,6 @@ from hetspmd.search.memory_limits import capacities, search_that_fits
 from hetspmd.search.search import SearchResult
 from hetspmd.search.space import Space
 
-__all__ = ["Rounds", "alternate", "nearest", "search_fitting", "with_best_ratios"]
-
 
 @dataclass
 class Rounds:

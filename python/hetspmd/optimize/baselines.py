@@ -14,8 +14,6 @@ from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
 from hetspmd.search.search import SearchResult
 
-__all__ = ["baselines"]
-
 
 def baselines(ctx: Synthesis, costs: CostModel) -> dict[str, Candidate]:
     """Known kinds of programs on all devices by name, as far as the user's constraints allow them.

@@ -17,8 +17,6 @@ from hetspmd.program.program import Communicate, Program, Result
 from hetspmd.program.schedule import Schedule
 from hetspmd.search.search import SearchResult
 
-__all__ = ["Candidate", "Evaluator", "best_of", "bounded", "certified", "is_better"]
-
 
 class Candidate:
     """A program of some devices with the ratios and lengths at which it is evaluated, and why it was made.

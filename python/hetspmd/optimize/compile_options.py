@@ -13,8 +13,6 @@ from hetspmd.search.constraints import nearest
 from hetspmd.trace.host.watch import HostRandomness, check_randomness
 from hetspmd.trace.losses import Loss, as_loss
 
-__all__ = ["CompileKeywords", "CompileOptions", "Machines", "Segments", "parted"]
-
 Segments: TypeAlias = int | Literal["auto"]
 """A number of segments, or as many as gain."""
 

@@ -44,8 +44,6 @@ from hetspmd.trace.collector import collector_paused
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.trace import split_example, trace
 
-__all__ = ["compile", "compile_plan", "following_plan", "plan_for", "plan_of", "problem_text"]
-
 _Constraints = Mapping[str, str | Placement] | None
 
 

@@ -10,17 +10,6 @@ from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Considered
 
-__all__ = [
-    "LeftOut",
-    "among",
-    "instead",
-    "one_taken",
-    "taken_instead",
-    "verdicts",
-    "ways_taken",
-    "with_other_way",
-]
-
 
 @dataclass(frozen=True)
 class LeftOut:

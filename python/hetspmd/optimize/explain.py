@@ -16,12 +16,13 @@ from dataclasses import replace
 import numpy as np
 
 from hetspmd.cluster.machines import device_word, devices_text
+from hetspmd.codec.quantities import seconds_text
 from hetspmd.cost.step import StepModel, idle_seconds
 from hetspmd.errors import ConstraintError, InfeasibleError, SearchError
 from hetspmd.optimize.prefetch import best_distance
 from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.placement import REPLICATE, Placement, is_sharded, shard
-from hetspmd.plan.explanation import EQUAL, Alternative, Explanation, seconds_text
+from hetspmd.plan.explanation import EQUAL, Alternative, Explanation
 from hetspmd.plan.plan import Plan
 from hetspmd.program.program import Compute, Program
 from hetspmd.search.constraints import Constraints, named_tensors, nearest, resolve

@@ -15,8 +15,6 @@ from typing import TypeVar
 from hetspmd.program.stored import Stored
 from hetspmd.trace.graph import Graph
 
-__all__ = ["followers", "stored_as_followed"]
-
 T = TypeVar("T")
 _Signature = tuple[tuple[str, tuple[int, ...]], ...]
 

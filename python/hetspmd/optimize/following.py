@@ -26,8 +26,6 @@ from hetspmd.program.stored import Stored, as_stored
 from hetspmd.search.constraints import resolve, spelling
 from hetspmd.search.search import Limits
 
-__all__ = ["FOLLOWING", "followed", "follows", "warn_of_strays"]
-
 FOLLOWING = "following"
 """Why a search has stopped: with the certified optimum among programs whose followers are stored as is asked."""
 

@@ -42,8 +42,6 @@ from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
 
-__all__ = ["Step", "cheaper", "counting_inside", "inside_of", "lacking", "segments_across", "step_across"]
-
 Step: TypeAlias = tuple[Outcome, Inside]
 """The best outcome of the machines, and what their accelerators do."""
 

@@ -7,10 +7,8 @@ import warnings
 from hetspmd.errors import DroppedOutputWarning, MicroBatchError
 from hetspmd.program.micro_batches import MicroBatches, micro_batches
 from hetspmd.rules.theory import Theory, derive
-from hetspmd.trace.compat import spec_from_text
+from hetspmd.trace.compat.trees import spec_from_text
 from hetspmd.trace.graph import Output
-
-__all__ = ["in_micro_batches"]
 
 
 def in_micro_batches(
@@ -32,16 +30,16 @@ def in_micro_batches(
         return theory, None
     if graph.autocast == "float16":
         raise MicroBatchError(
-            "gradients in float16 need the scaled loss when they are computed, and in micro-batches they are computed "
-            "before it is known; use bfloat16, or micro_batches=1"
+            "gradients in float16 need the scaled loss when they are computed, and in micro-batches they are "
+            "computed before it is known; use bfloat16, or micro_batches=1"
         )
     batches = micro_batches(theory, count)
     rows = [place for place, output in enumerate(graph.outputs) if output.tensor in batches.joined]
     returned = spec_from_text(graph.output_spec).num_leaves
     if any(place >= returned for place in rows):
         raise MicroBatchError(
-            "forward leaves rows of the batch in an attribute of the model, which micro-batches would leave in parts; "
-            "return them instead, or use micro_batches=1"
+            "forward leaves rows of the batch in an attribute of the model, which micro-batches would leave in "
+            "parts; return them instead, or use micro_batches=1"
         )
     if rows:
         warnings.warn(

@@ -14,8 +14,6 @@ from hetspmd.optimize.candidate import Candidate, Evaluator, best_of, bounded, i
 from hetspmd.optimize.prefetch import prefetched
 from hetspmd.optimize.synthesis import Synthesis
 
-__all__ = ["overlap_variants"]
-
 
 def overlap_variants(
     ctx: Synthesis, costs: CostModel, active: tuple[int, ...], best: Candidate, rounds: Rounds

@@ -26,8 +26,6 @@ from hetspmd.program.lengths import Lengths
 from hetspmd.search.constraints import Constraints, RowFilter
 from hetspmd.search.search import stored_forms
 
-__all__ = ["storage_variants"]
-
 
 def storage_variants(
     ctx: Synthesis, costs: CostModel, candidate: Candidate

@@ -23,8 +23,6 @@ from hetspmd.rules.theory import Theory, derive
 from hetspmd.trace.cuts import with_cuts
 from hetspmd.trace.graph import PARAMETER, Graph
 
-__all__ = ["partition", "segmented", "segments_like"]
-
 
 def partition(
     theory: Theory, seconds: Sequence[float], count: int, uneven: float = THRESHOLDS.uneven_halves

@@ -37,18 +37,6 @@ from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import Constraints, RowFilter
 from hetspmd.search.search import stored_forms
 
-__all__ = [
-    "best_distance",
-    "divisible",
-    "further",
-    "in_shards",
-    "last_first",
-    "like",
-    "prefetched",
-    "storage_axes",
-    "stored_evenly",
-]
-
 
 def prefetched(
     ctx: Synthesis, costs: CostModel, best: Candidate, candidates: Iterable[Candidate]

@@ -34,8 +34,6 @@ from hetspmd.ratios.ratios import gain
 from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import Constraints
 
-__all__ = ["in_segments", "possible_gain"]
-
 
 def in_segments(
     ctx: Synthesis,

@@ -19,8 +19,6 @@ from hetspmd.search.constraints import Constraints
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import Space, search_space
 
-__all__ = ["Clock", "Synthesis"]
-
 
 @dataclass
 class Clock:

@@ -35,8 +35,6 @@ from hetspmd.ratios.starts import device_subsets, proportional, starting_ratios
 from hetspmd.search import constraints as known
 from hetspmd.search.memory_limits import capacities
 
-__all__ = ["Outcome", "candidate_at", "synthesize", "synthesize_on", "within_memory"]
-
 
 @dataclass(frozen=True)
 class Outcome:

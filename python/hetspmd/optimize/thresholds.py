@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["THRESHOLDS", "Thresholds"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:

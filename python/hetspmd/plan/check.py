@@ -26,8 +26,6 @@ from hetspmd.program.turn_steps import turn_steps
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.trace.graph import Graph
 
-__all__ = ["checked_theory"]
-
 _CLOSE = 1e-6
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetspmd.codec.quantities import quantity_text
+from hetspmd.codec.quantities import seconds_text
 from hetspmd.codec.tables import table
 from hetspmd.placement import Placement
 from hetspmd.search.constraints import spelling
-
-__all__ = ["EQUAL", "Alternative", "Explanation", "seconds_text"]
 
 EQUAL = 1e-9
 """Relative difference below which two costs are the same."""
@@ -102,8 +100,3 @@ class Explanation:
                 for a in self.alternatives
             ],
         }
-
-
-def seconds_text(value: float) -> str:
-    """Seconds with their unit."""
-    return "0 s" if value == 0 else quantity_text(value, "seconds")

@@ -13,7 +13,7 @@ from typing import Any, Final
 from hetspmd.errors import PlanError
 from hetspmd.placement import DIMS
 from hetspmd.plan.host_check import check_host
-from hetspmd.trace.compat import spec_from_text
+from hetspmd.trace.compat.trees import spec_from_text
 from hetspmd.trace.graph import (
     BUFFER,
     CONSTANT,
@@ -34,8 +34,6 @@ from hetspmd.trace.graph import (
     Tensor,
     refs,
 )
-
-__all__ = ["check_graph"]
 
 _LARGEST: Final = 2**62
 

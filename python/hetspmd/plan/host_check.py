@@ -10,8 +10,6 @@ from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.cached import is_call
 from hetspmd.trace.host.templates import numbers_in
 
-__all__ = ["check_host"]
-
 
 def check_host(graph: Graph) -> None:
     """Raise PlanError, naming the place, unless the graph's host and what it leaves behind are in order."""

@@ -16,12 +16,10 @@ from hetspmd.errors import PlanError, TraceError
 from hetspmd.rules.kernels import reader_of
 from hetspmd.rules.rule import Call, TensorType
 from hetspmd.rules.theory import Theory
-from hetspmd.trace.compat import fake_mode, is_op
+from hetspmd.trace.compat.tensors import fake_mode, is_op
 from hetspmd.trace.evaluate import as_list, constant_value, local_op
 from hetspmd.trace.graph import Argument, Graph, Instruction, Ref
 from hetspmd.trace.values import dtype_name, to_torch, torch_dtype
-
-__all__ = ["check_calls", "check_schemas"]
 
 
 def _fail(instruction: Instruction, problem: str) -> PlanError:

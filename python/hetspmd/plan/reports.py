@@ -8,16 +8,6 @@ from typing import Final
 from hetspmd.program.lengths import Matrix
 from hetspmd.program.program import Program
 
-__all__ = [
-    "SINGLE_ACCELERATORS",
-    "VERDICTS",
-    "VIRTUAL_DEVICES",
-    "Considered",
-    "Inside",
-    "Iteration",
-    "SearchReport",
-]
-
 SINGLE_ACCELERATORS: Final = "single accelerators"
 VIRTUAL_DEVICES: Final = "virtual devices"
 """The two ways to plan machines: where both were tried, candidates' reasons start with one of them and a colon."""

@@ -16,8 +16,6 @@ from hetspmd.codec.records import decode
 from hetspmd.errors import HetspmdError, PlanError
 from hetspmd.trace.collector import collector_paused
 
-__all__ = ["VERSION", "content", "content_digest", "file_text", "read_content", "value_of"]
-
 VERSION: Final = 8
 
 _AGAIN: Final = "copy it again, or compile it again with hetspmd compile --plan FILE"

@@ -29,8 +29,6 @@ from hetspmd.codec.files import write_atomically
 from hetspmd.profile.host import processor_name
 from hetspmd.profile.profile_thresholds import THRESHOLDS
 
-__all__ = ["Points", "cache_file", "load_points", "save_points"]
-
 VERSION: Final = 4
 """Of the file, and of what a point means: since 4 of samples whose memory has settled."""
 

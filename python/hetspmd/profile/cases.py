@@ -27,8 +27,6 @@ from hetspmd.rules.rule import TensorType
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import PARAMETER
 
-__all__ = ["OpCase", "Task", "cases_of", "tasks_of", "together"]
-
 
 @dataclass(frozen=True)
 class OpCase:

@@ -39,8 +39,6 @@ from hetspmd.profile.profile_thresholds import THRESHOLDS
 from hetspmd.profile.session import Session
 from hetspmd.profile.timing import interval, tight
 
-__all__ = ["Issue", "measure_group", "measure_issue", "measure_lanes"]
-
 Tick = Callable[[str], None]
 
 

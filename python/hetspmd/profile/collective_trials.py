@@ -27,8 +27,6 @@ from hetspmd.dist.pending import PendingTensor
 from hetspmd.dist.runtime import Runtime
 from hetspmd.profile.profile_thresholds import THRESHOLDS
 
-__all__ = ["Trial", "start", "trials"]
-
 ITEM_BYTES: Final = 4
 """Of an element: float32."""
 

@@ -30,8 +30,6 @@ from hetspmd.cluster.curves import Rate
 from hetspmd.profile.profile_thresholds import THRESHOLDS
 from hetspmd.profile.timing import interval, repeat
 
-__all__ = ["DTYPES", "OPTIMIZERS", "measure_device", "synchronize"]
-
 DTYPES: Final = ("float32", "bfloat16", "float16")
 
 

@@ -36,15 +36,6 @@ from hetspmd.cluster.devices import Network
 from hetspmd.errors import ProfileError
 from hetspmd.profile.profile_thresholds import THRESHOLDS
 
-__all__ = [
-    "fit_curve",
-    "fit_curves",
-    "fit_network",
-    "hidden",
-    "non_negative_least_squares",
-    "relative_least_squares",
-]
-
 Array = npt.NDArray[np.float64]
 
 

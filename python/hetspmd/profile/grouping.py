@@ -19,8 +19,6 @@ from hetspmd.cluster.curves import Rate
 from hetspmd.cluster.devices import Device
 from hetspmd.profile.profile_thresholds import THRESHOLDS
 
-__all__ = ["Report", "devices_of", "groups_of", "kinds_of"]
-
 
 @dataclass(frozen=True)
 class Report:

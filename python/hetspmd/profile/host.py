@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["device_name", "host_identity", "host_name", "processor_name", "usable_memory"]
-
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),

@@ -36,8 +36,6 @@ from hetspmd.rules.theory import Theory, derive
 from hetspmd.trace.graph import INPUT, ITEM_SIZES, Graph, Input, Instruction, Ref, Tensor, map_refs
 from hetspmd.trace.values import torch_dtype
 
-__all__ = ["Alone", "Arena", "LocalOp", "alone", "index_bound", "local_op"]
-
 
 @dataclass(frozen=True)
 class Alone:

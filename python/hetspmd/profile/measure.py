@@ -32,8 +32,6 @@ from hetspmd.profile.ops import measure_ops
 from hetspmd.profile.profile_thresholds import THRESHOLDS
 from hetspmd.profile.session import Session
 
-__all__ = ["Options", "Profile", "measure", "with_ops"]
-
 TIMING: Final = (
     "medians; a sample of a collective is the slowest rank's time after all have met, times what one in a row "
     "takes longer; intervals of the median by order statistics"

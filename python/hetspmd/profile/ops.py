@@ -54,8 +54,6 @@ from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import ITEM_SIZES
 from hetspmd.trace.values import torch_dtype
 
-__all__ = ["OpReport", "fit_points", "measure_ops"]
-
 
 @dataclass(frozen=True)
 class OpReport:

@@ -26,9 +26,6 @@ else:
         return getrusage(RUSAGE_SELF).ru_minflt
 
 
-__all__ = ["Sample", "page_faults", "settled", "settling"]
-
-
 class Sample(NamedTuple):
     """Seconds of a call, and its page faults; means where a sample is several calls."""
 

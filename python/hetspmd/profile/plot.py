@@ -18,8 +18,6 @@ from hetspmd.profile.measure import Profile
 from hetspmd.profile.show import RateRow, rate_rows
 from hetspmd.profile.svg import Canvas, LogAxis
 
-__all__ = ["profile_svg"]
-
 COLORS: Final = {"even": "#0072b2", "skewed": "#d55e00", "half": "#009e73", "lone": "#cc79a7"}
 """Okabe and Ito's, which people with any colour vision tell apart."""
 OTHER: Final = "#666"

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
-__all__ = ["THRESHOLDS", "ProfileThresholds"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileThresholds:

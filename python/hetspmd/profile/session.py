@@ -26,8 +26,6 @@ from hetspmd.errors import ProfileError
 from hetspmd.profile.host import host_name
 from hetspmd.profile.profile_thresholds import THRESHOLDS
 
-__all__ = ["Session", "joined"]
-
 T = TypeVar("T")
 _FAILURE = "hetspmd/profile/failure"
 

@@ -14,8 +14,6 @@ from hetspmd.codec.quantities import Kind, quantity_text
 from hetspmd.codec.tables import counted, table
 from hetspmd.profile.measure import Profile
 
-__all__ = ["RateRow", "profile_text", "rate_rows"]
-
 UNITS: dict[str, Kind] = {
     "matmul": "FLOP/s",
     "convolution": "FLOP/s",

@@ -20,8 +20,6 @@ import torch
 from hetspmd.profile.pages import Sample, page_faults
 from hetspmd.profile.profile_thresholds import THRESHOLDS
 
-__all__ = ["SingleCalls"]
-
 
 class SingleCalls:
     """Times calls one by one. ``alone``: whether PyTorch computes with one thread."""

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-__all__ = ["Canvas", "LogAxis"]
-
 FONT = "font-family='Helvetica, Arial, sans-serif'"
 
 

@@ -17,8 +17,6 @@ from time import perf_counter
 
 from hetspmd.profile.profile_thresholds import THRESHOLDS
 
-__all__ = ["interval", "repeat", "tight"]
-
 
 @cache
 def _rank(n: int) -> int:

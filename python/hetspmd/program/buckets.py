@@ -26,18 +26,6 @@ from hetspmd.placement import REPLICATE
 from hetspmd.program.program import Communicate, Compute, Program, Step, communication_text
 from hetspmd.trace.graph import Graph
 
-__all__ = [
-    "Bucket",
-    "Scheduled",
-    "Small",
-    "bucketed",
-    "coalesces",
-    "grouped",
-    "members",
-    "transfer_text",
-]
-
-
 TINY: Final = 10
 """Times as long to carry as to begin a full bucket takes: what has at most one of so many parts of a bucket's bytes
 takes no longer to carry than to begin."""

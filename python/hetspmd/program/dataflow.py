@@ -10,8 +10,6 @@ from hetspmd.program.buckets import Scheduled
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.trace.graph import Graph
 
-__all__ = ["Key", "Values", "provider_of", "reads", "writes"]
-
 Key = tuple[int, Placement]
 """(tensor id, form): a value of the local program."""
 

@@ -32,8 +32,6 @@ from hetspmd.rules.nested import Level, localize_drawn, localize_nested, runs_wh
 from hetspmd.rules.rule import LocalCall, Triple, localize
 from hetspmd.rules.theory import Theory
 
-__all__ = ["Leg", "LevelKey", "LevelLayout", "Part", "RankPlace", "Rows"]
-
 LevelKey: TypeAlias = tuple[int, ...]
 """Of a value: the tensor's id, and its form on each level."""
 

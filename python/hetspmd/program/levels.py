@@ -35,28 +35,6 @@ from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Graph
 
-__all__ = [
-    "Across",
-    "Both",
-    "FlatKey",
-    "InsideCollective",
-    "Key",
-    "LocalSteps",
-    "Nested",
-    "NestedStep",
-    "Together",
-    "Transfer",
-    "between",
-    "carried",
-    "keys_of",
-    "one_level",
-    "provider",
-    "reads_of",
-    "rows_of",
-    "within",
-    "written_by",
-]
-
 Key = tuple[int, Placement, Placement]
 """(tensor id, outer form, inner form): a value of an accelerator's local program."""
 

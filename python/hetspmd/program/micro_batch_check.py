@@ -17,8 +17,6 @@ from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, placement_text, sh
 from hetspmd.program.micro_batches import Loop
 from hetspmd.rules.theory import Theory
 
-__all__ = ["check_loop"]
-
 
 def check_loop(theory: Theory, loop: Loop) -> int:
     """Prove the step; the number of properties proved. Raises ProofError where the proof breaks."""

@@ -30,17 +30,6 @@ from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import PARAMETER, TANGENT, Graph, Instruction
 
-__all__ = [
-    "Loop",
-    "MicroBatches",
-    "Phase",
-    "in_turns",
-    "micro_batches",
-    "results_of",
-    "split_in_time",
-    "turn_lengths",
-]
-
 Phase = Literal["before", "in", "after"]
 
 
@@ -105,8 +94,8 @@ class MicroBatches:
         )
 
     def is_in_loop(self, step: Communicate, read: Collection[tuple[int, Placement]]) -> bool:
-        """Whether a collective runs once for each micro-batch. ``read``: what the loop reads, in its placement on the
-        devices."""
+        """Whether a collective runs once for each micro-batch. ``read``: what the loop reads, in its placement on
+        the devices."""
         time = self.placements[step.tensor]
         if time == REPLICATE:
             return False
@@ -129,8 +118,8 @@ def micro_batches(theory: Theory, count: int) -> MicroBatches:
     rows = max((axis.units for axis in theory.axes.axes if axis.id in axes), default=0)
     if rows < count:
         raise MicroBatchError(
-            f"micro_batches={count}: the batch has {rows or 1} sample{'s' if rows > 1 else ''} that can be divided; "
-            "give fewer micro-batches, or a larger batch"
+            f"micro_batches={count}: the batch has {rows or 1} sample{'s' if rows > 1 else ''} that can be "
+            "divided; give fewer micro-batches, or a larger batch"
         )
     loop = split_in_time(theory)
     return MicroBatches(
@@ -155,7 +144,7 @@ def turn_lengths(theory: Theory, axes: frozenset[int], parts: Sequence[float]) -
 
 
 def in_turns(turns: Sequence[int], of_devices: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The units that each device has in each turn: so many in all of a turn, and over all turns those of the device.
+    """The units that each device has in each turn: so many of a turn, and over all turns those of the device.
 
     After each turn a device has had its part of the units so far, but for less than one unit, where that can be.
     """

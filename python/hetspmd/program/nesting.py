@@ -48,8 +48,6 @@ from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Graph
 
-__all__ = ["inner_rows", "nest"]
-
 
 def inner_rows(program: Program) -> dict[int, Triple]:
     """The row of each instruction."""

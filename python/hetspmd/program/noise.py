@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["NOISE", "Noise", "divisible"]
-
 
 def _shape(shape: tuple[int, ...], *args: Any, **kwargs: Any) -> tuple[int, ...]:
     return shape

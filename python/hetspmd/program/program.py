@@ -84,14 +84,3 @@ def communication_text(step: Communicate, name: str) -> str:
     if kind.keeps_dim:
         dims.pop()
     return f"{kind.text}({', '.join([name, *dims])})"
-
-
-__all__ = [
-    "Communicate",
-    "Compute",
-    "Program",
-    "Result",
-    "Step",
-    "communication_text",
-    "communications",
-]

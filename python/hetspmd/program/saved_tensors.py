@@ -17,8 +17,6 @@ from hetspmd.program.dataflow import Key, Values
 from hetspmd.program.program import Result
 from hetspmd.trace.graph import CONSTANT, Graph
 
-__all__ = ["SavedTensor", "saved_tensors"]
-
 How = Literal["value", "mask", "slice"]
 
 

@@ -27,8 +27,6 @@ from hetspmd.program.saved_tensors import SavedTensor, saved_tensors
 from hetspmd.program.step_order import Order
 from hetspmd.rules.theory import Theory
 
-__all__ = ["LocalOrder", "Places", "Schedule", "make_schedule", "scheduled"]
-
 Places = tuple[int, ...]
 """Places in a program's steps of what a local graph does at once: of one step, or of the collectives of a
 bucket."""

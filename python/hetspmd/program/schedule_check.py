@@ -25,8 +25,6 @@ from hetspmd.program.program import Communicate, Compute, Program, Result
 from hetspmd.program.schedule import Places, Schedule
 from hetspmd.trace.graph import CONSTANT, Graph
 
-__all__ = ["check_schedule"]
-
 _WHOLE, _SUMMANDS = 0, 1
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 

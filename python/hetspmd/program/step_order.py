@@ -25,8 +25,6 @@ from hetspmd.program.program import Communicate, Compute, Program, Step
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Graph
 
-__all__ = ["Order"]
-
 
 class Order:
     """The order of one local graph. Steps are places in the program; ``provider[i]`` are the steps that step i

@@ -17,8 +17,6 @@ from hetspmd.program.lengths import Lengths, Matrix, lengths_for
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.trace.storage_axes import with_storage
 
-__all__ = ["Stored", "as_stored"]
-
 Stored: TypeAlias = Mapping[str, tuple[Placement, tuple[int, ...]]]
 """A parameter's name to its stored form and its extents by active device (:meth:`Plan.parameter_layout`)."""
 

@@ -7,8 +7,6 @@ from hetspmd.program.level_layout import LevelLayout
 from hetspmd.program.micro_batches import in_turns
 from hetspmd.rules.theory import Theory
 
-__all__ = ["TurnLayout"]
-
 
 class TurnLayout(LevelLayout):
     """A layout of two levels: the micro-batches, of ``turns`` units of each axis, and the devices, which divide

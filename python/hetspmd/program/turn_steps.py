@@ -8,8 +8,8 @@ its tensor is:
 - of rows of a micro-batch, and of summands that the loop reads on: in the loop;
 - of summands in time that leave the loop (gradients): once, after it, where they are summed over the micro-batches.
 
-What is divided on the devices before the loop, along the samples, is gathered at its end where the loop reads rows of
-it: a device's rows of the batch are others than its rows of a micro-batch.
+What is divided on the devices before the loop, along the samples, is gathered before it where the loop reads rows:
+a device's rows of the batch are others than its rows of a micro-batch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Schedule
 from hetspmd.rules.theory import Theory
-
-__all__ = ["TurnSteps", "turn_steps"]
 
 
 @dataclass(frozen=True)

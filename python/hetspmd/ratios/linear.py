@@ -31,8 +31,6 @@ from hetspmd.ratios.problem import Lines, Mask, Problem
 from hetspmd.ratios.ratio_thresholds import THRESHOLDS
 from hetspmd.search.highs import quiet_highs
 
-__all__ = ["BalanceError", "LinearProgram", "NoRoomError", "spread"]
-
 
 class BalanceError(HetspmdError):
     """The solver failed on the ratios' linear program."""

@@ -23,8 +23,6 @@ from hetspmd.cost.rebalance import rebalance_seconds
 from hetspmd.cost.step import Stages
 from hetspmd.ratios.ratio_thresholds import THRESHOLDS
 
-__all__ = ["Lines", "Mask", "Placement", "Problem", "Room"]
-
 Mask = npt.NDArray[np.bool_]
 
 

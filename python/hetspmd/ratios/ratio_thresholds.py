@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["THRESHOLDS", "RatioThresholds"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RatioThresholds:

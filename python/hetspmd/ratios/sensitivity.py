@@ -40,8 +40,6 @@ from hetspmd.ratios.problem import Mask, Problem, Room
 from hetspmd.ratios.ratio_thresholds import THRESHOLDS
 from hetspmd.ratios.ratios import minimise, solved
 
-__all__ = ["QUANTITIES", "Quantity", "Sensitivity", "changed", "sensitivities"]
-
 Quantity = Literal["flops", "memory_bandwidth", "launch", "bandwidth", "latency"]
 """Of devices the first three, of the network the others."""
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 from hetspmd.cluster.machines import device_word, devices_text
-from hetspmd.codec.quantities import quantity_text
+from hetspmd.codec.quantities import quantity_text, seconds_text
 from hetspmd.codec.tables import counted, table
-from hetspmd.plan.explanation import seconds_text
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import SINGLE_ACCELERATORS, VIRTUAL_DEVICES, Considered
-
-__all__ = ["candidates_document", "candidates_text"]
 
 
 def candidates_text(plan: Plan) -> str:

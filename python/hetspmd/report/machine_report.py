@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hetspmd.cluster.machines import accelerator
-from hetspmd.codec.quantities import quantity_text
+from hetspmd.codec.quantities import quantity_text, seconds_text
 from hetspmd.codec.tables import table
 from hetspmd.lower.lowering import nested_of
 from hetspmd.plan.plan import Plan
@@ -26,12 +26,12 @@ def inside_text(plan: Plan) -> str:
                 device.name,
                 str(inside["accelerators"][rank]),
                 "" if machine is None else quantity_text(machine.inside.bandwidth, "bytes/s"),
-                quantity_text(held, "bytes") if held else "0 B",
+                quantity_text(held, "bytes"),
                 quantity_text(accelerator(device).memory, "bytes"),
             ]
         )
     header = ["device", "name", "accelerators", "inside", "peak memory of each", "of"]
-    seconds = quantity_text(inside["seconds"], "seconds") if inside["seconds"] else "0 s"
+    seconds = seconds_text(inside["seconds"])
     return (
         "Across machines, data parallel inside in even shares\n"
         f"{table(header, rows, right=(2, 3, 4, 5))}\n"

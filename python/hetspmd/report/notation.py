@@ -20,7 +20,7 @@ from hetspmd.placement import Placement, placement_text
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.plan_facts import collectives
 from hetspmd.program.program import Communicate, Compute, Step, communication_text
-from hetspmd.trace.graph import Argument, DType, Graph, Instruction, Marker, Ref
+from hetspmd.trace.graph import Graph, Instruction, value_text
 
 _CALL, _TRIPLE = 44, 76
 
@@ -60,26 +60,14 @@ def step_text(graph: Graph, step: Step) -> tuple[str, str]:
     triple = f"{before} -> {_properties(instruction.outputs, step.row.post)}"
     if instruction.is_source:
         return f"{outputs} = {step.row.name}", triple
-    arguments = [_argument(a) for a in instruction.args]
-    arguments += [f"{k}={_argument(v)}" for k, v in instruction.kwargs]
+    arguments = [value_text(a, tensor_text) for a in instruction.args]
+    arguments += [f"{k}={value_text(v, tensor_text)}" for k, v in instruction.kwargs]
     return f"{outputs} = {op_text(instruction.op)}({', '.join(arguments)})", triple
 
 
 def op_text(op: str) -> str:
     """``aten.mm.default`` as ``mm``, ``aten.add.Tensor`` as ``add.Tensor``."""
     return op.removeprefix("aten.").removesuffix(".default")
-
-
-def _argument(value: Argument) -> str:
-    if isinstance(value, Ref):
-        return tensor_text(value.id)
-    if isinstance(value, DType):
-        return value.name
-    if isinstance(value, Marker):
-        return value.name or value.kind
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(_argument, value)) + "]"
-    return repr(value)
 
 
 def _properties(tensors: Sequence[int], forms: Sequence[Placement]) -> str:

@@ -17,9 +17,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hetspmd.codec.quantities import seconds_text
 from hetspmd.codec.tables import shortened, table
 from hetspmd.record.measured import MeasuredSteps
-from hetspmd.report.timeline_text import THREADS, collective_roles, process_entries, seconds_text
+from hetspmd.report.timeline_text import THREADS, collective_roles, process_entries
 
 if TYPE_CHECKING:
     from hetspmd.cost.timeline import Timeline
@@ -110,11 +111,9 @@ class _Comparison:
         graph = plan.graph
         self.op_of = {i.name: i.op for i in graph.instructions}
         self.sources = {i.name for i in graph.instructions if i.is_source}
-        self.steps = max(Counter(r.device for r in self._runs("forward")).values(), default=1)
+        forwards = [r.device for r in measured.runs if r.plan == index and r.graph == "forward"]
+        self.steps = max(Counter(forwards).values(), default=1)
         self._attribute()
-
-    def _runs(self, graph: str | None = None) -> list[Any]:
-        return [r for r in self.measured.runs if r.plan == self.index and graph in (None, r.graph)]
 
     def _attribute(self) -> None:
         """Seconds by device and part, and the steps' own: from a forward's start to the end of what follows it,

@@ -28,8 +28,6 @@ from hetspmd.program.program import Compute
 from hetspmd.program.schedule import Places, scheduled
 from hetspmd.report.notation import step_text, tensor_text
 
-__all__ = ["schedule_document", "schedule_text"]
-
 _CALL = 56
 
 _HOW = {

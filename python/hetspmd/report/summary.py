@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cluster.machines import device_word
-from hetspmd.codec.quantities import quantity_text
+from hetspmd.codec.quantities import quantity_text, seconds_text
 from hetspmd.codec.tables import counted, shortened, table
 from hetspmd.cost.step import idle_seconds
 from hetspmd.placement import is_sharded, sharded_dim
@@ -33,12 +33,8 @@ def plan_text(plan: Plan) -> str:
     return "\n\n".join([*parts, limits_text(plan, limits(plan))])
 
 
-def _seconds(value: float) -> str:
-    return "0 s" if value == 0 else quantity_text(value, "seconds")
-
-
 def _bytes(value: float) -> str:
-    return "0 B" if value == 0 else quantity_text(value, "bytes")
+    return quantity_text(value, "bytes")
 
 
 def _cluster(plan: Plan) -> str:
@@ -67,7 +63,7 @@ def _devices(plan: Plan) -> str:
             device.name,
             f"{100 * share:.1f} %" if rank in plan.active else "idle",
             *(f"{100 * row[rank]:.1f} %" if rank in plan.active else "" for row in several),
-            _seconds(cost.per_device_compute[rank]),
+            seconds_text(cost.per_device_compute[rank]),
             _bytes(cost.memory_bytes[rank]),
         ]
         for rank, (device, share) in enumerate(zip(plan.cluster.devices, plan.shares, strict=True))
@@ -81,7 +77,7 @@ def _devices(plan: Plan) -> str:
         seconds = idle_seconds(plan.graph, plan.program, plan.cluster, plan.active)
         text += (
             f"\n  idle devices hold no parameters and compute nothing; sending them the results takes "
-            f"{_seconds(seconds)}"
+            f"{seconds_text(seconds)}"
         )
     for rank, (device, needed) in enumerate(zip(plan.cluster.devices, cost.memory_bytes, strict=True)):
         if needed > device.memory:
@@ -122,7 +118,7 @@ def _collectives(plan: Plan) -> str:
     if not collectives:
         return "Collectives: none"
     rows = [
-        [KINDS[kind].text, str(count), _bytes(nbytes), _seconds(seconds)]
+        [KINDS[kind].text, str(count), _bytes(nbytes), seconds_text(seconds)]
         for kind, count, nbytes, seconds in by_kind(collectives)
     ]
     times = transfers(plan)
@@ -142,7 +138,7 @@ def _collectives(plan: Plan) -> str:
             communication_text(c.step, tensor_text(c.step.tensor)),
             shortened(c.role, 56),
             _bytes(c.nbytes),
-            _seconds(c.seconds),
+            seconds_text(c.seconds),
         ]
         for c in dearest
     ]
@@ -152,11 +148,11 @@ def _collectives(plan: Plan) -> str:
 
 def _cost(plan: Plan) -> str:
     cost, search = plan.cost, plan.search
-    rows = [["this program", _seconds(cost.step_seconds), ""]]
+    rows = [["this program", seconds_text(cost.step_seconds), ""]]
     rows += [
         [
             name.replace("_", " "),
-            _seconds(seconds),
+            seconds_text(seconds),
             "does not fit"
             if name in plan.over_memory
             else f"{seconds / cost.step_seconds:.2f}x"
@@ -169,11 +165,11 @@ def _cost(plan: Plan) -> str:
     if abs(overlap) <= _ROUNDING_PART * cost.stage_seconds:
         overlap = 0.0
     lines = [
-        f"Predicted step: {_seconds(cost.step_seconds)}; {_seconds(cost.compute_seconds)} computation + "
-        f"{_seconds(cost.communication_seconds)} communication in {counted(cost.stages, 'stage')}, "
-        f"of which {_seconds(overlap)} overlap",
+        f"Predicted step: {seconds_text(cost.step_seconds)}; {seconds_text(cost.compute_seconds)} computation + "
+        f"{seconds_text(cost.communication_seconds)} communication in {counted(cost.stages, 'stage')}, "
+        f"of which {seconds_text(overlap)} overlap",
         table(["in the same cost model", "seconds", "slower"], rows, right=(1, 2)),
-        f"Search: cost {_seconds(search.cost)}, lower bound {_seconds(search.lower_bound)}, gap "
+        f"Search: cost {seconds_text(search.cost)}, lower bound {seconds_text(search.lower_bound)}, gap "
         f"{100 * search.gap:.2g} %, stopped: {search.stop_reason}, "
         f"{counted(search.expansions, 'expansion')}, {counted(len(plan.iterations), 'round')} with the ratios",
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hetspmd.codec.quantities import quantity_text
+from hetspmd.codec.quantities import seconds_text
 from hetspmd.codec.tables import shortened, table
 from hetspmd.cost.timeline import Stream, Timeline, Transfer
 from hetspmd.plan.plan_facts import tensor_roles
@@ -69,10 +69,6 @@ def collective_roles(timeline: Timeline) -> dict[str, str]:
     return {
         t.name: roles[t.step.tensor] if isinstance(t.step, Communicate) else "" for t in timeline.transfers
     }
-
-
-def seconds_text(value: float) -> str:
-    return "0 s" if value == 0 else quantity_text(value, "seconds")
 
 
 def _headline(timeline: Timeline) -> str:

@@ -31,22 +31,6 @@ INTEGER = frozenset({"int64", "int32", "int16", "int8", "uint8", "uint16", "uint
 WRAPS = "integer summands may wrap around, and their conversion does not"
 """Why an op that converts integers has no row with All-Reduce."""
 
-__all__ = [
-    "COMPLEX",
-    "FLOATING",
-    "INTEGER",
-    "WRAPS",
-    "Dim",
-    "Term",
-    "broadcast_term",
-    "dim_names",
-    "linear_sets",
-    "reduced_dims",
-    "term_factors",
-    "wrap",
-    "zero_outputs",
-]
-
 
 def wrap(dim: int, ndim: int) -> int:
     """``dim`` counted from the front. Raises RuleError if the tensor has no such dim."""

@@ -17,9 +17,7 @@ from hetspmd.errors import NanError
 from hetspmd.lower.fuse import out_of_place
 from hetspmd.lower.instrument import instrumented
 from hetspmd.run.source_location import SourceFinder
-from hetspmd.trace.compat import flatten
-
-__all__ = ["is_looked_for", "watched"]
+from hetspmd.trace.compat.trees import flatten
 
 _UNSET = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 """Ops whose results have no values yet."""

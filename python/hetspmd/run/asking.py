@@ -17,17 +17,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = [
-    "OF_HETSPMD",
-    "OF_TORCH",
-    "begin_step",
-    "end_step",
-    "is_asked_by_user",
-    "is_stepping",
-    "no_step",
-    "outside_steps",
-]
-
 OF_HETSPMD: Final = str(Path(__file__).parents[1]) + os.sep
 OF_TORCH: Final = str(Path(torch.__file__).parent) + os.sep
 _SERVED: Final = (

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from hetspmd.dist.communicator import Communicator
     from hetspmd.run.entry import Entry
 
-__all__ = ["Attendance", "Ranks", "meet_ranks"]
-
 _REMEMBERED_STEPS: Final = 16
 """Steps of which it is known that their backward has run: a script seldom holds the losses of more."""
 

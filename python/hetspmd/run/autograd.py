@@ -24,7 +24,7 @@ from hetspmd.run.compiled_regions import in_stretches
 from hetspmd.run.shard_tensors import plain
 from hetspmd.run.source_location import SourceFinder, annotate
 from hetspmd.trace.autocast import without_autocast
-from hetspmd.trace.compat import graph_is_kept
+from hetspmd.trace.compat.tensors import graph_is_kept
 
 NOT_THE_LOSS: Final = (
     "a gradient reached an output of HAP that is not the loss; compute what is differentiated inside the model, or "

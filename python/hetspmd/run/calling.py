@@ -12,7 +12,7 @@ from torch import nn
 
 from hetspmd.trace.admissible import argument_names, spoken
 from hetspmd.trace.autocast import autocast_state
-from hetspmd.trace.compat import flatten
+from hetspmd.trace.compat.trees import flatten
 from hetspmd.trace.host.places import NOTHING, text
 from hetspmd.trace.host.plain import fingerprint
 from hetspmd.trace.values import dtype_name
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from hetspmd.run.host_guard import Guard
     from hetspmd.run.setting import Mode
     from hetspmd.trace.host.facts import Read
-
-__all__ = ["TorchMode", "calling_text", "changing", "parted"]
 
 _MOST_LEAVES = 12
 """Leaves of an argument that a message names: more make it unreadable."""

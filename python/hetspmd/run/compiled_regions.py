@@ -20,9 +20,7 @@ from torch import fx, nn
 
 from hetspmd.errors import ExampleError
 from hetspmd.lower.emit import item, take_saved
-from hetspmd.trace.compat import is_op
-
-__all__ = ["compile_options", "in_stretches"]
+from hetspmd.trace.compat.tensors import is_op
 
 FEWEST_OPS = 2
 """Ops of the shortest stretch: one alone cannot be fused with another."""

@@ -19,8 +19,6 @@ from hetspmd.errors import ShardError
 from hetspmd.lower.local_program import LocalTensor
 from hetspmd.run.shards import attributes
 
-__all__ = ["check_memory", "cut", "made_from_meta", "part_of"]
-
 
 def part_of(whole: torch.Tensor, layout: LocalTensor | None, device: torch.device) -> torch.Tensor:
     """This rank's part of a whole tensor, on ``device``; a part has memory of its own."""

@@ -13,8 +13,6 @@ from hetspmd.run.known_parameters import KnownParameters
 from hetspmd.run.setting import Mode
 from hetspmd.run.store import Slot
 
-__all__ = ["Entry"]
-
 
 @dataclass(kw_only=True)
 class Entry:

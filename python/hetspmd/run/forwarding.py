@@ -8,8 +8,6 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-__all__ = ["forwards", "without_prefix"]
-
 
 def forwards(wrapper: nn.Module, name: str) -> bool:
     """Whether ``name`` is an attribute of ``wrapper.module`` and not of the wrapper."""

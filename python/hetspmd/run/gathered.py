@@ -17,8 +17,6 @@ from torch import nn
 
 from hetspmd.run.parameter_registry import living
 
-__all__ = ["add_module", "gathered_state", "reach_loading"]
-
 _LOCK = threading.Lock()
 _REACHED: list[Any] = []
 """torch's own method, once it was replaced."""

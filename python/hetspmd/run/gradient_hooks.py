@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from hetspmd.errors import GradientError, GradientHookWarning
 from hetspmd.placement import is_sharded
 from hetspmd.run.parameter_registry import ShardedModule, places
-from hetspmd.trace.compat import as_plain
+from hetspmd.trace.compat.tensors import as_plain
 
 if TYPE_CHECKING:
     from hetspmd.trace.graph import Parameter

@@ -14,7 +14,7 @@ from hetspmd.errors import BatchMismatchError, DeviceError
 from hetspmd.lower.local_program import LocalTensor
 from hetspmd.placement import shard
 from hetspmd.trace.admissible import argument_names, spoken
-from hetspmd.trace.compat import flatten, flatten_with_names, parts_of, spec_from_text
+from hetspmd.trace.compat.trees import flatten, flatten_with_names, parts_of, spec_from_text
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.trace import leaf_path
 from hetspmd.trace.values import dtype_name

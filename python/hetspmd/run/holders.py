@@ -19,8 +19,6 @@ from hetspmd.run.instances import instances
 from hetspmd.run.parameter_registry import living
 from hetspmd.run.shards import marked
 
-__all__ = ["Holders", "check_unwrapped", "held_elsewhere", "localize_state"]
-
 
 def check_unwrapped(model: nn.Module) -> None:
     """Raise ShardError if a HAP module has the model, or a part of it, already."""

@@ -21,17 +21,15 @@ import torch
 
 from hetspmd.errors import PlanMismatchError
 from hetspmd.run.kept_rows import KeptRows
-from hetspmd.run.still import comparison, stays
+from hetspmd.run.still import comparison, stays, unchanged
 from hetspmd.trace.evaluate import constant_value
 from hetspmd.trace.graph import Graph
-from hetspmd.trace.host.cached import CALL, is_cache, prepared, results_of
+from hetspmd.trace.host.cached import CALL, cache_of, prepared, results_of
 from hetspmd.trace.host.discovery import rediscover
 from hetspmd.trace.host.facts import Counter, Host, Read, Write
 from hetspmd.trace.host.places import NOTHING, Roots, Variables, item, own, put, text
-from hetspmd.trace.host.plain import MISSING, fingerprint, same_function
+from hetspmd.trace.host.plain import MISSING, fingerprint, outline, same_function, tensors_in
 from hetspmd.trace.host.templates import from_text
-
-__all__ = ["Guard"]
 
 _KINDS = {"float64": float, "int64": int}
 _DEFAULTS = {".__defaults__", ".__kwdefaults__"}
@@ -66,6 +64,7 @@ class Guard:
         self._equal: list[tuple[Callable[[], Any], Callable[[Any], bool]]] = []
         self._bound = False
         self._functions: dict[Read, FunctionType] = {}
+        self._kept: dict[Read, Callable[[Any], bool]] = {}
         self._calls_due = True
         with self._looking():
             reads = map(self._adopted, self.host.reads) if from_plan else self.host.reads
@@ -102,7 +101,7 @@ class Guard:
         """The same of another model, in which nothing has been looked at yet."""
         twin = copy.copy(self)
         twin._roots, twin._blocker, twin._bound = roots, None, False
-        twin._same, twin._equal, twin._functions = [], [], {}
+        twin._same, twin._equal, twin._functions, twin._kept = [], [], {}, {}
         return twin
 
     def differences(self) -> list[tuple[Read, Any]]:
@@ -161,9 +160,11 @@ class Guard:
     def _looking(self) -> Iterator[None]:
         """Around a look at values that is no step: cached functions are left as they are."""
         called = (
-            self._roots.value(*place) for place in dict.fromkeys(map(_called, self.host.reads)) if place
+            cache_of(self._roots.value(*place))
+            for place in dict.fromkeys(map(_called, self.host.reads))
+            if place
         )
-        before = {id(f): (f, frozenset(results_of(f))) for f in called if is_cache(f)}
+        before = {id(f): (f, frozenset(results_of(f))) for f in called if f is not None}
         try:
             yield
         finally:
@@ -193,11 +194,17 @@ class Guard:
 
     def _now(self, read: Read) -> str:
         value = self._roots.value(read.root, read.path)
-        return MISSING if value is NOTHING else fingerprint(value)
+        if value is NOTHING:
+            return MISSING
+        return outline(value) if _gives_tensors(read, value) else fingerprint(value)
 
     def _is_same(self, read: Read) -> bool:
-        """Whether a value is as it was read. What a function does is known since it was first seen here."""
+        """Whether a value is as it was read. What a function does is known since it was first seen here, and what
+        tensors a cached function gives."""
         if self._now(read) != read.value:
+            return False
+        kept = self._kept.get(read)
+        if kept is not None and not kept(self._roots.value(read.root, read.path)):
             return False
         function = self._functions.get(read)
         return function is None or same_function(function, self._roots.value(read.root, read.path))
@@ -233,13 +240,23 @@ class Guard:
                     if _DEFAULTS & set(read.path[:-1])
                     else _reader(holder, step)
                 )
-                self._equal.append((reader, comparison(value, read.value)))
+                if _gives_tensors(read, value):
+                    self._kept.setdefault(read, unchanged(value))
+                self._equal.append((reader, self._kept.get(read) or comparison(value, read.value)))
         self._bound = True
 
 
 def _is_call(read: Read) -> bool:
     """Whether a read calls a cached function."""
     return any(step.startswith(CALL) for step in read.path)
+
+
+def _gives_tensors(read: Read, value: Any) -> bool:
+    """Whether a read is of what a call of a cached function gives, and that is tensors, or of a buffer that feeds
+    one."""
+    if isinstance(value, torch.Tensor) and read.value == outline(value):
+        return True
+    return bool(read.path) and read.path[-1].startswith(CALL) and bool(tensors_in(value))
 
 
 def _called(read: Read) -> tuple[str, tuple[str, ...]] | None:
@@ -256,7 +273,7 @@ def _result(call: Callable[[], Any]) -> Any:
 
 
 def _reader(holder: Any, step: str) -> Callable[[], Any]:
-    if step.startswith(CALL) and is_cache(holder):
+    if step.startswith(CALL) and cache_of(holder) is not None:
         return partial(_result, prepared(holder, step))
     if step.startswith(".") and not isinstance(holder, Variables):
         return partial(getattr, holder, step[1:], NOTHING)

@@ -6,8 +6,6 @@ import gc
 from itertools import chain, compress, starmap
 from typing import Any
 
-__all__ = ["instances"]
-
 
 def instances(*classes: type) -> list[Any]:
     """What is of one of the classes or of their subclasses, by its type: a look at an object may run its code.

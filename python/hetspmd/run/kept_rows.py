@@ -16,8 +16,6 @@ from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.places import text
 from hetspmd.trace.host.templates import from_text
 
-__all__ = ["KeptRows"]
-
 
 class KeptRows:
     """What a graph leaves behind, of which the whole shapes are compared with what is there in the first step.

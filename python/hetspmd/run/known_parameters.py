@@ -15,10 +15,8 @@ from torch import nn
 from hetspmd.errors import ShardError
 from hetspmd.lower.local_program import LocalTensor
 from hetspmd.run.shards import divided, mark, marked
-from hetspmd.trace.compat import as_plain
+from hetspmd.trace.compat.tensors import as_plain
 from hetspmd.trace.values import dtype_name
-
-__all__ = ["KnownParameters"]
 
 Slot = tuple[nn.Module, str]
 _Facts = tuple[torch.dtype, torch.Size, torch.device]

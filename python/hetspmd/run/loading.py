@@ -17,8 +17,6 @@ from hetspmd.lower.local_program import LocalTensor
 from hetspmd.run.shard_tensors import plain
 from hetspmd.run.shards import ShardMark, marked
 
-__all__ = ["local_state"]
-
 
 class _Unread:
     """This rank's shard of a tensor that nobody has read yet; torch takes it for a tensor."""

@@ -18,8 +18,6 @@ import torch
 from hetspmd.errors import HetspmdError
 from hetspmd.run.shards import ShardMark, marked
 
-__all__ = ["explain"]
-
 _ABOUT_SIZES: Final = re.compile(r"\b(sizes?|shapes?|dimensions?|broadcast|elements)\b", re.IGNORECASE)
 
 _NOT_THE_USERS: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))

@@ -50,7 +50,7 @@ from hetspmd.run.twin import twin_attributes, twin_model, twin_plans, twin_store
 from hetspmd.run.whole_states import WholeStates
 from hetspmd.run.wrappers import refuse_wrapper
 from hetspmd.trace.admissible import check_model as check_admissible
-from hetspmd.trace.compat import unflatten
+from hetspmd.trace.compat.trees import unflatten
 from hetspmd.trace.containers import MissingClassError
 
 if TYPE_CHECKING:
@@ -267,14 +267,7 @@ class HAP(TakesPart, WholeStates):
         buffers = [owner._buffers[leaf] for owner, leaf in entry.buffers]
         loss, outputs = entry.runner.run(parameters, buffers, inputs)  # type: ignore[arg-type]  # none is None
         graph = entry.plan.graph
-        leaves: list[Any] = []
-        for output in graph.outputs:
-            if output.tensor is None:
-                leaves.append(output.value)
-            elif output.tensor == graph.loss:
-                leaves.append(loss)
-            else:
-                leaves.append(outputs[output.tensor])
+        leaves = graph.filled_outputs(outputs if graph.loss is None else {**outputs, graph.loss: loss})
         entry.served.leave(leaves)
         count = entry.output_spec.num_leaves
         try:

@@ -8,8 +8,6 @@ if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
     from hetspmd.run.autograd import Runner
 
-__all__ = ["Observer"]
-
 
 class Observer(Protocol):
     """What runs while it is on is recorded, on every rank; ``print(recorder)`` shows it afterwards."""

@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from hetspmd.errors import WorldSizeError
 
-__all__ = ["NAMES", "hide_ranks"]
-
 NAMES: Final = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK",

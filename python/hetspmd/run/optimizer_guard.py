@@ -24,7 +24,7 @@ from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.run.elementwise import Untestable, is_elementwise, steps_nothing, trial_shape
 from hetspmd.run.optimizer_state import cut_whole_state, full_optimizer_state_dict, is_own
 from hetspmd.run.outside_parameters import refuse_untrained
-from hetspmd.run.parameter_registry import ParameterPlace, living, places
+from hetspmd.run.parameter_registry import ParameterPlace, living, optimizer_parameters, places
 from hetspmd.run.stepping import Call, begin, end
 
 _optim = torch.optim
@@ -96,27 +96,23 @@ def _before_step(
 
 
 def _look(optimizer: torch.optim.Optimizer) -> None:
-    refuse_untrained(optimizer, _parameters(optimizer))
+    refuse_untrained(optimizer, optimizer_parameters(optimizer))
     held = tuple(len(group["params"]) for group in optimizer.param_groups)
     alive = tuple(id(module) for module in living())
     last = _CHECKED.get(optimizer)
     if last is not None and (last.held, last.alive) == (held, alive):
         return
     registry = {key: place for key, place in places().items() if place.module.everyone.world > 1}
-    mine = [registry[id(p)] for p in _parameters(optimizer) if id(p) in registry]
+    mine = [registry[id(p)] for p in optimizer_parameters(optimizer) if id(p) in registry]
     modules = tuple({id(place.module): None for place in mine})
     if mine and (last is None or (last.held, last.modules) != (held, modules)):
         _check(optimizer, registry, mine)
-    elif alive and any(p.is_meta for p in _parameters(optimizer)):
+    elif alive and any(p.is_meta for p in optimizer_parameters(optimizer)):
         raise OptimizerError(
             f"{type(optimizer).__name__} holds parameters on the meta device, in whose place HAP(...) has made "
             f"others; make it after HAP(...): {type(optimizer).__name__}(hap.parameters(), ...)"
         )
     _CHECKED[optimizer] = _Look(held, alive, modules)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _check(
@@ -162,7 +158,7 @@ def _gather(optimizer: torch.optim.Optimizer, _state: dict[str, Any]) -> dict[st
 
 def _places(optimizer: torch.optim.Optimizer) -> list[ParameterPlace]:
     registry = places()
-    return [registry[id(p)] for p in _parameters(optimizer) if id(p) in registry]
+    return [registry[id(p)] for p in optimizer_parameters(optimizer) if id(p) in registry]
 
 
 def _look_again(optimizer: torch.optim.Optimizer) -> None:

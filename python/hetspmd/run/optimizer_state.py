@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hetspmd.errors import OptimizerError
-from hetspmd.run.parameter_registry import ParameterPlace, ShardedModule, places
+from hetspmd.run.parameter_registry import ParameterPlace, ShardedModule, optimizer_parameters, places
 
 if TYPE_CHECKING:
     from hetspmd.lower import LocalTensor
@@ -66,7 +66,7 @@ def full_optimizer_state_dict(
     local = {**local, "state": _cut_on_all(hap, optimizer, registry, local["state"])}
     keep = not rank0_only or hap.rank == 0
     state: dict[Any, Any] = {}
-    listed = _parameters(optimizer)
+    listed = optimizer_parameters(optimizer)
     by_module: dict[int, tuple[ShardedModule, dict[int, str]]] = {}
     for index, parameter in enumerate(listed):
         place = registry.get(id(parameter))
@@ -105,7 +105,7 @@ def load_full_optimizer_state_dict(
         ValueError: The parameter groups differ, as in ``Optimizer.load_state_dict``.
     """
     registry = _known(hap, optimizer)
-    listed = _parameters(optimizer)
+    listed = optimizer_parameters(optimizer)
     saved = [index for group in state_dict["param_groups"] for index in group["params"]]
     state: dict[Any, Any] = dict(state_dict["state"])
     for index, parameter in zip(saved, listed, strict=False):  # torch compares their numbers
@@ -160,7 +160,7 @@ def _cut_on_all(
     hooks yet that would gather shards. Every rank raises what one of them raises."""
     cut_state, problem = dict(state), ""
     try:
-        for index, parameter in enumerate(_parameters(optimizer)):
+        for index, parameter in enumerate(optimizer_parameters(optimizer)):
             if isinstance(entries := state.get(index), dict):
                 cut_state[index] = entries | _whole_parts(
                     entries, parameter, registry.get(id(parameter)), optimizer
@@ -190,16 +190,12 @@ def is_own() -> bool:
 
 def _known(hap: ShardedModule, optimizer: torch.optim.Optimizer) -> dict[int, ParameterPlace]:
     registry = places()
-    if not any(id(p) in registry and registry[id(p)].module is hap for p in _parameters(optimizer)):
+    if not any(id(p) in registry and registry[id(p)].module is hap for p in optimizer_parameters(optimizer)):
         raise OptimizerError(
             f"{type(optimizer).__name__} has no parameters of this HAP module; make it with hap.parameters(), "
             "after HAP(...) if the model was on the meta device"
         )
     return registry
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _gathered(

@@ -17,8 +17,6 @@ from hetspmd.trace.host.facts import Read
 from hetspmd.trace.host.places import Roots
 from hetspmd.trace.host.untrained import untrained_leaves
 
-__all__ = ["look_for_untrained", "refuse_untrained"]
-
 _LOCK = threading.Lock()
 _FOUND: Final[list[tuple[weakref.ref[torch.Tensor], str, weakref.ref[object]]]] = []
 """The tensors with their names, and by whom they were found; no one counts who is gone."""

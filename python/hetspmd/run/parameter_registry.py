@@ -170,6 +170,11 @@ def grouped(tensors: Iterable[tuple[torch.Tensor, ParameterPlace]]) -> list[Owne
     ]
 
 
+def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What an optimizer steps, of all its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def owned_parameters(parameters: Iterable[torch.Tensor]) -> list[Owned]:
     """The parameters by HAP module, in the order in which the modules first appear.
 

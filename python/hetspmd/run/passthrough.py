@@ -17,10 +17,8 @@ from torch import nn
 from hetspmd.errors import GradientError
 from hetspmd.plan.plan import Plan
 from hetspmd.run.autograd import NOT_THE_LOSS, Runner
-from hetspmd.trace.compat import flatten, unflatten
+from hetspmd.trace.compat.trees import flatten, unflatten
 from hetspmd.trace.losses import Loss
-
-__all__ = ["is_the_model", "run_model"]
 
 
 def is_the_model(plan: Plan) -> bool:
@@ -56,15 +54,8 @@ def run_model(
         raise
     values = {o.tensor: leaf for o, leaf in zip(graph.outputs, flat, strict=True) if o.tensor is not None}
     runner.send(values)
-    leaves: list[Any] = []
-    for output in graph.outputs:
-        if output.tensor is None:
-            leaves.append(output.value)
-        elif output.tensor == graph.loss:
-            leaves.append(values[output.tensor])
-        else:
-            leaves.append(_refusing(values[output.tensor]))
-    return unflatten(leaves, spec)
+    shown = {t: value if t == graph.loss else _refusing(value) for t, value in values.items()}
+    return unflatten(graph.filled_outputs(shown), spec)
 
 
 def _refusing(output: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from hetspmd.run.setting import Mode, Setting
 from hetspmd.run.source_location import SourceFinder
 from hetspmd.run.store import Store, slot
 from hetspmd.run.variety import make_room
-from hetspmd.trace.compat import spec_from_text
+from hetspmd.trace.compat.trees import spec_from_text
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.trace import split_example, trace
 from hetspmd.trace.trial import trial

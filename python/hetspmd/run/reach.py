@@ -8,8 +8,6 @@ from hetspmd.run.optimizer_guard import watch_optimizers
 from hetspmd.run.scaler import reach_torch_scaler
 from hetspmd.run.wrappers import reach_wrappers
 
-__all__ = ["reach"]
-
 
 def reach() -> None:
     """Let torch's functions and classes look for HAP modules. Further calls change nothing."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from hetspmd.lower.local_program import LocalProgram
     from hetspmd.trace.graph import Graph
 
-__all__ = ["ROUND_STEPS", "Piece", "Replicas", "device_kind"]
-
 ROUND_STEPS: Final = 100
 """Steps in which all replicated tensors are compared once, or twice as many where some of them are large."""
 

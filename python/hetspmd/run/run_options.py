@@ -12,8 +12,6 @@ import torch.distributed as dist
 from hetspmd.dist.communicator import Communicator
 from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, parted
 
-__all__ = ["HapKeywords", "RunOptions"]
-
 
 class HapKeywords(CompileKeywords, total=False):
     """The options of :class:`hetspmd.HAP` as keyword arguments, for type checkers and editors."""

@@ -19,8 +19,6 @@ from hetspmd.dist.communicator import Communicator
 from hetspmd.errors import PlanMismatchError
 from hetspmd.trace.graph import REBALANCE, Argument, Constant, Graph, Instruction, Output, Ref, map_refs
 
-__all__ = ["check_same_model", "difference"]
-
 _MEND = (
     "compile the plan again with this model, this batch and this version of torch, or pass check_plan=False if it "
     "is known to be right"

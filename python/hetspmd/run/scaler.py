@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hetspmd.errors import CollectiveMismatchError
-from hetspmd.run.parameter_registry import Owned, grouped, owned_parameters, places
+from hetspmd.run.parameter_registry import Owned, grouped, optimizer_parameters, owned_parameters, places
 
 Found = dict[torch.device, torch.Tensor]
 """Whether a gradient on each device is not finite."""
@@ -35,7 +35,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> Found:
-        owned_parameters(_parameters(optimizer))
+        owned_parameters(optimizer_parameters(optimizer))
         flags: Found = super()._unscale_grads_(optimizer, *args)
         return flags
 
@@ -56,14 +56,10 @@ def reach_torch_scaler() -> None:
         ) -> Found:
             flags: Found = _REACHED[0](self, optimizer, inv_scale, found_inf, allow_fp16)
             registry = places()
-            mine = [(p, registry[id(p)]) for p in _parameters(optimizer) if id(p) in registry]
+            mine = [(p, registry[id(p)]) for p in optimizer_parameters(optimizer) if id(p) in registry]
             return _shared(flags, grouped(mine), inv_scale)
 
         torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]  # on purpose
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _shared(flags_of: Found, parts: list[Owned], inv_scale: torch.Tensor) -> Found:

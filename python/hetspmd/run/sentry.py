@@ -23,8 +23,6 @@ from hetspmd.placement import is_sharded
 from hetspmd.run.parameter_registry import living
 from hetspmd.run.shards import FULL, divided, marked
 
-__all__ = ["Post", "Sentry", "outside_posts", "posts"]
-
 
 @dataclass(frozen=True)
 class Post:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
     from hetspmd.trace.losses import Loss
 
-__all__ = ["Mode", "Setting"]
-
 Mode = tuple[tuple[bool, ...], tuple[bool, ...], str, int]
 """``training`` of every submodule, ``requires_grad`` of every parameter, the dtype of autocast ("": off),
 the number of the model's structure (:mod:`hetspmd.run.structure`)."""

@@ -30,9 +30,7 @@ from hetspmd.run.shard_functions import (
     tensors_in,
     writes,
 )
-from hetspmd.trace.compat import as_plain
-
-__all__ = ["MARK", "Part", "PartMark", "Use"]
+from hetspmd.trace.compat.tensors import as_plain
 
 MARK: Final = "hetspmd_shard"
 """The attribute that says of which parameter a tensor is a shard."""

@@ -16,19 +16,6 @@ import torch
 
 from hetspmd.rules.ops.pointwise import is_pointwise
 
-__all__ = [
-    "Role",
-    "does_as_tensors",
-    "is_list",
-    "is_of_two",
-    "kind_of",
-    "name_of",
-    "role_of",
-    "takes_all",
-    "tensors_in",
-    "writes",
-]
-
 
 class Role(Enum):
     """What a function is to a part of a tensor."""

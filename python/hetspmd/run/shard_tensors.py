@@ -20,7 +20,7 @@ from torch import nn
 from hetspmd.run.asking import OF_HETSPMD, OF_TORCH, is_asked_by_user, is_stepping
 from hetspmd.run.shard_calls import MARK, Part, PartMark, Use
 from hetspmd.run.shard_functions import does_as_tensors
-from hetspmd.trace.compat import as_plain
+from hetspmd.trace.compat.tensors import as_plain
 
 __all__ = ["MARK", "Part", "Shard", "ShardValues", "plain", "refuse_transform", "shard_class"]
 

@@ -18,19 +18,7 @@ from hetspmd.errors import ShardError
 from hetspmd.lower.local_program import LocalTensor
 from hetspmd.placement import is_sharded
 from hetspmd.run.shard_tensors import MARK, Shard, refuse_transform, shard_class
-from hetspmd.trace.compat import before_transforms
-
-__all__ = [
-    "FULL",
-    "GradientMark",
-    "ShardMark",
-    "attributes",
-    "divided",
-    "gradient_of",
-    "mark",
-    "marked",
-    "parameter_like",
-]
+from hetspmd.trace.compat.func_transforms import before_transforms
 
 FULL: Final = "on every rank: model = hap.full_module(), a single-device copy"
 """How to get at a model that can be called, copied and saved as it is."""

@@ -20,8 +20,6 @@ from torch import nn
 from hetspmd.run.parameter_registry import ShardedModule
 from hetspmd.trace.losses import PickedLoss
 
-__all__ = ["Forward"]
-
 _HAP = Parameter("_hap", Parameter.POSITIONAL_ONLY)
 
 

@@ -23,8 +23,6 @@ from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.fake import model_device
 from hetspmd.trace.trace import split_example
 
-__all__ = ["device_for", "first_plan", "joined", "runtime_of"]
-
 
 def joined(group: dist.ProcessGroup | Communicator | None, ranks: int, timeout: float) -> Communicator:
     """The communicator of all ranks, guarded against those that fail within ``timeout`` seconds.

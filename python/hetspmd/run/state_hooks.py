@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["after_saving", "before_saving", "loaded_with_hooks", "without_pre_hooks"]
-
 
 def before_saving(module: nn.Module, prefix: str) -> None:
     """Call the hooks before ``state_dict()``."""

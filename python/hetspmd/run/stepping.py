@@ -12,8 +12,7 @@ from typing import Any, Final
 import torch
 
 from hetspmd.run.asking import begin_step, end_step, outside_steps
-
-__all__ = ["begin", "end"]
+from hetspmd.run.parameter_registry import optimizer_parameters
 
 _OURS: Final = -1
 """A key of tables of hooks that torch gives to none."""
@@ -32,7 +31,7 @@ def begin(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[
         before.pop(_OURS, None)
         before[_OURS] = _before_own_code
     else:
-        begin_step(_parameters(optimizer))
+        begin_step(optimizer_parameters(optimizer))
     return _with_closure(args, kwargs)
 
 
@@ -43,7 +42,7 @@ def end(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _before_own_code(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    begin_step(_parameters(optimizer))
+    begin_step(optimizer_parameters(optimizer))
 
 
 def _after_own_code(*_: Any) -> None:
@@ -68,7 +67,3 @@ def _outside(closure: Callable[..., Any]) -> Callable[..., Any]:
             return closure(*args, **kwargs)
 
     return outside
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

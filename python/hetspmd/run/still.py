@@ -17,10 +17,8 @@ from torch import nn
 from hetspmd.dist.digest import digest
 from hetspmd.trace.host.content import has_basis, is_followed_kind
 from hetspmd.trace.host.places import NOTHING
-from hetspmd.trace.host.plain import fingerprint, is_container, is_scalar
+from hetspmd.trace.host.plain import fingerprint, is_container, is_scalar, outline, tensors_in
 from hetspmd.trace.host.raw import elements, pairs, size
-
-__all__ = ["comparison", "stays"]
 
 Comparison = Callable[[Any], bool]
 
@@ -62,6 +60,40 @@ def comparison(value: Any, text: str) -> Comparison:
     return lambda now: now is value and fingerprint(now) == text
 
 
+def unchanged(value: Any) -> Comparison:
+    """Whether another value, a tensor or a container of some, has what this one has now; it may be made anew."""
+    about, parts = outline(value), [_equal(tensor) for tensor in tensors_in(value)]
+
+    def same(now: Any) -> bool:
+        if now is NOTHING or outline(now) != about:
+            return False
+        return all(part(tensor) for part, tensor in zip(parts, tensors_in(now), strict=True))
+
+    return same
+
+
+def _equal(value: torch.Tensor) -> Comparison:
+    """Whether a tensor has the content of this one. The same one on another device, whose content would be waited
+    for, is told by its version."""
+    if not _has_content(value):
+        return _version(value)
+    look = _copy if value.numel() * value.element_size() <= _LARGEST_COPY else _digest
+    about, held = (value.dtype, value.shape, value.device, value.requires_grad), look(value)
+    version = None if value.device.type == "cpu" or value.is_inference() else value._version
+
+    def same(now: Any) -> bool:
+        if version is not None and now is value and now._version == version:
+            return True
+        return (now.dtype, now.shape, now.device, now.requires_grad) == about and torch.equal(look(now), held)
+
+    return same
+
+
+def _has_content(value: torch.Tensor) -> bool:
+    plain = type(value) in (torch.Tensor, nn.Parameter)
+    return plain and not value.is_meta and value.layout == torch.strided
+
+
 def _container(value: Any, text: str) -> Comparison:
     """By the elements of lists and dicts of values that stay; by text of anything else."""
     if isinstance(value, dict):
@@ -94,9 +126,8 @@ def _same_parts(now: tuple[Any, ...], held: tuple[Any, ...]) -> bool:
 
 
 def _tensor(value: torch.Tensor) -> Comparison:
-    if value.is_meta or value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter):
-        version = value._version, value.requires_grad
-        return lambda now: now is value and (value._version, value.requires_grad) == version
+    if not _has_content(value):
+        return _version(value)
     look = _copy if value.numel() * value.element_size() <= _LARGEST_COPY else _digest
     about, held = (value.dtype, value.shape, value.device, value.requires_grad), look(value)
 
@@ -106,6 +137,11 @@ def _tensor(value: torch.Tensor) -> Comparison:
         return torch.equal(look(value), held)
 
     return same
+
+
+def _version(value: torch.Tensor) -> Comparison:
+    version = value._version, value.requires_grad
+    return lambda now: now is value and (value._version, value.requires_grad) == version
 
 
 def _array(value: Any, text: str) -> Comparison:

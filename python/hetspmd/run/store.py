@@ -23,7 +23,7 @@ from hetspmd.run.cutting import check_memory, cut, made_from_meta
 from hetspmd.run.holders import Holders, held_elsewhere, localize_state
 from hetspmd.run.sentry import Sentry, outside_posts, posts
 from hetspmd.run.shards import attributes, divided, mark
-from hetspmd.trace.compat import fake_mode
+from hetspmd.trace.compat.tensors import fake_mode
 from hetspmd.trace.fake import fake_like
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.values import dtype_name

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from hetspmd.dist.doings import Doing
     from hetspmd.run.attendance import Attendance
 
-__all__ = ["TakesPart"]
-
 
 class TakesPart(nn.Module):
     """The part of :class:`hetspmd.run.module.HAP` in the roll call (:mod:`hetspmd.dist.roll`), if it has one."""

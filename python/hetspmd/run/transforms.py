@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from hetspmd.errors import GradientError, TraceError
-from hetspmd.trace.compat import transform_around
-
-__all__ = ["refuse_transforms"]
+from hetspmd.trace.compat.func_transforms import transform_around
 
 
 def refuse_transforms() -> None:

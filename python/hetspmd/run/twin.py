@@ -23,8 +23,6 @@ from hetspmd.run.shards import attributes, divided, mark, marked, parameter_like
 from hetspmd.run.store import Slot, Store
 from hetspmd.run.whole import copied
 
-__all__ = ["twin_attributes", "twin_model", "twin_plans", "twin_store"]
-
 
 def twin_model(store: Store, memo: dict[int, Any]) -> nn.Module:
     """A deep copy of the wrapped model, shards included, with the sentry lifted."""

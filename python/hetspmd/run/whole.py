@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,8 +20,7 @@ from hetspmd.dist.runtime import Runtime
 from hetspmd.run.loading import local_state
 from hetspmd.run.shards import parameter_like
 from hetspmd.run.store import Store
-
-__all__ = ["copied", "full_module", "full_state_dict", "load_full_state_dict"]
+from hetspmd.trace.host.plain import tensors_in
 
 
 def full_state_dict(store: Store, runtime: Runtime, *, keep: bool) -> dict[str, Any]:
@@ -53,7 +52,7 @@ def copied(
     memo = {} if memo is None else memo
     memo.update(tensors)
     for module in model.modules():
-        for tensor in _held(vars(module).values()):
+        for tensor in tensors_in(vars(module)):
             if not tensor.is_leaf:
                 memo.setdefault(id(tensor), tensor.detach().clone())
     return copy.deepcopy(model, memo)
@@ -126,14 +125,3 @@ def _in_place(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterator
     finally:
         for slots, before in saved:
             slots.update(before)
-
-
-def _held(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among values and within their lists, tuples and dicts."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _held(value)
-        elif isinstance(value, dict):
-            yield from _held(value.values())

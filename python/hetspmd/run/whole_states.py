@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from hetspmd.dist.runtime import Runtime
     from hetspmd.run.store import Store
 
-__all__ = ["WholeStates"]
-
 
 class WholeStates(nn.Module):
     """What :class:`hetspmd.run.module.HAP` does with the single-device model's state, in whole tensors."""

@@ -6,8 +6,6 @@ from typing import Any
 
 import highspy
 
-__all__ = ["quiet_highs"]
-
 
 def quiet_highs(**options: Any) -> highspy.Highs:
     """A solver that logs nowhere, whichever version it is, with further options of HiGHS."""

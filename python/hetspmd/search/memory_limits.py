@@ -40,8 +40,6 @@ from hetspmd.search.memory_prices import MemoryPrices, Place
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import Space
 
-__all__ = ["capacities", "search_that_fits"]
-
 SEARCHES = 40
 """At most so many searches at prices."""
 

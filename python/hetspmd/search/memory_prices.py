@@ -24,8 +24,6 @@ from hetspmd.rules.theory import Theory
 from hetspmd.search.pricing import Prices
 from hetspmd.search.search import Searcher
 
-__all__ = ["MemoryPrices", "Place"]
-
 Place = tuple[int, int]
 """An instruction and a device whose memory has a price there."""
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from hetspmd.errors import ExampleError, ShardError, TraceError
-from hetspmd.trace.compat import FakeTensorMode, is_compiled_module, is_sharded_wrapper
+from hetspmd.trace.compat.tensors import FakeTensorMode, is_compiled_module, is_sharded_wrapper
 
 _LITERALS = (type(None), bool, int, float, str)
 

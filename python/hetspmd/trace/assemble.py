@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import InputRole, OutputRole
+from hetspmd.trace.compat.roles import InputRole, OutputRole
 from hetspmd.trace.graph import (
     BUFFER,
     CONSTANT,

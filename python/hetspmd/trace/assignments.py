@@ -20,12 +20,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import assign_data, is_traced, memory_of
+from hetspmd.trace.compat.joint import assign_data
+from hetspmd.trace.compat.tensors import is_traced, memory_of
 from hetspmd.trace.frames import frame_line, here, line_of
 from hetspmd.trace.host.foreign import is_foreign, is_own
 from hetspmd.trace.host.seeds import refuse_generator
-
-__all__ = ["Assignments", "named_writes"]
 
 _GRADIENT: Final = tuple(getattr(torch.Tensor.grad, f"__{how}__") for how in ("get", "set", "delete"))
 _VERSION: Final = torch.Tensor._version.__get__  # type: ignore[attr-defined]  # a getset descriptor of C

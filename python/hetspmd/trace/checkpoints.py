@@ -18,12 +18,11 @@ import torch
 from torch import nn
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import TorchDispatchMode, checkpoints_replaced
+from hetspmd.trace.compat.checkpoint_calls import checkpoints_replaced
+from hetspmd.trace.compat.tensors import TorchDispatchMode
 from hetspmd.trace.frames import here
 from hetspmd.trace.host.places import text
 from hetspmd.trace.host.recorder import Place
-
-__all__ = ["Checkpoints"]
 
 
 class Checkpoints:

@@ -19,8 +19,6 @@ import torch
 
 from hetspmd.trace.host.foreign import is_foreign, is_installed
 
-__all__ = ["libraries_told"]
-
 _LOCK = threading.Lock()
 _TOLD: ContextVar[bool] = ContextVar("hetspmd_told_that_it_compiles", default=False)
 _traces = 0

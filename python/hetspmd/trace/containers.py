@@ -19,8 +19,6 @@ from torch import nn
 
 from hetspmd.errors import PlanError, TraceError
 
-__all__ = ["ApartContainer", "MissingClassError", "is_cache", "unwrap", "wrap"]
-
 _PLAIN: Final = (type(None), bool, int, float, str)
 _KNOWN: dict[str, type] = {}
 """Classes that this process has taken apart, by name; those local to a function can be found nowhere else."""

@@ -21,8 +21,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["cumulative_averages"]
-
 _FORWARD: Final[CodeType] = nn.BatchNorm1d.forward.__code__
 """The forward of all of torch's batch norms."""
 _NONE: Final = object()

@@ -11,10 +11,10 @@ tied parameter) is copied too. A tensor that cannot be divided needs no copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from hetspmd.trace.graph import REBALANCE, Argument, Graph, Instruction, Ref, Tensor, map_refs
+from hetspmd.trace.graph import REBALANCE, Graph, Instruction, Ref, Tensor
 
 
 def with_cuts(graph: Graph, segments: Sequence[int], divisible: Callable[[int], bool]) -> Graph:
@@ -57,7 +57,7 @@ def with_cuts(graph: Graph, segments: Sequence[int], divisible: Callable[[int], 
     for instruction in graph.instructions:
         segment = segments[instruction.id]
         read = {t: copy(t, segment, instruction) for t in dict.fromkeys(instruction.inputs)}
-        append(_reading(instruction, read), segment)
+        append(instruction.reading(read), segment)
         for t in instruction.outputs:
             for place in stored.get(t, ()):
                 copy(t, place, instruction)
@@ -71,20 +71,4 @@ def with_cuts(graph: Graph, segments: Sequence[int], divisible: Callable[[int], 
         instructions=tuple(instructions),
         parameters=parameters,
         segments=tuple(cut_segments),
-    )
-
-
-def _reading(instruction: Instruction, read: Mapping[int, int]) -> Instruction:
-    """The instruction with the tensors ``read`` in the place of its inputs."""
-    if all(t == new for t, new in read.items()):
-        return instruction
-
-    def changed(reference: Ref) -> Argument:
-        return Ref(read[reference.id])
-
-    return replace(
-        instruction,
-        args=tuple(map_refs(a, changed) for a in instruction.args),
-        kwargs=tuple((k, map_refs(a, changed)) for k, a in instruction.kwargs),
-        inputs=tuple(read[t] for t in instruction.inputs),
     )

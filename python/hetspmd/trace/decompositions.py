@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import Decompositions, decomposition_table
+from hetspmd.trace.compat.joint import Decompositions, decomposition_table
 
 aten = torch.ops.aten
 

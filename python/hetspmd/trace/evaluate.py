@@ -8,7 +8,7 @@ import torch
 
 from hetspmd.errors import PlanError
 from hetspmd.trace.assemble import constant_data
-from hetspmd.trace.compat import has_kernel
+from hetspmd.trace.compat.tensors import has_kernel
 from hetspmd.trace.gpu_attention import ON_GPU
 from hetspmd.trace.graph import CONSTANT, Constant, Graph, Instruction, Ref, map_refs
 from hetspmd.trace.values import to_torch, torch_dtype, torch_op

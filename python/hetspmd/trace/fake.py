@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hetspmd.errors import DeviceError
-from hetspmd.trace.compat import FakeTensorMode
+from hetspmd.trace.compat.tensors import FakeTensorMode
 
 
 def model_device(model: nn.Module) -> torch.device:

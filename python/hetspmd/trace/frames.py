@@ -13,8 +13,6 @@ from types import FrameType
 import torch
 from torch import nn
 
-__all__ = ["code_at", "frame_line", "here", "line_of"]
-
 _FOREIGN = tuple(
     str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).resolve().parent.parent)
 )

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["ON_GPU"]
-
 aten = torch.ops.aten
 
 _HEAD_MULTIPLE: Final = 8

@@ -7,8 +7,9 @@ what a plan file stores, and what ``print(graph)`` shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Final, Literal
 
 from hetspmd.trace.host.facts import Host
@@ -110,6 +111,21 @@ class Instruction:
     @property
     def is_source(self) -> bool:
         return self.op in SOURCES
+
+    def reading(self, others: Mapping[int, int]) -> Instruction:
+        """The instruction with ``others`` in the place of the tensors that it reads, for those that have one."""
+        if others.keys().isdisjoint(self.inputs):
+            return self
+
+        def changed(reference: Ref) -> Argument:
+            return Ref(others.get(reference.id, reference.id))
+
+        return replace(
+            self,
+            args=tuple(map_refs(a, changed) for a in self.args),
+            kwargs=tuple((k, map_refs(a, changed)) for k, a in self.kwargs),
+            inputs=tuple(others.get(t, t) for t in self.inputs),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,55 +243,39 @@ class Graph:
         """The instruction that produces a tensor."""
         return self.instructions[self.producers[tensor]]
 
-    @property
+    @cached_property
     def producers(self) -> dict[int, int]:
-        """Tensor id to the id of its producing instruction (cached)."""
-        cached = self.__dict__.get("_producers")
-        if cached is None:
-            cached = {t: i.id for i in self.instructions for t in i.outputs if t >= 0}
-            self.__dict__["_producers"] = cached
-        return cached
+        """Tensor id to the id of its producing instruction."""
+        return {t: i.id for i in self.instructions for t in i.outputs if t >= 0}
 
-    @property
+    @cached_property
     def consumers(self) -> dict[int, tuple[int, ...]]:
-        """Tensor id to the ids of the instructions that read it (cached)."""
-        cached = self.__dict__.get("_consumers")
-        if cached is None:
-            lists: dict[int, list[int]] = {}
-            for instruction in self.instructions:
-                for t in dict.fromkeys(instruction.inputs):
-                    lists.setdefault(t, []).append(instruction.id)
-            cached = {t: tuple(ids) for t, ids in lists.items()}
-            self.__dict__["_consumers"] = cached
-        return cached
+        """Tensor id to the ids of the instructions that read it."""
+        lists: dict[int, list[int]] = {}
+        for instruction in self.instructions:
+            for t in dict.fromkeys(instruction.inputs):
+                lists.setdefault(t, []).append(instruction.id)
+        return {t: tuple(ids) for t, ids in lists.items()}
 
-    @property
+    @cached_property
     def sources(self) -> frozenset[int]:
-        """The ids of the instructions that are sources (cached)."""
-        cached = self.__dict__.get("_sources")
-        if cached is None:
-            cached = frozenset(i.id for i in self.instructions if i.is_source)
-            self.__dict__["_sources"] = cached
-        return cached
+        """The ids of the instructions that are sources."""
+        return frozenset(i.id for i in self.instructions if i.is_source)
 
-    @property
+    @cached_property
     def second_reads(self) -> dict[int, int]:
-        """Instruction id to the tensor id of the parameter that it reads again (cached): in the backward, of a
+        """Instruction id to the tensor id of the parameter that it reads again: in the backward, of a
         parameter that the forward reads. A model's own views are no second readings."""
-        cached = self.__dict__.get("_second_reads")
-        if cached is None:
-            forward = {
-                p.tensor
-                for p in self.parameters
-                if any(self.instructions[r].phase == "forward" for r in self.consumers.get(p.tensor, ()))
-            }
-            cached = {
-                i.id: i.inputs[0]
-                for i in self.instructions
-                if i.op == SECOND_READ and i.phase == "backward" and i.inputs[0] in forward
-            }
-            self.__dict__["_second_reads"] = cached
-        return cached
+        forward = {
+            p.tensor
+            for p in self.parameters
+            if any(self.instructions[r].phase == "forward" for r in self.consumers.get(p.tensor, ()))
+        }
+        return {
+            i.id: i.inputs[0]
+            for i in self.instructions
+            if i.op == SECOND_READ and i.phase == "backward" and i.inputs[0] in forward
+        }
 
     @property
     def updates(self) -> tuple[int, ...]:
@@ -287,20 +287,20 @@ class Graph:
         """The buffers and, behind them, the parameters."""
         return (*self.buffers, *self.parameters)
 
-    @property
+    @cached_property
     def stored_apart(self) -> dict[int, int]:
-        """The tensor id of each parameter that is stored in lengths of its own to the dim so divided (cached)."""
-        cached = self.__dict__.get("_stored_apart")
-        if cached is None:
-            cached = {
-                i.outputs[0]: dim
-                for i in self.instructions
-                if i.op == PARAMETER
-                for name, dim in i.kwargs
-                if name == STORED
-            }
-            self.__dict__["_stored_apart"] = cached
-        return cached
+        """The tensor id of each parameter that is stored in lengths of its own to the dim so divided."""
+        return {
+            i.outputs[0]: dim
+            for i in self.instructions
+            if i.op == PARAMETER
+            for name, dim in i.kwargs
+            if name == STORED
+        }
+
+    def filled_outputs(self, values: Mapping[int, Any]) -> list[Any]:
+        """The leaves of the model's output, with ``values`` of its tensors."""
+        return [o.value if o.tensor is None else values[o.tensor] for o in self.outputs]
 
     def without_outputs(self) -> Graph:
         """The graph with its outputs other than the loss forgotten, and what only they needed removed."""

@@ -22,7 +22,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import is_op, module_path
+from hetspmd.trace.compat.joint import module_path
+from hetspmd.trace.compat.tensors import is_op
 from hetspmd.trace.graph import Argument
 from hetspmd.trace.values import dtype_name, from_torch
 

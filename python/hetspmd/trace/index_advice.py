@@ -8,8 +8,6 @@ import textwrap
 from collections.abc import Iterator
 from types import CodeType
 
-__all__ = ["index_advice"]
-
 _NUMBERS = frozenset({"int", "float", "bool"})
 _READING = frozenset({"item", "tolist"})
 _INDEXING = frozenset({"narrow", "roll", "select"})

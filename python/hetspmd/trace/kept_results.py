@@ -1,19 +1,18 @@
 """Tensors that cached functions keep (``functools.lru_cache``), where a plan would not have them as one device has.
 
-One device makes such a tensor in the step that asks for it first, and keeps it. A plan computes it in every step,
-which is the same for a mask or a table that follows from numbers, and another for what depends on a parameter that
-is trained, on a buffer that changes, on the batch or on random numbers. That is refused.
+One device makes such a tensor in the step that asks for it first, and keeps it. A plan computes it in every step.
+That is the same for a mask or a table that follows from numbers, or from a buffer that stays: whether it has stayed
+is looked at before each step. It is another for what depends on a parameter (a frozen one may be moved between
+steps), on a buffer that the step changes, on the batch or on random numbers, which is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import InputRole, OutputRole
+from hetspmd.trace.compat.roles import InputRole, OutputRole
 from hetspmd.trace.importer import Draft, instruction_inputs
-
-__all__ = ["check_kept"]
 
 
 def check_kept(
@@ -21,28 +20,34 @@ def check_kept(
     inputs: Sequence[InputRole],
     outputs: Sequence[OutputRole],
     cached_outputs: Mapping[int, str],
-    trained: Collection[str],
-) -> list[OutputRole]:
-    """Take the outputs ``cached_outputs``, by their indices, out of a draft; returns the roles of the others.
+) -> tuple[list[OutputRole], list[str]]:
+    """Take the outputs ``cached_outputs``, by their indices, out of a draft.
 
-    ``trained`` names the parameters that are. Raises TraceError for one that changes from step to step.
+    Returns the roles of the others, and the names of the buffers on which the outputs depend. Raises TraceError for
+    one that changes from step to step.
     """
     if not cached_outputs:
-        return list(outputs)
+        return list(outputs), []
     written = {role.name for role in outputs if role.kind.endswith("_mutation")}
     changing = {
         value: _spoken(role)
         for value, role in zip(draft.placeholders, inputs, strict=True)
-        if role.kind == "input" or role.name.removeprefix("model.") in trained or role.name in written
+        if role.kind in ("input", "parameter") or role.name in written
+    }
+    buffers = {
+        value: {role.name.removeprefix("model.")}
+        for value, role in zip(draft.placeholders, inputs, strict=True)
+        if role.kind == "buffer"
     }
     for instruction in draft.instructions:
+        behind = set().union(*(buffers.get(v, ()) for v in instruction_inputs(instruction)))
+        buffers.update((value, behind) for value in instruction.outputs if value is not None and behind)
         cause = next((changing[v] for v in instruction_inputs(instruction) if v in changing), None)
         if instruction.random:
             cause = "random numbers"
         if cause is not None:
             changing.update((value, cause) for value in instruction.outputs if value is not None)
-    others = []
-    results = []
+    others, results, feeding = [], [], set[str]()
     for value, role in zip(draft.results, outputs, strict=True):
         if role.kind != "output" or role.index not in cached_outputs:
             others.append(role)
@@ -54,8 +59,10 @@ def check_kept(
                 "out where it has to follow, or compute it once before the model is wrapped and keep it with "
                 "register_buffer"
             )
+        elif value is not None:
+            feeding.update(buffers.get(value, ()))
     draft.results[:] = results
-    return others
+    return others, sorted(feeding)
 
 
 def _spoken(role: InputRole) -> str:

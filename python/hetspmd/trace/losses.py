@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hetspmd.errors import OptionError
-from hetspmd.trace.compat import flatten_with_names
+from hetspmd.trace.compat.trees import flatten_with_names
 
 Loss = Callable[..., Any]
 """``loss(model, *args, **kwargs)`` runs the model on the batch and returns the scalar loss, or an output

@@ -15,8 +15,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["layer_by_layer"]
-
 _OPS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetspmd.trace.graph import SECOND_READ, Argument, Graph, Instruction, Ref, Tensor, map_refs
+from hetspmd.trace.graph import SECOND_READ, Graph, Instruction, Ref, Tensor
 
 
 def with_second_reads(graph: Graph) -> Graph:
@@ -32,10 +32,6 @@ def with_second_reads(graph: Graph) -> Graph:
             first.setdefault(reader, []).append(parameter.tensor)
     if not again:
         return graph
-
-    def second(reference: Ref) -> Argument:
-        return Ref(again.get(reference.id, reference.id))
-
     instructions: list[Instruction] = []
     for instruction in graph.instructions:
         for t in first.get(instruction.id, ()):
@@ -52,13 +48,6 @@ def with_second_reads(graph: Graph) -> Graph:
                     instruction.source,
                 )
             )
-        copy = replace(instruction, id=len(instructions))
-        if instruction.phase == "backward" and any(t in again for t in instruction.inputs):
-            copy = replace(
-                copy,
-                args=tuple(map_refs(a, second) for a in copy.args),
-                kwargs=tuple((k, map_refs(a, second)) for k, a in copy.kwargs),
-                inputs=tuple(again.get(t, t) for t in copy.inputs),
-            )
-        instructions.append(copy)
+        copy = instruction.reading(again) if instruction.phase == "backward" else instruction
+        instructions.append(replace(copy, id=len(instructions)))
     return replace(graph, tensors=tuple(tensors), instructions=tuple(instructions))

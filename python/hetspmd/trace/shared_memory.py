@@ -11,14 +11,12 @@ from collections.abc import Collection, Sequence
 import torch
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import OutputRole
+from hetspmd.trace.compat.roles import OutputRole
 from hetspmd.trace.host.changes import where
 from hetspmd.trace.host.own_memory import memory
 from hetspmd.trace.host.plain import tensors_in
 from hetspmd.trace.host.watch import HostWatch
 from hetspmd.trace.importer import Draft
-
-__all__ = ["check_views"]
 
 
 def check_views(

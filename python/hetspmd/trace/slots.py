@@ -17,9 +17,7 @@ import torch
 from torch import nn
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import memory_of
-
-__all__ = ["Slots"]
+from hetspmd.trace.compat.tensors import memory_of
 
 _GONE = object()
 

@@ -18,16 +18,12 @@ from hetspmd.trace.graph import (
     PARAMETER,
     REBALANCE,
     STORED,
-    Argument,
     Graph,
     Instruction,
     Phase,
     Ref,
     Tensor,
-    map_refs,
 )
-
-__all__ = ["with_storage"]
 
 
 def with_storage(graph: Graph, dims: Mapping[int, int]) -> Graph:
@@ -95,19 +91,7 @@ class _Parting:
         for tensor in dict.fromkeys(instruction.inputs):
             if tensor in self.dims and tensor not in self.used:
                 self._use(tensor, instruction, self.graph.segment(tensor))
-        used = self.used
-
-        def changed(reference: Ref) -> Argument:
-            return Ref(used.get(reference.id, reference.id))
-
-        if used.keys().isdisjoint(instruction.inputs):
-            return instruction
-        return replace(
-            instruction,
-            args=tuple(map_refs(a, changed) for a in instruction.args),
-            kwargs=tuple((k, map_refs(a, changed)) for k, a in instruction.kwargs),
-            inputs=tuple(used.get(t, t) for t in instruction.inputs),
-        )
+        return instruction.reading(self.used)
 
     def _use(self, tensor: int, reader: Instruction, segment: int) -> None:
         name = f"{self.graph.tensors[tensor].name} in use"

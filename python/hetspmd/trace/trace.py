@@ -22,12 +22,15 @@ from hetspmd.errors import (
     HetspmdError,
     TraceError,
 )
-from hetspmd.trace import compat
 from hetspmd.trace.admissible import argument_names, check_leaf, check_model, spoken
 from hetspmd.trace.advice import named_error
 from hetspmd.trace.assemble import Naming, assemble
 from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.collector import collector_paused
+from hetspmd.trace.compat.joint import export_joint, rehearsal
+from hetspmd.trace.compat.tensors import fake_mode
+from hetspmd.trace.compat.tied import merge_tied
+from hetspmd.trace.compat.trees import flatten, flatten_with_names, spec_to_text
 from hetspmd.trace.cumulative import cumulative_averages
 from hetspmd.trace.decompositions import table
 from hetspmd.trace.fake import fake_like, fake_parameters, model_device, trace_device
@@ -113,7 +116,7 @@ def _traced(
         _check_signature(model, args, kwargs)
     batch = _batch(args, kwargs, names, device)
     place = trace_device(device)
-    mode = compat.fake_mode()
+    mode = fake_mode()
     fakes = [fake_like(mode, batch.leaves[i].detach(), place) for i in batch.tensors]
     watch = stack.enter_context(_watch(model, loss, (args, dict(kwargs)), numbers, host_randomness).leaving())
     fakes += [fake_like(mode, number, place) for number in watch.number_tensors()]
@@ -132,10 +135,10 @@ def _traced(
     step.training = model.training
     try:
         with collector_paused(), faked(), grad_mode, layer_by_layer(model), counted(model), watch.tracing():
-            module, inputs, outputs = compat.export_joint(step, fakes, table())
-            inputs, outputs = compat.merge_tied(module, inputs, outputs, first_names)
+            module, inputs, outputs = export_joint(step, fakes, table())
+            inputs, outputs = merge_tied(module, inputs, outputs, first_names)
             draft = import_graph(module)
-            outputs = check_kept(draft, inputs, outputs, step.cached_outputs, trainable)
+            outputs, watch.feeding = check_kept(draft, inputs, outputs, step.cached_outputs)
             watch.check_results()
             check_views(draft, outputs, trainable, watch)
     except HetspmdError:
@@ -149,7 +152,7 @@ def _traced(
         graph = assemble(draft, inputs, outputs, naming)
         graph = with_host(graph, watch, [i for i in graph.inputs if i.leaf < 0], draft.data.values())
         if wants_trials(graph, watch):
-            with faked(), grad_mode, counted(model), compat.rehearsal(mode):
+            with faked(), grad_mode, counted(model), rehearsal(mode):
                 graph = settled(graph, watch, partial(step.rehearsed, fakes[: len(batch.tensors)]))
         graph = with_second_reads(graph)
     _warn(step, watch)
@@ -175,8 +178,8 @@ def _naming(
     """What the inputs and outputs of the graph are in the model's terms; ``trainable``: the parameters that get
     gradients."""
     try:
-        output_spec = compat.spec_to_text(step.output_spec)
-        input_spec = compat.spec_to_text(batch.spec)
+        output_spec = spec_to_text(step.output_spec)
+        input_spec = spec_to_text(batch.spec)
     except (NotImplementedError, TypeError) as error:
         raise TraceError(f"a container of the batch or the output cannot be stored: {error}") from error
     return Naming(
@@ -211,8 +214,8 @@ class _Batch:
 def _batch(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Mapping[str, str], device: torch.device
 ) -> _Batch:
-    leaves, spec = compat.flatten((args, dict(kwargs)))
-    paths = [leaf_path(name) for name, _ in compat.flatten_with_names((args, dict(kwargs)))]
+    leaves, spec = flatten((args, dict(kwargs)))
+    paths = [leaf_path(name) for name, _ in flatten_with_names((args, dict(kwargs)))]
     statics = []
     for i, leaf in enumerate(leaves):
         check_leaf(leaf, spoken(paths[i], names))

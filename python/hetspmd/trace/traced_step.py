@@ -12,7 +12,7 @@ from torch import nn
 from hetspmd.errors import TraceError
 from hetspmd.trace.assignments import Assignments, named_writes
 from hetspmd.trace.checkpoints import Checkpoints
-from hetspmd.trace.compat import flatten, flatten_with_names, unflatten
+from hetspmd.trace.compat.trees import flatten, flatten_with_names, unflatten
 from hetspmd.trace.containers import is_cache
 from hetspmd.trace.host.watch import HostWatch
 from hetspmd.trace.losses import Loss, find_loss, no_loss_text

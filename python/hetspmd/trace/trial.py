@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetspmd.trace.compat import fake_mode, flatten, unflatten
+from hetspmd.trace.compat.tensors import fake_mode
+from hetspmd.trace.compat.trees import flatten, unflatten
 from hetspmd.trace.cumulative import cumulative_averages
 from hetspmd.trace.fake import fake_like, fake_parameters, model_device, trace_device
 from hetspmd.trace.host.watch import HostWatch
 from hetspmd.trace.slots import Slots
-
-__all__ = ["trial"]
 
 
 def trial(

@@ -28,8 +28,6 @@ from hetspmd.search.search import Limits
 from hetspmd.trace.trace import trace
 from hetspmd.tune.tune_thresholds import THRESHOLDS
 
-__all__ = ["COMPILED", "alternatives"]
-
 COMPILED: Final = "compiled"
 
 

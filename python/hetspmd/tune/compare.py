@@ -19,8 +19,6 @@ from statistics import fmean, median, stdev
 from hetspmd.plan.plan import Plan
 from hetspmd.tune.tune_thresholds import THRESHOLDS
 
-__all__ = ["compare"]
-
 Turns = Sequence[Sequence[float]]
 
 

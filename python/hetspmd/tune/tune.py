@@ -29,14 +29,12 @@ from hetspmd.plan.plan import Plan
 from hetspmd.run.guard import check_same_batch
 from hetspmd.run.module import HAP
 from hetspmd.run.run_options import HapKeywords
-from hetspmd.trace.compat import flatten_with_names
+from hetspmd.trace.compat.trees import flatten_with_names
 from hetspmd.trace.losses import find_loss
 from hetspmd.trace.trace import leaf_path, split_example
 from hetspmd.tune.alternatives import alternatives
 from hetspmd.tune.compare import compare
 from hetspmd.tune.tune_thresholds import THRESHOLDS
-
-__all__ = ["Tuned", "tune"]
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -19,8 +19,6 @@ from torch import nn
 from hetspmd.errors import ExampleError
 from hetspmd.verify.precision import tensor_in
 
-__all__ = ["model_in"]
-
 _WHOLE = (
     type, ModuleType, FunctionType, BuiltinFunctionType, CodeType, str, bytes, int, float, complex, type(None),
     torch.dtype, torch.device, torch.Size,

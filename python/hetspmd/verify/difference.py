@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Tensors", "largest_error", "magnitude", "numbers"]
-
 Tensors = dict[str, torch.Tensor]
 
 

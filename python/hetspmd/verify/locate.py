@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
     from hetspmd.verify.training_steps import TrainingCase
 
-__all__ = ["first_difference"]
-
 Key = tuple[int, ...]
 """(tensor, form), or (tensor, form on machines, form inside)."""
 Values = dict[Key, torch.Tensor]

@@ -21,8 +21,6 @@ from hetspmd.trace.values import torch_dtype
 from hetspmd.verify.precision import data_text, tensor_in
 from hetspmd.verify.verify_thresholds import THRESHOLDS
 
-__all__ = ["with_own_numbers"]
-
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _LIMITS = ("min", "max", "eps", "tiny", "smallest_normal", "resolution")
 """What ``torch.finfo`` has of a dtype."""

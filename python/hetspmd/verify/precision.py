@@ -18,21 +18,11 @@ import torch
 
 from hetspmd.plan.plan import Plan
 from hetspmd.trace.assemble import constant_data
-from hetspmd.trace.compat import TorchDispatchMode, flatten, unflatten
+from hetspmd.trace.compat.tensors import TorchDispatchMode
+from hetspmd.trace.compat.trees import flatten, unflatten
 from hetspmd.trace.graph import CONSTANT, Argument, Constant, DType, Graph, Instruction
 from hetspmd.trace.host.facts import Host
 from hetspmd.trace.values import dtype_name, torch_dtype
-
-__all__ = [
-    "all_in",
-    "batch_in",
-    "data_text",
-    "default_in",
-    "other_dtype",
-    "retyped",
-    "retyped_graph",
-    "tensor_in",
-]
 
 
 def other_dtype(original: torch.dtype, dtype: torch.dtype) -> torch.dtype:
@@ -48,8 +38,19 @@ def tensor_in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def retyped(plan: Plan, dtype: torch.dtype) -> Plan:
-    """The plan with every floating-point or complex tensor in ``dtype``; the program is the same."""
-    return replace(plan, graph=retyped_graph(plan.graph, dtype))
+    """The plan with every floating-point or complex tensor in ``dtype``; the program and its buckets are the same,
+    whatever bytes these have then."""
+    graph = retyped_graph(plan.graph, dtype)
+    growth = max(
+        (
+            -(-new.nbytes // old.nbytes)
+            for new, old in zip(graph.tensors, plan.graph.tensors, strict=True)
+            if old.nbytes
+        ),
+        default=1,
+    )
+    schedule = replace(plan.schedule, bucket_bytes=plan.schedule.bucket_bytes * max(growth, 1))
+    return replace(plan, graph=graph, schedule=schedule)
 
 
 def retyped_graph(graph: Graph, dtype: torch.dtype) -> Graph:

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 
 from hetspmd.errors import ExampleError, HetspmdError
-from hetspmd.trace.compat import flatten, unflatten
+from hetspmd.trace.compat.trees import flatten, unflatten
 from hetspmd.verify.precision import all_in
 from hetspmd.verify.training_steps import TrainingCase, loss_of, trainable
-
-__all__ = ["proving"]
 
 _Draw = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 

@@ -27,8 +27,6 @@ from hetspmd.verify.precision import NamedDtypes, all_in, retyped_graph
 from hetspmd.verify.reference import run_reference
 from hetspmd.verify.training_steps import TrainingCase, loss_of
 
-__all__ = ["quiet_error", "wide_trace"]
-
 _P = {
     "dropout": 1,
     "dropout1d": 1,

@@ -36,7 +36,6 @@ def run_reference(
     inputs: Sequence[torch.Tensor],
     *,
     randomness: Randomness,
-    tangent: float = 1.0,
     watch: Callable[[Instruction, Mapping[int, torch.Tensor]], None] | None = None,
 ) -> ReferenceResult:
     """One step of the graph on one device: ``inputs`` are the batch's tensors in the graph's order.
@@ -64,7 +63,7 @@ def run_reference(
                 values[first] = constant_value(graph, constants[first], device)
             elif instruction.op == TANGENT:
                 meta = graph.tensors[first]
-                values[first] = torch.full(meta.shape, tangent, dtype=torch_dtype(meta.dtype), device=device)
+                values[first] = torch.ones(meta.shape, dtype=torch_dtype(meta.dtype), device=device)
             elif theory.rules[instruction.id].random:
                 _keep(values, instruction, _draw(theory, instruction, values, randomness))
             else:

@@ -26,17 +26,6 @@ if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
     from hetspmd.trace.losses import Loss
 
-__all__ = [
-    "Optimizer",
-    "TrainedRun",
-    "TrainingCase",
-    "eager_run",
-    "loss_of",
-    "on_ranks",
-    "reference_run",
-    "trainable",
-]
-
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from hetspmd.errors import CheckError
 
-__all__ = ["VerifyReport"]
-
 
 @dataclass(frozen=True)
 class VerifyReport:

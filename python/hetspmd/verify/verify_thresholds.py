@@ -7,8 +7,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["THRESHOLDS", "KindNoise", "VerifyThresholds"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class KindNoise:

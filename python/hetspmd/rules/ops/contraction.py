@@ -73,7 +73,7 @@ def _biased_product(call: Call) -> OpRule:
     flops = _flops(Call(call.op, call.args, call.kwargs, call.inputs[1:], call.outputs), [a, b])
     return OpRule(
         term_factors(call, [bias, a, b], [out], added={0}),
-        linear=linear_sets(call, _bias_groups(0, 1, 2, 0 if call.kwargs.get("beta", 1) == 0 else 1)),
+        linear=linear_sets(call, _bias_groups(call.kwargs.get("beta", 1) != 0)),
         rewrite=_biased_locally,
         flops=flops,
     )
@@ -95,9 +95,10 @@ def scaled_bias(bias: torch.Tensor, beta: float, shape: list[int], dtype: torch.
     return (bias.to(dtype) * beta).expand(shape).contiguous()
 
 
-def _bias_groups(bias: int | None, a: int, b: int, beta: int) -> list[list[int | None]]:
-    groups: list[list[int | None]] = [[bias, a], [bias, b]]
-    return groups if beta else [*groups, [a], [b]]
+def _bias_groups(added: bool) -> list[list[int | None]]:
+    """What such an op is linear in, of the bias and both factors; the bias counts if it is added at all."""
+    groups: list[list[int | None]] = [[0, 1], [0, 2]]
+    return groups if added else [*groups, [1], [2]]
 
 
 @rule("aten.linear.default")

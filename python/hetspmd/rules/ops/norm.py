@@ -141,9 +141,9 @@ def _with_group_extents(local: Local, *, batch: int, channels: int, groups: int)
     return target, tuple(changed), kwargs
 
 
-def _spatial(call: Call, x: int, batch: bool) -> Term:
+def _spatial(call: Call, *, batch: bool) -> Term:
     """Term of a batch norm's input: all dims, or only channels where statistics are taken over the rest."""
-    names = dim_names(call.inputs[x].ndim, "s")
+    names = dim_names(call.inputs[0].ndim, "s")
     return tuple("c" if i == 1 else (n if batch else None) for i, n in enumerate(names))
 
 
@@ -157,7 +157,7 @@ def _channels(call: Call) -> int:
 
 
 def _batch_norm(call: Call, *, training: bool) -> OpRule:
-    x = _spatial(call, 0, batch=not training)
+    x = _spatial(call, batch=not training)
     outputs = [x, *_statistics(call)]
     inputs: list[Term] = [x, *[("c",)] * (len(call.inputs) - 1)]
     factors = term_factors(call, inputs, [x, *[None] * (len(outputs) - 1)]) if not training else ()
@@ -196,7 +196,7 @@ def _batch_norm_update_locally(local: Local) -> LocalCall:
 @rule("aten.native_batch_norm_backward.default", "aten.batch_norm_backward.default")
 def _batch_norm_backward(call: Call) -> OpRule:
     training = bool(call.arg(7, "train"))
-    x = _spatial(call, 0, batch=not training)
+    x = _spatial(call, batch=not training)
     inputs: list[Term] = [x, x]
     inputs += [("c",) if t.shape == (_channels(call),) else None for t in call.inputs[2:]]
     factors = term_factors(call, inputs, _or_none(call, [x, ("c",), ("c",)]))
@@ -208,21 +208,21 @@ def _batch_norm_backward(call: Call) -> OpRule:
     )
 
 
-def _weight_norm_terms(call: Call, x: int, dim: int) -> Term:
-    channel_dim = dim % call.inputs[x].ndim
-    return tuple("c" if i == channel_dim else None for i in range(call.inputs[x].ndim))
+def _weight_norm_terms(call: Call, dim: int) -> Term:
+    dims = call.inputs[0].ndim
+    return tuple("c" if i == dim % dims else None for i in range(dims))
 
 
 @rule("aten._weight_norm_interface.default")
 def _weight_norm(call: Call) -> OpRule:
     """``v * g / |v|``, the norm over all dims but one."""
-    term = _weight_norm_terms(call, 0, call.arg(2, "dim", 0))
+    term = _weight_norm_terms(call, call.arg(2, "dim", 0))
     factors = term_factors(call, [term, term], [term, term])
     return OpRule(factors, flops=3 * _size(call), omitted=_PARTIAL)
 
 
 @rule("aten._weight_norm_interface_backward.default")
 def _weight_norm_backward(call: Call) -> OpRule:
-    term = _weight_norm_terms(call, 0, call.arg(4, "dim"))
+    term = _weight_norm_terms(call, call.arg(4, "dim"))
     factors = term_factors(call, [term] * 4, [term, term])
     return OpRule(factors, linear=linear_sets(call, [[0]]), flops=6 * _size(call), omitted=_PARTIAL)

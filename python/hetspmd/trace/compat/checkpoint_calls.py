@@ -9,8 +9,6 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-__all__ = ["checkpoints_replaced"]
-
 
 @contextmanager
 def checkpoints_replaced(

@@ -20,9 +20,6 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._higher_order_ops.effects import with_effects
 from torch.fx import GraphModule, Node
 
-__all__ = ["without_effects"]
-
-
 _TOKENS = (ForwardTokenAOTInput, BackwardTokenAOTInput, ForwardTokenAOTOutput, BackwardTokenAOTOutput)
 
 

@@ -9,9 +9,6 @@ import torch
 import torch._functorch.eager_transforms as eager_transforms
 from torch.autograd import forward_ad
 
-__all__ = ["before_transforms", "transform_around"]
-
-
 _LOOKED_AT = "hetspmd_looked_at"
 """The attribute of a function of torch whose arguments are looked at first."""
 

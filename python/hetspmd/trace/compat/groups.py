@@ -17,15 +17,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as Store
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "forget_default_group",
-    "group_store",
-    "hosted_by_a_rank",
-    "is_of_gloo",
-    "named_apart",
-    "timeout_of",
-]
-
 
 def group_store() -> Store:
     """A connection of its own to the store by which the default process group's ranks found each other."""

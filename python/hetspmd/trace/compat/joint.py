@@ -32,8 +32,6 @@ from hetspmd.trace.compat.roles import InputRole, OutputRole, input_role, output
 from hetspmd.trace.compat.tensors import is_op
 from hetspmd.trace.compiling import libraries_told
 
-__all__ = ["Decompositions", "assign_data", "decomposition_table", "export_joint", "module_path", "rehearsal"]
-
 Decompositions = dict[Any, Callable[..., Any]]
 
 

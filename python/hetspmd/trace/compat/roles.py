@@ -15,8 +15,6 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 
-__all__ = ["InputRole", "OutputRole", "input_role", "output_role"]
-
 
 @dataclass(frozen=True)
 class InputRole:

@@ -10,8 +10,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from hetspmd.trace.compat.roles import InputRole, OutputRole
 
-__all__ = ["merge_tied"]
-
 
 def merge_tied(
     module: GraphModule, inputs: list[InputRole], outputs: list[OutputRole], first_names: dict[str, str]

@@ -10,15 +10,6 @@ from torch.utils import _pytree as pytree
 from hetspmd.errors import PlanError
 from hetspmd.trace.containers import ApartContainer, unwrap, wrap
 
-__all__ = [
-    "flatten",
-    "flatten_with_names",
-    "parts_of",
-    "spec_from_text",
-    "spec_to_text",
-    "unflatten",
-]
-
 
 def _is_container(value: Any) -> bool:
     """Whether torch takes an object apart: a container, a registered class, or a named tuple."""

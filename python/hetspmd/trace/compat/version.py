@@ -8,9 +8,6 @@ import torch
 
 from hetspmd.errors import HetspmdError
 
-__all__ = ["NEWEST", "OLDEST", "VERSION"]
-
-
 OLDEST, NEWEST = (2, 11), (2, 15)
 
 

@@ -27,8 +27,6 @@ from hetspmd.trace.host.imported import put_right
 from hetspmd.trace.host.sources import Kind, Source, learn, places
 from hetspmd.trace.host.stand_ins import opener
 
-__all__ = ["Asked", "note", "note_held"]
-
 _QUIET: Final = frozenset({
     "importlib", "inspect", "linecache", "logging", "multiprocessing", "pkgutil", "tokenize",
     "traceback", "warnings", "zipimport",

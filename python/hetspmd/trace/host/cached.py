@@ -1,7 +1,8 @@
 """What ``functools.cache`` and ``lru_cache`` hold: the results of calls, which may change in place.
 
 A result is told by the call that gives it, with numbers and strings as arguments: whoever looks for it makes that
-call, as the forward does, so that every rank has the result whether or not it was asked for before.
+call, as the forward does, so that every rank has the result whether or not it was asked for before. A method is
+called where the object lies whose method it is.
 """
 
 from __future__ import annotations
@@ -9,28 +10,14 @@ from __future__ import annotations
 import functools
 import gc
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
 from typing import Any, Final
 
 from torch import nn
 
-from hetspmd.trace.host.plain import is_scalar, tensors_in
-
-__all__ = [
-    "CALL",
-    "Arguments",
-    "Caches",
-    "arguments_of",
-    "call",
-    "calls_to",
-    "entries_of",
-    "is_cache",
-    "is_call",
-    "prepared",
-    "results_of",
-    "spoken_call",
-    "step_of",
-]
+from hetspmd.trace.host.content import own_attributes
+from hetspmd.trace.host.plain import is_scalar, tensors_behind, tensors_in
 
 CALL: Final = "("
 """How a step begins that calls a cached function: it ends in the arguments, as JSON."""
@@ -42,10 +29,17 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a function is called with: by position, and by name."""
 
 
-class Caches:
-    """The cached functions that a forward may call, with the places where they lie."""
+Place = tuple[str, tuple[str, ...]]
+Owner = Callable[[Any], Place | None]
+"""Where an object lies, None if no one knows."""
 
-    def __init__(self) -> None:
+
+class Caches:
+    """The cached functions that a forward may call, with the places where they lie. ``owner`` tells where the
+    objects lie whose methods they are."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
         self._known: dict[int, tuple[str, tuple[str, ...], Any]] = {}
 
     def know(self, root: str, path: tuple[str, ...], function: Any) -> None:
@@ -56,11 +50,21 @@ class Caches:
         """Where the results lie that they hold now and that may change in place."""
         for root, path, function in self._known.values():
             yield from ((root, (*path, call)) for call in calls_to(function))
+            for key, result in entries_of(function):
+                if _may_change(result) and not tensors_behind(result) and step_of(function, key) is None:
+                    place = place_of(root, path, function, key, self._owner)
+                    yield from () if place is None else (place,)
 
 
 def is_cache(value: object) -> bool:
     """Whether a value is a function whose results are cached."""
     return type(value) is _CACHE
+
+
+def cache_of(value: object) -> Any:
+    """The function whose results are cached that a value is, or of which it is a method; None for anything else."""
+    function = value.__func__ if type(value) is MethodType else value
+    return function if is_cache(function) else None
 
 
 def calls_to(function: Any) -> Iterator[str]:
@@ -70,15 +74,14 @@ def calls_to(function: Any) -> Iterator[str]:
     computed anew in each trace, as part of the graph.
     """
     for key, result in entries_of(function):
-        if (
-            is_scalar(result)
-            or (callable(result) and not isinstance(result, nn.Module))
-            or tensors_in(result)
-        ):
-            continue
-        step = step_of(function, key)
-        if step is not None:
+        if _may_change(result) and (step := step_of(function, key)) is not None:
             yield step
+
+
+def _may_change(result: Any) -> bool:
+    return not (
+        is_scalar(result) or (callable(result) and not isinstance(result, nn.Module)) or tensors_in(result)
+    )
 
 
 def is_call(step: str) -> bool:
@@ -91,7 +94,7 @@ def is_call(step: str) -> bool:
 
 def call(function: Any, step: str) -> Any:
     """The result of a call. Raises what the function raises, and TypeError for what is no cached function."""
-    if not is_cache(function):
+    if cache_of(function) is None:
         raise TypeError(f"a {type(function).__name__} is no function whose results are cached")
     positional, named = _arguments(step)
     return function(*positional, **named)
@@ -130,11 +133,11 @@ def entries_of(function: Any) -> list[tuple[Any, Any]]:
     if function.cache_parameters()["maxsize"] is None:
         return list(table.items())
     references = gc.get_referents(function)
-    entries = []
+    entries: dict[Any, Any] = {}
     for key, result, holder in zip(references, references[1:], references[2:], strict=False):
         if isinstance(holder, type) and holder.__name__ == _ELEMENT and _is_key(key, table):
-            entries.append((key, result))
-    return entries
+            entries[key] = result  # of a key that was taken out an older one is there as well, before it
+    return list(entries.items())
 
 
 def _is_element(value: object) -> bool:
@@ -151,6 +154,20 @@ def _is_key(value: Any, table: Mapping[Any, Any]) -> bool:
 def step_of(function: Any, key: Any) -> str | None:
     """The step to the result with this key in the table of a cache, None if its arguments cannot be written."""
     return None if function.cache_parameters()["typed"] else _step_of(*arguments_of(function, key))
+
+
+def place_of(root: str, path: tuple[str, ...], function: Any, key: Any, owner: Owner) -> Place | None:
+    """The place of the result with this key in the table of a cache that lies at ``path``; None if no rank could
+    make the call: with arguments that cannot be written, or as a method of an object that is not followed."""
+    step = step_of(function, key)
+    if step is not None:
+        return root, (*path, step)
+    (of, *positional), named = (arguments_of(function, key)[0] or (None,)), arguments_of(function, key)[1]
+    name = getattr(function, "__name__", "")
+    held = getattr(type(of), name, None) is function and name not in own_attributes(of)
+    place = owner(of) if held and not function.cache_parameters()["typed"] else None
+    step = _step_of(tuple(positional), named)
+    return None if place is None or step is None else (place[0], (*place[1], f".{name}", step))
 
 
 def arguments_of(function: Any, key: Any) -> Arguments:

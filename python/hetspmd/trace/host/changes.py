@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import is_class_of_trace
+from hetspmd.trace.compat.tensors import is_class_of_trace
 from hetspmd.trace.host.facts import Write
 from hetspmd.trace.host.foreign import is_installed
 from hetspmd.trace.host.places import NOTHING, Path, Roots, text

@@ -12,8 +12,6 @@ from hetspmd.trace.host.places import NOTHING, Path, Roots
 from hetspmd.trace.host.plain import fingerprint, is_scalar
 from hetspmd.trace.host.snapshot import Snapshot
 
-__all__ = ["ClassData"]
-
 
 class ClassData:
     """Which classes are held by ``snapshot``. ``note`` is told the place, the text and the value of each number."""

@@ -17,8 +17,6 @@ from torch import nn
 from hetspmd.trace.host.foreign import is_own
 from hetspmd.trace.host.places import Path, Roots
 
-__all__ = ["Classes", "Met"]
-
 _CONSTRUCTORS: Final = frozenset(
     {"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"}
 )

@@ -6,8 +6,6 @@ import functools
 import hashlib
 from types import CodeType
 
-__all__ = ["code_digest"]
-
 
 @functools.cache
 def code_digest(code: CodeType) -> str:

@@ -23,8 +23,6 @@ import torch
 from hetspmd.trace.host.foreign import is_foreign
 from hetspmd.trace.host.members import members, slots_of
 
-__all__ = ["basis", "content", "has_basis", "held", "is_followed_kind", "own_attributes", "referent"]
-
 _STATELESS: Final = frozenset({
     "_asyncio", "_ctypes", "_io", "_socket", "_thread", "abc", "asyncio", "concurrent", "contextlib",
     "inspect", "io", "logging", "select", "selectors", "signal", "socket", "ssl", "subprocess", "tempfile",

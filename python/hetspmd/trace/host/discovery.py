@@ -19,8 +19,6 @@ from hetspmd.trace.host.plain import is_container, is_scalar, type_name
 from hetspmd.trace.host.raw import elements, pairs, size
 from hetspmd.trace.host.snapshot import OF_TORCH
 
-__all__ = ["discover", "own_kinds", "rediscover", "unnamed_kinds"]
-
 _MOST_ELEMENTS = 1000
 """Elements of the largest container that is looked into: a data set would take longer than a trace."""
 

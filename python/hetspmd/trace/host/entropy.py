@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hetspmd.trace.compat import outside_modes
+from hetspmd.trace.compat.tensors import outside_modes
 
 State = tuple[tuple[str, tuple[str, ...]], Any]
 """The place of a generator, and its state."""

@@ -17,8 +17,6 @@ from hetspmd.errors import TensorTypeWarning
 from hetspmd.trace.frames import code_at
 from hetspmd.trace.host.names import names_in
 
-__all__ = ["comparison_in", "warn_of_comparison"]
-
 _ASKING: Final = frozenset(("type", "__class__"))
 _TENSORS: Final = frozenset(
     ("Tensor", "Parameter", "FloatTensor", "LongTensor", "HalfTensor", "DoubleTensor")

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import is_traced
+from hetspmd.trace.compat.tensors import is_traced
 from hetspmd.trace.graph import Constant, Graph, Input
 from hetspmd.trace.host.changes import where
 from hetspmd.trace.host.constants import computing

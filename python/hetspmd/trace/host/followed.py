@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hetspmd.trace.host.places import Path
 from hetspmd.trace.host.reads import OWN_OF_MODULES
-
-__all__ = ["PAST_THE_CLASS", "Followed"]
 
 PAST_THE_CLASS: Final = frozenset({"__getattribute__", "getattr_static"})
 """What reads an attribute of an object past what its class does."""
@@ -35,3 +33,9 @@ class Followed:
         self.own = self.before.keys() - OWN_OF_MODULES
         slots = (self.before.get(kind) for kind in _SLOTS)
         self.slots = tuple(slot for slot in slots if isinstance(slot, dict))
+
+
+def place_in(followed: Mapping[int, Followed], value: Any) -> tuple[str, Path] | None:
+    """Where an object lies that is one of these, by ``id``."""
+    entry = followed.get(id(value))
+    return None if entry is None else (entry.root, entry.path)

@@ -8,8 +8,6 @@ from importlib.metadata import distributions
 from pathlib import Path as File
 from types import ModuleType
 
-__all__ = ["is_foreign", "is_installed", "is_own"]
-
 _TESTING = frozenset({"_pytest", "pluggy", "pytest"})
 """What rewrites the assertions of a test's own functions, and leads from there to every test that there is."""
 _FOREIGN = (

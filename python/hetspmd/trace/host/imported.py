@@ -13,8 +13,6 @@ from typing import Any
 
 from hetspmd.trace.host.stand_ins import original
 
-__all__ = ["put_right"]
-
 
 def put_right(before: Collection[str], originals: Mapping[int, Any]) -> None:
     """Replace stand-ins in the modules that are new since those of ``before``.

@@ -17,8 +17,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["Content", "content_of"]
-
 _LARGEST_ARRAY: Final = 1 << 30
 """Bytes of the largest array of which a copy is held: a larger one might not fit beside it."""
 _ABSENT: Final = object()

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetspmd.trace.compat import memory_of
-from hetspmd.trace.host.plain import tensors_in
-
-__all__ = ["kept_tensors"]
+from hetspmd.trace.compat.tensors import is_traced, memory_of
+from hetspmd.trace.host.plain import tensors_behind, tensors_in
 
 
 def kept_tensors(
@@ -24,7 +22,12 @@ def kept_tensors(
     own = {memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     by_function: dict[str, list[torch.Tensor]] = {}
     for function, key, result in cache_entries:
-        tensors = [tensor for tensor in tensors_in(result) if memory_of(tensor) not in own]
+        behind = (
+            filter(is_traced, tensors_behind(result, model.modules()))
+            if not tensors_in(result)
+            else tensors_in(result)
+        )
+        tensors = [tensor for tensor in behind if memory_of(tensor) not in own]
         if tensors and not tensors_in(
             key if isinstance(key, tuple) else [*key] if isinstance(key, list) else [key]
         ):

@@ -19,8 +19,6 @@ from hetspmd.trace.host.places import Path
 from hetspmd.trace.host.plain import is_scalar
 from hetspmd.trace.host.steps import step_to
 
-__all__ = ["answers", "bound_to", "is_function", "is_iterator", "made_of", "parts_of", "tells_its_class"]
-
 _BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
 _FUNCTIONS = (*_BOUND, FunctionType, functools.partial)
 

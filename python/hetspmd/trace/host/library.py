@@ -19,8 +19,6 @@ from hetspmd.trace.host.places import Path, Roots, is_found
 from hetspmd.trace.host.replaced import is_users
 from hetspmd.trace.host.steps import FUNCTIONS
 
-__all__ = ["Library"]
-
 _UNLIKE: Final = ("hetspmd", "torch.version", "platform")
 """Modules whose variables nobody replaces, or that tell what a rank's machine is."""
 _VALUES: Final = (BuiltinFunctionType, MethodType, int, float, bool, str)

@@ -7,8 +7,6 @@ from collections.abc import Iterator, MutableMapping
 from types import MemberDescriptorType
 from typing import Any
 
-__all__ = ["Members", "code_of", "home_of_data", "is_slot", "members", "slots_of"]
-
 
 class Members(MutableMapping[str, Any]):
     """The attributes that an object has of its own, as a mapping that changes with it."""

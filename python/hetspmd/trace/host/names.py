@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["CodeNames", "calls_plainly", "computes_names", "constants_in", "named_in", "names_in"]
-
 _EXTENDED = dis.opmap["EXTENDED_ARG"]
 _GLOBALS = {
     dis.opmap[name]: 0

@@ -13,7 +13,7 @@ from typing import Any, Final
 from torch import nn
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import is_traced
+from hetspmd.trace.compat.tensors import is_traced
 from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.followed import Followed
 from hetspmd.trace.host.kinds import tells_its_class
@@ -21,8 +21,6 @@ from hetspmd.trace.host.places import Path, Roots, text
 from hetspmd.trace.host.plain import fingerprint
 from hetspmd.trace.host.snapshot import Structure
 from hetspmd.trace.host.steps import CALLS, calls_of, step_to
-
-__all__ = ["SLOTS", "Outside"]
 
 SLOTS: Final = ("_parameters", "_buffers", "_modules")
 """Attributes of a module of whose reads no one is told."""

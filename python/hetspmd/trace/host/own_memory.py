@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hetspmd.trace.compat import is_traced
-
-__all__ = ["memories", "memory"]
+from hetspmd.trace.compat.tensors import is_traced
 
 
 def memories(model: nn.Module) -> dict[int, str]:

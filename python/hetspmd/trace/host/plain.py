@@ -11,7 +11,7 @@ import enum
 import functools
 import hashlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import (
     BuiltinFunctionType,
@@ -27,9 +27,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from hetspmd.trace.compat import outside_modes
+from hetspmd.trace.compat.tensors import outside_modes
 from hetspmd.trace.host.code_digest import code_digest
 from hetspmd.trace.host.content import basis, content, has_basis, is_followed_kind, own_attributes, referent
+from hetspmd.trace.host.members import members
 from hetspmd.trace.host.raw import elements, pairs
 
 MISSING: Final = "missing"
@@ -97,6 +98,44 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         return []
     parts = [v for _, v in pairs(value)] if isinstance(value, dict) else elements(value)
     return [t for inner in parts for t in tensors_in(inner)]
+
+
+def tensors_behind(value: Any, past: Iterable[object] = ()) -> list[torch.Tensor]:
+    """The tensors of a value, also those of objects, modules and functions of the user's in it, ``past`` which it
+    does not look."""
+    tensors: list[torch.Tensor] = []
+    seen = {id(other): other for other in past}
+    rest = [value]
+    while rest:
+        value = rest.pop()
+        if id(value) in seen or is_scalar(value) or isinstance(value, (type, ModuleType)):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif is_container(value):
+            rest += [v for _, v in pairs(value)] if isinstance(value, dict) else elements(value)
+        elif isinstance(value, partial):
+            rest += [value.func, value.args, value.keywords]
+        elif isinstance(value, FunctionType):
+            rest += [c.cell_contents for c in value.__closure__ or () if c != CellType()]
+            rest += [value.__defaults__, value.__kwdefaults__]
+        elif isinstance(value, MethodType):
+            rest += [value.__self__, value.__func__]
+        elif isinstance(value, nn.Module) or is_followed_kind(type(value)):
+            rest += (members(value) or {}).values()
+    return tensors
+
+
+def outline(value: Any) -> str:
+    """The text of a value that is a tensor or a container of some, which are told by dtype and shape alone: devices
+    that are not alike may compute other last bits."""
+    if isinstance(value, torch.Tensor):
+        return f"tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if not is_container(value):
+        return fingerprint(value)
+    parts = [p for pair in pairs(value) for p in pair] if isinstance(value, dict) else elements(value)
+    return f"{type_name(type(value))}({', '.join(map(outline, parts))})"
 
 
 def fingerprint(

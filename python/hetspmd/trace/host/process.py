@@ -10,8 +10,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["ProcessSettings"]
-
 
 class ProcessSettings:
     """The settings as they are now, to be compared and put back."""

@@ -17,8 +17,6 @@ from torch import nn
 from hetspmd.trace.host.places import NOTHING
 from hetspmd.trace.host.snapshot import OF_TORCH
 
-__all__ = ["OWN_OF_MODULES", "restore", "tell", "told"]
-
 OWN_OF_MODULES: Final = OF_TORCH - {"training"}
 """Attributes of a module that only torch itself reads."""
 _TORCHS: Final = vars(nn.modules.module)
@@ -56,6 +54,18 @@ def told(reader: ReadListener) -> Iterator[None]:
             del _READERS[thread]
         else:
             _READERS[thread] = outer
+
+
+@contextmanager
+def untold() -> Iterator[None]:
+    """Within the context no one is told what this thread reads."""
+    thread = threading.get_ident()
+    reader = _READERS.pop(thread, None)
+    try:
+        yield
+    finally:
+        if reader is not None:
+            _READERS[thread] = reader
 
 
 def tell(kind: type) -> bool:

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from hetspmd.trace.compat import outside_modes
+from hetspmd.trace.compat.tensors import outside_modes
 from hetspmd.trace.host.bound import Bound
 from hetspmd.trace.host.cached import Caches, is_cache
 from hetspmd.trace.host.cached_results import CachedResults
@@ -27,7 +28,7 @@ from hetspmd.trace.host.content import own_attributes, referent
 from hetspmd.trace.host.discovery import discover, own_kinds
 from hetspmd.trace.host.entropy import Draws
 from hetspmd.trace.host.exact_types import comparison_in
-from hetspmd.trace.host.followed import PAST_THE_CLASS, Followed
+from hetspmd.trace.host.followed import PAST_THE_CLASS, Followed, place_in
 from hetspmd.trace.host.foreign import is_foreign, is_installed, is_own
 from hetspmd.trace.host.in_place import content_of
 from hetspmd.trace.host.kinds import bound_to, is_function, is_iterator, made_of, parts_of, tells_its_class
@@ -69,8 +70,9 @@ class Recorder:
         self._followed: dict[int, Followed] = {}
         self._classes: list[type] = []
         self._roots = roots
-        self._caches = Caches()
-        self.results = CachedResults(roots, self._note)
+        owner = partial(place_in, self._followed)
+        self._caches = Caches(owner)
+        self.results = CachedResults(roots, self._note, owner)
         self._class_data = ClassData(roots, snapshot, self._note)
         self.outside = Outside(roots, self._note, self.note_value)
         self._looking: set[int] = set()

@@ -12,8 +12,6 @@ from hetspmd.trace.host.code_digest import code_digest
 from hetspmd.trace.host.foreign import is_own
 from hetspmd.trace.host.plain import is_scalar
 
-__all__ = ["Replaced", "functions_of", "is_users"]
-
 _ABSENT: Final = object()
 _FUNCTIONS: Final = (FunctionType, BuiltinFunctionType, functools.partial)
 

@@ -21,8 +21,6 @@ from hetspmd.errors import TraceError
 from hetspmd.trace.frames import frame_line
 from hetspmd.trace.host.foreign import is_foreign
 
-__all__ = ["refuse_generator", "seeds_refused"]
-
 _SETTERS: Final = frozenset({"manual_seed", "seed", "set_state"})
 _BETWEEN: Final = ("torch.random", "torch._compile", "torch._dynamo")
 """Modules that lie between a call of ``torch.manual_seed`` and the generator."""

@@ -16,14 +16,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from hetspmd.trace.compat import print_options
+from hetspmd.trace.compat.tensors import print_options
 from hetspmd.trace.host.replaced import Replaced
-
-__all__ = [
-    "SETTINGS",
-    "asked_in_vain",
-    "counting",
-]
 
 
 def _attribute(of: Any, name: str) -> Callable[[], Any]:

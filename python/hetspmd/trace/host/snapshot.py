@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from hetspmd.trace.compat import outside_modes
+from hetspmd.trace.compat.tensors import outside_modes
 from hetspmd.trace.host.cached import entries_of, results_of
 from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.foreign import is_foreign, is_installed
@@ -155,8 +155,9 @@ class Snapshot:
         """What was put into caches since they were held: the functions, the keys and the results."""
         for function, keys in self._caches.values():
             if results_of(function).keys() - keys:
-                entries = dict(entries_of(function))  # a key that was taken out is there once more, before
-                yield from ((function, key, result) for key, result in entries.items() if key not in keys)
+                yield from (
+                    (function, key, result) for key, result in entries_of(function) if key not in keys
+                )
 
     def changes(self) -> Iterator[Change]:
         """What is not as it was."""

@@ -19,8 +19,6 @@ from typing import Any, Final, Literal
 
 import torch
 
-__all__ = ["SOURCES", "Kind", "Source", "learn", "places"]
-
 Kind = Literal["clock", "bytes", "file", "thread"]
 
 

@@ -19,20 +19,6 @@ from hetspmd.trace.host.cached import CALL, spoken_call
 from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.templates import NoTemplateError, from_text, to_text
 
-__all__ = [
-    "ALL",
-    "CALLS",
-    "FUNCTIONS",
-    "OTHERS",
-    "calls_of",
-    "key_of",
-    "leads",
-    "others",
-    "spoken",
-    "step_to",
-    "told",
-]
-
 ALL: Final = "[*]"
 """A step to a container's class, with its keys or its number of elements; written, to its whole content."""
 OTHERS: Final = "[**]"

@@ -15,8 +15,6 @@ import torch
 from hetspmd.errors import PlanError
 from hetspmd.trace.host.plain import type_name
 
-__all__ = ["NoTemplateError", "from_text", "number_of", "numbers_in", "renumbered", "to_text"]
-
 
 class NoTemplateError(Exception):
     """A value cannot be made again on another rank."""

@@ -21,12 +21,10 @@ import torch
 from torch import nn
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat import replace_node_registration, same_content
+from hetspmd.trace.compat.tensors import replace_node_registration, same_content
 from hetspmd.trace.frames import frame_line
 from hetspmd.trace.host.foreign import is_foreign
 from hetspmd.trace.host.plain import tensors_in
-
-__all__ = ["observers_refused"]
 
 _OF_MODULES: Final = (
     "register_backward_hook",

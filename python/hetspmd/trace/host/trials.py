@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hetspmd.errors import HetspmdError
-from hetspmd.trace.compat import flatten
+from hetspmd.trace.compat.trees import flatten
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.facts import Counter
 from hetspmd.trace.host.finish import carried

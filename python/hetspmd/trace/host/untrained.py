@@ -15,15 +15,13 @@ import torch
 from torch import nn
 
 from hetspmd.errors import OutsideParameterWarning, TraceError
-from hetspmd.trace.compat import is_traced
+from hetspmd.trace.compat.tensors import is_traced
 from hetspmd.trace.host.changes import where
 from hetspmd.trace.host.facts import Read
 from hetspmd.trace.host.places import Path, Roots, items, text
 from hetspmd.trace.host.plain import is_container
 from hetspmd.trace.host.raw import size
 from hetspmd.trace.host.steps import spoken
-
-__all__ = ["Untrained", "untrained_leaves"]
 
 _FLAG: Final = ".requires_grad"
 _MOST_ELEMENTS: Final = 10_000

@@ -24,7 +24,7 @@ from hetspmd.trace.host.lines import drawing_line
 from hetspmd.trace.host.numbers import AsNumbers
 from hetspmd.trace.host.own_memory import memories
 from hetspmd.trace.host.places import NOTHING, Path, Roots, item, items, own, put, text
-from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_plain
+from hetspmd.trace.host.plain import MISSING, fingerprint, is_container, is_plain, outline
 from hetspmd.trace.host.process import ProcessSettings
 from hetspmd.trace.host.recorder import Place, Recorder
 from hetspmd.trace.host.seeds import seeds_refused
@@ -77,6 +77,8 @@ class HostWatch:
         self._settings = {step: read() for step, read in SETTINGS.items()}
         self.state_changes: Left | None = None
         self.cached_tensors: dict[str, list[torch.Tensor]] = {}
+        self.feeding: list[str] = []
+        """The buffers on which tensors in caches depend."""
         self.memories = memories(model)
         self._behind: list[tuple[Place, Any]] = []
         self.draws = ""
@@ -221,6 +223,9 @@ class HostWatch:
                 reads[root, path] = value
         reads.update(self.recorder.reader.bases())
         reads.update((place, "True") for place in self.untrained.reads(self.recorder.values))
+        for name in self.feeding:
+            path = tuple(f".{part}" for part in name.split("."))
+            reads["model", path] = outline(self.roots.value("model", path))
         for place in self.recorder.reader.library.places:
             reads[place] = fingerprint(self.roots.value(*place))
         return tuple(Read(*place, value) for place, value in reads.items())

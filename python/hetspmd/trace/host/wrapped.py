@@ -9,8 +9,6 @@ from typing import Any
 
 from hetspmd.trace.host.content import own_attributes
 
-__all__ = ["asked_for", "functions_in", "registered", "unbound"]
-
 
 def functions_in(value: Any) -> list[Any]:
     """The functions that calling a value, or reading it from an object that has it in its class, may call."""
