@@ -53,8 +53,8 @@ def test_compile_json(command, targets, cluster, tmp_path: Path) -> None:
     assert command("compile", targets, "--cluster", cluster, "--json", out).status == 0
     document = json.loads(out.read_text())
     assert set(document) == {
-        "version", "graph", "search", "cost", "baselines", "candidates", "ratios", "segments", "inside", "program",
-        "schedule", "transfers", "sensitivity", "lengths", "seconds",
+        "version", "graph", "search", "cost", "baselines", "candidates", "ratios", "segments", "inside",
+        "micro_batches", "program", "schedule", "transfers", "sensitivity", "lengths", "seconds",
     }  # fmt: skip
     assert all(set(s) == {"quantity", "ranks", "elasticity", "gain"} for s in document["sensitivity"])
     assert sum(-abs(s["elasticity"]) for s in document["sensitivity"]) == pytest.approx(-1.0)
@@ -84,6 +84,25 @@ def test_compile_json(command, targets, cluster, tmp_path: Path) -> None:
     loss_to_idle = 1e-6 + 4 / 1.25e8
     assert communication + loss_to_idle == pytest.approx(cost["communication_seconds"])
     assert cost["memory_bytes"][1:] == [0, 0]
+
+
+def test_micro_batches(command, targets, cluster, tmp_path: Path) -> None:
+    out, plan = tmp_path / "out.json", tmp_path / "plan.json"
+    target = targets
+    told = command(
+        "compile", target, "--cluster", cluster, "--micro-batches", 2, "--json", out, "--plan", plan
+    )
+    assert told.status == 0
+    assert "Micro-batches: 2, of 6, 6 samples, one after the other." in told.out
+    assert json.loads(out.read_text())["micro_batches"] == Plan.load(plan).micro_batches == 2
+    assert command("verify", target, "--cluster", cluster, "--micro-batches", 2).status == 0
+    many = command("compile", target, "--cluster", cluster, "--micro-batches", 13)
+    assert many.status == 2
+    assert "micro_batches=13: the batch has 12 samples" in many.err
+    folder = tmp_path / "passes"
+    dumped = command("compile", target, "--cluster", cluster, "--micro-batches", 2, "--dump-passes", folder)
+    assert dumped.status == 2
+    assert "use micro_batches=1 for them" in dumped.err
 
 
 def test_json_to_standard_output_is_all_there_is(command, targets, cluster) -> None:

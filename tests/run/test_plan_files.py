@@ -48,7 +48,7 @@ def test_a_file_holds_its_checksum_and_may_be_formatted_anew() -> None:
         (lambda t: '{"plan":' + '{"a":' * 100_000, "nested too deeply"),
         (lambda t: t.replace(f'"version":{VERSION}', '"version":4'), "plan file of version 4, this release reads"),
         (lambda t: t.replace(f'"version":{VERSION}', '"version":true'), "plan file of version True"),
-        (lambda t: t.replace(f'"version":{VERSION}', f'"version":"{VERSION}"'), f"plan file of version '{VERSION}'"),
+        (lambda t: t.replace(f'"version":{VERSION}', '"version":"1"'), "plan file of version '1'"),
         (lambda t: t.replace(f'"version":{VERSION}', f'"version":{VERSION},"more":1'), "unknown key 'more'"),
         (lambda t: t.replace('"sha256":', '"sha512":'), "unknown key 'sha512'"),
         (lambda t: t.replace('"active":[0', '"active":[0,0'), "damaged or was edited by hand"),

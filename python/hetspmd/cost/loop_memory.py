@@ -21,7 +21,7 @@ from hetspmd.rules.theory import Theory
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class HeldValue:
     """A value that is held from step ``first`` to before step ``end``; ``joined``: of the whole batch, though the
     loop makes it in rows."""
 
@@ -93,8 +93,8 @@ def axis_of(theory: Theory, tensor: int, form: Placement) -> int:
 
 
 def held_in_turns(
-    batches: MicroBatches, live: Liveness, spans: dict[int, Span], instructions: list[int]
-) -> list[Span]:
+    batches: MicroBatches, live: Liveness, spans: dict[int, HeldValue], instructions: list[int]
+) -> list[HeldValue]:
     """``spans``, by the values of ``live``, as they are where the loop runs several times.
 
     ``instructions``: the one that runs, or ran last, at each step.
@@ -107,7 +107,7 @@ def held_in_turns(
     made_before = {
         t for i, p in zip(graph.instructions, phases, strict=True) if p == "before" for t in i.outputs
     }
-    held, more = dict(spans), list[Span]()
+    held, more = dict(spans), list[HeldValue]()
     for value, span in spans.items():
         if span.tensor in made_before and span.end > first:
             held[value] = replace(span, first=min(span.first, first), end=max(span.end, end))
@@ -122,5 +122,5 @@ def held_in_turns(
             more.append(replace(span, first=live.born[owner], end=live.born[owner] + 1))
             held[owner] = replace(span, first=min(span.first, first), end=max(span.end, end))
         elif key[0] in batches.joined:
-            more.append(Span(key[0], key[1], first, max(span.end, end), joined=True))
+            more.append(HeldValue(key[0], key[1], first, max(span.end, end), joined=True))
     return [*held.values(), *more]

@@ -34,7 +34,7 @@ import numpy as np
 from hetspmd.cluster.collective_buffers import Carried, over_time
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cost.liveness import Liveness
-from hetspmd.cost.loop_memory import AxisPlaces, Span, axis_of, held_in_turns
+from hetspmd.cost.loop_memory import AxisPlaces, HeldValue, axis_of, held_in_turns
 from hetspmd.cost.model import Array, Index
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths
@@ -175,7 +175,7 @@ class Holdings:
         self.instruction: Index = np.array(instructions + after, dtype=np.int64)
         own = [v for v in range(len(live.sizes)) if live.storage[v] == v]
         spans = [
-            Span(
+            HeldValue(
                 live.sizes[v][0],
                 live.sizes[v][1],
                 live.born[v],

@@ -17,7 +17,6 @@ from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.random import Randomness, next_seed
 from hetspmd.errors import (
     ExampleError,
-    OptionError,
     ShardError,
 )
 from hetspmd.lower import LocalTensor
@@ -149,8 +148,6 @@ class HAP(TakesPart, WholeStates):
             options=compilation,
         )
         first = first_plan(setting, plan, example)
-        if compiled_with is not None and first.micro_batches > 1:
-            raise OptionError("compile= does not work with micro_batches= yet; give one of them")
         check_model(model, first.graph)
         ranks = meet_ranks(communicator, self.device, next_seed(), run.check_batches)
         randomness = Randomness(ranks.seed, communicator.rank, self.device)

@@ -16,7 +16,7 @@ from hetspmd.dist.machine_levels import join_machines
 from hetspmd.dist.process_group import communicator_for
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
-from hetspmd.errors import DeviceError, ExampleError, PlanMismatchError
+from hetspmd.errors import DeviceError, ExampleError, OptionError, PlanMismatchError
 from hetspmd.plan.plan import Plan
 from hetspmd.run.setting import Setting
 from hetspmd.trace.autocast import autocast_state
@@ -54,8 +54,16 @@ def device_for(model: nn.Module, requested: torch.device | str | None) -> torch.
 def first_plan(setting: Setting, plan: Plan | str | os.PathLike[str] | None, example: Any) -> Plan:
     """The plan that was given, or one that is compiled for the example, the same on every rank.
 
-    Raises PlanMismatchError for a plan of another cluster, and ExampleError where neither was given.
+    Raises PlanMismatchError for a plan of another cluster, ExampleError where neither was given, and OptionError
+    where ops are to be compiled of a plan in micro-batches.
     """
+    first = _first_plan(setting, plan, example)
+    if setting.compile_options is not None and first.micro_batches > 1:
+        raise OptionError("compile= does not work with micro_batches= yet; give one of them")
+    return first
+
+
+def _first_plan(setting: Setting, plan: Plan | str | os.PathLike[str] | None, example: Any) -> Plan:
     communicator = setting.communicator
     if plan is not None:
         first = loaded_plan(communicator, plan)
