@@ -245,6 +245,7 @@ def test_verify_that_fails(command, targets, cluster, monkeypatch: pytest.Monkey
         "constraints": None,
         "segments": "auto",
         "machines": "auto",
+        "micro_batches": 1,
         "locate": False,
     }
     outcome = command("verify", targets, "--cluster", cluster)
