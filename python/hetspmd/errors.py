@@ -173,8 +173,9 @@ class MemoryLimitError(HetspmdError):
             for rank, (missing, capacity) in self.lacking.items()
         ]
         super().__init__(
-            f"no program was found that fits the devices; in the nearest one {'; '.join(parts)}. Take a smaller "
-            "batch, loosen constraints, add devices, or correct `memory` in the cluster description"
+            f"no program was found that fits the devices; in the nearest one {'; '.join(parts)}. Divide the "
+            "batch in time (micro_batches='auto'), take a smaller one, loosen constraints, add devices, or correct "
+            "`memory` in the cluster description"
         )
 
 

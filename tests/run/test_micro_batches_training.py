@@ -176,8 +176,19 @@ def test_less_memory_than_the_whole_batch_takes() -> None:
     short = {"devices": devices, "network": {"bandwidth": "100GB/s", "latency": "1ns"}}
     with pytest.raises(MemoryLimitError):
         hetspmd.compile(model, example, short, loss=loss)
-    fits = hetspmd.compile(model, example, short, loss=loss, micro_batches=16)
+    with pytest.raises(MemoryLimitError, match=r"Divide the batch in time \(micro_batches='auto'\)"):
+        hetspmd.compile(model, example, short, loss=loss)
+    fits = hetspmd.compile(model, example, short, loss=loss, micro_batches="auto")
     assert max(fits.cost.memory_bytes) <= fits.cluster.devices[0].memory
+    assert fits.micro_batches in (2, 4, 8, 16)
+    with pytest.raises(MemoryLimitError):
+        hetspmd.compile(model, example, short, loss=loss, micro_batches=fits.micro_batches // 2)
+    assert hetspmd.compile(model, example, DEVICES, loss=loss, micro_batches="auto").micro_batches == 1
+    normed = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.BatchNorm1d(32))))
+    with pytest.raises(
+        MicroBatchError, match=r"of the whole batch .* In one it does not fit: no program was found"
+    ):
+        hetspmd.compile(normed, example, short, loss=loss, micro_batches="auto")
 
 
 def tells(error: type[HetspmdError], message: str, model: nn.Module | None = None, **options: Any) -> None:
@@ -187,8 +198,8 @@ def tells(error: type[HetspmdError], message: str, model: nn.Module | None = Non
 
 @pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")
 def test_bad_input_is_named() -> None:
-    tells(OptionError, "micro_batches=0: give a number from 1 on", micro_batches=0)
-    tells(OptionError, "micro_batches=True: give a number", micro_batches=True)
+    tells(OptionError, "micro_batches=0: give 'auto' or a number from 1 on", micro_batches=0)
+    tells(OptionError, "micro_batches=True: give", micro_batches=True)
     tells(OptionError, r"micro_batches='4'", micro_batches="4")
     tells(MicroBatchError, "micro_batches=10: the batch has 9 samples", micro_batches=10)
     tells(OptionError, "segments=4: give one or the other", segments=4)

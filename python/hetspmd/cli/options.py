@@ -28,7 +28,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--segments",
-        type=segments,
+        type=auto_or_count,
         default="auto",
         metavar="N",
         help="parts of the model with sharding ratios of their own: a number, or auto for as many as gain (auto)",
@@ -42,10 +42,11 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--micro-batches",
-        type=positive_count,
+        type=auto_or_count,
         default=1,
         metavar="N",
-        help="parts of the batch that a step takes one after the other, in less memory (1)",
+        help="parts of the batch that a step takes one after the other: a number, or auto for the fewest, doubled "
+        "each time, with which it fits the memory (1)",
     )
     parser.add_argument(
         "--autocast",
@@ -69,7 +70,7 @@ def autocast(model: nn.Module, dtype: str | None) -> AbstractContextManager[obje
     return torch.autocast(trace_device(model_device(model)).type, dtype=getattr(torch, dtype))
 
 
-def segments(text: str) -> int | Literal["auto"]:
+def auto_or_count(text: str) -> int | Literal["auto"]:
     """``auto`` or a positive whole number."""
     return "auto" if text == "auto" else positive_count(text)
 

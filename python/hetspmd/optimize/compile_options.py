@@ -30,7 +30,7 @@ class CompileKeywords(TypedDict, total=False):
     loss_only: bool
     segments: Segments
     machines: Machines
-    micro_batches: int
+    micro_batches: int | Literal["auto"]
     host_randomness: HostRandomness
     timings: MutableMapping[str, float] | None
     progress: Callable[[str], object] | None
@@ -55,7 +55,8 @@ class CompileOptions:
             accelerators individually (``"flat"``), or ``"auto"`` for the cheaper of the two.
         micro_batches: How many parts of the batch a training step takes one after the other, of equal numbers of
             samples as far as can be. Gradients are summed over them, so that the step computes what it computes
-            of the whole batch, in less memory. Outputs with a row for each sample come back as None.
+            of the whole batch, in less memory. Outputs with a row for each sample come back as None. ``"auto"`` for
+            the fewest, doubled each time, with which a program fits the devices' memory.
         host_randomness: What becomes of random numbers that the model's Python code draws (random, numpy,
             generators): ``"refuse"`` them; ``"freeze"`` them, so that a plan keeps the outcome of its trace;
             or ``"trace_each_step"``, so that HAP traces anew in every step.
@@ -75,7 +76,7 @@ class CompileOptions:
     loss_only: bool = False
     segments: Segments = "auto"
     machines: Machines = "auto"
-    micro_batches: int = 1
+    micro_batches: int | Literal["auto"] = 1
     host_randomness: HostRandomness = "refuse"
     timings: MutableMapping[str, float] | None = None
     progress: Callable[[str], object] | None = None
@@ -88,13 +89,13 @@ class CompileOptions:
         if self.machines not in ("auto", "virtual", "flat"):
             raise OptionError(f"machines={self.machines!r}; allowed are 'auto', 'virtual' and 'flat'")
         count = self.micro_batches
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise OptionError(f"micro_batches={count!r}: give a number from 1 on")
-        if count > 1 and self.segments not in ("auto", 1):
+        if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise OptionError(f"micro_batches={count!r}: give 'auto' or a number from 1 on")
+        if count != 1 and self.segments not in ("auto", 1):
             raise OptionError(f"micro_batches={count} with segments={self.segments}: give one or the other")
-        if count > 1 and self.machines == "virtual":
+        if count != 1 and self.machines == "virtual":
             raise OptionError(
-                f"micro_batches={count} needs machines='flat': each accelerator planned by itself"
+                f"micro_batches={count} needs machines='flat': each accelerator is planned by itself"
             )
         object.__setattr__(self, "loss", as_loss(self.loss))
 

@@ -20,7 +20,7 @@ from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, parted
 from hetspmd.optimize.following import followed, warn_of_strays
 from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, segments_across, step_across
-from hetspmd.optimize.in_micro_batches import in_micro_batches
+from hetspmd.optimize.in_micro_batches import in_micro_batches, least_that_fits
 from hetspmd.optimize.partition import segmented, segments_like
 from hetspmd.optimize.prefetch import further
 from hetspmd.optimize.segmentation import in_segments
@@ -116,20 +116,30 @@ def compile_plan(
                 graph = graph.without_outputs()
         with clock("rules"):
             theory = derive(graph, strict=asked.strict)
-            wanted = asked.micro_batches if like is None else like.micro_batches
-            count = wanted if training and graph.loss is not None else 1
-            theory, batches = in_micro_batches(theory, count, fewer=like is not None)
+        divided = training and graph.loss is not None
         if like is not None:
+            with clock("rules"):
+                theory, batches = in_micro_batches(theory, like.micro_batches if divided else 1, fewer=True)
             return _like(theory, like, Limits(seconds=asked.time_limit), clock, batches)
-        compilation = _Compilation(theory, cluster, asked, clock, batches)
-        if batches is not None:
-            plan = compilation.side_by_side(flat(cluster))
-        elif has_machines(cluster):
-            plan = cheaper(cluster, asked.machines, compilation.side_by_side, compilation.across)
-        else:
-            plan = compilation.side_by_side(cluster)
+        plan = least_that_fits(
+            theory,
+            asked.micro_batches if divided else 1,
+            lambda theory, batches: _in(theory, cluster, asked, clock, batches),
+        )
         warn_of_strays(plan)
         return plan
+
+
+def _in(
+    theory: Theory, cluster: Cluster, asked: CompileOptions, clock: Clock, batches: MicroBatches | None
+) -> Plan:
+    """The plan in these micro-batches."""
+    compilation = _Compilation(theory, cluster, asked, clock, batches)
+    if batches is not None:
+        return compilation.side_by_side(flat(cluster))
+    if has_machines(cluster):
+        return cheaper(cluster, asked.machines, compilation.side_by_side, compilation.across)
+    return compilation.side_by_side(cluster)
 
 
 class _Compilation:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
-from hetspmd.errors import DroppedOutputWarning, MicroBatchError
+from hetspmd.errors import DroppedOutputWarning, MemoryLimitError, MicroBatchError
 from hetspmd.program.micro_batches import MicroBatches, micro_batches
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.trace.compat.trees import spec_from_text
 from hetspmd.trace.graph import Output
+
+T = TypeVar("T")
 
 
 def in_micro_batches(
@@ -23,9 +27,7 @@ def in_micro_batches(
     batch.
     """
     graph = theory.graph
-    if fewer:
-        samples = (axis.units for axis in theory.axes.axes if axis.id in theory.batch_axes)
-        count = min(count, max(samples, default=1))
+    count = min(count, _samples(theory)) if fewer else count
     if count == 1:
         return theory, None
     if graph.autocast == "float16":
@@ -52,3 +54,30 @@ def in_micro_batches(
         theory = derive(graph.with_outputs(outputs), quiet=True)
         batches = micro_batches(theory, count)
     return theory, batches
+
+
+def least_that_fits(
+    theory: Theory, count: int | Literal["auto"], planned: Callable[[Theory, MicroBatches | None], T]
+) -> T:
+    """What ``planned`` gives in ``count`` micro-batches; for ``"auto"`` in the fewest, doubled each time, for which
+    it does not raise MemoryLimitError.
+
+    Raises what the last one raised, and MicroBatchError for a step that does not fit and cannot be divided.
+    """
+    if count != "auto":
+        return planned(*in_micro_batches(theory, count))
+    number, most = 1, _samples(theory)
+    while True:
+        try:
+            return planned(*in_micro_batches(theory, number))
+        except MemoryLimitError as error:
+            if number >= most:
+                raise
+            lacking = error
+        except MicroBatchError as error:
+            raise MicroBatchError(f"{error}. In one it does not fit: {lacking}") from lacking
+        number = min(2 * number, most)
+
+
+def _samples(theory: Theory) -> int:
+    return max((axis.units for axis in theory.axes.axes if axis.id in theory.batch_axes), default=1)

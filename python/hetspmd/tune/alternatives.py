@@ -48,7 +48,7 @@ def alternatives(
     asked = options or CompileOptions()
     compiled = compile_plan(model, args, kwargs, cluster, asked)
     plans = {COMPILED: compiled}
-    cluster = flat(cluster) if asked.micro_batches > 1 else cluster
+    cluster = flat(cluster) if compiled.micro_batches > 1 else cluster
     if has_machines(cluster):
         ways: tuple[Machines, ...] = ("virtual", "flat")
         for way in ways:
