@@ -25,7 +25,7 @@ SHORT = 4.0
 
 def run_trials(folder: Path, trials: list[Trial]) -> list[Result]:
     """Each trial's result with what each rank wrote, by rank."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-W", "error", str(HERE / "fault_worker.py"), str(folder), json.dumps(trials)]
     done = subprocess.run(
         command, env=environment, check=False, capture_output=True, text=True, timeout=60 + 70 * len(trials)
