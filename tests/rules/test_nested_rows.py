@@ -27,7 +27,7 @@ from hetspmd.rules.brute import (
     starts_of,
     summands,
 )
-from hetspmd.rules.nested import Level, localize_nested
+from hetspmd.rules.nested import Level, composes, localize_nested
 from hetspmd.rules.oracle import sample_text, uninitialised
 from hetspmd.rules.registry import rule_for
 from hetspmd.rules.rule import OpRule, Triple
@@ -169,3 +169,16 @@ def test_both_ends_are_reached() -> None:
     assert matmul["tried"] > 20
     assert not matmul["refused"]
     assert 0 < mean["refused"] < mean["tried"] / 2
+
+
+def test_rows_that_cannot_be_had_at_once() -> None:
+    """Each row of a mean puts a function in the place of the op, which the other one could not divide."""
+    shape = (torch.zeros(4, 6), torch.zeros(4, 6))
+    call = case_of("aten.mse_loss.default", shape, {}).call
+    rule = rule_for(call)
+    assert rule is not None
+    whole, rows, columns = rule.rows(call)[:3]
+    assert composes(call, rule, rows, rows)
+    assert composes(call, rule, rows, whole)
+    assert composes(call, rule, whole, columns)
+    assert not composes(call, rule, rows, columns)

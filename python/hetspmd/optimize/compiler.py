@@ -20,7 +20,7 @@ from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, parted
 from hetspmd.optimize.following import followed, warn_of_strays
 from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, segments_across, step_across
-from hetspmd.optimize.in_micro_batches import in_micro_batches, least_that_fits
+from hetspmd.optimize.in_micro_batches import composed, in_micro_batches, least_that_fits
 from hetspmd.optimize.partition import segmented, segments_like
 from hetspmd.optimize.prefetch import further
 from hetspmd.optimize.segmentation import in_segments
@@ -156,7 +156,7 @@ class _Compilation:
         self.theory, self.cluster, self.options, self.clock = theory, cluster, options, clock
         self.batches = batches
         self.limits = Limits(seconds=options.time_limit)
-        self.constraints = resolve(theory, options.constraints)
+        self.constraints = composed(theory, batches, resolve(theory, options.constraints))
 
     def side_by_side(self, cluster: Cluster) -> Plan:
         """The plan of the single devices of a cluster."""
@@ -197,7 +197,8 @@ def _like(
         )
     ratios = like.ratios[: theory.axes.segments]
     with clock("synth"):
-        ctx = Synthesis(theory, like.cluster, Constraints(forms), limits, batches=batches)
+        constraints = composed(theory, batches, Constraints(forms))
+        ctx = Synthesis(theory, like.cluster, constraints, limits, batches=batches)
         candidate = candidate_at(ctx, ratios, lengths, like.active)
         return _plan_at(ctx, further(ctx, ctx.costs(like.active), candidate) or candidate)
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 from hetspmd.errors import DroppedOutputWarning, MemoryLimitError, MicroBatchError
 from hetspmd.program.micro_batches import MicroBatches, micro_batches
+from hetspmd.rules.nested import composes
+from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory, derive
+from hetspmd.search.constraints import Constraints
 from hetspmd.trace.compat.trees import spec_from_text
 from hetspmd.trace.graph import Output
 
@@ -77,6 +81,27 @@ def least_that_fits(
         except MicroBatchError as error:
             raise MicroBatchError(f"{error}. In one it does not fit: {lacking}") from lacking
         number = min(2 * number, most)
+
+
+def composed(theory: Theory, batches: MicroBatches | None, constraints: Constraints) -> Constraints:
+    """The constraints, and that an instruction's row on the devices can be had at once with its row in time."""
+    if batches is None:
+        return constraints
+    known: dict[tuple[int, Triple, Triple], bool] = {}
+    asked, loop = constraints.row_filter, batches.loop
+
+    def allowed(instruction: int, row: Triple, axis: int | None) -> bool:
+        if asked is not None and not asked(instruction, row, axis):
+            return False
+        if loop.phases[instruction] != "in":
+            return True
+        call, in_time = theory.calls[instruction], loop.rows[instruction]
+        key = id(call), in_time, row
+        if key not in known:
+            known[key] = composes(call, theory.rules[instruction], in_time, row)
+        return known[key]
+
+    return replace(constraints, row_filter=allowed)
 
 
 def _samples(theory: Theory) -> int:

@@ -76,6 +76,18 @@ def localize_nested(
     return None
 
 
+def composes(call: Call, rule: OpRule, outer: Triple, inner: Triple) -> bool:
+    """Whether two rows of a call can be had at once, of parts that are no whole factor."""
+
+    def part(row: Triple) -> Level:
+        size = 0 if row.factor is None else rule.factors[row.factor].size
+        return Level(row, (0, (size + 1) // 2))
+
+    held = part(outer)
+    within = Level(inner, (0, (held.units[1] + 1) // 2)) if inner == outer else part(inner)
+    return localize_nested(call, rule, held, within, 0, 4) is not None
+
+
 def localize_drawn(call: Call, rule: OpRule, level: Level, rank: int, world: int) -> LocalCall:
     """The call of a random op, even where the shard has no elements: what is drawn must be drawn by all."""
     shapes = (_shapes(call.inputs, "inputs", rule, level), _shapes(call.outputs, "outputs", rule, level))

@@ -15,7 +15,7 @@ from hetspmd.errors import HetspmdError
 from hetspmd.optimize.compile_options import CompileOptions, Machines
 from hetspmd.optimize.compiler import compile_plan, following_plan, plan_for, plan_of
 from hetspmd.optimize.following import follows
-from hetspmd.optimize.in_micro_batches import in_micro_batches
+from hetspmd.optimize.in_micro_batches import composed, in_micro_batches
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import synthesize_on
 from hetspmd.plan.plan import Plan
@@ -60,7 +60,8 @@ def alternatives(
         graph = graph.without_outputs()
     theory, batches = in_micro_batches(derive(graph, strict=asked.strict), compiled.micro_batches)
     limits = Limits(seconds=asked.time_limit)
-    ctx = Synthesis(theory, cluster, resolve(theory, asked.constraints), limits, batches=batches)
+    constraints = composed(theory, batches, resolve(theory, asked.constraints))
+    ctx = Synthesis(theory, cluster, constraints, limits, batches=batches)
     costs = ctx.costs(ctx.everyone)
     for ranks in (ctx.everyone, *device_subsets(costs)):
         if ranks == compiled.active and len(compiled.ratios) == 1:
