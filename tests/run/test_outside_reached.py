@@ -12,6 +12,8 @@ from outside import Holder, Step, by_closure, deep, distance, equal, moved, stud
 from torch import nn
 from torch.nn import functional as F
 
+from workbench import traced
+
 pytestmark = pytest.mark.filterwarnings("ignore::hetspmd.errors.PlanPerValueWarning")
 
 
@@ -179,3 +181,10 @@ ACTIVATION = nn.ELU(0.5)
 @pytest.mark.parametrize("loss", [_made, _copied])
 def test_a_module_that_the_step_makes_is_its_own(loss: Callable[..., torch.Tensor]) -> None:
     equal(lambda: Step(student(), loss), moves=False)
+
+
+def test_a_module_in_a_variable_of_an_installed_package() -> None:
+    """An activation function there is a module without tensors (``transformers.activations.gelu``), which a model
+    of that package calls."""
+    graph = traced("roberta").theory.graph
+    assert any(i.op == "aten.gelu.default" for i in graph.instructions)

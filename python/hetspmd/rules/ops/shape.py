@@ -195,30 +195,33 @@ def _repeat_interleave(local: Local) -> LocalCall:
 
 @rule("aten.as_strided.default", "aten.as_strided_copy.default", "aten.as_strided_scatter.default")
 def as_strided(call: Call) -> OpRule:
-    """Strides speak of the whole tensor's memory: never sharded, unless they are those that the input has. Holds
-    for a contiguous reference input."""
-    groups = (0, 1) if "scatter" in call.op else (0,)
-    if "scatter" not in call.op and _as_it_lies(call):
-        factors = Factors(call)
-        for d in range(call.out.ndim):
-            factors.add(f"d{d}", {0: d}, {0: d})
-        return OpRule(factors.done(), linear_sets(call, [groups]), rewrite=_copied)
-    return OpRule((), linear_sets(call, [groups]), rewrite=_as_strided)
+    """Strides speak of the whole tensor's memory: never sharded, unless all of it is only given another shape.
+    Holds for a contiguous reference input."""
+    scatter = "scatter" in call.op
+    groups = (0, 1) if scatter else (0,)
+    if not _is_a_shape(call):
+        return OpRule((), linear_sets(call, [groups]), rewrite=_as_strided)
+    factors = Factors(call)
+    for k, (source, target) in enumerate(view_cuts(call.inputs[-1].shape, call.out.shape)):
+        factors.add(f"v{k}", {0: target, 1: source} if scatter else {0: source}, {0: target})
+    return OpRule(factors.done(), linear_sets(call, [groups]), rewrite=_in_its_shape, alias=not scatter)
 
 
-def _as_it_lies(call: Call) -> bool:
-    """Whether the strides asked for are those of the contiguous input, where a dim has more than one element."""
-    shape, strides = call.inputs[0].shape, call.arg(2, "stride")
-    own = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+def _is_a_shape(call: Call) -> bool:
+    """Whether size and strides are those of another shape of the whole contiguous input, where a dim has more than
+    one element: all of it is read, or what is scattered takes its place."""
+    first = len(call.inputs)
+    size, strides = call.arg(first, "size"), call.arg(first + 1, "stride")
+    own = [prod(size[dim + 1 :]) for dim in range(len(size))]
     return (
-        call.out.shape == shape
-        and not call.arg(3, "storage_offset")
-        and all(extent == 1 or a == b for extent, a, b in zip(shape, strides, own, strict=True))
+        prod(size) == prod(call.inputs[0].shape)
+        and not call.arg(first + 2, "storage_offset")
+        and all(extent == 1 or a == b for extent, a, b in zip(size, strides, own, strict=True))
     )
 
 
-def _copied(local: Local) -> LocalCall:
-    return "aten.clone.default", (Ref(0),), {}
+def _in_its_shape(local: Local) -> LocalCall:
+    return "aten.reshape.default", (Ref(len(local.call.inputs) - 1), local.output_shapes[0]), {}
 
 
 def _as_strided(local: Local) -> LocalCall:

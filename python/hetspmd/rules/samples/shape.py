@@ -70,6 +70,8 @@ _UNFOLD = _calls(((6, 5), (0, 2, 2)), ((5, 6), (1, 3, 1)), ((6, 5), (0, 1, 3)), 
 _STRIDED = _calls(
     ((4, 6), ([4, 6], [6, 1])),
     ((4, 6, 1, 1), ([4, 6, 1, 1], [6, 1, 6, 6])),
+    ((24,), ([4, 6, 1], [6, 1, 1])),
+    ((8, 3), ([4, 6], [6, 1], 0)),
     ((4, 6), ([4, 6], [1, 4])),
     ((4, 6), ([3, 2], [6, 2], 1)),
 )
@@ -117,7 +119,11 @@ SAMPLES: dict[str, Factory] = {
     ],
     "aten.as_strided.default": _STRIDED,
     "aten.as_strided_copy.default": _STRIDED,
-    "aten.as_strided_scatter.default": lambda: [((_x(4, 6), _x(3, 2), [3, 2], [6, 2], 1), {})],
+    "aten.as_strided_scatter.default": lambda: [
+        ((_x(4, 6), _x(3, 2), [3, 2], [6, 2], 1), {}),
+        ((_x(24), _x(4, 6, 1), [4, 6, 1], [6, 1, 6]), {}),
+        ((_x(4, 6), _x(8, 3), [8, 3], [3, 1]), {}),
+    ],
     "aten.unfold.default": _UNFOLD,
     "aten.unfold_copy.default": _UNFOLD,
     "aten.unfold_backward.default": _calls(

@@ -16,9 +16,11 @@ from hetspmd.errors import TraceError
 from hetspmd.trace.compat.tensors import is_traced
 from hetspmd.trace.host.content import own_attributes
 from hetspmd.trace.host.followed import Followed
+from hetspmd.trace.host.foreign import is_foreign, is_own
 from hetspmd.trace.host.kinds import tells_its_class
 from hetspmd.trace.host.places import Path, Roots, text
-from hetspmd.trace.host.plain import fingerprint
+from hetspmd.trace.host.plain import fingerprint, is_container
+from hetspmd.trace.host.raw import elements, pairs
 from hetspmd.trace.host.snapshot import Structure
 from hetspmd.trace.host.steps import CALLS, calls_of, step_to
 
@@ -48,6 +50,7 @@ class Outside:
         self._touched: set[int] = set()
         self._strangers: dict[int, nn.Module] = {}
         self._made: set[int] = set()
+        self._installed: dict[int, nn.Module] = {}
         self._no_strangers: set[type] = set()
 
     def know(self, followed: Followed, within: nn.Module | None) -> None:
@@ -88,6 +91,15 @@ class Outside:
                 self._touch(id(inner))
                 self.all_of(inner)
 
+    def installed(self, value: Any) -> None:
+        """A variable of an installed package was found: its modules without tensors stay as they are."""
+        if isinstance(value, nn.Module):
+            self._installed.update((id(module), module) for module in value.modules())
+        elif is_container(value):
+            for inner in [v for _, v in pairs(value)] if isinstance(value, dict) else elements(value):
+                if isinstance(inner, nn.Module):
+                    self.installed(inner)
+
     def check(self) -> None:
         """Raise TraceError for a module that cannot be found again, and for what a run has added to one, replaced
         or taken away."""
@@ -97,6 +109,8 @@ class Outside:
             if key in self._known:
                 continue
             real = any(not is_traced(tensor) for tensor in held)
+            if not real and (key in self._installed or _is_a_librarys(type(module))):
+                continue
             if key not in self._made or (real and type(module) is not nn.Module):
                 raise TraceError(
                     f"the step reads a {type(module).__name__}, which is no module of the model, in a way "
@@ -144,3 +158,8 @@ class Outside:
         for position, called in enumerate(calls):
             if called is not None:
                 self._look(root, (*path, CALLS, step_to(position)), called)
+
+
+def _is_a_librarys(kind: type) -> bool:
+    """Whether a class is an installed package's, such as an activation function."""
+    return not is_foreign(kind.__module__) and not is_own(kind.__module__)

@@ -207,6 +207,7 @@ class Recorder:
             self._snapshot.variable(root, path, holder)
             if isinstance(holder, ModuleType) and is_installed(holder) and not is_scalar(value):
                 self._snapshot.container(root, path, value)
+                self.outside.installed(value)
                 self.bound.look(root, path, value)
                 self._draws.watch(value, root, path)
                 if is_cache(value):
