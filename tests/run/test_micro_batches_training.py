@@ -22,6 +22,7 @@ from hetspmd.errors import (
     HetspmdError,
     MemoryLimitError,
     MicroBatchError,
+    NanError,
     OptionError,
     PlanError,
 )
@@ -132,6 +133,19 @@ def test_gradients_twice() -> None:
     assert on_ranks(body) == [True] * 3
 
 
+def test_anomaly_mode_finds_nan_in_a_micro_batch() -> None:
+    def body(hap: HAP) -> torch.Tensor:
+        return hap(**batch(9, 0))["loss"]
+
+    def logarithm(model: nn.Module, **given: torch.Tensor) -> torch.Tensor:
+        return model(**given)["scores"].log().mean()
+
+    with torch.autograd.set_detect_anomaly(True):
+        assert len(on_ranks(body)) == 3
+        with pytest.raises(NanError, match=r"aten.log.default.*test_micro_batches_training.py:\d+ .*on rank"):
+            on_ranks(lambda hap: hap(**batch(9, 0)), loss=logarithm)
+
+
 def test_what_is_not_the_loss_gets_no_gradient() -> None:
     class Sums(Model):
         def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -209,6 +223,27 @@ class Leaves(Model):
 
 def test_rows_that_the_model_keeps_are_refused() -> None:
     tells(MicroBatchError, "rows of the batch in an attribute", Leaves())
+
+
+class Rows(Model):
+    """A weight, or what is kept of the scores, for each sample."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.kept, self.weights = kept, nn.Parameter(torch.ones(9))
+        self.register_buffer("scores", torch.zeros(9, 5))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(ids, labels)["scores"]
+        if self.kept == "scores":
+            self.scores = scores.detach()
+            return scores.square().mean()
+        return (scores.square().mean(1) * self.weights).sum() + self.weights.square().sum()
+
+
+def test_rows_of_buffers_and_gradients_are_refused() -> None:
+    tells(MicroBatchError, "rows of the batch in scores, .* use one micro-batch", Rows("scores"))
+    tells(MicroBatchError, "gradient of weights has a row for each sample", Rows("weights"))
 
 
 @pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")

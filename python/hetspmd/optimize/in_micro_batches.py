@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from hetspmd.errors import DroppedOutputWarning, MicroBatchError
-from hetspmd.program.micro_batches import MicroBatches, micro_batches
+from hetspmd.program.micro_batches import MicroBatches, micro_batches, samples, split_in_time
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.trace.compat.trees import spec_from_text
 from hetspmd.trace.graph import Output
@@ -24,8 +24,9 @@ def in_micro_batches(
     """
     graph = theory.graph
     if fewer:
-        samples = (axis.units for axis in theory.axes.axes if axis.id in theory.batch_axes)
-        count = min(count, max(samples, default=1))
+        count = min(count, max(samples(theory, theory.batch_axes), 1))
+        if count > 1:
+            count = min(count, samples(theory, split_in_time(theory).axes))
     if count == 1:
         return theory, None
     if graph.autocast == "float16":
