@@ -288,7 +288,10 @@ def test_a_plan_file_keeps_its_micro_batches() -> None:
         hap(**batch(6, 0))["loss"].backward()
         return [plan.micro_batches for plan, _ in hap._plans.runners()]
 
-    assert on_ranks(body, plan=again, example=None, micro_batches=1) == [[3, 3]] * 3
+    for count in (1, 3):
+        assert on_ranks(body, plan=again, example=None, micro_batches=count) == [[3, 3]] * 3
+    with pytest.raises(OptionError, match="micro_batches=2 with a plan of 3: the plan says how many"):
+        on_ranks(body, plan=again, example=None, micro_batches=2)
 
 
 @pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")
