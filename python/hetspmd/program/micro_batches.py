@@ -216,10 +216,14 @@ def split_in_time(theory: Theory) -> Loop:
     """
     first: MicroBatchError | None = None
     for axes in _choices(theory):
+        splitting = _Splitting(theory, axes)
         try:
-            return _Splitting(theory, axes).run()
+            loop = splitting.run()
         except MicroBatchError as error:
             first = first or error
+            continue
+        if first is None or splitting.trains:
+            return loop
     assert first is not None
     raise first
 
@@ -275,6 +279,14 @@ class _Splitting:
             rows=tuple(self.rows[i] for i in order),
             axes=self.axes,
             leaving=tuple(Result(t, self.placements[t]) for t in self._leaving()),
+        )
+
+    @property
+    def trains(self) -> bool:
+        """Whether the loop computes anything of the parameters."""
+        return any(
+            self.phases[i.id] == "in" and not self.trained.isdisjoint(i.outputs)
+            for i in self.graph.instructions
         )
 
     def _note(self, instruction: Instruction) -> None:
