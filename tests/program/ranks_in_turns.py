@@ -12,7 +12,7 @@ from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.lower.turns import LocalTurns, lower_turns
-from hetspmd.placement import is_sharded
+from hetspmd.placement import PARTIAL, is_sharded
 from hetspmd.program.layout import Region
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.level_layout import RankPlace
@@ -52,7 +52,13 @@ def error_in_turns(
     graph = theory.graph
     whole = _expected(theory, want)
     worst, pieces = 0.0, {}
-    for rank, (values, joined) in enumerate(run_ranks(lengths.world, body)):
+    ranks = run_ranks(lengths.world, body)
+    for name in ranks[0][0]:
+        if _key_of(steps, graph, name)[2] == PARTIAL:  # each rank has a summand
+            total = torch.stack([values[name] for values, _ in ranks]).sum(0)
+            for values, _ in ranks:
+                values[name] = total
+    for rank, (values, joined) in enumerate(ranks):
         expected = {}
         for name, value in values.items():
             key = _key_of(steps, graph, name)
@@ -63,9 +69,11 @@ def error_in_turns(
         for name, parts_of in joined.items():
             pieces.setdefault(name, []).extend(parts_of)
     for name, parts_of in pieces.items():
-        got = torch.full_like(whole[name], torch.nan)
+        partial = _key_of(steps, graph, name)[2] == PARTIAL
+        got = torch.full_like(whole[name], 0 if partial else torch.nan)
         for regions, value in parts_of:
-            _slice(got, regions).copy_(value)
+            part = _slice(got, regions)
+            part.copy_(part + value if partial else value)
         worst = max(worst, largest_error({name: got}, {name: whole[name]}, 1e-9)[0])
     return worst
 
@@ -105,10 +113,11 @@ def _step(
     rank = runtime.communicator.rank
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     given = []
-    for p in graph.parameters:
-        key = (p.tensor, 0, steps.stored.get(p.tensor, 0))
-        given.append(_slice(parameters[p.name].detach(), layout.regions(key, RankPlace(0, rank))))
-    given += [buffers[b.name] for b in graph.buffers] + [*inputs]
+    whole = [parameters[p.name].detach() for p in graph.parameters]
+    whole += [buffers[b.name] for b in graph.buffers] + [*inputs]
+    for of, value in zip((*graph.parameters, *graph.buffers, *graph.inputs), whole, strict=True):
+        key = (of.tensor, 0, steps.stored.get(of.tensor, 0))
+        given.append(_slice(value, layout.regions(key, RankPlace(0, rank))))
     if graph.tangent is not None:
         meta = graph.tensors[graph.tangent]
         given.append(torch.ones(meta.shape, dtype=getattr(torch, meta.dtype)))

@@ -112,6 +112,16 @@ class Model(nn.Module):
         return self.loss(self.last(h), y)
 
 
+class Features(nn.LayerNorm):
+    """Drops whole features of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout1d(super().forward(x).unsqueeze(-1), 0.3, self.training).squeeze(-1)
+
+
 def weighted(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(z, y, weight=torch.arange(1.0, 5, dtype=z.dtype), ignore_index=2)
 
@@ -133,8 +143,16 @@ def after_a_root(z: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.
     return F.mse_loss(z, torch.ones_like(z)), z.detach().square().sum().sqrt()
 
 
+def penalised(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The critic of a Wasserstein GAN, with the seed of a gradient that is computed inside."""
+    x = z.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(x.tanh().square().sum(), x, create_graph=True)
+    return z.mean() + (gradient.norm(dim=1) * z[:, 0] - 1).square().mean()
+
+
 LOSSES = (
-    F.cross_entropy, weighted, smoothed, masked, several, after_a_root,
+    F.cross_entropy, weighted, smoothed, masked, several, after_a_root, penalised,
+    lambda z, y: z.mean(), lambda z, y: (z * torch.arange(len(z))[:, None]).sum(),  # gradients of no input
     lambda z, y: F.binary_cross_entropy_with_logits(z, F.one_hot(y, 4).to(z.dtype)),
     lambda z, y: F.smooth_l1_loss(z, z.detach().flip(1), beta=0.5) + z.abs().sum() / len(y),
 )  # fmt: skip
@@ -164,11 +182,64 @@ def test_what_is_left_of_a_sum_runs_after_the_loop() -> None:
 
 
 def test_a_micro_batch_draws_what_the_whole_batch_draws_in_its_rows() -> None:
-    model, theory, batch = small(F.cross_entropy, dropout=0.5)
+    model, theory, batch = small(F.cross_entropy, dropout=0.5, norm=Features())
     loop = split_in_time(theory)
     assert any(rule.random for rule in theory.rules.values())
     for parts in TURNS:
         assert error(theory, loop, model, batch, parts) < 1e-12
+
+
+class ClassSums(nn.Module):
+    """Its buffers add up what the samples of each class have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 3)
+        self.register_buffer("sums", torch.ones(4, 3))
+        self.register_buffer("counts", torch.ones(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = self.first(x)
+        loss = (z - (self.sums / self.counts[:, None])[y]).square().mean()
+        with torch.no_grad():
+            self.sums = self.sums.index_add(0, y, z)
+            self.counts = self.counts.index_add(0, y, torch.ones_like(x[:, 0]))
+        return loss
+
+
+class Attention(nn.Module):
+    """Positions and the mask, which have no rows of the batch, are inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.position, self.first = nn.Embedding(9, 4), nn.Embedding(5, 4), nn.Linear(4, 12)
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        h = self.first(self.embed(ids) + self.position(positions))
+        q, k, v = h.view(*ids.shape, 3, 2, 2).permute(2, 0, 3, 1, 4)
+        h = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        return F.cross_entropy((h @ self.embed.weight.T).flatten(0, 1), ids.flatten(), ignore_index=0)
+
+
+def whole_models() -> list[tuple[nn.Module, tuple[torch.Tensor, ...]]]:
+    torch.manual_seed(1)
+    ids = torch.randint(0, 9, (7, 5))
+    return [
+        (ClassSums(), (torch.randn(7, 5, dtype=torch.float64), torch.randint(0, 4, (7,)))),
+        (Attention(), (ids, torch.arange(5), torch.ones(5, 5).tril().bool())),
+        (Attention(), (ids[:3], torch.arange(5), torch.ones(5, 5).tril().bool())),
+    ]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_buffers_that_add_up_and_inputs_without_samples(number: int) -> None:
+    model, batch = whole_models()[number]
+    theory = derive(trace(model.double(), batch, {}))
+    loop = split_in_time(theory)
+    check_loop(theory, loop)
+    assert len(batch[0]) in {theory.axes.axes[axis].units for axis in loop.axes}
+    for parts in TURNS:
+        assert error(theory, loop, model, [*batch], parts) < 1e-12
 
 
 def test_batch_norm_in_evaluation_is_split() -> None:

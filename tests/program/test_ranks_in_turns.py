@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from program_builder import cheap_random_program, random_program, uneven
 from ranks_in_turns import error_in_turns
 from torch.utils import _pytree as pytree
 
@@ -14,8 +15,10 @@ import zoo
 from hetspmd.errors import MicroBatchError
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.program.micro_batches import in_turns, micro_batches, turn_lengths
+from hetspmd.program.schedule import make_schedule
 from hetspmd.search import constraints as known
 from hetspmd.trace.trace import split_example
+from test_random_programs import subject
 from workbench import Traced, cluster, single_device, sufficient_factors, traced
 
 RATIOS = (0.5, 0.0, 0.3, 0.2)
@@ -74,6 +77,26 @@ def test_known_programs(name: str, kind: str) -> None:
             want,
         )
         assert error < (1e-6 if single else 1e-9), parts
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention", "vocabulary", "experts"])
+def test_random_programs(name: str) -> None:
+    of = subject(name)
+    batches = micro_batches(of.theory, 2)
+    for seed in range(8):
+        program = (random_program if seed % 2 else cheap_random_program)(of.theory, seed)
+        turns = turn_lengths(of.theory, batches.loop.axes, parts := PARTS[seed % 2])
+        error = error_in_turns(
+            of.theory,
+            program,
+            make_schedule(of.theory, program, 1000.0),
+            replace(batches, count=len(parts), turns=turns),
+            uneven(of.theory, 3, seed),
+            of.model,
+            of.inputs,
+            of.want,
+        )
+        assert error < 1e-9, seed
 
 
 def test_a_device_has_its_units_over_all_turns() -> None:

@@ -22,6 +22,7 @@ from hetspmd.errors import (
     HetspmdError,
     MemoryLimitError,
     MicroBatchError,
+    NanError,
     OptionError,
     PlanError,
 )
@@ -132,6 +133,19 @@ def test_gradients_twice() -> None:
     assert on_ranks(body) == [True] * 3
 
 
+def test_anomaly_mode_finds_nan_in_a_micro_batch() -> None:
+    def body(hap: HAP) -> torch.Tensor:
+        return hap(**batch(9, 0))["loss"]
+
+    def logarithm(model: nn.Module, **given: torch.Tensor) -> torch.Tensor:
+        return model(**given)["scores"].log().mean()
+
+    with torch.autograd.set_detect_anomaly(True):
+        assert len(on_ranks(body)) == 3
+        with pytest.raises(NanError, match=r"aten.log.default.*test_micro_batches_training.py:\d+ .*on rank"):
+            on_ranks(lambda hap: hap(**batch(9, 0)), loss=logarithm)
+
+
 def test_what_is_not_the_loss_gets_no_gradient() -> None:
     class Sums(Model):
         def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -222,6 +236,27 @@ def test_rows_that_the_model_keeps_are_refused() -> None:
     tells(MicroBatchError, "rows of the batch in an attribute", Leaves())
 
 
+class Rows(Model):
+    """A weight, or what is kept of the scores, for each sample."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.kept, self.weights = kept, nn.Parameter(torch.ones(9))
+        self.register_buffer("scores", torch.zeros(9, 5))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(ids, labels)["scores"]
+        if self.kept == "scores":
+            self.scores = scores.detach()
+            return scores.square().mean()
+        return (scores.square().mean(1) * self.weights).sum() + self.weights.square().sum()
+
+
+def test_rows_of_buffers_and_gradients_are_refused() -> None:
+    tells(MicroBatchError, "rows of the batch in scores, .* use one micro-batch", Rows("scores"))
+    tells(MicroBatchError, "gradient of weights has a row for each sample", Rows("weights"))
+
+
 @pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")
 def test_what_does_not_go_together_is_refused() -> None:
     plan = hetspmd.compile(Model().double(), batch(9, 0), DEVICES, micro_batches=2)
@@ -264,7 +299,10 @@ def test_a_plan_file_keeps_its_micro_batches() -> None:
         hap(**batch(6, 0))["loss"].backward()
         return [plan.micro_batches for plan, _ in hap._plans.runners()]
 
-    assert on_ranks(body, plan=again, example=None, micro_batches=1) == [[3, 3]] * 3
+    for count in (1, 3):
+        assert on_ranks(body, plan=again, example=None, micro_batches=count) == [[3, 3]] * 3
+    with pytest.raises(OptionError, match="micro_batches=2 with a plan of 3: the plan says how many"):
+        on_ranks(body, plan=again, example=None, micro_batches=2)
 
 
 @pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")

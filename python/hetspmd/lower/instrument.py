@@ -19,8 +19,8 @@ Behind = Callable[[fx.Graph, fx.Node, fx.Node, Callable[[fx.Node], fx.Node]], No
 def instrumented(
     module: fx.GraphModule, watcher: object, name: str, behind: Behind, *, ends: tuple[str, str] | None = None
 ) -> fx.GraphModule:
-    """The copy, of a class called ``name``. ``ends``: the watcher's methods called before the first call and
-    behind the last one."""
+    """The copy, of a class called ``name``, with copies of the graphs that it calls. ``ends``: the watcher's
+    methods called before the first call and behind the last one."""
     copy, values = fx.Graph(), dict[fx.Node, fx.Node]()
     nodes = list(module.graph.nodes)
     for node in (n for n in nodes if n.op in ("placeholder", "get_attr")):
@@ -35,5 +35,7 @@ def instrumented(
         if node.op != "output":
             behind(copy, reader, node, values.__getitem__)
     attributes = {str(n.target): getattr(module, str(n.target)) for n in nodes if n.op == "get_attr"}
+    for target in {str(n.target) for n in nodes if n.op == "call_module"}:
+        attributes[target] = instrumented(getattr(module, target), watcher, f"{name}_{target}", behind)
     copy.lint()
     return fx.GraphModule({**attributes, _ATTRIBUTE: watcher}, copy, name)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal, TypeVar
 
 from hetspmd.errors import DroppedOutputWarning, MemoryLimitError, MicroBatchError
-from hetspmd.program.micro_batches import MicroBatches, micro_batches
+from hetspmd.program.micro_batches import MicroBatches, micro_batches, samples, split_in_time
 from hetspmd.rules.nested import composes
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory, derive
@@ -31,7 +31,10 @@ def in_micro_batches(
     batch.
     """
     graph = theory.graph
-    count = min(count, _samples(theory)) if fewer else count
+    if fewer:
+        count = min(count, max(samples(theory, theory.batch_axes), 1))
+        if count > 1:
+            count = min(count, samples(theory, split_in_time(theory).axes))
     if count == 1:
         return theory, None
     if graph.autocast == "float16":
@@ -70,7 +73,7 @@ def least_that_fits(
     """
     if count != "auto":
         return planned(*in_micro_batches(theory, count))
-    number, most = 1, _samples(theory)
+    number, most = 1, max(samples(theory, theory.batch_axes), 1)
     while True:
         try:
             return planned(*in_micro_batches(theory, number))
@@ -102,7 +105,3 @@ def composed(theory: Theory, batches: MicroBatches | None, constraints: Constrai
         return known[key]
 
     return replace(constraints, row_filter=allowed)
-
-
-def _samples(theory: Theory) -> int:
-    return max((axis.units for axis in theory.axes.axes if axis.id in theory.batch_axes), default=1)

@@ -16,6 +16,7 @@ the step impossible to split exactly: the statistics of batch norm, logits over 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -114,21 +115,48 @@ def micro_batches(theory: Theory, count: int) -> MicroBatches:
 
     Raises MicroBatchError where the step cannot be split exactly, or has fewer samples than micro-batches.
     """
-    axes = theory.batch_axes
-    rows = max((axis.units for axis in theory.axes.axes if axis.id in axes), default=0)
+    _check_rows(theory, theory.batch_axes, count)
+    loop = split_in_time(theory)
+    _check_rows(theory, loop.axes, count)
+    found = MicroBatches(
+        count=count,
+        loop=loop,
+        turns=turn_lengths(theory, loop.axes, (1 / count,) * count),
+        placements=_placements(theory, loop),
+        inputs=tuple(i.inputs for i in theory.graph.instructions),
+    )
+    _check_joined(theory.graph, found.joined)
+    return found
+
+
+def samples(theory: Theory, axes: frozenset[int]) -> int:
+    """The largest number of units of these axes; 0 without any."""
+    return max((axis.units for axis in theory.axes.axes if axis.id in axes), default=0)
+
+
+def _check_rows(theory: Theory, axes: frozenset[int], count: int) -> None:
+    rows = samples(theory, axes)
     if rows < count:
         raise MicroBatchError(
             f"micro_batches={count}: the batch has {rows or 1} sample{'s' if rows > 1 else ''} that can be "
             "divided; give fewer micro-batches, or a larger batch"
         )
-    loop = split_in_time(theory)
-    return MicroBatches(
-        count=count,
-        loop=loop,
-        turns=turn_lengths(theory, axes, (1 / count,) * count),
-        placements=_placements(theory, loop),
-        inputs=tuple(i.inputs for i in theory.graph.instructions),
-    )
+
+
+def _check_joined(graph: Graph, joined: frozenset[int]) -> None:
+    """Outputs alone may leave the loop in rows."""
+    for holder in graph.holders:
+        if holder.updated in joined:
+            raise MicroBatchError(
+                f"forward leaves rows of the batch in {holder.name}, which micro-batches would leave in parts"
+                f"{_INSTEAD}"
+            )
+    for parameter in graph.parameters:
+        if parameter.gradient in joined:
+            raise MicroBatchError(
+                f"the gradient of {parameter.name} has a row for each sample, which micro-batches would leave in "
+                f"parts{_INSTEAD}"
+            )
 
 
 def turn_lengths(theory: Theory, axes: frozenset[int], parts: Sequence[float]) -> Lengths:
@@ -181,9 +209,42 @@ def _placements(theory: Theory, loop: Loop) -> dict[int, Placement]:
 def split_in_time(theory: Theory) -> Loop:
     """The loop over micro-batches of a step.
 
+    It divides dim 0 of all inputs where that can be. Else some inputs have another dim there (positions, a mask
+    over pairs of tokens), and one kind of dim 0 after the other is left whole, or is divided alone.
+
     Raises MicroBatchError, which names the op and the module's line, where the step cannot be split exactly.
     """
-    return _Splitting(theory).run()
+    first: MicroBatchError | None = None
+    for axes in _choices(theory):
+        splitting = _Splitting(theory, axes)
+        try:
+            loop = splitting.run()
+        except MicroBatchError as error:
+            first = first or error
+            continue
+        if first is None or splitting.trains:
+            return loop
+    assert first is not None
+    raise first
+
+
+def _choices(theory: Theory) -> list[frozenset[int]]:
+    """Sets of axes to divide, in the order in which they are tried: all those of dim 0, all but one kind, one kind.
+    The kind that most bytes of the inputs have is left out last, and is the first to be divided alone."""
+    graph, kinds, nbytes = theory.graph, dict[int, set[int]](), Counter[int]()
+    for axis in theory.axes.axes:
+        if axis.id in theory.batch_axes:
+            kinds.setdefault(axis.group, set()).add(axis.id)
+    for each in graph.inputs:
+        axes = [theory.axes.axis(each.tensor, dim) for dim in range(len(graph.tensors[each.tensor].shape))]
+        nbytes.update({a.group: graph.tensors[each.tensor].nbytes for a in axes if a is not None})
+    order = sorted(kinds, key=lambda group: (nbytes[group], group))
+    sets = [theory.batch_axes]
+    if len(order) > 2:
+        sets += [theory.batch_axes - kinds[group] for group in order]
+    if len(order) > 1:
+        sets += [frozenset(kinds[group]) for group in reversed(order)]
+    return sets
 
 
 _AFTER: Final = -1
@@ -193,9 +254,9 @@ _AFTER: Final = -1
 class _Splitting:
     """Walks the graph once. What depends on inputs alone may be moved before the loop when it is needed whole."""
 
-    def __init__(self, theory: Theory) -> None:
+    def __init__(self, theory: Theory, axes: frozenset[int]) -> None:
         self.theory, self.graph = theory, theory.graph
-        self.axes = theory.batch_axes
+        self.axes = axes
         self.phases: dict[int, Phase] = {}
         self.rows: dict[int, Triple] = {}
         self.placements: dict[int, Placement] = {c.tensor: REPLICATE for c in theory.graph.constants}
@@ -218,6 +279,14 @@ class _Splitting:
             rows=tuple(self.rows[i] for i in order),
             axes=self.axes,
             leaving=tuple(Result(t, self.placements[t]) for t in self._leaving()),
+        )
+
+    @property
+    def trains(self) -> bool:
+        """Whether the loop computes anything of the parameters."""
+        return any(
+            self.phases[i.id] == "in" and not self.trained.isdisjoint(i.outputs)
+            for i in self.graph.instructions
         )
 
     def _note(self, instruction: Instruction) -> None:
@@ -254,9 +323,15 @@ class _Splitting:
         return min(possible, key=lambda row: self._bytes_whole(instruction, row), default=None)
 
     def _per_sample(self, instruction: Instruction) -> bool:
-        """Whether the instruction works on samples: it depends on inputs, or its results have rows of the batch."""
-        return not self.sampled.isdisjoint(instruction.inputs) or any(
-            row.factor is not None and any(map(is_sharded, row.post)) for row, _ in self._divided(instruction)
+        """Whether the instruction works on samples: it depends on inputs, reads what the loop computes, or its
+        results have rows of the batch."""
+        return (
+            not self.sampled.isdisjoint(instruction.inputs)
+            or any(self.placements[t] not in (REPLICATE, _AFTER) for t in instruction.inputs)
+            or any(
+                row.factor is not None and any(map(is_sharded, row.post))
+                for row, _ in self._divided(instruction)
+            )
         )
 
     def _divided(self, instruction: Instruction) -> Iterator[tuple[Triple, int | None]]:
@@ -267,10 +342,10 @@ class _Splitting:
                 yield row, axis
 
     def _missing(self, instruction: Instruction, row: Triple) -> int | None:
-        """The position of the first input that cannot be had as ``row`` needs it, None if all can. Of a sum at
-        least one summand comes from the loop."""
+        """The position of the first input that cannot be had as ``row`` needs it, None if all can. Of a sum of
+        summands alone at least one comes from the loop."""
         summands = [t for t, p in zip(instruction.inputs, row.pre, strict=True) if p == PARTIAL]
-        if summands and all(self.placements[t] != PARTIAL for t in summands):
+        if summands and row.factor is None and all(self.placements[t] != PARTIAL for t in summands):
             return row.pre.index(PARTIAL)
         for position, (tensor, placement) in enumerate(zip(instruction.inputs, row.pre, strict=True)):
             if not self._has(tensor, placement) and not self._can_be_before(tensor):

@@ -55,7 +55,7 @@ def first_plan(setting: Setting, plan: Plan | str | os.PathLike[str] | None, exa
     """The plan that was given, or one that is compiled for the example, the same on every rank.
 
     Raises PlanMismatchError for a plan of another cluster, ExampleError where neither was given, and OptionError
-    where ops are to be compiled of a plan in micro-batches.
+    where ops are to be compiled of a plan in micro-batches, or for another number of them than the plan's.
     """
     first = _first_plan(setting, plan, example)
     if setting.compile_options is not None and first.micro_batches > 1:
@@ -69,6 +69,11 @@ def _first_plan(setting: Setting, plan: Plan | str | os.PathLike[str] | None, ex
         first = loaded_plan(communicator, plan)
         if first.cluster not in (setting.cluster, flat(setting.cluster)):
             raise PlanMismatchError("the plan was made for another cluster; compile one for this cluster")
+        if setting.options.micro_batches not in (1, first.micro_batches):
+            raise OptionError(
+                f"micro_batches={setting.options.micro_batches} with a plan of {first.micro_batches}: the plan "
+                "says how many; leave one of them out"
+            )
         return first
     if example is None:
         raise ExampleError("HAP needs example= (a batch to plan for) or plan=")

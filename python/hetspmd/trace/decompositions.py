@@ -5,6 +5,7 @@
 - Convolution backward becomes one instruction per gradient, so that each may be sharded in its own way.
 - The gradient of a mean loss over no elements, whose count torch's decomposition would divide by, has no elements.
 - ``new_zeros`` and its like, which read no values of their tensor, become ``full``: the tensor need not be whole.
+  So does ``ones_like`` of a scalar, such as the seed of a gradient inside of the model.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ def _own() -> dict[Any, Callable[..., Any]]:
         aten.new_zeros.default: partial(_new, 0),
         aten.new_ones.default: partial(_new, 1),
         aten.new_full.default: _new_full,
+        # What is read of it is written first, as by feature dropout.
+        aten.new_empty.default: partial(_new, 0),
+        aten.ones_like.default: partial(_scalar_like, fill=1),
+        aten.full_like.default: _scalar_like,
         aten.multi_margin_loss.default: _multi_margin_loss,
         aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     }
@@ -159,6 +164,18 @@ def _new_full(
 
 def _new(fill_value: float, x: torch.Tensor, size: Sequence[int], **kwargs: Any) -> torch.Tensor:
     return _new_full(x, size, fill_value, **kwargs)
+
+
+def _scalar_like(
+    x: torch.Tensor,
+    fill: float,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """A larger tensor stays as it is, for it is cut as x is."""
+    return NotImplemented if x.ndim else _new_full(x, (), fill, dtype=dtype, device=device)
 
 
 def _reduced(rows: torch.Tensor, reduction: int) -> torch.Tensor:
