@@ -26,7 +26,18 @@ class Board:
 
     def __init__(self, store: Store, prefix: str, rank: int, world: int, limit: float) -> None:
         self.store, self.prefix, self.rank, self.world, self.limit = store, prefix, rank, world, limit
-        self.silent = False
+        self._silences: list[bool] = []
+
+    @property
+    def silent(self) -> bool:
+        """Whether the store has not answered once."""
+        return bool(self._silences)
+
+    def part(self, name: str) -> Board:
+        """A board with keys of its own, which falls silent with this one."""
+        other = Board(self.store, f"{self.prefix}/{name}", self.rank, self.world, self.limit)
+        other._silences = self._silences
+        return other
 
     def key(self, kind: str, rank: int) -> str:
         """Where a rank's note of a kind is."""
@@ -67,7 +78,8 @@ class Board:
         thread.join(self.limit)
         if thread.is_alive():
             give_up(thread)
-        self.silent = not answers
+        if not answers:
+            self._silences.append(True)
         return answers[0] if answers else None
 
 

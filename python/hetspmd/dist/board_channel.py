@@ -20,13 +20,14 @@ _LATE: Final = 10.0
 
 
 class BoardChannel(Channel):
-    """Numbers by an all-gather of a group of the host's own, objects by keys of a store."""
+    """Numbers by an all-gather of a group of the host's own, objects by keys of a store. A wait looks at ``quick``,
+    the same keys with less patience for the store, which may hang with the rank that hosts it."""
 
-    def __init__(self, group: Communicator, board: Board) -> None:
+    def __init__(self, group: Communicator, board: Board, quick: Board) -> None:
         self.rank, self.world = group.rank, group.world
         self._group, self._board = group, board
         self._round = 0
-        self._stalled = Stalled(board)
+        self._stalled = Stalled(quick)
 
     def stalled(self, begin: float, place: str) -> str:
         return self._stalled.look(begin, place)

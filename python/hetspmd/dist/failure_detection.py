@@ -56,7 +56,7 @@ class FailureDetector:
         timeout: float,
     ) -> None:
         self.rank, self.processes, self.host, self.timeout = rank, tuple(processes), host, timeout
-        self._patience = timeout - min(0.3 * timeout, 9.0)
+        self._patience = timeout - min(0.5 * timeout, 9.0)
         self._grace = min(0.1 * timeout, 3.0)
         self._stall = min(0.5 * self._patience, _STALL)
         self.board = Board(store, prefix, rank, len(self.processes), min(timeout / 6.0, 5.0))

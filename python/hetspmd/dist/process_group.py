@@ -70,7 +70,7 @@ class ProcessGroupCommunicator(Communicator):
             ranks = dist.get_process_group_ranks(group)
             apart, board = ProcessGroupCommunicator(made_group(ranks, "gloo", _FOR_EVER)), self.watch.board
             notes = Board(board.store, f"{board.prefix}/roll", self.rank, self.world, _ANSWER)
-            entry = _ROLLS[group] = Roll(BoardChannel(apart, notes)), apart
+            entry = _ROLLS[group] = Roll(BoardChannel(apart, notes, board.part("roll"))), apart
         roll, apart = entry
         apart.watch = self.watch
         self.watch.alarm, self.watch.place = roll.look, roll.place
