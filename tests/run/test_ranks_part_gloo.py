@@ -29,7 +29,8 @@ def test_ranks_part(tmp_path: Path, name: str) -> None:
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "error", str(worker), str(rank), str(WORLD), str(tmp_path), name],
-            stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         for rank in range(WORLD)
     ]  # fmt: skip
