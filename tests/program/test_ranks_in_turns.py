@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 import zoo
 from hetspmd.errors import MicroBatchError
 from hetspmd.optimize.compiler import plan_for
-from hetspmd.program.micro_batches import in_turns, micro_batches, turn_lengths
+from hetspmd.program.micro_batches import micro_batches
 from hetspmd.program.schedule import make_schedule
+from hetspmd.program.turn_lengths import in_turns, turn_lengths
 from hetspmd.search import constraints as known
 from hetspmd.trace.trace import split_example
 from test_random_programs import subject

@@ -16,7 +16,8 @@ from hetspmd.cost.liveness import Liveness
 from hetspmd.cost.model import Index
 from hetspmd.placement import REPLICATE, Placement, is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.micro_batches import MicroBatches, in_turns
+from hetspmd.program.micro_batches import MicroBatches
+from hetspmd.program.turn_lengths import in_turns
 from hetspmd.rules.theory import Theory
 
 

@@ -175,7 +175,7 @@ class _Writing:
         writer = self._writer(0, steps.carried, sums=True)
         for index, (tensor, _, inner) in enumerate(self.summed):
             key = (tensor, REPLICATE, inner)
-            writer.produced[key] = lambda index=index, key=key: self._take(writer, index, key)  # type: ignore[misc]
+            writer.produced[key] = lambda index=index, key=key: self._take(writer, index, key)  # type: ignore[misc]  # both are bound
         for step in steps.after:
             writer.write(step)
         results = (

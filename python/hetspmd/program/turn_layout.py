@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.level_layout import LevelLayout
-from hetspmd.program.micro_batches import in_turns
+from hetspmd.program.turn_lengths import in_turns
 from hetspmd.rules.theory import Theory
 
 

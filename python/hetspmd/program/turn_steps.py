@@ -88,7 +88,6 @@ class _Writing:
         self.constants = {(c.tensor, REPLICATE, REPLICATE): None for c in self.graph.constants}
         self.before, self.turn, self.after = (_Part(dict(self.constants)) for _ in range(3))
         self.leaving: dict[Key, None] = {}
-        self.carried: dict[Key, None] = {}
         self.in_time = {r.tensor: r.form for r in loop.leaving}
         self.read_in_loop = {
             (tensor, form)
@@ -117,7 +116,7 @@ class _Writing:
             gradients=tuple(self._result(r.tensor, r.form) for r in program.gradients),
             read=tuple(self.turn.taken),
             leaving=tuple(self.leaving),
-            carried=tuple(self.carried),
+            carried=tuple(self.after.taken),
         )
 
     def _compute(self, step: Compute) -> None:
@@ -167,7 +166,7 @@ class _Writing:
                 self.leaving[base] = None
                 part.have[(tensor, REPLICATE, base[2])] = None
             else:
-                self._carry(part, key)
+                self._take(part, key)
         else:
             raise self._absent(key)
 
@@ -178,14 +177,6 @@ class _Writing:
         part.have[base] = None
         if base not in self.constants:
             part.taken[base] = None
-
-    def _carry(self, part: _Part, key: Key) -> None:
-        base = provider(self.before.have, key)
-        if base is None:
-            raise self._absent(key)
-        part.have[base] = None
-        if base not in self.constants:
-            self.carried[base] = None
 
     def _gathered(self, key: Key) -> Key:
         """A value that the loop reads of what is there before it; one that is divided on the devices in another way
