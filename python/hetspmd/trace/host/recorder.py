@@ -52,8 +52,7 @@ _MOST_ELEMENTS: Final = 10_000
 
 
 class Recorder:
-    """Reads by place, with the value's fingerprint; what is read is held by ``snapshot``, generators by
-    ``draws``."""
+    """Reads by place, with their fingerprints; ``snapshot`` holds what is read, ``draws`` the generators."""
 
     def __init__(self, roots: Roots, snapshot: Snapshot, draws: Draws) -> None:
         self._snapshot, self._draws = snapshot, draws
