@@ -14,9 +14,12 @@ from torch.utils import _pytree as pytree
 import zoo
 from hetspmd.errors import MicroBatchError
 from hetspmd.optimize.compiler import plan_for
-from hetspmd.program.micro_batches import micro_batches
+from hetspmd.program.loop_steps import repeatable
+from hetspmd.program.micro_batch_check import check_repeated
+from hetspmd.program.micro_batches import MicroBatches, micro_batches
 from hetspmd.program.schedule import make_schedule
 from hetspmd.program.turn_lengths import in_turns, turn_lengths
+from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from hetspmd.trace.trace import split_example
 from test_random_programs import subject
@@ -57,15 +60,23 @@ def inputs_of(t: Traced) -> list[torch.Tensor]:
     return [leaves[i.leaf] for i in t.theory.graph.inputs]
 
 
+def in_loop(theory: Theory, batches: MicroBatches, part: float, seed: int = 0) -> MicroBatches:
+    """The loop with so large a part of the collectives in it that can run there."""
+    able = sorted(repeatable(theory, batches))
+    repeated = random.Random(seed).sample(able, round(part * len(able)))
+    check_repeated(theory, batches.loop, repeated)
+    return replace(batches, repeated=frozenset(repeated))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_known_programs(name: str, kind: str) -> None:
     t = traced(name)
-    batches = micro_batches(t.theory, 2)
     plan = plan_for(t.theory, CLUSTER, KINDS[kind](t.theory), RATIOS)
     want = single_device(t.theory, t.model, inputs_of(t))
     single = any(tensor.dtype == "float32" for tensor in t.theory.graph.tensors)  # the losses of some models
-    for parts in PARTS:
+    for parts, part in zip((PARTS[0], *PARTS), (0.0, 1.0, 0.5, 1.0), strict=True):
+        batches = in_loop(t.theory, micro_batches(t.theory, 2), part)
         turns = turn_lengths(t.theory, batches.loop.axes, parts)
         error = error_in_turns(
             t.theory,
@@ -83,8 +94,8 @@ def test_known_programs(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", ["mlp", "attention", "vocabulary", "experts"])
 def test_random_programs(name: str) -> None:
     of = subject(name)
-    batches = micro_batches(of.theory, 2)
-    for seed in range(8):
+    for seed in range(12):
+        batches = in_loop(of.theory, micro_batches(of.theory, 2), seed % 3 / 2, seed)
         program = (random_program if seed % 2 else cheap_random_program)(of.theory, seed)
         turns = turn_lengths(of.theory, batches.loop.axes, parts := PARTS[seed % 2])
         error = error_in_turns(

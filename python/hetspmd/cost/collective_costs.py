@@ -60,6 +60,19 @@ class MoveForm:
     pack: float = 0.0
     unpack: float = 0.0
 
+    def repeated(self, times: int) -> MoveForm:
+        """The form of so many of them, one after the other."""
+        return replace(
+            self,
+            constant=times * self.constant,
+            per_shard=times * self.per_shard,
+            per_largest=times * self.per_largest,
+            per_exchange=times * self.per_exchange,
+            latency=times * self.latency,
+            pack=times * self.pack,
+            unpack=times * self.unpack,
+        )
+
 
 class Moves:
     """Costs of all collectives of a theory on a cluster, at shares of its axes.
@@ -116,12 +129,22 @@ class Moves:
         return self._shares
 
     def transfer_forms(self, step: Communicate | Bucket) -> tuple[MoveForm, ...]:
-        """Linear forms that add up to the seconds of what runs as one: a bucket has one latency."""
+        """Linear forms that add up to the seconds of what runs as one, in all micro-batches: a bucket has one
+        latency."""
         if isinstance(step, Communicate):
-            return (self.move_form(step.tensor, step.source, step.target, step.kind),)
+            return (self.step_form(step),)
         travels = sum(self._nbytes[m.tensor] for m in step.members)
         forms = [self.move_form(m.tensor, m.source, m.target, m.kind, travels) for m in step.members]
         return (forms[0], *(replace(f, constant=f.constant - f.latency, latency=0.0) for f in forms[1:]))
+
+    def step_form(self, step: Communicate) -> MoveForm:
+        """The linear form of a collective of a program, as often as a step runs it."""
+        form, times = self.move_form(step.tensor, step.source, step.target, step.kind), self.times(step)
+        return form if times == 1 else form.repeated(times)
+
+    def times(self, step: Communicate) -> int:
+        """How often a step runs a collective on all of its bytes: once."""
+        return 1
 
     def shared_form(self, tensor: int, source: Placement, target: Placement, kind: Kind) -> MoveForm:
         """:meth:`move_form` for a cost model that adds collectives up: one that nothing waits for and that shares

@@ -8,14 +8,16 @@ the loop.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hetspmd.cost.liveness import Liveness
 from hetspmd.cost.model import Index
-from hetspmd.placement import REPLICATE, Placement, is_sharded, sharded_dim
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths
+from hetspmd.program.levels import FlatKey
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.turn_lengths import in_turns
 from hetspmd.rules.theory import Theory
@@ -94,11 +96,16 @@ def axis_of(theory: Theory, tensor: int, form: Placement) -> int:
 
 
 def held_in_turns(
-    batches: MicroBatches, live: Liveness, spans: dict[int, HeldValue], instructions: list[int]
+    batches: MicroBatches,
+    live: Liveness,
+    spans: dict[int, HeldValue],
+    instructions: list[int],
+    values: Container[FlatKey],
 ) -> list[HeldValue]:
     """``spans``, by the values of ``live``, as they are where the loop runs several times.
 
-    ``instructions``: the one that runs, or ran last, at each step.
+    ``instructions``: the one that runs, or ran last, at each step. ``values``: those that the loop makes; they are
+    held in each micro-batch as long as they are in one.
     """
     phases, graph = batches.loop.phases, live.theory.graph
     loop = [at for at, instruction in enumerate(instructions) if phases[instruction] == "in"]
@@ -110,18 +117,26 @@ def held_in_turns(
     }
     held, more = dict(spans), list[HeldValue]()
     for value, span in spans.items():
-        if span.tensor in made_before and span.end > first:
+        inside = (span.tensor, span.form) in values
+        if span.tensor in made_before and not inside and span.end > first:
             held[value] = replace(span, first=min(span.first, first), end=max(span.end, end))
-        elif span.tensor in batches.summed and value in live.delivered:
+        elif span.tensor in batches.summed and value in live.delivered and not inside:
             held[value] = replace(span, first=max(span.first, min(end, span.end - 1)))
     for value, key in enumerate(live.sizes):
-        owner = live.storage[value]
-        if value in live.delivered or owner not in held:
+        owner, (tensor, form) = live.storage[value], key
+        if owner not in held or (tensor, form) not in values:
             continue
         span = held[owner]
-        if key[0] in batches.summed:
+        if tensor in batches.joined and value not in live.delivered:
+            more.append(HeldValue(tensor, form, first, max(span.end, end), joined=True))
+        elif tensor in batches.summed and not _is_reduced(tensor, form, live, values):
             more.append(replace(span, first=live.born[owner], end=live.born[owner] + 1))
             held[owner] = replace(span, first=min(span.first, first), end=max(span.end, end))
-        elif key[0] in batches.joined:
-            more.append(HeldValue(key[0], key[1], first, max(span.end, end), joined=True))
     return [*held.values(), *more]
+
+
+def _is_reduced(tensor: int, form: Placement, live: Liveness, values: Container[FlatKey]) -> bool:
+    """Whether a summand of the devices is reduced in the loop, so that what leaves it is the reduced one."""
+    return form == PARTIAL and any(
+        live.sizes[v][0] == tensor and (tensor, live.sizes[v][1]) in values for v in live.delivered
+    )

@@ -38,6 +38,7 @@ from hetspmd.cost.loop_memory import AxisPlaces, HeldValue, axis_of, held_in_tur
 from hetspmd.cost.model import Array, Index
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths
+from hetspmd.program.loop_steps import loop_steps
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Compute, Program
 from hetspmd.program.schedule import Places, Schedule, make_schedule, scheduled
@@ -184,7 +185,10 @@ class Holdings:
             for v in own
         ]
         if self._batches is not None:
-            spans = held_in_turns(self._batches, live, dict(zip(own, spans, strict=True)), instructions)
+            values = loop_steps(graph, self._batches, self._program).values
+            spans = held_in_turns(
+                self._batches, live, dict(zip(own, spans, strict=True)), instructions, values
+            )
         held = [(*self._places.of(s.tensor, s.form, joined=s.joined), s.first, s.end) for s in spans]
         for tensor, form in updates:
             axis, elements = axis_of(self.theory, tensor, form), graph.tensors[tensor].numel

@@ -36,7 +36,9 @@ from hetspmd.cost.collective_costs import MoveForm, Moves
 from hetspmd.cost.roofline import terms_of
 from hetspmd.cost.signatures import Array, Index, Triples, triples_of
 from hetspmd.program.lengths import Lengths
+from hetspmd.program.loop_steps import times_run
 from hetspmd.program.micro_batches import MicroBatches
+from hetspmd.program.program import Communicate
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 
@@ -81,6 +83,10 @@ class CostModel(Moves):
         else:
             other._start[:, places] *= factor
         return other
+
+    def times(self, step: Communicate) -> int:
+        """How often a step runs a collective on all of its bytes: once, or once for each micro-batch."""
+        return times_run(self.batches, step)
 
     # computation -------------------------------------------------------------------------------------------
 

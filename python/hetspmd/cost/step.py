@@ -26,6 +26,7 @@ from hetspmd.placement import shard
 from hetspmd.program.buckets import coalesces
 from hetspmd.program.dataflow import Values
 from hetspmd.program.lengths import Lengths
+from hetspmd.program.loop_steps import loop_steps
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Schedule, make_schedule
 from hetspmd.trace.graph import Graph
@@ -62,7 +63,8 @@ class Stages:
 
     def __init__(self, model: CostModel, program: Program) -> None:
         self.more_turns = 0 if model.batches is None else model.batches.count - 1
-        in_loop = () if model.batches is None else model.batches.steps_in_loop(program)
+        graph, batches = model.theory.graph, model.batches
+        in_loop = () if batches is None else loop_steps(graph, batches, program).places
         signatures: list[int] = []
         stage: list[int] = []
         moves: list[MoveForm] = []
@@ -70,20 +72,22 @@ class Stages:
         self.moved: list[int] = []
         self._shared: list[float] = []
         self._repeated: list[int] = []
+        self._whole: list[int] = []
         self._latency = 0.0
         for place, step in enumerate(program.steps):
             if isinstance(step, Compute):
                 row = model.row_index(step.instruction, step.row)
                 signatures.append(model.signature(step.instruction, row))
-                if place in in_loop:
-                    self._repeated.append(signatures[-1])
+                if place in in_loop and batches is not None:
+                    whole = batches.loop.rows[step.instruction].factor is None
+                    (self._whole if whole else self._repeated).append(signatures[-1])
                 stage.append(len(moves))
                 self.instructions.append(step.instruction)
             else:
                 self.moved.append(step.tensor)
-                moves.append(model.move_form(step.tensor, step.source, step.target, step.kind))
-                self._latency += moves[-1].latency if place in in_loop else 0.0
-                shares = coalesces(model.theory.graph, step.tensor, step.kind, model.bucket_bytes)
+                moves.append(model.step_form(step))
+                self._latency += moves[-1].latency if place in in_loop and model.times(step) == 1 else 0.0
+                shares = coalesces(graph, step.tensor, step.kind, model.bucket_bytes)
                 self._shared.append(moves[-1].latency if shares else 0.0)
         self.model = model
         self.signatures: Index = np.array(signatures, dtype=np.int64)
@@ -107,14 +111,15 @@ class Stages:
 
     def loop_seconds(self, shares: Array) -> float:
         """Seconds that the turns of a loop add to one turn of the whole batch: each has launches and latencies of
-        its own."""
+        its own, and works on summands and on what does not depend on samples as on those of the whole batch."""
         if not self.more_turns:
             return 0.0
         signatures = np.array(self._repeated, dtype=np.int64)
         *_, start = self.model.terms(signatures)
         busy = shares[self.model.triples.axis[signatures]] > 0
-        launches = np.where(busy, start, 0.0).sum(axis=0).max(initial=0.0)
-        return self.more_turns * (float(launches) + self._latency)
+        again = np.where(busy, start, 0.0).sum(axis=0)
+        again = again + self.model.seconds(np.array(self._whole, dtype=np.int64), shares).sum(axis=0)
+        return self.more_turns * (float(again.max(initial=0.0)) + self._latency)
 
     @cached_property
     def saved(self) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -27,6 +27,10 @@ from hetspmd.trace.evaluate import constant_value
 from hetspmd.trace.values import torch_dtype
 
 aten = torch.ops.aten
+
+_ON_THEIR_WAY: Final = 2
+"""Sums that come of collectives in the loop: so many are on their way before the first of them is waited for and
+added, so that no more of their operands are held."""
 
 
 @dataclass(frozen=True)
@@ -158,13 +162,18 @@ class _Writing:
 
     def turn(self, turn: int) -> fx.GraphModule:
         writer = self._writer(turn, self.steps.read, sums=True)
-        waiting = dict.fromkeys(self.summed)
+        waiting, arriving = dict.fromkeys(self.summed), list[Key]()
         for step in self.steps.turn:
             writer.write(step)
-            for key in [k for k in waiting if isinstance(writer.produced.get(k), fx.Node)]:
-                self._add(writer, key)
+            for key in [k for k in waiting if k in writer.produced]:
                 del waiting[key]
-        for key in waiting:  # what comes of a collective is waited for at the end
+                if isinstance(writer.produced[key], fx.Node):
+                    self._add(writer, key)
+                else:  # of a collective, which goes on while others begin
+                    arriving.append(key)
+            while len(arriving) > _ON_THEIR_WAY:
+                self._add(writer, arriving.pop(0))
+        for key in (*arriving, *waiting):
             self._add(writer, key)
         return self._module(
             writer, [writer.need(k) for k in self.steps.leaving if is_sharded(k[1])], f"Turn{turn}"

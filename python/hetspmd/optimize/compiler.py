@@ -31,7 +31,7 @@ from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Inside, SearchReport
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Matrix, Ratios, by_segment, lengths_for
-from hetspmd.program.micro_batch_check import check_loop
+from hetspmd.program.micro_batch_check import check_loop, check_repeated
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.schedule_check import check_schedule
 from hetspmd.program.stored import as_stored
@@ -229,6 +229,7 @@ def plan_of(
     check_schedule(ctx.theory.graph, best.program, best.schedule)
     if ctx.batches is not None:
         check_loop(ctx.theory, ctx.batches.loop)
+        check_repeated(ctx.theory, ctx.batches.loop, ctx.batches.repeated)
     return Plan(
         graph=ctx.theory.graph,
         program=best.program,
@@ -248,6 +249,7 @@ def plan_of(
         inside=inside,
         considered=outcome.considered,
         micro_batches=1 if ctx.batches is None else ctx.batches.count,
+        repeated=() if ctx.batches is None else tuple(sorted(ctx.batches.repeated)),
     )
 
 

@@ -16,7 +16,7 @@ from hetspmd.plan.ops_check import check_calls, check_schemas
 from hetspmd.plan.reports import VERDICTS, Considered, Inside, Iteration, SearchReport
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths, Matrix
-from hetspmd.program.micro_batch_check import check_loop
+from hetspmd.program.micro_batch_check import check_loop, check_repeated
 from hetspmd.program.micro_batches import micro_batches
 from hetspmd.program.nesting import nest
 from hetspmd.program.program import Program
@@ -61,6 +61,8 @@ class Unchecked(Protocol):
     @property
     def micro_batches(self) -> int: ...
     @property
+    def repeated(self) -> tuple[int, ...]: ...
+    @property
     def world(self) -> int: ...
 
 
@@ -88,7 +90,7 @@ def checked_theory(plan: Unchecked, *, trial: bool) -> Theory:
     _check_lengths(plan, theory)
     _prove(theory, plan.program, "its program")
     check_schedule(plan.graph, plan.program, plan.schedule)
-    if plan.micro_batches > 1:
+    if plan.micro_batches > 1 or plan.repeated:
         _check_micro_batches(plan, theory)
     if plan.inside is not None:
         inside = plan.inside
@@ -104,8 +106,9 @@ def checked_theory(plan: Unchecked, *, trial: bool) -> Theory:
 
 def _check_micro_batches(plan: Unchecked, theory: Theory) -> None:
     try:
-        batches = micro_batches(theory, plan.micro_batches)
+        batches = micro_batches(theory, plan.micro_batches, frozenset(plan.repeated))
         check_loop(theory, batches.loop)
+        check_repeated(theory, batches.loop, plan.repeated)
         turn_steps(theory, plan.program, plan.schedule, batches)
     except HetspmdError as error:
         raise _fail(f"its step does not run in {plan.micro_batches} micro-batches ({error})") from error

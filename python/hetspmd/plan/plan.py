@@ -69,6 +69,8 @@ class Plan:
             ``ratios`` are then of machines. None for any other plan.
         considered: The candidates that were compared, the plan's own first, each with why it is not the plan.
         micro_batches: How many parts of the batch a step takes one after the other.
+        repeated: Tensors whose collectives run once for each micro-batch, though they could run once before the
+            loop over them (parameters, and what is computed of them alone) or after it (gradients).
 
     Raises:
         PlanError: These do not fit each other.
@@ -90,6 +92,7 @@ class Plan:
     inside: Inside | None = None
     considered: tuple[Considered, ...] = ()
     micro_batches: int = 1
+    repeated: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         everyone = range(len(self.cluster.devices))
@@ -162,7 +165,9 @@ class Plan:
     @cached_property
     def batches(self) -> MicroBatches | None:
         """The loop over micro-batches; None for a single one."""
-        return None if self.micro_batches == 1 else micro_batches(self.theory, self.micro_batches)
+        if self.micro_batches == 1:
+            return None
+        return micro_batches(self.theory, self.micro_batches, frozenset(self.repeated))
 
     @cached_property
     def costs(self) -> CostModel:

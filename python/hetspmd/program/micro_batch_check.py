@@ -12,6 +12,8 @@ before the loop, in a placement in time in the loop, whole after it. It demands 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hetspmd.errors import ProofError
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, placement_text, sharded_dim
 from hetspmd.program.micro_batches import Loop
@@ -37,6 +39,40 @@ def check_loop(theory: Theory, loop: Loop) -> int:
         raise ProofError(f"there is no phase {min(unknown)!r}")
     proof.conclude()
     return len(proof.whole) + len(proof.in_time) + len(proof.later)
+
+
+def check_repeated(theory: Theory, loop: Loop, repeated: Iterable[int]) -> None:
+    """Prove that the collectives of ``repeated`` tensors may run in the loop as well as outside of it.
+
+    Of a sum over the loop this is so because both are sums: each micro-batch's summand is reduced before it is
+    added. Of what is there before the loop it is so if whatever reads it gives the same in every micro-batch, or is
+    a part of the loop: then what is made before the loop may be made in it. Raises ProofError for any other tensor.
+    """
+    graph = theory.graph
+    results = {graph.loss, *(o.tensor for o in graph.outputs), *graph.updates, *(p.gradient for p in graph.parameters)}
+    sums = {r.tensor for r in loop.leaving if r.form == PARTIAL}
+    stack = list(dict.fromkeys(repeated))
+    seen: set[int] = set()
+    while stack:
+        tensor = stack.pop()
+        if tensor in seen:
+            continue
+        seen.add(tensor)
+        if tensor not in graph.producers:
+            raise ProofError(f"tensor {tensor} has no producer, and its collectives are said to run in the loop")
+        if tensor in sums:
+            continue
+        where = f"a collective of {graph.tensors[tensor].name} is said to run in the loop"
+        if loop.phases[graph.producers[tensor]] != "before" or tensor in results:
+            raise ProofError(f"{where}, and it is no sum over the loop, nor there before the loop alone")
+        for reader in graph.consumers.get(tensor, ()):
+            rule, name = theory.rules.get(reader), graph.instructions[reader].name
+            if loop.phases[reader] == "after":
+                raise ProofError(f"{where}, and {name} reads it after the loop")
+            if loop.phases[reader] == "before":
+                if rule is not None and rule.random:
+                    raise ProofError(f"{where}, and {name} would draw other numbers in each micro-batch")
+                stack += [t for t in graph.instructions[reader].outputs if t >= 0]
 
 
 class _Proof:

@@ -17,7 +17,7 @@ the step impossible to split exactly: the statistics of batch norm, logits over 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal
@@ -25,7 +25,7 @@ from typing import Final, Literal
 from hetspmd.errors import MicroBatchError
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.program import Communicate, Compute, Program, Result
+from hetspmd.program.program import Communicate, Result
 from hetspmd.program.turn_lengths import turn_lengths
 from hetspmd.rules.nested import runs_whole
 from hetspmd.rules.rule import Triple
@@ -63,47 +63,31 @@ class MicroBatches:
         turns: The units of each axis in each micro-batch. Other axes than those of the samples are never divided in
             time; all their units stand with the first.
         placements: Of each tensor its placement in time; REPLICATE where it is there outside of the loop.
-        inputs: Of each instruction the tensors that it reads.
+        repeated: The tensors whose collectives run in each micro-batch though they could run once, before the loop
+            or after it: what they give is then not held through the loop (:mod:`hetspmd.program.loop_steps`).
     """
 
     count: int
     loop: Loop
     turns: Lengths
     placements: Mapping[int, Placement]
-    inputs: tuple[tuple[int, ...], ...]
+    repeated: frozenset[int] = frozenset()
 
     @cached_property
     def summed(self) -> frozenset[int]:
         """The tensors that leave the loop as sums."""
         return frozenset(r.tensor for r in self.loop.leaving if r.form == PARTIAL)
 
-    def steps_in_loop(self, program: Program) -> frozenset[int]:
-        """The places in a program of the steps that run once for each micro-batch."""
-        read = {
-            (tensor, form)
-            for step in program.steps
-            if isinstance(step, Compute) and self.loop.phases[step.instruction] == "in"
-            for tensor, form in zip(self.inputs[step.instruction], step.row.pre, strict=True)
-        }
-        return frozenset(
-            place
-            for place, step in enumerate(program.steps)
-            if (
-                self.loop.phases[step.instruction] == "in"
-                if isinstance(step, Compute)
-                else self.is_in_loop(step, read)
-            )
-        )
+    def is_made_before(self, graph: Graph, tensor: int) -> bool:
+        """Whether a tensor is there before the loop."""
+        return self.loop.phases[graph.producers[tensor]] == "before" if tensor in graph.producers else True
 
-    def is_in_loop(self, step: Communicate, read: Collection[tuple[int, Placement]]) -> bool:
-        """Whether a collective runs once for each micro-batch. ``read``: what the loop reads, in its placement on
-        the devices."""
-        time = self.placements[step.tensor]
-        if time == REPLICATE:
+    def repeats(self, step: Communicate) -> bool:
+        """Whether a collective runs in the loop though it could stand outside of it: one that gathers a tensor of
+        ``repeated``, or reduces it to shards."""
+        if step.tensor not in self.repeated:
             return False
-        if step.tensor not in self.summed:
-            return True
-        return any(tensor == step.tensor and form != step.source for tensor, form in read)
+        return is_sharded(step.target if step.tensor in self.summed else step.source)
 
     @cached_property
     def joined(self) -> frozenset[int]:
@@ -111,8 +95,9 @@ class MicroBatches:
         return frozenset(r.tensor for r in self.loop.leaving if is_sharded(r.form))
 
 
-def micro_batches(theory: Theory, count: int) -> MicroBatches:
-    """A step in so many micro-batches, which are as equal as whole samples can be.
+def micro_batches(theory: Theory, count: int, repeated: frozenset[int] = frozenset()) -> MicroBatches:
+    """A step in so many micro-batches, which are as equal as whole samples can be. ``repeated``: the tensors whose
+    collectives run in each of them though they need not.
 
     Raises MicroBatchError where the step cannot be split exactly, or has fewer samples than micro-batches.
     """
@@ -124,7 +109,7 @@ def micro_batches(theory: Theory, count: int) -> MicroBatches:
         loop=loop,
         turns=turn_lengths(theory, loop.axes, (1 / count,) * count),
         placements=_placements(theory, loop),
-        inputs=tuple(i.inputs for i in theory.graph.instructions),
+        repeated=repeated,
     )
     _check_joined(theory.graph, found.joined)
     return found

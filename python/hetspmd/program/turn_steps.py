@@ -4,9 +4,11 @@ A program divides the work over devices, and a loop (:mod:`hetspmd.program.micro
 which time is the outer one. Each computation has a row in time and one on the devices, each collective stands where
 its tensor is:
 
-- of what is there before the loop: once, before it (a parameter that is gathered);
+- of what is there before the loop: once, before it (a parameter that is gathered), or in the loop, where the plan
+  says so (:mod:`hetspmd.program.loop_steps`);
 - of rows of a micro-batch, and of summands that the loop reads on: in the loop;
-- of summands in time that leave the loop (gradients): once, after it, where they are summed over the micro-batches.
+- of summands in time that leave the loop (gradients): once, after it, where they are summed over the micro-batches,
+  or in the loop, where the plan says so: then what leaves the loop is summed in shards.
 
 What is divided on the devices before the loop, along the samples, is gathered before it where the loop reads rows:
 a device's rows of the batch are others than its rows of a micro-batch.
@@ -19,8 +21,8 @@ from dataclasses import dataclass, field
 from hetspmd.cluster.collective_kinds import kinds_between
 from hetspmd.errors import PlanError
 from hetspmd.placement import REPLICATE, Placement, is_sharded
-from hetspmd.program.buckets import Bucket
 from hetspmd.program.levels import Both, InsideCollective, Key, NestedStep, provider, reads_of, written_by
+from hetspmd.program.loop_steps import loop_steps
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Schedule
@@ -80,30 +82,21 @@ class _Writing:
     def __init__(self, theory: Theory, program: Program, schedule: Schedule, batches: MicroBatches) -> None:
         self.batches, loop = batches, batches.loop
         self.theory, self.graph, self.program, self.loop = theory, theory.graph, program, loop
-        order = schedule.steps(program)
-        self.steps: list[Compute | Communicate] = []
-        for step in (*order.forward, *order.backward):
-            self.steps += step.members if isinstance(step, Bucket) else [step]
+        self.order = [p for places in (*schedule.forward, *schedule.backward) for p in places]
+        self.in_loop = loop_steps(self.graph, batches, program).places
         self.stored: dict[int, Placement] = {}
         self.constants = {(c.tensor, REPLICATE, REPLICATE): None for c in self.graph.constants}
         self.before, self.turn, self.after = (_Part(dict(self.constants)) for _ in range(3))
         self.leaving: dict[Key, None] = {}
         self.in_time = {r.tensor: r.form for r in loop.leaving}
-        self.read_in_loop = {
-            (tensor, form)
-            for step in self.steps
-            if isinstance(step, Compute) and loop.phases[step.instruction] == "in"
-            for tensor, form in zip(
-                self.graph.instructions[step.instruction].inputs, step.row.pre, strict=True
-            )
-        }
 
     def run(self) -> TurnSteps:
-        for step in self.steps:
+        for place in self.order:
+            step, inside = self.program.steps[place], place in self.in_loop
             if isinstance(step, Compute):
-                self._compute(step)
+                self._compute(step, inside)
             else:
-                self._communicate(step)
+                self._communicate(step, inside)
         program = self.program
         return TurnSteps(
             before=tuple(self.before.steps),
@@ -119,19 +112,19 @@ class _Writing:
             carried=tuple(self.after.taken),
         )
 
-    def _compute(self, step: Compute) -> None:
+    def _compute(self, step: Compute, inside: bool) -> None:
         instruction = self.graph.instructions[step.instruction]
         if instruction.is_source:
             (tensor,) = instruction.outputs
             self.stored[tensor] = step.row.post[0]
             self.before.have[(tensor, REPLICATE, step.row.post[0])] = None
             return
-        phase = self.loop.phases[step.instruction]
-        self._append(self._part(phase), Both(step.instruction, self.loop.rows[step.instruction], step.row))
+        part = self.turn if inside else self._part(self.loop.phases[step.instruction])
+        self._append(part, Both(step.instruction, self.loop.rows[step.instruction], step.row))
 
-    def _communicate(self, step: Communicate) -> None:
+    def _communicate(self, step: Communicate, inside: bool) -> None:
         tensor, time = step.tensor, self.batches.placements[step.tensor]
-        if self.batches.is_in_loop(step, self.read_in_loop):
+        if inside:
             part = self.turn
         elif time == REPLICATE:
             part = self._part(self.loop.phases[self.graph.producers[tensor]])

@@ -219,14 +219,10 @@ class _Analysis:
         cluster = changed(self.cluster, quantity, ranks, factor)
         part = cluster.part(self.active)
         if quantity in ("bandwidth", "latency"):
-            model = CostModel(self.model.theory, part)
+            model = CostModel(self.model.theory, part, self.model.batches)
         else:
             model = self.model.scaled(part, quantity, [self.active.index(r) for r in ranks], factor)
-        moves = [
-            model.move_form(s.tensor, s.source, s.target, s.kind)
-            for s in self.program.steps
-            if isinstance(s, Communicate)
-        ]
+        moves = [model.step_form(s) for s in self.program.steps if isinstance(s, Communicate)]
         return model, moves, cluster
 
     def _idle(self, cluster: Cluster) -> float:

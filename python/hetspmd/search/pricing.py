@@ -20,6 +20,8 @@ from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cost.model import Array, CostModel, Index
 from hetspmd.placement import Placement, is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths
+from hetspmd.program.micro_batches import MicroBatches
+from hetspmd.program.program import Communicate
 from hetspmd.search.space import Space
 
 Costs = npt.NDArray[np.int64]
@@ -83,6 +85,7 @@ class Pricing:
         self._moves()
         self.keep_start = np.concatenate([[0], np.cumsum([len(space.forms[t]) for t in self.tensors])])
         self.overlappable = self._overlappable()
+        self._timed: tuple[MicroBatches, Array] | None = None
 
     def _moves(self) -> None:
         """Distinct collectives, which of them each move of a tensor is, and where pairs of forms begin.
@@ -152,7 +155,8 @@ class Pricing:
         """The costs at ``lengths``. ``overlap`` scales those of communication that other work can hide, but for
         what the devices copy themselves."""
         rows = np.concatenate(model.row_costs(lengths))[self.row] if len(self.row) else np.zeros(0)
-        single = model.moves_costs(self.examples, lengths)[self.which] if self.examples else np.zeros(0)
+        times = self._times(model)
+        single = model.moves_costs(self.examples, lengths)[self.which] * times if self.examples else np.zeros(0)
         count = int(self.move_start[-1])
         moves = np.full(count, np.inf)
         np.minimum.at(moves, self.pair_of, single)
@@ -162,7 +166,7 @@ class Pricing:
         np.minimum.at(best, self.pair_of[cheapest], cheapest)
         weighted = moves
         if overlap != 1:
-            copies = model.moves_copies(self.examples)[self.which][best] if self.examples else moves
+            copies = (model.moves_copies(self.examples)[self.which] * times)[best] if self.examples else moves
             weighted = np.where(self.overlappable, (moves - copies) * overlap + copies, moves)
         keep, second_reads = np.zeros(int(self.keep_start[-1])), np.zeros(len(rows))
         if prices is not None:
@@ -189,6 +193,19 @@ class Pricing:
             (whole(rows), whole(moves)),
             per_second,
         )
+
+    def _times(self, model: CostModel) -> Array:
+        """How often each move runs on all of its bytes (:meth:`CostModel.times`)."""
+        if model.batches is None:
+            return np.ones(len(self.flat))
+        if self._timed is None or self._timed[0] is not model.batches:
+            tensors = np.repeat(self.tensors, [len(self.space.moves[t]) for t in self.tensors])
+            times = [
+                model.times(Communicate(t, kind, source, target))
+                for t, (source, target, kind) in zip(tensors.tolist(), self.flat, strict=True)
+            ]
+            self._timed = model.batches, np.array(times, dtype=float)
+        return self._timed[1]
 
     def _unit(self, rows: Array, moves: Array, keep: Array) -> float:
         """How many units of cost make a second: picoseconds, or coarser where a program with the dearest value

@@ -1,0 +1,139 @@
+"""Which steps of a program run once for each micro-batch, and which collectives may.
+
+A collective of something that does not change in the loop has two places: outside of the loop, once, or in it, once
+for each micro-batch. This is what tells the levels of ZeRO (Rajbhandari et al. 2020) from each other:
+
+- a parameter in shards that is gathered before the loop is held whole through all of it (ZeRO-1, ZeRO-2); one that
+  is gathered in the loop is held from there to its last reader (ZeRO-3);
+- a gradient that is summed whole over the loop is reduced to shards after it (ZeRO-1); one that is reduced in the
+  loop is summed in shards (ZeRO-2, ZeRO-3).
+
+:attr:`MicroBatches.repeated` says of which tensors the collectives run in the loop. What is computed of such a
+tensor alone (a view, a cast) then runs in the loop, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container
+from dataclasses import dataclass
+
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded
+from hetspmd.program.micro_batches import MicroBatches, results_of
+from hetspmd.program.program import Communicate, Compute, Program
+from hetspmd.rules.theory import Theory
+from hetspmd.trace.graph import Graph, Instruction
+
+Value = tuple[int, Placement]
+"""A tensor in its placement on the devices."""
+
+
+@dataclass(frozen=True)
+class LoopSteps:
+    """What runs in the loop.
+
+    Attributes:
+        places: The places in the program of the steps that run once for each micro-batch.
+        values: What these steps make.
+    """
+
+    places: frozenset[int]
+    values: frozenset[Value]
+
+
+def loop_steps(graph: Graph, batches: MicroBatches, program: Program) -> LoopSteps:
+    """The steps of a program that run once for each micro-batch."""
+    phases = batches.loop.phases
+    read = {
+        key
+        for step in program.steps
+        if isinstance(step, Compute) and phases[step.instruction] == "in"
+        for key in zip(graph.instructions[step.instruction].inputs, step.row.pre, strict=True)
+    }
+    once: set[Value] = {(c.tensor, REPLICATE) for c in graph.constants}
+    repeated: dict[Value, None] = {}
+    places: list[int] = []
+
+    def only_in_loop(key: Value) -> bool:
+        return not _has(once, key) and _has(repeated, key)
+
+    for place, step in enumerate(program.steps):
+        if isinstance(step, Compute):
+            node = graph.instructions[step.instruction]
+            needed = zip(node.inputs, step.row.pre, strict=True)
+            phase = phases[step.instruction]
+            inside = phase == "in" or (phase == "before" and any(map(only_in_loop, needed)))
+            made = [key for key in zip(node.outputs, step.row.post, strict=True) if key[0] >= 0]
+        else:
+            inside = _runs_in_loop(graph, batches, step, read) or (
+                batches.is_made_before(graph, step.tensor) and only_in_loop((step.tensor, step.source))
+            )
+            made = [(step.tensor, step.target)]
+        if inside:
+            places.append(place)
+            repeated.update(dict.fromkeys(made))
+        else:
+            once.update(made)
+    return LoopSteps(frozenset(places), frozenset(repeated))
+
+
+def _has(values: Container[Value], key: Value) -> bool:
+    """Whether a value is there, or is a slice or a mask of one that is whole."""
+    return key in values or (key[0], REPLICATE) in values
+
+
+def _runs_in_loop(graph: Graph, batches: MicroBatches, step: Communicate, read: Collection[Value]) -> bool:
+    """Whether a collective runs once for each micro-batch. ``read``: what the loop reads."""
+    time = batches.placements[step.tensor]
+    if time == REPLICATE:
+        return batches.is_made_before(graph, step.tensor) and batches.repeats(step)
+    if step.tensor not in batches.summed:
+        return True
+    return batches.repeats(step) or any(t == step.tensor and form != step.source for t, form in read)
+
+
+def repeatable(theory: Theory, batches: MicroBatches) -> frozenset[int]:
+    """The tensors of which collectives can run in the loop though they need not.
+
+    Of what is there before the loop these are the tensors that depend on parameters alone and that nothing reads
+    but the loop, directly or through ops that draw no random numbers. Of sums over the loop they are the gradients.
+    """
+    graph = theory.graph
+    results, phases = results_of(graph), batches.loop.phases
+    sampled = {i.tensor for i in graph.inputs}
+    for instruction in graph.instructions:
+        if not sampled.isdisjoint(instruction.inputs):
+            sampled.update(t for t in instruction.outputs if t >= 0)
+    able: set[int] = set()
+
+    def feeds_loop(reader: Instruction) -> bool:
+        if phases[reader.id] == "in":
+            return True
+        rule = theory.rules.get(reader.id)
+        draws = rule is not None and rule.random
+        return phases[reader.id] == "before" and not draws and able.issuperset(reader.outputs)
+
+    for instruction in reversed(graph.instructions):
+        for tensor in instruction.outputs:
+            if tensor < 0 or tensor in results or tensor in sampled:
+                continue
+            readers = [graph.instructions[i] for i in graph.consumers.get(tensor, ())]
+            if phases[instruction.id] == "before" and readers and all(map(feeds_loop, readers)):
+                able.add(tensor)
+    gradients = {p.gradient for p in graph.parameters if p.gradient is not None} & batches.summed
+    return frozenset(able | gradients)
+
+
+def times_run(batches: MicroBatches | None, step: Communicate) -> int:
+    """How often the bytes of a collective travel in a step: of what has a placement of its own in each micro-batch
+    once, in parts; of what is whole or a summand in each, in each."""
+    if batches is None:
+        return 1
+    time = batches.placements.get(step.tensor, REPLICATE)
+    if batches.repeats(step) or (time == PARTIAL and step.tensor not in batches.summed):
+        return batches.count
+    return 1
+
+
+def is_sum_in_shards(batches: MicroBatches, tensor: int, target: Placement) -> bool:
+    """Whether a sum over the loop is reduced to shards in it."""
+    return tensor in batches.summed and tensor in batches.repeated and is_sharded(target)
