@@ -21,6 +21,7 @@ from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, pa
 from hetspmd.optimize.following import followed, warn_of_strays
 from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, segments_across, step_across
 from hetspmd.optimize.in_micro_batches import composed, in_micro_batches, least_that_fits
+from hetspmd.optimize.loop_collectives import synthesize_loop
 from hetspmd.optimize.partition import segmented, segments_like
 from hetspmd.optimize.prefetch import further
 from hetspmd.optimize.segmentation import in_segments
@@ -165,9 +166,10 @@ class _Compilation:
             ctx = Synthesis(
                 self.theory, cluster, self.constraints, self.limits, self.clock, batches=self.batches
             )
+            if self.batches is not None:
+                ctx, outcome = synthesize_loop(ctx)
+                return plan_of(ctx, outcome, asked)
             outcome = synthesize(ctx)
-        if self.batches is not None:
-            return plan_of(ctx, outcome, asked)
         ctx, outcome = in_segments(ctx, outcome, self.options.segments, lambda cut: resolve(cut, asked))
         return following_plan(ctx, outcome, asked)
 

@@ -84,9 +84,17 @@ def storage_axes(theory: Theory, program: Program) -> frozenset[int]:
     return frozenset(axis.id for axis in axes.axes) - used
 
 
-def stored_evenly(theory: Theory, lengths: Lengths, ratios: Matrix, free: frozenset[int]) -> Lengths:
-    """``lengths`` with even shares of the axes ``free`` for all devices that have a share of the axis's segment."""
-    shares = [tuple(float(share > 0) for share in row) for row in ratios]
+def stored_evenly(
+    theory: Theory,
+    lengths: Lengths,
+    ratios: Matrix,
+    free: frozenset[int],
+    weights: Sequence[float] | None = None,
+) -> Lengths:
+    """``lengths`` with even shares of the axes ``free``, or such as these ``weights``, for all devices that have a
+    share of the axis's segment."""
+    weights = weights or [1.0] * lengths.world
+    shares = [tuple(w * (share > 0) for w, share in zip(weights, row, strict=True)) for row in ratios]
 
     @cache
     def even(units: int, segment: int) -> tuple[int, ...]:

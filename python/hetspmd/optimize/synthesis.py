@@ -3,10 +3,11 @@ space."""
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hetspmd.cluster.cluster import Cluster
@@ -68,6 +69,14 @@ class Synthesis:
     def batch(self) -> frozenset[int]:
         """The logical axes of the batch."""
         return self.theory.batch_axes
+
+    def with_repeated(self, repeated: frozenset[int]) -> Synthesis:
+        """The same for a step in micro-batches in whose loop the collectives of these tensors are, with the same
+        searcher."""
+        assert self.batches is not None, "a step of one micro-batch has no loop"
+        other = copy.copy(self)
+        object.__setattr__(other, "batches", replace(self.batches, repeated=repeated))
+        return other
 
     @property
     def everyone(self) -> tuple[int, ...]:

@@ -72,6 +72,10 @@ class Thresholds:
     smallest_in_groups: float = 0.002
     """The smallest parameters, with this part of all parameters' bytes, belong to no group."""
 
+    small_in_loop: float = 0.01
+    """The smallest parameters and gradients, with this part of all their bytes, are communicated outside of a loop
+    over micro-batches."""
+
     storage_rounds: int = 2
     """Rounds through all groups of parameters."""
 

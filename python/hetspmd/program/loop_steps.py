@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container
 from dataclasses import dataclass
 
-from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded
+from hetspmd.placement import PARTIAL, REPLICATE, Placement
 from hetspmd.program.micro_batches import MicroBatches, results_of
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.rules.theory import Theory
@@ -132,8 +132,3 @@ def times_run(batches: MicroBatches | None, step: Communicate) -> int:
     if batches.repeats(step) or (time == PARTIAL and step.tensor not in batches.summed):
         return batches.count
     return 1
-
-
-def is_sum_in_shards(batches: MicroBatches, tensor: int, target: Placement) -> bool:
-    """Whether a sum over the loop is reduced to shards in it."""
-    return tensor in batches.summed and tensor in batches.repeated and is_sharded(target)

@@ -49,7 +49,12 @@ def check_repeated(theory: Theory, loop: Loop, repeated: Iterable[int]) -> None:
     a part of the loop: then what is made before the loop may be made in it. Raises ProofError for any other tensor.
     """
     graph = theory.graph
-    results = {graph.loss, *(o.tensor for o in graph.outputs), *graph.updates, *(p.gradient for p in graph.parameters)}
+    results = {
+        graph.loss,
+        *(o.tensor for o in graph.outputs),
+        *graph.updates,
+        *(p.gradient for p in graph.parameters),
+    }
     sums = {r.tensor for r in loop.leaving if r.form == PARTIAL}
     stack = list(dict.fromkeys(repeated))
     seen: set[int] = set()
@@ -59,7 +64,9 @@ def check_repeated(theory: Theory, loop: Loop, repeated: Iterable[int]) -> None:
             continue
         seen.add(tensor)
         if tensor not in graph.producers:
-            raise ProofError(f"tensor {tensor} has no producer, and its collectives are said to run in the loop")
+            raise ProofError(
+                f"tensor {tensor} has no producer, and its collectives are said to run in the loop"
+            )
         if tensor in sums:
             continue
         where = f"a collective of {graph.tensors[tensor].name} is said to run in the loop"

@@ -83,11 +83,9 @@ class MicroBatches:
         return self.loop.phases[graph.producers[tensor]] == "before" if tensor in graph.producers else True
 
     def repeats(self, step: Communicate) -> bool:
-        """Whether a collective runs in the loop though it could stand outside of it: one that gathers a tensor of
-        ``repeated``, or reduces it to shards."""
-        if step.tensor not in self.repeated:
-            return False
-        return is_sharded(step.target if step.tensor in self.summed else step.source)
+        """Whether a collective runs in the loop though it could stand outside of it: one that gathers or reduces a
+        tensor of ``repeated``."""
+        return step.tensor in self.repeated and (step.tensor in self.summed or is_sharded(step.source))
 
     @cached_property
     def joined(self) -> frozenset[int]:

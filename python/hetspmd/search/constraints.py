@@ -226,6 +226,23 @@ def zero_like(theory: Theory) -> Constraints:
     return Constraints(forms, _batch_rows(theory))
 
 
+def zero(theory: Theory, level: int) -> Constraints:
+    """Data parallelism at a level of ZeRO (Rajbhandari et al. 2020), as far as storage and readings tell it: with
+    parameters whole at level 0, else in shards; at level 3 the backward gathers again what the forward has
+    gathered."""
+    if level == 0:
+        return data_parallel(theory)
+    sharded = zero_like(theory)
+    forms, again, rows = sharded.forms, theory.graph.second_reads, sharded.row_filter
+
+    def allowed(instruction: int, row: Triple, axis: int | None) -> bool:
+        if instruction in again:
+            return row.pre[0] == (forms[again[instruction]] if level == 3 else REPLICATE)
+        return rows is None or rows(instruction, row, axis)
+
+    return Constraints(forms, allowed)
+
+
 def tensor_parallel(theory: Theory) -> Constraints:
     """Nothing is sharded along the batch: Megatron-like where the rules allow it."""
     batch = theory.batch_axes

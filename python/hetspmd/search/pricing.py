@@ -156,7 +156,9 @@ class Pricing:
         what the devices copy themselves."""
         rows = np.concatenate(model.row_costs(lengths))[self.row] if len(self.row) else np.zeros(0)
         times = self._times(model)
-        single = model.moves_costs(self.examples, lengths)[self.which] * times if self.examples else np.zeros(0)
+        single = (
+            model.moves_costs(self.examples, lengths)[self.which] * times if self.examples else np.zeros(0)
+        )
         count = int(self.move_start[-1])
         moves = np.full(count, np.inf)
         np.minimum.at(moves, self.pair_of, single)

@@ -1,0 +1,287 @@
+"""Where the collectives of a step in micro-batches stand: outside of the loop, once, or in it (ZeRO 0 to 3).
+
+Outside of the loop is cheapest, and holds most: gathered parameters, and gradients summed whole. So the step is
+planned with all of them outside first. Only where memory keeps a faster program from being taken are there others:
+
+- the best program with every collective in the loop that can be there, which holds least, and that of ZeRO-3;
+- the same with as many of their collectives taken out of the loop again as fit the memory: those that save most
+  seconds for a byte first. So each parameter has its own level.
+
+Seconds and memory are those of :class:`~hetspmd.optimize.candidate.Candidate`, as for any other program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Final
+
+import numpy as np
+
+from hetspmd.cost.memory import OPTIMIZER_BYTES
+from hetspmd.cost.model import Array
+from hetspmd.errors import InfeasibleError, MemoryLimitError, SearchError
+from hetspmd.optimize.alternation import nearest, with_best_ratios
+from hetspmd.optimize.candidate import Candidate, Evaluator, best_of, bounded
+from hetspmd.optimize.considered import among, instead
+from hetspmd.optimize.prefetch import like, storage_axes, stored_evenly
+from hetspmd.optimize.synthesis import Synthesis
+from hetspmd.optimize.synthesize import Outcome, synthesize
+from hetspmd.optimize.thresholds import THRESHOLDS
+from hetspmd.placement import REPLICATE, is_sharded
+from hetspmd.plan.reports import Considered
+from hetspmd.program.lengths import Lengths, Matrix, by_segment, lengths_for
+from hetspmd.program.loop_steps import repeatable
+from hetspmd.program.micro_batches import MicroBatches
+from hetspmd.program.program import Communicate, Program
+from hetspmd.ratios.starts import proportional
+from hetspmd.rules.rule import Triple
+from hetspmd.rules.theory import Theory
+from hetspmd.search.constraints import Constraints, zero
+from hetspmd.search.memory_limits import capacities
+from hetspmd.search.search import stored_forms
+
+_LEVELS: Final = (1, 2, 3)
+"""The levels of ZeRO that store parameters in shards."""
+
+
+def synthesize_loop(ctx: Synthesis) -> tuple[Synthesis, Outcome]:
+    """The best candidate of a step in micro-batches, and the context that says which collectives are in its loop.
+
+    Raises what :func:`~hetspmd.optimize.synthesize.synthesize` raises.
+    """
+    assert ctx.batches is not None
+    if ctx.batches.repeated:  # asked for by the user
+        return ctx, synthesize(ctx)
+    outcome, lacking = _planned(ctx)
+    levels = _levels(ctx)
+    if outcome is not None:
+        outcome = _beside(outcome, levels)
+        if not _is_limited(outcome):
+            return ctx, outcome
+    in_loop, missing = _planned(ctx.with_repeated(repeated_in(ctx.theory, ctx.batches, _LEVELS[-1])))
+    leanest = [c for n, c in levels.items() if n == _LEVELS[-1]]
+    taken_out = [_taken_out(c) for c in ([in_loop.best] if in_loop else []) + leanest]
+    best = best_of(ctx, [c for c in taken_out if c is not None])
+    if best is None or (outcome is not None and outcome.best.seconds <= best.seconds):
+        if outcome is None:
+            lacking = nearest(lacking, missing)
+            assert lacking is not None, "no candidate fits, so one lacks memory"
+            raise lacking
+        return ctx, outcome
+    best = _certified(ctx, best)
+    ways = {"outside of the loop": outcome, "in the loop": in_loop}
+    considered = [c for way, one in ways.items() if one for c in among(one.considered, way)]
+    iterations = next((one.iterations for one in (in_loop, outcome) if one), ())
+    none = Outcome(best=best, baselines={}, iterations=iterations)
+    beside = replace(outcome, best=best, iterations=iterations) if outcome else _beside(none, levels)
+    return best.evaluator.ctx, replace(beside, considered=instead(considered, _taken(best)))
+
+
+def _planned(ctx: Synthesis) -> tuple[Outcome | None, MemoryLimitError | None]:
+    try:
+        return synthesize(ctx), None
+    except MemoryLimitError as error:
+        return None, error
+
+
+def _beside(outcome: Outcome, levels: Mapping[int, Candidate]) -> Outcome:
+    """The outcome with the levels of ZeRO among its baselines."""
+    named = {f"zero_{level}": candidate for level, candidate in levels.items()}
+    return replace(
+        outcome,
+        baselines={**outcome.baselines, **{name: c.seconds for name, c in named.items()}},
+        over_memory=(*outcome.over_memory, *(name for name, c in named.items() if not c.fits)),
+    )
+
+
+def _is_limited(outcome: Outcome) -> bool:
+    """Whether memory may have kept a faster program from being the best."""
+    short = any(c.verdict == "memory" for c in outcome.considered)
+    return short or bool(outcome.over_memory) or outcome.best.result.stop_reason == "memory"
+
+
+def _taken(best: Candidate) -> Considered:
+    return Considered(
+        reason=best.reason, active=best.active, seconds=best.seconds, simulated=True, verdict="taken"
+    )
+
+
+def _levels(ctx: Synthesis) -> dict[int, Candidate]:
+    """Data parallelism with parameters in shards, by the level of ZeRO: the best of its ways to store them that
+    fits, else the first."""
+    candidates: dict[int, Candidate] = {}
+    for level in _LEVELS:
+        ways = _level(ctx, level)
+        if ways:
+            candidates[level] = best_of(ctx, ways) or ways[-1]
+    return candidates
+
+
+def _level(ctx: Synthesis, level: int) -> list[Candidate]:
+    """A level of ZeRO at proportional ratios: with parameters stored in these shares, in even ones, and in those
+    that fill each device's memory, where it is known."""
+    assert ctx.batches is not None
+    wanted, theory = zero(ctx.theory, level), ctx.theory
+    if any(wanted.forms.get(t, form) != form for t, form in ctx.constraints.forms.items()):
+        return []
+    own = ctx.with_repeated(repeated_in(theory, ctx.batches, level))
+    costs = own.costs(own.everyone)
+    ratios = by_segment(proportional(costs), theory.axes.segments)
+    constraints = Constraints({**ctx.constraints.forms, **wanted.forms}, wanted.row_filter)
+
+    def at(lengths: Lengths, how: str) -> list[Candidate]:
+        candidate = _searched(own, own.everyone, constraints, (ratios, lengths), f"ZeRO-{level}{how}")
+        return [] if candidate is None else [candidate]
+
+    lengths = lengths_for(theory.axes, ratios)
+    candidates = at(lengths, "")
+    for candidate in candidates[:1]:
+        free = storage_axes(theory, candidate.program)
+        candidates += at(stored_evenly(theory, lengths, ratios, free), ", stored evenly")
+        if np.isfinite(capacities(costs)).all():
+            room = _room(candidates[-1], capacities(costs), free)
+            if room.sum() > 0:
+                filled = stored_evenly(theory, lengths, ratios, free, room.tolist())
+                candidates += at(filled, ", stored where there is room")
+    return candidates
+
+
+def _room(candidate: Candidate, capacity: Array, free: frozenset[int]) -> Array:
+    """Bytes of each device beside what the candidate holds there but for what it only stores, along the axes
+    ``free``."""
+    theory, units = candidate.evaluator.ctx.theory, candidate.lengths.units
+    stored = np.zeros(len(capacity))
+    forms = stored_forms(theory, candidate.result.rows)
+    for parameter in theory.graph.parameters:
+        form, meta = forms[parameter.tensor], theory.graph.tensors[parameter.tensor]
+        axis = theory.axes.sharded(parameter.tensor, form) if is_sharded(form) else None
+        if axis is not None and axis.id in free:
+            trained = 0 if parameter.gradient is None else meta.nbytes + meta.numel * OPTIMIZER_BYTES
+            stored += (meta.nbytes + trained) * np.array(units[axis.id], dtype=float) / max(axis.units, 1)
+    held = np.array(candidate.step.held(candidate.lengths).peaks, dtype=float)
+    return np.maximum(capacity - (held - stored), 0.0)
+
+
+def repeated_in(theory: Theory, batches: MicroBatches, level: int) -> frozenset[int]:
+    """The tensors whose collectives are in the loop at a level of ZeRO: none up to 1, gradients at 2, all at 3; but
+    for small ones, whose latencies would cost more than holding them."""
+    if level < 2:
+        return frozenset()
+    able, nbytes = repeatable(theory, batches), {t.id: t.nbytes for t in theory.graph.tensors}
+    ordered = sorted(able, key=lambda t: (nbytes[t], t))
+    small = THRESHOLDS.small_in_loop * sum(nbytes[t] for t in ordered)
+    sums = accumulate(nbytes[t] for t in ordered)
+    large = frozenset(t for t, held in zip(ordered, sums, strict=True) if held > small)
+    return large if level == 3 else large & batches.summed
+
+
+def _taken_out(candidate: Candidate) -> Candidate | None:
+    """The candidate with as many collectives taken out of its loop as fit the memory; None where it does not fit
+    with all of them in the loop, at no ratios.
+
+    A parameter that is gathered before the loop is gathered once, and read in the backward as it was gathered, so
+    that it saves up to two collectives in each micro-batch; a gradient saves one. Parameters come first.
+    """
+    evaluator, ctx = candidate.evaluator, candidate.evaluator.ctx
+    costs = ctx.costs(candidate.active)
+    if not candidate.fits:
+        ratios, lengths = with_best_ratios(evaluator, costs, candidate.ratios, candidate.lengths)
+        candidate = evaluator(ratios, lengths)
+        if not candidate.fits:
+            return None
+    order = _in_loop(candidate)
+    best = candidate
+    least, most = 0, len(order) + 1
+    while most - least > 1:
+        count = (least + most) // 2 if least or most <= len(order) else len(order)
+        other = _without(candidate, order[:count])
+        if other is None or not other.fits:
+            most = count
+            continue
+        least = count
+        best = best_of(ctx, [best, other]) or best
+    return best
+
+
+def _in_loop(candidate: Candidate) -> list[int]:
+    """The parameters and gradients whose collectives are in the loop, in the order in which they are taken out."""
+    ctx, graph = candidate.evaluator.ctx, candidate.evaluator.ctx.theory.graph
+    roots = _roots(ctx.theory)
+    moved = dict.fromkeys(roots.get(t, t) for t in _used(ctx, candidate.program))
+    again = [p.tensor for p in graph.parameters if p.tensor in moved]
+    return [*again, *(t for t in moved if t not in again)]
+
+
+def _used(ctx: Synthesis, program: Program) -> list[int]:
+    """The tensors of which collectives are in the program's loop by choice."""
+    assert ctx.batches is not None
+    steps = [s for s in program.steps if isinstance(s, Communicate)]
+    return [s.tensor for s in steps if ctx.batches.repeats(s)]
+
+
+def _roots(theory: Theory) -> dict[int, int]:
+    """Of each tensor that is computed of one parameter alone that parameter."""
+    roots = {p.tensor: p.tensor for p in theory.graph.parameters}
+    for instruction in theory.graph.instructions:
+        of = {roots.get(t, -1) for t in instruction.inputs}
+        if len(of) == 1 and -1 not in of:
+            roots.update(dict.fromkeys([t for t in instruction.outputs if t >= 0], of.pop()))
+    return roots
+
+
+def _without(candidate: Candidate, outside: Sequence[int]) -> Candidate | None:
+    """The candidate with the collectives of these parameters and gradients outside of the loop."""
+    ctx, theory = candidate.evaluator.ctx, candidate.evaluator.ctx.theory
+    assert ctx.batches is not None
+    roots, out = _roots(theory), frozenset(outside)
+    own = ctx.with_repeated(frozenset(t for t in ctx.batches.repeated if roots.get(t, t) not in out))
+    rows = candidate.result.rows
+    same, again = like(theory, rows), theory.graph.second_reads
+
+    def allowed(instruction: int, row: Triple, axis: int | None) -> bool:
+        if instruction in again:
+            if again[instruction] in out:
+                return row.pre[0] == REPLICATE
+            return row is theory.rows[instruction][rows[instruction]]
+        return same(instruction, row, axis)
+
+    forms = {**ctx.constraints.forms, **stored_forms(theory, rows)}
+    reason = f"{candidate.reason}, {len(outside)} parameters and gradients communicated outside of the loop"
+    distance, at = candidate.evaluator.prefetch_distance, (candidate.ratios, candidate.lengths)
+    return _searched(own, candidate.active, Constraints(forms, allowed), at, reason, distance)
+
+
+def _searched(
+    ctx: Synthesis,
+    active: tuple[int, ...],
+    constraints: Constraints,
+    at: tuple[Matrix, Lengths],
+    reason: str,
+    distance: int = 1,
+) -> Candidate | None:
+    """The best program of the devices ``active`` under these constraints, at ratios and lengths; None if there is
+    none."""
+    costs, (ratios, lengths) = ctx.costs(active), at
+    try:
+        result = ctx.search(costs, lengths, within=ctx.searcher.space.within(constraints))
+    except (InfeasibleError, SearchError):
+        return None
+    return Evaluator(ctx, costs, result, active, None, reason, distance)(ratios, lengths)
+
+
+def _certified(ctx: Synthesis, candidate: Candidate) -> Candidate:
+    """The candidate with the bound of all programs at its lengths, wherever their collectives stand: none takes
+    less than outside of the loop."""
+    own = candidate.evaluator.ctx
+    assert own.batches is not None
+    own = own.with_repeated(own.batches.repeated & frozenset(_used(own, candidate.program)))
+    active, lengths = candidate.active, candidate.lengths
+    whole = ctx.search(ctx.costs(active), lengths, start=candidate.result)
+    costs = own.costs(active)
+    cost = own.searcher.cost(candidate.result, costs, lengths)
+    result = bounded(candidate.result, cost, whole)
+    distance = candidate.evaluator.prefetch_distance
+    evaluator = Evaluator(own, costs, result, active, lengths, candidate.reason, distance)
+    return evaluator(candidate.ratios, lengths)
