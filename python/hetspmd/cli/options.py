@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """TARGET, ``--cluster``, ``--constraints``, ``--segments``, ``--machines``, ``--micro-batches``, ``--autocast``
-    and ``--json``."""
+    """TARGET, ``--cluster``, ``--constraints``, ``--segments``, ``--machines``, ``--micro-batches``, ``--zero``,
+    ``--autocast`` and ``--json``."""
     parser.add_argument(
         "target",
         metavar="TARGET",
@@ -45,8 +45,16 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         type=auto_or_count,
         default=1,
         metavar="N",
-        help="parts of the batch that a step takes one after the other: a number, or auto for the fewest, doubled "
-        "each time, with which it fits the memory (1)",
+        help="parts of the batch that a step takes one after the other: a number, or auto for the fastest of one, "
+        "two, four and so on that fit the memory (1)",
+    )
+    parser.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        metavar="LEVEL",
+        help="data parallelism at this level of ZeRO, 0 to 3, and nothing else (the search decides, for each "
+        "parameter)",
     )
     parser.add_argument(
         "--autocast",

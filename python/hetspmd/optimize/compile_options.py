@@ -31,6 +31,7 @@ class CompileKeywords(TypedDict, total=False):
     segments: Segments
     machines: Machines
     micro_batches: int | Literal["auto"]
+    zero: Literal[0, 1, 2, 3] | None
     host_randomness: HostRandomness
     timings: MutableMapping[str, float] | None
     progress: Callable[[str], object] | None
@@ -56,7 +57,12 @@ class CompileOptions:
         micro_batches: How many parts of the batch a training step takes one after the other, of equal numbers of
             samples as far as can be. Gradients are summed over them, so that the step computes what it computes
             of the whole batch, in less memory. Outputs with a row for each sample come back as None. ``"auto"`` for
-            the fewest, doubled each time, with which a program fits the devices' memory.
+            the number, doubled each time, with the fastest step of those that fit the devices' memory; one where
+            memory is not short.
+        zero: Data parallelism of all devices at this level of ZeRO, and nothing else: parameters whole (0);
+            parameters and optimizer state in shards, gathered once and gradients reduced once in a step (1);
+            gradients reduced to shards in each micro-batch (2); parameters gathered in each micro-batch, and again
+            for the backward (3). By default the search decides, for each parameter.
         host_randomness: What becomes of random numbers that the model's Python code draws (random, numpy,
             generators): ``"refuse"`` them; ``"freeze"`` them, so that a plan keeps the outcome of its trace;
             or ``"trace_each_step"``, so that HAP traces anew in every step.
@@ -77,6 +83,7 @@ class CompileOptions:
     segments: Segments = "auto"
     machines: Machines = "auto"
     micro_batches: int | Literal["auto"] = 1
+    zero: Literal[0, 1, 2, 3] | None = None
     host_randomness: HostRandomness = "refuse"
     timings: MutableMapping[str, float] | None = None
     progress: Callable[[str], object] | None = None
@@ -96,6 +103,12 @@ class CompileOptions:
         if count != 1 and self.machines == "virtual":
             raise OptionError(
                 f"micro_batches={count} needs machines='flat': each accelerator is planned by itself"
+            )
+        if self.zero is not None and (isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3)):
+            raise OptionError(f"zero={self.zero!r}: give 0, 1, 2 or 3, or None for the search to decide")
+        if self.zero is not None and self.machines == "virtual":
+            raise OptionError(
+                f"zero={self.zero} needs machines='flat': each accelerator stores its own shards"
             )
         object.__setattr__(self, "loss", as_loss(self.loss))
 

@@ -20,13 +20,13 @@ from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, parted
 from hetspmd.optimize.following import followed, warn_of_strays
 from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, segments_across, step_across
-from hetspmd.optimize.in_micro_batches import composed, in_micro_batches, least_that_fits
-from hetspmd.optimize.loop_collectives import synthesize_loop
+from hetspmd.optimize.in_micro_batches import best_number, composed, in_micro_batches
 from hetspmd.optimize.partition import segmented, segments_like
 from hetspmd.optimize.prefetch import further
 from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Clock, Synthesis
-from hetspmd.optimize.synthesize import Outcome, candidate_at, synthesize
+from hetspmd.optimize.synthesize import Outcome, candidate_at
+from hetspmd.optimize.zero_levels import loop_like, rereads_like, synthesize_step, zero_of
 from hetspmd.placement import Placement
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Inside, SearchReport
@@ -63,7 +63,7 @@ def compile(
         cluster: A :class:`~hetspmd.Cluster`, a dict, or the path of a cluster file.
         options: The fields of :class:`~hetspmd.CompileOptions`, by name: ``loss``, ``strict``,
             ``constraints``, ``time_limit``, ``loss_only``, ``segments``, ``machines``, ``micro_batches``,
-            ``host_randomness``, ``timings``, ``progress``.
+            ``zero``, ``host_randomness``, ``timings``, ``progress``.
 
     Returns:
         The chosen plan. Its program is proved and fits the devices' memory.
@@ -122,7 +122,7 @@ def compile_plan(
             with clock("rules"):
                 theory, batches = in_micro_batches(theory, like.micro_batches if divided else 1, fewer=True)
             return _like(theory, like, Limits(seconds=asked.time_limit), clock, batches)
-        plan = least_that_fits(
+        plan = best_number(
             theory,
             asked.micro_batches if divided else 1,
             lambda theory, batches: _in(theory, cluster, asked, clock, batches),
@@ -136,7 +136,7 @@ def _in(
 ) -> Plan:
     """The plan in these micro-batches."""
     compilation = _Compilation(theory, cluster, asked, clock, batches)
-    if batches is not None:
+    if batches is not None or asked.zero is not None:
         return compilation.side_by_side(flat(cluster))
     if has_machines(cluster):
         return cheaper(cluster, asked.machines, compilation.side_by_side, compilation.across)
@@ -157,7 +157,12 @@ class _Compilation:
         self.theory, self.cluster, self.options, self.clock = theory, cluster, options, clock
         self.batches = batches
         self.limits = Limits(seconds=options.time_limit)
-        self.constraints = composed(theory, batches, resolve(theory, options.constraints))
+        self.constraints = composed(theory, batches, self._asked(theory))
+
+    def _asked(self, theory: Theory) -> Constraints:
+        """The user's constraints."""
+        asked, level = resolve(theory, self.options.constraints), self.options.zero
+        return asked if level is None else zero_of(theory, asked, level)
 
     def side_by_side(self, cluster: Cluster) -> Plan:
         """The plan of the single devices of a cluster."""
@@ -166,11 +171,10 @@ class _Compilation:
             ctx = Synthesis(
                 self.theory, cluster, self.constraints, self.limits, self.clock, batches=self.batches
             )
-            if self.batches is not None:
-                ctx, outcome = synthesize_loop(ctx)
-                return plan_of(ctx, outcome, asked)
-            outcome = synthesize(ctx)
-        ctx, outcome = in_segments(ctx, outcome, self.options.segments, lambda cut: resolve(cut, asked))
+            ctx, outcome = synthesize_step(ctx, self.options.zero)
+        if self.batches is not None:
+            return plan_of(ctx, outcome, asked)
+        ctx, outcome = in_segments(ctx, outcome, self.options.segments, self._asked)
         return following_plan(ctx, outcome, asked)
 
     def across(self) -> Plan:
@@ -199,8 +203,9 @@ def _like(
         )
     ratios = like.ratios[: theory.axes.segments]
     with clock("synth"):
-        constraints = composed(theory, batches, Constraints(forms))
-        ctx = Synthesis(theory, like.cluster, constraints, limits, batches=batches)
+        constraints = composed(theory, batches, Constraints(forms, rereads_like(theory, forms, like)))
+        loop = None if batches is None else loop_like(theory, batches, like)
+        ctx = Synthesis(theory, like.cluster, constraints, limits, batches=loop)
         candidate = candidate_at(ctx, ratios, lengths, like.active)
         return _plan_at(ctx, further(ctx, ctx.costs(like.active), candidate) or candidate)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 from hetspmd.errors import DroppedOutputWarning, MemoryLimitError, MicroBatchError
+from hetspmd.plan.plan import Plan
 from hetspmd.program.micro_batches import MicroBatches, micro_batches, samples, split_in_time
 from hetspmd.rules.nested import composes
 from hetspmd.rules.rule import Triple
@@ -15,8 +16,6 @@ from hetspmd.rules.theory import Theory, derive
 from hetspmd.search.constraints import Constraints
 from hetspmd.trace.compat.trees import spec_from_text
 from hetspmd.trace.graph import Output
-
-T = TypeVar("T")
 
 
 def in_micro_batches(
@@ -63,27 +62,49 @@ def in_micro_batches(
     return theory, batches
 
 
-def least_that_fits(
-    theory: Theory, count: int | Literal["auto"], planned: Callable[[Theory, MicroBatches | None], T]
-) -> T:
-    """What ``planned`` gives in ``count`` micro-batches; for ``"auto"`` in the fewest, doubled each time, for which
-    it does not raise MemoryLimitError.
+def best_number(
+    theory: Theory, count: int | Literal["auto"], planned: Callable[[Theory, MicroBatches | None], Plan]
+) -> Plan:
+    """The plan in ``count`` micro-batches; for ``"auto"`` the fastest of those in one, two, four and so on.
 
-    Raises what the last one raised, and MicroBatchError for a step that does not fit and cannot be divided.
+    More are tried as long as memory is short: where none fits, or where it may have kept a faster program from
+    being the best, until one is not faster than the one before.
+
+    Raises what the last one raised, if none fits, and MicroBatchError for a step that does not fit and cannot be
+    divided.
     """
     if count != "auto":
         return planned(*in_micro_batches(theory, count))
     number, most = 1, max(samples(theory, theory.batch_axes), 1)
+    best: Plan | None = None
+    lacking: MemoryLimitError | None = None
     while True:
         try:
-            return planned(*in_micro_batches(theory, number))
+            plan = planned(*in_micro_batches(theory, number))
         except MemoryLimitError as error:
-            if number >= most:
-                raise
             lacking = error
         except MicroBatchError as error:
+            if best is not None:
+                return best
             raise MicroBatchError(f"{error}. In one it does not fit: {lacking}") from lacking
+        else:
+            if best is not None and plan.cost.step_seconds >= best.cost.step_seconds:
+                return best
+            best = plan
+            if not memory_is_short(plan):
+                return best
+        if number >= most:
+            if best is not None:
+                return best
+            assert lacking is not None, "no number of micro-batches fits, so the last one lacks memory"
+            raise lacking
         number = min(2 * number, most)
+
+
+def memory_is_short(plan: Plan) -> bool:
+    """Whether memory may have kept a faster program from being the plan's."""
+    short = any(c.verdict == "memory" for c in plan.considered)
+    return short or bool(plan.over_memory) or plan.search.stop_reason == "memory"
 
 
 def composed(theory: Theory, batches: MicroBatches | None, constraints: Constraints) -> Constraints:

@@ -72,8 +72,9 @@ class Synthesis:
 
     def with_repeated(self, repeated: frozenset[int]) -> Synthesis:
         """The same for a step in micro-batches in whose loop the collectives of these tensors are, with the same
-        searcher."""
-        assert self.batches is not None, "a step of one micro-batch has no loop"
+        searcher; itself for a step of one micro-batch, which has no loop."""
+        if self.batches is None:
+            return self
         other = copy.copy(self)
         object.__setattr__(other, "batches", replace(self.batches, repeated=repeated))
         return other

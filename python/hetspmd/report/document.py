@@ -32,6 +32,7 @@ from hetspmd.report.limits import limits, limits_document
 from hetspmd.report.machine_report import inside_document
 from hetspmd.report.notation import step_text
 from hetspmd.report.schedule_text import schedule_document
+from hetspmd.report.zero_text import zero_levels
 
 STAGES = ("trace", "rules", "synth", "balance", "total")
 
@@ -68,6 +69,7 @@ def plan_json(plan: Plan, seconds: Mapping[str, float] | None = None) -> dict[st
             for row, modules in zip(plan.segment_shares, segment_modules(plan.graph), strict=True)
         ],
         "micro_batches": plan.micro_batches,
+        "zero_levels": zero_levels(plan),
         "program": _program(plan),
         "schedule": schedule_document(plan),
         "transfers": transfers(plan),

@@ -15,6 +15,7 @@ from hetspmd.program.program import communication_text
 from hetspmd.report.limits import limits, limits_text
 from hetspmd.report.machine_report import inside_text
 from hetspmd.report.notation import tensor_text
+from hetspmd.report.zero_text import zero_text
 
 _MOST_COLLECTIVES = 12
 """Collectives of a table: the dearest, on one screen."""
@@ -29,7 +30,7 @@ def plan_text(plan: Plan) -> str:
     if plan.inside is not None:
         parts.insert(2, inside_text(plan))
     if plan.batches is not None:
-        parts.insert(1, _micro_batches(plan.batches))
+        parts.insert(1, f"{_micro_batches(plan.batches)}. {zero_text(plan)}")
     return "\n\n".join([*parts, limits_text(plan, limits(plan))])
 
 

@@ -277,6 +277,16 @@ class Graph:
             if i.op == SECOND_READ and i.phase == "backward" and i.inputs[0] in forward
         }
 
+    @cached_property
+    def parameter_of(self) -> dict[int, int]:
+        """Tensor id of a parameter, or of what is computed of one parameter alone, to that of the parameter."""
+        of = {p.tensor: p.tensor for p in self.parameters}
+        for instruction in self.instructions:
+            read = {of.get(t, -1) for t in instruction.inputs}
+            if len(read) == 1 and -1 not in read:
+                of.update(dict.fromkeys([t for t in instruction.outputs if t >= 0], read.pop()))
+        return of
+
     @property
     def updates(self) -> tuple[int, ...]:
         """Tensor ids of the values that the forward leaves in buffers and, behind them, in parameters."""

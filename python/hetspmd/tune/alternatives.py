@@ -18,6 +18,7 @@ from hetspmd.optimize.following import follows
 from hetspmd.optimize.in_micro_batches import composed, in_micro_batches
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import synthesize_on
+from hetspmd.optimize.zero_levels import loop_like, zero_of
 from hetspmd.plan.plan import Plan
 from hetspmd.program.lengths import by_segment
 from hetspmd.ratios.starts import device_subsets, proportional, starting_ratios
@@ -48,7 +49,7 @@ def alternatives(
     asked = options or CompileOptions()
     compiled = compile_plan(model, args, kwargs, cluster, asked)
     plans = {COMPILED: compiled}
-    cluster = flat(cluster) if compiled.micro_batches > 1 else cluster
+    cluster = flat(cluster) if compiled.micro_batches > 1 or asked.zero is not None else cluster
     if has_machines(cluster):
         ways: tuple[Machines, ...] = ("virtual", "flat")
         for way in ways:
@@ -60,10 +61,13 @@ def alternatives(
         graph = graph.without_outputs()
     theory, batches = in_micro_batches(derive(graph, strict=asked.strict), compiled.micro_batches)
     limits = Limits(seconds=asked.time_limit)
-    constraints = composed(theory, batches, resolve(theory, asked.constraints))
+    wanted = resolve(theory, asked.constraints)
+    wanted = wanted if asked.zero is None else zero_of(theory, wanted, asked.zero)
+    constraints = composed(theory, batches, wanted)
+    batches = None if batches is None else loop_like(theory, batches, compiled)
     ctx = Synthesis(theory, cluster, constraints, limits, batches=batches)
     costs = ctx.costs(ctx.everyone)
-    for ranks in (ctx.everyone, *device_subsets(costs)):
+    for ranks in (ctx.everyone, *(device_subsets(costs) if asked.zero is None else ())):
         if ranks == compiled.active and len(compiled.ratios) == 1:
             continue
         starts = starting_ratios(ctx.costs(ranks))
@@ -73,7 +77,7 @@ def alternatives(
             plan = make(ctx, outcome, asked.constraints)
             if follows(plan) or not follows(compiled):
                 plans[_name(ranks, cluster.world)] = plan
-    if not asked.constraints:
+    if not asked.constraints and asked.zero is None:
         rows = plan_for(
             theory, cluster, known.data_parallel(theory), proportional(costs), limits=limits, batches=batches
         )
@@ -101,4 +105,6 @@ def _distinct(plans: Mapping[str, Plan]) -> dict[str, Plan]:
 
 
 def _same(one: Plan, other: Plan) -> bool:
-    return (one.program, one.lengths, one.active) == (other.program, other.lengths, other.active)
+    return all(
+        getattr(one, what) == getattr(other, what) for what in ("program", "lengths", "active", "repeated")
+    )

@@ -1,9 +1,12 @@
-"""Where the collectives of a step in micro-batches stand: outside of the loop, once, or in it (ZeRO 0 to 3).
+"""How often a step communicates parameters and gradients, where memory is short (ZeRO 0 to 3).
 
-Outside of the loop is cheapest, and holds most: gathered parameters, and gradients summed whole. So the step is
-planned with all of them outside first. Only where memory keeps a faster program from being taken are there others:
+A parameter in shards is gathered once in a step, or again for the backward. In micro-batches that is outside of the
+loop, or in each of them, and a gradient is reduced once after the loop, or in each of them. Seldom is cheapest, and
+holds most: gathered parameters, and gradients summed whole. So a step is planned like this first. Only where memory
+keeps a faster program from being taken are there others:
 
-- the best program with every collective in the loop that can be there, which holds least, and that of ZeRO-3;
+- the best program with every collective in the loop that can be there, which holds least, and that of ZeRO-3, whose
+  parameters are stored in even shares, or where there is room;
 - the same with as many of their collectives taken out of the loop again as fit the memory: those that save most
   seconds for a byte first. So each parameter has its own level.
 
@@ -19,9 +22,10 @@ from typing import Final
 
 import numpy as np
 
+from hetspmd.codec.tables import counted
 from hetspmd.cost.memory import OPTIMIZER_BYTES
 from hetspmd.cost.model import Array
-from hetspmd.errors import InfeasibleError, MemoryLimitError, SearchError
+from hetspmd.errors import ConstraintError, InfeasibleError, MemoryLimitError, SearchError
 from hetspmd.optimize.alternation import nearest, with_best_ratios
 from hetspmd.optimize.candidate import Candidate, Evaluator, best_of, bounded
 from hetspmd.optimize.considered import among, instead
@@ -29,16 +33,17 @@ from hetspmd.optimize.prefetch import like, storage_axes, stored_evenly
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import Outcome, synthesize
 from hetspmd.optimize.thresholds import THRESHOLDS
-from hetspmd.placement import REPLICATE, is_sharded
+from hetspmd.placement import REPLICATE, Placement, is_sharded
+from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Considered
 from hetspmd.program.lengths import Lengths, Matrix, by_segment, lengths_for
 from hetspmd.program.loop_steps import repeatable
 from hetspmd.program.micro_batches import MicroBatches
-from hetspmd.program.program import Communicate, Program
+from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.ratios.starts import proportional
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
-from hetspmd.search.constraints import Constraints, zero
+from hetspmd.search.constraints import Constraints, RowFilter, spelling, zero
 from hetspmd.search.memory_limits import capacities
 from hetspmd.search.search import stored_forms
 
@@ -46,21 +51,22 @@ _LEVELS: Final = (1, 2, 3)
 """The levels of ZeRO that store parameters in shards."""
 
 
-def synthesize_loop(ctx: Synthesis) -> tuple[Synthesis, Outcome]:
-    """The best candidate of a step in micro-batches, and the context that says which collectives are in its loop.
+def synthesize_step(ctx: Synthesis, level: int | None = None) -> tuple[Synthesis, Outcome]:
+    """The best candidate of a step, and the context that says which collectives are in its loop: those of a level
+    of ZeRO, or such as the search decides.
 
     Raises what :func:`~hetspmd.optimize.synthesize.synthesize` raises.
     """
-    assert ctx.batches is not None
-    if ctx.batches.repeated:  # asked for by the user
-        return ctx, synthesize(ctx)
+    batches = ctx.batches
+    if level is not None:
+        ctx = ctx.with_repeated(repeated_in(ctx.theory, batches, level))
+        return ctx, synthesize(ctx, ())
     outcome, lacking = _planned(ctx)
+    if outcome is not None and not _is_limited(outcome):
+        return ctx, outcome if batches is None else _beside(outcome, _levels(ctx))
     levels = _levels(ctx)
-    if outcome is not None:
-        outcome = _beside(outcome, levels)
-        if not _is_limited(outcome):
-            return ctx, outcome
-    in_loop, missing = _planned(ctx.with_repeated(repeated_in(ctx.theory, ctx.batches, _LEVELS[-1])))
+    outcome = None if outcome is None else _beside(outcome, levels)
+    in_loop, missing = (None, None) if batches is None else _planned(ctx.with_repeated(_repeated(ctx)))
     leanest = [c for n, c in levels.items() if n == _LEVELS[-1]]
     taken_out = [_taken_out(c) for c in ([in_loop.best] if in_loop else []) + leanest]
     best = best_of(ctx, [c for c in taken_out if c is not None])
@@ -71,12 +77,20 @@ def synthesize_loop(ctx: Synthesis) -> tuple[Synthesis, Outcome]:
             raise lacking
         return ctx, outcome
     best = _certified(ctx, best)
-    ways = {"outside of the loop": outcome, "in the loop": in_loop}
-    considered = [c for way, one in ways.items() if one for c in among(one.considered, way)]
+    ways = {"outside of the loop": outcome, "in the loop": in_loop} if batches else {"": outcome}
+    considered = [c for way, one in ways.items() if one for c in _among(one.considered, way)]
     iterations = next((one.iterations for one in (in_loop, outcome) if one), ())
     none = Outcome(best=best, baselines={}, iterations=iterations)
     beside = replace(outcome, best=best, iterations=iterations) if outcome else _beside(none, levels)
     return best.evaluator.ctx, replace(beside, considered=instead(considered, _taken(best)))
+
+
+def _repeated(ctx: Synthesis) -> frozenset[int]:
+    return repeated_in(ctx.theory, ctx.batches, _LEVELS[-1])
+
+
+def _among(considered: tuple[Considered, ...], way: str) -> tuple[Considered, ...]:
+    return among(considered, way) if way else considered
 
 
 def _planned(ctx: Synthesis) -> tuple[Outcome | None, MemoryLimitError | None]:
@@ -113,6 +127,8 @@ def _levels(ctx: Synthesis) -> dict[int, Candidate]:
     fits, else the first."""
     candidates: dict[int, Candidate] = {}
     for level in _LEVELS:
+        if level == 2 and ctx.batches is None:  # there it is level 1
+            continue
         ways = _level(ctx, level)
         if ways:
             candidates[level] = best_of(ctx, ways) or ways[-1]
@@ -122,7 +138,6 @@ def _levels(ctx: Synthesis) -> dict[int, Candidate]:
 def _level(ctx: Synthesis, level: int) -> list[Candidate]:
     """A level of ZeRO at proportional ratios: with parameters stored in these shares, in even ones, and in those
     that fill each device's memory, where it is known."""
-    assert ctx.batches is not None
     wanted, theory = zero(ctx.theory, level), ctx.theory
     if any(wanted.forms.get(t, form) != form for t, form in ctx.constraints.forms.items()):
         return []
@@ -164,10 +179,10 @@ def _room(candidate: Candidate, capacity: Array, free: frozenset[int]) -> Array:
     return np.maximum(capacity - (held - stored), 0.0)
 
 
-def repeated_in(theory: Theory, batches: MicroBatches, level: int) -> frozenset[int]:
+def repeated_in(theory: Theory, batches: MicroBatches | None, level: int) -> frozenset[int]:
     """The tensors whose collectives are in the loop at a level of ZeRO: none up to 1, gradients at 2, all at 3; but
     for small ones, whose latencies would cost more than holding them."""
-    if level < 2:
+    if level < 2 or batches is None:
         return frozenset()
     able, nbytes = repeatable(theory, batches), {t.id: t.nbytes for t in theory.graph.tensors}
     ordered = sorted(able, key=lambda t: (nbytes[t], t))
@@ -175,6 +190,56 @@ def repeated_in(theory: Theory, batches: MicroBatches, level: int) -> frozenset[
     sums = accumulate(nbytes[t] for t in ordered)
     large = frozenset(t for t, held in zip(ordered, sums, strict=True) if held > small)
     return large if level == 3 else large & batches.summed
+
+
+def zero_of(theory: Theory, asked: Constraints, level: int) -> Constraints:
+    """The user's constraints, and those of a level of ZeRO. Raises ConstraintError where they contradict."""
+    wanted = zero(theory, level)
+    for tensor, form in asked.forms.items():
+        if wanted.forms.get(tensor, form) != form:
+            stored, name = spelling(wanted.forms[tensor]), theory.graph.tensors[tensor].name
+            raise ConstraintError(
+                f"zero={level} stores {name} {stored}, and a constraint {asked.origins.get(tensor, name)} says "
+                f"{spelling(form)}; leave one of the two out"
+            )
+    return Constraints({**wanted.forms, **asked.forms}, wanted.row_filter, asked.origins)
+
+
+def loop_like(theory: Theory, batches: MicroBatches, like: Plan) -> MicroBatches:
+    """The loop with the collectives in it that an earlier plan of the same model has in its own."""
+    roots, repeated = like.graph.parameter_of, frozenset(like.repeated)
+    gradients = {p.gradient: p.name for p in like.graph.parameters}
+    names = {p.tensor: p.name for p in like.graph.parameters}
+    gathered = {names[roots[t]] for t in repeated if t in roots}
+    reduced = {gradients[t] for t in repeated if t in gradients}
+    own, able = theory.graph.parameter_of, repeatable(theory, batches)
+    of = {p.tensor: p.name for p in theory.graph.parameters}
+    sums = {p.gradient: p.name for p in theory.graph.parameters}
+    again = {t for t in able if of.get(own.get(t, -1)) in gathered or sums.get(t) in reduced}
+    return replace(batches, repeated=frozenset(again))
+
+
+def rereads_like(theory: Theory, forms: Mapping[int, Placement], like: Plan) -> RowFilter:
+    """Lets the backward gather again the parameters that it gathers again in an earlier plan, of those that are
+    stored in shards by ``forms``."""
+    again = {
+        like.graph.second_reads[step.instruction]
+        for step in like.program.steps
+        if isinstance(step, Compute) and step.instruction in like.graph.second_reads
+        if is_sharded(step.row.pre[0])
+    }
+    names = {p.name for p in like.graph.parameters if p.tensor in again}
+    gathered = {
+        p.tensor
+        for p in theory.graph.parameters
+        if p.name in names and is_sharded(forms.get(p.tensor, REPLICATE))
+    }
+
+    def allowed(instruction: int, row: Triple, _axis: int | None) -> bool:
+        parameter = theory.graph.second_reads.get(instruction)
+        return parameter not in gathered or is_sharded(row.pre[0])
+
+    return allowed
 
 
 def _taken_out(candidate: Candidate) -> Candidate | None:
@@ -206,37 +271,33 @@ def _taken_out(candidate: Candidate) -> Candidate | None:
 
 
 def _in_loop(candidate: Candidate) -> list[int]:
-    """The parameters and gradients whose collectives are in the loop, in the order in which they are taken out."""
+    """The parameters and gradients whose collectives are in the loop, and the parameters that the backward gathers
+    again, in the order in which they are taken out."""
     ctx, graph = candidate.evaluator.ctx, candidate.evaluator.ctx.theory.graph
-    roots = _roots(ctx.theory)
-    moved = dict.fromkeys(roots.get(t, t) for t in _used(ctx, candidate.program))
+    moved = dict.fromkeys(graph.parameter_of.get(t, t) for t in _used(ctx, candidate.program))
+    for step in candidate.program.steps:
+        if (
+            isinstance(step, Compute)
+            and step.instruction in graph.second_reads
+            and is_sharded(step.row.pre[0])
+        ):
+            moved[graph.second_reads[step.instruction]] = None
     again = [p.tensor for p in graph.parameters if p.tensor in moved]
     return [*again, *(t for t in moved if t not in again)]
 
 
 def _used(ctx: Synthesis, program: Program) -> list[int]:
     """The tensors of which collectives are in the program's loop by choice."""
-    assert ctx.batches is not None
     steps = [s for s in program.steps if isinstance(s, Communicate)]
-    return [s.tensor for s in steps if ctx.batches.repeats(s)]
-
-
-def _roots(theory: Theory) -> dict[int, int]:
-    """Of each tensor that is computed of one parameter alone that parameter."""
-    roots = {p.tensor: p.tensor for p in theory.graph.parameters}
-    for instruction in theory.graph.instructions:
-        of = {roots.get(t, -1) for t in instruction.inputs}
-        if len(of) == 1 and -1 not in of:
-            roots.update(dict.fromkeys([t for t in instruction.outputs if t >= 0], of.pop()))
-    return roots
+    return [] if ctx.batches is None else [s.tensor for s in steps if ctx.batches.repeats(s)]
 
 
 def _without(candidate: Candidate, outside: Sequence[int]) -> Candidate | None:
     """The candidate with the collectives of these parameters and gradients outside of the loop."""
     ctx, theory = candidate.evaluator.ctx, candidate.evaluator.ctx.theory
-    assert ctx.batches is not None
-    roots, out = _roots(theory), frozenset(outside)
-    own = ctx.with_repeated(frozenset(t for t in ctx.batches.repeated if roots.get(t, t) not in out))
+    roots, out = theory.graph.parameter_of, frozenset(outside)
+    repeated = frozenset[int]() if ctx.batches is None else ctx.batches.repeated
+    own = ctx.with_repeated(frozenset(t for t in repeated if roots.get(t, t) not in out))
     rows = candidate.result.rows
     same, again = like(theory, rows), theory.graph.second_reads
 
@@ -248,7 +309,8 @@ def _without(candidate: Candidate, outside: Sequence[int]) -> Candidate | None:
         return same(instruction, row, axis)
 
     forms = {**ctx.constraints.forms, **stored_forms(theory, rows)}
-    reason = f"{candidate.reason}, {len(outside)} parameters and gradients communicated outside of the loop"
+    where = "gathered once" if ctx.batches is None else "communicated outside of the loop"
+    reason = f"{candidate.reason}, {counted(len(outside), 'tensor')} {where}"
     distance, at = candidate.evaluator.prefetch_distance, (candidate.ratios, candidate.lengths)
     return _searched(own, candidate.active, Constraints(forms, allowed), at, reason, distance)
 
@@ -275,8 +337,7 @@ def _certified(ctx: Synthesis, candidate: Candidate) -> Candidate:
     """The candidate with the bound of all programs at its lengths, wherever their collectives stand: none takes
     less than outside of the loop."""
     own = candidate.evaluator.ctx
-    assert own.batches is not None
-    own = own.with_repeated(own.batches.repeated & frozenset(_used(own, candidate.program)))
+    own = own.with_repeated(frozenset(_used(own, candidate.program)))
     active, lengths = candidate.active, candidate.lengths
     whole = ctx.search(ctx.costs(active), lengths, start=candidate.result)
     costs = own.costs(active)
