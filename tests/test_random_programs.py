@@ -111,6 +111,8 @@ def subject(name: str) -> Subject:
 class RandomCosts:
     """Costs that have nothing to do with any cluster; the search needs no more than these methods."""
 
+    batches = None
+
     def __init__(self, theory: Theory, dice: random.Random) -> None:
         self.theory, self.dice = theory, dice
         self.move_price = dice.choice((0.01, 0.3, 3.0))

@@ -45,6 +45,7 @@ class UnitCosts:
     """Every row and every communication costs a second."""
 
     theory: Theory
+    batches = None
 
     def row_costs(self, lengths: Lengths) -> list[list[float]]:
         return [[1.0] * len(rows) for rows in self.theory.rows]

@@ -20,6 +20,8 @@ from hetspmd.errors import MemoryLimitError
 from hetspmd.placement import REPLICATE, Placement, is_sharded
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths, lengths_for
+from hetspmd.program.loop_steps import repeatable
+from hetspmd.program.micro_batches import MicroBatches, micro_batches
 from hetspmd.program.program import Communicate, Program
 from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
@@ -86,13 +88,20 @@ def random_prices(theory: Theory, world: int, dice: random.Random) -> dict[Place
     }
 
 
-def check_charges(name: str, program: Program, lengths: Lengths, dice: random.Random, draws: int) -> float:
+def check_charges(
+    name: str,
+    program: Program,
+    lengths: Lengths,
+    dice: random.Random,
+    draws: int,
+    batches: MicroBatches | None = None,
+) -> float:
     """The largest part of what is held that is charged. Fails where that is more than 1."""
     searcher = searcher_of(name)
     theory = searcher.space.theory
-    memory_prices = MemoryPrices(searcher)
-    model = CostModel(theory, devices(*[1.0] * lengths.world))
-    profile = memory_profile(theory, program, lengths)
+    memory_prices = MemoryPrices(searcher, batches)
+    model = CostModel(theory, devices(*[1.0] * lengths.world), batches)
+    profile = memory_profile(theory, program, lengths, batches=batches)
     largest = 0.0
     for _ in range(draws):
         at = random_prices(theory, lengths.world, dice)
@@ -126,6 +135,23 @@ def tried(name: str, seeds: int, searched: int) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_what_is_charged_is_held(name: str) -> None:
     tried(name, seeds=15, searched=5)
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention", "stack"])
+def test_what_is_charged_is_held_in_micro_batches(name: str) -> None:
+    """Wherever the collectives are: outside of the loop, in it, some of both."""
+    theory = theory_of(name)
+    largest = 0.0
+    for seed in range(12):
+        dice = random.Random(seed)
+        batches = micro_batches(theory, 2 + seed % 2)
+        able = sorted(repeatable(theory, batches))
+        repeated = dice.sample(able, round(seed % 3 / 2 * len(able)))
+        batches = replace(batches, repeated=frozenset(repeated))
+        lengths = uneven(theory, 1 + seed % 5, seed)
+        for program in (random_program(theory, seed), cheap_random_program(theory, seed)):
+            largest = max(largest, check_charges(name, program, lengths, dice, 4, batches))
+    assert largest > 0.5, "the charge says something"
 
 
 @pytest.mark.slow
