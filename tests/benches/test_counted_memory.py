@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,7 @@ from hetspmd.lower import active_ranks
 from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.optimize.compiler import compile_plan, plan_for
 from hetspmd.optimize.in_micro_batches import in_micro_batches
+from hetspmd.optimize.zero_levels import repeated_in
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Inside
 from hetspmd.rules.theory import Theory, derive
@@ -156,6 +158,20 @@ def test_micro_batches_as_counted(kind: str) -> None:
     held = counted("GPT-2", plan)
     for rank, predicted in enumerate(plan.cost.memory_bytes):
         assert predicted * (1 - SPARED_IN_TURNS) <= held[rank] <= predicted * (1 + CLOSE), (kind, rank)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_levels_of_zero_as_counted(level: int) -> None:
+    """With collectives outside of the loop and in it."""
+    speeds = (4, 2, 1)
+    theory, batches = in_micro_batches(theory_of("GPT-2"), 3)
+    assert batches is not None
+    batches = replace(batches, repeated=repeated_in(theory, batches, level))
+    shares = tuple(s / sum(speeds) for s in speeds)
+    plan = plan_for(theory, cluster(*speeds), known.zero(theory, level), shares, batches=batches)
+    held = counted("GPT-2", plan)
+    for rank, predicted in enumerate(plan.cost.memory_bytes):
+        assert predicted * (1 - SPARED_IN_TURNS) <= held[rank] <= predicted * (1 + CLOSE), (level, rank)
 
 
 def in_turn() -> list[tuple[str, str, tuple[float, ...]]]:
