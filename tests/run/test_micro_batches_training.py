@@ -94,6 +94,25 @@ def test_a_training_loop(count: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_levels_of_zero(level: int) -> None:
+    """With batches of other sizes, whose plans have the first one's shards and collectives in the loop."""
+    asked = ask(Model().double(), trained, cluster=DEVICES, example=batch(9, 0), micro_batches=3, zero=level)
+    assert asked.error() < 1e-9
+    training = [plan for plan in asked.plans if plan.program.gradients]
+    assert len(training) > 2
+    moved = [len(plan.repeated) for plan in training]
+    assert all(moved) if level > 1 else not any(moved)
+    if level == 3:
+        names = [{p.tensor: p.name for p in plan.graph.parameters} for plan in training]
+        of = [
+            {own[plan.graph.parameter_of[t]] for t in plan.repeated if t in plan.graph.parameter_of}
+            for plan, own in zip(training, names, strict=True)
+        ]
+        assert of[0] == of[1] == of[2] != set()
+
+
+@pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")
 @pytest.mark.parametrize("dim", [0, 1])
 def test_parameters_in_shards(dim: int) -> None:
     forms = {"first.weight": shard(dim), "last.weight": shard(1 - dim)}
