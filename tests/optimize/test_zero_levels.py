@@ -15,7 +15,7 @@ import hetspmd
 from hetspmd.errors import ConstraintError, MemoryLimitError, OptionError, PlanError, ProofError
 from hetspmd.placement import is_sharded
 from hetspmd.plan.plan import Plan
-from hetspmd.program.levels import InsideCollective
+from hetspmd.program.levels import InsideCollective, Together, within
 from hetspmd.program.loop_steps import repeatable
 from hetspmd.program.micro_batch_check import check_repeated
 from hetspmd.program.program import Compute
@@ -61,8 +61,10 @@ def in_turn(plan: Plan) -> tuple[int, int, int]:
     steps = turn_steps(plan.theory, plan.program, plan.schedule, plan.batches)
     before, turn, after = (
         sum(
-            isinstance(step, InsideCollective) and plan.graph.tensors[step.tensor].numel >= 128 * 128
+            plan.graph.tensors[one.tensor].numel >= 128 * 128
             for step in part
+            if isinstance(step, (InsideCollective, Together))
+            for one in within(step)
         )
         for part in (steps.before, steps.turn, steps.after)
     )

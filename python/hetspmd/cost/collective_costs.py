@@ -62,6 +62,8 @@ class MoveForm:
 
     def repeated(self, times: int) -> MoveForm:
         """The form of so many of them, one after the other."""
+        if times == 1:
+            return self
         return replace(
             self,
             constant=times * self.constant,
@@ -135,12 +137,13 @@ class Moves:
             return (self.step_form(step),)
         travels = sum(self._nbytes[m.tensor] for m in step.members)
         forms = [self.move_form(m.tensor, m.source, m.target, m.kind, travels) for m in step.members]
-        return (forms[0], *(replace(f, constant=f.constant - f.latency, latency=0.0) for f in forms[1:]))
+        forms = [forms[0], *(replace(f, constant=f.constant - f.latency, latency=0.0) for f in forms[1:])]
+        return tuple(f.repeated(self.times(m)) for f, m in zip(forms, step.members, strict=True))
 
     def step_form(self, step: Communicate) -> MoveForm:
         """The linear form of a collective of a program, as often as a step runs it."""
-        form, times = self.move_form(step.tensor, step.source, step.target, step.kind), self.times(step)
-        return form if times == 1 else form.repeated(times)
+        form = self.move_form(step.tensor, step.source, step.target, step.kind)
+        return form.repeated(self.times(step))
 
     def times(self, step: Communicate) -> int:
         """How often a step runs a collective on all of its bytes: once."""

@@ -21,11 +21,21 @@ from dataclasses import dataclass, field
 from hetspmd.cluster.collective_kinds import kinds_between
 from hetspmd.errors import PlanError
 from hetspmd.placement import REPLICATE, Placement, is_sharded
-from hetspmd.program.levels import Both, InsideCollective, Key, NestedStep, provider, reads_of, written_by
+from hetspmd.program.levels import (
+    Both,
+    InsideCollective,
+    Key,
+    NestedStep,
+    Together,
+    provider,
+    reads_of,
+    within,
+    written_by,
+)
 from hetspmd.program.loop_steps import loop_steps
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Communicate, Compute, Program
-from hetspmd.program.schedule import Schedule
+from hetspmd.program.schedule import Places, Schedule
 from hetspmd.rules.theory import Theory
 
 
@@ -82,7 +92,7 @@ class _Writing:
     def __init__(self, theory: Theory, program: Program, schedule: Schedule, batches: MicroBatches) -> None:
         self.batches, loop = batches, batches.loop
         self.theory, self.graph, self.program, self.loop = theory, theory.graph, program, loop
-        self.order = [p for places in (*schedule.forward, *schedule.backward) for p in places]
+        self.order = (*schedule.forward, *schedule.backward)
         self.in_loop = loop_steps(self.graph, batches, program).places
         self.stored: dict[int, Placement] = {}
         self.constants = {(c.tensor, REPLICATE, REPLICATE): None for c in self.graph.constants}
@@ -91,12 +101,12 @@ class _Writing:
         self.in_time = {r.tensor: r.form for r in loop.leaving}
 
     def run(self) -> TurnSteps:
-        for place in self.order:
-            step, inside = self.program.steps[place], place in self.in_loop
+        for places in self.order:
+            step = self.program.steps[places[0]]
             if isinstance(step, Compute):
-                self._compute(step, inside)
+                self._compute(step, places[0] in self.in_loop)
             else:
-                self._communicate(step, inside)
+                self._communicate(places)
         program = self.program
         return TurnSteps(
             before=tuple(self.before.steps),
@@ -122,15 +132,20 @@ class _Writing:
         part = self.turn if inside else self._part(self.loop.phases[step.instruction])
         self._append(part, Both(step.instruction, self.loop.rows[step.instruction], step.row))
 
-    def _communicate(self, step: Communicate, inside: bool) -> None:
-        tensor, time = step.tensor, self.batches.placements[step.tensor]
-        if inside:
-            part = self.turn
-        elif time == REPLICATE:
-            part = self._part(self.loop.phases[self.graph.producers[tensor]])
-        else:
-            part, time = self.after, REPLICATE
-        self._append(part, InsideCollective(tensor, time, step.kind, step.source, step.target))
+    def _communicate(self, places: Places) -> None:
+        """A collective, or several that share a bucket, as far as they are in the same part."""
+        parts: dict[str, list[InsideCollective]] = {}
+        for place in places:
+            step = self.program.steps[place]
+            assert isinstance(step, Communicate)
+            phase, time = "in", self.batches.placements[step.tensor]
+            if place not in self.in_loop:
+                phase = "after" if time != REPLICATE else self.loop.phases[self.graph.producers[step.tensor]]
+                time = REPLICATE
+            one = InsideCollective(step.tensor, time, step.kind, step.source, step.target)
+            parts.setdefault(phase, []).append(one)
+        for phase, members in parts.items():
+            self._append(self._part(phase), members[0] if len(members) == 1 else Together(tuple(members)))
 
     def _append(self, part: _Part, step: NestedStep) -> None:
         for key in reads_of(self.graph, step):
@@ -139,8 +154,7 @@ class _Writing:
         if isinstance(step, Both):
             part.have.update((key, None) for key in written_by(self.graph, step) if key[0] >= 0)
         else:
-            assert isinstance(step, InsideCollective)
-            part.have[(step.tensor, step.outer, step.target)] = None
+            part.have.update(((one.tensor, one.outer, one.target), None) for one in within(step))
 
     def _part(self, phase: str) -> _Part:
         return {"before": self.before, "in": self.turn, "after": self.after}[phase]
