@@ -2,12 +2,12 @@
 
 A step of the model's single-device program was run on each kind of device at growing numbers of *rows* (samples of
 the batch) until memory ended. The part of a file, for each model its identity
-(:func:`hetspmd.cost.measured_steps.identity`), the inputs that have the rows, and a curve per kind of device::
+(:func:`hetspmd.cost.measured_steps.identity`), where its inputs have rows, and a curve per kind of device::
 
     steps:
     - model: 5f0c...                       # 64 hexadecimal digits
       name: examples/bert.py               # what reports call it
-      inputs: ["input_ids", "labels"]      # the inputs whose dims are counted in rows
+      rows: [[input_ids, 0, 1], [labels, 0, 1]]    # input, dim, elements of a row
       optimizer: adamw                     # whose step is part of what was measured
       curves:
       - ranks: [0, 1]
@@ -34,6 +34,8 @@ from hetspmd.errors import ClusterError
 OPTIMIZERS: Final = ("adamw", "momentum", "sgd")
 _POINT: Final = ("rows", "seconds", "low", "high", "samples", "peak", "counted")
 _IDENTITY: Final = re.compile("[0-9a-f]{64}")
+_MOST_DIMS: Final = 64
+"""Dims that a tensor of torch has at most."""
 _MOST: Final = 2**62
 """Rows and bytes above this are a slip of the pen."""
 
@@ -73,14 +75,18 @@ class StepCurve:
         return self.points[-1].rows if self.points else 0
 
 
+RowDim = tuple[str, int, int]
+"""An input, by path, a dim of it that grows with the rows, and the elements of a row there."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSteps:
-    """The curves of one model: its ``identity`` and ``name``, the ``inputs`` that have rows, and the ``optimizer``
+    """The curves of one model: its ``identity`` and ``name``, where its inputs have ``rows``, and the ``optimizer``
     whose step was measured with it."""
 
     identity: str
     name: str
-    inputs: tuple[str, ...]
+    rows: tuple[RowDim, ...]
     optimizer: str
     curves: tuple[StepCurve, ...]
 
@@ -104,8 +110,14 @@ def check_steps(steps: Iterable[ModelSteps], world: int) -> None:
         seen.add(model.identity)
         if model.optimizer not in OPTIMIZERS:
             raise ClusterError(f"measured steps of {model.name!r}: there is no optimizer {model.optimizer!r}")
-        if not model.inputs or len(set(model.inputs)) != len(model.inputs):
-            raise ClusterError(f"measured steps of {model.name!r}: name at least one input, each once")
+        places = [(path, dim) for path, dim, _ in model.rows]
+        if not places or len(set(places)) != len(places):
+            raise ClusterError(f"measured steps of {model.name!r}: name at least one dim with rows, each once")
+        for path, dim, each in model.rows:
+            if not (0 <= dim < _MOST_DIMS and 0 < each < _MOST):
+                raise ClusterError(
+                    f"measured steps of {model.name!r}: {path} has no rows of {each} elements in dim {dim}"
+                )
         ranks: set[int] = set()
         for curve in model.curves:
             _check_ranks(model.name, curve.ranks, ranks, world)
@@ -164,7 +176,7 @@ def step_entries(steps: Sequence[ModelSteps]) -> list[dict[str, Any]]:
         {
             "model": model.identity,
             "name": model.name,
-            "inputs": list(model.inputs),
+            "rows": [list(of) for of in model.rows],
             "optimizer": model.optimizer,
             "curves": [_curve_entry(curve) for curve in model.curves],
         }
@@ -181,7 +193,7 @@ def _curve_entry(curve: StepCurve) -> dict[str, Any]:
 
 def read_steps(node: Node, world: int) -> tuple[ModelSteps, ...]:
     """The part ``steps`` of a cluster of ``world`` devices. Raises ClusterError that names the place."""
-    keys = ("model", "name", "inputs", "optimizer", "curves")
+    keys = ("model", "name", "rows", "optimizer", "curves")
     models = []
     for element in node.elements("steps"):
         entry = element.entries("steps of a model", keys, keys)
@@ -189,7 +201,7 @@ def read_steps(node: Node, world: int) -> tuple[ModelSteps, ...]:
             ModelSteps(
                 entry["model"].text("model"),
                 entry["name"].text("name"),
-                tuple(i.text("an input") for i in entry["inputs"].elements("inputs")),
+                tuple(map(_read_rows, entry["rows"].elements("rows"))),
                 entry["optimizer"].choice("optimizer", OPTIMIZERS),
                 tuple(map(_read_curve, entry["curves"].elements("curves"))),
             )
@@ -199,6 +211,13 @@ def read_steps(node: Node, world: int) -> tuple[ModelSteps, ...]:
     except ClusterError as error:
         node.fail(str(error))
     return tuple(models)
+
+
+def _read_rows(node: Node) -> RowDim:
+    row = node.elements("a dim with rows")
+    if len(row) != 3:
+        node.fail(f"a dim with rows has {len(row)} entries; write input, dim, elements of a row")
+    return row[0].text("an input"), row[1].whole("dim", 0), row[2].whole("elements of a row", 1)
 
 
 def _read_curve(node: Node) -> StepCurve:

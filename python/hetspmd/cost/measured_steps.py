@@ -1,8 +1,8 @@
 """What measured steps of a model (:mod:`hetspmd.cluster.step_curves`) say of its seconds and bytes.
 
-**Which model.** :func:`identity` is a digest of all calls of a step with their dtypes and shapes, in which whatever
-grows with the rows of the batch is counted in rows. So it is the same for every size of the batch, and another one for
-another width, another number of layers, or other dtypes.
+**Which model.** :func:`identity` is a digest of the parameters, of the inputs without their number of rows, and of
+which ops a step calls how often, and on which dtypes. So it is the same for every size of the
+batch, and another one for another width, another number of layers or of tokens, or other dtypes.
 
 **Rows.** A device that is given ``r`` rows at a time takes ``T(r)`` seconds for the whole step of the single device:
 linear between the measured points, that of the first below it, and in proportion to the rows above the last.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,7 +31,7 @@ import numpy as np
 
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device
-from hetspmd.cluster.step_curves import ModelSteps, StepCurve
+from hetspmd.cluster.step_curves import ModelSteps, RowDim, StepCurve
 from hetspmd.cost.signatures import Array, Triples
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import REBALANCE, Graph, Instruction
@@ -44,60 +44,54 @@ _GRID: Final = 64
 """Points of the seconds of a device without a curve, over the rows of a turn."""
 
 
-def row_axes(theory: Theory, inputs: Collection[str]) -> frozenset[int] | None:
-    """The logical axes of dim 0 of the ``inputs``, by path, in whatever segment: the rows. None where the graph does
-    not have these inputs, or where they do not have rows alike."""
+def rows_of(graph: Graph, rows: Sequence[RowDim]) -> int | None:
+    """How many rows the inputs have; None where the graph does not have these inputs with rows alike."""
+    by_path = {i.path: graph.tensors[i.tensor].shape for i in graph.inputs}
+    counts = set()
+    for path, dim, each in rows:
+        shape = by_path.get(path, ())
+        if dim >= len(shape) or shape[dim] % each:
+            return None
+        counts.add(shape[dim] // each)
+    return counts.pop() if len(counts) == 1 else None
+
+
+def row_axes(theory: Theory, rows: Sequence[RowDim]) -> frozenset[int]:
+    """The logical axes of the rows, in whatever segment."""
     by_path = {i.path: i.tensor for i in theory.graph.inputs}
-    if not inputs or not by_path.keys() >= set(inputs):
-        return None
-    axes = [theory.axes.axis(by_path[path], 0) for path in inputs if theory.graph.tensors[by_path[path]].shape]
-    found = [axis for axis in axes if axis is not None]
-    if len(found) < len(inputs) or len({axis.units for axis in found}) != 1:
-        return None
-    groups = {axis.group for axis in found}
+    axes = (theory.axes.axis(by_path[path], dim) for path, dim, _ in rows)
+    groups = {axis.group for axis in axes if axis is not None}
     return frozenset(axis.id for axis in theory.axes.axes if axis.group in groups)
 
 
-def rows_of(theory: Theory, inputs: Collection[str]) -> int | None:
-    """How many rows the ``inputs`` have; None where :func:`row_axes` are none."""
-    axes = row_axes(theory, inputs)
-    return None if axes is None else max(theory.axes.axes[axis].units for axis in axes)
-
-
-def identity(theory: Theory, inputs: Collection[str]) -> str | None:
-    """The digest of a model's step, whatever the number of its rows (kept with the theory); None where
-    :func:`row_axes` are none."""
-    cached: dict[tuple[str, ...], str | None] = theory.__dict__.setdefault("_step_identities", {})
-    key = tuple(sorted(inputs))
+def identity(graph: Graph, rows: Sequence[RowDim]) -> str | None:
+    """The digest of a model's step, whatever the number of its rows (kept with the graph); None where
+    :func:`rows_of` are none."""
+    cached: dict[tuple[RowDim, ...], str | None] = graph.__dict__.setdefault("_step_identities", {})
+    key = tuple(rows)
     if key not in cached:
-        axes = row_axes(theory, inputs)
-        cached[key] = None if axes is None else _digest(theory, axes)
+        cached[key] = None if rows_of(graph, rows) is None else _digest(graph, key)
     return cached[key]
 
 
-def _digest(theory: Theory, axes: frozenset[int]) -> str:
-    graph = theory.graph
-
-    def type_of(tensor: int) -> object:
-        if tensor < 0:
-            return None
-        of = graph.tensors[tensor]
-        dims: list[object] = []
-        for dim, extent in enumerate(of.shape):
-            axis = theory.axes.axis(tensor, dim)
-            rows = axis is not None and axis.id in axes
-            dims.append(("rows", extent // axis.units) if rows and axis is not None else extent)
-        return of.dtype, tuple(dims)
-
-    types = [type_of(tensor.id) for tensor in graph.tensors]
-    types.append(None)  # of an output that is None: tensor -1
+def _digest(graph: Graph, rows: tuple[RowDim, ...]) -> str:
+    each_of = {(path, dim): each for path, dim, each in rows}
+    dtypes = [(tensor.dtype, len(tensor.shape)) for tensor in graph.tensors]
     calls = Counter(
-        (i.op, i.phase, tuple(types[t] for t in i.inputs), tuple(types[t] for t in i.outputs))
+        (i.op, i.phase, tuple(dtypes[t] for t in i.inputs), tuple(dtypes[t] for t in i.outputs if t >= 0))
         for i in _training(graph)
         if i.op != REBALANCE
     )
-    named = sorted((p.names, p.requires_grad, types[p.tensor]) for p in graph.parameters)
-    text = repr((named, sorted((repr(call), count) for call, count in calls.items())))
+    inputs = []
+    for each in graph.inputs:
+        shape = graph.tensors[each.tensor].shape
+        dims = [("rows", each_of[each.path, d]) if (each.path, d) in each_of else n for d, n in enumerate(shape)]
+        inputs.append((each.path, dtypes[each.tensor], dims))
+    parameters = sorted(
+        (p.names, p.requires_grad, dtypes[p.tensor], graph.tensors[p.tensor].shape) for p in graph.parameters
+    )
+    statics = sorted((s.path, repr(s.value)) for s in graph.statics)
+    text = repr((parameters, sorted(inputs, key=repr), statics, sorted((repr(c), n) for c, n in calls.items())))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -112,7 +106,7 @@ def _training(graph: Graph) -> Iterator[Instruction]:
 
 def steps_for(theory: Theory, cluster: Cluster) -> ModelSteps | None:
     """The measured steps of this model, if the cluster has any."""
-    return next((m for m in cluster.steps if identity(theory, m.inputs) == m.identity), None)
+    return next((m for m in cluster.steps if identity(theory.graph, m.rows) == m.identity), None)
 
 
 @dataclass(frozen=True)
@@ -146,12 +140,11 @@ def figures(
     ``turns``: how many micro-batches the rows come in.
     """
     steps = steps_for(theory, cluster)
-    axes = None if steps is None else row_axes(theory, steps.inputs)
-    if steps is None or axes is None:
+    rows = None if steps is None else rows_of(theory.graph, steps.rows)
+    if steps is None or rows is None:
         return None
-    rows = max(theory.axes.axes[axis].units for axis in axes)
     curves = steps.by_rank(cluster.world)
-    modelled = _Modelled(theory, axes, triples, terms, rows, lone=cluster.world == 1)
+    modelled = _Modelled(theory, row_axes(theory, steps.rows), triples, terms, rows, lone=cluster.world == 1)
     turn = _equally_long(curves, modelled, rows / turns)
     paces = []
     for device, (curve, own) in enumerate(zip(curves, turn, strict=True)):
