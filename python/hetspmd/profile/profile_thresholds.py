@@ -242,6 +242,10 @@ class ProfileThresholds:
     model_part: float = 0.5
     """The part of the budget of a model's ops and steps that goes to the steps."""
 
+    limit_guesses: int = 4
+    """Guesses at the rows that fit, before the interval is halved: bytes grow in proportion to rows, and the second
+    guess mostly ends it."""
+
     most_rows: int = 2**20
     """Rows at which growing ends where memory does not: more than one device is given at a time."""
 

@@ -4,8 +4,9 @@ Algorithm 1).
 The ranks go in rounds. In each round every rank runs steps of the number of rows that is next for its kind of device,
 all at once, as in training; nothing communicates within a round, so that none waits for a rank whose memory ends. After
 it the ranks tell each other what came of it, and each knows what is next for all: 1, 2, 4, ... rows until steps no
-longer fit on some rank of the kind, then the middle between the most that fit and the least that did not. When the
-budget is spent, no further round begins; the least is one round.
+longer fit on some rank of the kind, then rows between the most that fit and the least that did not: those that would
+fit if the bytes went on growing as they did, and the middle where such guesses lead nowhere. No round begins that would
+take longer than what is left of the budget; the least is one round.
 """
 
 from __future__ import annotations
@@ -110,19 +111,22 @@ def _about(model: ModelSteps) -> str:
 
 @dataclass
 class Ladder:
-    """Which rows come next on a kind of device.
+    """Which rows come next on a kind of device whose steps are given ``memory`` bytes.
 
     fits      the most rows that fit, 0 if none yet
     over      the least that did not fit
-    refused   the most rows below ``fits`` or ``over`` that the model does not compute at all
+    refused   the most rows that the model does not compute at all
+    counted   bytes of ``over``
+    guesses   how often the limit was guessed
     """
 
+    memory: int
     fits: int = 0
     over: int | None = None
     refused: int = 0
     points: list[StepPoint] = field(default_factory=list)
     counted: int = 0
-    """Bytes of ``over``."""
+    guesses: int = 0
 
     def next(self, left: float) -> int | None:
         """The rows to try; None where the limit is known, growing has no end, or it would take longer than the seconds
@@ -131,16 +135,27 @@ class Ladder:
         if self.over is None:
             rows = max(2 * low, 1) if low < THRESHOLDS.most_rows else 0
         else:
-            rows = (low + self.over) // 2 if self.over - low > 1 else 0
+            rows = self._between(low, self.over) if self.over - low > 1 else 0
         last = max(self.points, key=lambda p: p.rows, default=None)
         steps = THRESHOLDS.step_samples + COUNTED_STEPS
         expected = 0.0 if last is None else steps * last.seconds * rows / last.rows
         tried = low > 0 or self.over is not None
         return None if rows == 0 or (tried and expected >= left) else rows
 
+    def _between(self, low: int, over: int) -> int:
+        """Rows above ``low`` and below ``over``: the most of which the bytes would fit if they grow as they did last, and
+        the middle where that was guessed too often."""
+        if len(self.points) < 2 or self.guesses >= THRESHOLDS.limit_guesses:
+            return (low + over) // 2
+        before, last = sorted(self.points, key=lambda p: p.rows)[-2:]
+        each = (last.peak - before.peak) / (last.rows - before.rows)
+        guess = last.rows + int((self.memory - last.peak) / each) if each > 0 else low
+        return min(max(guess, low + 1), over - 1)
+
     def take(self, attempts: Sequence[Attempt]) -> None:
         """What came of the last rows on each rank of the kind."""
         rows, counted = attempts[0].rows, max(a.counted for a in attempts)
+        self.guesses += self.over is not None
         points = [a.point for a in attempts if a.point is not None]
         if any(a.refused for a in attempts):
             self.refused = max(self.refused, rows)
@@ -160,10 +175,10 @@ class Ladder:
                 )
             )
 
-    def curve(self, ranks: tuple[int, ...], memory: int) -> StepCurve:
+    def curve(self, ranks: tuple[int, ...]) -> StepCurve:
         """What was measured."""
         over = None if self.over is None else (self.over, self.counted)
-        return StepCurve(ranks, memory, tuple(sorted(self.points, key=lambda p: p.rows)), over)
+        return StepCurve(ranks, self.memory, tuple(sorted(self.points, key=lambda p: p.rows)), over)
 
 
 def measure_curves(
@@ -180,7 +195,7 @@ def measure_curves(
     the deadline on ``perf_counter``. Raises ProfileError on every rank if a step fails on one for another reason than
     memory.
     """
-    ladders = [Ladder() for _ in kinds]
+    ladders = [Ladder(given[kind[0]]) for kind in kinds]
     mine = next(n for n, kind in enumerate(kinds) if session.rank in kind)
     begin, left = perf_counter(), budget
     while any(rows := [ladder.next(left) for ladder in ladders]):
@@ -196,15 +211,8 @@ def measure_curves(
             if of_kind:
                 ladder.take(of_kind)
         left = budget - max(session.together("reading the clock", lambda: perf_counter() - begin))
-    return _curves(ladders, kinds, given)
-
-
-def _curves(
-    ladders: Sequence[Ladder], kinds: Sequence[tuple[int, ...]], given: Sequence[int]
-) -> tuple[StepCurve, ...]:
-    """The curves of the kinds on which anything is known."""
-    return tuple(
-        ladder.curve(kind, given[kind[0]])
+    return tuple(  # of the kinds on which anything is known
+        ladder.curve(kind)
         for ladder, kind in zip(ladders, kinds, strict=True)
         if ladder.points or ladder.over is not None
     )
