@@ -92,7 +92,9 @@ def point(rows: int, seconds: float, peak: int, counted: int) -> StepPoint:
     return StepPoint(rows, seconds, seconds, seconds, 3, peak, counted)
 
 
-CURVE = StepCurve((0,), 3000, (point(1, 1.0, 1200, 1000), point(4, 2.0, 2300, 2000), point(6, 1.9, 2900, 2600)))
+CURVE = StepCurve(
+    (0,), 3000, (point(1, 1.0, 1200, 1000), point(4, 2.0, 2300, 2000), point(6, 1.9, 2900, 2600))
+)
 
 
 def test_seconds_between_and_beyond_the_points() -> None:
@@ -122,7 +124,9 @@ def test_room_is_what_the_measured_bytes_leave() -> None:
     limited = replace(CURVE, over=(7, 2650))
     assert capacity_of(limited, device(3000)) == 2649, "less than what did not fit"
     assert capacity_of(limited, device(float("inf"))) == 2649, "the file says of no other memory"
-    assert capacity_of(limited, device(2300)) == pytest.approx(2000, abs=1), "a device with less memory than measured"
+    assert capacity_of(limited, device(2300)) == pytest.approx(2000, abs=1), (
+        "a device with less memory than measured"
+    )
     assert capacity_of(limited, device(58000)) > 50000, "one with more is not held to that limit"
     nothing = StepCurve((0,), 3000, (), (1, 4000))
     assert capacity_of(nothing, device(3000)) == 3000
@@ -146,9 +150,7 @@ def test_bytes_rise_and_room_is_their_inverse(rows: list[tuple[int, int, int]], 
 
 
 def devices(*speeds: float, memory: float = 1e12) -> tuple[Device, ...]:
-    return tuple(
-        Device(f"d{n}", {"default": s * 1e9}, memory, s * 1e9, 1e-6) for n, s in enumerate(speeds)
-    )
+    return tuple(Device(f"d{n}", {"default": s * 1e9}, memory, s * 1e9, 1e-6) for n, s in enumerate(speeds))
 
 
 def theory_of(rows: int) -> Theory:
@@ -229,7 +231,9 @@ def test_a_device_with_steps_twice_as_slow_gets_half_of_the_rows() -> None:
     assert axis is not None
     assert plain.lengths.units[axis.id] == (24, 24)
     assert plan.lengths.units[axis.id] == (32, 16)
-    assert plan.cost.step_seconds == pytest.approx(3.2, rel=0.15), "about as long as 32 rows were measured to take"
+    assert plan.cost.step_seconds == pytest.approx(3.2, rel=0.15), (
+        "about as long as 32 rows were measured to take"
+    )
     assert "Measured steps (body)" in plan_text(plan)
     assert plan_json(plan)["measured_steps"]["pace"] == list(plan.costs.measured.pace)
     again = synthesize(Body(), example, Cluster.from_text(cluster.to_text()))
@@ -241,7 +245,9 @@ def data_parallel_rows(cluster: Cluster, rows: int) -> tuple[int, ...]:
     """The rows of each device in the best data parallel plan."""
     theory = theory_of(rows)
     constraints = {f"layers.*.{what}": "replicated" for what in ("weight", "bias")}
-    plan = synthesize(Body(), {"x": torch.zeros(rows, WIDTH)}, cluster, constraints={**constraints, "x": "shard(0)"})
+    plan = synthesize(
+        Body(), {"x": torch.zeros(rows, WIDTH)}, cluster, constraints={**constraints, "x": "shard(0)"}
+    )
     axis = theory.axes.axis(theory.graph.inputs[0].tensor, 0)
     assert axis is not None
     return plan.lengths.units[axis.id]
@@ -305,7 +311,9 @@ def test_another_model_is_planned_as_without_curves() -> None:
 
 def test_bounds_stay_bounds() -> None:
     """No data parallel program at any shares is below the model's bound."""
-    cluster = measured(devices(1.0, 2.0), curve_of(0, lambda r: 0.1 + 0.1 * r), curve_of(1, lambda r: 0.03 * r))
+    cluster = measured(
+        devices(1.0, 2.0), curve_of(0, lambda r: 0.1 + 0.1 * r), curve_of(1, lambda r: 0.03 * r)
+    )
     theory = theory_of(8)
     bound = CostModel(theory, cluster).lower_bound()
     assert bound > 0

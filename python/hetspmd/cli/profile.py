@@ -44,7 +44,9 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
         "repeated",
     )
     parser.add_argument(
-        "--no-steps", action="store_true", help="with --model: measure ops alone, no whole steps until memory ends"
+        "--no-steps",
+        action="store_true",
+        help="with --model: measure ops alone, no whole steps until memory ends",
     )
     parser.add_argument(
         "--memory",

@@ -271,7 +271,9 @@ def read_measured(node: Node, world: int) -> MeasuredFigures:
             version.fail(
                 f"the part measured is of version {version.scalar}; this release reads {VERSION}: profile again"
             )
-    top = node.entries("measured", ("version", "about", "rates", "curves", "lanes", "ops", "steps"), ("version",))
+    top = node.entries(
+        "measured", ("version", "about", "rates", "curves", "lanes", "ops", "steps"), ("version",)
+    )
     about: dict[str, str | float] = {}
     if "about" in top:
         for key, value in top["about"].entries("about", ABOUT, ()).items():

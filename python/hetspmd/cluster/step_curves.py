@@ -112,7 +112,9 @@ def check_steps(steps: Iterable[ModelSteps], world: int) -> None:
             raise ClusterError(f"measured steps of {model.name!r}: there is no optimizer {model.optimizer!r}")
         places = [(path, dim) for path, dim, _ in model.rows]
         if not places or len(set(places)) != len(places):
-            raise ClusterError(f"measured steps of {model.name!r}: name at least one dim with rows, each once")
+            raise ClusterError(
+                f"measured steps of {model.name!r}: name at least one dim with rows, each once"
+            )
         for path, dim, each in model.rows:
             if not (0 <= dim < _MOST_DIMS and 0 < each < _MOST):
                 raise ClusterError(
@@ -221,7 +223,9 @@ def _read_rows(node: Node) -> RowDim:
 
 
 def _read_curve(node: Node) -> StepCurve:
-    entry = node.entries("a curve of steps", ("ranks", "memory", "over", "points"), ("ranks", "memory", "points"))
+    entry = node.entries(
+        "a curve of steps", ("ranks", "memory", "over", "points"), ("ranks", "memory", "points")
+    )
     over = None
     if "over" in entry:
         numbers = [n.whole("over", 1) for n in entry["over"].elements("over")]

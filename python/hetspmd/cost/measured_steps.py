@@ -85,13 +85,17 @@ def _digest(graph: Graph, rows: tuple[RowDim, ...]) -> str:
     inputs = []
     for each in graph.inputs:
         shape = graph.tensors[each.tensor].shape
-        dims = [("rows", each_of[each.path, d]) if (each.path, d) in each_of else n for d, n in enumerate(shape)]
+        dims = [
+            ("rows", each_of[each.path, d]) if (each.path, d) in each_of else n for d, n in enumerate(shape)
+        ]
         inputs.append((each.path, dtypes[each.tensor], dims))
     parameters = sorted(
         (p.names, p.requires_grad, dtypes[p.tensor], graph.tensors[p.tensor].shape) for p in graph.parameters
     )
     statics = sorted((s.path, repr(s.value)) for s in graph.statics)
-    text = repr((parameters, sorted(inputs, key=repr), statics, sorted((repr(c), n) for c, n in calls.items())))
+    text = repr(
+        (parameters, sorted(inputs, key=repr), statics, sorted((repr(c), n) for c, n in calls.items()))
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -246,9 +250,7 @@ class _Modelled:
         return float((np.maximum(fast * share, cut * share + whole) + start).sum())
 
 
-def _equally_long(
-    curves: Sequence[StepCurve | None], modelled: _Modelled, rows: float
-) -> tuple[float, ...]:
+def _equally_long(curves: Sequence[StepCurve | None], modelled: _Modelled, rows: float) -> tuple[float, ...]:
     """The rows of each device with which the steps of all take equally long, of so many rows of all together."""
     grids: list[tuple[Array, Array]] = []
     for device, curve in enumerate(curves):

@@ -66,7 +66,9 @@ def find_rows(name: str, model: nn.Module, args: tuple[Any, ...], kwargs: Mappin
     """
     leaves, spec = flatten((args, dict(kwargs)))
     tensors = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.ndim]
-    if tensors and all(leaves[n].shape[0] == 1 for n in tensors):  # of one row nothing says what grows with it
+    if tensors and all(
+        leaves[n].shape[0] == 1 for n in tensors
+    ):  # of one row nothing says what grows with it
         for n in tensors:
             leaves[n] = _repeated(leaves[n], 0, 1, 2)
         args, kwargs = unflatten(leaves, spec)

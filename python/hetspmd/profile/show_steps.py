@@ -84,7 +84,9 @@ def step_panels(cluster: Cluster, steps: Sequence[ModelSteps]) -> list[StepPanel
         speeds = tuple(
             _Series(
                 color,
-                tuple((p.rows, p.rows / p.seconds, f"{_device(cluster, c)}: {p.rows} rows") for p in c.points),
+                tuple(
+                    (p.rows, p.rows / p.seconds, f"{_device(cluster, c)}: {p.rows} rows") for p in c.points
+                ),
                 tuple((p.rows, p.rows / p.seconds) for p in c.points),
             )
             for color, c in curves
@@ -93,7 +95,11 @@ def step_panels(cluster: Cluster, steps: Sequence[ModelSteps]) -> list[StepPanel
             _Series(
                 color,
                 tuple(
-                    (p.rows, p.peak, f"{_device(cluster, c)}: {p.rows} rows, {quantity_text(p.peak, 'bytes')}")
+                    (
+                        p.rows,
+                        p.peak,
+                        f"{_device(cluster, c)}: {p.rows} rows, {quantity_text(p.peak, 'bytes')}",
+                    )
                     for p in c.points
                 ),
                 tuple((p.rows, p.counted) for p in c.points),

@@ -175,7 +175,12 @@ class StepRunner:
         """A training step of the lowered plan."""
         name = self.case.name
         hap = HAP(
-            model, self._lone, plan=plan, process_group=LoneCommunicator(), device=self.device, check_plan=False
+            model,
+            self._lone,
+            plan=plan,
+            process_group=LoneCommunicator(),
+            device=self.device,
+            check_plan=False,
         )
         hap.run_lowered()
         args, kwargs = self._batch(rows)
@@ -187,7 +192,9 @@ class StepRunner:
                 optimizer.zero_grad()
             loss = find_loss(hap(*args, **kwargs), None)
             if loss is None:
-                raise ExampleError(f"{name} returns no scalar loss for the example; its steps cannot be measured")
+                raise ExampleError(
+                    f"{name} returns no scalar loss for the example; its steps cannot be measured"
+                )
             if loss.requires_grad:
                 torch.autograd.backward(loss)
             if optimizer is not None:

@@ -76,7 +76,9 @@ def with_steps(
         runner = StepRunner(case, session.device, given[session.rank], options.optimizer, options.tolerance)
         with_name = _named(tick, case.name if len(cases) > 1 else "")
         curves = measure_curves(session, kinds_of(cluster.devices), given, runner.run, part, with_name)
-        models.append(ModelSteps(case.places.identity, case.name, case.places.rows, options.optimizer, curves))
+        models.append(
+            ModelSteps(case.places.identity, case.name, case.places.rows, options.optimizer, curves)
+        )
     new = {model.identity for model in models}
     steps = (*(m for m in cluster.steps if m.identity not in new), *models)
     about = {**(profile.measured.about or {}), "steps": ", ".join(map(_about, models))}
@@ -204,7 +206,8 @@ def measure_curves(
         if own is not None:
             tick(f"{own} rows")
         attempts = session.together(
-            f"measuring steps of {own} rows", lambda own=own, by=deadline: None if own is None else run(own, by)
+            f"measuring steps of {own} rows",
+            lambda own=own, by=deadline: None if own is None else run(own, by),
         )
         for ladder, kind in zip(ladders, kinds, strict=True):
             of_kind = [a for rank in kind if (a := attempts[rank]) is not None]
