@@ -194,8 +194,8 @@ def modelled(cluster: Cluster, rows: int, of: int) -> np.ndarray:
 
 
 def test_the_pace_is_what_was_measured_over_what_the_ops_say() -> None:
-    """Two devices with unlike curves, and one without: the rows at which all take equally long, and the seconds there
-    are those that were measured."""
+    """Two devices with unlike curves, and one without: the rows at which all take equally long, and the seconds
+    there are those that were measured."""
     rows = 24
     own = devices(1.0, 1.0, 1.0)
     cluster = measured(own, curve_of(0, lambda r: 1e-5 * r), curve_of(1, lambda r: 5e-5 + 5e-6 * r))

@@ -14,6 +14,7 @@ from torch import nn
 
 from hetspmd.errors import ProfileError
 from hetspmd.profile.measure import Options, Profile
+from hetspmd.profile.rows import Batch
 from hetspmd.profile.session import joined
 from hetspmd.profile.step_runs import StepRunner
 from hetspmd.profile.steps import step_case, with_steps
@@ -64,8 +65,8 @@ def worker(rank: int, world: int, ports: tuple[int, int], folder: str) -> None:
 
 
 def _slowed(plain: Callable[..., Callable[[], None]]) -> Callable[..., Callable[[], None]]:
-    def made(self: StepRunner, model: nn.Module, plan: Any, rows: int) -> Callable[[], None]:
-        step = plain(self, model, plan, rows)
+    def made(self: StepRunner, model: nn.Module, plan: Any, batch: Batch) -> Callable[[], None]:
+        step, rows = plain(self, model, plan, batch), len(batch[1]["x"])
 
         def slow() -> None:
             step()
@@ -77,9 +78,9 @@ def _slowed(plain: Callable[..., Callable[[], None]]) -> Callable[..., Callable[
 
 
 def _broken(plain: Callable[..., Callable[[], None]]) -> Callable[..., Callable[[], None]]:
-    def made(self: StepRunner, model: nn.Module, plan: Any, rows: int) -> Callable[[], None]:
-        if rows == 8:
+    def made(self: StepRunner, model: nn.Module, plan: Any, batch: Batch) -> Callable[[], None]:
+        if len(batch[1]["x"]) == 8:
             raise RuntimeError("the fan is off")
-        return plain(self, model, plan, rows)
+        return plain(self, model, plan, batch)
 
     return made

@@ -172,7 +172,7 @@ def test_a_step_ends_at_the_limit_and_leaves_nothing() -> None:
     peak = free.point.peak
     gc.collect()
     with LiveBytes() as counter:
-        for memory in (peak - 1, peak * 3 // 4, peak // 3):
+        for memory in (peak - 1, peak // 3):
             tight = runner(memory)
             before = counter.current
             attempt = tight.run(32, 0.0)
@@ -303,8 +303,8 @@ def test_a_budget_ends_the_growing() -> None:
 
 
 def test_unlike_devices_go_at_their_own_pace() -> None:
-    """Kinds of unlike memory, in simulated ranks: a kind has the limit of its least rank, and the rounds end together
-    whoever has found its limit first."""
+    """Kinds of unlike memory, in simulated ranks: a kind has the limit of its least rank, and the rounds end
+    together whoever has found its limit first."""
     limits = [7, 50, 48, 0]
     given_bytes = [1000] * 4
 
@@ -333,7 +333,7 @@ def _free_ports(count: int) -> tuple[int, ...]:
 def test_gloo_ranks_of_unlike_speed_and_memory(tmp_path: Path) -> None:
     """Rank 1 is slow and has half of the memory: each has its own curve, plans differ, and a failure on one rank
     ends all."""
-    large, small = 500_000, 380_000
+    large, small = 800_000, 550_000
     devices = (
         Device("large", {"default": 5e10}, large, 1e10),
         Device("small", {"default": 5e10}, small, 1e10),
@@ -359,7 +359,7 @@ def test_gloo_ranks_of_unlike_speed_and_memory(tmp_path: Path) -> None:
     assert "rank 1 on" in said[0]
     assert "failed in measuring steps of 8 rows: RuntimeError: the fan is off" in said[0]
     text = profile_text(made)
-    assert f"Steps of body on large (rank 0): at most {fast.limit} rows fit 488.3 KiB" in text
+    assert f"Steps of body on large (rank 0): at most {fast.limit} rows fit 781.2 KiB" in text
     svg = ElementTree.fromstring(profile_svg(made))
     drawn = {t.text for t in svg.iter("{http://www.w3.org/2000/svg}text")}
     assert {"body: rows per second", "body: peak (dots), predicted (lines)"} <= drawn
@@ -382,9 +382,9 @@ def test_memory_that_is_asked_for_becomes_the_devices() -> None:
     assert [m.name for m in both.cluster.steps] == ["body", "wider"]
     again = with_steps(session(), both, [case], options)
     assert [m.name for m in again.cluster.steps] == ["wider", "body"], "measured anew"
+    two = replace(own, cluster=Cluster((Device("d", {"default": 1e9}),) * 2, Network(1e9)))
     with pytest.raises(ProfileError, match="has 2 devices and there are 1 ranks; start as many"):
-        two = Cluster((Device("d", {"default": 1e9}),) * 2, Network(1e9))
-        with_steps(session(), replace(own, cluster=two), [case], options)
+        with_steps(session(), two, [case], options)
 
 
 class _Mean(nn.Module):
@@ -393,7 +393,10 @@ class _Mean(nn.Module):
 
 
 def test_the_error_of_a_limit_is_named() -> None:
-    with pytest.raises(StepMemoryError, match="a step needs more than 0.001 MiB") as caught, LiveBytes(1049):
+    with (
+        pytest.raises(StepMemoryError, match=r"a step needs more than 0\.001 MiB") as caught,
+        LiveBytes(1049),
+    ):
         torch.zeros(1000)
     assert isinstance(caught.value, HetspmdError)
     assert (caught.value.needed, caught.value.memory) == (4000, 1049)
@@ -405,13 +408,13 @@ def test_the_command(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "one.yaml"
     path.write_text("devices: [{name: mine, flops: 5e10}]")
     measured = ("profile", "--model", TARGETS, "--cluster", path, "--budget", "5s", "--device", "cpu")
-    made = command(*measured, "--memory", "5.75kB")
+    made = command(*measured, "--memory", "4.52kB")
     assert made.status == 0, made.err
     assert "and whole steps for about 2.5 s" in made.err
     profile = Profile.load(str(path))
     ((curve,),) = [m.curves for m in profile.cluster.steps]
     assert curve.over is not None
-    assert curve.memory == profile.cluster.devices[0].memory == 5750
+    assert curve.memory == profile.cluster.devices[0].memory == 4520
     assert f"Steps of {TARGETS} on mine (rank 0): at most {curve.limit} rows fit" in made.out
     refused = command("compile", TARGETS, "--cluster", path)
     assert (refused.status, curve.limit < 12) == (2, True)

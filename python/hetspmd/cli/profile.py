@@ -29,7 +29,8 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
         parents=[debug],
         help="measure this machine or cluster and write a cluster file",
         description="Measure the devices and, under torchrun, the collectives between them; write a cluster "
-        "file. With --model also the times of a model's ops, and of its whole steps until memory ends. Each rank measures its own device, so start it "
+        "file. With --model also the times of a model's ops, and of its whole steps until memory ends. Each rank "
+        "measures its own device, so start it "
         "as you start the training: torchrun --nproc-per-node N ... -m hetspmd profile --out FILE.",
     )
     what = parser.add_mutually_exclusive_group()
@@ -232,8 +233,8 @@ def _model(session: Session, options: argparse.Namespace, profile: Profile, want
 def _cases(
     session: Session, targets: list[str], cluster: Cluster, *, steps: bool
 ) -> tuple[list[OpCase], list[StepCase]]:
-    """The ops of the models, found by rank 0; the others import the files, which may register ops and rules. And the
-    steps of the models, which every rank makes for itself; rank 0 says where their examples have rows."""
+    """The ops of the models, found by rank 0; the others import the files, which may register ops and rules. And
+    the steps of the models, which every rank makes for itself; rank 0 says where their examples have rows."""
     from hetspmd.cli.target import load_module, load_target, target_place
     from hetspmd.profile.cases import together
     from hetspmd.profile.steps import step_case

@@ -42,8 +42,8 @@ _MOST: Final = 2**62
 
 @dataclass(frozen=True, slots=True)
 class StepPoint:
-    """One step of ``rows`` rows: the median ``seconds`` of ``samples`` with its interval, the most bytes that it was
-    seen to hold (``peak``), and the most that it holds as hetspmd counts (``counted``)."""
+    """One step of ``rows`` rows: the median ``seconds`` of ``samples`` with its interval, the most bytes that it
+    was seen to hold (``peak``), and the most that it holds as hetspmd counts (``counted``)."""
 
     rows: int
     seconds: float
@@ -153,7 +153,8 @@ def _check_curve(where: str, curve: StepCurve) -> None:
         before = p.rows
     if curve.over is not None and not (before < curve.over[0] < _MOST and 0 < curve.over[1] < _MOST):
         raise ClusterError(
-            f"{where}: {curve.over[0]} rows of {curve.over[1]} bytes did not fit, and {before} rows did; profile again"
+            f"{where}: {curve.over[0]} rows of {curve.over[1]} bytes did not fit, and {before} rows did; "
+            "profile again"
         )
 
 

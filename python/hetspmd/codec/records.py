@@ -2,8 +2,8 @@
 
 A dataclass is ``{"$": "ClassName", field: value, ...}``, a tuple a list, a mapping ``{"$map": [[k, v], ...]}``
 in key order, a float that JSON lacks ``{"$float": "inf"}``, a complex number ``{"$complex": [real, imaginary]}``.
-A field that is marked so (:data:`LEFT_OUT`) is left out where it has its default. Only hetspmd's own dataclasses are
-read back.
+A field that is marked so (:data:`LEFT_OUT`) is left out where it has its default. Only hetspmd's own dataclasses
+are read back.
 
 :func:`decode` checks every value against the annotation of its field: there is one JSON value for each tree, and
 whatever else stands in a file is refused with its place. What the numbers mean is not looked at here.

@@ -4,18 +4,20 @@
 which ops a step calls how often, and on which dtypes. So it is the same for every size of the
 batch, and another one for another width, another number of layers or of tokens, or other dtypes.
 
-**Rows.** A device that is given ``r`` rows at a time takes ``T(r)`` seconds for the whole step of the single device:
-linear between the measured points, that of the first below it, and in proportion to the rows above the last.
+**Rows.** A device that is given ``r`` rows at a time takes ``T(r)`` seconds for the whole step of the single
+device: linear between the measured points, that of the first below it, and in proportion to the rows above the
+last.
 
 **Seconds.** The model of single ops says ``S(r)`` for the same step. What lies between the two is the device's
-*pace* ``T(r) / S(r)``, by which all seconds of its ops are multiplied. It is taken at the rows at which the measured
-steps of all devices would take equally long, so that the seconds stay linear in the shares, and bounds stay bounds.
+*pace* ``T(r) / S(r)``, by which all seconds of its ops are multiplied. It is taken at the rows at which the
+measured steps of all devices would take equally long, so that the seconds stay linear in the shares, and bounds
+stay bounds.
 
 **Bytes.** ``M`` takes counted bytes to measured ones: it is linear between the measured steps, adds below the first
-what that one holds more than was counted (or takes off its part), and goes on above the last in proportion. A device
-holds ``M(c)`` where ``c`` bytes are counted. Its capacity, in counted bytes, is the most of which ``M`` fits its
-memory, and less than the step that did not fit. A program that stores parameters in shards counts less, and may have
-more rows than the single device.
+what that one holds more than was counted (or takes off its part), and goes on above the last in proportion. A
+device holds ``M(c)`` where ``c`` bytes are counted. Its capacity, in counted bytes, is the most of which ``M``
+fits its memory, and less than the step that did not fit. A program that stores parameters in shards counts less,
+and may have more rows than the single device.
 """
 
 from __future__ import annotations
@@ -178,9 +180,9 @@ def measured_bytes(curve: StepCurve, counted: float) -> int:
     counts, peaks = _bytes(curve)
     if counted < counts[0]:
         more = peaks[0] - counts[0]
-        return math.ceil(counted + more if more > 0 else counted * peaks[0] / counts[0])
+        return math.ceil(float(counted + more if more > 0 else counted * peaks[0] / counts[0]))
     if counted > counts[-1]:
-        return math.ceil(peaks[-1] + (counted - counts[-1]) * peaks[-1] / counts[-1])
+        return math.ceil(float(peaks[-1] + (counted - counts[-1]) * peaks[-1] / counts[-1]))
     return math.ceil(float(np.interp(counted, counts, peaks)))
 
 
@@ -220,8 +222,8 @@ def _counted(curve: StepCurve, memory: float) -> float:
 
 
 class _Modelled:
-    """S(r): seconds of the single device's step of some of its rows, by the model of single ops. Each call is run by
-    its triple along the rows, or whole where it has none."""
+    """S(r): seconds of the single device's step of some of its rows, by the model of single ops. Each call is run
+    by its triple along the rows, or whole where it has none."""
 
     def __init__(
         self,

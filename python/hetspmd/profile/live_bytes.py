@@ -1,9 +1,9 @@
 """The bytes of all tensors that exist, counted as they are made and die; and a limit on them.
 
-Each op's results are seen through a dispatch mode, a storage that dies through a weak reference, one that changes size
-by a wrapper around ``UntypedStorage.resize_``. With a limit, the op that goes beyond it raises StepMemoryError: so a
-process on a CPU meets the end of its device's memory as one on a GPU does, by an error after which it goes on, and not
-by the system's killing it.
+Each op's results are seen through a dispatch mode, a storage that dies through a weak reference, one that changes
+size by a wrapper around ``UntypedStorage.resize_``. With a limit, the op that goes beyond it raises
+StepMemoryError: so a process on a CPU meets the end of its device's memory as one on a GPU does, by an error
+after which it goes on, and not by the system's killing it.
 
 What is not a tensor (workspaces of kernels, gloo's buffers, what the allocator keeps) is not counted.
 """
@@ -47,13 +47,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return result
 
         self._original = original
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]  # seen until the context ends
+        self._put(resize_)
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
 
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)  # type: ignore[no-untyped-call]  # torch's
-        torch.UntypedStorage.resize_ = self._original  # type: ignore[method-assign]  # as it was
+        self._put(self._original)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -63,6 +63,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout == torch.strided:
                 self.add(leaf.untyped_storage())
         return result
+
+    @staticmethod
+    def _put(resize: Any) -> None:
+        """Let all storages have this ``resize_``."""
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]  # seen until the context ends
 
     def reset_peak(self) -> None:
         """Let ``peak`` be the most from now on."""

@@ -1,8 +1,8 @@
 """A profile as a picture: one panel per collective and number of devices, seconds over bytes, both logarithmic.
 
 Dots are measured medians with their intervals, lines the fitted curve for the same skew. All panels share their
-axes, so that heights compare. Behind them stand those of whole steps of models, over rows. Below, the devices' rates
-as bars.
+axes, so that heights compare. Behind them stand those of whole steps of models, over rows. Below, the devices'
+rates as bars.
 """
 
 from __future__ import annotations

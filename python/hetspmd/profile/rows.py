@@ -1,10 +1,10 @@
 """An example with more or fewer rows: which dims of its inputs have them, and the example with as many as wanted.
 
-Rows are units of the logical axes of dim 0 of the inputs (:attr:`hetspmd.rules.theory.Theory.batch_axes`); every dim of
-an input on such an axis grows with them, wherever it is nested. Inputs may have other things in dim 0 (positions, a
-mask over pairs of tokens), and where an op cannot be divided along the batch there is no such axis. So several sets of
-dims are tried, those of most inputs first, and the first counts with which the model makes the same calls for twice
-the rows (:func:`hetspmd.cost.measured_steps.identity`).
+Rows are units of the logical axes of dim 0 of the inputs (:attr:`hetspmd.rules.theory.Theory.batch_axes`); every
+dim of an input on such an axis grows with them, wherever it is nested. Inputs may have other things in dim 0
+(positions, a mask over pairs of tokens), and where an op cannot be divided along the batch there is no such axis.
+So several sets of dims are tried, those of most inputs first, and the first counts with which the model makes the
+same calls for twice the rows (:func:`hetspmd.cost.measured_steps.identity`).
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ def find_rows(name: str, model: nn.Module, args: tuple[Any, ...], kwargs: Mappin
 
 
 def _candidates(theory: Theory) -> list[tuple[tuple[RowDim, ...], tuple[int, ...]]]:
-    """Dims that may grow with the rows, and the places of their inputs among the leaves. First those on logical axes of
-    dim 0, of as many units, then of one group; then dim 0 of inputs of one extent, where ops stand in the way of axes."""
+    """Dims that may grow with the rows, and the places of their inputs among the leaves. First those on logical
+    axes of dim 0, of as many units, then of one group; then dim 0 of inputs of one extent, where ops stand in the
+    way of axes."""
     graph, axes = theory.graph, theory.axes
     inputs = [i for i in graph.inputs if graph.tensors[i.tensor].shape and i.leaf >= 0]
     units: dict[int, set[int]] = {}

@@ -36,8 +36,8 @@ def steps_text(cluster: Cluster, model: ModelSteps) -> str:
         title = f"Steps of {model.name} on {_device(cluster, curve)}: {_limit(curve)}"
         parts.append(f"{title}\n" + table(header, rows, right=tuple(range(7))) if rows else title)
     parts.append(
-        f"  a step: forward, backward and {model.optimizer}'s step of the single device; predicted: the peak as it is "
-        "counted; plans are made with the measured one"
+        f"  a step: forward, backward and {model.optimizer}'s step of the single device; predicted: the peak as it "
+        "is counted (plans are made with the measured one)"
     )
     return "\n".join(parts)
 
@@ -58,8 +58,8 @@ def _limit(curve: StepCurve) -> str:
 
 
 class _Series(NamedTuple):
-    """The points of a kind of device in a panel: rows, value, and what the pointer shows; ``line``: joined, dashes of
-    what was predicted have none."""
+    """The points of a kind of device in a panel: rows, value, and what the pointer shows; ``line``: joined,
+    dashes of what was predicted have none."""
 
     color: str
     points: tuple[tuple[float, float, str], ...]

@@ -1,16 +1,17 @@
 """Whole training steps of a model on this rank's device, at one number of rows after the other.
 
 What runs is what :class:`hetspmd.HAP` runs of the plan of a single device: the lowered forward and backward, the
-gradients, and the optimizer's step. For each number of rows the model is copied anew, and nothing of it is left when
-the steps are done or have failed. The peak is that of a second step, which has the optimizer's state from its
-beginning:
+gradients, and the optimizer's step. For each number of rows the model is copied anew, and nothing of it is left
+when the steps are done or have failed. The peak is that of a second step, which has the optimizer's state from
+its beginning:
 
-- on a GPU, what the allocator handed out at most, kernels' workspaces included. The process is held to the bytes that
-  a step is given (``torch.cuda.set_per_process_memory_fraction``), and memory ends with torch.OutOfMemoryError;
+- on a GPU, what the allocator handed out at most, kernels' workspaces included. The process is held to the bytes
+  that a step is given (``torch.cuda.set_per_process_memory_fraction``), and memory ends with
+  torch.OutOfMemoryError;
 - on a CPU, the bytes of all tensors (:mod:`hetspmd.profile.live_bytes`), and memory ends with StepMemoryError.
 
-On a CPU the steps that are timed are run apart from those that are counted, as counting is slow. Samples whose memory
-has not settled do not count (:mod:`hetspmd.profile.pages`).
+On a CPU the steps that are timed are run apart from those that are counted, as counting is slow. Samples whose
+memory has not settled do not count (:mod:`hetspmd.profile.pages`).
 """
 
 from __future__ import annotations
@@ -38,12 +39,11 @@ from hetspmd.profile.device import OPTIMIZERS, synchronize
 from hetspmd.profile.live_bytes import LiveBytes
 from hetspmd.profile.pages import Sample, page_faults, settled
 from hetspmd.profile.profile_thresholds import THRESHOLDS
-from hetspmd.profile.rows import RowPlaces
+from hetspmd.profile.rows import Batch, RowPlaces
 from hetspmd.profile.timing import interval, repeat
 from hetspmd.run.module import HAP
 from hetspmd.trace.compat.trees import flatten, unflatten
 from hetspmd.trace.losses import find_loss
-
 
 COUNTED_STEPS = 2
 """Steps before those that are timed: the first makes the optimizer's state, the second has the peak."""
@@ -69,8 +69,8 @@ class StepCase:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What came of a step of so many ``rows``: the ``point`` if it fits; ``counted`` bytes; and ``refused``, why the
-    model does not compute so many rows at all, where that is not for want of memory."""
+    """What came of a step of so many ``rows``: the ``point`` if it fits; ``counted`` bytes; and ``refused``, why
+    the model does not compute so many rows at all, where that is not for want of memory."""
 
     rows: int
     counted: int = 0
@@ -109,20 +109,24 @@ class StepRunner:
         counted = 0
         try:
             if self.device.type == "cpu":
-                plan = self._plan(self.case.model, rows)
+                batch = self._batch(rows)
+                plan = self._plan(self.case.model, batch)
                 counted = plan.cost.memory_bytes[0]
+                model = self._copy()
                 with LiveBytes(self.memory) as counter:
-                    step = self._step(self._copy(), plan, rows)
+                    for tensor in _tensors(model, batch):  # and not what they were copied from
+                        counter.add(tensor.untyped_storage())
+                    step = self._step(model, plan, batch)
                     step()
                     counter.reset_peak()
                     step()
                     peak = counter.peak
             else:
                 with _held_to(self.device, self.memory):
-                    model = self._copy()
-                    plan = self._plan(model, rows)
+                    model, batch = self._copy(), self._batch(rows)
+                    plan = self._plan(model, batch)
                     counted = plan.cost.memory_bytes[0]
-                    step = self._step(model, plan, rows)
+                    step = self._step(model, plan, batch)
                     step()
                     torch.cuda.reset_peak_memory_stats(self.device)
                     step()
@@ -151,11 +155,10 @@ class StepRunner:
         repeat(seconds, deadline, self._tolerance, least=THRESHOLDS.step_samples)
         return settled(samples) if self.device.type == "cpu" else [s.seconds for s in samples]
 
-    def _plan(self, model: nn.Module, rows: int) -> Plan:
-        args, kwargs = self._batch(rows)
-        return compile_plan(model, args, kwargs, self._lone)
+    def _plan(self, model: nn.Module, batch: Batch) -> Plan:
+        return compile_plan(model, *batch, self._lone)
 
-    def _batch(self, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _batch(self, rows: int) -> Batch:
         leaves, spec = flatten(self.case.places.resized(self.case.args, self.case.kwargs, rows))
         moved = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = unflatten(moved, spec)
@@ -171,7 +174,7 @@ class StepRunner:
                     tensor.zero_()
         return model.to(self.device)
 
-    def _step(self, model: nn.Module, plan: Plan, rows: int) -> Callable[[], None]:
+    def _step(self, model: nn.Module, plan: Plan, batch: Batch) -> Callable[[], None]:
         """A training step of the lowered plan."""
         name = self.case.name
         hap = HAP(
@@ -183,7 +186,7 @@ class StepRunner:
             check_plan=False,
         )
         hap.run_lowered()
-        args, kwargs = self._batch(rows)
+        args, kwargs = batch
         trained = [p for p in hap.parameters() if p.requires_grad]
         optimizer = self._optimizer(trained) if trained else None
 
@@ -209,6 +212,14 @@ class StepRunner:
             torch.cuda.empty_cache()
 
 
+def _tensors(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    return [
+        *model.parameters(),
+        *model.buffers(),
+        *(leaf for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor)),
+    ]
+
+
 @contextmanager
 def _held_to(device: torch.device, memory: int) -> Iterator[None]:
     """Let this process have so many bytes of a GPU."""
@@ -221,7 +232,8 @@ def _held_to(device: torch.device, memory: int) -> Iterator[None]:
 
 
 def _is_of_memory(error: BaseException) -> bool:
-    """Whether memory ended: torch's CPU allocator says so by a RuntimeError, and hetspmd by a note beneath its own."""
+    """Whether memory ended: torch's CPU allocator says so by a RuntimeError, and hetspmd by a note beneath its
+    own."""
     if isinstance(error, (StepMemoryError, torch.OutOfMemoryError, MemoryError)):
         return True
     return not isinstance(error, HetspmdError) and "DefaultCPUAllocator: can't allocate memory" in str(error)

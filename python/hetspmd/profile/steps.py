@@ -1,12 +1,12 @@
 """The curves of a model's whole steps on every kind of device, up to the rows at which memory ends (Poplar,
 Algorithm 1).
 
-The ranks go in rounds. In each round every rank runs steps of the number of rows that is next for its kind of device,
-all at once, as in training; nothing communicates within a round, so that none waits for a rank whose memory ends. After
-it the ranks tell each other what came of it, and each knows what is next for all: 1, 2, 4, ... rows until steps no
-longer fit on some rank of the kind, then rows between the most that fit and the least that did not: those that would
-fit if the bytes went on growing as they did, and the middle where such guesses lead nowhere. No round begins that would
-take longer than what is left of the budget; the least is one round.
+The ranks go in rounds. In each round every rank runs steps of the number of rows that is next for its kind of
+device, all at once, as in training; nothing communicates within a round, so that none waits for a rank whose
+memory ends. After it the ranks tell each other what came of it, and each knows what is next for all: 1, 2, 4, ...
+rows until steps no longer fit on some rank of the kind, then rows between the most that fit and the least that
+did not: those that would fit if the bytes went on growing as they did, and the middle where such guesses lead
+nowhere. No round begins that would take longer than what is left of the budget; the least is one round.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -53,12 +54,13 @@ def with_steps(
     memory: int | None = None,
     tick: Tick = lambda what: None,
 ) -> Profile:
-    """The profile with the curves of the models' steps, measured for about ``options.budget`` seconds; those of other
-    models stay. ``memory``: bytes that a step is given on every rank; by default what the cluster says that its device
-    has, and what it can use where the cluster does not say. Given bytes become the devices' ``memory``.
+    """The profile with the curves of the models' steps, measured for about ``options.budget`` seconds; those of
+    other models stay. ``memory``: bytes that a step is given on every rank; by default what the cluster says that
+    its device has, and what it can use where the cluster does not say. Given bytes become the devices'
+    ``memory``.
 
-    The same on every rank. Raises ProfileError on every rank if one fails, and if the profile is of another number of
-    devices than there are ranks.
+    The same on every rank. Raises ProfileError on every rank if one fails, and if the profile is of another
+    number of devices than there are ranks.
     """
     if profile.cluster.world != session.world:
         raise ProfileError(
@@ -131,8 +133,8 @@ class Ladder:
     guesses: int = 0
 
     def next(self, left: float) -> int | None:
-        """The rows to try; None where the limit is known, growing has no end, or it would take longer than the seconds
-        that are ``left``. The first rows are tried however few these are."""
+        """The rows to try; None where the limit is known, growing has no end, or it would take longer than the
+        seconds that are ``left``. The first rows are tried however few these are."""
         low = max(self.fits, self.refused)
         if self.over is None:
             rows = max(2 * low, 1) if low < THRESHOLDS.most_rows else 0
@@ -145,8 +147,8 @@ class Ladder:
         return None if rows == 0 or (tried and expected >= left) else rows
 
     def _between(self, low: int, over: int) -> int:
-        """Rows above ``low`` and below ``over``: the most of which the bytes would fit if they grow as they did last, and
-        the middle where that was guessed too often."""
+        """Rows above ``low`` and below ``over``: the most of which the bytes would fit if they grow as they did
+        last, and the middle where that was guessed too often."""
         if len(self.points) < 2 or self.guesses >= THRESHOLDS.limit_guesses:
             return (low + over) // 2
         before, last = sorted(self.points, key=lambda p: p.rows)[-2:]
@@ -183,6 +185,11 @@ class Ladder:
         return StepCurve(ranks, self.memory, tuple(sorted(self.points, key=lambda p: p.rows)), over)
 
 
+def _maybe(run: Callable[[int, float], Attempt], rows: int | None, deadline: float) -> Attempt | None:
+    """Steps of so many rows; nothing where a rank only waits for others."""
+    return None if rows is None else run(rows, deadline)
+
+
 def measure_curves(
     session: Session,
     kinds: Sequence[tuple[int, ...]],
@@ -193,9 +200,9 @@ def measure_curves(
 ) -> tuple[StepCurve, ...]:
     """The curves of one model on all kinds of devices, from rounds of about ``budget`` seconds together.
 
-    ``given``: bytes that a step has on each rank. ``run``: steps of so many rows on this rank's device, repeated until
-    the deadline on ``perf_counter``. Raises ProfileError on every rank if a step fails on one for another reason than
-    memory.
+    ``given``: bytes that a step has on each rank. ``run``: steps of so many rows on this rank's device, repeated
+    until the deadline on ``perf_counter``. Raises ProfileError on every rank if a step fails on one for another
+    reason than memory.
     """
     ladders = [Ladder(given[kind[0]]) for kind in kinds]
     mine = next(n for n, kind in enumerate(kinds) if session.rank in kind)
@@ -207,7 +214,7 @@ def measure_curves(
             tick(f"{own} rows")
         attempts = session.together(
             f"measuring steps of {own} rows",
-            lambda own=own, by=deadline: None if own is None else run(own, by),
+            partial(_maybe, run, own, deadline),
         )
         for ladder, kind in zip(ladders, kinds, strict=True):
             of_kind = [a for rank in kind if (a := attempts[rank]) is not None]

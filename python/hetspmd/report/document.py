@@ -16,8 +16,8 @@ too), ``transfers`` (how many times something is sent for its collectives, of wh
 ``ranks`` (none: the network's), ``elasticity`` of the stage model's seconds, ``gain``: the part of the predicted
 step that 10 % better would gain, null but for the first ones), ``lengths`` {``fractional_seconds``: of a step whose
 units could be cut, ``loss``: what whole units cost beyond those, as a part of them} and ``seconds`` {``trace``,
-``rules``, ``synth``, ``balance``, ``total``: wall time}. Where the cluster has measured steps, ``measured_steps`` says
-what they are to the plan (:func:`~hetspmd.report.measured_report.measured_document`).
+``rules``, ``synth``, ``balance``, ``total``: wall time}. Where the cluster has measured steps, ``measured_steps``
+says what they are to the plan (:func:`~hetspmd.report.measured_report.measured_document`).
 """
 
 from __future__ import annotations

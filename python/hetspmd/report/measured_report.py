@@ -11,13 +11,13 @@ from hetspmd.plan.plan import Plan
 
 
 def measured_text(plan: Plan) -> str:
-    """By what the seconds of each active device are multiplied, and what its memory holds; that none of the measured
-    models is this one, where it is so."""
+    """By what the seconds of each active device are multiplied, and what its memory holds; that none of the
+    measured models is this one, where it is so."""
     measured = plan.costs.measured
     if measured is None:
         names = ", ".join(model.name for model in plan.cluster.steps)
         return (
-            f"Measured steps of {names} are not of this model (or of other extents than the rows, dtypes or kernels), and "
+            f"Measured steps of {names} are not of this model (or of it in other dtypes, extents or kernels), and "
             "are not used; hetspmd profile --model measures it"
         )
     curves = measured.steps.by_rank(len(plan.active))
@@ -31,8 +31,8 @@ def measured_text(plan: Plan) -> str:
     return (
         f"Measured steps ({measured.steps.name})\n"
         + table(header, rows, right=(2, 3, 4, 5))
-        + "\n  alone: rows that fit the device by itself; seconds: those of its ops are multiplied by this, as measured "
-        "at so many rows; room: bytes, as they are counted"
+        + "\n  alone: rows that fit the device by itself; seconds: those of its ops are multiplied by this, as "
+        "measured at so many rows; room: bytes, as they are counted"
     )
 
 
@@ -44,8 +44,8 @@ def _row(curve: StepCurve | None, turn: float, pace: float, room: float) -> list
 
 
 def measured_document(plan: Plan) -> dict[str, Any]:
-    """``measured_steps``, where the cluster has any: null where they are of other models, else ``name``, and for each
-    active device ``limit`` (rows; null where it was not measured or not reached), ``rows`` and ``pace``."""
+    """``measured_steps``, where the cluster has any: null where they are of other models, else ``name``, and for
+    each active device ``limit`` (rows; null where it was not measured or not reached), ``rows`` and ``pace``."""
     if not plan.cluster.steps:
         return {}
     measured = plan.costs.measured
