@@ -108,7 +108,7 @@ def test_bytes_between_and_beyond_the_points() -> None:
     assert [measured_bytes(CURVE, c) for c in (1000, 2000, 2600)] == [1200, 2300, 2900]
     assert measured_bytes(CURVE, 1500) == 1750
     assert measured_bytes(CURVE, 400) == 600, "a workspace is there however little is counted"
-    assert measured_bytes(CURVE, 5200) == 5800
+    assert measured_bytes(CURVE, 5200) == 2900 + 1.2 * 2600, "as where they were most beside what was counted"
     assert measured_bytes(CURVE, 0) == 0, "an idle device holds nothing"
     lighter = replace(CURVE, points=(point(1, 1.0, 500, 1000),))
     assert [measured_bytes(lighter, c) for c in (500, 1000, 3000)] == [250, 500, 1500]
@@ -127,7 +127,7 @@ def test_room_is_what_the_measured_bytes_leave() -> None:
     assert capacity_of(limited, device(2300)) == pytest.approx(2000, abs=1), (
         "a device with less memory than measured"
     )
-    assert capacity_of(limited, device(58000)) > 50000, "one with more is not held to that limit"
+    assert capacity_of(limited, device(58000)) > 48000, "one with more is not held to that limit"
     nothing = StepCurve((0,), 3000, (), (1, 4000))
     assert capacity_of(nothing, device(3000)) == 3000
 

@@ -14,8 +14,8 @@ measured steps of all devices would take equally long, so that the seconds stay 
 stay bounds.
 
 **Bytes.** ``M`` takes counted bytes to measured ones: it is linear between the measured steps, adds below the first
-what that one holds more than was counted (or takes off its part), and goes on above the last in proportion. A
-device holds ``M(c)`` where ``c`` bytes are counted. Its capacity, in counted bytes, is the most of which ``M``
+what that one holds more than was counted (or takes off its part), and goes on above the last as where measured
+bytes were most beside counted ones. A device holds ``M(c)`` where ``c`` bytes are counted. Its capacity, in counted bytes, is the most of which ``M``
 fits its memory, and less than the step that did not fit. A program that stores parameters in shards counts less,
 and may have more rows than the single device.
 """
@@ -182,7 +182,7 @@ def measured_bytes(curve: StepCurve, counted: float) -> int:
         more = peaks[0] - counts[0]
         return math.ceil(float(counted + more if more > 0 else counted * peaks[0] / counts[0]))
     if counted > counts[-1]:
-        return math.ceil(float(peaks[-1] + (counted - counts[-1]) * peaks[-1] / counts[-1]))
+        return math.ceil(float(peaks[-1] + (counted - counts[-1]) * (peaks / counts).max()))
     return math.ceil(float(np.interp(counted, counts, peaks)))
 
 
