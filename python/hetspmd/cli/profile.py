@@ -36,6 +36,38 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--out", metavar="FILE", help="write the cluster file (-: to standard output)")
     what.add_argument("--show", metavar="FILE", help="show a measured cluster file, and plot it")
+    _add_model(parser)
+    parser.add_argument(
+        "--svg", metavar="OUT", help="with --show: where the plot goes (default: FILE with the suffix .svg)"
+    )
+    parser.add_argument(
+        "--budget",
+        type=_duration,
+        default=60.0,
+        metavar="TIME",
+        help="time such as 60s or 2min after which nothing is repeated any more (60s)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=_percentage,
+        default=0.05,
+        metavar="P",
+        help="how far a median may be uncertain before it is measured again, such as 5%% (5%%)",
+    )
+    parser.add_argument(
+        "--device", default="auto", metavar="DEVICE", help="auto (a GPU if there is one), cpu, cuda or cuda:N"
+    )
+    parser.add_argument(
+        "--flops",
+        choices=("matmul", "convolution"),
+        default="matmul",
+        help="which measured FLOP/s become the devices': of matrix products (default) or convolutions",
+    )
+    parser.set_defaults(run=run)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """What says which models are measured, and how."""
     parser.add_argument(
         "--model",
         metavar="TARGET",
@@ -67,33 +99,6 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
         default="adamw",
         help="whose step is measured (adamw; momentum: SGD with it)",
     )
-    parser.add_argument(
-        "--svg", metavar="OUT", help="with --show: where the plot goes (default: FILE with the suffix .svg)"
-    )
-    parser.add_argument(
-        "--budget",
-        type=_duration,
-        default=60.0,
-        metavar="TIME",
-        help="time such as 60s or 2min after which nothing is repeated any more (60s)",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=_percentage,
-        default=0.05,
-        metavar="P",
-        help="how far a median may be uncertain before it is measured again, such as 5%% (5%%)",
-    )
-    parser.add_argument(
-        "--device", default="auto", metavar="DEVICE", help="auto (a GPU if there is one), cpu, cuda or cuda:N"
-    )
-    parser.add_argument(
-        "--flops",
-        choices=("matmul", "convolution"),
-        default="matmul",
-        help="which measured FLOP/s become the devices': of matrix products (default) or convolutions",
-    )
-    parser.set_defaults(run=run)
 
 
 def _duration(text: str) -> float:

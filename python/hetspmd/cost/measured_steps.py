@@ -15,9 +15,9 @@ stay bounds.
 
 **Bytes.** ``M`` takes counted bytes to measured ones: it is linear between the measured steps, adds below the first
 what that one holds more than was counted (or takes off its part), and goes on above the last as where measured
-bytes were most beside counted ones. A device holds ``M(c)`` where ``c`` bytes are counted. Its capacity, in counted bytes, is the most of which ``M``
-fits its memory, and less than the step that did not fit. A program that stores parameters in shards counts less,
-and may have more rows than the single device.
+bytes were most beside counted ones. A device holds ``M(c)`` where ``c`` bytes are counted. Its capacity, in
+counted bytes, is the most of which ``M`` fits its memory, and less than the step that did not fit. A program that
+stores parameters in shards counts less, and may have more rows than the single device.
 """
 
 from __future__ import annotations
