@@ -19,7 +19,10 @@ napoleon_use_ivar = True
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|nn|dist|os|collections\.abc)\..*"),
-    ("py:class", r"(.*\.)?(Communicator|Curve|Graph|Lengths|Limits|Loss|OpTimes|Placement|Program)"),
+    (
+        "py:class",
+        r"(.*\.)?(Communicator|Curve|Graph|Lengths|Limits|Loss|ModelSteps|OpTimes|Placement|Program)",
+    ),
     ("py:class", r"(.*\.)?(ShardedModule|Theory|_Sum)"),
     ("py:class", r"(.*\.)?(Compile|Hap|Tune|Verify)Keywords"),  # what the text beside them lists
 ]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 __all__ = [
     "BatchMismatchError",
+    "BatchSizeError",
     "CheckError",
     "CheckpointWarning",
     "ClockWarning",
@@ -43,6 +44,7 @@ __all__ = [
     "RuleError",
     "SearchError",
     "ShardError",
+    "StepMemoryError",
     "TargetError",
     "TensorTypeWarning",
     "TraceError",
@@ -202,6 +204,29 @@ class CollectiveMismatchError(PlanMismatchError):
 
 class ProfileError(HetspmdError):
     """A device or the network could not be measured."""
+
+
+class BatchSizeError(ProfileError):
+    """A model cannot be given more or fewer rows than its example has."""
+
+
+class StepMemoryError(ProfileError):
+    """A step that is measured needs more memory than it is given.
+
+    Attributes:
+        needed: Bytes of the tensors that were there when it failed.
+        memory: Bytes that it was given.
+    """
+
+    def __init__(self, needed: int, memory: int) -> None:
+        self.needed, self.memory = needed, memory
+        super().__init__(
+            f"a step needs more than {_size(memory)}: {_size(needed)} of tensors are there; give it fewer rows, or "
+            "more with --memory"
+        )
+
+    def __reduce__(self) -> tuple[type[StepMemoryError], tuple[int, int]]:
+        return type(self), (self.needed, self.memory)
 
 
 class GradientError(HetspmdError):

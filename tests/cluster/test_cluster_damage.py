@@ -44,6 +44,19 @@ measured:
   - ranks: [1, 2]
     times:
     - ['aten.relu.default(float32[64/64,512]) -> float32[64/64,512]', 2e-6, 2e-5, 0.02, 0.25, 7e-6, 1.0, 2.2e-5]
+  steps:
+  - model: 0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef
+    name: bert.py
+    rows: [[x, 0, 1], [y, 1, 2]]
+    optimizer: adamw
+    curves:
+    - ranks: [1, 2]
+      memory: 2147483648
+      over: [5, 2300000000]
+      points:
+      - [1, 0.1, 0.09, 0.11, 9, 700000000, 650000000]
+      - [4, 0.3, 0.28, 0.33, 5, 2000000000, 1900000000]
+    - {ranks: [0], memory: 4294967296, over: [1, 5000000000], points: []}
 """
 
 

@@ -6,6 +6,7 @@ The last test runs the same worker on CPUs.
 from __future__ import annotations
 
 import statistics
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,11 @@ from gpu_worker import single, worker
 from torch import multiprocessing
 
 import local
+from hetspmd.dist.communicator import LoneCommunicator
+from hetspmd.profile.session import Session
+from hetspmd.profile.step_runs import StepRunner
+from hetspmd.profile.steps import measure_curves, step_case
+from trust.models import build
 
 SIZES = {
     "BERT": {"batch": 32, "tokens": 128, "layers": 12, "width": 768},
@@ -54,3 +60,19 @@ def compare(folder: Path, device: str) -> None:
         assert len(found) == len(want) == 6
         for got, of in zip(found, want, strict=True):
             assert got == pytest.approx(of, rel=1e-4)
+
+
+@pytest.mark.gpu
+def test_whole_steps_end_where_memory_does() -> None:
+    """On a GPU that is held to some bytes: the limit, and a device that is as before."""
+    model, batch = build("BERT", batch=4, tokens=64, layers=2, width=256)
+    case = step_case("bert", model, batch)
+    device, memory = torch.device("cuda", 0), 2**30
+    before = torch.cuda.memory_allocated(device)
+    runner = StepRunner(case, device, memory, "adamw", 0.1)
+    session = Session(LoneCommunicator(), device, start=time.perf_counter())
+    (curve,) = measure_curves(session, [(0,)], [memory], runner.run, 60.0)
+    assert curve.over is not None
+    assert all(p.peak <= memory for p in curve.points)
+    assert torch.cuda.memory_allocated(device) == before
+    assert runner.run(1, 0.0).point is not None

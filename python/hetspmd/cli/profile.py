@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from hetspmd.cluster.cluster import Cluster
     from hetspmd.profile.cases import OpCase
     from hetspmd.profile.measure import Options, Profile
+    from hetspmd.profile.rows import RowPlaces
     from hetspmd.profile.session import Session
+    from hetspmd.profile.step_runs import StepCase
 
 
 def add(commands: Any, debug: argparse.ArgumentParser) -> None:
@@ -27,30 +29,14 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
         parents=[debug],
         help="measure this machine or cluster and write a cluster file",
         description="Measure the devices and, under torchrun, the collectives between them; write a cluster "
-        "file. With --model also the times of a model's ops. Each rank measures its own device, so start it "
+        "file. With --model also the times of a model's ops, and of its whole steps until memory ends. Each rank "
+        "measures its own device, so start it "
         "as you start the training: torchrun --nproc-per-node N ... -m hetspmd profile --out FILE.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--out", metavar="FILE", help="write the cluster file (-: to standard output)")
     what.add_argument("--show", metavar="FILE", help="show a measured cluster file, and plot it")
-    parser.add_argument(
-        "--model",
-        metavar="TARGET",
-        action="append",
-        default=[],
-        help="measure the ops of this model too: file.py[:function] or package.module[:function]; may be repeated",
-    )
-    parser.add_argument(
-        "--cluster",
-        metavar="FILE",
-        help="with --model: keep this file's devices and network, add op times (written to FILE without --out)",
-    )
-    parser.add_argument(
-        "--optimizer",
-        choices=("adamw", "momentum", "sgd"),
-        default="adamw",
-        help="whose step is measured (adamw; momentum: SGD with it)",
-    )
+    _add_model(parser)
     parser.add_argument(
         "--svg", metavar="OUT", help="with --show: where the plot goes (default: FILE with the suffix .svg)"
     )
@@ -80,6 +66,41 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """What says which models are measured, and how."""
+    parser.add_argument(
+        "--model",
+        metavar="TARGET",
+        action="append",
+        default=[],
+        help="measure the ops and steps of this model too: file.py[:function] or package.module[:function]; may be "
+        "repeated",
+    )
+    parser.add_argument(
+        "--no-steps",
+        action="store_true",
+        help="with --model: measure ops alone, no whole steps until memory ends",
+    )
+    parser.add_argument(
+        "--memory",
+        type=_bytes,
+        metavar="BYTES",
+        help="with --model: bytes such as 8GiB that a step is given on each rank (the devices' memory)",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="with --model: keep this file's devices and network, add op times and steps (written to FILE without "
+        "--out)",
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=("adamw", "momentum", "sgd"),
+        default="adamw",
+        help="whose step is measured (adamw; momentum: SGD with it)",
+    )
+
+
 def _duration(text: str) -> float:
     from hetspmd.codec.quantities import parse_quantity
 
@@ -93,6 +114,15 @@ def _duration(text: str) -> float:
         return scale * parse_quantity(number, "seconds")
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no time; write it as 60s or 2min") from error
+
+
+def _bytes(text: str) -> int:
+    from hetspmd.codec.quantities import parse_quantity
+
+    try:
+        return max(int(parse_quantity(text, "bytes")), 1)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write it as 8GiB") from error
 
 
 def _percentage(text: str) -> float:
@@ -114,6 +144,10 @@ def run(options: argparse.Namespace) -> int:
         return _show(options)
     if options.svg is not None:
         raise OutputError("--svg goes with --show FILE; measure first, then plot the file")
+    if (options.memory is not None or options.no_steps) and not options.model:
+        raise OutputError("--memory and --no-steps go with --model TARGET, whose steps are measured")
+    if options.memory is not None and options.no_steps:
+        raise OutputError("--memory is what steps are given, and --no-steps measures none; leave one out")
     if options.cluster is not None and not options.model:
         raise OutputError("--cluster FILE goes with --model TARGET, whose ops are measured")
     if options.out is None and options.cluster is None:
@@ -141,7 +175,7 @@ def _show(options: argparse.Namespace) -> int:
 def _measure(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from hetspmd.profile.measure import Options, Profile, measure, with_ops
+    from hetspmd.profile.measure import Options, Profile, measure
     from hetspmd.profile.session import joined
     from hetspmd.profile.show import profile_text
 
@@ -157,14 +191,7 @@ def _measure(options: argparse.Namespace) -> int:
             for_ops = replace(wanted, budget=options.budget / 2)
             profile = _devices(session, for_ops if options.model else wanted, measure)
         if options.model:
-            cases = _cases(session, options.model, profile.cluster)
-            progress = Progress(for_ops.budget, shown=first)
-            if first:
-                print(f"Measuring {len(cases)} ops for at most {for_ops.budget:g} s.", file=sys.stderr)
-            try:
-                profile = with_ops(session, profile, cases, for_ops, progress)
-            finally:
-                progress.close()
+            profile = _model(session, options, profile, for_ops)
         session.together("writing", lambda: write_text(path, profile.to_text()) if first else None)
         if first and path != STDOUT:
             print(profile_text(profile))
@@ -184,25 +211,66 @@ def _devices(session: Session, wanted: Options, measure: Callable[..., Profile])
         progress.close()
 
 
-def _cases(session: Session, targets: list[str], cluster: Cluster) -> list[OpCase]:
-    """The ops of the models, found by rank 0; the others import the files, which may register ops and rules."""
+def _model(session: Session, options: argparse.Namespace, profile: Profile, wanted: Options) -> Profile:
+    """Measure the ops of the models and, unless told otherwise, their whole steps."""
+    from dataclasses import replace
+
+    from hetspmd.profile.measure import with_ops
+    from hetspmd.profile.profile_thresholds import THRESHOLDS
+    from hetspmd.profile.steps import with_steps
+
+    first = session.rank == 0
+    ops, steps = _cases(session, options.model, profile.cluster, steps=not options.no_steps)
+    part = THRESHOLDS.model_part if steps else 0.0
+    for_ops = replace(wanted, budget=(1 - part) * wanted.budget)
+    for_steps = replace(wanted, budget=part * wanted.budget)
+    if first:
+        also = f", and whole steps for about {for_steps.budget:g} s" if steps else ""
+        print(f"Measuring {len(ops)} ops for at most {for_ops.budget:g} s{also}.", file=sys.stderr)
+    progress = Progress(wanted.budget, shown=first)
+    try:
+        profile = with_ops(session, profile, ops, for_ops, progress)
+        return with_steps(session, profile, steps, for_steps, options.memory, progress) if steps else profile
+    finally:
+        progress.close()
+
+
+def _cases(
+    session: Session, targets: list[str], cluster: Cluster, *, steps: bool
+) -> tuple[list[OpCase], list[StepCase]]:
+    """The ops of the models, found by rank 0; the others import the files, which may register ops and rules. And
+    the steps of the models, which every rank makes for itself; rank 0 says where their examples have rows."""
     from hetspmd.cli.target import load_module, load_target, target_place
     from hetspmd.profile.cases import together
+    from hetspmd.profile.steps import step_case
     from hetspmd.rules.theory import derive
     from hetspmd.trace.trace import split_example, trace
 
-    def traced() -> list[OpCase]:
+    loaded = []
+
+    def traced() -> tuple[list[OpCase], list[RowPlaces]]:
         if session.rank:
             for target in targets:
                 load_module(target_place(target))
-            return []
-        theories = []
+            return [], []
+        theories, cases = [], []
         for target in targets:
             model, example = load_target(target)
             theories.append(derive(trace(model, *split_example(example), training=True)))
-        return together(theories, cluster)
+            if steps:
+                cases.append(step_case(target, model, example))
+        loaded.extend(cases)
+        return together(theories, cluster), [case.places for case in cases]
 
-    return session.together("tracing the model", traced)[0]
+    def made() -> list[StepCase]:
+        return loaded or [step_case(t, *load_target(t), of) for t, of in zip(targets, places, strict=True)]
+
+    ops, places = session.together("tracing the model", traced)[0]
+    if not steps:
+        return ops, []
+    own: list[StepCase] = []
+    session.together("loading the model", lambda: own.extend(made()))
+    return ops, own
 
 
 def _promise(session: Session, options: Options) -> str:

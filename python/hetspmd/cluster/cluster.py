@@ -16,7 +16,8 @@ collective). ``network`` may be left out for a single device. An entry with ``ac
 {bandwidth: 150GB/s, latency: 5us}`` is a machine with that many accelerators, to each of which the entry's
 other figures belong (:mod:`hetspmd.cluster.machines`); ``count`` repeats it. ``hetspmd profile`` adds the part
 ``measured`` (:mod:`hetspmd.cluster.curves`), whose curves stand in for ``network`` where collectives are priced,
-and whose op times for the devices' rates where ops are.
+and whose op times for the devices' rates where ops are. Measured steps of whole models
+(:mod:`hetspmd.cluster.step_curves`) correct both seconds and bytes of those models.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import yaml
@@ -34,7 +35,9 @@ from hetspmd.cluster.devices import DEFAULT, Device, Network
 from hetspmd.cluster.entries import read_device, read_network
 from hetspmd.cluster.file import Node, read_file, read_object, read_text
 from hetspmd.cluster.op_times import OpFit, OpTime, OpTimes, at_ranks, check_op_times
+from hetspmd.cluster.step_curves import ModelSteps, check_steps, steps_at_ranks
 from hetspmd.codec.quantities import quantity_text
+from hetspmd.codec.records import LEFT_OUT
 from hetspmd.errors import ClusterError
 
 MOST: Final = 65536
@@ -53,6 +56,7 @@ class Cluster:
             place of ``network`` in the cost model.
         ops: Measured seconds of ops, per kind of device.
         lanes: How many collectives are on their way at a time, the latency of one hidden behind another.
+        steps: Measured training steps of whole models, per model and kind of device.
 
     Raises:
         ClusterError: The parts do not fit each other.
@@ -63,12 +67,14 @@ class Cluster:
     curves: tuple[Curve, ...] = ()
     ops: tuple[OpTimes, ...] = ()
     lanes: int = 1
+    steps: tuple[ModelSteps, ...] = field(default=(), metadata=LEFT_OUT)
 
     def __post_init__(self) -> None:
         if self.lanes < 1:
             raise ClusterError(f"lanes is {self.lanes}; it must be 1 or more")
         check_curves(self.curves, len(self.devices))
         check_op_times(self.ops, len(self.devices))
+        check_steps(self.steps, len(self.devices))
         if not self.devices:
             raise ClusterError("the cluster has no device; list at least one")
         if self.network is None and len(self.devices) > 1:
@@ -110,6 +116,7 @@ class Cluster:
             at_devices(self.curves, len(devices)),
             at_ranks(self.ops, ranks),
             self.lanes,
+            steps_at_ranks(self.steps, ranks),
         )
 
     def ops_by_rank(self) -> tuple[Mapping[str, OpTime], ...]:
@@ -181,10 +188,10 @@ class Cluster:
         document: dict[str, Any] = {"devices": entries}
         if self.network is not None:
             document["network"] = {"bandwidth": self.network.bandwidth, "latency": self.network.latency}
-        if self.curves or self.ops or self.lanes > 1:
+        if self.curves or self.ops or self.lanes > 1 or self.steps:
             ops = tuple((kind.ranks, tuple(map(OpFit, kind.times))) for kind in self.ops)
             document["measured"] = MeasuredFigures(
-                tuple(map(Fit, self.curves)), ops=ops, lanes=self.lanes
+                tuple(map(Fit, self.curves)), ops=ops, lanes=self.lanes, steps=self.steps
             ).to_dict()
         return document
 
@@ -227,6 +234,8 @@ class Cluster:
         if self.ops:
             counts = [len(kind.times) for kind in self.ops]
             lines.append(f"measured times of {', '.join(map(str, counts))} ops")
+        if self.steps:
+            lines.append(f"measured steps of {', '.join(model.name for model in self.steps)}")
         return "\n".join(lines)
 
 
@@ -254,10 +263,12 @@ def _read(root: Node) -> Cluster:
     measured = read_measured(top["measured"], len(devices)) if "measured" in top else MeasuredFigures()
     if "network" in top:
         network = read_network(top["network"])
-        return Cluster(tuple(devices), network, measured.curves, measured.op_times, measured.lanes)
+        return Cluster(
+            tuple(devices), network, measured.curves, measured.op_times, measured.lanes, measured.steps
+        )
     if len(devices) > 1:
         root.fail(
             f"the cluster lacks the key 'network', which {len(devices)} devices need; "
             "add network: {bandwidth: 10Gbit/s, latency: 50us}"
         )
-    return Cluster(tuple(devices), ops=measured.op_times)
+    return Cluster(tuple(devices), ops=measured.op_times, steps=measured.steps)

@@ -30,8 +30,9 @@ file::
         - [even, 4096, 4, 0.25, 0, 1.2e-4, 1.1e-4, 1.3e-4, 12]
       lanes: 2                                             # collectives on their way at a time; 1 where left out
       ops: [...]                                           # optional: seconds of ops (hetspmd.cluster.op_times)
+      steps: [...]                                         # optional: whole steps (hetspmd.cluster.step_curves)
 
-:func:`Cluster.load <hetspmd.cluster.cluster.Cluster.load>` keeps curves and op times;
+:func:`Cluster.load <hetspmd.cluster.cluster.Cluster.load>` keeps curves, op times and steps;
 ``hetspmd profile --show`` reads all.
 """
 
@@ -45,6 +46,7 @@ from typing import Any, Final, cast
 from hetspmd.cluster.collective_kinds import KINDS, Kind, Terms
 from hetspmd.cluster.file import Node
 from hetspmd.cluster.op_times import OpFits, OpTimes, op_entries, read_ops
+from hetspmd.cluster.step_curves import ModelSteps, read_steps, step_entries
 from hetspmd.errors import ClusterError
 
 VERSION: Final = 1
@@ -54,7 +56,7 @@ RATES: Final = ("matmul", "convolution", "memory", "launch", "optimizer")
 TERMS: Final = Terms._fields
 ABOUT: Final = (
     "backend", "torch", "budget", "spent", "tolerance", "confidence", "threads", "memory", "flops", "timing",
-    "dropped", "optimizer", "ops",
+    "dropped", "optimizer", "ops", "steps",
 )  # fmt: skip
 _POINT: Final = ("skew", "bytes", "shards", "largest", "exchange", "seconds", "low", "high", "samples")
 
@@ -156,6 +158,7 @@ class MeasuredFigures:
     about: Mapping[str, str | float] | None = None
     ops: OpFits = ()
     lanes: int = 1
+    steps: tuple[ModelSteps, ...] = ()
 
     @property
     def curves(self) -> tuple[Curve, ...]:
@@ -180,6 +183,8 @@ class MeasuredFigures:
             document["lanes"] = self.lanes
         if self.ops:
             document["ops"] = op_entries(self.ops)
+        if self.steps:
+            document["steps"] = step_entries(self.steps)
         return document
 
 
@@ -266,7 +271,9 @@ def read_measured(node: Node, world: int) -> MeasuredFigures:
             version.fail(
                 f"the part measured is of version {version.scalar}; this release reads {VERSION}: profile again"
             )
-    top = node.entries("measured", ("version", "about", "rates", "curves", "lanes", "ops"), ("version",))
+    top = node.entries(
+        "measured", ("version", "about", "rates", "curves", "lanes", "ops", "steps"), ("version",)
+    )
     about: dict[str, str | float] = {}
     if "about" in top:
         for key, value in top["about"].entries("about", ABOUT, ()).items():
@@ -287,7 +294,8 @@ def read_measured(node: Node, world: int) -> MeasuredFigures:
             )
     ops = read_ops(top["ops"], world) if "ops" in top else ()
     lanes = top["lanes"].whole("lanes", 1) if "lanes" in top else 1
-    return MeasuredFigures(tuple(fits), rates, about or None, ops, lanes)
+    steps = read_steps(top["steps"], world) if "steps" in top else ()
+    return MeasuredFigures(tuple(fits), rates, about or None, ops, lanes, steps)
 
 
 def _read_rate(node: Node, world: int) -> Rate:

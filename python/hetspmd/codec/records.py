@@ -2,7 +2,8 @@
 
 A dataclass is ``{"$": "ClassName", field: value, ...}``, a tuple a list, a mapping ``{"$map": [[k, v], ...]}``
 in key order, a float that JSON lacks ``{"$float": "inf"}``, a complex number ``{"$complex": [real, imaginary]}``.
-Only hetspmd's own dataclasses are read back.
+A field that is marked so (:data:`LEFT_OUT`) is left out where it has its default. Only hetspmd's own dataclasses
+are read back.
 
 :func:`decode` checks every value against the annotation of its field: there is one JSON value for each tree, and
 whatever else stands in a file is refused with its place. What the numbers mean is not looked at here.
@@ -22,6 +23,9 @@ from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_orig
 T = TypeVar("T")
 Decoder = Callable[[Any], Any]
 
+LEFT_OUT: Final = {"left out": True}
+"""The metadata of a field that is written only where it differs from its default: what was added to a class later
+leaves the text of what was there before as it is."""
 _DEPTH: Final = 16
 """How deep tuples may stand in each other in the arguments of an op; torch's own have three levels."""
 _FLOATS: Final = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -50,7 +54,7 @@ def _types() -> dict[str, type]:
     names = (
         "trace.graph", "trace.host.facts", "rules.rule", "program.program", "program.schedule",
         "program.saved_tensors", "program.lengths", "cluster.cluster", "cluster.devices", "cluster.curves",
-        "cluster.op_times", "cost.step", "plan.plan", "plan.reports",
+        "cluster.op_times", "cluster.step_curves", "cost.step", "plan.plan", "plan.reports",
     )  # fmt: skip
     types: dict[str, type] = {}
     for module in (import_module(f"hetspmd.{name}") for name in names):
@@ -79,9 +83,17 @@ def encode(value: Any) -> Any:
     name = type(value).__name__
     cls = _types().get(name)
     if cls is type(value) and dataclasses.is_dataclass(cls):
-        fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(cls)}
+        fields = {
+            f.name: encode(getattr(value, f.name))
+            for f in dataclasses.fields(cls)
+            if not (_may_lack(f) and getattr(value, f.name) == f.default)
+        }
         return {"$": name, **fields}
     raise TypeError(f"a {name} cannot be stored in a plan")
+
+
+def _may_lack(field: dataclasses.Field[Any]) -> bool:
+    return bool(field.metadata.get("left out"))
 
 
 def decode(value: Any, cls: type[T]) -> T:
@@ -244,6 +256,7 @@ def _mapping(key: Any, item: Any) -> Decoder:
 def _dataclass(cls: type) -> Decoder:
     fields: list[tuple[tuple[str, Decoder], ...]] = []  # none or one: threads see all of it or nothing
     name = cls.__name__
+    defaults = {f.name: f.default for f in dataclasses.fields(cls) if _may_lack(f)}
 
     def prepare() -> tuple[tuple[str, Decoder], ...]:  # at the first value: classes may hold their own kind
         hints = get_type_hints(cls)
@@ -255,6 +268,8 @@ def _dataclass(cls: type) -> Decoder:
         if not fields:
             fields.append(prepare())
         readers = fields[0]
+        if defaults:
+            readers = tuple((n, r) for n, r in readers if n in value or n not in defaults)
         if len(value) != len(readers) + 1 or not all(n in value for n, _ in readers):
             raise _fields(value, [n for n, _ in readers])
         values: dict[str, Any] = {}
@@ -264,6 +279,9 @@ def _dataclass(cls: type) -> Decoder:
                 values[n] = read_field(value[n])
         except DamageError as error:
             raise error.under(f".{n}") from None
+        for n, default in defaults.items():
+            if n in values and values[n] == default:
+                raise DamageError("is written where it is left out").under(f".{n}")
         return cls(**values)
 
     return read

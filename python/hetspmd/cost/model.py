@@ -17,6 +17,9 @@ bandwidth divided by :data:`~hetspmd.cluster.devices.PASSES`). Where the op's se
 ``constant + slope s_j`` (:mod:`hetspmd.cluster.op_times`), they stand in place of the roofline. Where only the
 same call run whole was measured, the roofline is scaled to meet it at s_j = 1, so that the rows of an op compare.
 
+Where whole steps of the model were measured, all of them are multiplied by the device's pace
+(:mod:`hetspmd.cost.measured_steps`).
+
 Each is convex and piecewise linear in s_j, of the form ``max(fast s, cut s + whole) + start`` with four numbers per
 signature and device (:meth:`CostModel.terms`). The roofline is that of Williams et al., CACM 2009.
 :meth:`CostModel.supports` gives the lines that support the seconds at given ratios, i.e. the side of the max that
@@ -33,6 +36,7 @@ import numpy.typing as npt
 
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.collective_costs import MoveForm, Moves
+from hetspmd.cost.measured_steps import StepFigures, figures
 from hetspmd.cost.roofline import terms_of
 from hetspmd.cost.signatures import Array, Index, Triples, triples_of
 from hetspmd.program.lengths import Lengths
@@ -59,6 +63,22 @@ class CostModel(Moves):
         self._fast, self._cut, self._whole_part, self._start, self.kinds = terms_of(
             self.triples, theory, cluster
         )
+        self.measured: StepFigures | None = None
+        self.capacity: Array = np.array([d.memory for d in cluster.devices], dtype=float)
+        if cluster.steps:
+            self._take_measured(1 if batches is None else batches.count)
+
+    def _take_measured(self, turns: int) -> None:
+        """Let measured steps of the model set the pace and the room of each device."""
+        terms = (self._fast, self._cut, self._whole_part, self._start)
+        measured = self.measured = figures(self.theory, self.cluster, self.triples, terms, turns)
+        if measured is None:
+            return
+        pace = np.array(measured.pace)
+        self._fast, self._cut, self._whole_part, self._start = (part * pace for part in terms)
+        self.capacity = np.array(measured.capacity)
+        alike = list(zip(self.kinds.tolist(), pace.tolist(), strict=True))
+        self.kinds = np.array([alike.index(device) for device in alike], dtype=np.int64)
 
     def dominant_dtype(self) -> str:
         """The dtype in which the graph computes most FLOPs (float32 if it computes none)."""

@@ -79,11 +79,23 @@ class Candidate:
         """The prediction for the cluster."""
         return on_cluster(self.step.cost(self.lengths), self.evaluator.ctx.cluster, self.active)
 
+    @property
+    def measured_cost(self) -> StepCost:
+        """The prediction with bytes as measured steps of the model would have them."""
+        measured = self.step.model.measured
+        if measured is None:
+            return self.cost
+        held = measured.bytes([self.cost.memory_bytes[rank] for rank in self.active])
+        everywhere = list(self.cost.memory_bytes)
+        for rank, nbytes in zip(self.active, held, strict=True):
+            everywhere[rank] = nbytes
+        return replace(self.cost, memory_bytes=tuple(everywhere))
+
     @cached_property
     def lacking(self) -> dict[int, int]:
         """The ranks whose devices do not have the memory that the program holds at its peak, to the bytes that they
-        lack."""
-        memory = [self.evaluator.ctx.cluster.devices[rank].memory for rank in self.active]
+        lack, as they are counted."""
+        memory = self.step.model.capacity.tolist()
         if not np.isfinite(memory).any():
             return {}
         peaks = self.step.held(self.lengths).peaks

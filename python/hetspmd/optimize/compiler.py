@@ -244,7 +244,7 @@ def plan_of(
         ratios=best.ratios,
         lengths=best.lengths,
         cluster=ctx.cluster,
-        cost=best.cost,
+        cost=best.measured_cost,
         search=_report(best.result),
         baselines=outcome.baselines,
         iterations=outcome.iterations,

@@ -1,7 +1,8 @@
 """A profile as a picture: one panel per collective and number of devices, seconds over bytes, both logarithmic.
 
 Dots are measured medians with their intervals, lines the fitted curve for the same skew. All panels share their
-axes, so that heights compare. Below, the devices' rates as bars.
+axes, so that heights compare. Behind them stand those of whole steps of models, over rows. Below, the devices'
+rates as bars.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hetspmd.codec.quantities import quantity_text
 from hetspmd.codec.tables import counted
 from hetspmd.profile.measure import Profile
 from hetspmd.profile.show import RateRow, rate_rows
+from hetspmd.profile.show_steps import draw_steps, step_panels
 from hetspmd.profile.svg import Canvas, LogAxis
 
 COLORS: Final = {"even": "#0072b2", "skewed": "#d55e00", "half": "#009e73", "lone": "#cc79a7"}
@@ -63,7 +65,8 @@ LAYOUT: Final = PlotLayout()
 def profile_svg(profile: Profile) -> str:
     """The picture as an SVG document. The same profile gives the same text."""
     charts = _panels(profile)
-    rows = -(-len(charts) // LAYOUT.columns)
+    steps = step_panels(profile.cluster, profile.measured.steps)
+    rows = -(-(len(charts) + len(steps)) // LAYOUT.columns)
     bars = rate_rows(profile)
     panels = rows * (LAYOUT.panel_height + LAYOUT.bottom_margin + LAYOUT.gap)
     width = LAYOUT.columns * (LAYOUT.panel_width + LAYOUT.left_margin) + 24
@@ -74,20 +77,24 @@ def profile_svg(profile: Profile) -> str:
     if points:
         _legend(canvas, list(dict.fromkeys(p.skew for p in points)))
     for index, panel in enumerate(charts):
-        x = LAYOUT.left_margin + (index % LAYOUT.columns) * (LAYOUT.panel_width + LAYOUT.left_margin)
-        y = (
-            LAYOUT.top_margin
-            + 12
-            + (index // LAYOUT.columns) * (LAYOUT.panel_height + LAYOUT.bottom_margin + LAYOUT.gap)
-        )
+        x, y = _corner(index)
         across = LogAxis(
             min(p.nbytes for p in points), max(p.nbytes for p in points), x, x + LAYOUT.panel_width
         )
         up = LogAxis(min(p.low for p in points), max(p.high for p in points), y + LAYOUT.panel_height, y)
         _frame(canvas, panel, across, up, x, y)
         _curves(canvas, panel, across, up)
+    for index, chart in enumerate(steps, len(charts)):
+        draw_steps(canvas, chart, *_corner(index), LAYOUT.panel_width, LAYOUT.panel_height)
     _bars(canvas, bars, LAYOUT.top_margin + panels + 8, width)
     return canvas.render()
+
+
+def _corner(index: int) -> tuple[float, float]:
+    """The upper left corner of a panel, in pixels."""
+    x = LAYOUT.left_margin + (index % LAYOUT.columns) * (LAYOUT.panel_width + LAYOUT.left_margin)
+    row = LAYOUT.panel_height + LAYOUT.bottom_margin + LAYOUT.gap
+    return x, LAYOUT.top_margin + 12 + (index // LAYOUT.columns) * row
 
 
 class _Panel(NamedTuple):

@@ -231,6 +231,24 @@ class ProfileThresholds:
     empty_samples: int = 10
     """Samples of calls that do nothing, of which the least is what timing a call takes."""
 
+    # Whole steps of a model.
+
+    step_samples: int = 3
+    """Steps of so many rows that are timed at least: the median of three bears one that was held up."""
+
+    step_part: float = 0.125
+    """The part of what is left of the budget that goes to the samples of one number of rows: many are tried."""
+
+    model_part: float = 0.5
+    """The part of the budget of a model's ops and steps that goes to the steps."""
+
+    limit_guesses: int = 4
+    """Guesses at the rows that fit, before the interval is halved: bytes grow in proportion to rows, and the second
+    guess mostly ends it."""
+
+    most_rows: int = 2**20
+    """Rows at which growing ends where memory does not: more than one device is given at a time."""
+
     speed_step: float = 1.1
     """Times the FLOP/s from which devices of one name have points of their own on disk: a tenth is noise."""
 

@@ -13,6 +13,7 @@ from hetspmd.cluster.op_times import OpFit
 from hetspmd.codec.quantities import Kind, quantity_text
 from hetspmd.codec.tables import counted, table
 from hetspmd.profile.measure import Profile
+from hetspmd.profile.show_steps import steps_text
 
 UNITS: dict[str, Kind] = {
     "matmul": "FLOP/s",
@@ -51,6 +52,7 @@ def profile_text(profile: Profile) -> str:
             f"{100 * tolerance:g} %"
         )
     parts += [_ops_text(cluster, ranks, fits) for ranks, fits in measured.ops]
+    parts += [steps_text(cluster, model) for model in measured.steps]
     dropped = (measured.about or {}).get("dropped")
     if dropped:
         parts.append(

@@ -16,7 +16,8 @@ too), ``transfers`` (how many times something is sent for its collectives, of wh
 ``ranks`` (none: the network's), ``elasticity`` of the stage model's seconds, ``gain``: the part of the predicted
 step that 10 % better would gain, null but for the first ones), ``lengths`` {``fractional_seconds``: of a step whose
 units could be cut, ``loss``: what whole units cost beyond those, as a part of them} and ``seconds`` {``trace``,
-``rules``, ``synth``, ``balance``, ``total``: wall time}.
+``rules``, ``synth``, ``balance``, ``total``: wall time}. Where the cluster has measured steps, ``measured_steps``
+says what they are to the plan (:func:`~hetspmd.report.measured_report.measured_document`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from hetspmd.plan.plan_facts import collectives, segment_modules, transfers
 from hetspmd.report.candidates import candidates_document
 from hetspmd.report.limits import limits, limits_document
 from hetspmd.report.machine_report import inside_document
+from hetspmd.report.measured_report import measured_document
 from hetspmd.report.notation import step_text
 from hetspmd.report.schedule_text import schedule_document
 from hetspmd.report.zero_text import zero_levels
@@ -74,6 +76,7 @@ def plan_json(plan: Plan, seconds: Mapping[str, float] | None = None) -> dict[st
         "schedule": schedule_document(plan),
         "transfers": transfers(plan),
         "inside": inside_document(plan),
+        **measured_document(plan),
         **limits_document(limits(plan)),
         "seconds": wall,
     }

@@ -47,7 +47,7 @@ def limits(plan: Plan) -> StepLimits:
     streams = plan.step.streams
     fractional = streams.seconds(model.even_shares(plan.ratios))
     whole = streams.seconds(model.shares(plan.lengths))
-    memory = np.array([device.memory for device in model.cluster.devices])
+    memory = model.capacity
     room = None
     if np.isfinite(memory).any():
         room = Room.of(plan.step.executed.at(plan.lengths), memory)

@@ -14,6 +14,7 @@ from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import communication_text
 from hetspmd.report.limits import limits, limits_text
 from hetspmd.report.machine_report import inside_text
+from hetspmd.report.measured_report import measured_text
 from hetspmd.report.notation import tensor_text
 from hetspmd.report.zero_text import zero_text
 
@@ -31,6 +32,8 @@ def plan_text(plan: Plan) -> str:
         parts.insert(2, inside_text(plan))
     if plan.batches is not None:
         parts.insert(1, f"{_micro_batches(plan.batches)}. {zero_text(plan)}")
+    if plan.cluster.steps:
+        parts.insert(1, measured_text(plan))
     return "\n\n".join([*parts, limits_text(plan, limits(plan))])
 
 

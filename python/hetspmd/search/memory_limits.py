@@ -58,8 +58,8 @@ WIDE = 1e-2
 
 
 def capacities(model: CostModel) -> Array:
-    """Bytes of each device of the model's cluster; infinite where the cluster does not say."""
-    return np.array([d.memory for d in model.cluster.devices], dtype=float)
+    """Bytes of each device of the model's cluster, as they are counted; infinite where the cluster does not say."""
+    return model.capacity
 
 
 @dataclass(frozen=True)

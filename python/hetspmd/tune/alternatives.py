@@ -81,9 +81,16 @@ def alternatives(
         rows = plan_for(
             theory, cluster, known.data_parallel(theory), proportional(costs), limits=limits, batches=batches
         )
-        if all(b <= d.memory for b, d in zip(rows.cost.memory_bytes, cluster.devices, strict=True)):
+        held = zip(rows.cost.memory_bytes, cluster.devices, strict=True)
+        if all(b <= d.memory for b, d in held) and _within_measured(rows):
             plans["data parallel"] = rows
     return _distinct(plans)
+
+
+def _within_measured(plan: Plan) -> bool:
+    """Whether a plan keeps to what measured steps of its model leave room for."""
+    costs = plan.costs
+    return costs.measured is None or not plan.step.held(plan.lengths).lacking(costs.capacity).any()
 
 
 def _name(ranks: tuple[int, ...], world: int) -> str:
