@@ -173,7 +173,7 @@ class HAP(TakesPart, WholeStates):
         self._check = run.check_batches
         self.own_rows = None
         if run.batch == "own":
-            self.own_rows = OwnRows(communicator, self._plans.plans, self.meet)
+            self.own_rows = OwnRows(communicator, self._plans.plans)
         self._recording: Observer | None = None
         self._lowered = False
         remember(self)
@@ -220,7 +220,11 @@ class HAP(TakesPart, WholeStates):
         """Run one step on a global batch, which must be the same on every rank."""
         if self._attendance is None:
             args, kwargs, own = self._plans.whole(self.own_rows, args, kwargs)
-            return self._run(*self._planned(args, kwargs, own), args, kwargs)
+            planned = self._planned(args, kwargs, own)
+            if own is not None and self.own_rows is not None:
+                own.fit(planned[0].plan, planned[1], self.own_rows)
+                own.complete(self._everyone)
+            return self._run(*planned, args, kwargs)
         with self._attendance.may_refuse():
             args, kwargs, own = self._plans.whole(self.own_rows, args, kwargs)
             entry, inputs, parameters = self._planned(args, kwargs, own)
@@ -231,9 +235,13 @@ class HAP(TakesPart, WholeStates):
         if entry.differentiable and torch.is_grad_enabled():
             hooks = whole_hooks(self, entry.plan.graph.parameters, parameters)
         state = f"recorded {self._recording is not None}"
+        if own is not None and self.own_rows is not None:
+            state = f"{state}, {own.fit(entry.plan, inputs, self.own_rows)}"
         with self._attendance.at(entry, compared, state, describe, hooks):
-            if first and own is not None and self._check:
-                own.check_shared(self._everyone)
+            if own is not None:
+                own.complete(self._everyone)
+                if first and self._check:
+                    own.check_shared(self._everyone)
             return self._run(entry, inputs, parameters, args, kwargs)
 
     def _planned(
@@ -244,8 +252,6 @@ class HAP(TakesPart, WholeStates):
         refuse_transforms()
         entry, inputs = self._plans.select(args, kwargs, self._recording, own)
         check_tensors(inputs, entry.inputs, self.device)
-        if own is not None and self.own_rows is not None:
-            own.complete(entry.plan, self.own_rows)
         try:
             parameters = entry.known_parameters.now()
         except ShardError as error:

@@ -6,8 +6,9 @@ of rows becomes one of the whole shape, in which this rank's rows stand at their
 others.
 
 The loader chooses the rows before the call, by the plan that served its batches of that size before. Where another
-plan runs (the first batch of a shape, a mode that changed), the rows are gathered from the ranks that have them. All
-ranks know the rows of all, so that they gather together or not at all.
+plan runs (the first batch of a shape, a mode that changed), the rows are gathered from the ranks that have them, and so
+are small inputs of which a rank needs more than it loads. All ranks know the rows of all, so that they gather together
+or not at all.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.digest import digest
 from hetspmd.dist.own_rows_words import ORDER, OWN
 from hetspmd.errors import BatchMismatchError
+from hetspmd.lower import active_ranks
 from hetspmd.plan.plan import Plan
 from hetspmd.run.guard import Expected, match
 from hetspmd.run.own_words import (
@@ -36,7 +38,7 @@ from hetspmd.run.own_words import (
     two_kinds,
     unsure,
 )
-from hetspmd.run.row_shares import Share, even_share, own_first, placed, share_of
+from hetspmd.run.row_shares import Needs, Share, even_share, needs_of, own_first, placed
 from hetspmd.trace.admissible import argument_names, spoken
 from hetspmd.trace.compat.trees import flatten, flatten_with_names, unflatten
 from hetspmd.trace.trace import leaf_path
@@ -61,7 +63,7 @@ class Given:
     used: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class _Leaf:
     """A tensor of a call: as it was given, and with the shape of the whole batch."""
 
@@ -79,7 +81,9 @@ class OwnBatch:
     batch: Given
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    leaves: list[_Leaf] = field(repr=False)
+    leaves: list[_Leaf]
+    needs: Needs | None = None
+    gathered: list[_Leaf] = field(default_factory=list)
 
     @property
     def words(self) -> str:
@@ -113,27 +117,37 @@ class OwnBatch:
             if len(of) > 1 and len(contents) == 1 and None not in contents:
                 raise BatchMismatchError(unsure(path))
 
-    def complete(self, plan: Plan, desk: OwnRows) -> None:
-        """Let the tensors hold what this rank needs for a plan. Blocks where rows have to be gathered."""
-        share, need = self.batch.share, desk.share_by(plan, self.batch.share.size)
-        here = share.covers(need)
-        rank = desk.everyone.rank
+    def fit(self, plan: Plan, inputs: Sequence[torch.Tensor], desk: OwnRows) -> str:
+        """Find out what has to be gathered for a plan, on all ranks alike, and say so."""
+        batch = self.batch
+        self.needs = desk.needs(plan, batch.share.size)
+        places = {id(tensor): place for place, tensor in enumerate(inputs)}
+        self.gathered = [
+            leaf
+            for leaf in self.leaves
+            if leaf.kind == "rows" and not self.needs.covered(places[id(leaf.whole)], batch.share)
+        ]
+        if not batch.used:
+            batch.used = True
+            desk.serves(batch, plan)
+        return ", ".join([f"rows of {batch.share.size}", *(f"gathers {leaf.path}" for leaf in self.gathered)])
+
+    def complete(self, everyone: Communicator) -> None:
+        """Let the tensors hold what this rank needs. Blocks where rows have to be gathered."""
+        assert self.needs is not None
+        share, rank = self.batch.share, everyone.rank
         with torch.no_grad():
-            if not here:
-                desk.meet("rows of a batch for another plan than they were loaded for")
+            pending = []
+            for leaf in self.gathered:
+                sent, extents, back = own_first(leaf.given, share, rank)
+                pending.append((leaf, back, start_all_gather(_Member(everyone), sent, 0, extents)))
             for leaf in self.leaves:
-                if leaf.kind == "whole" or (here and leaf.whole is leaf.given):
-                    continue
-                if here:
-                    placed(leaf.given, share, rank, leaf.whole, filled=need.touched[rank])
-                else:
-                    sent, extents, back = own_first(leaf.given, share, rank)
-                    gathered = start_all_gather(_Member(desk.everyone), sent, 0, extents).wait()
-                    if leaf.whole is not leaf.given:
-                        leaf.whole.copy_(gathered[back])
-        if not self.batch.used:
-            self.batch.used = True
-            desk.serves(self.batch, plan)
+                if leaf.whole is not leaf.given and leaf not in self.gathered:
+                    placed(leaf.given, share, rank, leaf.whole, filled=self.needs.touched[rank])
+            for leaf, back, rows in pending:
+                gathered = rows.wait()
+                if leaf.whole is not leaf.given:
+                    leaf.whole.copy_(gathered[back])
 
     def compared(
         self, names: Sequence[str], inputs: Sequence[torch.Tensor]
@@ -173,16 +187,14 @@ class _Member:
 class OwnRows:
     """What the loaders of a HAP module have yielded. Copies of the module share it.
 
-    ``plans`` gives the plans that there are, the first one first; ``meet`` waits for the ranks that do the same.
+    ``plans`` gives the plans that there are, the first one first.
     """
 
-    def __init__(
-        self, everyone: Communicator, plans: Callable[[], Sequence[Plan]], meet: Callable[[str], None]
-    ) -> None:
-        self.everyone, self._plans, self.meet = everyone, plans, meet
+    def __init__(self, everyone: Communicator, plans: Callable[[], Sequence[Plan]]) -> None:
+        self.everyone, self._plans = everyone, plans
         self.loaders = 0
         self._known: dict[StorageWeakRef, tuple[Given, Kind]] = {}
-        self._shares: dict[tuple[int, int], tuple[Plan, Share]] = {}
+        self._shares: dict[tuple[int, int], tuple[Plan, Needs, Share]] = {}
         self._served: dict[tuple[int, int], Plan] = {}
 
     def share(self, size: int, loader: int) -> Share:
@@ -197,12 +209,20 @@ class OwnRows:
         return even_share(self._plans()[0], size)
 
     def share_by(self, plan: Plan, size: int) -> Share:
+        """What each rank loads by a plan."""
+        return self._needed(plan, size)[2]
+
+    def needs(self, plan: Plan, size: int) -> Needs:
         """What each rank needs by a plan."""
+        return self._needed(plan, size)[1]
+
+    def _needed(self, plan: Plan, size: int) -> tuple[Plan, Needs, Share]:
         key = id(plan), size
         if key not in self._shares:
             with self.everyone.busy():
-                self._shares[key] = plan, share_of(plan, size)
-        return self._shares[key][1]
+                needs = needs_of(plan, size)
+                self._shares[key] = plan, needs, needs.share(active_ranks(plan))
+        return self._shares[key]
 
     def serves(self, batch: Given, plan: Plan) -> None:
         """Batches of this loader and size are used with this plan."""
