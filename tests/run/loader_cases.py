@@ -14,10 +14,15 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hetspmd
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.rules.theory import derive
 from hetspmd.run.module import HAP
+from hetspmd.search import constraints as known
+from hetspmd.trace.trace import trace
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 WORLD = 4
+SPEEDS = (4, 2, 1, 0.1)
 SEED = 5
 
 
@@ -44,17 +49,15 @@ class Training:
     rows: Rows
     batch_size: int
     options: dict[str, Any] = field(default_factory=dict)
-    speeds: Sequence[float] = (4, 2, 1, 0.1)
+    speeds: Sequence[float] = SPEEDS
 
     @property
     def example(self) -> dict[str, torch.Tensor]:
         return {name: column[: self.batch_size] for name, column in self.rows.columns.items()}
 
-    def hap(self, communicator: Any = None) -> HAP:
-        model = copy.deepcopy(self.model)
-        devices = cluster(*self.speeds)
+    def hap(self, communicator: Any = None, **others: Any) -> HAP:
         options = {"example": self.example, "process_group": communicator, "batch": "own", **self.options}
-        return HAP(model, devices, **options)
+        return HAP(copy.deepcopy(self.model), cluster(*self.speeds), **{**options, **others})
 
 
 def columns(count: int, **shapes: Any) -> Rows:
@@ -62,7 +65,7 @@ def columns(count: int, **shapes: Any) -> Rows:
     draw = torch.Generator().manual_seed(3)
     found = {}
     for name, shape in shapes.items():
-        if isinstance(shape[0], tuple):
+        if shape and isinstance(shape[0], tuple):
             found[name] = torch.randint(shape[2] if len(shape) > 2 else 0, shape[1], (count, *shape[0]), generator=draw)
         else:
             found[name] = torch.randn(count, *shape, generator=draw, dtype=torch.float64)
@@ -72,6 +75,16 @@ def columns(count: int, **shapes: Any) -> Rows:
 def mlp() -> Training:
     torch.manual_seed(0)
     return Training(MLP().double(), columns(23, x=(6,), labels=((), 5)), 9)
+
+
+def data_parallel() -> Training:
+    """In uneven parts; the last rank takes part and has no row."""
+    training = mlp()
+    theory = derive(trace(training.model, (), training.example))
+    plan = plan_for(theory, cluster(*SPEEDS), known.data_parallel(theory), ((0.5, 0.3, 0.19, 0.01),))
+    assert not plan.idle
+    training.options |= {"plan": plan, "example": None}
+    return training
 
 
 def tensor_parallel() -> Training:
@@ -148,7 +161,7 @@ def bert() -> Training:
 
 
 TRAININGS: dict[str, Callable[[], Training]] = {
-    f.__name__: f for f in (mlp, tensor_parallel, resnet, micro_batches, attention, gpt2, bert)
+    f.__name__: f for f in (mlp, data_parallel, tensor_parallel, resnet, micro_batches, attention, gpt2, bert)
 }
 
 
@@ -177,7 +190,7 @@ def epochs(module: nn.Module, batches: Any, optimizer: torch.optim.Optimizer, co
     return losses
 
 
-def on_one_device(training: Training, optimizer: str) -> dict[str, Any]:
+def on_one_device(training: Training, optimizer: str = "SGD") -> dict[str, Any]:
     model = copy.deepcopy(training.model)
     generator = torch.Generator().manual_seed(SEED)
     batches = DataLoader(training.rows, training.batch_size, shuffle=True, generator=generator)
@@ -185,7 +198,7 @@ def on_one_device(training: Training, optimizer: str) -> dict[str, Any]:
     return {"losses": losses, "final": model.state_dict()}
 
 
-def on_a_rank(training: Training, optimizer: str, communicator: Any = None, **workers: Any) -> dict[str, Any]:
+def on_a_rank(training: Training, optimizer: str = "SGD", communicator: Any = None, **workers: Any) -> dict[str, Any]:
     """The same with own rows; also which samples were loaded."""
     hap = training.hap(communicator)
     rows = Rows(**training.rows.columns)

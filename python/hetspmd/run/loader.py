@@ -92,8 +92,6 @@ def loader(
         raise OptionError("sampler= says the order of the samples, and so does shuffle=True; give one of them")
     if sampler is None:
         sampler = RandomSampler(dataset, generator=generator) if shuffle else SequentialSampler(dataset)
-    elif generator is None:
-        generator = getattr(sampler, "generator", None)
     batches = BatchSampler(sampler, batch_size, drop_last)
     return Loader(hap, dataset, batches, generator, collate_fn or default_collate, workers)
 
@@ -127,7 +125,7 @@ class _Epoch:
     one), how many batches were yielded and a digest of their samples."""
 
     number: int
-    generator: torch.Tensor | None
+    generators: list[torch.Tensor]
     random: torch.Tensor
     batches: int = 0
     digest: int = 0
@@ -156,7 +154,9 @@ class Loader:
         self.dataset, self.batch_size, self.drop_last = dataset, batches.batch_size, batches.drop_last
         self.sampler, self.generator, self.collate_fn = batches.sampler, generator, collate
         self._hap, self._rows, self._batches = hap, hap.own_rows, batches
-        self._origin = None if generator is None else generator.get_state()
+        drawn = [generator, getattr(self.sampler, "generator", None)]
+        self._generators = list({id(g): g for g in drawn if isinstance(g, torch.Generator)}.values())
+        self._origin = self._states()
         self._seed = torch.initial_seed() if generator is None else generator.initial_seed()
         self._number, self._rows.loaders = self._rows.loaders, self._rows.loaders + 1
         self._order = _Order(self)
@@ -187,9 +187,8 @@ class Loader:
         global_state = nullcontext()
         if state is not None:
             self._next = state["epoch"]
-            if self.generator is not None:
-                self.generator.set_state(state["generator"])
-            else:
+            self._set(state["generators"])
+            if self.generator is None:
                 global_state = _global_state(state["random"])  # type: ignore[assignment]  # both are contexts
         with global_state:
             epoch = self._begin(state)
@@ -214,11 +213,11 @@ class Loader:
             self._next = epoch
         if epoch == self._next:
             return
-        if self.generator is not None:
-            assert self._origin is not None
-            self.generator.set_state(self._origin)
+        if self._generators:
+            self._set(self._origin)
             for _ in range(epoch):
-                torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # of the workers' seeds
+                if self.generator is not None:
+                    torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # of the workers' seeds
                 deque(self.sampler, maxlen=0)
         elif isinstance(self.sampler, RandomSampler):
             raise OptionError(
@@ -232,19 +231,12 @@ class Loader:
         running = self._running
         state: dict[str, Any] = {"version": _STATE, **self._sizes()}
         if running is None:
-            own = None if self.generator is None else self.generator.get_state()
-            return state | {
-                "epoch": self._next,
-                "batches": 0,
-                "digest": 0,
-                "generator": own,
-                "random": torch.get_rng_state(),
-            }
+            running = _Epoch(self._next, self._states(), torch.get_rng_state())
         return state | {
             "epoch": running.number,
             "batches": running.batches,
             "digest": running.digest,
-            "generator": running.generator,
+            "generators": running.generators,
             "random": running.random,
         }
 
@@ -254,7 +246,7 @@ class Loader:
         Raises OptionError for the state of a loader with other samples or another batch size, or of no loader.
         """
         wanted = self._sizes()
-        if state.get("version") != _STATE or not {"epoch", "batches", "generator", "random"} <= state.keys():
+        if state.get("version") != _STATE or not {"epoch", "batches", "digest", "generators"} <= state.keys():
             raise OptionError("this is no state of a hetspmd.loader of this version; state_dict() returns one")
         for name, value in wanted.items():
             if state[name] != value:
@@ -262,13 +254,15 @@ class Loader:
                     f"the state is of a loader with {name} {state[name]}, this one has {value}; an epoch is gone on with by "
                     "a loader with the same arguments"
                 )
-        if (state["generator"] is None) != (self.generator is None):
-            raise OptionError("one of the state and this loader has seed= or generator=, the other one has not")
+        if len(state["generators"]) != len(self._generators):
+            raise OptionError(
+                f"the state has {len(state['generators'])} generators, this loader {len(self._generators)}; give both seed= or "
+                "generator=, or none"
+            )
         self._resumed, self._running = dict(state), None
 
     def _begin(self, state: Mapping[str, Any] | None) -> _Epoch:
-        own = None if self.generator is None else self.generator.get_state()
-        epoch = _Epoch(self._next, own, torch.get_rng_state())
+        epoch = _Epoch(self._next, self._states(), torch.get_rng_state())
         if state is not None:
             epoch.skip = epoch.batches = state["batches"]
         self._next, self.epoch = epoch.number + 1, epoch.number
@@ -294,6 +288,13 @@ class Loader:
         if self._running is epoch:
             self._running = None
 
+    def _states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _set(self, states: Iterable[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
     def _sizes(self) -> dict[str, Any]:
         return {
             "samples": _length(self.sampler),
@@ -304,8 +305,7 @@ class Loader:
     def _facts(self) -> tuple[str, ...]:
         """What must be the same on every rank."""
         facts = [f"{name}={value}" for name, value in self._sizes().items()]
-        if self.generator is not None:
-            facts.append(f"a generator in state {crc32(self.generator.get_state().numpy().tobytes()):08x}")
+        facts += [f"a generator in state {crc32(s.numpy().tobytes()):08x}" for s in self._states()]
         return tuple(facts)
 
 

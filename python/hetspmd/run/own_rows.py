@@ -93,14 +93,13 @@ class OwnBatch:
     def agree(self, everyone: Communicator) -> None:
         """Raise BatchMismatchError, on every rank, unless the ranks' tensors are rows of one batch, for which there is
         no plan yet. Blocks."""
-        size = self.batch.share.size
         said = [
             (
                 leaf.path,
                 leaf.kind,
                 dtype_name(leaf.given.dtype),
                 tuple(leaf.given.shape[leaf.kind == "rows" :]),
-                None if leaf.known or len(leaf.given) in (0, size) else int(digest(leaf.given)),
+                int(digest(leaf.given)) if leaf.whole is not leaf.given and not leaf.known else None,
             )
             for leaf in self.leaves
         ]
