@@ -165,6 +165,15 @@ TRAININGS: dict[str, Callable[[], Training]] = {
 }
 
 
+def padded(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """To the longest: as many columns as the largest label says."""
+    longest = 1 + max(int(s["labels"]) for s in samples)
+    return {
+        "x": torch.stack([s["x"][:longest] for s in samples]),
+        "labels": torch.stack([s["labels"] for s in samples]),
+    }
+
+
 def loss_of(output: Any) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         return output

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loader_cases import SEED, WORLD, Rows, Training, columns, data_parallel, loss_of, mlp
+from loader_cases import SEED, WORLD, Rows, Training, columns, data_parallel, loss_of, mlp, padded
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 import hetspmd
@@ -147,15 +147,6 @@ def test_tensors_of_two_batches() -> None:
 
     for text in told(training, body, BatchMismatchError):
         assert "of several batches" in text
-
-
-def padded(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """To the longest: as many columns as the largest label says."""
-    longest = 1 + max(int(s["labels"]) for s in samples)
-    return {
-        "x": torch.stack([s["x"][:longest] for s in samples]),
-        "labels": torch.stack([s["labels"] for s in samples]),
-    }
 
 
 class Summed(torch.nn.Module):

@@ -193,8 +193,7 @@ class Loader:
         with global_state:
             epoch = self._begin(state)
             given = iter(self._data)
-            if state is not None:
-                self._order.newest.ahead()
+            self._order.newest.ahead()
         if state is not None and epoch.digest != state["digest"]:
             raise OptionError(
                 "the sampler gives other samples than when the state was saved, so that the epoch cannot be gone on with; "
