@@ -92,8 +92,8 @@ def own(training: Training, hap: HAP, **options: Any) -> Any:
 
 
 def plain(training: Training, hap: HAP) -> None:
-    own(training, hap)
-    steps(hap, DataLoader(training.rows, 9) if hap.rank == ODD else own(training, hap))
+    batches = own(training, hap)
+    steps(hap, DataLoader(training.rows, 9) if hap.rank == ODD else batches)
 
 
 def seeds(training: Training, hap: HAP) -> None:
@@ -139,13 +139,12 @@ def wrong(name: str) -> dict[str, Any]:
     return {"error": "none", "text": "", "seconds": time.monotonic() - begin}
 
 
-def worker(rank: int, world: int, folder: str, names: list[tuple[str, str]]) -> None:
+def worker(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", world_size=world, rank=rank)
     results: dict[str, Any] = {}
-    for name, optimizer in names:
-        found = on_a_rank(TRAININGS[name](), optimizer, num_workers=int(name == "mlp"))
-        results[f"{name} {optimizer}"] = {k: found[k] for k in ("losses", "final")}
+    for name, make in TRAININGS.items():
+        results[f"train {name}"] = on_a_rank(make(), num_workers=int(name == "mlp"))
     results["resumed"] = resumed(data_parallel())
     results["augmented"] = augmented(mlp())
     for name in WRONG:
