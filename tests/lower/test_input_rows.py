@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
-
 from ranks import loss_of, on_ranks
 from small_models import Case, case
 from small_plans import cluster, random_plan, segmented_plan
@@ -41,6 +39,7 @@ def results(hap: HAP, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 def check(c: Case, plan: Plan) -> int:
     """The number of rows that are not needed, over all ranks and inputs."""
+
     def rank(hap: HAP, batch: Any) -> list[torch.Tensor]:
         return results(hap, batch(hap.rank))
 

@@ -67,7 +67,9 @@ def columns(count: int, **shapes: Any) -> Rows:
     found = {}
     for name, shape in shapes.items():
         if shape and isinstance(shape[0], tuple):
-            found[name] = torch.randint(shape[2] if len(shape) > 2 else 0, shape[1], (count, *shape[0]), generator=draw)
+            found[name] = torch.randint(
+                shape[2] if len(shape) > 2 else 0, shape[1], (count, *shape[0]), generator=draw
+            )
         else:
             found[name] = torch.randn(count, *shape, generator=draw, dtype=torch.float64)
     return Rows(**found)
@@ -188,7 +190,9 @@ def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def epochs(module: nn.Module, batches: Any, optimizer: torch.optim.Optimizer, count: int = 2) -> list[torch.Tensor]:
+def epochs(
+    module: nn.Module, batches: Any, optimizer: torch.optim.Optimizer, count: int = 2
+) -> list[torch.Tensor]:
     losses = []
     for _ in range(count):
         for batch in batches:
@@ -216,7 +220,9 @@ def on_a_rank(training: Training, communicator: Any = None, **workers: Any) -> d
     for optimizer in OPTIMIZERS:
         hap.load_full_state_dict(start)
         rows = Rows(**training.rows.columns)
-        batches = hetspmd.loader(rows, hap, batch_size=training.batch_size, shuffle=True, seed=SEED, **workers)
+        batches = hetspmd.loader(
+            rows, hap, batch_size=training.batch_size, shuffle=True, seed=SEED, **workers
+        )
         losses = epochs(hap, batches, optimizer_of(optimizer, hap))
         found[optimizer] = {"losses": losses, "final": hap.full_state_dict()}
         found.setdefault("asked", rows.asked)

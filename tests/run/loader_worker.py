@@ -77,7 +77,9 @@ def augmented(training: Training) -> list[torch.Tensor]:
     torch.manual_seed(dist.get_rank())
     hap = training.hap()
     rows = Augmented(**training.rows.columns)
-    batches = hetspmd.loader(rows, hap, batch_size=9, shuffle=True, seed=SEED, num_workers=dist.get_rank() % 2)
+    batches = hetspmd.loader(
+        rows, hap, batch_size=9, shuffle=True, seed=SEED, num_workers=dist.get_rank() % 2
+    )
     return epochs(hap, batches, optimizer_of("SGD", hap))
 
 

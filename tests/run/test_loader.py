@@ -64,7 +64,9 @@ def test_each_sample_is_loaded_by_one_rank() -> None:
     once = 2 * len(training.rows) + 2 * WORLD
     assert once <= sum(map(len, asked)) <= once + 1, "an op that reads a row of none finds a valid one"
     assert [len(own) for own in asked] == sorted((len(own) for own in asked), reverse=True)
-    assert len(asked[-1]) <= 4, "the last rank has no rows, but in the first batch of 5, of which no plan was known"
+    assert len(asked[-1]) <= 4, (
+        "the last rank has no rows, but in the first batch of 5, of which no plan was known"
+    )
 
 
 def test_a_large_input_that_is_needed_whole_is_loaded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +151,9 @@ class Masked(nn.Module):
         super().__init__()
         self.project = nn.Linear(4, 4)
 
-    def forward(self, inputs: dict[str, torch.Tensor], mask: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, inputs: dict[str, torch.Tensor], mask: torch.Tensor, scale: torch.Tensor
+    ) -> torch.Tensor:
         x = self.project(inputs["x"])
         scores = (x @ x.transpose(1, 2) * scale).masked_fill(~mask, float("-inf"))
         return ((scores.softmax(-1) @ x).mean((1, 2)) - inputs["y"]).square().mean()
@@ -166,7 +170,7 @@ class Pair:
 @pytest.mark.parametrize("length", [2, 3, 5, 9])
 @pytest.mark.parametrize("collated", [True, False])
 def test_inputs_that_are_no_rows_are_whole(length: int, collated: bool) -> None:
-    """Whether the collate_fn makes them or the loop; with as many positions as a rank has rows, and as the batch."""
+    """Whether the collate_fn makes them or the loop; with as many positions as a rank has rows, or the batch."""
     torch.manual_seed(0)
     rows = columns(11, x=(length, 4), y=())
     mask, scale = torch.ones(length, length).tril().bool(), torch.tensor(0.5, dtype=torch.float64)
@@ -182,7 +186,11 @@ def test_inputs_that_are_no_rows_are_whole(length: int, collated: bool) -> None:
         for _ in range(3):
             for pair in batches:
                 optimizer.zero_grad()
-                loss = module(pair.inputs, pair.mask if collated else mask, scale) if module is not None else None
+                loss = (
+                    module(pair.inputs, pair.mask if collated else mask, scale)
+                    if module is not None
+                    else None
+                )
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.detach())

@@ -106,7 +106,9 @@ def test_it_goes_on_where_it_was_saved(hap: HAP, source: str, workers: dict[str,
     assert again.epoch == 1
     assert order(again) == want[1]
     ended = again.state_dict()
-    assert [torch.equal(a, b) for a, b in zip(ended["generators"], want[2]["generators"], strict=True)].count(False) == 0
+    assert [torch.equal(a, b) for a, b in zip(ended["generators"], want[2]["generators"], strict=True)].count(
+        False
+    ) == 0
     assert (ended["epoch"], ended["batches"]) == (want[2]["epoch"], want[2]["batches"]) == (3, 0)
 
 
@@ -183,10 +185,12 @@ class Drawn(Rows):
 
 
 def test_what_samples_draw(hap: HAP) -> None:
-    """The same on whatever worker, other numbers for each sample and epoch, and the process's own are left alone."""
+    """The same on any worker, other numbers for each sample and epoch, and the process's own are left alone."""
 
     def drawn(**workers: Any) -> list[torch.Tensor]:
-        batches = hetspmd.loader(Drawn(x=torch.zeros(9, 1)), hap, batch_size=4, seed=3, shuffle=True, **workers)
+        batches = hetspmd.loader(
+            Drawn(x=torch.zeros(9, 1)), hap, batch_size=4, seed=3, shuffle=True, **workers
+        )
         return [batch["drawn"] for _ in range(2) for batch in batches]
 
     random.seed(2)

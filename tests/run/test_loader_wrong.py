@@ -45,7 +45,7 @@ def test_a_plain_loader() -> None:
     training = data_parallel()
     for text in told(training, lambda hap: steps(hap, DataLoader(training.rows, 9)), BatchMismatchError):
         assert "hetspmd.loader(dataset, hap, ...)" in text
-        assert "none was made" in text
+        assert "no loader was made" in text
 
 
 def test_a_plain_loader_beside() -> None:
@@ -68,7 +68,7 @@ def test_a_module_that_takes_whole_batches() -> None:
 
 
 def test_no_such_batch() -> None:
-    with pytest.raises(OptionError, match="'whole'.*'own'"):
+    with pytest.raises(OptionError, match=r"'whole'.*'own'"):
         mlp().hap(batch="rows")
 
 
@@ -85,7 +85,8 @@ def test_modules_that_are_not_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"batch_size": 8}, {"seed": 6}, {"dataset": columns(22, x=(6,), labels=((), 5))}, {"drop_last": True}]
+    "other",
+    [{"batch_size": 8}, {"seed": 6}, {"dataset": columns(22, x=(6,), labels=((), 5))}, {"drop_last": True}],
 )
 def test_loaders_that_are_not_alike(other: dict[str, Any]) -> None:
     training = data_parallel()
@@ -179,7 +180,9 @@ def test_a_collate_fn_of_time_major_batches() -> None:
         batch = default_collate(samples)
         return {**batch, "x": batch["x"].t()}
 
-    for text in told(training, lambda hap: steps(hap, own(training, hap, collate_fn=time_major)), OptionError):
+    for text in told(
+        training, lambda hap: steps(hap, own(training, hap, collate_fn=time_major)), OptionError
+    ):
         assert "with the samples along dim 1" in text
 
 
@@ -208,7 +211,9 @@ def test_a_number_that_a_collate_fn_counts() -> None:
     def counted(samples: list[Any]) -> dict[str, torch.Tensor]:
         return {**default_collate(samples), "count": torch.tensor(float(len(samples)) + 0.0 * SEED)}
 
-    for text in told(training, lambda hap: steps(hap, own(training, hap, collate_fn=counted)), BatchMismatchError):
+    for text in told(
+        training, lambda hap: steps(hap, own(training, hap, collate_fn=counted)), BatchMismatchError
+    ):
         assert "another count" in text
         assert "no rows of the batch" in text
 
@@ -261,5 +266,5 @@ def test_arguments(options: dict[str, Any], text: str) -> None:
 
 
 def test_no_module() -> None:
-    with pytest.raises(OptionError, match="takes a hetspmd.HAP module, not a Linear"):
+    with pytest.raises(OptionError, match=r"takes a hetspmd\.HAP module, not a Linear"):
         hetspmd.loader(mlp().rows, torch.nn.Linear(2, 2))  # type: ignore[arg-type]  # on purpose

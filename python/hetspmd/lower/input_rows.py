@@ -1,9 +1,9 @@
 """Which rows of each input a rank needs: those that its part of the program depends on.
 
-A rank takes slices of what is whole, and computes some things whole before it takes a slice (a view of the labels, a
-mask). So the program is followed backwards: from what a rank reads of a value to what that needs of the values
-before. An instruction passes on what is needed of its results where a triple of the theory says so: a slice of the
-result follows from the same slice of its inputs. Everything else needs all of what it reads.
+A rank takes slices of what is whole, and computes some things whole before it takes a slice (a view of the
+labels, a mask). So the program is followed backwards: from what a rank reads of a value to what that needs of the
+values before. An instruction passes on what is needed of its results where a triple of the theory says so: a
+slice of the result follows from the same slice of its inputs. Everything else needs all of what it reads.
 
 Rows that are not needed are still read where something is computed whole (``InputRows.touched``): whatever lies
 there, nothing depends on it, but the ops must not fail on it.

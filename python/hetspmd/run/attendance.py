@@ -48,8 +48,8 @@ class Ranks:
 def meet_ranks(
     communicator: Communicator, device: torch.device, seed: int, check: bool, batch: str = "whole"
 ) -> Ranks:
-    """Let the ranks know each other. Raises OptionError, on every rank, unless ``check`` and ``batch`` are the same on
-    all."""
+    """Let the ranks know each other. Raises OptionError, on every rank, unless ``check`` and ``batch`` are the
+    same on all."""
     told = communicator.exchange(((seed, device_kind(device), device.type, check), batch))
     own = [rank for rank, (_, given) in enumerate(told) if given == "own"]
     if own and len(own) < len(told):
@@ -161,8 +161,8 @@ class Attendance:
         describe: Callable[[], str],
         hooks: tuple[str, ...],
     ) -> Iterator[None]:
-        """Around a step of this plan, of whose ``inputs`` (names and tensors) digests are compared; ``state`` is what
-        must be the same beside the plan, and so must the ``hooks`` that its backward will call with whole
+        """Around a step of this plan, of whose ``inputs`` (names and tensors) digests are compared; ``state`` is
+        what must be the same beside the plan, and so must the ``hooks`` that its backward will call with whole
         gradients."""
         entry.runner.attendance = self
         self._hooks = hooks if self._check else ()
@@ -219,7 +219,8 @@ class Attendance:
         self._owing = self._owing and step != self.step
 
     def meet_hooks(self, hooks: tuple[str, ...]) -> None:
-        """A backward is about to call these hooks with whole gradients; the step has said so, or it is said now."""
+        """A backward is about to call these hooks with whole gradients; the step has said so, or it is said
+        now."""
         if hooks != self._hooks:
             self._hooks = hooks
             self._roll.meet(RollCall(self._of_module("a backward with other hooks"), arguments=hooks))
@@ -234,8 +235,8 @@ class Attendance:
         self._meet(RollCall(self._of_module(what), arguments=arguments))
 
     def share(self, what: str, arguments: tuple[str, ...], own: torch.Tensor) -> torch.Tensor | None:
-        """Go on when all ranks do this, as part of a step, with these arguments: every rank's ``own`` (8 bytes), in
-        rank order, or None where it is on a GPU, for which the host does not wait."""
+        """Go on when all ranks do this, as part of a step, with these arguments: every rank's ``own`` (8 bytes),
+        in rank order, or None where it is on a GPU, for which the host does not wait."""
         number = 0 if self._late else int(own.view(torch.int64))
         if not self._check:
             arguments = ()

@@ -57,12 +57,13 @@ def loader(
 
     Every rank makes it, with the same arguments. It goes over the same batches, in the same order, as
     ``torch.utils.data.DataLoader`` with these arguments does on one device. What it yields is what ``collate_fn``
-    returns for this rank's samples of a batch, on the device of ``hap``, and ``hap`` is called with it. Which rows a
-    rank uses follows from the plan; where the plan needs a whole input on a rank (tensor parallelism), the rank loads
-    all samples. A rank without rows is given a batch of none.
+    returns for this rank's samples of a batch, on the device of ``hap``, and ``hap`` is called with it. Which
+    rows a rank uses follows from the plan; where a rank needs a whole input (tensor parallelism), it loads all
+    samples, unless the input has at most 1 MiB: then its rows are gathered in each step. A rank without rows is
+    given a batch of none.
 
-    One sample is loaded once on every rank, to see what ``collate_fn`` makes of it. For each sample torch's, numpy's
-    and Python's generators are seeded alike on whatever rank and worker it is loaded.
+    One sample is loaded once on every rank, to see what ``collate_fn`` makes of it. For each sample torch's,
+    numpy's and Python's generators are seeded alike on whatever rank and worker it is loaded.
 
     Args:
         dataset: A map-style dataset.
@@ -89,7 +90,9 @@ def loader(
             raise OptionError("seed= and generator= both say what orders are drawn from; give one of them")
         generator = torch.Generator().manual_seed(seed)
     if sampler is not None and shuffle:
-        raise OptionError("sampler= says the order of the samples, and so does shuffle=True; give one of them")
+        raise OptionError(
+            "sampler= says the order of the samples, and so does shuffle=True; give one of them"
+        )
     if sampler is None:
         sampler = RandomSampler(dataset, generator=generator) if shuffle else SequentialSampler(dataset)
     batches = BatchSampler(sampler, batch_size, drop_last)
@@ -102,14 +105,14 @@ def _check(dataset: Any, hap: Any, batch_size: Any, workers: Mapping[str, Any]) 
         raise OptionError(f"loader(dataset, hap) takes a hetspmd.HAP module, not a {type(hap).__name__}")
     if hap.own_rows is None:
         raise OptionError(
-            'hetspmd.loader gives each rank its own rows, and this module takes whole batches: make it with HAP(..., '
-            'batch="own"), or give every rank the whole batch by a plain DataLoader'
+            "hetspmd.loader gives each rank its own rows, and this module takes whole batches: make it with "
+            'HAP(..., batch="own"), or give every rank the whole batch by a plain DataLoader'
         )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise OptionError(
-            f"{type(dataset).__name__} cannot be asked for single samples: hetspmd.loader takes a map-style dataset "
-            '(__getitem__ and __len__). Give every rank the whole batch of an iterable one: HAP(..., batch="whole") and a '
-            "plain DataLoader over the same samples on every rank"
+            f"{type(dataset).__name__} cannot be asked for single samples: hetspmd.loader takes a map-style "
+            "dataset (__getitem__ and __len__). Give every rank the whole batch of an iterable one: "
+            'HAP(..., batch="whole") and a plain DataLoader over the same samples on every rank'
         )
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise OptionError(f"batch_size is the number of samples of the whole batch, not {batch_size!r}")
@@ -121,8 +124,8 @@ def _check(dataset: Any, hap: Any, batch_size: Any, workers: Mapping[str, Any]) 
 
 @dataclass
 class _Epoch:
-    """An epoch that is gone over: its number, where the generators were at its beginning (``random``: torch's global
-    one), how many batches were yielded and a digest of their samples."""
+    """An epoch that is gone over: its number, where the generators were at its beginning (``random``: torch's
+    global one), how many batches were yielded and a digest of their samples."""
 
     number: int
     generators: list[torch.Tensor]
@@ -137,8 +140,8 @@ class _Epoch:
 class Loader:
     """What :func:`loader` returns: goes over the batches of an epoch, of each this rank's rows.
 
-    ``len(loader)`` is the number of batches of an epoch. ``epoch`` is the number of the epoch that is gone over, or
-    was last; it grows by itself with each epoch that begins.
+    ``len(loader)`` is the number of batches of an epoch. ``epoch`` is the number of the epoch that is gone over,
+    or was last; it grows by itself with each epoch that begins.
     """
 
     def __init__(
@@ -161,10 +164,10 @@ class Loader:
         self._number, self._rows.loaders = self._rows.loaders, self._rows.loaders + 1
         self._order = _Order(self)
         try:
-            self._data = DataLoader(
+            self._data: DataLoader[Any] = DataLoader(
                 Samples(dataset),  # type: ignore[arg-type]  # asked for all samples of a batch at once
-                batch_sampler=self._order,
-                collate_fn=Collated(collate),
+                batch_sampler=self._order,  # type: ignore[arg-type]  # gives requests to Samples
+                collate_fn=Collated(collate),  # type: ignore[arg-type]  # takes what Samples give
                 generator=generator,
                 **workers,
             )
@@ -196,14 +199,14 @@ class Loader:
             self._order.newest.ahead()
         if state is not None and epoch.digest != state["digest"]:
             raise OptionError(
-                "the sampler gives other samples than when the state was saved, so that the epoch cannot be gone on with; "
-                "give the loader the same dataset, sampler and seed as then"
+                "the sampler gives other samples than when the state was saved, so that the epoch cannot be "
+                "gone on with; give the loader the same dataset, sampler and seed as then"
             )
         return self._yielded(epoch, given)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next epoch be this one, counted from 0: its order is that of one device in its epoch of this number.
-        Loops that begin one epoch after the other need not call it.
+        """Let the next epoch be this one, counted from 0: its order is that of one device in its epoch of this
+        number. Loops that begin one epoch after the other need not call it.
 
         Raises OptionError where orders are drawn from torch's global generator, which cannot be set forward alone.
         """
@@ -216,17 +219,21 @@ class Loader:
             self._set(self._origin)
             for _ in range(epoch):
                 if self.generator is not None:
-                    torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # of the workers' seeds
+                    torch.empty((), dtype=torch.int64).random_(
+                        generator=self.generator
+                    )  # of the workers' seeds
                 deque(self.sampler, maxlen=0)
         elif isinstance(self.sampler, RandomSampler):
             raise OptionError(
-                f"the next epoch is {self._next}, and set_epoch({epoch}) needs a generator of the loader's own; give it seed="
+                f"the next epoch is {self._next}, and set_epoch({epoch}) needs a generator of the loader's "
+                "own; give it seed="
             )
         self._next = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is, the same on every rank and for any cluster: which epoch, how many of its batches were
-        yielded, and the state of the generator. Workers may be ahead: what they have loaded does not count."""
+        """Where the loader is, the same on every rank and for any cluster: which epoch, how many of its batches
+        were yielded, and the state of the generator. Workers may be ahead: what they have loaded does not
+        count."""
         running = self._running
         state: dict[str, Any] = {"version": _STATE, **self._sizes()}
         if running is None:
@@ -246,17 +253,19 @@ class Loader:
         """
         wanted = self._sizes()
         if state.get("version") != _STATE or not {"epoch", "batches", "digest", "generators"} <= state.keys():
-            raise OptionError("this is no state of a hetspmd.loader of this version; state_dict() returns one")
+            raise OptionError(
+                "this is no state of a hetspmd.loader of this version; state_dict() returns one"
+            )
         for name, value in wanted.items():
             if state[name] != value:
                 raise OptionError(
-                    f"the state is of a loader with {name} {state[name]}, this one has {value}; an epoch is gone on with by "
-                    "a loader with the same arguments"
+                    f"the state is of a loader with {name} {state[name]}, this one has {value}; an epoch is "
+                    "gone on with by a loader with the same arguments"
                 )
         if len(state["generators"]) != len(self._generators):
             raise OptionError(
-                f"the state has {len(state['generators'])} generators, this loader {len(self._generators)}; give both seed= or "
-                "generator=, or none"
+                f"the state has {len(state['generators'])} generators, this loader {len(self._generators)}; "
+                "give both seed= or generator=, or none"
             )
         self._resumed, self._running = dict(state), None
 

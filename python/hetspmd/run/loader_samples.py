@@ -1,8 +1,8 @@
 """What a loader's workers do: load the samples of a rank's rows, and collate them.
 
-Random numbers: torch, numpy and random are seeded for each sample, by the place of the sample in the epoch, so that
-ranks which load the same sample get the same, whoever loads it and with how many workers. In the main process the
-generators are afterwards where they were.
+Random numbers: torch, numpy and random are seeded for each sample, by the place of the sample in the epoch, so
+that ranks which load the same sample get the same, whoever loads it and with how many workers. In the main
+process the generators are afterwards where they were.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from hetspmd.trace.compat.trees import flatten, flatten_with_names, unflatten
 
 @dataclass(frozen=True)
 class Request:
-    """The samples that a rank loads of one batch: their indices and the seed of each; ``seed``: of what collates."""
+    """The samples that a rank loads of one batch: their indices and the seed of each; ``seed``: of what
+    collates."""
 
     indices: tuple[Any, ...]
     seeds: tuple[int, ...]
@@ -102,14 +103,14 @@ def seed_of(*numbers: int) -> int:
     return join(numbers)
 
 
-_WHERE: Final = "make it so in collate_fn, or give every rank the whole batch: HAP(..., batch=\"whole\")"
+_WHERE: Final = 'make it so in collate_fn, or give every rank the whole batch: HAP(..., batch="whole")'
 
 
 class Template:
     """What a dataset's batches are: which of their tensors have a row for each sample, and a batch of no samples.
 
-    It is found by collating one sample alone, and twice. Raises OptionError for tensors that are neither rows along
-    dim 0 nor the same for any samples.
+    It is found by collating one sample alone, and twice. Raises OptionError for tensors that are neither rows
+    along dim 0 nor the same for any samples.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], index: Any) -> None:
@@ -144,8 +145,8 @@ class Template:
         for name, tensor in found.items():
             if self.kinds[name] == "rows" and tensor.shape[:1] != (count,):
                 raise OptionError(
-                    f"collate_fn gives {name} of shape {list(tensor.shape)} for {count} samples, without a row for each "
-                    f"along dim 0; {_WHERE}"
+                    f"collate_fn gives {name} of shape {list(tensor.shape)} for {count} samples, without a row "
+                    f"for each along dim 0; {_WHERE}"
                 )
         return [(tensor, self.kinds[name]) for name, tensor in found.items()]
 
@@ -183,10 +184,10 @@ def _kind(name: str, one: Sequence[int], two: Sequence[int]) -> Kind:
     grown = [dim for dim, (a, b) in enumerate(zip(one, two, strict=False)) if (a, b) == (1, 2)]
     if len(one) == len(two) and grown and grown[0] > 0:
         raise OptionError(
-            f"collate_fn gives {name} with the samples along dim {grown[0]} (shape {list(two)} for two); a loader of a rank's "
-            f"own rows takes them along dim 0, and the model may transpose; {_WHERE}"
+            f"collate_fn gives {name} with the samples along dim {grown[0]} (shape {list(two)} for two); a "
+            f"loader of a rank's own rows takes them along dim 0, and the model may transpose; {_WHERE}"
         )
     raise OptionError(
-        f"collate_fn gives {name} of shape {list(one)} for one sample and {list(two)} for two; a loader of a rank's own rows "
-        f"needs a row for each sample along dim 0, in the order of the samples; {_WHERE}"
+        f"collate_fn gives {name} of shape {list(one)} for one sample and {list(two)} for two; a loader of a "
+        f"rank's own rows needs a row for each sample along dim 0, in the order of the samples; {_WHERE}"
     )

@@ -61,10 +61,10 @@ class HAP(TakesPart, WholeStates):
     """A single-device model as one rank of an SPMD program.
 
     ``hap(*args, **kwargs)`` is called as the model is called, with the same global batch on every rank (or with
-    its own rows of it, ``batch="own"``), and returns the model's own output structure. The loss is the global loss on every rank. ``loss.backward()``
-    puts gradients on this rank's parameter shards, and an elementwise optimizer over ``hap.parameters()``
-    steps the shards. An output that the program leaves sharded along dim 0 comes back as this rank's rows;
-    any other output comes back whole.
+    its own rows of it, ``batch="own"``), and returns the model's own output structure. The loss is the global
+    loss on every rank. ``loss.backward()`` puts gradients on this rank's parameter shards, and an elementwise
+    optimizer over ``hap.parameters()`` steps the shards. An output that the program leaves sharded along dim 0
+    comes back as this rank's rows; any other output comes back whole.
 
     A plan may leave a device idle. The rank of an idle device runs nothing: its parameters and its rows of
     outputs have no elements. It gets the loss and the whole outputs from the first active rank. Its buffers
@@ -171,9 +171,7 @@ class HAP(TakesPart, WholeStates):
             self._attendance = Attendance(ranks, self.device, replicas)
             self._plans.attendance = self._attendance
         self._check = run.check_batches
-        self.own_rows = None
-        if run.batch == "own":
-            self.own_rows = OwnRows(communicator, self._plans.plans)
+        self.own_rows = OwnRows(communicator, self._plans.plans) if run.batch == "own" else None
         self._recording: Observer | None = None
         self._lowered = False
         remember(self)
@@ -221,9 +219,8 @@ class HAP(TakesPart, WholeStates):
         if self._attendance is None:
             args, kwargs, own = self._plans.whole(self.own_rows, args, kwargs)
             planned = self._planned(args, kwargs, own)
-            if own is not None and self.own_rows is not None:
-                own.fit(planned[0].plan, planned[1], self.own_rows)
-                own.complete(self._everyone)
+            if own is not None:
+                own.complete()
             return self._run(*planned, args, kwargs)
         with self._attendance.may_refuse():
             args, kwargs, own = self._plans.whole(self.own_rows, args, kwargs)
@@ -234,14 +231,10 @@ class HAP(TakesPart, WholeStates):
         hooks: tuple[str, ...] = ()
         if entry.differentiable and torch.is_grad_enabled():
             hooks = whole_hooks(self, entry.plan.graph.parameters, parameters)
-        state = f"recorded {self._recording is not None}"
-        if own is not None and self.own_rows is not None:
-            state = f"{state}, {own.fit(entry.plan, inputs, self.own_rows)}"
+        state = f"recorded {self._recording is not None}{'' if own is None else own.state}"
         with self._attendance.at(entry, compared, state, describe, hooks):
             if own is not None:
-                own.complete(self._everyone)
-                if first and self._check:
-                    own.check_shared(self._everyone)
+                own.complete(check=first and self._check)
             return self._run(entry, inputs, parameters, args, kwargs)
 
     def _planned(
@@ -252,6 +245,8 @@ class HAP(TakesPart, WholeStates):
         refuse_transforms()
         entry, inputs = self._plans.select(args, kwargs, self._recording, own)
         check_tensors(inputs, entry.inputs, self.device)
+        if own is not None:
+            own.fit(entry.plan, inputs)
         try:
             parameters = entry.known_parameters.now()
         except ShardError as error:

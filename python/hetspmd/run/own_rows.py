@@ -1,14 +1,14 @@
 """Batches of which every rank is given its own rows (``HAP(..., batch="own")``): which rows, and of which batch.
 
 :func:`hetspmd.loader` says of each batch that it yields what it is. When the model is called, its tensors tell the
-batch: they lie in the memory that the loader has yielded. From then on a step is as with whole batches: each tensor
-of rows becomes one of the whole shape, in which this rank's rows stand at their places, and nothing depends on the
-others.
+batch: they lie in the memory that the loader has yielded. From then on a step is as with whole batches: each
+tensor of rows becomes one of the whole shape, in which this rank's rows stand at their places, and nothing
+depends on the others.
 
 The loader chooses the rows before the call, by the plan that served its batches of that size before. Where another
-plan runs (the first batch of a shape, a mode that changed), the rows are gathered from the ranks that have them, and so
-are small inputs of which a rank needs more than it loads. All ranks know the rows of all, so that they gather together
-or not at all.
+plan runs (the first batch of a shape, a mode that changed), the rows are gathered from the ranks that have them,
+and so are small inputs of which a rank needs more than it loads. All ranks know the rows of all, so that they
+gather together or not at all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from itertools import product
 from typing import Any, Final, Literal
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from hetspmd.dist.collectives import start_all_gather
 from hetspmd.dist.communicator import Communicator
@@ -40,6 +39,7 @@ from hetspmd.run.own_words import (
 )
 from hetspmd.run.row_shares import Needs, Share, even_share, needs_of, own_first, placed
 from hetspmd.trace.admissible import argument_names, spoken
+from hetspmd.trace.compat.storages import Memory
 from hetspmd.trace.compat.trees import flatten, flatten_with_names, unflatten
 from hetspmd.trace.trace import leaf_path
 from hetspmd.trace.values import dtype_name
@@ -82,6 +82,8 @@ class OwnBatch:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: list[_Leaf]
+    desk: OwnRows
+    state: str = ""
     needs: Needs | None = None
     gathered: list[_Leaf] = field(default_factory=list)
 
@@ -91,8 +93,8 @@ class OwnBatch:
         return f"{OWN} {self.batch.share.size}"
 
     def agree(self, everyone: Communicator) -> None:
-        """Raise BatchMismatchError, on every rank, unless the ranks' tensors are rows of one batch, for which there is
-        no plan yet. Blocks."""
+        """Raise BatchMismatchError, on every rank, unless the ranks' tensors are rows of one batch, for which
+        there is no plan yet. Blocks."""
         said = [
             (
                 leaf.path,
@@ -116,10 +118,10 @@ class OwnBatch:
             if len(of) > 1 and len(contents) == 1 and None not in contents:
                 raise BatchMismatchError(unsure(path))
 
-    def fit(self, plan: Plan, inputs: Sequence[torch.Tensor], desk: OwnRows) -> str:
-        """Find out what has to be gathered for a plan, on all ranks alike, and say so."""
+    def fit(self, plan: Plan, inputs: Sequence[torch.Tensor]) -> None:
+        """Find out what has to be gathered for a plan, on all ranks alike; ``state`` says it then."""
         batch = self.batch
-        self.needs = desk.needs(plan, batch.share.size)
+        self.needs = self.desk.needs(plan, batch.share.size)
         places = {id(tensor): place for place, tensor in enumerate(inputs)}
         self.gathered = [
             leaf
@@ -128,11 +130,15 @@ class OwnBatch:
         ]
         if not batch.used:
             batch.used = True
-            desk.serves(batch, plan)
-        return ", ".join([f"rows of {batch.share.size}", *(f"gathers {leaf.path}" for leaf in self.gathered)])
+            self.desk.serves(batch, plan)
+        self.state = ", ".join(
+            ["", f"rows of {batch.share.size}", *(f"gathers {leaf.path}" for leaf in self.gathered)]
+        )
 
-    def complete(self, everyone: Communicator) -> None:
-        """Let the tensors hold what this rank needs. Blocks where rows have to be gathered."""
+    def complete(self, *, check: bool = False) -> None:
+        """Let the tensors hold what this rank needs. Blocks where rows have to be gathered, or are to be checked
+        (:meth:`check_shared`)."""
+        everyone = self.desk.everyone
         assert self.needs is not None
         share, rank = self.batch.share, everyone.rank
         with torch.no_grad():
@@ -147,12 +153,14 @@ class OwnBatch:
                 gathered = rows.wait()
                 if leaf.whole is not leaf.given:
                     leaf.whole.copy_(gathered[back])
+        if check:
+            self.check_shared(everyone)
 
     def compared(
         self, names: Sequence[str], inputs: Sequence[torch.Tensor]
     ) -> tuple[list[str], list[torch.Tensor]]:
-        """What is compared between the ranks in every step: which samples the batch has, and what of it is the same
-        on every rank."""
+        """What is compared between the ranks in every step: which samples the batch has, and what of it is the
+        same on every rank."""
         batch, share = self.batch, self.batch.share
         everywhere = all(share.count(rank) == share.size for rank in range(len(share.rows)))
         rows = set() if everywhere else {id(leaf.whole) for leaf in self.leaves if leaf.kind == "rows"}
@@ -192,7 +200,7 @@ class OwnRows:
     def __init__(self, everyone: Communicator, plans: Callable[[], Sequence[Plan]]) -> None:
         self.everyone, self._plans = everyone, plans
         self.loaders = 0
-        self._known: dict[StorageWeakRef, tuple[Given, Kind]] = {}
+        self._known: dict[Memory, tuple[Given, Kind]] = {}
         self._shares: dict[tuple[int, int], tuple[Plan, Needs, Share]] = {}
         self._served: dict[tuple[int, int], Plan] = {}
 
@@ -229,10 +237,12 @@ class OwnRows:
 
     def give(self, batch: Given, tensors: Sequence[tuple[torch.Tensor, Kind]]) -> None:
         """A loader is about to yield these tensors of a batch."""
-        for reference in [r for r in self._known if r.expired()]:
+        for reference in [r for r in self._known if r.is_free()]:
             del self._known[reference]
-        for tensor, kind in sorted(tensors, key=lambda t: t[1], reverse=True):  # rows are known last, and stay
-            self._known[StorageWeakRef(tensor.untyped_storage())] = batch, kind
+        for tensor, kind in sorted(
+            tensors, key=lambda t: t[1], reverse=True
+        ):  # rows are known last, and stay
+            self._known[Memory(tensor)] = batch, kind
 
     def taken(
         self,
@@ -249,7 +259,7 @@ class OwnRows:
         paths = [spoken(leaf_path(name), names) for name, _ in flatten_with_names((args, dict(kwargs)))]
         leaves, spec = flatten((args, dict(kwargs)))
         tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        found = {k: self._known.get(StorageWeakRef(leaves[k].untyped_storage())) for k in tensors}
+        found = {k: self._known.get(Memory(leaves[k])) for k in tensors}
         batches = {id(f[0]): f[0] for f in found.values() if f is not None}
         if not any(f is not None and f[1] == "rows" for f in found.values()):
             raise BatchMismatchError(no_loader(self.everyone.rank, self.loaders))
@@ -264,13 +274,15 @@ class OwnRows:
                 raise BatchMismatchError(counted(self.everyone.rank, paths[k], shape, batch.share))
         kinds = self._kinds(batch.share, leaves, spec, found, expectations)
         listed = [
-            _Leaf(paths[k], leaves[k], kinds[k], found[k] is not None, _whole(leaves[k], kinds[k], batch.share))
+            _Leaf(
+                paths[k], leaves[k], kinds[k], found[k] is not None, _whole(leaves[k], kinds[k], batch.share)
+            )
             for k in tensors
         ]
         for k, leaf in zip(tensors, listed, strict=True):
             leaves[k] = leaf.whole
         whole_args, whole_kwargs = unflatten(leaves, spec)
-        return OwnBatch(batch, whole_args, whole_kwargs, listed)
+        return OwnBatch(batch, whole_args, whole_kwargs, listed, self)
 
     def _kinds(
         self,

@@ -131,8 +131,8 @@ class PlanCache:
     ) -> tuple[Entry, list[torch.Tensor]]:
         """The plan for this batch in the present mode, compiled if there is none, and the batch's tensors.
 
-        ``own``: what the batch was made of where every rank was given its own rows. Raises BatchMismatchError if none
-        can be made.
+        ``own``: what the batch was made of where every rank was given its own rows. Raises BatchMismatchError if
+        none can be made.
         """
         self._calls += 1
         mode = self.setting.mode(self.host.structure())

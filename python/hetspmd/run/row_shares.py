@@ -18,9 +18,9 @@ from hetspmd.plan.plan import Plan
 from hetspmd.program.lengths import apportion
 
 GATHERED: Final = 1 << 20
-"""Bytes of an input up to which rows that a rank does not load are gathered in every step: about a millisecond at 10
-Gbit/s. Of larger ones (images) the rank loads all rows that it needs. Labels are often needed whole, to be counted,
-by ranks that need few rows of what they are the labels of."""
+"""Bytes of an input up to which rows that a rank does not load are gathered in every step: about a millisecond at
+10 Gbit/s. Of larger ones (images) the rank loads all rows that it needs. Labels are often needed whole, to be
+counted, by ranks that need few rows of what they are the labels of."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Share:
 
 @dataclass(frozen=True)
 class Needs:
-    """Of a plan whose batches have ``size`` rows: ``rows[input][rank]`` are those that a rank needs of each input (by
-    its place among all) that has as many, ``nbytes[input]`` its bytes. ``touched``: of each rank, whether its ops read
-    rows that it does not need."""
+    """Of a plan whose batches have ``size`` rows: ``rows[input][rank]`` are those that a rank needs of each input
+    (by its place among all) that has as many, ``nbytes[input]`` its bytes. ``touched``: of each rank, whether its
+    ops read rows that it does not need."""
 
     size: int
     rows: dict[int, tuple[Intervals, ...]]
@@ -127,8 +127,8 @@ def placed(rows: torch.Tensor, share: Share, rank: int, whole: torch.Tensor, *, 
 
 
 def own_first(rows: torch.Tensor, share: Share, rank: int) -> tuple[torch.Tensor, list[int], torch.Tensor]:
-    """What a rank sends so that all ranks get the whole: its rows that no lower rank has, how many each rank sends,
-    and the place of each row in what all send."""
+    """What a rank sends so that all ranks get the whole: its rows that no lower rank has, how many each rank
+    sends, and the place of each row in what all send."""
     owners = share.owners()
     places = {row: place for place, row in enumerate(share.indices(rank))}
     mine = [places[row] for start, stop in owners[rank] for row in range(start, stop)]

@@ -47,8 +47,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.batch not in ("whole", "own"):
             raise OptionError(
-                f"batch is 'whole' (every rank is given the whole batch) or 'own' (its own rows, by hetspmd.loader), not "
-                f"{self.batch!r}"
+                "batch is 'whole' (every rank is given the whole batch) or 'own' (its own rows, by "
+                f"hetspmd.loader), not {self.batch!r}"
             )
 
     @classmethod
