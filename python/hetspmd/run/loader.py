@@ -77,8 +77,13 @@ def loader(
         drop_last: Leave out a last batch that is smaller. By default it is yielded, and gets a plan of its own.
         collate_fn: Makes a batch of a list of samples; by default torch's. It sees this rank's samples alone, and
             every tensor of its result has a row for each along dim 0, or is the same for any samples.
-        workers: ``num_workers``, ``pin_memory``, ``timeout``, ``worker_init_fn``, ``multiprocessing_context``,
-            ``prefetch_factor`` and ``persistent_workers``, as of torch's DataLoader.
+        num_workers: Processes of each rank that load, as of torch's DataLoader, and so all that follows.
+        pin_memory: Load into page-locked memory, from which a GPU copies.
+        timeout: Seconds that a worker may take for a batch; 0 for as many as it takes.
+        worker_init_fn: Called with each worker's number when it begins.
+        multiprocessing_context: How workers are started.
+        prefetch_factor: Batches that each worker loads ahead.
+        persistent_workers: Keep the workers from epoch to epoch.
 
     Raises:
         OptionError: An argument that cannot be, an iterable-style dataset, or a ``hap`` that takes whole batches.
