@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from machine_plans import machine_plan
 from ranks import loss_of, on_ranks
 from small_models import Case, case
 from small_plans import cluster, random_plan, segmented_plan
@@ -88,3 +89,9 @@ def test_an_idle_rank_needs_nothing() -> None:
 
 def test_merged() -> None:
     assert merged([(3, 5), (0, 2), (2, 3), (7, 7), (8, 9)]) == ((0, 5), (8, 9))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_accelerators_of_machines(seed: int) -> None:
+    c = case("mlp")
+    check(c, machine_plan(c, (2, 1, 2), seed))

@@ -26,14 +26,18 @@ from loader_cases import (
     optimizer_of,
     tensor_parallel,
 )
+from machine_plans import machine_plan
+from small_models import MLP, Case
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 import hetspmd
 from hetspmd.dist.simulated_world import run_ranks
+from hetspmd.rules.theory import derive
 from hetspmd.run import row_shares
 from hetspmd.run.module import HAP
 from hetspmd.run.row_shares import Share, even_share, own_first, placed
+from hetspmd.trace.trace import trace
 
 
 def on_ranks(training: Training, body: Callable[[HAP], Any], **options: Any) -> list[Any]:
@@ -86,7 +90,7 @@ def test_rows_that_are_not_needed_do_not_matter(monkeypatch: pytest.MonkeyPatch)
 
     def spoiled(leaf: torch.Tensor, kind: Any, share: Share) -> torch.Tensor:
         whole = made(leaf, kind, share)
-        return whole if whole is leaf else whole.fill_(4)
+        return whole if whole.shape == leaf.shape else whole.fill_(4)
 
     monkeypatch.setattr(own_rows, "_whole", spoiled)
     training = data_parallel()
@@ -316,3 +320,69 @@ def test_even_parts_have_every_row_once() -> None:
     for size in (1, 3, 4, 10):
         share = even_share(plan, size)
         assert sorted(row for rank in range(WORLD) for row in share.indices(rank)) == list(range(size))
+
+
+class Tempered(MLP):
+    """A number of the model changes what it computes."""
+
+    temperature = 1.0
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().forward(x * self.temperature, labels)
+
+
+def test_a_number_of_the_model_that_changes() -> None:
+    """So that the step is traced anew in the middle of an epoch."""
+    torch.manual_seed(0)
+    training = Training(Tempered().double(), columns(23, x=(6,), labels=((), 5)), 9)
+
+    def losses(module: nn.Module, model: Any, batches: Any) -> list[torch.Tensor]:
+        found = []
+        for number, batch in enumerate([*batches, *batches]):
+            model.temperature = 1.0 + number // 2
+            found.append(loss_of(module(**batch)).detach())
+        return found
+
+    model = copy.deepcopy(training.model)
+    want = losses(model, model, plain(training))
+    for got in on_ranks(training, lambda hap: losses(hap, hap.module, own(training, hap))):
+        torch.testing.assert_close(got, want, **CLOSE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_accelerators_of_machines(seed: int) -> None:
+    training = mlp()
+    theory = derive(trace(training.model, (), training.example))
+    plan = machine_plan(Case(training.model, training.example, theory), (2, 1, 1), seed)
+
+    def rank(communicator: Any) -> list[torch.Tensor]:
+        model, options = copy.deepcopy(training.model), {"batch": "own", "check_plan": False}
+        hap = HAP(model, plan.cluster, plan=plan, process_group=communicator, **options)
+        batches = own(training, hap, drop_last=True)
+        return epochs(hap, batches, optimizer_of("SGD", hap))
+
+    model = copy.deepcopy(training.model)
+    want = epochs(model, plain(training, drop_last=True), optimizer_of("SGD", model))
+    for got in run_ranks(WORLD, rank):
+        torch.testing.assert_close(got, want, **CLOSE)
+
+
+def test_a_batch_of_transformers() -> None:
+    """BatchEncoding, also on a rank without rows."""
+    from transformers import BatchEncoding
+
+    training = data_parallel()
+
+    def collate(samples: list[Any]) -> Any:
+        return BatchEncoding(torch.utils.data.default_collate(samples))
+
+    model = copy.deepcopy(training.model)
+    want = epochs(model, plain(training, collate_fn=collate), optimizer_of("SGD", model))
+
+    def rank(hap: HAP) -> list[torch.Tensor]:
+        batches = own(training, hap, collate_fn=collate)
+        assert all(isinstance(batch, BatchEncoding) for batch in batches)
+        return epochs(hap, own(training, hap, collate_fn=collate), optimizer_of("SGD", hap))
+
+    for got in on_ranks(training, rank):
+        torch.testing.assert_close(got, want, **CLOSE)

@@ -146,7 +146,8 @@ class Loader:
     """What :func:`loader` returns: goes over the batches of an epoch, of each this rank's rows.
 
     ``len(loader)`` is the number of batches of an epoch. ``epoch`` is the number of the epoch that is gone over,
-    or was last; it grows by itself with each epoch that begins.
+    or was last; it grows by itself with each epoch that begins. ``samples`` is how many samples the whole batch has
+    that was yielded last, for means over a dataset.
     """
 
     def __init__(
@@ -183,7 +184,6 @@ class Loader:
         self._next = 0
         self._resumed: Mapping[str, Any] | None = None
         self.samples = 0
-        """Samples of the whole batch that was yielded last, of all ranks together: for means over a dataset."""
         self.epoch = 0
         hap.meet("loader(...)", self._facts())
 

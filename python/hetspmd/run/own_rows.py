@@ -73,6 +73,11 @@ class _Leaf:
     known: bool
     whole: torch.Tensor
 
+    @property
+    def is_part(self) -> bool:
+        """Whether this rank was not given all rows."""
+        return self.whole.shape != self.given.shape
+
 
 @dataclass
 class OwnBatch:
@@ -101,7 +106,7 @@ class OwnBatch:
                 leaf.kind,
                 dtype_name(leaf.given.dtype),
                 tuple(leaf.given.shape[leaf.kind == "rows" :]),
-                int(digest(leaf.given)) if leaf.whole is not leaf.given and not leaf.known else None,
+                int(digest(leaf.given)) if leaf.is_part and not leaf.known else None,
             )
             for leaf in self.leaves
         ]
@@ -147,11 +152,11 @@ class OwnBatch:
                 sent, extents, back = own_first(leaf.given, share, rank)
                 pending.append((leaf, back, start_all_gather(_Member(everyone), sent, 0, extents)))
             for leaf in self.leaves:
-                if leaf.whole is not leaf.given and leaf not in self.gathered:
+                if leaf.is_part and leaf not in self.gathered:
                     placed(leaf.given, share, rank, leaf.whole, filled=self.needs.touched[rank])
             for leaf, back, rows in pending:
                 gathered = rows.wait()
-                if leaf.whole is not leaf.given:
+                if leaf.is_part:
                     leaf.whole.copy_(gathered[back])
         if check:
             self.check_shared(everyone)
@@ -316,9 +321,12 @@ class OwnRows:
 
 
 def _whole(leaf: torch.Tensor, kind: Kind, share: Share) -> torch.Tensor:
-    """A tensor of the whole batch's shape, of no content; the leaf itself where it has this shape."""
-    if kind == "whole" or leaf.shape[:1] == (share.size,):
+    """A tensor of the whole batch's shape, of no content; one of the leaf's memory where it has this shape. It is a
+    tensor of its own, so that one that is given twice is told apart."""
+    if kind == "whole":
         return leaf
     with torch.no_grad():
-        whole = leaf.new_empty((share.size, *leaf.shape[1:]))
+        whole = leaf.detach()
+        if leaf.shape[:1] != (share.size,):
+            whole = leaf.new_empty((share.size, *leaf.shape[1:]))
     return whole.requires_grad_(leaf.requires_grad)

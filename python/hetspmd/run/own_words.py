@@ -21,7 +21,9 @@ def no_loader(rank: int, loaders: int) -> str:
 
 def mixed_batches(rank: int) -> str:
     """The tensors of a call are of several batches."""
-    return f"rank {rank}: the tensors of this call are of several batches of a loader; call the model with one batch"
+    return (
+        f"rank {rank}: the tensors of this call are of several batches of a loader; call the model with one"
+    )
 
 
 def counted(rank: int, path: str, shape: Sequence[int], share: Share) -> str:
