@@ -77,7 +77,8 @@ def loader(
         drop_last: Leave out a last batch that is smaller. By default it is yielded, and gets a plan of its own.
         collate_fn: Makes a batch of a list of samples; by default torch's. It sees this rank's samples alone, and
             every tensor of its result has a row for each along dim 0, or is the same for any samples.
-        num_workers: Processes of each rank that load, as of torch's DataLoader, and so all that follows.
+        workers: The arguments below, which go to torch's DataLoader as they are.
+        num_workers: Processes of each rank that load.
         pin_memory: Load into page-locked memory, from which a GPU copies.
         timeout: Seconds that a worker may take for a batch; 0 for as many as it takes.
         worker_init_fn: Called with each worker's number when it begins.

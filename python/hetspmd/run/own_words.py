@@ -13,8 +13,8 @@ def no_loader(rank: int, loaders: int) -> str:
     made = "" if loaders else ", and no loader was made"
     return (
         f'rank {rank}: HAP(..., batch="own") is called with the batches that hetspmd.loader(dataset, hap, ...) '
-        f"yields, and none of these tensors is one of its rows{made}. At least one of them must be the loader's own "
-        "or a view of it: change tensors in the dataset or the collate_fn, and take a plain DataLoader with "
+        f"yields, and none of these tensors is one of its rows{made}. At least one of them must be the loader's "
+        "own or a view of it: change tensors in the dataset or the collate_fn, and take a plain DataLoader with "
         'batch="whole" only'
     )
 
