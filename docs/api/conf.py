@@ -24,7 +24,7 @@ nitpick_ignore_regex = [
         r"(.*\.)?(Communicator|Curve|Graph|Lengths|Limits|Loss|ModelSteps|OpTimes|Placement|Program)",
     ),
     ("py:class", r"(.*\.)?(ShardedModule|Theory|_Sum)"),
-    ("py:class", r"(.*\.)?(Compile|Hap|Tune|Verify)Keywords"),  # what the text beside them lists
+    ("py:class", r"(.*\.)?(Compile|Hap|Tune|Verify|Worker)Keywords"),  # what the text beside them lists
 ]
 
 html_theme = "alabaster"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hetspmd.rules.registry import rule
     from hetspmd.rules.rule import SUM, Call, Cut, Factor, Local, OpRule
     from hetspmd.run.gradient_hooks import on_full_gradient
+    from hetspmd.run.loader import Loader, loader
     from hetspmd.run.module import HAP
     from hetspmd.run.norms import clip_grad_norm_, get_total_norm
     from hetspmd.run.one_process import hide_ranks
@@ -44,6 +45,7 @@ _HOMES = {
     "Factor": "rules",
     "GradScaler": "run.scaler",
     "HetspmdError": "errors",
+    "Loader": "run.loader",
     "Local": "rules",
     "OpRule": "rules",
     "Plan": "plan.plan",
@@ -56,6 +58,7 @@ _HOMES = {
     "get_total_norm": "run.norms",
     "hide_ranks": "run.one_process",
     "load_full_optimizer_state_dict": "run.optimizer_state",
+    "loader": "run.loader",
     "on_full_gradient": "run.gradient_hooks",
     "rule": "rules",
     "tune": "tune.tune",
@@ -74,6 +77,7 @@ __all__ = [
     "Factor",
     "GradScaler",
     "HetspmdError",
+    "Loader",
     "Local",
     "OpRule",
     "Plan",
@@ -87,6 +91,7 @@ __all__ = [
     "get_total_norm",
     "hide_ranks",
     "load_full_optimizer_state_dict",
+    "loader",
     "on_full_gradient",
     "rule",
     "rules",

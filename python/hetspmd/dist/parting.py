@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from hetspmd.dist.own_rows_words import ORDER, ORDERED, OWN, PARTED
 from hetspmd.errors import (
     BatchMismatchError,
     CollectiveMismatchError,
@@ -115,6 +116,11 @@ def _modes(said: dict[int, Told]) -> HetspmdError | None:
     what = next(iter(said.values())).what
     parts = [f"{ranks_text(ranks)}: {mode}" for (_, mode), ranks in groups]
     odd = ranks_text(groups[-1][1])
+    if any(mode.startswith(OWN) for (_, mode), _ in groups):
+        return BatchMismatchError(
+            f"at {what} {odd} called the model in another mode or on another batch than {ranks_text(groups[0][1])} "
+            f"({'; '.join(parts)}); {PARTED}"
+        )
     return BatchMismatchError(
         f"at {what} {odd} called the model in another mode or on a batch of another shape than "
         f"{ranks_text(groups[0][1])} ({'; '.join(parts)}); every rank takes the same global batch, in the "
@@ -160,6 +166,12 @@ def _inputs(said: dict[int, Told]) -> HetspmdError | None:
             others = [r for _, ranks in groups[1:] for r in ranks]
             odd = ranks_text(sorted(others))
             text = f"{where} {odd} was given another {path} than {ranks_text(groups[0][1])}"
+        if path == ORDER:
+            return BatchMismatchError(f"{text}; {ORDERED}")
+        if first.inputs[0][0] == ORDER:
+            return BatchMismatchError(
+                f"{text}, which is no rows of the batch; what is not of the samples is the same on every rank"
+            )
         return BatchMismatchError(
             f"{text}; every rank takes the same global batch and HAP uses its own share of it: no "
             "DistributedSampler, and the same seed for shuffling and augmenting on every rank. "

@@ -35,10 +35,10 @@ def active_ranks(plan: Plan) -> tuple[int, ...]:
 def lower_plan(plan: Plan, rank: int, device: torch.device, observer: Observer | None = None) -> LocalProgram:
     """The local program of a rank of the plan's cluster, be it idle, on ``device``.
 
-    ``observer`` is shown the graphs after each pass. Raises PlanError if the program cannot run by its schedule, or
-    if the rows of an instruction cannot be had at once on two levels.
+    ``observer`` is shown the graphs after each pass. Raises PlanError if the program cannot run by its schedule,
+    or if the rows of an instruction cannot be had at once on two levels.
     """
-    emitter = _emitter(plan, rank, device)
+    emitter = emitter_of(plan, rank, device)
     if plan.batches is None or not isinstance(emitter, ActiveEmitter):
         return run_passes(emitter, observer)
     if observer is not None:
@@ -64,9 +64,9 @@ def nested_of(plan: Plan) -> Nested:
     return nest(plan.theory, plan.program, plan.schedule, plan.inside.program, plan.inside.bucket_bytes)
 
 
-def _emitter(plan: Plan, rank: int, device: torch.device) -> Emitter:
-    """What writes the graphs of a rank of the plan's cluster. A plan whose program was exchanged without its
-    schedule is refused here."""
+def emitter_of(plan: Plan, rank: int, device: torch.device) -> Emitter:
+    """What writes the graphs of a rank of the plan's cluster, be it idle. Raises PlanError for a plan whose
+    program was exchanged without its schedule."""
     check_schedule(plan.graph, plan.program, plan.schedule)
     theory, cluster, ranks = plan.theory, plan.cluster, active_ranks(plan)
     if rank not in ranks:

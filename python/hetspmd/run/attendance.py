@@ -45,9 +45,18 @@ class Ranks:
     roll: Roll | None
 
 
-def meet_ranks(communicator: Communicator, device: torch.device, seed: int, check: bool) -> Ranks:
-    """Let the ranks know each other. Raises OptionError, on every rank, unless ``check`` is the same on all."""
-    answers = communicator.exchange((seed, device_kind(device), device.type, check))
+def meet_ranks(
+    communicator: Communicator, device: torch.device, seed: int, check: bool, batch: str = "whole"
+) -> Ranks:
+    """Let the ranks know each other. Raises OptionError, on every rank, unless ``check`` and ``batch`` are the
+    same on all."""
+    told = communicator.exchange(((seed, device_kind(device), device.type, check), batch))
+    own = [rank for rank, (_, given) in enumerate(told) if given == "own"]
+    if own and len(own) < len(told):
+        raise OptionError(
+            f'{ranks_text(own)} was made with batch="own", the others without; give every rank the same'
+        )
+    answers = [answer for answer, _ in told]
     asked = [rank for rank, (*_, checks) in enumerate(answers) if checks]
     if asked and len(asked) < len(answers):
         others = ranks_text([rank for rank in range(len(answers)) if rank not in asked])
@@ -147,13 +156,14 @@ class Attendance:
     def at(
         self,
         entry: Entry,
-        inputs: Sequence[torch.Tensor],
+        inputs: tuple[Sequence[str], Sequence[torch.Tensor]],
         state: str,
         describe: Callable[[], str],
         hooks: tuple[str, ...],
     ) -> Iterator[None]:
-        """Around a step of this plan; ``state`` is what must be the same beside the plan, and so must the ``hooks``
-        that its backward will call with whole gradients."""
+        """Around a step of this plan, of whose ``inputs`` (names and tensors) digests are compared; ``state`` is
+        what must be the same beside the plan, and so must the ``hooks`` that its backward will call with whole
+        gradients."""
         entry.runner.attendance = self
         self._hooks = hooks if self._check else ()
         if not self._check:
@@ -168,7 +178,11 @@ class Attendance:
         self._roll.settle()
 
     def _begin(
-        self, entry: Entry, inputs: Sequence[torch.Tensor], state: str, describe: Callable[[], str]
+        self,
+        entry: Entry,
+        inputs: tuple[Sequence[str], Sequence[torch.Tensor]],
+        state: str,
+        describe: Callable[[], str],
     ) -> None:
         self.step += 1
         if entry.number < 0:
@@ -177,7 +191,7 @@ class Attendance:
         what, key = self._name(self.step), f"plan {entry.number}, {state}"
         place = f"{self._module} {key}"
         wait = first or self._owing or place != self._roll.last
-        taken = self._take(inputs, entry.expected.input_names, first)
+        taken = self._take(*inputs, first)
         if self._late and not wait:
             before, self._behind = self._behind, taken
             call = RollCall(what, key, describe) if before is None else before.add_to(what, key, describe)
@@ -205,7 +219,8 @@ class Attendance:
         self._owing = self._owing and step != self.step
 
     def meet_hooks(self, hooks: tuple[str, ...]) -> None:
-        """A backward is about to call these hooks with whole gradients; the step has said so, or it is said now."""
+        """A backward is about to call these hooks with whole gradients; the step has said so, or it is said
+        now."""
         if hooks != self._hooks:
             self._hooks = hooks
             self._roll.meet(RollCall(self._of_module("a backward with other hooks"), arguments=hooks))
@@ -215,13 +230,13 @@ class Attendance:
         if self._check:
             self._doings.append(doing)
 
-    def meet(self, what: str) -> None:
-        """Go on when all ranks do this."""
-        self._meet(RollCall(self._of_module(what)))
+    def meet(self, what: str, arguments: tuple[str, ...] = ()) -> None:
+        """Go on when all ranks do this, with these arguments."""
+        self._meet(RollCall(self._of_module(what), arguments=arguments))
 
     def share(self, what: str, arguments: tuple[str, ...], own: torch.Tensor) -> torch.Tensor | None:
-        """Go on when all ranks do this, as part of a step, with these arguments: every rank's ``own`` (8 bytes), in
-        rank order, or None where it is on a GPU, for which the host does not wait."""
+        """Go on when all ranks do this, as part of a step, with these arguments: every rank's ``own`` (8 bytes),
+        in rank order, or None where it is on a GPU, for which the host does not wait."""
         number = 0 if self._late else int(own.view(torch.int64))
         if not self._check:
             arguments = ()
@@ -245,7 +260,7 @@ class Attendance:
     def _of_module(self, what: str) -> str:
         return what if self._roll.modules == 1 else f"{what} of HAP module {self._module}"
 
-    def _take(self, inputs: Sequence[torch.Tensor], paths: Sequence[str], first: bool) -> _Taken:
+    def _take(self, paths: Sequence[str], inputs: Sequence[torch.Tensor], first: bool) -> _Taken:
         pieces = None if self._replicas is None else tuple(self._replicas.take())
         values = [digest(tensor, self.step, whole=first) for tensor in inputs]
         for piece in pieces or ():

@@ -15,10 +15,7 @@ import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.random import Randomness, next_seed
-from hetspmd.errors import (
-    ExampleError,
-    ShardError,
-)
+from hetspmd.errors import ExampleError, ShardError
 from hetspmd.lower import LocalTensor
 from hetspmd.placement import is_sharded
 from hetspmd.run.anomaly import is_looked_for
@@ -32,6 +29,7 @@ from hetspmd.run.gradient_hooks import give_whole, tell_module_hooks, whole_hook
 from hetspmd.run.guard import check_same_batch, check_tensors
 from hetspmd.run.holders import check_unwrapped
 from hetspmd.run.observer import Observer
+from hetspmd.run.own_rows import OwnBatch, OwnRows
 from hetspmd.run.parameter_registry import remember
 from hetspmd.run.passthrough import run_model
 from hetspmd.run.plan_cache import PlanCache
@@ -62,11 +60,11 @@ if TYPE_CHECKING:
 class HAP(TakesPart, WholeStates):
     """A single-device model as one rank of an SPMD program.
 
-    ``hap(*args, **kwargs)`` is called as the model is called, with the same global batch on every rank, and
-    returns the model's own output structure. The loss is the global loss on every rank. ``loss.backward()``
-    puts gradients on this rank's parameter shards, and an elementwise optimizer over ``hap.parameters()``
-    steps the shards. An output that the program leaves sharded along dim 0 comes back as this rank's rows;
-    any other output comes back whole.
+    ``hap(*args, **kwargs)`` is called as the model is called, with the same global batch on every rank (or with
+    its own rows of it, ``batch="own"``), and returns the model's own output structure. The loss is the global
+    loss on every rank. ``loss.backward()`` puts gradients on this rank's parameter shards, and an elementwise
+    optimizer over ``hap.parameters()`` steps the shards. An output that the program leaves sharded along dim 0
+    comes back as this rank's rows; any other output comes back whole.
 
     A plan may leave a device idle. The rank of an idle device runs nothing: its parameters and its rows of
     outputs have no elements. It gets the loss and the whole outputs from the first active rank. Its buffers
@@ -102,6 +100,8 @@ class HAP(TakesPart, WholeStates):
             Predictions and recordings are of the ops as they are.
         check_plan: Trace the model again at the first step, on rank 0, and compare the trace with ``plan``,
             which may have been made from an older version of the code.
+        batch: ``"whole"``: every rank is given the same global batch. ``"own"``: each is given the batches of
+            :func:`hetspmd.loader`, which has loaded the rows that this rank uses.
         options: Further arguments of :func:`hetspmd.compile`.
 
     Raises:
@@ -149,7 +149,7 @@ class HAP(TakesPart, WholeStates):
         )
         first = first_plan(setting, plan, example)
         check_model(model, first.graph)
-        ranks = meet_ranks(communicator, self.device, next_seed(), run.check_batches)
+        ranks = meet_ranks(communicator, self.device, next_seed(), run.check_batches, run.batch)
         randomness = Randomness(ranks.seed, communicator.rank, self.device)
         self._runtime = runtime_of(communicator, first, randomness)
         program = setting.lower(first)
@@ -171,6 +171,7 @@ class HAP(TakesPart, WholeStates):
             self._attendance = Attendance(ranks, self.device, replicas)
             self._plans.attendance = self._attendance
         self._check = run.check_batches
+        self.own_rows = OwnRows(communicator, self._plans.plans) if run.batch == "own" else None
         self._recording: Observer | None = None
         self._lowered = False
         remember(self)
@@ -216,31 +217,42 @@ class HAP(TakesPart, WholeStates):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a global batch, which must be the same on every rank."""
         if self._attendance is None:
-            return self._run(*self._planned(args, kwargs), args, kwargs)
+            args, kwargs, own = self._plans.whole(self.own_rows, args, kwargs)
+            planned = self._planned(args, kwargs, own)
+            if own is not None:
+                own.complete()
+            return self._run(*planned, args, kwargs)
         with self._attendance.may_refuse():
-            entry, inputs, parameters = self._planned(args, kwargs)
-        describe = partial(self._plans.calling, args, kwargs, TorchMode.now(self.device))
+            args, kwargs, own = self._plans.whole(self.own_rows, args, kwargs)
+            entry, inputs, parameters = self._planned(args, kwargs, own)
+        describe = partial(self._plans.calling, args, kwargs, TorchMode.now(self.device), own=own)
+        names, first = entry.expected.input_names, not entry.compared
+        compared = (names, inputs) if own is None else own.compared(names, inputs)
         hooks: tuple[str, ...] = ()
         if entry.differentiable and torch.is_grad_enabled():
             hooks = whole_hooks(self, entry.plan.graph.parameters, parameters)
-        state = f"recorded {self._recording is not None}"
-        with self._attendance.at(entry, inputs, state, describe, hooks):
+        state = f"recorded {self._recording is not None}{'' if own is None else own.state}"
+        with self._attendance.at(entry, compared, state, describe, hooks):
+            if own is not None:
+                own.complete(check=first and self._check)
             return self._run(entry, inputs, parameters, args, kwargs)
 
     def _planned(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], own: OwnBatch | None
     ) -> tuple[Entry, list[torch.Tensor], list[torch.Tensor]]:
         """The plan for a batch, the batch's tensors, and the parameters as they are now."""
         no_step()
         refuse_transforms()
-        entry, inputs = self._plans.select(args, kwargs, self._recording)
+        entry, inputs = self._plans.select(args, kwargs, self._recording, own)
         check_tensors(inputs, entry.inputs, self.device)
+        if own is not None:
+            own.fit(entry.plan, inputs)
         try:
             parameters = entry.known_parameters.now()
         except ShardError as error:
             self._everyone.report(error)
             raise
-        if self._check and self._attendance is None and not entry.compared:
+        if self._check and self._attendance is None and not entry.compared and own is None:
             check_same_batch(self._everyone, inputs, entry.inputs)
             entry.compared = True
         return entry, inputs, parameters

@@ -23,6 +23,7 @@ from hetspmd.run.guard import expected, match, refuse_own_rows
 from hetspmd.run.host_guard import Guard
 from hetspmd.run.known_parameters import KnownParameters
 from hetspmd.run.observer import Observer
+from hetspmd.run.own_rows import OwnBatch, OwnRows
 from hetspmd.run.passthrough import is_the_model
 from hetspmd.run.same_model import check_same_model, traced_for
 from hetspmd.run.setting import Mode, Setting
@@ -69,13 +70,19 @@ class PlanCache:
         return self.entries[0].plan
 
     def calling(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], torch_mode: TorchMode, why: str = ""
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        torch_mode: TorchMode,
+        why: str = "",
+        own: OwnBatch | None = None,
     ) -> str:
-        """How the model is called, in words; ``why`` no plan fits."""
+        """How the model is called, in words; ``why`` no plan fits. ``own``: as of :meth:`select`."""
         setting = self.setting
         said = calling_text(setting.model, setting.called, torch_mode, args, kwargs, why)
         guards = (guard for entry in self.entries for _, guard in entry.served.states)
-        return "; ".join((said, *changing(guards)))
+        words = () if own is None else (own.words,)
+        return "; ".join((*words, said, *changing(guards)))
 
     def check_model(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise PlanMismatchError on every rank unless the plan computes the model; once. Blocks."""
@@ -98,16 +105,34 @@ class PlanCache:
         check_same_model(setting.communicator, graph, again, setting.device.type)
         entry.traced = True
 
+    def plans(self) -> list[Plan]:
+        """The plans that there are, the first one first."""
+        return [entry.plan for entry in self.entries]
+
     def runners(self) -> list[tuple[Plan, Runner]]:
         """Each plan with what runs it."""
         return [(entry.plan, entry.runner) for entry in self.entries]
 
+    def whole(
+        self, rows: OwnRows | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], OwnBatch | None]:
+        """A batch with the shapes of the whole one and, where it is this rank's rows, what it was made of."""
+        if rows is None:
+            return args, kwargs, None
+        own = rows.taken(self.setting.called, args, kwargs, [entry.expected for entry in self.entries])
+        return own.args, own.kwargs, own
+
     def select(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], recording: Observer | None
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        recording: Observer | None,
+        own: OwnBatch | None = None,
     ) -> tuple[Entry, list[torch.Tensor]]:
         """The plan for this batch in the present mode, compiled if there is none, and the batch's tensors.
 
-        Raises BatchMismatchError if none can be made.
+        ``own``: what the batch was made of where every rank was given its own rows. Raises BatchMismatchError if
+        none can be made.
         """
         self._calls += 1
         mode = self.setting.mode(self.host.structure())
@@ -120,7 +145,7 @@ class PlanCache:
             choice[0].used = self._calls
             return choice
         runners = self.runners()
-        entry = self._new(args, kwargs, backward=backward, why=why)
+        entry = self._new(args, kwargs, backward=backward, why=why, own=own)
         if recording is not None and not any(entry.runner is runner for _, runner in runners):
             recording.add(entry.plan, entry.runner)
         inputs, why = match(entry.expected, args, kwargs)
@@ -193,14 +218,26 @@ class PlanCache:
             model=not lowered and is_the_model(plan),
         )
 
-    def _new(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backward: bool, why: str) -> Entry:
+    def _new(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        backward: bool,
+        why: str,
+        own: OwnBatch | None,
+    ) -> Entry:
         setting = self.setting
         self.entries[0].known_parameters.now()
         for entry in self.entries:
             refuse_own_rows(entry.runner.program.outputs, setting.called, args, kwargs)
         if self.attendance is not None:
             now = TorchMode.now(setting.device)
-            self.attendance.unplanned(self.calling(args, kwargs, now, why or "the mode of the model changed"))
+            self.attendance.unplanned(
+                self.calling(args, kwargs, now, why or "the mode of the model changed", own)
+            )
+        if own is not None:
+            own.agree(setting.communicator)
 
         def make() -> Plan:
             training = decision.graph.training

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 
 from hetspmd.dist.communicator import Communicator
+from hetspmd.errors import OptionError
 from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, parted
 
 
@@ -25,6 +26,7 @@ class HapKeywords(CompileKeywords, total=False):
     check_plan: bool
     timeout: float
     compile: bool | Mapping[str, Any]
+    batch: Literal["whole", "own"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,14 @@ class RunOptions:
     check_plan: bool = True
     timeout: float = 600.0
     compile: bool | Mapping[str, Any] = False
+    batch: Literal["whole", "own"] = "whole"
+
+    def __post_init__(self) -> None:
+        if self.batch not in ("whole", "own"):
+            raise OptionError(
+                "batch is 'whole' (every rank is given the whole batch) or 'own' (its own rows, by "
+                f"hetspmd.loader), not {self.batch!r}"
+            )
 
     @classmethod
     def of(cls, options: Mapping[str, Any], named: Iterable[str]) -> tuple[Self, CompileOptions]:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hetspmd.dist.communicator import Communicator
     from hetspmd.dist.doings import Doing
     from hetspmd.run.attendance import Attendance
+    from hetspmd.run.own_rows import OwnRows
 
 
 class TakesPart(nn.Module):
@@ -18,11 +19,13 @@ class TakesPart(nn.Module):
 
     _attendance: Attendance | None
     _everyone: Communicator
+    own_rows: OwnRows | None
+    """What loaders have yielded, where every rank is given its own rows (``batch="own"``)."""
 
-    def meet(self, what: str) -> None:
-        """Go on when all ranks do the same, which has collectives of its own."""
+    def meet(self, what: str, arguments: tuple[str, ...] = ()) -> None:
+        """Go on when all ranks do the same with the same arguments, which has collectives of its own."""
         if self._attendance is not None:
-            self._attendance.meet(what)
+            self._attendance.meet(what, arguments)
 
     def meet_hooks(self, hooks: tuple[str, ...]) -> None:
         """Go on when all ranks know that a backward calls these hooks, which have collectives of their own."""
