@@ -114,6 +114,7 @@ def run(options: argparse.Namespace) -> int:
             segments=options.segments,
             machines=options.machines,
             micro_batches=options.micro_batches,
+            recompute=options.recompute,
             timings=timings,
             progress=lambda stage: progress(STAGES[stage]),
         )

@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
             segments=options.segments,
             machines=options.machines,
             micro_batches=options.micro_batches,
+            recompute=options.recompute,
             locate=options.locate,
         )
     errors = {

@@ -10,8 +10,10 @@ from hetspmd.errors import ConstraintError, OptionError
 from hetspmd.optimize.synthesis import Clock
 from hetspmd.placement import Placement
 from hetspmd.search.constraints import nearest
+from hetspmd.trace.blocks import CHECKPOINTS, Recompute, check_recompute, chooser
 from hetspmd.trace.host.watch import HostRandomness, check_randomness
 from hetspmd.trace.losses import Loss, as_loss
+from hetspmd.trace.recompute import Chooser
 
 Segments: TypeAlias = int | Literal["auto"]
 """A number of segments, or as many as gain."""
@@ -31,6 +33,7 @@ class CompileKeywords(TypedDict, total=False):
     segments: Segments
     machines: Machines
     micro_batches: int | Literal["auto"]
+    recompute: Recompute
     host_randomness: HostRandomness
     timings: MutableMapping[str, float] | None
     progress: Callable[[str], object] | None
@@ -57,6 +60,11 @@ class CompileOptions:
             samples as far as can be. Gradients are summed over them, so that the step computes what it computes
             of the whole batch, in less memory. Outputs with a row for each sample come back as None. ``"auto"`` for
             the fewest, doubled each time, with which a program fits the devices' memory.
+        recompute: Which activations the backward computes again instead of holding them: ``"checkpoints"``, the
+            model's own regions of ``torch.utils.checkpoint``; ``"none"``; ``"all"``, these and the repeating
+            elements of lists of modules; globs over paths of modules (``"layers.*"``), these and the outermost
+            modules that match; ``"auto"`` for as few as a program needs to fit the devices' memory, with
+            ``micro_batches="auto"`` what of the two is faster.
         host_randomness: What becomes of random numbers that the model's Python code draws (random, numpy,
             generators): ``"refuse"`` them; ``"freeze"`` them, so that a plan keeps the outcome of its trace;
             or ``"trace_each_step"``, so that HAP traces anew in every step.
@@ -77,6 +85,7 @@ class CompileOptions:
     segments: Segments = "auto"
     machines: Machines = "auto"
     micro_batches: int | Literal["auto"] = 1
+    recompute: Recompute = CHECKPOINTS
     host_randomness: HostRandomness = "refuse"
     timings: MutableMapping[str, float] | None = None
     progress: Callable[[str], object] | None = None
@@ -97,12 +106,18 @@ class CompileOptions:
             raise OptionError(
                 f"micro_batches={count} needs machines='flat': each accelerator is planned by itself"
             )
+        object.__setattr__(self, "recompute", check_recompute(self.recompute))
         object.__setattr__(self, "loss", as_loss(self.loss))
 
     @property
     def find_loss(self) -> Loss | None:
         """What finds the loss; None where the model's output tells it."""
         return as_loss(self.loss)
+
+    @property
+    def recomputed(self) -> Chooser:
+        """What chooses the blocks of a trace that are computed again; none for ``"auto"``."""
+        return chooser(check_recompute(self.recompute))
 
     def clock(self) -> Clock:
         """A clock that fills ``timings`` and tells ``progress``."""

@@ -40,6 +40,7 @@ from hetspmd.search.conflict import naming_conflicts
 from hetspmd.search.constraints import Constraints, resolve, spelling
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import search_space
+from hetspmd.trace.blocks import as_in
 from hetspmd.trace.collector import collector_paused
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.trace import split_example, trace
@@ -62,7 +63,7 @@ def compile(
         cluster: A :class:`~hetspmd.Cluster`, a dict, or the path of a cluster file.
         options: The fields of :class:`~hetspmd.CompileOptions`, by name: ``loss``, ``strict``,
             ``constraints``, ``time_limit``, ``loss_only``, ``segments``, ``machines``, ``micro_batches``,
-            ``host_randomness``, ``timings``, ``progress``.
+            ``recompute``, ``host_randomness``, ``timings``, ``progress``.
 
     Returns:
         The chosen plan. Its program is proved and fits the devices' memory.
@@ -111,6 +112,7 @@ def compile_plan(
                 loss=asked.find_loss,
                 training=training,
                 host_randomness=asked.host_randomness,
+                recompute=asked.recomputed if like is None else as_in(like.graph),
             )
             if asked.loss_only and graph.loss is not None:
                 graph = graph.without_outputs()

@@ -40,6 +40,7 @@ from hetspmd.optimize.compile_options import CompileKeywords, parted
 from hetspmd.trace.autocast import without_autocast
 from hetspmd.trace.trace import split_example
 from hetspmd.trace.values import dtype_name
+from hetspmd.trace.blocks import as_in
 from hetspmd.verify.copies import model_in
 from hetspmd.verify.difference import Tensors, largest_error
 from hetspmd.verify.locate import first_difference
@@ -147,7 +148,7 @@ def _plan_in(plan: Plan, setting: TrainingCase) -> Plan:
     """The plan in the setting's dtype, with the numbers that the model itself has there."""
     typed_plan = retyped(plan, setting.dtype)
     try:
-        traced = wide_trace(setting, training=plan.graph.training)
+        traced = wide_trace(setting, training=plan.graph.training, recompute=as_in(plan.graph))
     except HetspmdError:  # the comparison says what is wrong
         traced = None
     if traced is not None:

@@ -1,0 +1,148 @@
+"""Which parts of a model are blocks, whose activations may be computed again.
+
+A block is a module, by its path, or a region of ``torch.utils.checkpoint``, ``checkpoint 0`` being the first that the
+forward meets. What ``recompute=`` may ask for:
+
+- ``"checkpoints"``: the model's own regions (the default);
+- ``"none"``: nothing;
+- ``"all"``: the regions, and the elements of lists of modules (``nn.ModuleList``, ``nn.Sequential``) in which two
+  elements run nearly the same ops, of lists inside of others the outermost;
+- a glob over paths of modules, or several: the regions, and the outermost modules that match.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import combinations
+from typing import Final, TypeAlias
+
+from hetspmd.errors import OptionError
+from hetspmd.trace.graph import Graph
+from hetspmd.trace.recompute import Block, Chooser
+
+Recompute: TypeAlias = str | Sequence[str]
+"""``"checkpoints"``, ``"none"``, ``"all"``, ``"auto"``, or globs over paths of modules."""
+
+_ALIKE: Final = 0.75
+"""The part of their ops that two modules have in common which repeat: the first layer often makes a mask for all."""
+CHECKPOINTS: Final = "checkpoints"
+WORDS: Final = (CHECKPOINTS, "none", "all", "auto")
+
+
+def check_recompute(asked: object) -> str | tuple[str, ...]:
+    """What is asked for, as a word or a tuple of globs. Raises OptionError for what can be neither."""
+    if isinstance(asked, str) and asked in WORDS:
+        return asked
+    globs = (asked,) if isinstance(asked, str) else tuple(asked) if isinstance(asked, (list, tuple)) else ()
+    if not globs or not all(isinstance(g, str) and g and g not in WORDS for g in globs):
+        raise OptionError(
+            f"recompute={asked!r}: give 'checkpoints', 'none', 'all', 'auto', or globs over paths of modules such as "
+            "'layers.*'"
+        )
+    return globs
+
+
+def chooser(asked: str | tuple[str, ...]) -> Chooser:
+    """What chooses the blocks of a graph that are asked for; ``"auto"`` chooses none: that is for who plans.
+
+    The chooser raises OptionError, with the nearest paths, for a glob that no module matches.
+    """
+
+    def choose(graph: Graph, regions: Sequence[Block]) -> Sequence[Block]:
+        if asked in ("none", "auto"):
+            return ()
+        if asked == CHECKPOINTS:
+            return regions
+        return outermost([*regions, *(repeating(graph) if asked == "all" else matching(graph, asked))])
+
+    return choose
+
+
+def as_in(graph: Graph) -> Chooser:
+    """What chooses the blocks that another graph of the model computes again, as far as they are there."""
+    names = [block.block for block in graph.recomputed]
+
+    def choose(other: Graph, regions: Sequence[Block]) -> Sequence[Block]:
+        found = {block.name: block for block in regions}
+        if not found.keys() >= set(names):
+            found |= {path: Block(path, frozenset(tensors)) for path, tensors in _modules(other).items()}
+        return [found[name] for name in names if name in found]
+
+    return choose
+
+
+def outermost(blocks: Sequence[Block]) -> list[Block]:
+    """The blocks that lie in no other one, in their order; of equal ones the first."""
+    kept: list[Block] = []
+    for block in sorted(blocks, key=lambda b: -len(b.tensors)):
+        if not any(block.tensors <= other.tensors for other in kept):
+            kept.append(block)
+    return [block for block in blocks if any(block is other for other in kept)]
+
+
+def matching(graph: Graph, globs: Sequence[str]) -> list[Block]:
+    """The outermost modules whose path matches one of the globs. Raises OptionError for a glob without any."""
+    modules = _modules(graph)
+    found: dict[str, frozenset[int]] = {}
+    for glob in globs:
+        paths = [path for path in modules if fnmatchcase(path, glob)]
+        if not paths:
+            near = difflib.get_close_matches(glob, modules, n=3, cutoff=0.4)
+            hint = f"; near are {', '.join(near)}" if near else ""
+            raise OptionError(f"recompute={glob!r}: no module of the model that computes something matches it{hint}")
+        found |= {path: frozenset(modules[path]) for path in paths}
+    return outermost([Block(path, found[path]) for path in modules if path in found])
+
+
+def repeating(graph: Graph) -> list[Block]:
+    """The outermost elements of lists of modules in which two elements run nearly the same ops."""
+    modules = _modules(graph)
+    lists: dict[str, list[str]] = {}
+    for path in modules:
+        parent, _, name = path.rpartition(".")
+        if name.isdigit():
+            lists.setdefault(parent, []).append(path)
+    ops = {
+        path: Counter(graph.producer(t).op for t in modules[path]) for paths in lists.values() for path in paths
+    }
+    repeated = [
+        path
+        for paths in lists.values()
+        if any(_alike(ops[one], ops[other]) for one, other in combinations(paths, 2))
+        for path in paths
+    ]
+    blocks = [Block(path, frozenset(modules[path])) for path in repeated if not _is_inside(path, repeated)]
+    return outermost(blocks)
+
+
+def ops_of(graph: Graph, tensors: Sequence[int] | frozenset[int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The ops that make these tensors with their shapes, in order: equal for blocks that are alike."""
+    return tuple((graph.producer(t).op, graph.tensors[t].shape) for t in sorted(tensors))
+
+
+def _alike(one: Counter[str], other: Counter[str]) -> bool:
+    return (one & other).total() >= _ALIKE * (one | other).total()
+
+
+def _is_inside(path: str, others: Sequence[str]) -> bool:
+    return any(path.startswith(other + ".") for other in others)
+
+
+def _modules(graph: Graph) -> Mapping[str, list[int]]:
+    """The paths of modules that compute something in the forward, with the tensors that they make."""
+    modules: dict[str, list[int]] = {}
+    for instruction in graph.instructions:
+        if instruction.phase == "forward" and not instruction.is_source and instruction.source:
+            for path in _paths(instruction.source):
+                modules.setdefault(path, []).extend(t for t in instruction.outputs if t >= 0)
+    return modules
+
+
+def _paths(source: str) -> Iterator[str]:
+    """The paths of a module and of those that it is in, the outermost first."""
+    names = source.split(".")
+    for count in range(1, len(names) + 1):
+        yield ".".join(names[:count])
