@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypedDict
 
@@ -11,9 +11,10 @@ from hetspmd.optimize.synthesis import Clock
 from hetspmd.placement import Placement
 from hetspmd.search.constraints import nearest
 from hetspmd.trace.blocks import CHECKPOINTS, Recompute, check_recompute, chooser
+from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.watch import HostRandomness, check_randomness
 from hetspmd.trace.losses import Loss, as_loss
-from hetspmd.trace.recompute import Chooser
+from hetspmd.trace.recompute import Block, Chooser
 
 Segments: TypeAlias = int | Literal["auto"]
 """A number of segments, or as many as gain."""
@@ -114,10 +115,17 @@ class CompileOptions:
         """What finds the loss; None where the model's output tells it."""
         return as_loss(self.loss)
 
-    @property
-    def recomputed(self) -> Chooser:
-        """What chooses the blocks of a trace that are computed again; none for ``"auto"``."""
-        return chooser(check_recompute(self.recompute))
+    def recomputed(self, candidates: list[Block]) -> Chooser:
+        """What chooses the blocks of a trace that are computed again. For ``"auto"`` it chooses none, and fills
+        ``candidates`` with those that may be."""
+        if self.recompute != "auto":
+            return chooser(check_recompute(self.recompute))
+
+        def noted(graph: Graph, regions: Sequence[Block]) -> Sequence[Block]:
+            candidates[:] = chooser("all")(graph, regions)
+            return ()
+
+        return noted
 
     def clock(self) -> Clock:
         """A clock that fills ``timings`` and tells ``progress``."""

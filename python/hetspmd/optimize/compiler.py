@@ -23,6 +23,7 @@ from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, segmen
 from hetspmd.optimize.in_micro_batches import composed, in_micro_batches, least_that_fits
 from hetspmd.optimize.partition import segmented, segments_like
 from hetspmd.optimize.prefetch import further
+from hetspmd.optimize.recomputation import fewest_recomputed
 from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Clock, Synthesis
 from hetspmd.optimize.synthesize import Outcome, candidate_at, synthesize
@@ -43,6 +44,7 @@ from hetspmd.search.space import search_space
 from hetspmd.trace.blocks import as_in
 from hetspmd.trace.collector import collector_paused
 from hetspmd.trace.graph import Graph
+from hetspmd.trace.recompute import Block
 from hetspmd.trace.trace import split_example, trace
 
 _Constraints = Mapping[str, str | Placement] | None
@@ -103,6 +105,7 @@ def compile_plan(
     """
     asked = options or CompileOptions()
     clock = asked.clock()
+    blocks: list[Block] = []
     with clock("total"), collector_paused():
         with clock("trace"):
             graph = traced or trace(
@@ -112,7 +115,7 @@ def compile_plan(
                 loss=asked.find_loss,
                 training=training,
                 host_randomness=asked.host_randomness,
-                recompute=asked.recomputed if like is None else as_in(like.graph),
+                recompute=as_in(like.graph) if like is not None else asked.recomputed(blocks),
             )
             if asked.loss_only and graph.loss is not None:
                 graph = graph.without_outputs()
@@ -123,11 +126,15 @@ def compile_plan(
             with clock("rules"):
                 theory, batches = in_micro_batches(theory, like.micro_batches if divided else 1, fewer=True)
             return _like(theory, like, Limits(seconds=asked.time_limit), clock, batches)
-        plan = least_that_fits(
-            theory,
-            asked.micro_batches if divided else 1,
-            lambda theory, batches: _in(theory, cluster, asked, clock, batches),
-        )
+        count = asked.micro_batches if divided else 1
+
+        def planned(theory: Theory, batches: MicroBatches | None) -> Plan:
+            return _in(theory, cluster, asked, clock, batches)
+
+        if divided and blocks:
+            plan = fewest_recomputed(theory, blocks, cluster, count, planned)
+        else:
+            plan = least_that_fits(theory, count, planned)
         warn_of_strays(plan)
         return plan
 

@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 
 from hetspmd.errors import OptionError
 from hetspmd.trace.graph import Graph
-from hetspmd.trace.recompute import Block, Chooser
+from hetspmd.trace.recompute import Block, Chooser, own_regions
 
 Recompute: TypeAlias = str | Sequence[str]
 """``"checkpoints"``, ``"none"``, ``"all"``, ``"auto"``, or globs over paths of modules."""
@@ -46,13 +46,13 @@ def check_recompute(asked: object) -> str | tuple[str, ...]:
 
 
 def chooser(asked: str | tuple[str, ...]) -> Chooser:
-    """What chooses the blocks of a graph that are asked for; ``"auto"`` chooses none: that is for who plans.
+    """What chooses the blocks of a graph that are asked for; ``"auto"`` is for who plans.
 
     The chooser raises OptionError, with the nearest paths, for a glob that no module matches.
     """
 
     def choose(graph: Graph, regions: Sequence[Block]) -> Sequence[Block]:
-        if asked in ("none", "auto"):
+        if asked == "none":
             return ()
         if asked == CHECKPOINTS:
             return regions
@@ -62,7 +62,10 @@ def chooser(asked: str | tuple[str, ...]) -> Chooser:
 
 
 def as_in(graph: Graph) -> Chooser:
-    """What chooses the blocks that another graph of the model computes again, as far as they are there."""
+    """What chooses the blocks that another graph of the model computes again, as far as they are there; the model's
+    own regions for one without a backward."""
+    if graph.tangent is None:
+        return own_regions
     names = [block.block for block in graph.recomputed]
 
     def choose(other: Graph, regions: Sequence[Block]) -> Sequence[Block]:

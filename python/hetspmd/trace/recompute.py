@@ -28,6 +28,7 @@ from typing import Any, Final
 import torch
 
 from hetspmd.trace.graph import Graph, Instruction, Recomputed, Ref, Tensor
+from hetspmd.trace.second_reads import with_second_reads, without_second_reads
 from hetspmd.trace.values import torch_op
 
 AGAIN: Final = "again"
@@ -65,6 +66,11 @@ def with_recomputation(graph: Graph, blocks: Sequence[Block]) -> Graph:
     if graph.tangent is None or not blocks:
         return graph
     return _Pass(graph, blocks).run()
+
+
+def recomputed(graph: Graph, blocks: Sequence[Block]) -> Graph:
+    """:func:`with_recomputation` of a graph with second readings, which are made anew."""
+    return with_second_reads(with_recomputation(without_second_reads(graph), blocks))
 
 
 @dataclass
@@ -125,7 +131,7 @@ class _Pass:
             or any(self._is_outside(reader, tensor) for reader in graph.consumers.get(tensor, ()))
         }
         for tensor in sorted(held, key=graph.producers.__getitem__, reverse=True):
-            while _is_view(graph.producer(tensor)):
+            while is_view(graph.producer(tensor)):
                 tensor = graph.producer(tensor).inputs[0]
                 if tensor in held or tensor not in self.block_of:
                     break
@@ -137,7 +143,7 @@ class _Pass:
         if _is_random(producer):
             dropped = producer.op == _DROPOUT and tensor == producer.outputs[0]
             return not dropped or producer.outputs[1] < 0
-        if _is_view(producer):
+        if is_view(producer):
             return False
         made, read = self.graph.tensors[tensor], [self.graph.tensors[t] for t in producer.inputs]
         decided = _is_integer(made) and any(_is_floating(t) for t in read)
@@ -241,7 +247,7 @@ def _is_random(instruction: Instruction) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
-def _is_view(instruction: Instruction) -> bool:
+def is_view(instruction: Instruction) -> bool:
     """Whether what an instruction makes has the memory of its first input."""
     if instruction.is_source or instruction.op.startswith("hetspmd.") or len(instruction.outputs) != 1:
         return False
