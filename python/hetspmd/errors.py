@@ -115,7 +115,7 @@ class FollowerWarning(UserWarning):
 
 
 class CheckpointWarning(UserWarning):
-    """The model recomputes activations in its backward; plans keep them."""
+    """The model checkpoints activations inside of what it checkpoints; plans compute both again at once."""
 
 
 class OutsideParameterWarning(UserWarning):

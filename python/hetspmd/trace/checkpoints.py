@@ -28,14 +28,15 @@ from hetspmd.trace.host.recorder import Place
 
 
 class Checkpoints:
-    """The regions of a step. ``count`` of them recompute something in eager PyTorch, those inside of others apart.
+    """The regions of a step: ``count`` of them, and ``nested`` ones inside of others, the first at ``line``.
 
     ``counted`` tells the numbers that forward has changed so far, by their places.
     """
 
     def __init__(self, model: nn.Module, counted: Callable[[], Mapping[Place, object]] = dict) -> None:
         self._model, self._counted = model, counted
-        self.count = 0
+        self.count, self.nested = 0, 0
+        self.line = ""
         self._inside = False
         self._again: list[Callable[[], Any]] = []
 
@@ -62,6 +63,9 @@ class Checkpoints:
             self._inside = True
             scope.__enter__()
             self.count += 1
+        else:
+            self.nested += 1
+            self.line = self.line or here(self._model)
         before, numbers = self._buffers(), dict(self._counted())
 
         def end() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hetspmd.errors import (
+    CheckpointWarning,
     DeviceError,
     DroppedOutputWarning,
     ExampleError,
@@ -238,6 +239,14 @@ def _batch(
 
 def _warn(step: Step, watch: HostWatch) -> None:
     """Say what the graph does not do as the model does."""
+    if step.checkpoints.nested:
+        warnings.warn(
+            f"{step.checkpoints.nested} regions of torch.utils.checkpoint lie inside of others (the first at "
+            f"{step.checkpoints.line}): they are computed again with these, once, and what they compute is held until "
+            "the backward has passed them. Results are equal, and more memory is needed than with one region in another",
+            CheckpointWarning,
+            stacklevel=4,
+        )
     watch.asked.warn()
     watch.untrained.check()
     watch.untrained.warn()
