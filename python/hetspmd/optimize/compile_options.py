@@ -119,7 +119,7 @@ class CompileOptions:
         """What chooses the blocks of a trace that are computed again. For ``"auto"`` it chooses none, and fills
         ``candidates`` with those that may be."""
         if self.recompute != "auto":
-            return chooser(check_recompute(self.recompute))
+            return chooser(self.recompute)
 
         def noted(graph: Graph, regions: Sequence[Block]) -> Sequence[Block]:
             candidates[:] = chooser("all")(graph, regions)

@@ -45,11 +45,13 @@ def check_recompute(asked: object) -> str | tuple[str, ...]:
     return globs
 
 
-def chooser(asked: str | tuple[str, ...]) -> Chooser:
+def chooser(recompute: Recompute) -> Chooser:
     """What chooses the blocks of a graph that are asked for; ``"auto"`` is for who plans.
 
-    The chooser raises OptionError, with the nearest paths, for a glob that no module matches.
+    Raises OptionError for what can not be asked for, and in the chooser, with the nearest paths, for a glob that no
+    module matches.
     """
+    asked = check_recompute(recompute)
 
     def choose(graph: Graph, regions: Sequence[Block]) -> Sequence[Block]:
         if asked == "none":
