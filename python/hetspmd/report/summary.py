@@ -15,6 +15,7 @@ from hetspmd.program.program import communication_text
 from hetspmd.report.limits import limits, limits_text
 from hetspmd.report.machine_report import inside_text
 from hetspmd.report.notation import tensor_text
+from hetspmd.report.recomputing import recomputing_text
 
 _MOST_COLLECTIVES = 12
 """Collectives of a table: the dearest, on one screen."""
@@ -30,6 +31,8 @@ def plan_text(plan: Plan) -> str:
         parts.insert(2, inside_text(plan))
     if plan.batches is not None:
         parts.insert(1, _micro_batches(plan.batches))
+    if plan.graph.recomputed:
+        parts.insert(-2, recomputing_text(plan))
     return "\n\n".join([*parts, limits_text(plan, limits(plan))])
 
 
