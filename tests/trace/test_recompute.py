@@ -40,11 +40,12 @@ def random_ids(graph: Graph) -> list[int]:
     return [i.id for i in calls if torch.Tag.nondeterministic_seeded in local_op(i.op).tags]
 
 
+@pytest.mark.parametrize("how", ["all", "selective"])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_block_of_a_model_again(name: str) -> None:
+def test_every_block_of_a_model_again(name: str, how: str) -> None:
     t = traced(name)
-    theory = theory_of(t.model, t.example, BLOCKS.get(name, "all"), t.loss)
-    assert len(theory.graph.recomputed) >= 2
+    theory = theory_of(t.model, t.example, BLOCKS.get(name, how) if how == "all" else how, t.loss)
+    assert len(theory.graph.recomputed) >= (2 if how == "all" else 1)
     want, got = (on_one_device(each, t.model, t.example) for each in (t.theory, theory))
     assert largest_difference(got, want) < 1e-12
     assert sum(saved_bytes(theory.graph).values()) > 0
@@ -142,7 +143,7 @@ def test_globs_and_words() -> None:
     with pytest.raises(OptionError, match=r"recompute='hh\.\*': no module .* matches it; near are h\.\d"):
         graph_of("hh.*")
     for wrong in (3, "", (), ("auto", "h.*"), [1], {"h": 1}):
-        with pytest.raises(OptionError, match="give 'checkpoints', 'none', 'all', 'auto', or globs"):
+        with pytest.raises(OptionError, match="give 'checkpoints', 'none', 'all', 'selective', 'auto', or globs"):
             check_recompute(wrong)
     assert check_recompute(["h.*"]) == ("h.*",)
     assert check_recompute("auto") == "auto"
@@ -181,6 +182,18 @@ def test_repeating_blocks_of_models() -> None:
     assert len(found["resnet50"]) == 16
     assert found["swin"]
     assert not [b for b in repeating(traced("lstm").theory.graph)]
+
+
+def test_what_is_cheap_leaves_products_with_parameters_held() -> None:
+    graph = graph_of("selective")
+    assert [b.block for b in graph.recomputed][:3] == [f"h.{i} (selective)" for i in range(3)]
+    copies = [graph.instructions[i] for i in copying_instructions(graph)]
+    assert copies
+    assert not [i for i in copies if i.op.split(".")[1] in ("addmm", "mm")]
+    again = trace(Blocks(), (), batch(3), recompute=as_in(graph))
+    assert [b.block for b in again.recomputed] == [b.block for b in graph.recomputed]
+    whole, part = Block("a", frozenset({1, 2})), Block("b", frozenset({1, 2}), frozenset({1}))
+    assert outermost([part, whole]) == [whole]
 
 
 def test_blocks_in_others_are_left_out() -> None:

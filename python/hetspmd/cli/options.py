@@ -54,7 +54,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         default="checkpoints",
         metavar="WHAT",
         help="activations that the backward computes again: checkpoints (the model's own regions of "
-        "torch.utils.checkpoint), none, all (these and repeating blocks), auto (as few as fit the memory), or globs "
+        "torch.utils.checkpoint), none, all (these and repeating blocks), selective (what is cheap), auto (as few as fit the memory), or globs "
         "over paths of modules, with commas between them (checkpoints)",
     )
     parser.add_argument(

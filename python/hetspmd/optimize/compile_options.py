@@ -10,7 +10,7 @@ from hetspmd.errors import ConstraintError, OptionError
 from hetspmd.optimize.synthesis import Clock
 from hetspmd.placement import Placement
 from hetspmd.search.constraints import nearest
-from hetspmd.trace.blocks import CHECKPOINTS, Recompute, check_recompute, chooser
+from hetspmd.trace.blocks import CHECKPOINTS, Recompute, check_recompute, chooser, selective
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.watch import HostRandomness, check_randomness
 from hetspmd.trace.losses import Loss, as_loss
@@ -63,7 +63,7 @@ class CompileOptions:
             the fewest, doubled each time, with which a program fits the devices' memory.
         recompute: Which activations the backward computes again instead of holding them: ``"checkpoints"``, the
             model's own regions of ``torch.utils.checkpoint``; ``"none"``; ``"all"``, these and the repeating
-            elements of lists of modules; globs over paths of modules (``"layers.*"``), these and the outermost
+            elements of lists of modules; ``"selective"``, these regions and what of the rest is cheap; globs over paths of modules (``"layers.*"``), these and the outermost
             modules that match; ``"auto"`` for as few as a program needs to fit the devices' memory, with
             ``micro_batches="auto"`` what of the two is faster.
         host_randomness: What becomes of random numbers that the model's Python code draws (random, numpy,
@@ -122,7 +122,7 @@ class CompileOptions:
             return chooser(self.recompute)
 
         def noted(graph: Graph, regions: Sequence[Block]) -> Sequence[Block]:
-            candidates[:] = chooser("all")(graph, regions)
+            candidates[:] = [*chooser("all")(graph, regions), *selective(graph, regions)]
             return ()
 
         return noted

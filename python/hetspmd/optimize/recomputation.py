@@ -1,8 +1,10 @@
 """``recompute="auto"``: as few activations are computed again as a program needs to fit the devices' memory.
 
-Blocks are ordered by the seconds that computing them again takes for each byte that it saves, those that are alike in
-the order of the forward: the last one saves least, since its activations are there when the most is held. The fewest
-that fit are found by bisection, so that so many blocks take about log2 of them compilations.
+Of each block there are two candidates: what of it is cheap (:func:`hetspmd.trace.blocks.selective`), and all of it.
+Candidates are ordered by the seconds that computing them again takes for each byte that it saves, of a whole block those
+beyond its cheap part; those that are alike stand in the order of the forward: the last one saves least, since its
+activations are there when the most is held. The fewest that fit are found by bisection, so that so many candidates take
+about log2 of them compilations.
 
 With ``micro_batches="auto"`` there are two ways to fit. The fewest micro-batches with which a program fits when all
 blocks are computed again are one candidate, with as few blocks as fit; the fewest with which it fits without are the
@@ -21,6 +23,7 @@ from hetspmd.optimize.in_micro_batches import in_micro_batches
 from hetspmd.plan.plan import Plan
 from hetspmd.program.micro_batches import MicroBatches, samples
 from hetspmd.rules.theory import Theory, derive
+from hetspmd.trace.blocks import SELECTIVE, outermost
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.recompute import Block, recomputed
 from hetspmd.trace.recompute_savings import copying_instructions, saved_bytes
@@ -76,7 +79,7 @@ class _Fitting:
     def _plan(self, blocks: int, number: int) -> Plan:
         """The plan that computes the first so many blocks again, in so many micro-batches."""
         if blocks not in self._theories:
-            graph = recomputed(self.theory.graph, self.blocks[:blocks])
+            graph = recomputed(self.theory.graph, outermost(self.blocks[:blocks]))
             self._theories[blocks] = derive(graph, quiet=True)
         return self.planned(*in_micro_batches(self._theories[blocks], number))
 
@@ -99,15 +102,28 @@ class _Fitting:
 
 
 def _ranked(graph: Graph, blocks: Sequence[Block], cluster: Cluster) -> list[Block]:
-    """The blocks that save bytes, those with the fewest seconds for each byte first. Seconds are those of the device
-    that computes the step fastest, with the whole batch."""
+    """The candidates that save bytes, those with the fewest seconds for each byte first. ``blocks`` has whole ones and,
+    by the same name and :data:`SELECTIVE`, their cheap parts."""
+    parts = [block for block in blocks if block.name.endswith(SELECTIVE)]
+    whole = [block for block in blocks if not block.name.endswith(SELECTIVE)]
+    worth = _worth(graph, parts, cluster)
+    prices = {name: seconds / nbytes for name, (seconds, nbytes) in worth.items() if nbytes > 0}
+    for name, (seconds, nbytes) in _worth(graph, whole, cluster).items():
+        less, fewer = worth.get(name + SELECTIVE, (0.0, 0))
+        if nbytes > max(fewer, 0):
+            prices[name] = max(seconds - less, 0.0) / (nbytes - max(fewer, 0))
+    candidates = [block for block in (*parts, *whole) if block.name in prices]
+    return sorted(candidates, key=lambda block: float(f"{prices[block.name]:.2g}"))
+
+
+def _worth(graph: Graph, blocks: Sequence[Block], cluster: Cluster) -> dict[str, tuple[float, int]]:
+    """For each block that is computed again the seconds that this takes, on the device that computes the step fastest,
+    with the whole batch, and the bytes that it saves."""
     everything = recomputed(graph, blocks)
-    saved = saved_bytes(everything)
     costs = CostModel(derive(everything, quiet=True), cluster)
-    whole = costs.whole()
-    fastest = int(costs.alone().argmin())
+    whole, fastest = costs.whole(), int(costs.alone().argmin())
+    saved = saved_bytes(everything)
     seconds = dict.fromkeys(saved, 0.0)
     for instruction, block in copying_instructions(everything).items():
         seconds[block] += float(whole[instruction, fastest])
-    worth = [block for block in blocks if saved.get(block.name, 0) > 0]
-    return sorted(worth, key=lambda block: float(f"{seconds[block.name] / saved[block.name]:.2g}"))
+    return {name: (seconds[name], saved[name]) for name in saved}

@@ -7,6 +7,8 @@ forward meets. What ``recompute=`` may ask for:
 - ``"none"``: nothing;
 - ``"all"``: the regions, and the elements of lists of modules (``nn.ModuleList``, ``nn.Sequential``) in which two
   elements run nearly the same ops, of lists inside of others the outermost;
+- ``"selective"``: the regions, and of the rest what is cheap: of the same elements, and of what lies outside of them (the
+  loss), all but products with parameters, convolutions, lookups and fused attention, whose results are held;
 - a glob over paths of modules, or several: the regions, and the outermost modules that match.
 """
 
@@ -24,12 +26,18 @@ from hetspmd.trace.graph import Graph
 from hetspmd.trace.recompute import Block, Chooser, own_regions
 
 Recompute: TypeAlias = str | Sequence[str]
-"""``"checkpoints"``, ``"none"``, ``"all"``, ``"auto"``, or globs over paths of modules."""
+"""``"checkpoints"``, ``"none"``, ``"all"``, ``"selective"``, ``"auto"``, or globs over paths of modules."""
 
 _ALIKE: Final = 0.75
 """The part of their ops that two modules have in common which repeat: the first layer often makes a mask for all."""
 CHECKPOINTS: Final = "checkpoints"
-WORDS: Final = (CHECKPOINTS, "none", "all", "auto")
+WORDS: Final = (CHECKPOINTS, "none", "all", "selective", "auto")
+SELECTIVE: Final = " (selective)"
+"""What follows the name of a block of which only what is cheap is computed again."""
+_REST: Final = "the rest"
+_PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv")
+_DEAR: Final = ("convolution", "embedding", "_scaled_dot_product", "_flash", "_efficient", "sort", "topk", "_fft", "linalg")
+"""The beginnings of names of ops whose results are held."""
 
 
 def check_recompute(asked: object) -> str | tuple[str, ...]:
@@ -39,8 +47,8 @@ def check_recompute(asked: object) -> str | tuple[str, ...]:
     globs = (asked,) if isinstance(asked, str) else tuple(asked) if isinstance(asked, (list, tuple)) else ()
     if not globs or not all(isinstance(g, str) and g and g not in WORDS for g in globs):
         raise OptionError(
-            f"recompute={asked!r}: give 'checkpoints', 'none', 'all', 'auto', or globs over paths of modules such as "
-            "'layers.*'"
+            f"recompute={asked!r}: give 'checkpoints', 'none', 'all', 'selective', 'auto', or globs over paths of modules "
+            "such as 'layers.*'"
         )
     return globs
 
@@ -58,6 +66,8 @@ def chooser(recompute: Recompute) -> Chooser:
             return ()
         if asked == CHECKPOINTS:
             return regions
+        if asked == "selective":
+            return outermost([*regions, *selective(graph, regions)])
         return outermost([*regions, *(repeating(graph) if asked == "all" else matching(graph, asked))])
 
     return choose
@@ -74,15 +84,16 @@ def as_in(graph: Graph) -> Chooser:
         found = {block.name: block for block in regions}
         if not found.keys() >= set(names):
             found |= {path: Block(path, frozenset(tensors)) for path, tensors in _modules(other).items()}
+            found |= {block.name: block for block in selective(other, regions)}
         return [found[name] for name in names if name in found]
 
     return choose
 
 
 def outermost(blocks: Sequence[Block]) -> list[Block]:
-    """The blocks that lie in no other one, in their order; of equal ones the first."""
+    """The blocks that lie in no other one, in their order; of equal ones that which holds least, or the first."""
     kept: list[Block] = []
-    for block in sorted(blocks, key=lambda b: -len(b.tensors)):
+    for block in sorted(blocks, key=lambda b: (-len(b.tensors), len(b.held))):
         if not any(block.tensors <= other.tensors for other in kept):
             kept.append(block)
     return [block for block in blocks if any(block is other for other in kept)]
@@ -123,9 +134,32 @@ def repeating(graph: Graph) -> list[Block]:
     return outermost(blocks)
 
 
-def ops_of(graph: Graph, tensors: Sequence[int] | frozenset[int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The ops that make these tensors with their shapes, in order: equal for blocks that are alike."""
-    return tuple((graph.producer(t).op, graph.tensors[t].shape) for t in sorted(tensors))
+def selective(graph: Graph, regions: Sequence[Block]) -> list[Block]:
+    """Of the regions and of repeating modules, and of what lies in none of them, what is cheap to compute again."""
+    blocks = outermost([*regions, *repeating(graph)])
+    inside = frozenset[int]().union(*(block.tensors for block in blocks))
+    forward = (i for i in graph.instructions if i.phase == "forward" and not i.is_source)
+    rest = frozenset(t for i in forward for t in i.outputs if t >= 0) - inside
+    dear = _dear(graph)
+    every = (*((b.name, b.tensors) for b in blocks), (_REST, rest))
+    return [Block(name + SELECTIVE, tensors, tensors & dear) for name, tensors in every if tensors]
+
+
+def _dear(graph: Graph) -> frozenset[int]:
+    """Tensors of the forward that take long to compute for their bytes: what multiplies a parameter, and what comes of
+    the ops that are named."""
+    of_parameters = {p.tensor for p in graph.parameters}
+    dear: set[int] = set()
+    for instruction in graph.instructions:
+        if instruction.phase != "forward" or instruction.is_source:
+            continue
+        name = instruction.op.split(".")[1]
+        product = name in _PRODUCTS and not of_parameters.isdisjoint(instruction.inputs)
+        if product or name.startswith(_DEAR):
+            dear.update(instruction.outputs)
+        elif instruction.inputs and of_parameters.issuperset(instruction.inputs):
+            of_parameters.update(instruction.outputs)
+    return frozenset(dear)
 
 
 def _alike(one: Counter[str], other: Counter[str]) -> bool:

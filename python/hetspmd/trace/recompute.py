@@ -42,10 +42,12 @@ _SMALL: Final = 1 / 32
 
 @dataclass(frozen=True)
 class Block:
-    """A part of the forward that may be computed again: its name, and the tensors that its instructions make."""
+    """A part of the forward that may be computed again: its name, and the tensors that its instructions make, of which
+    those ``held`` are not computed again."""
 
     name: str
     tensors: frozenset[int]
+    held: frozenset[int] = frozenset()
 
 
 Chooser = Callable[[Graph, Sequence[Block]], Sequence[Block]]
@@ -127,6 +129,7 @@ class _Pass:
             tensor
             for tensor in self.block_of
             if tensor in results
+            or tensor in self.blocks[self.block_of[tensor]].held
             or self._is_kept(graph.producer(tensor), tensor)
             or any(self._is_outside(reader, tensor) for reader in graph.consumers.get(tensor, ()))
         }
