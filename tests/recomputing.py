@@ -1,4 +1,5 @@
-"""What tests of recomputation share: a stack of blocks that draw, decide and count, and step results on one device."""
+"""What tests of recomputation share: a stack of blocks that draw, decide and count, and step results on one
+device."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ WIDE = torch.float64
 
 
 class Block(nn.Module):
-    """A residual block with dropout, noise, a choice of the largest channels, and running statistics if asked for."""
+    """A residual block with dropout, noise, a choice of the largest channels, and running statistics if asked
+    for."""
 
     def __init__(self, width: int, *, dropout: float, statistics: bool) -> None:
         super().__init__()
@@ -43,7 +45,9 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """A stack of them under a head, with a loss; ``h`` is the list."""
 
-    def __init__(self, count: int = 3, width: int = 6, dropout: float = 0.0, statistics: bool = False) -> None:
+    def __init__(
+        self, count: int = 3, width: int = 6, dropout: float = 0.0, statistics: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(4, width)
@@ -67,7 +71,8 @@ def batch(rows: int = 6, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def forward_first(graph: Graph) -> Graph:
-    """The graph with all of its forward before its backward: random numbers follow from an instruction's number, and
+    """The graph with all of its forward before its backward: random numbers follow from an instruction's number,
+    and
     what of the backward stands among the forward may be put off."""
     instructions = sorted(graph.instructions, key=lambda i: i.phase != "forward")
     return replace(graph, instructions=tuple(replace(i, id=n) for n, i in enumerate(instructions)))

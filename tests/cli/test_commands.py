@@ -124,7 +124,10 @@ def test_recompute(command, targets, cluster, tmp_path: Path) -> None:
     assert command("verify", target, "--cluster", cluster, "--recompute", "layers.0,layers.2").status == 0
     wrong = command("compile", target, "--cluster", cluster, "--recompute", "layer.*")
     assert wrong.status == 2
-    assert "recompute='layer.*': no module of the model that computes something matches it; near are" in wrong.err
+    assert (
+        "recompute='layer.*': no module of the model that computes something matches it; near are"
+        in wrong.err
+    )
 
 
 def test_json_to_standard_output_is_all_there_is(command, targets, cluster) -> None:

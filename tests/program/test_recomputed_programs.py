@@ -24,8 +24,8 @@ from hetspmd.program.turn_lengths import turn_lengths
 from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from hetspmd.verify.reference import ReferenceResult
-from test_random_programs import MAKERS
 from recomputing import Blocks, batch, inputs_of, on_one_device, theory_of
+from test_random_programs import MAKERS
 from workbench import cluster, simulated_error, traced
 
 RATIOS = (0.5, 0.0, 0.3, 0.2)
@@ -106,9 +106,7 @@ def test_known_programs(name: str, kind: str) -> None:
     inputs = inputs_of(theory.graph, t.example)
     plan = plan_for(theory, CLUSTER, KINDS[kind](theory), RATIOS)
     limit = 1e-6 if any(tensor.dtype == "float32" for tensor in theory.graph.tensors) else 1e-9
-    error = simulated_error(
-        theory, plan.program, plan.lengths, t.model, inputs, want, schedule=plan.schedule
-    )
+    error = simulated_error(theory, plan.program, plan.lengths, t.model, inputs, want, schedule=plan.schedule)
     assert error < limit
     try:
         batches = micro_batches(theory, 2)

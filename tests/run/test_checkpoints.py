@@ -93,7 +93,9 @@ CASES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     ),
     "reentrant, of the batch": lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=True)).pow(2).mean(),
     "in a loop, with other arguments": lambda m, x: m.b(in_a_loop(m, m.a(x))).pow(2).mean(),
-    "one region in another": lambda m, x: m.b(checkpoint(nested(m), m.a(x), use_reentrant=False)).pow(2).mean(),
+    "one region in another": lambda m, x: (
+        m.b(checkpoint(nested(m), m.a(x), use_reentrant=False)).pow(2).mean()
+    ),
     "one reentrant region in another": lambda m, x: (
         m.b(checkpoint(nested(m, reentrant=True), m.a(x), use_reentrant=True)).pow(2).mean()
     ),

@@ -22,7 +22,9 @@ from hetspmd.run.module import HAP
 from recomputing import Blocks, batch
 
 DEVICES = cluster(4, 2, 1)
-pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # evaluated
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad:UserWarning"
+)  # evaluated
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
@@ -73,13 +75,19 @@ def test_a_training_loop(model: type[Blocks], options: dict[str, Any], kind: str
     assert asked.error() < 1e-9
     training = [plan for plan in asked.plans if plan.program.gradients]
     assert len(training) >= 2, "of two sizes"
-    wanted = {"none": 0, "all": 3, "h.*": 3}.get(str(options.get("recompute")), 1 if "recompute" in options else 3)
+    wanted = {"none": 0, "all": 3, "h.*": 3}.get(
+        str(options.get("recompute")), 1 if "recompute" in options else 3
+    )
     assert all(len(plan.graph.recomputed) == wanted for plan in training)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_parameters_in_shards(dim: int) -> None:
-    forms = {f"h.{i}.{name}.weight": shard(dim if name == "up" else 1 - dim) for i in range(3) for name in ("up", "down")}
+    forms = {
+        f"h.{i}.{name}.weight": shard(dim if name == "up" else 1 - dim)
+        for i in range(3)
+        for name in ("up", "down")
+    }
     asked = ask(
         Blocks(), trained("adamw"), cluster=DEVICES, example=batch(), recompute="all", constraints=forms
     )
@@ -88,9 +96,7 @@ def test_parameters_in_shards(dim: int) -> None:
 
 def test_running_statistics_are_updated_once() -> None:
     """Of a block that is computed again; the user's own region updates them twice, as on one device."""
-    asked = ask(
-        Blocks(statistics=True), trained("sgd"), cluster=DEVICES, example=batch(), recompute="h.*"
-    )
+    asked = ask(Blocks(statistics=True), trained("sgd"), cluster=DEVICES, example=batch(), recompute="h.*")
     assert asked.error() < 1e-9
 
 

@@ -106,7 +106,9 @@ def test_a_mask_that_the_backward_makes_is_put_off() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.h = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2))
+            self.h = nn.ModuleList(
+                nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2)
+            )
 
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             for block in self.h:
@@ -143,7 +145,9 @@ def test_globs_and_words() -> None:
     with pytest.raises(OptionError, match=r"recompute='hh\.\*': no module .* matches it; near are h\.\d"):
         graph_of("hh.*")
     for wrong in (3, "", (), ("auto", "h.*"), [1], {"h": 1}):
-        with pytest.raises(OptionError, match="give 'checkpoints', 'none', 'all', 'selective', 'auto', or globs"):
+        with pytest.raises(
+            OptionError, match="give 'checkpoints', 'none', 'all', 'selective', 'auto', or globs"
+        ):
             check_recompute(wrong)
     assert check_recompute(["h.*"]) == ("h.*",)
     assert check_recompute("auto") == "auto"
@@ -162,7 +166,9 @@ def test_own_regions_and_modules_together() -> None:
     assert not graph_of("none", model).recomputed
     like = graph_of(("h.2",), model)
     again = trace(model, (), batch(9), recompute=as_in(like))
-    assert [b.block for b in again.recomputed] == [b.block for b in like.recomputed] == ["checkpoint 0", "h.2"]
+    assert (
+        [b.block for b in again.recomputed] == [b.block for b in like.recomputed] == ["checkpoint 0", "h.2"]
+    )
 
 
 def test_the_pass_on_a_graph_with_second_readings() -> None:
@@ -176,12 +182,14 @@ def test_the_pass_on_a_graph_with_second_readings() -> None:
 
 
 def test_repeating_blocks_of_models() -> None:
-    found = {name: [b.name for b in repeating(traced(name).theory.graph)] for name in ("gpt2", "resnet50", "swin")}
+    found = {
+        name: [b.name for b in repeating(traced(name).theory.graph)] for name in ("gpt2", "resnet50", "swin")
+    }
     assert found["gpt2"] == ["transformer.h.0", "transformer.h.1"]
     assert [n for n in found["resnet50"] if n.startswith("layer3")] == [f"layer3.{i}" for i in range(6)]
     assert len(found["resnet50"]) == 16
     assert found["swin"]
-    assert not [b for b in repeating(traced("lstm").theory.graph)]
+    assert not repeating(traced("lstm").theory.graph)
 
 
 def test_what_is_cheap_leaves_products_with_parameters_held() -> None:

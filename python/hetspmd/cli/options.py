@@ -54,8 +54,8 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         default="checkpoints",
         metavar="WHAT",
         help="activations that the backward computes again: checkpoints (the model's own regions of "
-        "torch.utils.checkpoint), none, all (these and repeating blocks), selective (what is cheap), auto (as few as fit the memory), or globs "
-        "over paths of modules, with commas between them (checkpoints)",
+        "torch.utils.checkpoint), none, all (these and repeating blocks), selective (these and what is cheap), "
+        "auto (as few as fit the memory), or globs over paths of modules, with commas between them (checkpoints)",
     )
     parser.add_argument(
         "--autocast",

@@ -63,9 +63,9 @@ class CompileOptions:
             the fewest, doubled each time, with which a program fits the devices' memory.
         recompute: Which activations the backward computes again instead of holding them: ``"checkpoints"``, the
             model's own regions of ``torch.utils.checkpoint``; ``"none"``; ``"all"``, these and the repeating
-            elements of lists of modules; ``"selective"``, these regions and what of the rest is cheap; globs over paths of modules (``"layers.*"``), these and the outermost
-            modules that match; ``"auto"`` for as few as a program needs to fit the devices' memory, with
-            ``micro_batches="auto"`` what of the two is faster.
+            elements of lists of modules; ``"selective"``, these regions and what of the rest is cheap; globs over
+            paths of modules (``"layers.*"``), these and the outermost modules that match; ``"auto"`` for as few as
+            a program needs to fit the devices' memory, with ``micro_batches="auto"`` what of the two is faster.
         host_randomness: What becomes of random numbers that the model's Python code draws (random, numpy,
             generators): ``"refuse"`` them; ``"freeze"`` them, so that a plan keeps the outcome of its trace;
             or ``"trace_each_step"``, so that HAP traces anew in every step.

@@ -1,14 +1,14 @@
 """``recompute="auto"``: as few activations are computed again as a program needs to fit the devices' memory.
 
 Of each block there are two candidates: what of it is cheap (:func:`hetspmd.trace.blocks.selective`), and all of it.
-Candidates are ordered by the seconds that computing them again takes for each byte that it saves, of a whole block those
-beyond its cheap part; those that are alike stand in the order of the forward: the last one saves least, since its
-activations are there when the most is held. The fewest that fit are found by bisection, so that so many candidates take
-about log2 of them compilations.
+Candidates are ordered by the seconds that computing them again takes for each byte that it saves, of a whole block
+those beyond its cheap part; those that are alike stand in the order of the forward: the last one saves least,
+since its activations are there when the most is held. The fewest that fit are found by bisection, so that so many
+candidates take about log2 of them compilations.
 
 With ``micro_batches="auto"`` there are two ways to fit. The fewest micro-batches with which a program fits when all
-blocks are computed again are one candidate, with as few blocks as fit; the fewest with which it fits without are the
-other. The one of fewer predicted seconds is taken.
+blocks are computed again are one candidate, with as few blocks as fit; the fewest with which it fits without are
+the other. The one of fewer predicted seconds is taken.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def fewest_recomputed(
     count: int | Literal["auto"],
     planned: Planned,
 ) -> Plan:
-    """The plan of a step that computes nothing again, or of one that computes as few of the blocks again as a program
+    """The plan of a step that computes nothing again, or of one that computes as few of the blocks again as a
+    program
     needs to fit, in ``count`` micro-batches.
 
     ``theory`` is of the graph that computes nothing again. Raises MemoryLimitError where no program fits with all
@@ -102,7 +103,8 @@ class _Fitting:
 
 
 def _ranked(graph: Graph, blocks: Sequence[Block], cluster: Cluster) -> list[Block]:
-    """The candidates that save bytes, those with the fewest seconds for each byte first. ``blocks`` has whole ones and,
+    """The candidates that save bytes, those with the fewest seconds for each byte first. ``blocks`` has whole ones
+    and,
     by the same name and :data:`SELECTIVE`, their cheap parts."""
     parts = [block for block in blocks if block.name.endswith(SELECTIVE)]
     whole = [block for block in blocks if not block.name.endswith(SELECTIVE)]
@@ -117,7 +119,8 @@ def _ranked(graph: Graph, blocks: Sequence[Block], cluster: Cluster) -> list[Blo
 
 
 def _worth(graph: Graph, blocks: Sequence[Block], cluster: Cluster) -> dict[str, tuple[float, int]]:
-    """For each block that is computed again the seconds that this takes, on the device that computes the step fastest,
+    """For each block that is computed again the seconds that this takes, on the device that computes the step
+    fastest,
     with the whole batch, and the bytes that it saves."""
     everything = recomputed(graph, blocks)
     costs = CostModel(derive(everything, quiet=True), cluster)

@@ -263,7 +263,9 @@ class _Check:
                 self._alike(where, copy, tensor)
                 self._forward(where, tensor)
                 if (by := self.producers.get(copy)) is None or by.phase != "backward":
-                    raise _fail(where, f"names {self.graph.tensors[copy].name}, which the backward does not make")
+                    raise _fail(
+                        where, f"names {self.graph.tensors[copy].name}, which the backward does not make"
+                    )
 
     def _segments(self) -> None:
         segments, count = self.graph.segments, len(self.graph.instructions)

@@ -19,7 +19,8 @@ _MOST_ROWS = 12
 
 @dataclass(frozen=True, slots=True)
 class Recomputing:
-    """A block that is computed again: predicted ``seconds`` that it adds on the device that takes longest for it, with
+    """A block that is computed again: predicted ``seconds`` that it adds on the device that takes longest for it,
+    with
     its collectives and without overlap; ``nbytes`` of the whole batch that the forward need not hold for it."""
 
     block: str

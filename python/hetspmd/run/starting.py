@@ -77,8 +77,8 @@ def _first_plan(setting: Setting, plan: Plan | str | os.PathLike[str] | None, ex
             )
         if setting.options.recompute != CompileOptions().recompute:
             raise OptionError(
-                f"recompute={setting.options.recompute!r} with a plan, which says what is computed again; leave one of "
-                "them out"
+                f"recompute={setting.options.recompute!r} with a plan, which says what is computed again; "
+                "leave one of them out"
             )
         return first
     if example is None:

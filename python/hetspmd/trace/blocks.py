@@ -1,14 +1,15 @@
 """Which parts of a model are blocks, whose activations may be computed again.
 
-A block is a module, by its path, or a region of ``torch.utils.checkpoint``, ``checkpoint 0`` being the first that the
-forward meets. What ``recompute=`` may ask for:
+A block is a module, by its path, or a region of ``torch.utils.checkpoint``, ``checkpoint 0`` being the first that
+the forward meets. What ``recompute=`` may ask for:
 
 - ``"checkpoints"``: the model's own regions (the default);
 - ``"none"``: nothing;
 - ``"all"``: the regions, and the elements of lists of modules (``nn.ModuleList``, ``nn.Sequential``) in which two
   elements run nearly the same ops, of lists inside of others the outermost;
-- ``"selective"``: the regions, and of the rest what is cheap: of the same elements, and of what lies outside of them (the
-  loss), all but products with parameters, convolutions, lookups and fused attention, whose results are held;
+- ``"selective"``: the regions, and of the rest what is cheap: of the same elements, and of what lies outside of
+  them (the loss), all but products with parameters, convolutions, lookups and fused attention, whose results are
+  held;
 - a glob over paths of modules, or several: the regions, and the outermost modules that match.
 """
 
@@ -29,14 +30,25 @@ Recompute: TypeAlias = str | Sequence[str]
 """``"checkpoints"``, ``"none"``, ``"all"``, ``"selective"``, ``"auto"``, or globs over paths of modules."""
 
 _ALIKE: Final = 0.75
-"""The part of their ops that two modules have in common which repeat: the first layer often makes a mask for all."""
+"""The part of their ops that two modules have in common which repeat: the first layer often makes a mask for
+all."""
 CHECKPOINTS: Final = "checkpoints"
 WORDS: Final = (CHECKPOINTS, "none", "all", "selective", "auto")
 SELECTIVE: Final = " (selective)"
 """What follows the name of a block of which only what is cheap is computed again."""
 _REST: Final = "the rest"
 _PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv")
-_DEAR: Final = ("convolution", "embedding", "_scaled_dot_product", "_flash", "_efficient", "sort", "topk", "_fft", "linalg")
+_DEAR: Final = (
+    "convolution",
+    "embedding",
+    "_scaled_dot_product",
+    "_flash",
+    "_efficient",
+    "sort",
+    "topk",
+    "_fft",
+    "linalg",
+)
 """The beginnings of names of ops whose results are held."""
 
 
@@ -47,8 +59,8 @@ def check_recompute(asked: object) -> str | tuple[str, ...]:
     globs = (asked,) if isinstance(asked, str) else tuple(asked) if isinstance(asked, (list, tuple)) else ()
     if not globs or not all(isinstance(g, str) and g and g not in WORDS for g in globs):
         raise OptionError(
-            f"recompute={asked!r}: give 'checkpoints', 'none', 'all', 'selective', 'auto', or globs over paths of modules "
-            "such as 'layers.*'"
+            f"recompute={asked!r}: give 'checkpoints', 'none', 'all', 'selective', 'auto', or globs over paths of "
+            "modules such as 'layers.*'"
         )
     return globs
 
@@ -108,7 +120,9 @@ def matching(graph: Graph, globs: Sequence[str]) -> list[Block]:
         if not paths:
             near = difflib.get_close_matches(glob, modules, n=3, cutoff=0.4)
             hint = f"; near are {', '.join(near)}" if near else ""
-            raise OptionError(f"recompute={glob!r}: no module of the model that computes something matches it{hint}")
+            raise OptionError(
+                f"recompute={glob!r}: no module of the model that computes something matches it{hint}"
+            )
         found |= {path: frozenset(modules[path]) for path in paths}
     return outermost([Block(path, found[path]) for path in modules if path in found])
 
@@ -122,7 +136,9 @@ def repeating(graph: Graph) -> list[Block]:
         if name.isdigit():
             lists.setdefault(parent, []).append(path)
     ops = {
-        path: Counter(graph.producer(t).op for t in modules[path]) for paths in lists.values() for path in paths
+        path: Counter(graph.producer(t).op for t in modules[path])
+        for paths in lists.values()
+        for path in paths
     }
     repeated = [
         path
@@ -146,7 +162,8 @@ def selective(graph: Graph, regions: Sequence[Block]) -> list[Block]:
 
 
 def _dear(graph: Graph) -> frozenset[int]:
-    """Tensors of the forward that take long to compute for their bytes: what multiplies a parameter, and what comes of
+    """Tensors of the forward that take long to compute for their bytes: what multiplies a parameter, and what
+    comes of
     the ops that are named."""
     of_parameters = {p.tensor for p in graph.parameters}
     dear: set[int] = set()

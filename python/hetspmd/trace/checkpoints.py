@@ -1,12 +1,12 @@
 """Activation checkpointing in a model: regions whose forward eager PyTorch runs again in the backward.
 
-A region is traced as the plain call that it is, and what it makes carries its number, so that the graph may compute it
-again (:mod:`hetspmd.trace.recompute`). A region inside of another one is a part of it. What the second run does besides
-computing activations has to be kept: it updates running statistics once more. It is traced after the forward, the
-last region first, as the backward does it. How far that run gets depends on what autograd saves, so a number that a
-region counts on in Python is refused. A region that changes buffers and draws random numbers is refused, since
-its second run would draw others. With ``use_reentrant=True`` a region of which no argument requires a gradient
-gives none, in the plan as in eager PyTorch.
+A region is traced as the plain call that it is, and what it makes carries its number, so that the graph may
+compute it again (:mod:`hetspmd.trace.recompute`). A region inside of another one is a part of it. What the second
+run does besides computing activations has to be kept: it updates running statistics once more. It is traced after
+the forward, the last region first, as the backward does it. How far that run gets depends on what autograd saves,
+so a number that a region counts on in Python is refused. A region that changes buffers and draws random numbers is
+refused, since its second run would draw others. With ``use_reentrant=True`` a region of which no argument requires
+a gradient gives none, in the plan as in eager PyTorch.
 """
 
 from __future__ import annotations

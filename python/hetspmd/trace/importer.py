@@ -221,9 +221,7 @@ class _Importer:
             if not random and self._seen_before(node, op, args, kwargs, outputs):
                 return
             self.draft.instructions.append(
-                DraftInstruction(
-                    node, op, args, kwargs, outputs, self._source(node), random, region_of(node)
-                )
+                DraftInstruction(node, op, args, kwargs, outputs, self._source(node), random, region_of(node))
             )
 
     def _seen_before(

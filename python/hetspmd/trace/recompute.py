@@ -1,22 +1,22 @@
 """Recomputation of activations: what the forward computes of a block is computed again where the backward reads it.
 
-:func:`with_recomputation` copies instructions of the forward into the backward. A copy stands right before the first
-instruction of the backward that reads its result, itself or by other copies, so that the last block comes first and
-one block's activations are held at a time. It reads what is held: sources, what enters the block, and what leaves it,
-since that is held as what enters the next one, and so is what it is a view of.
+:func:`with_recomputation` copies instructions of the forward into the backward. A copy stands right before the
+first instruction of the backward that reads its result, itself or by other copies, so that the last block comes
+first and one block's activations are held at a time. It reads what is held: sources, what enters the block, and
+what leaves it, since that is held as what enters the next one, and so is what it is a view of.
 
-- Random instructions are not copied: what they draw is held, so that the copies read the same values on any sharding.
-  Of a dropout it is the mask, one byte for each element; what it drops is multiplied by the mask again.
+- Random instructions are not copied: what they draw is held, so that the copies read the same values on any
+  sharding. Of a dropout it is the mask, one byte for each element; what it drops is multiplied by the mask again.
 - Integers that floating-point numbers decide (the experts of a token, where the largest is) are held: a copy whose
-  sums were rounded otherwise might decide otherwise. What is small beside what it is made of (a norm's statistics) is
-  held, since it saves little.
+  sums were rounded otherwise might decide otherwise. What is small beside what it is made of (a norm's statistics)
+  is held, since that takes little.
 - What updates a buffer is not read by the backward, and is not computed again.
 - Copies and their tensors are new ones. They are of the backward, and nothing merges calls of the two phases.
 - A parameter that a copy reads is read by the backward (:mod:`hetspmd.trace.second_reads`), so that a program may
   gather it again for the copy and for the gradients of its block.
 
-Instructions that the backward makes of the forward's results alone (a mask, a transpose) would compute a block again
-where they stand. They are put off until the backward needs them.
+Instructions that the backward makes of the forward's results alone (a mask, a transpose) would compute a block
+again where they stand. They are put off until the backward needs them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _SMALL: Final = 1 / 32
 
 @dataclass(frozen=True)
 class Block:
-    """A part of the forward that may be computed again: its name, and the tensors that its instructions make, of which
+    """A part of the forward that may be computed again: its name, and the tensors that its instructions make, of
+    which
     those ``held`` are not computed again."""
 
     name: str
@@ -51,7 +52,8 @@ class Block:
 
 
 Chooser = Callable[[Graph, Sequence[Block]], Sequence[Block]]
-"""Which blocks of a graph are computed again; it is given the regions of torch.utils.checkpoint that the model has."""
+"""Which blocks of a graph are computed again; it is given the regions of torch.utils.checkpoint that the model
+has."""
 
 
 def own_regions(_graph: Graph, regions: Sequence[Block]) -> Sequence[Block]:
@@ -174,7 +176,9 @@ class _Pass:
         """Whether a tensor has to be made before the backward can read it."""
         if tensor in self.copies:
             return False
-        return (tensor in self.block_of and tensor not in self.held) or self.graph.producers[tensor] in self.put_off
+        return (tensor in self.block_of and tensor not in self.held) or self.graph.producers[
+            tensor
+        ] in self.put_off
 
     def _needed(self, instruction: Instruction) -> Iterator[Instruction]:
         """The instructions that have to be made for one of the backward, in order."""
@@ -227,9 +231,9 @@ class _Pass:
 
 def _dropped_again(dropout: Instruction) -> Instruction:
     """A dropout's product with the mask that it has drawn."""
-    p = dict(enumerate(dropout.args)).get(1, dict(dropout.kwargs).get("p"))
+    p: Any = dropout.args[1] if len(dropout.args) > 1 else dict(dropout.kwargs)["p"]
     value, mask = dropout.inputs[0], dropout.outputs[1]
-    scale = 0.0 if p == 1 else 1.0 / (1.0 - float(p))
+    scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
     args: tuple[Any, ...] = (Ref(value), Ref(mask), scale)
     inputs, outputs = (value, mask), dropout.outputs[:1]
     return replace(dropout, op=_MASKED, args=args, kwargs=(), inputs=inputs, outputs=outputs)

@@ -58,4 +58,6 @@ def without_second_reads(graph: Graph) -> Graph:
     of = {graph.instructions[i].outputs[0]: parameter for i, parameter in graph.second_reads.items()}
     kept = (i.reading(of) for i in graph.instructions if i.id not in graph.second_reads)
     instructions = tuple(replace(i, id=n) for n, i in enumerate(kept))
-    return replace(graph, tensors=graph.tensors[: min(of, default=len(graph.tensors))], instructions=instructions)
+    return replace(
+        graph, tensors=graph.tensors[: min(of, default=len(graph.tensors))], instructions=instructions
+    )

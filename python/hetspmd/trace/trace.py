@@ -242,8 +242,8 @@ def _warn(step: Step, watch: HostWatch) -> None:
     if step.checkpoints.nested:
         warnings.warn(
             f"{step.checkpoints.nested} regions of torch.utils.checkpoint lie inside of others (the first at "
-            f"{step.checkpoints.line}): they are computed again with these, once, and what they compute is held until "
-            "the backward has passed them. Results are equal, and more memory is needed than with one region in another",
+            f"{step.checkpoints.line}): they are computed again with these, once, and what they compute is "
+            "held until the backward has passed them. Results are equal, in more memory than one device needs",
             CheckpointWarning,
             stacklevel=4,
         )

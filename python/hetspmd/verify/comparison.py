@@ -38,9 +38,9 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.errors import HetspmdError, OptionError
 from hetspmd.optimize.compile_options import CompileKeywords, parted
 from hetspmd.trace.autocast import without_autocast
+from hetspmd.trace.blocks import as_in
 from hetspmd.trace.trace import split_example
 from hetspmd.trace.values import dtype_name
-from hetspmd.trace.blocks import as_in
 from hetspmd.verify.copies import model_in
 from hetspmd.verify.difference import Tensors, largest_error
 from hetspmd.verify.locate import first_difference

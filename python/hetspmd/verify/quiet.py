@@ -63,14 +63,17 @@ def wide_trace(
     without_dropout: bool = False,
     recompute: Chooser = own_regions,
 ) -> Any:
-    """The graph of the setting's model in its dtype, also where the model names others; ``recompute`` chooses what its
+    """The graph of the setting's model in its dtype, also where the model names others; ``recompute`` chooses what
+    its
     backward computes again."""
 
     def whole(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with NamedDtypes(setting.dtype), _Off() if without_dropout else nullcontext():
             return model(*args, **kwargs) if setting.loss is None else setting.loss(model, *args, **kwargs)
 
-    graph = trace(setting.model, setting.args, setting.kwargs, loss=whole, training=training, recompute=recompute)
+    graph = trace(
+        setting.model, setting.args, setting.kwargs, loss=whole, training=training, recompute=recompute
+    )
     return retyped_graph(graph, setting.dtype)
 
 
