@@ -332,7 +332,18 @@ class Graph:
             replace(i, id=n) for n, i in enumerate(j for j in self.instructions if j.id in keep)
         )
         segments = tuple(s for j, s in zip(self.instructions, self.segments, strict=False) if j.id in keep)
-        return replace(self, instructions=instructions, outputs=outputs, segments=segments)
+        made = {t for i in instructions for t in i.outputs}
+        recomputed = (
+            replace(block, tensors=tuple(pair for pair in block.tensors if made.issuperset(pair)))
+            for block in self.recomputed
+        )
+        return replace(
+            self,
+            instructions=instructions,
+            outputs=outputs,
+            segments=segments,
+            recomputed=tuple(block for block in recomputed if block.tensors),
+        )
 
     def __str__(self) -> str:
         return "\n".join(instruction_text(self, i) for i in self.instructions)
