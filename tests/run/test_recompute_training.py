@@ -205,3 +205,23 @@ def test_under_bfloat16_autocast() -> None:
         return float(found.detach())
 
     assert run_ranks(DEVICES.ranks, loss) == pytest.approx([wanted] * 3, rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "itself"),
+    [
+        (Blocks, {"recompute": "all"}, False),
+        (Checkpointed, {}, True),
+        (Checkpointed, {"recompute": "all"}, True),
+    ],
+)
+def test_one_device(model: type[Blocks], options: dict[str, Any], itself: bool) -> None:
+    """The model itself runs only where its own regions are all that is computed again."""
+    asked = ask(model(), trained("adamw"), cluster=cluster(1), example=batch(), **options)
+    assert asked.error() < 1e-9
+
+    def runs(communicator: Any) -> bool:
+        hap = HAP(model(), cluster(1), process_group=communicator, example=batch(), **options)
+        return hap._plans.entries[0].model
+
+    assert run_ranks(1, runs) == [itself]

@@ -65,6 +65,16 @@ def check_recompute(asked: object) -> str | tuple[str, ...]:
     return globs
 
 
+def region_name(number: int) -> str:
+    """The name of a region of torch.utils.checkpoint as a block; no module's path has a space."""
+    return f"checkpoint {number}"
+
+
+def is_own_region(name: str) -> bool:
+    """Whether a block that is computed again is a region of the model's own."""
+    return name.startswith("checkpoint ") and not name.endswith(SELECTIVE)
+
+
 def chooser(recompute: Recompute) -> Chooser:
     """What chooses the blocks of a graph that are asked for; ``"auto"`` is for who plans.
 

@@ -26,6 +26,7 @@ from hetspmd.trace.admissible import argument_names, check_leaf, check_model, sp
 from hetspmd.trace.advice import named_error
 from hetspmd.trace.assemble import Naming, assemble
 from hetspmd.trace.autocast import autocast_state
+from hetspmd.trace.blocks import region_name
 from hetspmd.trace.collector import collector_paused
 from hetspmd.trace.compat.joint import export_joint, rehearsal
 from hetspmd.trace.compat.tensors import fake_mode
@@ -164,7 +165,7 @@ def _traced(
                 graph = settled(graph, watch, partial(step.rehearsed, fakes[: len(batch.tensors)]))
     _warn(step, watch)
     states += watch.states
-    regions = [Block(f"checkpoint {number}", tensors) for number, tensors in made.items()]
+    regions = [Block(region_name(number), tensors) for number, tensors in made.items()]
     return replace(graph, autocast=autocast_state(place.type)), regions
 
 
