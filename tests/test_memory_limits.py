@@ -193,7 +193,10 @@ def test_nothing_fits() -> None:
     model, example, _, free = case_of("stack")
     with pytest.raises(MemoryLimitError, match=r"rank 0 \(d0\) lacks .* MiB of memory beyond its") as caught:
         hetspmd.compile(model, example, with_memory(free, [1e4] * 4))
-    assert "Divide the batch in time (micro_batches='auto'), take a smaller one" in str(caught.value)
+    assert (
+        "Divide the batch in time (micro_batches='auto'), compute activations again (recompute='auto')"
+        in str(caught.value)
+    )
     assert all(capacity == 10_000 for _, capacity in caught.value.lacking.values())
     assert caught.value.names == ("d0", "d1", "d2", "d3")
 

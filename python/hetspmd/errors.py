@@ -117,7 +117,7 @@ class FollowerWarning(UserWarning):
 
 
 class CheckpointWarning(UserWarning):
-    """The model recomputes activations in its backward; plans keep them."""
+    """The model checkpoints activations inside of what it checkpoints; plans compute both again at once."""
 
 
 class OutsideParameterWarning(UserWarning):
@@ -176,8 +176,8 @@ class MemoryLimitError(HetspmdError):
         ]
         super().__init__(
             f"no program was found that fits the devices; in the nearest one {'; '.join(parts)}. Divide the "
-            "batch in time (micro_batches='auto'), take a smaller one, loosen constraints, add devices, or correct "
-            "`memory` in the cluster description"
+            "batch in time (micro_batches='auto'), compute activations again (recompute='auto'), take a smaller "
+            "batch, loosen constraints, add devices, or correct `memory` in the cluster description"
         )
 
 

@@ -132,3 +132,23 @@ class Coin(Perceptron):
 
 def coin() -> tuple[nn.Module, Any]:
     return Coin(), build()[1]
+
+
+class Stacked(nn.Module):
+    """Three layers that are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.GELU(), nn.Linear(8, 8)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def blocks() -> tuple[nn.Module, Any]:
+    return Stacked(), (torch.randn(12, 8),)

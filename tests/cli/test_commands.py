@@ -54,7 +54,7 @@ def test_compile_json(command, targets, cluster, tmp_path: Path) -> None:
     document = json.loads(out.read_text())
     assert set(document) == {
         "version", "graph", "search", "cost", "baselines", "candidates", "ratios", "segments", "inside",
-        "micro_batches", "program", "schedule", "transfers", "sensitivity", "lengths", "seconds",
+        "micro_batches", "recomputed", "program", "schedule", "transfers", "sensitivity", "lengths", "seconds",
     }  # fmt: skip
     assert all(set(s) == {"quantity", "ranks", "elasticity", "gain"} for s in document["sensitivity"])
     assert sum(-abs(s["elasticity"]) for s in document["sensitivity"]) == pytest.approx(-1.0)
@@ -103,6 +103,31 @@ def test_micro_batches(command, targets, cluster, tmp_path: Path) -> None:
     dumped = command("compile", target, "--cluster", cluster, "--micro-batches", 2, "--dump-passes", folder)
     assert dumped.status == 2
     assert "use micro_batches=1 for them" in dumped.err
+
+
+def test_recompute(command, targets, cluster, tmp_path: Path) -> None:
+    out, plan = tmp_path / "out.json", tmp_path / "plan.json"
+    target = f"{targets}:blocks"
+    plain = command("compile", target, "--cluster", cluster, "--json", out)
+    assert "Recomputation" not in plain.out
+    assert json.loads(out.read_text())["recomputed"] == []
+    told = command(
+        "compile", target, "--cluster", cluster, "--recompute", "all", "--json", out, "--plan", plan
+    )
+    assert told.status == 0
+    assert "Recomputation: the backward computes 3 blocks again, which adds" in told.out
+    assert "layers.*" in told.out
+    document = json.loads(out.read_text())["recomputed"]
+    assert [block["block"] for block in document] == ["layers.0", "layers.1", "layers.2"]
+    assert all(block["seconds"] > 0 and block["bytes"] == 2 * 12 * 8 * 4 for block in document)
+    assert len(Plan.load(plan).graph.recomputed) == 3
+    assert command("verify", target, "--cluster", cluster, "--recompute", "layers.0,layers.2").status == 0
+    wrong = command("compile", target, "--cluster", cluster, "--recompute", "layer.*")
+    assert wrong.status == 2
+    assert (
+        "recompute='layer.*': no module of the model that computes something matches it; near are"
+        in wrong.err
+    )
 
 
 def test_json_to_standard_output_is_all_there_is(command, targets, cluster) -> None:
@@ -246,6 +271,7 @@ def test_verify_that_fails(command, targets, cluster, monkeypatch: pytest.Monkey
         "segments": "auto",
         "machines": "auto",
         "micro_batches": 1,
+        "recompute": "checkpoints",
         "locate": False,
     }
     outcome = command("verify", targets, "--cluster", cluster)

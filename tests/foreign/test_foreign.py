@@ -26,7 +26,7 @@ def cases() -> list[object]:
 
 
 @pytest.mark.parametrize("c", cases())
-@pytest.mark.filterwarnings("ignore::hetspmd.errors.CheckpointWarning", "ignore:None of the inputs have")
+@pytest.mark.filterwarnings("ignore:None of the inputs have")
 @pytest.mark.filterwarnings("ignore::hetspmd.errors.MissingRuleWarning")
 def test_foreign(c: Case) -> None:
     check(c)

@@ -1,4 +1,4 @@
-"""Models that checkpoint activations train as on one device, and are told that activations are kept."""
+"""Models that checkpoint activations train as on one device, and compute them again as they do there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from nets import traced
 
 WIDE = torch.float64
 
-pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
+    pytest.mark.filterwarnings("ignore::hetspmd.errors.CheckpointWarning"),  # of one region in another
+]
 
 
 class Model(nn.Module):
@@ -46,6 +49,33 @@ def normed(m: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda h: torch.relu(m.n(m.layers[0](h)))
 
 
+def in_a_loop(m: Any, h: torch.Tensor) -> torch.Tensor:
+    def region(h: torch.Tensor, times: float, *, layer: nn.Module, names: dict[str, str]) -> torch.Tensor:
+        return getattr(torch, names["function"])(layer(h) * times) + h
+
+    for index, layer in enumerate(m.layers[:3]):
+        names = {"function": "tanh" if index else "sin"}
+        h = checkpoint(region, h, 0.5 + index, use_reentrant=False, layer=layer, names=names)
+    return h
+
+
+def nested(m: Any, *, reentrant: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+    def region(h: torch.Tensor) -> torch.Tensor:
+        inner = lambda z: torch.tanh(m.layers[1](torch.sin(z)))  # noqa: E731  # one line beside its use
+        return torch.tanh(m.layers[0](checkpoint(inner, torch.cos(h), use_reentrant=reentrant)))
+
+    return region
+
+
+def several(m: Any, h: torch.Tensor) -> torch.Tensor:
+    def region(h: torch.Tensor) -> tuple[torch.Tensor, int, list[torch.Tensor]]:
+        z = torch.sin(m.layers[0](h))
+        return torch.tanh(m.layers[1](z)), 3, [z.exp()]
+
+    a, k, (b,) = checkpoint(region, h, use_reentrant=False)
+    return m.b(a * k + b).pow(2).mean()
+
+
 CASES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "without reentry": lambda m, x: m.b(checkpoint(block(m), m.a(x), use_reentrant=False)).pow(2).mean(),
     "reentrant": lambda m, x: m.b(checkpoint(block(m), m.a(x), use_reentrant=True)).pow(2).mean(),
@@ -62,7 +92,22 @@ CASES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
         .mean()
     ),
     "reentrant, of the batch": lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=True)).pow(2).mean(),
+    "in a loop, with other arguments": lambda m, x: m.b(in_a_loop(m, m.a(x))).pow(2).mean(),
+    "one region in another": lambda m, x: (
+        m.b(checkpoint(nested(m), m.a(x), use_reentrant=False)).pow(2).mean()
+    ),
+    "one reentrant region in another": lambda m, x: (
+        m.b(checkpoint(nested(m, reentrant=True), m.a(x), use_reentrant=True)).pow(2).mean()
+    ),
+    "several results": lambda m, x: several(m, m.a(x)),
 }
+REGIONS = {
+    "in sequence": 1,  # of the last part nothing is: it is one layer's product
+    "reentrant, of the batch": 0,
+    "in a loop, with other arguments": 3,
+    "batch norm twice": 2,
+}
+"""How many regions are computed again, of those that compute something that the backward reads."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -70,16 +115,10 @@ def test_a_checkpointed_model_trains_as_on_one_device(name: str) -> None:
     torch.manual_seed(3)
     batches = [(torch.randn(16, 12, dtype=WIDE),) for _ in range(2)]
 
-    def run() -> None:
-        assert_equal_to_one_device(lambda: Model(CASES[name]), batches)
-
-    if name == "reentrant, of the batch":
-        run()  # nothing is recomputed
-    else:
-        with pytest.warns(
-            CheckpointWarning, match=r"recomputes \d regions .*test_checkpoints.py:\d+.* are kept"
-        ):
-            run()
+    assert_equal_to_one_device(lambda: Model(CASES[name]), batches)
+    graph = trace(Model(CASES[name]), batches[0], {})
+    wanted = REGIONS.get(name, 1)
+    assert [block.block for block in graph.recomputed] == [f"checkpoint {n}" for n in range(wanted)]
 
 
 def counting(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -112,8 +151,7 @@ def test_torchs_own_functions_are_put_back() -> None:
     import torch.utils.checkpoint as of_torch
 
     before = of_torch.CheckpointFunction
-    with pytest.warns(CheckpointWarning):
-        traced(lambda m, x: m.model(x), torch.randn(16, 12, dtype=WIDE), model=Model(CASES["reentrant"]))
+    traced(lambda m, x: m.model(x), torch.randn(16, 12, dtype=WIDE), model=Model(CASES["reentrant"]))
     assert of_torch.CheckpointFunction is before
 
 
@@ -151,7 +189,6 @@ def _keeps(m: Any, h: torch.Tensor) -> torch.Tensor:
     return torch.tanh(m.layers(h)) * m.scale
 
 
-@pytest.mark.filterwarnings("ignore::hetspmd.errors.CheckpointWarning")
 def test_a_region_may_keep_what_its_second_run_keeps_alike() -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         m.calls += 1
@@ -163,3 +200,8 @@ def test_a_region_may_keep_what_its_second_run_keeps_alike() -> None:
     model.calls, model.scale, model.width, model.ready = 0, None, 0, False
     graph = trace(model, (torch.randn(16, 12, dtype=WIDE),), {})
     assert {c.path: c.step for c in graph.host.counters} == {(".calls",): 2}
+
+
+def test_a_region_in_another_is_told() -> None:
+    with pytest.warns(CheckpointWarning, match=r"1 regions .* inside of others .*test_checkpoints.py:\d+"):
+        trace(Model(CASES["one region in another"]), (torch.randn(16, 12, dtype=WIDE),), {})

@@ -115,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
             machines=options.machines,
             micro_batches=options.micro_batches,
             zero=options.zero,
+            recompute=options.recompute,
             timings=timings,
             progress=lambda stage: progress(STAGES[stage]),
         )

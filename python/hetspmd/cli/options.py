@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     """TARGET, ``--cluster``, ``--constraints``, ``--segments``, ``--machines``, ``--micro-batches``, ``--zero``,
-    ``--autocast`` and ``--json``."""
+    ``--recompute``, ``--autocast`` and ``--json``."""
     parser.add_argument(
         "target",
         metavar="TARGET",
@@ -57,6 +57,15 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         "parameter)",
     )
     parser.add_argument(
+        "--recompute",
+        type=recomputed,
+        default="checkpoints",
+        metavar="WHAT",
+        help="activations that the backward computes again: checkpoints (the model's own regions of "
+        "torch.utils.checkpoint), none, all (these and repeating blocks), selective (these and what is cheap), "
+        "auto (as few as fit the memory), or globs over paths of modules, with commas between them (checkpoints)",
+    )
+    parser.add_argument(
         "--autocast",
         choices=("bfloat16", "float16"),
         metavar="DTYPE",
@@ -81,6 +90,11 @@ def autocast(model: nn.Module, dtype: str | None) -> AbstractContextManager[obje
 def auto_or_count(text: str) -> int | Literal["auto"]:
     """``auto`` or a positive whole number."""
     return "auto" if text == "auto" else positive_count(text)
+
+
+def recomputed(text: str) -> str | tuple[str, ...]:
+    """A word of ``recompute=``, or globs."""
+    return tuple(text.split(",")) if "," in text else text
 
 
 def positive_seconds(text: str) -> float:

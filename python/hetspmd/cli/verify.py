@@ -61,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
             machines=options.machines,
             micro_batches=options.micro_batches,
             zero=options.zero,
+            recompute=options.recompute,
             locate=options.locate,
         )
     errors = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypedDict
 
@@ -10,8 +10,11 @@ from hetspmd.errors import ConstraintError, OptionError
 from hetspmd.optimize.synthesis import Clock
 from hetspmd.placement import Placement
 from hetspmd.search.constraints import nearest
+from hetspmd.trace.blocks import CHECKPOINTS, Recompute, check_recompute, chooser, selective
+from hetspmd.trace.graph import Graph
 from hetspmd.trace.host.watch import HostRandomness, check_randomness
 from hetspmd.trace.losses import Loss, as_loss
+from hetspmd.trace.recompute import Block, Chooser
 
 Segments: TypeAlias = int | Literal["auto"]
 """A number of segments, or as many as gain."""
@@ -32,6 +35,7 @@ class CompileKeywords(TypedDict, total=False):
     machines: Machines
     micro_batches: int | Literal["auto"]
     zero: Literal[0, 1, 2, 3] | None
+    recompute: Recompute
     host_randomness: HostRandomness
     timings: MutableMapping[str, float] | None
     progress: Callable[[str], object] | None
@@ -63,6 +67,11 @@ class CompileOptions:
             parameters and optimizer state in shards, gathered once and gradients reduced once in a step (1);
             gradients reduced to shards in each micro-batch (2); parameters gathered in each micro-batch, and again
             for the backward (3). By default the search decides, for each parameter.
+        recompute: Which activations the backward computes again instead of holding them: ``"checkpoints"``, the
+            model's own regions of ``torch.utils.checkpoint``; ``"none"``; ``"all"``, these and the repeating
+            elements of lists of modules; ``"selective"``, these regions and what of the rest is cheap; globs over
+            paths of modules (``"layers.*"``), these and the outermost modules that match; ``"auto"`` for as few as
+            a program needs to fit the devices' memory, with ``micro_batches="auto"`` what of the two is faster.
         host_randomness: What becomes of random numbers that the model's Python code draws (random, numpy,
             generators): ``"refuse"`` them; ``"freeze"`` them, so that a plan keeps the outcome of its trace;
             or ``"trace_each_step"``, so that HAP traces anew in every step.
@@ -84,6 +93,7 @@ class CompileOptions:
     machines: Machines = "auto"
     micro_batches: int | Literal["auto"] = 1
     zero: Literal[0, 1, 2, 3] | None = None
+    recompute: Recompute = CHECKPOINTS
     host_randomness: HostRandomness = "refuse"
     timings: MutableMapping[str, float] | None = None
     progress: Callable[[str], object] | None = None
@@ -110,12 +120,25 @@ class CompileOptions:
             raise OptionError(
                 f"zero={self.zero} needs machines='flat': each accelerator stores its own shards"
             )
+        object.__setattr__(self, "recompute", check_recompute(self.recompute))
         object.__setattr__(self, "loss", as_loss(self.loss))
 
     @property
     def find_loss(self) -> Loss | None:
         """What finds the loss; None where the model's output tells it."""
         return as_loss(self.loss)
+
+    def recomputed(self, candidates: list[Block]) -> Chooser:
+        """What chooses the blocks of a trace that are computed again. For ``"auto"`` it chooses none, and fills
+        ``candidates`` with those that may be."""
+        if self.recompute != "auto":
+            return chooser(self.recompute)
+
+        def noted(graph: Graph, regions: Sequence[Block]) -> Sequence[Block]:
+            candidates[:] = [*chooser("all")(graph, regions), *selective(graph, regions)]
+            return ()
+
+        return noted
 
     def clock(self) -> Clock:
         """A clock that fills ``timings`` and tells ``progress``."""

@@ -23,6 +23,7 @@ from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, segmen
 from hetspmd.optimize.in_micro_batches import best_number, composed, in_micro_batches
 from hetspmd.optimize.partition import segmented, segments_like
 from hetspmd.optimize.prefetch import further
+from hetspmd.optimize.recomputation import fewest_recomputed
 from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Clock, Synthesis
 from hetspmd.optimize.synthesize import Outcome, candidate_at
@@ -41,8 +42,10 @@ from hetspmd.search.conflict import naming_conflicts
 from hetspmd.search.constraints import Constraints, resolve, spelling
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import search_space
+from hetspmd.trace.blocks import as_in
 from hetspmd.trace.collector import collector_paused
 from hetspmd.trace.graph import Graph
+from hetspmd.trace.recompute import Block
 from hetspmd.trace.trace import split_example, trace
 
 _Constraints = Mapping[str, str | Placement] | None
@@ -63,7 +66,7 @@ def compile(
         cluster: A :class:`~hetspmd.Cluster`, a dict, or the path of a cluster file.
         options: The fields of :class:`~hetspmd.CompileOptions`, by name: ``loss``, ``strict``,
             ``constraints``, ``time_limit``, ``loss_only``, ``segments``, ``machines``, ``micro_batches``,
-            ``zero``, ``host_randomness``, ``timings``, ``progress``.
+            ``zero``, ``recompute``, ``host_randomness``, ``timings``, ``progress``.
 
     Returns:
         The chosen plan. Its program is proved and fits the devices' memory.
@@ -103,6 +106,7 @@ def compile_plan(
     """
     asked = options or CompileOptions()
     clock = asked.clock()
+    blocks: list[Block] = []
     with clock("total"), collector_paused():
         with clock("trace"):
             graph = traced or trace(
@@ -112,6 +116,7 @@ def compile_plan(
                 loss=asked.find_loss,
                 training=training,
                 host_randomness=asked.host_randomness,
+                recompute=as_in(like.graph) if like is not None else asked.recomputed(blocks),
             )
             if asked.loss_only and graph.loss is not None:
                 graph = graph.without_outputs()
@@ -122,11 +127,15 @@ def compile_plan(
             with clock("rules"):
                 theory, batches = in_micro_batches(theory, like.micro_batches if divided else 1, fewer=True)
             return _like(theory, like, Limits(seconds=asked.time_limit), clock, batches)
-        plan = best_number(
-            theory,
-            asked.micro_batches if divided else 1,
-            lambda theory, batches: _in(theory, cluster, asked, clock, batches),
-        )
+        count = asked.micro_batches if divided else 1
+
+        def planned(theory: Theory, batches: MicroBatches | None) -> Plan:
+            return _in(theory, cluster, asked, clock, batches)
+
+        if divided and blocks:
+            plan = fewest_recomputed(theory, blocks, cluster, count, planned)
+        else:
+            plan = best_number(theory, count, planned)
         warn_of_strays(plan)
         return plan
 

@@ -69,6 +69,7 @@ class _Check:
         self._results()
         self._leaves()
         self._segments()
+        self._recomputed()
         if graph.autocast and graph.autocast not in ITEM_SIZES:
             raise _fail("autocast", f"is {graph.autocast!r}, which is no dtype")
 
@@ -253,6 +254,18 @@ class _Check:
         count = len(graph.outputs) - len(graph.host.kept)
         if spec is not None and spec.num_leaves != count:
             raise _fail("output_spec", f"has {spec.num_leaves} leaves, the graph {count} outputs")
+
+    def _recomputed(self) -> None:
+        """Copies are of the backward, and alike what the forward has."""
+        for block in self.graph.recomputed:
+            where = f"what is computed again of {block.block}"
+            for tensor, copy in block.tensors:
+                self._alike(where, copy, tensor)
+                self._forward(where, tensor)
+                if (by := self.producers.get(copy)) is None or by.phase != "backward":
+                    raise _fail(
+                        where, f"names {self.graph.tensors[copy].name}, which the backward does not make"
+                    )
 
     def _segments(self) -> None:
         segments, count = self.graph.segments, len(self.graph.instructions)

@@ -9,6 +9,8 @@ counted in elements}, ``search`` {``cost``, ``lower_bound``, ``gap``, ``seconds`
 an idle one, of several segments their mean, weighted with FLOPs; sending idle ones the results is part of
 ``communication_seconds`` and no step of ``program``), ``segments`` (for each: ``ratios``, and ``modules``, the
 first and the last that it runs in forward),
+``recomputed`` (the blocks that the backward computes again: ``block``, ``seconds`` that it adds on the device that
+takes longest for it, ``bytes`` of the whole batch that it saves),
 ``inside`` (of a plan across machines what :func:`~hetspmd.report.machine_report.inside_document` says, else null),
 ``program`` (per step: ``call`` and ``triple`` as text; of a collective ``kind``, ``bytes`` and ``seconds``
 too), ``transfers`` (how many times something is sent for its collectives, of which small ones share buckets),
@@ -33,6 +35,7 @@ from hetspmd.report.limits import limits, limits_document
 from hetspmd.report.machine_report import inside_document
 from hetspmd.report.measured_report import measured_document
 from hetspmd.report.notation import step_text
+from hetspmd.report.recomputing import recomputing_document
 from hetspmd.report.schedule_text import schedule_document
 from hetspmd.report.zero_text import zero_levels
 
@@ -72,6 +75,7 @@ def plan_json(plan: Plan, seconds: Mapping[str, float] | None = None) -> dict[st
         ],
         "micro_batches": plan.micro_batches,
         "zero_levels": zero_levels(plan),
+        "recomputed": recomputing_document(plan),
         "program": _program(plan),
         "schedule": schedule_document(plan),
         "transfers": transfers(plan),

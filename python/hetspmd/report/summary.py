@@ -16,6 +16,7 @@ from hetspmd.report.limits import limits, limits_text
 from hetspmd.report.machine_report import inside_text
 from hetspmd.report.measured_report import measured_text
 from hetspmd.report.notation import tensor_text
+from hetspmd.report.recomputing import recomputing_text
 from hetspmd.report.zero_text import zero_text
 
 _MOST_COLLECTIVES = 12
@@ -34,6 +35,8 @@ def plan_text(plan: Plan) -> str:
         parts.insert(1, f"{_micro_batches(plan.batches)}. {zero_text(plan)}")
     if plan.cluster.steps:
         parts.insert(1, measured_text(plan))
+    if plan.graph.recomputed:
+        parts.insert(-2, recomputing_text(plan))
     return "\n\n".join([*parts, limits_text(plan, limits(plan))])
 
 

@@ -19,6 +19,7 @@ from hetspmd.run.host_guard import Guard
 from hetspmd.run.outside_parameters import look_for_untrained
 from hetspmd.run.replan import Replanned, Replanner, differ
 from hetspmd.run.structure import StructureGuard
+from hetspmd.trace.blocks import as_in
 from hetspmd.trace.host.discovery import discover, rediscover, unnamed_kinds
 from hetspmd.trace.host.entropy import State, advance
 from hetspmd.trace.host.places import Roots
@@ -183,6 +184,7 @@ class HostSide:
                     training=training,
                     numbers=numbers,
                     host_randomness=self.randomness,
+                    recompute=as_in(plans[0].graph),
                     states=states,
                 )
 

@@ -2,7 +2,8 @@
 
 A plan that leaves one device active divides nothing, and sends nothing but results to idle devices. Its program is
 the model's own step, and the model is what runs it, at eager PyTorch's cost and with PyTorch's own autograd. The
-lowered graphs run instead where something is wanted of them: random numbers that do not depend on the devices
+lowered graphs run instead where something is wanted of them: blocks that are computed again without the model's own
+doing (:mod:`hetspmd.trace.recompute`), random numbers that do not depend on the devices
 (:mod:`hetspmd.dist.random`), a recording, the first instruction that makes NaN, or ``torch.compile``.
 """
 
@@ -17,6 +18,7 @@ from torch import nn
 from hetspmd.errors import GradientError
 from hetspmd.plan.plan import Plan
 from hetspmd.run.autograd import NOT_THE_LOSS, Runner
+from hetspmd.trace.blocks import is_own_region
 from hetspmd.trace.compat.trees import flatten, unflatten
 from hetspmd.trace.losses import Loss
 
@@ -28,7 +30,8 @@ def is_the_model(plan: Plan) -> bool:
     returned = graph.loss is None or any(output.tensor == graph.loss for output in graph.outputs)
     beside = bool(graph.host.kept or graph.host.draws)
     alone = plan.inside is None and len(plan.active) == 1 and plan.micro_batches == 1
-    return alone and returned and not random and not beside
+    itself = all(is_own_region(block.block) for block in graph.recomputed)  # nothing else is computed again
+    return alone and returned and itself and not random and not beside
 
 
 def run_model(

@@ -30,6 +30,7 @@ from hetspmd.run.setting import Mode, Setting
 from hetspmd.run.source_location import SourceFinder
 from hetspmd.run.store import Store, slot
 from hetspmd.run.variety import make_room
+from hetspmd.trace.blocks import as_in
 from hetspmd.trace.compat.trees import spec_from_text
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.trace import split_example, trace
@@ -100,6 +101,7 @@ class PlanCache:
                     kwargs,
                     loss=setting.loss,
                     host_randomness=self.host.randomness,
+                    recompute=as_in(graph),
                 )
 
         check_same_model(setting.communicator, graph, again, setting.device.type)

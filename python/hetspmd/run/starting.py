@@ -17,6 +17,7 @@ from hetspmd.dist.process_group import communicator_for
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.runtime import Runtime
 from hetspmd.errors import DeviceError, ExampleError, OptionError, PlanMismatchError
+from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.plan.plan import Plan
 from hetspmd.run.setting import Setting
 from hetspmd.trace.autocast import autocast_state
@@ -73,6 +74,11 @@ def _first_plan(setting: Setting, plan: Plan | str | os.PathLike[str] | None, ex
             raise OptionError(
                 f"micro_batches={setting.options.micro_batches} with a plan of {first.micro_batches}: the plan "
                 "says how many; leave one of them out"
+            )
+        if setting.options.recompute != CompileOptions().recompute:
+            raise OptionError(
+                f"recompute={setting.options.recompute!r} with a plan, which says what is computed again; "
+                "leave one of them out"
             )
         return first
     if example is None:

@@ -73,9 +73,12 @@ class Naming:
 
 def assemble(
     draft: Draft, inputs: Sequence[InputRole], outputs: Sequence[OutputRole], naming: Naming
-) -> Graph:
-    """Number the draft. Raises TraceError for roles that cannot be kept (a mutated input, for example)."""
-    return _Assembler(draft, inputs, outputs, naming).run()
+) -> tuple[Graph, dict[int, frozenset[int]]]:
+    """Number the draft; the ids of the tensors that each region of torch.utils.checkpoint makes come with it, by
+    the
+    region's number. Raises TraceError for roles that cannot be kept (a mutated input, for example)."""
+    assembler = _Assembler(draft, inputs, outputs, naming)
+    return assembler.run(), assembler.regions()
 
 
 @dataclass
@@ -137,6 +140,15 @@ class _Assembler:
             self.naming.statics, constants, leaves, loss, tangent, self.naming.input_spec,
             self.naming.output_spec, self.naming.training,
         )  # fmt: skip
+
+    def regions(self) -> dict[int, frozenset[int]]:
+        """The tensors of each region, by its number."""
+        regions: dict[int, set[int]] = {}
+        for instruction in self.draft.instructions:
+            if instruction.region is not None:
+                made = regions.setdefault(instruction.region, set())
+                made.update(self.ids[v] for v in instruction.outputs if v in self.ids)
+        return {number: frozenset(made) for number, made in sorted(regions.items()) if made}
 
     def _sources(self) -> tuple[list[Parameter], list[Buffer], list[Input], int | None]:
         """What the graph is given, by its placeholders: parameters, buffers, the batch, the tangent."""

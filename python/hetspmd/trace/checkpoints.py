@@ -1,11 +1,12 @@
 """Activation checkpointing in a model: regions whose forward eager PyTorch runs again in the backward.
 
-A plan keeps activations, so a region is traced as the plain call that it is. What the second run does besides
-computing activations has to be kept: it updates running statistics once more. It is traced after the forward, the
-last region first, as the backward does it. How far that run gets depends on what autograd saves, so a number that a
-region counts on in Python is refused. A region that changes buffers and draws random numbers is refused, since
-its second run would draw others. With ``use_reentrant=True`` a region of which no argument requires a gradient
-gives none, in the plan as in eager PyTorch.
+A region is traced as the plain call that it is, and what it makes carries its number, so that the graph may
+compute it again (:mod:`hetspmd.trace.recompute`). A region inside of another one is a part of it. What the second
+run does besides computing activations has to be kept: it updates running statistics once more. It is traced after
+the forward, the last region first, as the backward does it. How far that run gets depends on what autograd saves,
+so a number that a region counts on in Python is refused. A region that changes buffers and draws random numbers is
+refused, since its second run would draw others. With ``use_reentrant=True`` a region of which no argument requires
+a gradient gives none, in the plan as in eager PyTorch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 
 from hetspmd.errors import TraceError
 from hetspmd.trace.compat.checkpoint_calls import checkpoints_replaced
+from hetspmd.trace.compat.joint import in_region
 from hetspmd.trace.compat.tensors import TorchDispatchMode
 from hetspmd.trace.frames import here
 from hetspmd.trace.host.places import text
@@ -26,15 +28,16 @@ from hetspmd.trace.host.recorder import Place
 
 
 class Checkpoints:
-    """The regions of a step. ``count`` of them recompute something in eager PyTorch; ``line`` is the first's.
+    """The regions of a step: ``count`` of them, and ``nested`` ones inside of others, the first at ``line``.
 
     ``counted`` tells the numbers that forward has changed so far, by their places.
     """
 
     def __init__(self, model: nn.Module, counted: Callable[[], Mapping[Place, object]] = dict) -> None:
         self._model, self._counted = model, counted
-        self.count = 0
+        self.count, self.nested = 0, 0
         self.line = ""
+        self._inside = False
         self._again: list[Callable[[], Any]] = []
 
     @contextmanager
@@ -55,11 +58,20 @@ class Checkpoints:
         """Note a region that begins; what is returned is called at its end."""
         if not torch.is_grad_enabled():
             return lambda: None
-        self.line = self.line or here(self._model)
-        self.count += 1
+        outermost, scope = not self._inside, in_region(self.count)
+        if outermost:
+            self._inside = True
+            scope.__enter__()
+            self.count += 1
+        else:
+            self.nested += 1
+            self.line = self.line or here(self._model)
         before, numbers = self._buffers(), dict(self._counted())
 
         def end() -> None:
+            if outermost:
+                self._inside = False
+                scope.__exit__(None, None, None)
             for place, value in self._counted().items():
                 if numbers.get(place) != value:
                     raise TraceError(

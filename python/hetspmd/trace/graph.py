@@ -198,6 +198,15 @@ class Output:
     value: bool | int | float | str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """A block of the forward that the backward computes again: its name, and the tensor ids of what is computed
+    again, each with that of its copy."""
+
+    block: str
+    tensors: tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True)
 class Graph:
     """The joint graph: forward, loss and backward, in execution order.
@@ -208,7 +217,8 @@ class Graph:
     ``segments[i]`` is the segment of instruction i (HAP 5.2); () where all are in one. ``autocast`` is the
     dtype of the ``torch.autocast`` under which the step was traced, "" without. ``host`` is what Python does
     beside it; ``left_behind`` are tensors that the model is left with, which depend on no parameter, input
-    or randomness. Outputs beyond those of ``output_spec`` are what ``host`` writes.
+    or randomness. Outputs beyond those of ``output_spec`` are what ``host`` writes. ``recomputed`` are the blocks
+    that the backward computes again (:mod:`hetspmd.trace.recompute`).
     """
 
     tensors: tuple[Tensor, ...]
@@ -228,6 +238,7 @@ class Graph:
     autocast: str = ""
     host: Host = field(default_factory=Host)
     left_behind: tuple[Constant, ...] = ()
+    recomputed: tuple[Recomputed, ...] = ()
 
     @property
     def segment_count(self) -> int:
@@ -331,7 +342,18 @@ class Graph:
             replace(i, id=n) for n, i in enumerate(j for j in self.instructions if j.id in keep)
         )
         segments = tuple(s for j, s in zip(self.instructions, self.segments, strict=False) if j.id in keep)
-        return replace(self, instructions=instructions, outputs=outputs, segments=segments)
+        made = {t for i in instructions for t in i.outputs}
+        recomputed = (
+            replace(block, tensors=tuple(pair for pair in block.tensors if made.issuperset(pair)))
+            for block in self.recomputed
+        )
+        return replace(
+            self,
+            instructions=instructions,
+            outputs=outputs,
+            segments=segments,
+            recomputed=tuple(block for block in recomputed if block.tensors),
+        )
 
     def __str__(self) -> str:
         return "\n".join(instruction_text(self, i) for i in self.instructions)

@@ -22,7 +22,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.compat.joint import module_path
+from hetspmd.trace.compat.joint import module_path, region_of
 from hetspmd.trace.compat.tensors import is_op
 from hetspmd.trace.graph import Argument
 from hetspmd.trace.values import dtype_name, from_torch
@@ -40,7 +40,8 @@ class Hole:
 
 @dataclass
 class DraftInstruction:
-    """An op call whose arguments hold :class:`Hole` for tensors."""
+    """An op call whose arguments hold :class:`Hole` for tensors. ``region``: the number of the region of
+    torch.utils.checkpoint that it is in."""
 
     node: Node
     op: str
@@ -49,6 +50,7 @@ class DraftInstruction:
     outputs: tuple[Value | None, ...]
     source: str
     random: bool
+    region: int | None = None
 
 
 @dataclass
@@ -219,7 +221,7 @@ class _Importer:
             if not random and self._seen_before(node, op, args, kwargs, outputs):
                 return
             self.draft.instructions.append(
-                DraftInstruction(node, op, args, kwargs, outputs, self._source(node), random)
+                DraftInstruction(node, op, args, kwargs, outputs, self._source(node), random, region_of(node))
             )
 
     def _seen_before(

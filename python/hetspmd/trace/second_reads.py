@@ -51,3 +51,13 @@ def with_second_reads(graph: Graph) -> Graph:
         copy = instruction.reading(again) if instruction.phase == "backward" else instruction
         instructions.append(replace(copy, id=len(instructions)))
     return replace(graph, tensors=tuple(tensors), instructions=tuple(instructions))
+
+
+def without_second_reads(graph: Graph) -> Graph:
+    """The graph of :func:`with_second_reads` before that: the backward reads parameters as the forward does."""
+    of = {graph.instructions[i].outputs[0]: parameter for i, parameter in graph.second_reads.items()}
+    kept = (i.reading(of) for i in graph.instructions if i.id not in graph.second_reads)
+    instructions = tuple(replace(i, id=n) for n, i in enumerate(kept))
+    return replace(
+        graph, tensors=graph.tensors[: min(of, default=len(graph.tensors))], instructions=instructions
+    )

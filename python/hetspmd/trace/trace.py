@@ -26,6 +26,7 @@ from hetspmd.trace.admissible import argument_names, check_leaf, check_model, sp
 from hetspmd.trace.advice import named_error
 from hetspmd.trace.assemble import Naming, assemble
 from hetspmd.trace.autocast import autocast_state
+from hetspmd.trace.blocks import region_name
 from hetspmd.trace.collector import collector_paused
 from hetspmd.trace.compat.joint import export_joint, rehearsal
 from hetspmd.trace.compat.tensors import fake_mode
@@ -44,6 +45,7 @@ from hetspmd.trace.host.watch import HostRandomness, HostWatch
 from hetspmd.trace.importer import import_graph
 from hetspmd.trace.kept_results import check_kept
 from hetspmd.trace.losses import Loss
+from hetspmd.trace.recompute import Block, Chooser, own_regions, with_recomputation
 from hetspmd.trace.recurrent import layer_by_layer
 from hetspmd.trace.second_reads import with_second_reads
 from hetspmd.trace.shared_memory import check_views
@@ -80,6 +82,7 @@ def trace(
     numbers: Sequence[Place] = (),
     host_randomness: HostRandomness = "refuse",
     states: list[State] | None = None,
+    recompute: Chooser = own_regions,
 ) -> Graph:
     """The joint graph of one training step (or, with ``training=False``, of the forward alone).
 
@@ -88,14 +91,19 @@ def trace(
     ``torch.autocast`` that surrounds the call, which the graph remembers. ``numbers`` are places of numbers
     on the model that are to be inputs of the graph, ``host_randomness`` is what becomes of random numbers
     that Python code draws (:mod:`hetspmd.trace.host`); ``states`` is filled with the states in which these
-    draws leave the generators. Threads that trace wait for each other.
+    draws leave the generators. ``recompute`` chooses the blocks that the backward computes again
+    (:mod:`hetspmd.trace.blocks`): by default the model's own regions of torch.utils.checkpoint. Threads that trace
+    wait for each other.
 
     Raises ExampleError if the batch does not fit the model, DeviceError if the model lies on several devices
     and TraceError if the step is not one static graph.
     """
     call = model, args, kwargs, loss
     with _ONE_AT_A_TIME, ExitStack() as stack:
-        return _traced(*call, training, numbers, host_randomness, [] if states is None else states, stack)
+        draws = [] if states is None else states
+        graph, regions = _traced(*call, training, numbers, host_randomness, draws, stack)
+    with collector_paused():
+        return with_second_reads(with_recomputation(graph, recompute(graph, regions)))
 
 
 def _traced(
@@ -108,7 +116,8 @@ def _traced(
     host_randomness: HostRandomness,
     states: list[State],
     stack: ExitStack,
-) -> Graph:
+) -> tuple[Graph, list[Block]]:
+    """The joint graph, and the regions of torch.utils.checkpoint that the step has."""
     check_model(model)
     device = model_device(model)
     names = argument_names(model if loss is None else partial(loss, model), args)
@@ -149,15 +158,15 @@ def _traced(
         step.training = was_training
     naming = _naming(step, batch, watch, parameters, buffers, trainable if training else ())
     with collector_paused():
-        graph = assemble(draft, inputs, outputs, naming)
+        graph, made = assemble(draft, inputs, outputs, naming)
         graph = with_host(graph, watch, [i for i in graph.inputs if i.leaf < 0], draft.data.values())
         if wants_trials(graph, watch):
             with faked(), grad_mode, counted(model), rehearsal(mode):
                 graph = settled(graph, watch, partial(step.rehearsed, fakes[: len(batch.tensors)]))
-        graph = with_second_reads(graph)
     _warn(step, watch)
     states += watch.states
-    return replace(graph, autocast=autocast_state(place.type))
+    regions = [Block(region_name(number), tensors) for number, tensors in made.items()]
+    return replace(graph, autocast=autocast_state(place.type)), regions
 
 
 def _grad_mode(model: nn.Module, training: bool) -> AbstractContextManager[object]:
@@ -231,11 +240,11 @@ def _batch(
 
 def _warn(step: Step, watch: HostWatch) -> None:
     """Say what the graph does not do as the model does."""
-    if step.checkpoints.count:
+    if step.checkpoints.nested:
         warnings.warn(
-            f"the model recomputes {step.checkpoints.count} regions in its backward (torch.utils.checkpoint, the "
-            f"first at {step.checkpoints.line}), which plans do not do yet: activations are kept, and the "
-            "predicted memory counts them. Results are equal",
+            f"{step.checkpoints.nested} regions of torch.utils.checkpoint lie inside of others (the first at "
+            f"{step.checkpoints.line}): they are computed again with these, once, and what they compute is "
+            "held until the backward has passed them. Results are equal, in more memory than one device needs",
             CheckpointWarning,
             stacklevel=4,
         )

@@ -26,6 +26,7 @@ from hetspmd.rules.theory import derive
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import resolve
 from hetspmd.search.search import Limits
+from hetspmd.trace.blocks import as_in
 from hetspmd.trace.trace import trace
 from hetspmd.tune.tune_thresholds import THRESHOLDS
 
@@ -56,7 +57,14 @@ def alternatives(
             with suppress(HetspmdError):  # one of the two may not fit
                 plans[way] = compile_plan(model, args, kwargs, cluster, replace(asked, machines=way))
         return _distinct(plans)
-    graph = trace(model, args, kwargs, loss=asked.find_loss, host_randomness=asked.host_randomness)
+    graph = trace(
+        model,
+        args,
+        kwargs,
+        loss=asked.find_loss,
+        host_randomness=asked.host_randomness,
+        recompute=as_in(compiled.graph),
+    )
     if asked.loss_only and graph.loss is not None:
         graph = graph.without_outputs()
     theory, batches = in_micro_batches(derive(graph, strict=asked.strict), compiled.micro_batches)

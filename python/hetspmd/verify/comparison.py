@@ -38,6 +38,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.errors import HetspmdError, OptionError
 from hetspmd.optimize.compile_options import CompileKeywords, parted
 from hetspmd.trace.autocast import without_autocast
+from hetspmd.trace.blocks import as_in
 from hetspmd.trace.trace import split_example
 from hetspmd.trace.values import dtype_name
 from hetspmd.verify.copies import model_in
@@ -147,7 +148,7 @@ def _plan_in(plan: Plan, setting: TrainingCase) -> Plan:
     """The plan in the setting's dtype, with the numbers that the model itself has there."""
     typed_plan = retyped(plan, setting.dtype)
     try:
-        traced = wide_trace(setting, training=plan.graph.training)
+        traced = wide_trace(setting, training=plan.graph.training, recompute=as_in(plan.graph))
     except HetspmdError:  # the comparison says what is wrong
         traced = None
     if traced is not None:

@@ -21,6 +21,7 @@ from hetspmd.dist.random import Randomness
 from hetspmd.errors import HetspmdError
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.run.guard import expected, match
+from hetspmd.trace.recompute import Chooser, own_regions
 from hetspmd.trace.trace import trace
 from hetspmd.verify.difference import Tensors, largest_error
 from hetspmd.verify.precision import NamedDtypes, all_in, retyped_graph
@@ -55,14 +56,24 @@ def quiet_error(setting: TrainingCase, noise: float) -> tuple[str, float, float,
     return "", 0.0, 0.0, ""
 
 
-def wide_trace(setting: TrainingCase, *, training: bool, without_dropout: bool = False) -> Any:
-    """The graph of the setting's model in its dtype, also where the model names others."""
+def wide_trace(
+    setting: TrainingCase,
+    *,
+    training: bool,
+    without_dropout: bool = False,
+    recompute: Chooser = own_regions,
+) -> Any:
+    """The graph of the setting's model in its dtype, also where the model names others; ``recompute`` chooses what
+    its
+    backward computes again."""
 
     def whole(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with NamedDtypes(setting.dtype), _Off() if without_dropout else nullcontext():
             return model(*args, **kwargs) if setting.loss is None else setting.loss(model, *args, **kwargs)
 
-    graph = trace(setting.model, setting.args, setting.kwargs, loss=whole, training=training)
+    graph = trace(
+        setting.model, setting.args, setting.kwargs, loss=whole, training=training, recompute=recompute
+    )
     return retyped_graph(graph, setting.dtype)
 
 

@@ -100,6 +100,17 @@ def module_path(node: Node) -> str | None:
     return custom.get("hetspmd_module") if isinstance(custom, dict) else None
 
 
+def in_region(number: int) -> AbstractContextManager[None]:
+    """Within it, graph nodes carry the number of a region of torch.utils.checkpoint."""
+    return torch.fx.traceback.annotate({"hetspmd_region": number})
+
+
+def region_of(node: Node) -> int | None:
+    """The number of the region of torch.utils.checkpoint in which a node was created; None outside of one."""
+    custom = node.meta.get("custom")
+    return custom.get("hetspmd_region") if isinstance(custom, dict) else None
+
+
 class _MutationError(Exception):
     """An op that changes its argument in place was met where none is allowed."""
 

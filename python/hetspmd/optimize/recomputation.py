@@ -1,0 +1,132 @@
+"""``recompute="auto"``: as few activations are computed again as a program needs to fit the devices' memory.
+
+Of each block there are two candidates: what of it is cheap (:func:`hetspmd.trace.blocks.selective`), and all of it.
+Candidates are ordered by the seconds that computing them again takes for each byte that it saves, of a whole block
+those beyond its cheap part; those that are alike stand in the order of the forward: the last one saves least,
+since its activations are there when the most is held. The fewest that fit are found by bisection, so that so many
+candidates take about log2 of them compilations.
+
+With ``micro_batches="auto"`` there are two ways to fit. The fewest micro-batches with which a program fits when all
+blocks are computed again are one candidate, with as few blocks as fit; the fewest with which it fits without are
+the other. The one of fewer predicted seconds is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cost.model import CostModel
+from hetspmd.errors import MemoryLimitError, MicroBatchError
+from hetspmd.optimize.in_micro_batches import in_micro_batches
+from hetspmd.plan.plan import Plan
+from hetspmd.program.micro_batches import MicroBatches, samples
+from hetspmd.rules.theory import Theory, derive
+from hetspmd.trace.blocks import SELECTIVE, outermost
+from hetspmd.trace.graph import Graph
+from hetspmd.trace.recompute import Block, recomputed
+from hetspmd.trace.recompute_savings import copying_instructions, saved_bytes
+
+Planned = Callable[[Theory, MicroBatches | None], Plan]
+
+
+def fewest_recomputed(
+    theory: Theory,
+    blocks: Sequence[Block],
+    cluster: Cluster,
+    count: int | Literal["auto"],
+    planned: Planned,
+) -> Plan:
+    """The plan of a step that computes nothing again, or of one that computes as few of the blocks again as a
+    program
+    needs to fit, in ``count`` micro-batches.
+
+    ``theory`` is of the graph that computes nothing again. Raises MemoryLimitError where no program fits with all
+    blocks computed again either, and what ``planned`` raises besides.
+    """
+    return _Fitting(theory, _ranked(theory.graph, blocks, cluster), planned).run(count)
+
+
+class _Fitting:
+    def __init__(self, theory: Theory, blocks: Sequence[Block], planned: Planned) -> None:
+        self.theory, self.blocks, self.planned = theory, blocks, planned
+        self._theories: dict[int, Theory] = {0: theory}
+
+    def run(self, count: int | Literal["auto"]) -> Plan:
+        most = max(samples(self.theory, self.theory.batch_axes), 1) if count == "auto" else 1
+        number, found = 1 if count == "auto" else count, None
+        while True:
+            try:
+                plan = self._plan(0, number)
+                break
+            except MemoryLimitError as error:
+                if found is None:
+                    found = self._fewest(number)
+                if number >= most:
+                    if found is None:
+                        raise
+                    return found
+                lacking = error
+            except MicroBatchError as error:
+                if found is None and number > 1 and count == "auto":
+                    raise MicroBatchError(f"{error}. In one it does not fit: {lacking}") from lacking
+                if found is None:
+                    raise
+                return found
+            number = min(2 * number, most)
+        return plan if found is None or plan.cost.step_seconds <= found.cost.step_seconds else found
+
+    def _plan(self, blocks: int, number: int) -> Plan:
+        """The plan that computes the first so many blocks again, in so many micro-batches."""
+        if blocks not in self._theories:
+            graph = recomputed(self.theory.graph, outermost(self.blocks[:blocks]))
+            self._theories[blocks] = derive(graph, quiet=True)
+        return self.planned(*in_micro_batches(self._theories[blocks], number))
+
+    def _fewest(self, number: int) -> Plan | None:
+        """The plan with the fewest blocks computed again that fits; None if none does."""
+        enough, few = len(self.blocks), 0
+        if not enough:
+            return None
+        try:
+            plan = self._plan(enough, number)
+        except MemoryLimitError:
+            return None
+        while enough - few > 1:
+            middle = (enough + few) // 2
+            try:
+                plan, enough = self._plan(middle, number), middle
+            except MemoryLimitError:
+                few = middle
+        return plan
+
+
+def _ranked(graph: Graph, blocks: Sequence[Block], cluster: Cluster) -> list[Block]:
+    """The candidates that save bytes, those with the fewest seconds for each byte first. ``blocks`` has whole ones
+    and,
+    by the same name and :data:`SELECTIVE`, their cheap parts."""
+    parts = [block for block in blocks if block.name.endswith(SELECTIVE)]
+    whole = [block for block in blocks if not block.name.endswith(SELECTIVE)]
+    worth = _worth(graph, parts, cluster)
+    prices = {name: seconds / nbytes for name, (seconds, nbytes) in worth.items() if nbytes > 0}
+    for name, (seconds, nbytes) in _worth(graph, whole, cluster).items():
+        less, fewer = worth.get(name + SELECTIVE, (0.0, 0))
+        if nbytes > max(fewer, 0):
+            prices[name] = max(seconds - less, 0.0) / (nbytes - max(fewer, 0))
+    candidates = [block for block in (*parts, *whole) if block.name in prices]
+    return sorted(candidates, key=lambda block: float(f"{prices[block.name]:.2g}"))
+
+
+def _worth(graph: Graph, blocks: Sequence[Block], cluster: Cluster) -> dict[str, tuple[float, int]]:
+    """For each block that is computed again the seconds that this takes, on the device that computes the step
+    fastest,
+    with the whole batch, and the bytes that it saves."""
+    everything = recomputed(graph, blocks)
+    costs = CostModel(derive(everything, quiet=True), cluster)
+    whole, fastest = costs.whole(), int(costs.alone().argmin())
+    saved = saved_bytes(everything)
+    seconds = dict.fromkeys(saved, 0.0)
+    for instruction, block in copying_instructions(everything).items():
+        seconds[block] += float(whole[instruction, fastest])
+    return {name: (seconds[name], saved[name]) for name in saved}
