@@ -135,7 +135,14 @@ def search_fitting(
         try:
             with ctx.clock("synth"):
                 fitting = search_that_fits(
-                    ctx.searcher, costs, lengths, ctx.limits, best, within=within, reserve=reserve
+                    ctx.searcher,
+                    costs,
+                    lengths,
+                    ctx.limits,
+                    best,
+                    within=within,
+                    reserve=reserve,
+                    known=ctx.known,
                 )
         except MemoryLimitError as error:
             amounts = {active[j]: both for j, both in error.lacking.items()}

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hetspmd.cluster.cluster import Cluster
+from hetspmd.cost.least_memory import LeastMemory
 from hetspmd.cost.model import CostModel
 from hetspmd.optimize.thresholds import THRESHOLDS, Thresholds
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import Constraints
+from hetspmd.search.memory_limits import Known
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import Space, search_space
 
@@ -63,6 +65,17 @@ class Synthesis:
         """The search core with all programs that satisfy the constraints."""
         with self.clock("synth"):
             return Searcher(search_space(self.theory, self.constraints))
+
+    @cached_property
+    def known(self) -> Known:
+        """What searches for programs that fit the memory have found."""
+        return Known(self.searcher, self.batches)
+
+    @cached_property
+    def least(self) -> LeastMemory:
+        """What any program must hold."""
+        with self.clock("synth"):
+            return LeastMemory(self.theory, self.batches, self.constraints.forms)
 
     @cached_property
     def batch(self) -> frozenset[int]:
