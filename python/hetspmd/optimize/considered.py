@@ -13,10 +13,12 @@ from hetspmd.plan.reports import Considered
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Devices on which nothing was searched, since no program on them can take fewer seconds than ``seconds``."""
+    """Devices on which nothing was searched, since no program on them can take fewer seconds than ``seconds``, or
+    none fits: they lack at least the bytes ``lacking``, by rank."""
 
     active: tuple[int, ...]
     seconds: float
+    lacking: tuple[tuple[int, int], ...] = ()
 
 
 def verdicts(
@@ -29,7 +31,14 @@ def verdicts(
         different.setdefault((result.rows, result.moves, distance, c.lengths, c.active), c)
     considered = [_verdict(ctx, c, best) for c in different.values()]
     out = [
-        Considered(reason="any program", active=o.active, seconds=o.seconds, simulated=False, verdict="bound")
+        Considered(
+            reason="any program",
+            active=o.active,
+            seconds=o.seconds,
+            simulated=False,
+            verdict="memory" if o.lacking else "bound",
+            lacking=o.lacking,
+        )
         for o in left_out
     ]
     return _ordered([*considered, *out])

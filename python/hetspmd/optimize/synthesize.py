@@ -95,6 +95,11 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
         if best is not None and part.lower_bound() >= best.seconds and not limited:
             left_out.append(LeftOut(ranks, part.lower_bound()))
             continue
+        short = _short(ctx, part, ranks)
+        if short:
+            left_out.append(LeftOut(ranks, part.lower_bound(), short))
+            over += ["fastest_device_alone"] if len(ranks) == 1 else []
+            continue
         candidates, rounds = _on_subset(ctx, part, ranks)
         tried += candidates
         lacking = nearest(lacking, rounds.lacking)
@@ -175,6 +180,17 @@ def _on_subset(ctx: Synthesis, costs: CostModel, ranks: tuple[int, ...]) -> tupl
     alone = ctx.searcher.space.within(known.single_device(ctx.theory, ctx.constraints.forms))
     rounds = alternate(ctx, costs, ranks, (("alone", (1.0,)),), alone)
     return rounds.candidates, rounds
+
+
+def _short(ctx: Synthesis, costs: CostModel, ranks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The bytes that devices lack at least for any program, in proportion to their memory; nothing where one might
+    fit."""
+    capacity = capacities(costs)
+    if np.isinf(capacity).any():
+        return ()
+    missing = ctx.least.needed(capacity).missing
+    parts = np.ceil(missing * capacity / capacity.sum()).astype(int).tolist()
+    return tuple(zip(ranks, parts, strict=True)) if missing else ()
 
 
 def _with_storage(ctx: Synthesis, subset: _Subset, best: Candidate, tried: list[Candidate]) -> Candidate:

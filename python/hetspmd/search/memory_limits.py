@@ -188,7 +188,6 @@ class _Lagrangian:
         """Cutting planes, then tilted scaling where they leave a gap."""
         first = self.lines[0]
         self.bound = first.result.lower_bound
-        self._recall()
         try:
             if self._cutting_planes(first.result.cost) and not self._close():
                 self._tilted(estimated=False)
@@ -205,12 +204,15 @@ class _Lagrangian:
         the best program without regard to memory."""
         dearest = self.searcher.dearest(self.model, self.lengths)
         places: list[Place] = []
-        for line in self.lines[:-1]:
-            places += _exceeded(line.profile, self.capacity, places)
         box = 2.0 * cost
         before: dict[Place, float] | None = None
-        for _ in range(SEARCHES):
-            places += _exceeded(self.lines[-1].profile, self.capacity, places)
+        seen = 0
+        for number in range(SEARCHES):
+            if number == 1:
+                self._recall()
+            for line in self.lines[seen:]:
+                places += _exceeded(line.profile, self.capacity, places)
+            seen = len(self.lines)
             at = _master(self.lines, places, self.capacity, box)
             if at == before:
                 if self.best is not None or box > 1e4 * cost or self._settled_at(at):
@@ -226,11 +228,13 @@ class _Lagrangian:
         return True
 
     def _recall(self) -> None:
-        """Take in what earlier searches have found."""
-        if self.within is not None:
-            return
-        for result, holdings in self.known.at(self.model, self.lengths):
+        """Take in what earlier searches have found, behind the program of the highest prices, which holds least."""
+        own = self.lines[-1]
+        known = self.known.at(self.model, self.lengths) if self.within is None else []
+        for result, holdings in known:
             self._take(result, holdings)
+        if known:
+            self.lines.append(own)
 
     def _settled_at(self, prices: dict[Place, float], scale: float = 1.0) -> bool:
         """Whether prices outweigh all costs, and the last two searches have found the same program."""
