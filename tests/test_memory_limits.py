@@ -28,7 +28,7 @@ from hetspmd.placement import is_sharded
 from hetspmd.plan.plan import Plan
 from hetspmd.rules.theory import derive
 from hetspmd.search.constraints import Constraints
-from hetspmd.search.search import Limits, Searcher, SearchResult
+from hetspmd.search.search import Limits, Searcher
 from hetspmd.trace.trace import trace
 from hetspmd.verify.comparison import verify
 from memory_cases import gathered_again, stack, with_memory
@@ -222,7 +222,7 @@ def test_what_cannot_fit_is_told_before_any_search() -> None:
     assert error.total == sum(error.parts.values()) > error.room == 40_000
     assert set(error.parts) == {"parameters", "optimizer state", "gradients", "activations"}
     assert error.names == ("d0", "d1", "d2", "d3")
-    assert error.lacking == {j: ((error.total - 40_000) // 4, 10_000) for j in range(4)}
+    assert error.lacking == dict.fromkeys(range(4), ((error.total - 40_000) // 4, 10_000))
     assert all(total > 40_000 for total in error.micro_batches.values())
     assert "Even with micro_batches=16 at least" in str(error)
 

@@ -195,7 +195,8 @@ class MemoryBoundError(MemoryLimitError):
         parts: ``total`` by what it is of: ``"parameters"``, ``"optimizer state"``, ``"gradients"``,
             ``"activations"`` (with inputs and buffers).
         micro_batches: The same total for other numbers of micro-batches, where they were asked for.
-        lacking: What is missing, in proportion to the devices' memory: rank to its part and to the bytes that it has.
+        lacking: What is missing, in proportion to the devices' memory: rank to its part and to the bytes that it
+            has.
         names: The name of each device.
     """
 
@@ -214,10 +215,13 @@ class MemoryBoundError(MemoryLimitError):
         self.micro_batches = dict(micro_batches)
         missing = self.total - room
         have = sum(memory for _, memory in devices)
-        lacking = {rank: (missing * memory // max(have, 1), memory) for rank, (_, memory) in enumerate(devices)}
+        lacking = {
+            rank: (missing * memory // max(have, 1), memory) for rank, (_, memory) in enumerate(devices)
+        }
         held = ", ".join(f"{_size(nbytes)} of {what}" for what, nbytes in self.parts.items() if nbytes)
         if enough is not None:
-            other = f"With micro_batches={enough} at least {_size(self.micro_batches[enough])} are needed, which may fit"
+            least = _size(self.micro_batches[enough])
+            other = f"With micro_batches={enough} at least {least} are needed, which may fit"
         elif self.micro_batches:
             count, total = min(self.micro_batches.items(), key=lambda item: (item[1], item[0]))
             other = f"Even with micro_batches={count} at least {_size(total)} are needed"
@@ -227,8 +231,8 @@ class MemoryBoundError(MemoryLimitError):
             lacking,
             [name for name, _ in devices],
             word,
-            f"no program fits the devices: any holds at least {_size(self.total)} on all of them together ({held}), "
-            f"and they have {_size(room)}. {other}. Otherwise take a smaller batch, add devices or memory for "
+            f"no program fits the devices: any holds at least {_size(self.total)} on all of them together "
+            f"({held}), and they have {_size(room)}. {other}. Otherwise take a smaller batch, add devices or memory for "
             f"{_size(missing)}, loosen constraints, or correct `memory` in the cluster description",
         )
 

@@ -14,7 +14,6 @@ from hetspmd.cost.least_memory import LeastMemory
 from hetspmd.cost.memory import Holdings
 from hetspmd.errors import MicroBatchError
 from hetspmd.optimize.in_micro_batches import in_micro_batches
-from hetspmd.program.lengths import Lengths
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Program
 from hetspmd.program.schedule import make_schedule
@@ -83,7 +82,7 @@ def test_no_program_holds_less(name: str, count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", (1, 2))
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", LARGE)
 def test_no_program_of_models_holds_less(name: str, count: int) -> None:
     divided = in_turns(name, count)

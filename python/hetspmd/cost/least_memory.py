@@ -8,13 +8,13 @@ least its smallest share of an axis that the tensor has. So at a moment
 
 and a tensor that has no axis counts on every device. What must be alive is the same for all programs and all orders
 that a schedule may have (:mod:`hetspmd.program.step_order`): forward are the instructions from which the loss, the
-outputs and the updated buffers are derived, backward the others that some gradient needs, and in each of the two only
-views and what moves bytes may be put off, until they are needed. Such an instruction is no moment of its own, and
-what it makes counts from where it must have run. Of tensors that may share storage the largest counts, and a view
+outputs and the updated buffers are derived, backward the others that some gradient needs, and in each of the two
+only views and what has no FLOPs may be put off, until they are needed. Such an instruction is no moment of its own,
+and what it makes counts from where it must have run. Of tensors that may share storage the largest counts, and a view
 with no more bytes than what it shows.
 
-In micro-batches what the loop makes counts with the largest of them, and the sums of the gradients from its beginning
-on.
+In micro-batches what the loop makes counts with the largest of them, and the sums of the gradients from its
+beginning on.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -203,8 +204,8 @@ class _Lives:
     """From which moment to which each tensor must be there, in any order that a schedule may have.
 
     Moments are the instructions that are never put off, in order, forward before backward. ``moments``: how many.
-    ``must[i]``: the moment at which instruction i must have run; ``reads[i]``: the one before which it may have read
-    what it reads. ``shown[t]``: the tensors whose storage t may have.
+    ``must[i]``: the moment at which instruction i must have run; ``reads[i]``: the one before which it may have
+    read what it reads. ``shown[t]``: the tensors whose storage t may have.
     """
 
     def __init__(self, theory: Theory, batches: MicroBatches | None) -> None:
@@ -309,7 +310,7 @@ def _largest(spans: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]
         return list(spans)
     times = sorted({time for first, end, _ in spans for time in (first, end)})
     found: list[tuple[int, int, int]] = []
-    for start, stop in zip(times, times[1:], strict=False):
+    for start, stop in pairwise(times):
         most = max((n for first, end, n in spans if first <= start and stop <= end), default=0)
         if most:
             found.append((start, stop, most))

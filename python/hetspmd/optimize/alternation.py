@@ -153,7 +153,7 @@ def search_fitting(
                     best,
                     within=within,
                     reserve=reserve,
-                    known=ctx.known,
+                    memory_prices=ctx.memory_prices,
                 )
         except MemoryLimitError as error:
             amounts = {active[j]: both for j, both in error.lacking.items()}

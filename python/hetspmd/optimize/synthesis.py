@@ -12,12 +12,13 @@ from functools import cached_property
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.least_memory import LeastMemory
 from hetspmd.cost.model import CostModel
+from hetspmd.errors import MemoryLimitError
 from hetspmd.optimize.thresholds import THRESHOLDS, Thresholds
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import Constraints
-from hetspmd.search.memory_limits import Known
+from hetspmd.search.memory_prices import MemoryPrices
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import Space, search_space
 
@@ -67,9 +68,16 @@ class Synthesis:
             return Searcher(search_space(self.theory, self.constraints))
 
     @cached_property
-    def known(self) -> Known:
-        """What searches for programs that fit the memory have found."""
-        return Known(self.searcher, self.batches)
+    def memory_prices(self) -> MemoryPrices:
+        """What holding tensors costs at prices of bytes."""
+        with self.clock("synth"):
+            return MemoryPrices(self.searcher, self.batches)
+
+    @cached_property
+    def fitting(self) -> dict[object, tuple[SearchResult | None, MemoryLimitError | None]]:
+        """What searches for programs that fit the memory have given
+        (:func:`hetspmd.optimize.alternation.search_fitting`), by what they were asked."""
+        return {}
 
     @cached_property
     def least(self) -> LeastMemory:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hetspmd import _core
-from hetspmd.cost.model import CostModel, Index
+from hetspmd.cost.model import CostModel
 from hetspmd.errors import InfeasibleError, SearchError
 from hetspmd.placement import Placement
 from hetspmd.program.lengths import Lengths
@@ -129,18 +129,19 @@ class Searcher:
 
     def cost(self, result: SearchResult, model: CostModel, lengths: Lengths) -> float:
         """The additive cost in seconds of a program of the space at other lengths than it was found at."""
-        return self.costs([result], model, lengths)[0]
-
-    def costs(self, results: Sequence[SearchResult], model: CostModel, lengths: Lengths) -> list[float]:
-        """:meth:`cost` of several programs."""
-        if not results:
-            return []
         priced = self.pricing.at(model, lengths)
-        rows, moves = priced.seconds
-        return [
-            (int(rows[places[0]].sum()) + int(moves[places[1]].sum())) / priced.per_second
-            for places in map(self._places, results)
-        ]
+        total = 0
+        for i, row in enumerate(result.rows):
+            copies = 2 if i in self.space.theory.graph.second_reads else 1
+            total += int(
+                priced.seconds[0][self.pricing.row_start[i] + copies * self.space.rows[i].index(row)]
+            )
+        for n, t in enumerate(self.pricing.tensors):
+            move = result.moves[t]
+            if move is not None:
+                pairs = [pair[:2] for pair in self.space.pairs[t]]
+                total += int(priced.seconds[1][self.pricing.move_start[n] + pairs.index(move[:2])])
+        return total / priced.per_second
 
     def dearest(self, model: CostModel, lengths: Lengths) -> float:
         """Seconds that no program of the space costs more than."""
@@ -154,22 +155,6 @@ class Searcher:
             )
             / priced.per_second
         )
-
-    def _places(self, result: SearchResult) -> tuple[Index, Index]:
-        """Where the rows and the moves of a program are in the arrays of costs."""
-        space, pricing = self.space, self.pricing
-        again = space.theory.graph.second_reads
-        rows = [
-            pricing.row_start[i] + (2 if i in again else 1) * space.rows[i].index(row)
-            for i, row in enumerate(result.rows)
-        ]
-        moves = []
-        for n, t in enumerate(pricing.tensors):
-            move = result.moves[t]
-            if move is not None:
-                pairs = [pair[:2] for pair in space.pairs[t]]
-                moves.append(pricing.move_start[n] + pairs.index(move[:2]))
-        return np.array(rows, dtype=np.int64), np.array(moves, dtype=np.int64)
 
     def covers(self, within: Space) -> bool:
         """Whether every program of ``within`` is one of this space, but for forbidden rows."""
