@@ -232,8 +232,8 @@ class MemoryBoundError(MemoryLimitError):
             [name for name, _ in devices],
             word,
             f"no program fits the devices: any holds at least {_size(self.total)} on all of them together "
-            f"({held}), and they have {_size(room)}. {other}. Otherwise take a smaller batch, add devices or memory for "
-            f"{_size(missing)}, loosen constraints, or correct `memory` in the cluster description",
+            f"({held}), and they have {_size(room)}. {other}. Otherwise take a smaller batch, add devices or "
+            f"memory for {_size(missing)}, loosen constraints, or correct `memory` in the cluster description",
         )
 
 

@@ -10,8 +10,8 @@ and a tensor that has no axis counts on every device. What must be alive is the 
 that a schedule may have (:mod:`hetspmd.program.step_order`): forward are the instructions from which the loss, the
 outputs and the updated buffers are derived, backward the others that some gradient needs, and in each of the two
 only views and what has no FLOPs may be put off, until they are needed. Such an instruction is no moment of its own,
-and what it makes counts from where it must have run. Of tensors that may share storage the largest counts, and a view
-with no more bytes than what it shows.
+and what it makes counts from where it must have run. Of tensors that may share storage the largest counts, and a
+view with no more bytes than what it shows.
 
 In micro-batches what the loop makes counts with the largest of them, and the sums of the gradients from its
 beginning on.
@@ -23,9 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from hetspmd.cost.loop_memory import AxisPlaces
 from hetspmd.cost.memory import OPTIMIZER_BYTES, TEMPORARIES
@@ -37,6 +38,8 @@ from hetspmd.rules.theory import Theory
 
 WHAT: Final = ("parameters", "optimizer state", "gradients", "activations")
 """What bytes are of; inputs and buffers count as activations."""
+
+_Number = TypeVar("_Number", bound=np.number[Any])
 
 _PARAMETERS, _OPTIMIZER, _GRADIENTS, _ACTIVATIONS = range(len(WHAT))
 
@@ -161,11 +164,11 @@ class LeastMemory:
         held: Index = self._over_time(parts)
         return held
 
-    def _over_time(self, held: Array) -> Array:
+    def _over_time(self, held: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
         change = np.zeros((self._moments + 1, *held.shape[1:]), dtype=held.dtype)
         np.add.at(change, self._first, held)
         np.subtract.at(change, self._end, held)
-        totals: Array = change.cumsum(axis=0)[: self._moments]
+        totals: npt.NDArray[_Number] = change.cumsum(axis=0)[: self._moments]
         return totals
 
     def _set_of(self, tensors: Sequence[int]) -> int:
