@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +17,9 @@ import hetspmd
 from hetspmd.cli.main import main
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network
-from hetspmd.errors import MemoryLimitError
+from hetspmd.cost.least_memory import LeastMemory
+from hetspmd.cost.model import CostModel
+from hetspmd.errors import MemoryBoundError, MemoryLimitError
 from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import synthesize
@@ -24,7 +28,7 @@ from hetspmd.placement import is_sharded
 from hetspmd.plan.plan import Plan
 from hetspmd.rules.theory import derive
 from hetspmd.search.constraints import Constraints
-from hetspmd.search.search import Limits
+from hetspmd.search.search import Limits, Searcher
 from hetspmd.trace.trace import trace
 from hetspmd.verify.comparison import verify
 from memory_cases import gathered_again, stack, with_memory
@@ -189,16 +193,81 @@ def test_one_device_alone_that_fits() -> None:
     check_fits(plan)
 
 
-def test_nothing_fits() -> None:
+def test_nothing_that_is_found_fits() -> None:
+    """The bound on what any program holds is kept, but no program comes so near to it."""
     model, example, _, free = case_of("stack")
+    theory = derive(trace(model, (), example))
+    total = LeastMemory(theory).needed(np.zeros(4)).total
+    devices = with_memory(free, [0.26 * total] * 4)
     with pytest.raises(MemoryLimitError, match=r"rank 0 \(d0\) lacks .* MiB of memory beyond its") as caught:
-        hetspmd.compile(model, example, with_memory(free, [1e4] * 4))
+        hetspmd.compile(model, example, devices)
+    assert not isinstance(caught.value, MemoryBoundError)
     assert (
         "Divide the batch in time (micro_batches='auto'), compute activations again (recompute='auto')"
         in str(caught.value)
     )
-    assert all(capacity == 10_000 for _, capacity in caught.value.lacking.values())
+    assert all(capacity == int(0.26 * total) for _, capacity in caught.value.lacking.values())
     assert caught.value.names == ("d0", "d1", "d2", "d3")
+
+
+def bound_error(memory: list[float], **options: Any) -> MemoryBoundError:
+    """The error of the stack on devices of which it is known before any search that nothing fits."""
+    model, example, _, free = case_of("stack")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Searcher, "search", None)
+        with pytest.raises(MemoryBoundError) as caught:
+            hetspmd.compile(model, example, with_memory(free, memory), **options)
+    return caught.value
+
+
+def test_what_cannot_fit_is_told_before_any_search() -> None:
+    error = bound_error([1e4] * 4)
+    assert error.total == sum(error.parts.values()) > error.room == 40_000
+    assert set(error.parts) == {"parameters", "optimizer state", "gradients", "activations"}
+    assert error.names == ("d0", "d1", "d2", "d3")
+    assert error.lacking == dict.fromkeys(range(4), ((error.total - 40_000) // 4, 10_000))
+    assert all(total > 40_000 for total in error.micro_batches.values())
+    assert "Even with micro_batches=16 at least" in str(error)
+
+
+def test_the_number_of_micro_batches_that_may_fit_is_told() -> None:
+    totals = bound_error([1e4] * 4).micro_batches
+    assert list(totals)[:4] == [2, 4, 8, 16]
+    assert totals[2] > totals[4]
+    memory = [totals[4] / 4 + 1] * 4
+    error = bound_error(memory)
+    assert list(error.micro_batches) == [2, 4]
+    assert "With micro_batches=4 at least" in str(error)
+    assert list(bound_error(memory, micro_batches=2).micro_batches) == [4]
+    with pytest.raises(TypeError, match="NoneType"):  # it may fit: searches begin
+        bound_error(memory, micro_batches=4)
+
+
+def test_numbers_of_micro_batches_that_cannot_fit_are_not_searched() -> None:
+    model, example, _, free = case_of("stack")
+    memory = [bound_error([1e4] * 4).micro_batches[4] / 4 + 1] * 4
+
+    class Searched(Exception):
+        pass
+
+    def searched(_self: Searcher, model: CostModel, *_args: Any, **_options: Any) -> None:
+        assert model.batches is not None
+        raise Searched(model.batches.count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Searcher, "search", searched)
+        with pytest.raises(Searched, match="4"):
+            hetspmd.compile(model, example, with_memory(free, memory), micro_batches="auto")
+
+
+def test_devices_that_cannot_hold_any_program_are_left_out() -> None:
+    plan = check_limited("stack", (0.9, 1.0, 1.2, 1.2), verify=False)
+    assert plan is not None
+    one = next(c for c in plan.considered if c.active == (0,))
+    assert one.verdict == "memory"
+    assert one.reason == "any program"
+    assert dict(one.lacking)[0] > 0
+    assert "fastest_device_alone" in plan.over_memory
 
 
 CLUSTER = """\
@@ -221,8 +290,8 @@ def test_the_command_line_says_what_is_missing(tmp_path: Path, capsys: pytest.Ca
     assert status == 2
     assert not out
     assert len(err.splitlines()) == 1
-    assert "MemoryLimitError" in err
-    assert "(fast) lacks" in err
+    assert "MemoryBoundError" in err
+    assert "any holds at least" in err
     status, out, err = run(tmp_path, capsys, "1MiB", "1MiB")
     assert status == 0
     assert "peak memory" in out

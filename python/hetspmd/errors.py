@@ -166,7 +166,11 @@ class MemoryLimitError(HetspmdError):
     """
 
     def __init__(
-        self, lacking: Mapping[int, tuple[int, int]], names: Sequence[str], word: str = "rank"
+        self,
+        lacking: Mapping[int, tuple[int, int]],
+        names: Sequence[str],
+        word: str = "rank",
+        message: str | None = None,
     ) -> None:
         self.lacking = dict(lacking)
         self.names = tuple(names)
@@ -175,9 +179,64 @@ class MemoryLimitError(HetspmdError):
             for rank, (missing, capacity) in self.lacking.items()
         ]
         super().__init__(
-            f"no program was found that fits the devices; in the nearest one {'; '.join(parts)}. Divide the "
+            message
+            or f"no program was found that fits the devices; in the nearest one {'; '.join(parts)}. Divide the "
             "batch in time (micro_batches='auto'), compute activations again (recompute='auto'), take a smaller "
             "batch, loosen constraints, add devices, or correct `memory` in the cluster description"
+        )
+
+
+class MemoryBoundError(MemoryLimitError):
+    """No program fits the devices' memory: any holds more than all devices together have.
+
+    It is known before any search, by the sum of what must be there at one moment of the step.
+
+    Attributes:
+        total: Bytes that any program holds at least, over all devices, at the moment at which most is missing.
+        room: Bytes that the devices have for them.
+        parts: ``total`` by what it is of: ``"parameters"``, ``"optimizer state"``, ``"gradients"``,
+            ``"activations"`` (with inputs and buffers).
+        micro_batches: The same total for other numbers of micro-batches, where they were asked for.
+        lacking: What is missing, in proportion to the devices' memory: rank to its part and to the bytes that it
+            has.
+        names: The name of each device.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, int],
+        room: int,
+        devices: Sequence[tuple[str, int]],
+        *,
+        micro_batches: Mapping[int, int],
+        enough: int | None,
+        word: str = "rank",
+    ) -> None:
+        self.parts = dict(parts)
+        self.total, self.room = sum(parts.values()), room
+        self.micro_batches = dict(micro_batches)
+        missing = self.total - room
+        have = sum(memory for _, memory in devices)
+        lacking = {
+            rank: (missing * memory // max(have, 1), memory) for rank, (_, memory) in enumerate(devices)
+        }
+        held = ", ".join(f"{_size(nbytes)} of {what}" for what, nbytes in self.parts.items() if nbytes)
+        if enough is not None:
+            least = _size(self.micro_batches[enough])
+            other = f"With micro_batches={enough} at least {least} are needed, which may fit"
+        elif self.micro_batches:
+            count, total = min(self.micro_batches.items(), key=lambda item: (item[1], item[0]))
+            other = f"Even with micro_batches={count} at least {_size(total)} are needed"
+        else:
+            other = "No number of micro-batches was compared"
+        super().__init__(
+            lacking,
+            [name for name, _ in devices],
+            word,
+            f"no program fits the devices: any holds at least {_size(self.total)} on all of them together "
+            f"({held}), and they have {_size(room)}. {other}. Otherwise compute activations again "
+            f"(recompute='auto'), take a smaller batch, add devices or memory for {_size(missing)}, loosen "
+            "constraints, or correct `memory` in the cluster description",
         )
 
 

@@ -56,6 +56,13 @@ def nearest(one: MemoryLimitError | None, other: MemoryLimitError | None) -> Mem
     return other if missing(other) < missing(one) else one
 
 
+def error_of(ctx: Synthesis, candidate: Candidate) -> MemoryLimitError:
+    """The error of a candidate that does not fit."""
+    devices = ctx.cluster.devices
+    amounts = {rank: (missing, int(devices[rank].memory)) for rank, missing in candidate.lacking.items()}
+    return MemoryLimitError(amounts, [d.name for d in devices], device_word(ctx.cluster))
+
+
 def alternate(
     ctx: Synthesis,
     costs: CostModel,
@@ -88,6 +95,10 @@ def alternate(
                     and np.abs(np.subtract(by, first)).max() > ctx.thresholds.equal_starts
                 ):
                     queue.append(("memory", by))
+                if (ctx.least.at(lengths) > capacities(costs)).any():
+                    # Nothing fits at these lengths, so that no search is needed to know it.
+                    rounds.lacking = nearest(rounds.lacking, error_of(ctx, tried[0]))
+                    break
                 fitting, lacking = search_fitting(ctx, costs, lengths, result, within, active)
                 rounds.lacking = nearest(rounds.lacking, lacking)
                 if fitting is None:
@@ -135,7 +146,14 @@ def search_fitting(
         try:
             with ctx.clock("synth"):
                 fitting = search_that_fits(
-                    ctx.searcher, costs, lengths, ctx.limits, best, within=within, reserve=reserve
+                    ctx.searcher,
+                    costs,
+                    lengths,
+                    ctx.limits,
+                    best,
+                    within=within,
+                    reserve=reserve,
+                    memory_prices=ctx.memory_prices,
                 )
         except MemoryLimitError as error:
             amounts = {active[j]: both for j, both in error.lacking.items()}

@@ -21,6 +21,7 @@ from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, pa
 from hetspmd.optimize.following import followed, warn_of_strays
 from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, segments_across, step_across
 from hetspmd.optimize.in_micro_batches import best_number, composed, in_micro_batches
+from hetspmd.optimize.memory_bound import require_room
 from hetspmd.optimize.partition import segmented, segments_like
 from hetspmd.optimize.prefetch import further
 from hetspmd.optimize.recomputation import fewest_recomputed
@@ -176,6 +177,9 @@ class _Compilation:
     def side_by_side(self, cluster: Cluster) -> Plan:
         """The plan of the single devices of a cluster."""
         asked = self.options.constraints
+        with self.clock("synth"):
+            compare = self.options.micro_batches != "auto"
+            require_room(self.theory, cluster, self.batches, self.constraints, compare=compare)
         with naming_conflicts(self.theory, self.constraints):
             ctx = Synthesis(
                 self.theory, cluster, self.constraints, self.limits, self.clock, batches=self.batches

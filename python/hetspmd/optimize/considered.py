@@ -7,16 +7,19 @@ from dataclasses import dataclass, replace
 
 from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.synthesis import Synthesis
+from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Considered
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Devices on which nothing was searched, since no program on them can take fewer seconds than ``seconds``."""
+    """Devices on which nothing was searched, since no program on them can take fewer seconds than ``seconds``, or
+    none fits: they lack at least the bytes ``lacking``, by rank."""
 
     active: tuple[int, ...]
     seconds: float
+    lacking: tuple[tuple[int, int], ...] = ()
 
 
 def verdicts(
@@ -29,7 +32,14 @@ def verdicts(
         different.setdefault((result.rows, result.moves, distance, c.lengths, c.active), c)
     considered = [_verdict(ctx, c, best) for c in different.values()]
     out = [
-        Considered(reason="any program", active=o.active, seconds=o.seconds, simulated=False, verdict="bound")
+        Considered(
+            reason="any program",
+            active=o.active,
+            seconds=o.seconds,
+            simulated=False,
+            verdict="memory" if o.lacking else "bound",
+            lacking=o.lacking,
+        )
         for o in left_out
     ]
     return _ordered([*considered, *out])
@@ -57,6 +67,12 @@ def _verdict(ctx: Synthesis, candidate: Candidate, best: Candidate) -> Considere
         verdict=verdict,
         lacking=tuple(sorted(lacking.items())),
     )
+
+
+def memory_is_short(considered: Iterable[Considered], seconds: float) -> bool:
+    """Whether memory kept a candidate from being taken that may be faster than these seconds."""
+    faster = seconds * (1 - THRESHOLDS.memory_gain)
+    return any(c.verdict == "memory" and c.seconds < faster for c in considered)
 
 
 def among(considered: Iterable[Considered], prefix: str) -> tuple[Considered, ...]:

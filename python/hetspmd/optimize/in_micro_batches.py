@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from hetspmd.errors import DroppedOutputWarning, MemoryLimitError, MicroBatchError
+from hetspmd.optimize.considered import memory_is_short
 from hetspmd.plan.plan import Plan
 from hetspmd.program.micro_batches import MicroBatches, micro_batches, samples, split_in_time
 from hetspmd.rules.nested import composes
@@ -91,7 +92,7 @@ def best_number(
             if best is not None and plan.cost.step_seconds >= best.cost.step_seconds:
                 return best
             best = plan
-            if not memory_is_short(plan):
+            if not memory_is_short(plan.considered, plan.cost.step_seconds):
                 return best
         if number >= most:
             if best is not None:
@@ -99,12 +100,6 @@ def best_number(
             assert lacking is not None, "no number of micro-batches fits, so the last one lacks memory"
             raise lacking
         number = min(2 * number, most)
-
-
-def memory_is_short(plan: Plan) -> bool:
-    """Whether memory may have kept a faster program from being the plan's."""
-    short = any(c.verdict == "memory" for c in plan.considered)
-    return short or bool(plan.over_memory) or plan.search.stop_reason == "memory"
 
 
 def composed(theory: Theory, batches: MicroBatches | None, constraints: Constraints) -> Constraints:

@@ -19,6 +19,7 @@ from typing import Literal
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import MemoryLimitError, MicroBatchError
+from hetspmd.optimize.considered import memory_is_short
 from hetspmd.optimize.in_micro_batches import in_micro_batches
 from hetspmd.plan.plan import Plan
 from hetspmd.program.micro_batches import MicroBatches, samples
@@ -58,7 +59,7 @@ class _Fitting:
         number, found = 1 if count == "auto" else count, None
         while True:
             try:
-                plan = self._plan(0, number)
+                plan = self._faster(self._plan(0, number), number)
                 break
             except MemoryLimitError as error:
                 if found is None:
@@ -83,6 +84,19 @@ class _Fitting:
             graph = recomputed(self.theory.graph, outermost(self.blocks[:blocks]))
             self._theories[blocks] = derive(graph, quiet=True)
         return self.planned(*in_micro_batches(self._theories[blocks], number))
+
+    def _faster(self, plan: Plan, number: int) -> Plan:
+        """The plan, or one that computes all blocks again, half or a quarter of them, whichever is fastest, where
+        memory is short."""
+        if not memory_is_short(plan.considered, plan.cost.step_seconds):
+            return plan
+        for blocks in dict.fromkeys(len(self.blocks) // part for part in (1, 2, 4)):
+            try:
+                other = self._plan(blocks, number) if blocks else plan
+            except MemoryLimitError:
+                continue
+            plan = min(plan, other, key=lambda each: each.cost.step_seconds)
+        return plan
 
     def _fewest(self, number: int) -> Plan | None:
         """The plan with the fewest blocks computed again that fits; None if none does."""

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hetspmd.cluster.cluster import Cluster
+from hetspmd.cost.least_memory import LeastMemory
 from hetspmd.cost.model import CostModel
+from hetspmd.errors import MemoryLimitError
 from hetspmd.optimize.thresholds import THRESHOLDS, Thresholds
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import Constraints
+from hetspmd.search.memory_prices import MemoryPrices
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import Space, search_space
 
@@ -66,6 +69,24 @@ class Synthesis:
             return Searcher(search_space(self.theory, self.constraints))
 
     @cached_property
+    def memory_prices(self) -> MemoryPrices:
+        """What holding tensors costs at prices of bytes."""
+        with self.clock("synth"):
+            return MemoryPrices(self.searcher, self.batches)
+
+    @cached_property
+    def fitting(self) -> dict[object, tuple[SearchResult | None, MemoryLimitError | None]]:
+        """What searches for programs that fit the memory have given
+        (:func:`hetspmd.optimize.alternation.search_fitting`), by what they were asked."""
+        return {}
+
+    @cached_property
+    def least(self) -> LeastMemory:
+        """What any program must hold."""
+        with self.clock("synth"):
+            return LeastMemory(self.theory, self.batches, self.constraints.forms)
+
+    @cached_property
     def batch(self) -> frozenset[int]:
         """The logical axes of the batch."""
         return self.theory.batch_axes
@@ -77,6 +98,7 @@ class Synthesis:
             return self
         other = copy.copy(self)
         object.__setattr__(other, "batches", replace(self.batches, repeated=repeated))
+        other.__dict__.pop("known", None)  # what programs hold is another
         return other
 
     @property

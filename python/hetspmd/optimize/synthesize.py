@@ -88,6 +88,7 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
     over = [name for name, candidate in kinds.items() if not candidate.fits]
     seconds["fastest_device_alone"] = float(min(costs.alone()))
     winners = [] if best is None else [_Subset(costs, best, rounds.iterations)]
+    replaced = list(rounds.replaced)
     lacking, left_out = rounds.lacking, list[LeftOut]()
     for ranks in device_subsets(costs) if subsets is None else subsets:
         part = ctx.costs(ranks)
@@ -95,8 +96,14 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
         if best is not None and part.lower_bound() >= best.seconds and not limited:
             left_out.append(LeftOut(ranks, part.lower_bound()))
             continue
+        short = _short(ctx, part, ranks)
+        if short:
+            left_out.append(LeftOut(ranks, part.lower_bound(), short))
+            over += ["fastest_device_alone"] if len(ranks) == 1 else []
+            continue
         candidates, rounds = _on_subset(ctx, part, ranks)
         tried += candidates
+        replaced += rounds.replaced
         lacking = nearest(lacking, rounds.lacking)
         if limited and not any(candidate.fits for candidate in candidates):
             over.append("fastest_device_alone")
@@ -111,7 +118,7 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
     iterations = next(s.iterations for s, c in zip(winners, stored, strict=True) if c is best)
     if len(best.active) < ctx.cluster.world and len(winners[0].best.active) == ctx.cluster.world:
         seconds["all_devices"] = stored[0].seconds
-    considered = verdicts(ctx, tried, best, left_out)
+    considered = verdicts(ctx, [*tried, *replaced], best, left_out)
     return Outcome(
         best=certified(ctx, best),
         baselines=seconds,
@@ -175,6 +182,17 @@ def _on_subset(ctx: Synthesis, costs: CostModel, ranks: tuple[int, ...]) -> tupl
     alone = ctx.searcher.space.within(known.single_device(ctx.theory, ctx.constraints.forms))
     rounds = alternate(ctx, costs, ranks, (("alone", (1.0,)),), alone)
     return rounds.candidates, rounds
+
+
+def _short(ctx: Synthesis, costs: CostModel, ranks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The bytes that devices lack at least for any program, in proportion to their memory; nothing where one might
+    fit."""
+    capacity = capacities(costs)
+    if np.isinf(capacity).any():
+        return ()
+    missing = ctx.least.needed(capacity).missing
+    parts = np.ceil(missing * capacity / capacity.sum()).astype(int).tolist()
+    return tuple(zip(ranks, parts, strict=True)) if missing else ()
 
 
 def _with_storage(ctx: Synthesis, subset: _Subset, best: Candidate, tried: list[Candidate]) -> Candidate:

@@ -76,6 +76,9 @@ class Thresholds:
     """The smallest parameters and gradients, with this part of all their bytes, are communicated outside of a loop
     over micro-batches."""
 
+    memory_gain: float = 1e-3
+    """The part by which a candidate that does not fit must be faster than the best for memory to be short."""
+
     storage_rounds: int = 2
     """Rounds through all groups of parameters."""
 

@@ -28,7 +28,7 @@ from hetspmd.cost.model import Array
 from hetspmd.errors import ConstraintError, InfeasibleError, MemoryLimitError, SearchError
 from hetspmd.optimize.alternation import nearest, with_best_ratios
 from hetspmd.optimize.candidate import Candidate, Evaluator, best_of, bounded
-from hetspmd.optimize.considered import among, instead
+from hetspmd.optimize.considered import among, instead, memory_is_short
 from hetspmd.optimize.prefetch import like, storage_axes, stored_evenly
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import Outcome, synthesize
@@ -62,7 +62,7 @@ def synthesize_step(ctx: Synthesis, level: int | None = None) -> tuple[Synthesis
         ctx = ctx.with_repeated(repeated_in(ctx.theory, batches, level))
         return ctx, synthesize(ctx, ())
     outcome, lacking = _planned(ctx)
-    if outcome is not None and not _is_limited(outcome):
+    if outcome is not None and not memory_is_short(outcome.considered, outcome.best.seconds):
         return ctx, outcome if batches is None else _beside(outcome, _levels(ctx))
     levels = _levels(ctx)
     outcome = None if outcome is None else _beside(outcome, levels)
@@ -108,12 +108,6 @@ def _beside(outcome: Outcome, levels: Mapping[int, Candidate]) -> Outcome:
         baselines={**outcome.baselines, **{name: c.seconds for name, c in named.items()}},
         over_memory=(*outcome.over_memory, *(name for name, c in named.items() if not c.fits)),
     )
-
-
-def _is_limited(outcome: Outcome) -> bool:
-    """Whether memory may have kept a faster program from being the best."""
-    short = any(c.verdict == "memory" for c in outcome.considered)
-    return short or bool(outcome.over_memory) or outcome.best.result.stop_reason == "memory"
 
 
 def _taken(best: Candidate) -> Considered:

@@ -13,13 +13,15 @@ so a search at any prices gives a certified bound. Whether a program fits is dec
 The prices follow from the programs found so far by Kelley's cutting planes (1960): L is below the line
 ``cost(x) + sum p (held(x) - capacity)`` of each program x, and the next prices maximise the least of these
 lines within a box that grows until some program fits. Instructions are taken in as programs exceed the
-capacity there.
+capacity there. If L is above what any program costs, none fits at these lengths, and the search ends.
 
 Equal layers change their minds at the same price, all at once, so that the best program, in which some do
 and others do not, is found at no price. So at the end the prices at which L is highest are tilted, a little
 higher for each layer than for the one before, and scaled until a program just fits. What is charged is less
 than what is held where collectives are: if that leaves much of a gap, what a communicated tensor adds is
 estimated and priced too. What is found so has no part in the bound.
+
+Where prices outweigh all costs and higher ones give the same program again, still higher ones give no other.
 """
 
 from __future__ import annotations
@@ -56,6 +58,9 @@ between the two."""
 WIDE = 1e-2
 """A gap above this part of the cost, or no program that fits, is worth the searches with estimates."""
 
+OUTWEIGHED = 20.0
+"""Prices of so many times a program's cost outweigh it."""
+
 
 def capacities(model: CostModel) -> Array:
     """Bytes of each device of the model's cluster, as they are counted; infinite where the cluster does not say."""
@@ -71,6 +76,11 @@ class _Line:
     lacking: Array
     """Bytes of each device."""
 
+    def same(self, other: _Line) -> bool:
+        """Whether both are of one program."""
+        one, two = self.result, other.result
+        return one.rows == two.rows and one.moves == two.moves
+
 
 def search_that_fits(
     searcher: Searcher,
@@ -81,15 +91,18 @@ def search_that_fits(
     *,
     within: Space | None = None,
     reserve: Array | None = None,
+    memory_prices: MemoryPrices | None = None,
 ) -> SearchResult:
     """The best program found that fits every device at ``lengths``; ``start``, the best without regard to memory,
-    if that fits. ``reserve``: bytes of each device that are left free.
+    if that fits. ``reserve``: bytes of each device that are left free. ``memory_prices``: those of the searcher,
+    where they have been made.
 
     Its ``lower_bound`` is certified for all programs that fit, its ``stop_reason`` is "memory" unless the bound
     meets the cost. Raises MemoryLimitError if no program found fits.
     """
     capacity = capacities(model) - (0.0 if reserve is None else reserve)
-    prices = _Lagrangian(searcher, model, lengths, limits, within, capacity)
+    memory_prices = memory_prices or MemoryPrices(searcher, model.batches)
+    prices = _Lagrangian(searcher, model, lengths, limits, within, capacity, memory_prices)
     if prices.take(start):
         return start
     prices.run()
@@ -110,6 +123,7 @@ class _Lagrangian:
     limits: Limits
     within: Space | None
     capacity: Array
+    memory_prices: MemoryPrices
     lines: list[_Line] = field(default_factory=list)
     best: SearchResult | None = None
     bound: float = -np.inf
@@ -118,31 +132,46 @@ class _Lagrangian:
     """The prices tried at which L is highest."""
 
     def run(self) -> None:
-        """Cutting planes, then tilted bisection where they leave a gap."""
-        self.memory_prices = MemoryPrices(self.searcher, self.model.batches)
-        first = self.lines[0].result
-        self.bound = first.lower_bound
-        places: list[Place] = []
-        box = 2.0 * first.cost
-        before: dict[Place, float] | None = None
+        """Cutting planes, then tilted scaling where they leave a gap."""
+        first = self.lines[0]
+        self.bound = first.result.lower_bound
         try:
-            for _ in range(SEARCHES):
-                places += _exceeded(self.lines[-1].profile, self.capacity, places)
-                at = _master(self.lines, places, self.capacity, box)
-                if at == before:
-                    if self.best is not None or box > 1e4 * first.cost:
-                        break
-                    box *= 64.0
-                    continue
-                before = at
-                self._search(at)
-                if self._close():
-                    return
-            self._tilted(estimated=False)
-            if not self._close(WIDE):
-                self._tilted(estimated=True)
+            if self._cutting_planes(first.result.cost) and not self._close():
+                self._tilted(estimated=False)
+                if not self._close(WIDE):
+                    self._tilted(estimated=True)
         except SearchError:
-            return
+            pass
+
+    def _cutting_planes(self, cost: float) -> bool:
+        """Search at the prices that maximise the least of the lines. Whether a program may fit; ``cost``: that of
+        the best program without regard to memory."""
+        dearest = self.searcher.dearest(self.model, self.lengths)
+        places: list[Place] = []
+        box = 2.0 * cost
+        before: dict[Place, float] | None = None
+        for _ in range(SEARCHES):
+            places += _exceeded(self.lines[-1].profile, self.capacity, places)
+            at = _master(self.lines, places, self.capacity, box)
+            if at == before:
+                if self.best is not None or box > 1e4 * cost or self._settled_at(at):
+                    break
+                box *= 64.0
+                continue
+            before = at
+            self._search(at)
+            if self.bound > dearest:
+                return False
+            if self._close():
+                break
+        return True
+
+    def _settled_at(self, prices: dict[Place, float], scale: float = 1.0) -> bool:
+        """Whether prices outweigh all costs, and the last two searches have found the same program."""
+        if len(self.lines) < 3 or not self.lines[-1].same(self.lines[-2]):
+            return False
+        paid = scale * sum(price * self.capacity[j] for (_, j), price in prices.items())
+        return bool(paid > OUTWEIGHED * self.lines[-1].result.cost)
 
     def _search(self, at: dict[Place, float], tilt: float = 0.0, estimated: bool = False) -> bool:
         """Search at prices; whether the program fits."""
@@ -186,10 +215,15 @@ class _Lagrangian:
             if self._search({p: scale * price for p, price in prices.items()}, TILT, estimated):
                 most = scale
             else:
-                least = scale
-                mean = sum(prices.values()) / len(prices)
                 more = _exceeded(self.lines[-1].profile, self.capacity, [*prices]) if estimated else []
-                prices.update(dict.fromkeys(more, mean))
+                if more:
+                    # At other prices the same scale may do.
+                    prices.update(dict.fromkeys(more, sum(prices.values()) / len(prices)))
+                    least = 0.0
+                    continue
+                if math.isinf(most) and self._settled_at(prices, scale):
+                    return
+                least = scale
             if self._close() or most - least <= CLOSE * least:
                 return
             scale = least * 2.0 if math.isinf(most) else most / 2.0 if least == 0.0 else (least + most) / 2.0

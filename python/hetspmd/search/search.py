@@ -143,6 +143,19 @@ class Searcher:
                 total += int(priced.seconds[1][self.pricing.move_start[n] + pairs.index(move[:2])])
         return total / priced.per_second
 
+    def dearest(self, model: CostModel, lengths: Lengths) -> float:
+        """Seconds that no program of the space costs more than."""
+        priced = self.pricing.at(model, lengths)
+        starts = (self.pricing.row_start, self.pricing.move_start)
+        return (
+            sum(
+                int(np.maximum.reduceat(costs, start[:-1][np.diff(start) > 0]).sum())
+                for costs, start in zip(priced.seconds, starts, strict=True)
+                if len(costs)
+            )
+            / priced.per_second
+        )
+
     def covers(self, within: Space) -> bool:
         """Whether every program of ``within`` is one of this space, but for forbidden rows."""
         return (
