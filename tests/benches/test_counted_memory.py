@@ -164,7 +164,7 @@ def test_micro_batches_as_counted(kind: str) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_recomputation_as_counted(kind: str, count: int) -> None:
-    """Blocks that are computed again, at once and in micro-batches: what is counted is what is predicted, and less."""
+    """Blocks that are computed again, at once and in micro-batches: counted as predicted, and less."""
     speeds, (model, batch) = (4, 2, 1), built("GPT-2")
     shares = tuple(s / sum(speeds) for s in speeds)
     plans = []
@@ -178,9 +178,8 @@ def test_recomputation_as_counted(kind: str, count: int) -> None:
     for rank, predicted in enumerate(plan.cost.memory_bytes):
         assert predicted * (1 - spared) <= held[rank] <= predicted * (1 + CLOSE), (kind, rank)
         assert predicted <= plain.cost.memory_bytes[rank], (kind, rank)
-    if (
-        count == 1
-    ):  # the device with most of the batch; elsewhere, and in micro-batches, the optimizer's step is the peak
+    # The device with most of the batch; elsewhere, and in micro-batches, the optimizer's step is the peak.
+    if count == 1:
         assert max(held[0], plan.cost.memory_bytes[0]) < 0.9 * plain.cost.memory_bytes[0]
 
 
