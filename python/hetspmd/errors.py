@@ -22,6 +22,7 @@ __all__ = [
     "HetspmdError",
     "InfeasibleError",
     "KeptRowsWarning",
+    "MemoryBoundError",
     "MemoryLimitError",
     "MicroBatchError",
     "MissingRuleError",
