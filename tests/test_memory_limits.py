@@ -32,6 +32,7 @@ from hetspmd.search.search import Limits, Searcher
 from hetspmd.trace.trace import trace
 from hetspmd.verify.comparison import verify
 from memory_cases import gathered_again, stack, with_memory
+from real_models import llama
 from workbench import cluster, traced
 
 TARGET = Path(__file__).parent / "cli" / "targets.py"
@@ -315,3 +316,17 @@ def test_plans_of_models_fit_and_are_right(name: str) -> None:
 def test_stacks_fit_and_are_right(part: float) -> None:
     check_limited("stack", (part,) * 4)
     check_limited("stack", (part, 1.0, 1.3, math.inf))
+
+
+@pytest.mark.slow
+def test_a_large_model_is_refused_before_any_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama-3-8B's shape on 160 GiB: any step on the whole batch of 16 x 512 needs more."""
+    model, example = llama(32, 16, 512)
+    each = Device("d", {"default": 1e13}, memory=16.0 * 2**30, memory_bandwidth=7e11)
+    twice = replace(each, memory=32.0 * 2**30)
+    monkeypatch.setattr(Searcher, "search", None)
+    with pytest.raises(MemoryBoundError, match="With micro_batches=4 at least") as caught:
+        hetspmd.compile(model, example, Cluster((twice,) * 2 + (each,) * 6, Network(1.3e9, 5e-5)))
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    assert caught.value.parts["parameters"] == weights
+    assert caught.value.parts["optimizer state"] == 2 * weights

@@ -23,6 +23,7 @@ __all__ = [
     "HetspmdError",
     "InfeasibleError",
     "KeptRowsWarning",
+    "MemoryBoundError",
     "MemoryLimitError",
     "MicroBatchError",
     "MissingRuleError",
@@ -223,20 +224,20 @@ class MemoryBoundError(MemoryLimitError):
         held = ", ".join(f"{_size(nbytes)} of {what}" for what, nbytes in self.parts.items() if nbytes)
         if enough is not None:
             least = _size(self.micro_batches[enough])
-            other = f"With micro_batches={enough} at least {least} are needed, which may fit"
+            other = f"With micro_batches={enough} at least {least} are needed, which may fit. "
         elif self.micro_batches:
             count, total = min(self.micro_batches.items(), key=lambda item: (item[1], item[0]))
-            other = f"Even with micro_batches={count} at least {_size(total)} are needed"
+            other = f"Even with micro_batches={count} at least {_size(total)} are needed. "
         else:
-            other = "No number of micro-batches was compared"
+            other = ""
         super().__init__(
             lacking,
             [name for name, _ in devices],
             word,
             f"no program fits the devices: any holds at least {_size(self.total)} on all of them together "
-            f"({held}), and they have {_size(room)}. {other}. Otherwise compute activations again "
-            f"(recompute='auto'), take a smaller batch, add devices or memory for {_size(missing)}, loosen "
-            "constraints, or correct `memory` in the cluster description",
+            f"({held}), and they have {_size(room)}. {other}Compute activations again (recompute='auto'), take a "
+            f"smaller batch, add devices or memory for {_size(missing)}, loosen constraints, or correct `memory` "
+            "in the cluster description",
         )
 
 

@@ -209,7 +209,7 @@ def test_less_memory_than_the_whole_batch_takes() -> None:
     short = {"devices": devices, "network": {"bandwidth": "100GB/s", "latency": "1ns"}}
     with pytest.raises(MemoryLimitError):
         hetspmd.compile(model, example, short, loss=loss)
-    with pytest.raises(MemoryLimitError, match=r"Divide the batch in time \(micro_batches='auto'\)"):
+    with pytest.raises(MemoryLimitError, match=r"With micro_batches=\d+ at least"):
         hetspmd.compile(model, example, short, loss=loss)
     fits = hetspmd.compile(model, example, short, loss=loss, micro_batches="auto")
     assert max(fits.cost.memory_bytes) <= fits.cluster.devices[0].memory
@@ -218,9 +218,7 @@ def test_less_memory_than_the_whole_batch_takes() -> None:
         hetspmd.compile(model, example, short, loss=loss, micro_batches=fits.micro_batches // 2)
     assert hetspmd.compile(model, example, DEVICES, loss=loss, micro_batches="auto").micro_batches == 1
     normed = nn.Sequential(nn.Linear(2, 32), nn.BatchNorm1d(32), *layers)
-    with pytest.raises(
-        MicroBatchError, match=r"of the whole batch .* In one it does not fit: no program was found"
-    ):
+    with pytest.raises(MicroBatchError, match=r"of the whole batch .* In one it does not fit: no program"):
         hetspmd.compile(normed, example, short, loss=loss, micro_batches="auto")
 
 

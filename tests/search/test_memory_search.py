@@ -7,7 +7,7 @@ import itertools
 import random
 from dataclasses import replace
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -415,3 +415,32 @@ def test_a_part_of_the_space() -> None:
     assert not p.profile(found).lacking(0.97 * peaks).any()
     for i, row in enumerate(found.rows):
         assert p.theory.row_axes[i][row] not in batch
+
+
+def test_no_program_costs_more_than_the_dearest() -> None:
+    for name in SMALL:
+        searcher = searcher_of(name)
+        theory = searcher.space.theory
+        for seed in range(6):
+            lengths = uneven(theory, 1 + seed % 4, seed)
+            model = CostModel(theory, devices(*[1.0 / lengths.world] * lengths.world))
+            dearest = searcher.dearest(model, lengths)
+            for found in (randomly_searched(name, lengths, seed), searcher.search(model, lengths, LIMITS)):
+                assert searcher.cost(found, model, lengths) <= dearest * (1 + 1e-9)
+
+
+def test_the_search_ends_where_nothing_can_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some prices prove it, so that no scales of them are tried."""
+    p = problem("stack")
+    searches = 0
+    search = Searcher.search
+
+    def counted(self: Searcher, *args: Any, **options: Any) -> SearchResult:
+        nonlocal searches
+        searches += 1
+        return search(self, *args, **options)
+
+    monkeypatch.setattr(Searcher, "search", counted)
+    with pytest.raises(MemoryLimitError):
+        p.solve(0.3)
+    assert searches <= 6

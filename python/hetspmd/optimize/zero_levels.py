@@ -61,10 +61,13 @@ def synthesize_step(ctx: Synthesis, level: int | None = None) -> tuple[Synthesis
     if level is not None:
         ctx = ctx.with_repeated(repeated_in(ctx.theory, batches, level))
         return ctx, synthesize(ctx, ())
-    outcome, lacking = _planned(ctx)
+    levels = {} if batches is None else _levels(ctx)
+    # A program that holds no more than one whose collectives are outside of the loop has them in it.
+    leave_out = batches is not None and (1 in levels and not levels[1].fits)
+    outcome, lacking = (None, None) if leave_out else _planned(ctx)
     if outcome is not None and not memory_is_short(outcome.considered, outcome.best.seconds):
-        return ctx, outcome if batches is None else _beside(outcome, _levels(ctx))
-    levels = _levels(ctx)
+        return ctx, _beside(outcome, levels)
+    levels = levels or _levels(ctx)
     outcome = None if outcome is None else _beside(outcome, levels)
     in_loop, missing = (None, None) if batches is None else _planned(ctx.with_repeated(_repeated(ctx)))
     leanest = [c for n, c in levels.items() if n == _LEVELS[-1]]

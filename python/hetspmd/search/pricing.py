@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cost.model import Array, CostModel, Index
-from hetspmd.placement import Placement, is_sharded, sharded_dim
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, shard, sharded_dim
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Communicate
@@ -86,6 +86,9 @@ class Pricing:
         self.keep_start = np.concatenate([[0], np.cumsum([len(space.forms[t]) for t in self.tensors])])
         self.overlappable = self._overlappable()
         self._timed: tuple[MicroBatches, Array] | None = None
+        counts = [len(space.moves[t]) for t in self.tensors]
+        self._flat_tensor: Index = np.repeat(np.arange(len(self.tensors)), counts)
+        self._flat_cut: Index = np.array([is_sharded(source) for source, _, _ in self.flat], dtype=np.int64)
 
     def _moves(self) -> None:
         """Distinct collectives, which of them each move of a tensor is, and where pairs of forms begin.
@@ -201,12 +204,12 @@ class Pricing:
         if model.batches is None:
             return np.ones(len(self.flat))
         if self._timed is None or self._timed[0] is not model.batches:
-            tensors = np.repeat(self.tensors, [len(self.space.moves[t]) for t in self.tensors])
-            times = [
-                model.times(Communicate(t, kind, source, target))
-                for t, (source, target, kind) in zip(tensors.tolist(), self.flat, strict=True)
-            ]
-            self._timed = model.batches, np.array(times, dtype=float)
+            whole, cut = (
+                [model.times(Communicate(t, "all_gather", source, REPLICATE)) for t in self.tensors]
+                for source in (PARTIAL, shard(0))
+            )
+            of_tensor = np.array([whole, cut], dtype=float).reshape(2, -1)
+            self._timed = model.batches, of_tensor[self._flat_cut, self._flat_tensor]
         return self._timed[1]
 
     def _unit(self, rows: Array, moves: Array, keep: Array) -> float:
