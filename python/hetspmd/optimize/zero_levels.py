@@ -27,6 +27,7 @@ from hetspmd.cost.memory import OPTIMIZER_BYTES
 from hetspmd.cost.model import Array
 from hetspmd.errors import ConstraintError, InfeasibleError, MemoryLimitError, SearchError
 from hetspmd.optimize.alternation import nearest, with_best_ratios
+from hetspmd.optimize.baselines import baselines
 from hetspmd.optimize.candidate import Candidate, Evaluator, best_of, bounded
 from hetspmd.optimize.considered import among, instead, memory_is_short
 from hetspmd.optimize.prefetch import like, storage_axes, stored_evenly
@@ -83,9 +84,21 @@ def synthesize_step(ctx: Synthesis, level: int | None = None) -> tuple[Synthesis
     ways = {"outside of the loop": outcome, "in the loop": in_loop} if batches else {"": outcome}
     considered = [c for way, one in ways.items() if one for c in _among(one.considered, way)]
     iterations = next((one.iterations for one in (in_loop, outcome) if one), ())
-    none = Outcome(best=best, baselines={}, iterations=iterations)
-    beside = replace(outcome, best=best, iterations=iterations) if outcome else _beside(none, levels)
-    return best.evaluator.ctx, replace(beside, considered=instead(considered, _taken(best)))
+    beside = outcome or _beside(_known_kinds(ctx, best, in_loop), levels)
+    return best.evaluator.ctx, replace(
+        beside, best=best, iterations=iterations, considered=instead(considered, _taken(best))
+    )
+
+
+def _known_kinds(ctx: Synthesis, best: Candidate, in_loop: Outcome | None) -> Outcome:
+    """An outcome with the baselines of a step of which no program fits with collectives outside of the loop."""
+    costs = ctx.costs(ctx.everyone)
+    kinds = baselines(ctx, costs)
+    seconds = {name: candidate.seconds for name, candidate in kinds.items()}
+    seconds["fastest_device_alone"] = float(min(costs.alone()))
+    over = [name for name, candidate in kinds.items() if not candidate.fits]
+    over += [name for name in (in_loop.over_memory if in_loop else ()) if name == "fastest_device_alone"]
+    return Outcome(best=best, baselines=seconds, iterations=(), over_memory=tuple(over))
 
 
 def _repeated(ctx: Synthesis) -> frozenset[int]:
