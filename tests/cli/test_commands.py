@@ -54,7 +54,7 @@ def test_compile_json(command, targets, cluster, tmp_path: Path) -> None:
     document = json.loads(out.read_text())
     assert set(document) == {
         "version", "graph", "search", "cost", "baselines", "candidates", "ratios", "segments", "inside",
-        "micro_batches", "recomputed", "program", "schedule", "transfers", "sensitivity", "lengths", "seconds",
+        "micro_batches", "zero_levels", "recomputed", "program", "schedule", "transfers", "sensitivity", "lengths", "seconds",
     }  # fmt: skip
     assert all(set(s) == {"quantity", "ranks", "elasticity", "gain"} for s in document["sensitivity"])
     assert sum(-abs(s["elasticity"]) for s in document["sensitivity"]) == pytest.approx(-1.0)
@@ -271,6 +271,7 @@ def test_verify_that_fails(command, targets, cluster, monkeypatch: pytest.Monkey
         "segments": "auto",
         "machines": "auto",
         "micro_batches": 1,
+        "zero": None,
         "recompute": "checkpoints",
         "locate": False,
     }

@@ -298,7 +298,7 @@ def test_the_command(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert f"Steps of {TARGETS} on mine (rank 0): at most {curve.limit} rows fit" in made.out
     refused = command("compile", TARGETS, "--cluster", path)
     assert (refused.status, curve.limit < 12) == (2, True)
-    assert "MemoryLimitError" in refused.err
+    assert "MemoryBoundError" in refused.err
     assert command("profile", "--show", path).status == 0
     ops_alone = command(*measured, "--no-steps")
     assert ops_alone.status == 0

@@ -57,7 +57,9 @@ class Plan:
             programs. Those that the constraints rule out, or that do not exist, are missing.
             ``data_parallel_even`` has whole parameters and the batch in equal shares (DDP);
             ``data_parallel_proportional`` the same in shares proportional to the devices' speed;
-            ``zero_like`` these shares with parameters in shards (ZeRO-3, FSDP); ``tensor_parallel`` is the
+            ``zero_like`` these shares with parameters in shards (ZeRO-3, FSDP); ``zero_1``, ``zero_2`` and
+            ``zero_3`` are these shares at a level of ZeRO, of plans in micro-batches and where memory is short;
+            ``tensor_parallel`` is the
             best program that does not divide the batch; ``fastest_device_alone`` uses one device and
             communicates nothing; ``all_devices`` is the best program without idle devices, where the plan has
             some; ``one_segment`` is the best program of one segment, where the plan has several.
