@@ -48,8 +48,9 @@ from hetspmd.search.constraints import Constraints, RowFilter, spelling, zero
 from hetspmd.search.memory_limits import capacities
 from hetspmd.search.search import stored_forms
 
-_LEVELS: Final = (1, 2, 3)
-"""The levels of ZeRO that store parameters in shards."""
+_LEVELS: Final = {1: "zero_1", 2: "zero_2", 3: "zero_3"}
+"""The levels of ZeRO that store parameters in shards, with their names as baselines."""
+_LEANEST: Final = 3
 
 
 def synthesize_step(ctx: Synthesis, level: int | None = None) -> tuple[Synthesis, Outcome]:
@@ -71,7 +72,7 @@ def synthesize_step(ctx: Synthesis, level: int | None = None) -> tuple[Synthesis
     levels = levels or _levels(ctx)
     outcome = None if outcome is None else _beside(outcome, levels)
     in_loop, missing = (None, None) if batches is None else _planned(ctx.with_repeated(_repeated(ctx)))
-    leanest = [c for n, c in levels.items() if n == _LEVELS[-1]]
+    leanest = [c for n, c in levels.items() if n == _LEANEST]
     taken_out = [_taken_out(c) for c in ([in_loop.best] if in_loop else []) + leanest]
     best = best_of(ctx, [c for c in taken_out if c is not None])
     if best is None or (outcome is not None and outcome.best.seconds <= best.seconds):
@@ -102,7 +103,7 @@ def _known_kinds(ctx: Synthesis, best: Candidate, in_loop: Outcome | None) -> Ou
 
 
 def _repeated(ctx: Synthesis) -> frozenset[int]:
-    return repeated_in(ctx.theory, ctx.batches, _LEVELS[-1])
+    return repeated_in(ctx.theory, ctx.batches, _LEANEST)
 
 
 def _among(considered: tuple[Considered, ...], way: str) -> tuple[Considered, ...]:
@@ -118,7 +119,7 @@ def _planned(ctx: Synthesis) -> tuple[Outcome | None, MemoryLimitError | None]:
 
 def _beside(outcome: Outcome, levels: Mapping[int, Candidate]) -> Outcome:
     """The outcome with the levels of ZeRO among its baselines."""
-    named = {f"zero_{level}": candidate for level, candidate in levels.items()}
+    named = {_LEVELS[level]: candidate for level, candidate in levels.items()}
     return replace(
         outcome,
         baselines={**outcome.baselines, **{name: c.seconds for name, c in named.items()}},
