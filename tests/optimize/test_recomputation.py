@@ -81,7 +81,7 @@ def test_as_few_blocks_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     devices, none, every = between(0.5, model, x)
     assert max(every.cost.memory_bytes) < 0.7 * max(none.cost.memory_bytes)
     assert every.cost.compute_seconds > none.cost.compute_seconds
-    with pytest.raises(MemoryLimitError, match=r"compute activations again \(recompute='auto'\)"):
+    with pytest.raises(MemoryLimitError, match=r"ompute activations again \(recompute='auto'\)"):
         asked(model, x, devices, recompute="none")
     tried: list[int] = []
     plan_of = recomputation._Fitting._plan
