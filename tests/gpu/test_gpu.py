@@ -18,7 +18,7 @@ import local
 from hetspmd.dist.communicator import LoneCommunicator
 from hetspmd.profile.session import Session
 from hetspmd.profile.step_runs import StepRunner
-from hetspmd.profile.steps import measure_curves, step_case
+from hetspmd.profile.whole_steps import measure_curves, step_case
 from trust.models import build
 
 SIZES = {

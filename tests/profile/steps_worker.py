@@ -17,7 +17,7 @@ from hetspmd.profile.measure import Options, Profile
 from hetspmd.profile.rows import Batch
 from hetspmd.profile.session import joined
 from hetspmd.profile.step_runs import StepRunner
-from hetspmd.profile.steps import step_case, with_steps
+from hetspmd.profile.whole_steps import step_case, with_steps
 
 OPTIONS = Options(budget=60.0, tolerance=0.5)
 SLOW = 3e-4

@@ -15,7 +15,7 @@ from hetspmd.cost.measured_steps import identity
 from hetspmd.errors import BatchSizeError
 from hetspmd.profile.rows import find_rows
 from hetspmd.profile.step_runs import StepRunner
-from hetspmd.profile.steps import step_case
+from hetspmd.profile.whole_steps import step_case
 from hetspmd.trace.trace import trace
 
 CPU = torch.device("cpu")

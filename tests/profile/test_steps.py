@@ -32,7 +32,7 @@ from hetspmd.profile.plot import profile_svg
 from hetspmd.profile.session import Session
 from hetspmd.profile.show import profile_text
 from hetspmd.profile.step_runs import Attempt, StepRunner
-from hetspmd.profile.steps import measure_curves, step_case, with_steps
+from hetspmd.profile.whole_steps import measure_curves, step_case, with_steps
 from processes import spawn
 
 TARGETS = Path(__file__).parents[1] / "cli" / "targets.py"

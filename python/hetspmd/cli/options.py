@@ -40,6 +40,20 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         help="plan entries of several accelerators as virtual devices, data parallel inside, or flat, each "
         "accelerator by itself (auto: the cheaper)",
     )
+    _add_memory(parser)
+    parser.add_argument(
+        "--autocast",
+        choices=("bfloat16", "float16"),
+        metavar="DTYPE",
+        help="trace the model under torch.autocast in this dtype: bfloat16 or float16",
+    )
+    parser.add_argument(
+        "--json", metavar="OUT", help="write the result as JSON (-: to standard output, instead of text)"
+    )
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    """What a step does to take less memory: ``--micro-batches``, ``--zero`` and ``--recompute``."""
     parser.add_argument(
         "--micro-batches",
         type=auto_or_count,
@@ -64,15 +78,6 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         help="activations that the backward computes again: checkpoints (the model's own regions of "
         "torch.utils.checkpoint), none, all (these and repeating blocks), selective (these and what is cheap), "
         "auto (as few as fit the memory), or globs over paths of modules, with commas between them (checkpoints)",
-    )
-    parser.add_argument(
-        "--autocast",
-        choices=("bfloat16", "float16"),
-        metavar="DTYPE",
-        help="trace the model under torch.autocast in this dtype: bfloat16 or float16",
-    )
-    parser.add_argument(
-        "--json", metavar="OUT", help="write the result as JSON (-: to standard output, instead of text)"
     )
 
 

@@ -217,7 +217,7 @@ def _model(session: Session, options: argparse.Namespace, profile: Profile, want
 
     from hetspmd.profile.measure import with_ops
     from hetspmd.profile.profile_thresholds import THRESHOLDS
-    from hetspmd.profile.steps import with_steps
+    from hetspmd.profile.whole_steps import with_steps
 
     first = session.rank == 0
     ops, steps = _cases(session, options.model, profile.cluster, steps=not options.no_steps)
@@ -242,7 +242,7 @@ def _cases(
     the steps of the models, which every rank makes for itself; rank 0 says where their examples have rows."""
     from hetspmd.cli.target import load_module, load_target, target_place
     from hetspmd.profile.cases import together
-    from hetspmd.profile.steps import step_case
+    from hetspmd.profile.whole_steps import step_case
     from hetspmd.rules.theory import derive
     from hetspmd.trace.trace import split_example, trace
 

@@ -88,8 +88,7 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
     over = [name for name, candidate in kinds.items() if not candidate.fits]
     seconds["fastest_device_alone"] = float(min(costs.alone()))
     winners = [] if best is None else [_Subset(costs, best, rounds.iterations)]
-    replaced = list(rounds.replaced)
-    lacking, left_out = rounds.lacking, list[LeftOut]()
+    lacking, left_out, replaced = rounds.lacking, list[LeftOut](), list(rounds.replaced)
     for ranks in device_subsets(costs) if subsets is None else subsets:
         part = ctx.costs(ranks)
         limited = len(ranks) == 1 and np.isfinite(capacities(part)).any()
@@ -118,13 +117,12 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
     iterations = next(s.iterations for s, c in zip(winners, stored, strict=True) if c is best)
     if len(best.active) < ctx.cluster.world and len(winners[0].best.active) == ctx.cluster.world:
         seconds["all_devices"] = stored[0].seconds
-    considered = verdicts(ctx, [*tried, *replaced], best, left_out)
     return Outcome(
         best=certified(ctx, best),
         baselines=seconds,
         iterations=tuple(iterations),
         over_memory=tuple(over),
-        considered=considered,
+        considered=verdicts(ctx, [*tried, *replaced], best, left_out),
         candidates=tuple(tried),
     )
 

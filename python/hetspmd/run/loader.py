@@ -91,18 +91,22 @@ def loader(
         CollectiveMismatchError: The ranks make loaders of other lengths, batch sizes or seeds.
     """
     _check(dataset, hap, batch_size, workers)
-    if seed is not None:
-        if generator is not None:
-            raise OptionError("seed= and generator= both say what orders are drawn from; give one of them")
-        generator = torch.Generator().manual_seed(seed)
     if sampler is not None and shuffle:
-        raise OptionError(
-            "sampler= says the order of the samples, and so does shuffle=True; give one of them"
-        )
+        raise OptionError("sampler= says the order of the samples, as does shuffle=True; give one of them")
+    generator = _generator(seed, generator)
     if sampler is None:
         sampler = RandomSampler(dataset, generator=generator) if shuffle else SequentialSampler(dataset)
     batches = BatchSampler(sampler, batch_size, drop_last)
     return Loader(hap, dataset, batches, generator, collate_fn or default_collate, workers)
+
+
+def _generator(seed: int | None, generator: torch.Generator | None) -> torch.Generator | None:
+    """What orders are drawn from."""
+    if seed is None:
+        return generator
+    if generator is not None:
+        raise OptionError("seed= and generator= both say what orders are drawn from; give one of them")
+    return torch.Generator().manual_seed(seed)
 
 
 def _check(dataset: Any, hap: Any, batch_size: Any, workers: Mapping[str, Any]) -> None:

@@ -1,8 +1,7 @@
 """The single-device training step as data: reference tensors, instructions and their roles.
 
-A :class:`Graph` is immutable and independent of torch objects: dtypes are names, devices are the
-marker :data:`DEVICE`, tensors inside arguments are :class:`Ref`. It is what every later stage reads,
-what a plan file stores, and what ``print(graph)`` shows.
+A :class:`Graph` is immutable and independent of torch objects: dtypes are names, devices are the marker
+:data:`DEVICE`, tensors in arguments are :class:`Ref`. All later stages read it, and plan files store it.
 """
 
 from __future__ import annotations
@@ -200,8 +199,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """A block of the forward that the backward computes again: its name, and the tensor ids of what is computed
-    again, each with that of its copy."""
+    """A block of the forward that the backward computes again: its name, and each tensor's id with its copy's."""
 
     block: str
     tensors: tuple[tuple[int, int], ...]
@@ -217,8 +215,8 @@ class Graph:
     ``segments[i]`` is the segment of instruction i (HAP 5.2); () where all are in one. ``autocast`` is the
     dtype of the ``torch.autocast`` under which the step was traced, "" without. ``host`` is what Python does
     beside it; ``left_behind`` are tensors that the model is left with, which depend on no parameter, input
-    or randomness. Outputs beyond those of ``output_spec`` are what ``host`` writes. ``recomputed`` are the blocks
-    that the backward computes again (:mod:`hetspmd.trace.recompute`).
+    or randomness. Outputs beyond those of ``output_spec`` are what ``host`` writes; ``recomputed`` is what the
+    backward computes again.
     """
 
     tensors: tuple[Tensor, ...]
@@ -290,11 +288,10 @@ class Graph:
 
     @cached_property
     def parameter_of(self) -> dict[int, int]:
-        """Tensor id of a parameter, or of what is computed of one parameter alone, to that of the parameter."""
+        """Tensor id of a parameter, or of what is made of one parameter alone, to that of the parameter."""
         of = {p.tensor: p.tensor for p in self.parameters}
         for instruction in self.instructions:
-            read = {of.get(t, -1) for t in instruction.inputs}
-            if len(read) == 1 and -1 not in read:
+            if len(read := {of.get(t, -1) for t in instruction.inputs}) == 1 and -1 not in read:
                 of.update(dict.fromkeys([t for t in instruction.outputs if t >= 0], read.pop()))
         return of
 

@@ -119,7 +119,7 @@ def _traced(
 ) -> tuple[Graph, list[Block]]:
     """The joint graph, and the regions of torch.utils.checkpoint that the step has."""
     check_model(model)
-    device = model_device(model)
+    device, counted = model_device(model), cumulative_averages
     names = argument_names(model if loss is None else partial(loss, model), args)
     if loss is None:
         _check_signature(model, args, kwargs)
@@ -129,7 +129,7 @@ def _traced(
     fakes = [fake_like(mode, batch.leaves[i].detach(), place) for i in batch.tensors]
     watch = stack.enter_context(_watch(model, loss, (args, dict(kwargs)), numbers, host_randomness).leaving())
     fakes += [fake_like(mode, number, place) for number in watch.number_tensors()]
-    faked, counted = partial(fake_parameters, model, mode, place, gradients=training), cumulative_averages
+    faked = partial(fake_parameters, model, mode, place, gradients=training)
     step = Step(model, loss, batch.leaves, batch.spec, training=training, watch=watch)
     parameters, trainable = _names(model.named_parameters(remove_duplicate=False))
     buffers, _ = _names(model.named_buffers(remove_duplicate=False))
@@ -140,8 +140,7 @@ def _traced(
         for name in names
     }
     grad_mode = _grad_mode(model, training)
-    was_training = step.training
-    step.training = model.training
+    was_training, step.training = step.training, model.training
     try:
         with collector_paused(), faked(), grad_mode, layer_by_layer(model), counted(model), watch.tracing():
             module, inputs, outputs = export_joint(step, fakes, table())
@@ -165,8 +164,8 @@ def _traced(
                 graph = settled(graph, watch, partial(step.rehearsed, fakes[: len(batch.tensors)]))
     _warn(step, watch)
     states += watch.states
-    regions = [Block(region_name(number), tensors) for number, tensors in made.items()]
-    return replace(graph, autocast=autocast_state(place.type)), regions
+    graph = replace(graph, autocast=autocast_state(place.type))
+    return graph, [Block(region_name(number), tensors) for number, tensors in made.items()]
 
 
 def _grad_mode(model: nn.Module, training: bool) -> AbstractContextManager[object]:
