@@ -165,6 +165,21 @@ def test_the_number_of_micro_batches_is_the_one_of_the_fastest_step() -> None:
     assert hetspmd.compile(Net(), batch(), devices(), micro_batches="auto").micro_batches == 1
 
 
+@pytest.mark.parametrize(("level", "count"), [(1, 1), (3, 4)])
+def test_a_level_that_is_asked_for_is_no_slower_than_as_a_baseline(level: int, count: int) -> None:
+    """Whatever the memory: a level's ways to store parameters are tried where it is asked for, too."""
+    need = max(hetspmd.compile(Net(), batch(), devices(), zero=level, micro_batches=count).cost.memory_bytes)
+    for memory in (1e12, need):
+        asked = hetspmd.compile(Net(), batch(), devices(memory), zero=level, micro_batches=count)
+        assert max(asked.cost.memory_bytes) <= memory
+        assert len([c for c in asked.considered if c.verdict == "taken"]) == 1
+        free = hetspmd.compile(Net(), batch(), devices(memory), micro_batches=count)
+        name = f"zero_{level}"
+        assert free.baselines.keys() >= {name} or memory > need
+        if name in free.baselines and name not in free.over_memory:
+            assert asked.cost.step_seconds <= free.baselines[name] * 1.0001
+
+
 def test_bad_input_is_named() -> None:
     for bad in (4, -1, True, "3"):
         with pytest.raises(OptionError, match=r"zero=.*: give 0, 1, 2 or 3, or None"):

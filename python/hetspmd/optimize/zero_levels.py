@@ -62,7 +62,7 @@ def synthesize_step(ctx: Synthesis, level: int | None = None) -> tuple[Synthesis
     batches = ctx.batches
     if level is not None:
         ctx = ctx.with_repeated(repeated_in(ctx.theory, batches, level))
-        return ctx, synthesize(ctx, ())
+        return ctx, _at_level(ctx, level)
     levels = {} if batches is None else _levels(ctx)
     # A program that holds no more than one whose collectives are outside of the loop has them in it.
     leave_out = batches is not None and (1 in levels and not levels[1].fits)
@@ -91,6 +91,24 @@ def synthesize_step(ctx: Synthesis, level: int | None = None) -> tuple[Synthesis
     )
 
 
+def _at_level(ctx: Synthesis, level: int) -> Outcome:
+    """The best candidate at a level of ZeRO that is asked for: of those that are searched, and of the level's ways
+    to store parameters, which may fit, or be faster, where shards in the shares of the work are not.
+
+    Raises what :func:`~hetspmd.optimize.synthesize.synthesize` raises.
+    """
+    outcome, lacking = _planned(ctx, ())
+    best = best_of(ctx, _level(ctx, level)) if level in _LEVELS else None
+    if best is None or (outcome is not None and outcome.best.seconds <= best.seconds):
+        if outcome is None:
+            assert lacking is not None, "no candidate fits, so one lacks memory"
+            raise lacking
+        return outcome
+    if outcome is None:
+        return replace(_known_kinds(ctx, best, None), considered=(_taken(best),))
+    return replace(outcome, best=best, considered=instead(outcome.considered, _taken(best)))
+
+
 def _known_kinds(ctx: Synthesis, best: Candidate, in_loop: Outcome | None) -> Outcome:
     """An outcome with the baselines of a step of which no program fits with collectives outside of the loop."""
     costs = ctx.costs(ctx.everyone)
@@ -110,9 +128,11 @@ def _among(considered: tuple[Considered, ...], way: str) -> tuple[Considered, ..
     return among(considered, way) if way else considered
 
 
-def _planned(ctx: Synthesis) -> tuple[Outcome | None, MemoryLimitError | None]:
+def _planned(
+    ctx: Synthesis, subsets: Sequence[tuple[int, ...]] | None = None
+) -> tuple[Outcome | None, MemoryLimitError | None]:
     try:
-        return synthesize(ctx), None
+        return synthesize(ctx, subsets), None
     except MemoryLimitError as error:
         return None, error
 
