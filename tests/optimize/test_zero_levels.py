@@ -180,6 +180,14 @@ def test_a_level_that_is_asked_for_is_no_slower_than_as_a_baseline(level: int, c
             assert asked.cost.step_seconds <= free.baselines[name] * 1.0001
 
 
+def test_a_level_that_is_asked_for_is_no_slower_with_more_memory() -> None:
+    """Its gathers start as far ahead as is best, however its parameters are stored."""
+    enough = hetspmd.compile(Net(), batch(), devices(), zero=3, micro_batches=4).cost
+    less = devices(0.98 * max(enough.memory_bytes))
+    short = hetspmd.compile(Net(), batch(), less, zero=3, micro_batches=4).cost
+    assert enough.step_seconds <= short.step_seconds * 1.0001
+
+
 def test_bad_input_is_named() -> None:
     for bad in (4, -1, True, "3"):
         with pytest.raises(OptionError, match=r"zero=.*: give 0, 1, 2 or 3, or None"):

@@ -30,7 +30,7 @@ from hetspmd.optimize.alternation import nearest, with_best_ratios
 from hetspmd.optimize.baselines import baselines
 from hetspmd.optimize.candidate import Candidate, Evaluator, best_of, bounded
 from hetspmd.optimize.considered import among, instead, memory_is_short
-from hetspmd.optimize.prefetch import like, storage_axes, stored_evenly
+from hetspmd.optimize.prefetch import further, like, storage_axes, stored_evenly
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import Outcome, synthesize
 from hetspmd.optimize.thresholds import THRESHOLDS
@@ -99,6 +99,8 @@ def _at_level(ctx: Synthesis, level: int) -> Outcome:
     """
     outcome, lacking = _planned(ctx, ())
     best = best_of(ctx, _level(ctx, level)) if level in _LEVELS else None
+    if best is not None:
+        best = further(ctx, ctx.costs(best.active), best) or best
     if best is None or (outcome is not None and outcome.best.seconds <= best.seconds):
         if outcome is None:
             assert lacking is not None, "no candidate fits, so one lacks memory"
