@@ -1,4 +1,4 @@
-"""What may not run in the loop over micro-batches is refused, one reason at a time, and what shares memory adds up."""
+"""What may not run in the loop over micro-batches is refused, one reason at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ ROWS = 7
 
 class Layers(nn.Module):
     """``dropped``: some weights of the last layer are dropped; ``scaled``: an output is a function of the whole
-    loss and of weights alone; ``numbered``: each row has its number added; ``shown``: the loss is an output once more, as a view."""
+    loss and of weights alone; ``numbered``: each row has its number added; ``shown``: the loss is an output once
+    more, as a view."""
 
     def __init__(self, **kinds: bool) -> None:
         super().__init__()
