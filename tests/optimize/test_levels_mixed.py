@@ -1,0 +1,110 @@
+"""What a step with collectives in its loop and outside of it is made of, on small models: order, bounds, seconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from test_zero_levels import Net, batch, devices
+
+import hetspmd
+from hetspmd.cost.step import Stages
+from hetspmd.optimize.compiler import compile_plan, plan_for
+from hetspmd.optimize.zero_levels import repeated_in
+from hetspmd.placement import is_sharded
+from hetspmd.plan.plan import Plan
+from hetspmd.program.loop_steps import loop_steps
+from hetspmd.program.micro_batches import MicroBatches, micro_batches
+from hetspmd.program.program import Communicate, Compute
+from hetspmd.report.zero_text import zero_levels
+from hetspmd.rules.theory import Theory, derive
+from hetspmd.search import constraints as known
+from hetspmd.trace.trace import trace
+from workbench import cluster
+
+ROWS = 600
+LARGE = [f"layers.{n}.weight" for n in range(4)]
+SHARES = (0.5, 0.25, 0.125, 0.125)
+
+
+@cache
+def mixed() -> Plan:
+    """Some of the large weights are gathered once, others in each of two micro-batches."""
+    least, most = (
+        max(hetspmd.compile(Net(), batch(ROWS), devices(), zero=n, micro_batches=2).cost.memory_bytes)
+        for n in (3, 2)
+    )
+    return hetspmd.compile(Net(), batch(ROWS), devices((least + most) / 2), micro_batches=2)
+
+
+def gathered_again(plan: Plan) -> set[str]:
+    """The large weights that the backward gathers again."""
+    names = {p.tensor: p.name for p in plan.graph.parameters}
+    reads = [s for s in plan.program.steps if isinstance(s, Compute)]
+    again = plan.graph.second_reads
+    found = {names[again[s.instruction]] for s in reads if s.instruction in again if is_sharded(s.row.pre[0])}
+    return found & set(LARGE)
+
+
+def test_parameters_are_taken_out_of_the_loop_before_gradients() -> None:
+    plan = mixed()
+    levels = {name: zero_levels(plan)[name] for name in LARGE}
+    assert set(levels.values()) == {2, 3}
+    (taken,) = (c.reason for c in plan.considered if c.verdict == "taken")
+    count = sum(level == 2 for level in levels.values())
+    assert f"{count} tensor" in taken
+    assert gathered_again(plan) == {name for name, level in levels.items() if level == 3}
+
+
+def test_the_bound_is_of_programs_with_collectives_outside_of_the_loop_too() -> None:
+    plan = mixed()
+    assert plan.search.lower_bound < plan.search.cost
+    theory, batches = divided(2)
+    outside = plan_for(theory, plan.cluster, known.zero(theory, 1), plan.ratios, batches=batches)
+    assert plan.search.lower_bound <= outside.search.cost * (1 + 1e-9)
+
+
+def test_another_batch_has_the_same_collectives_in_its_loop() -> None:
+    plan = mixed()
+    other = compile_plan(Net(), (), batch(ROWS // 2), plan.cluster, like=plan)
+    assert zero_levels(other) == zero_levels(plan)
+    assert gathered_again(other) == gathered_again(plan)
+
+
+@cache
+def divided(count: int) -> tuple[Theory, MicroBatches]:
+    theory = derive(trace(Net(), (), batch(ROWS)), quiet=True)
+    return theory, micro_batches(theory, count)
+
+
+def test_small_tensors_stay_outside_of_the_loop() -> None:
+    theory, batches = divided(3)
+    repeated = repeated_in(theory, batches, 3)
+    biases = {p.tensor for p in theory.graph.parameters if p.name.endswith("bias")}
+    assert repeated
+    assert repeated.isdisjoint(biases)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_the_search_charges_collectives_in_the_loop_as_often_as_they_run(level: int) -> None:
+    theory, batches = divided(3)
+    batches = replace(batches, repeated=repeated_in(theory, batches, level))
+    plan = plan_for(theory, cluster(4, 2, 1, 1), known.zero(theory, level), SHARES, batches=batches)
+    stages = Stages(plan.costs, plan.program)
+    shares = plan.costs.shares(plan.lengths)
+    assert plan.search.cost == pytest.approx(stages.seconds(shares), rel=1e-6)
+
+
+def test_each_micro_batch_has_the_latencies_of_its_collectives() -> None:
+    theory, batches = divided(3)
+    plan = plan_for(theory, cluster(4, 2, 1, 1), known.tensor_parallel(theory), SHARES, batches=batches)
+    places = loop_steps(theory.graph, batches, plan.program).places
+    sent = [s for n, s in enumerate(plan.program.steps) if n in places and isinstance(s, Communicate)]
+    latencies = sum(plan.costs.step_form(s).latency for s in sent if plan.costs.times(s) == 1)
+    assert latencies > 0
+    shares = plan.costs.shares(plan.lengths)
+    alone = Stages(plan.costs, plan.program)
+    more = alone.loop_seconds(shares)
+    alone._latency = 0.0
+    assert more - alone.loop_seconds(shares) == pytest.approx(2 * latencies)
