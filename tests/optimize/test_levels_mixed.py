@@ -1,16 +1,20 @@
-"""What a step with collectives in its loop and outside of it is made of, on small models: order, bounds, seconds."""
+"""Steps with collectives in their loop and outside of it, on small models: order, bounds, seconds, numbers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_zero_levels import Net, batch, devices
 
 import hetspmd
 from hetspmd.cost.step import Stages
+from hetspmd.errors import MemoryLimitError, ProofError
 from hetspmd.optimize.compiler import compile_plan, plan_for
+from hetspmd.optimize.in_micro_batches import best_number
 from hetspmd.optimize.zero_levels import repeated_in
 from hetspmd.placement import is_sharded
 from hetspmd.plan.plan import Plan
@@ -20,6 +24,8 @@ from hetspmd.program.program import Communicate, Compute
 from hetspmd.report.zero_text import zero_levels
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search import constraints as known
+from hetspmd.search.pricing import Pricing
+from hetspmd.search.space import search_space
 from hetspmd.trace.trace import trace
 from workbench import cluster
 
@@ -108,3 +114,52 @@ def test_each_micro_batch_has_the_latencies_of_its_collectives() -> None:
     more = alone.loop_seconds(shares)
     alone._latency = 0.0
     assert more - alone.loop_seconds(shares) == pytest.approx(2 * latencies)
+
+
+def test_moves_in_the_loop_are_priced_for_each_micro_batch() -> None:
+    theory, batches = divided(3)
+    repeated = repeated_in(theory, batches, 3)
+    pricing = Pricing(search_space(theory, known.zero(theory, 3)))
+    plans = [
+        plan_for(theory, cluster(4, 2, 1, 1), known.zero(theory, 3), SHARES, batches=loop)
+        for loop in (batches, replace(batches, repeated=repeated))
+    ]
+    outside, inside = (pricing.at(plan.costs, plan.lengths).seconds[1] for plan in plans)
+    for n, tensor in enumerate(pricing.tensors):
+        pairs = pricing.space.pairs[tensor]
+        for place, (source, *_) in enumerate(pairs, start=int(pricing.move_start[n])):
+            often = tensor in repeated and (tensor in batches.summed or is_sharded(source))
+            assert inside[place] == pytest.approx((3 if often else 1) * outside[place], abs=3)
+
+
+def test_what_devices_compute_in_slices_is_not_reduced_in_the_loop() -> None:
+    theory, batches = divided(3)
+    plan = plan_for(theory, cluster(4, 2, 1, 1), known.tensor_parallel(theory), SHARES, batches=batches)
+    levels = {name: zero_levels(plan)[name] for name in LARGE}
+    sharded = {name for name in LARGE if is_sharded(plan.parameter_layout()[name][0])}
+    assert sharded
+    assert {levels[name] for name in sharded} == {1}
+
+
+def test_a_plan_whose_loop_has_other_collectives_is_not_made() -> None:
+    theory, batches = divided(3)
+    rows = next(t for t, placement in batches.placements.items() if is_sharded(placement))
+    wrong = replace(batches, repeated=frozenset({rows}))
+    with pytest.raises(ProofError, match="said to run in the loop"):
+        plan_for(theory, cluster(2, 1), known.data_parallel(theory), (0.7, 0.3), batches=wrong)
+
+
+def test_more_micro_batches_are_tried_while_memory_is_short_and_steps_get_faster() -> None:
+    theory, _ = divided(2)
+    seconds = {2: 5.0, 4: 3.0, 8: 4.0, 16: 1.0}
+    tried = []
+
+    def planned(_: Theory, batches: MicroBatches | None) -> Any:
+        tried.append(count := 1 if batches is None else batches.count)
+        if count == 1:
+            raise MemoryLimitError({0: (1, 1)}, ["d0"])
+        faster = SimpleNamespace(verdict="memory", seconds=seconds[count] / 2)
+        return SimpleNamespace(cost=SimpleNamespace(step_seconds=seconds[count]), considered=(faster,))
+
+    assert best_number(theory, "auto", planned).cost.step_seconds == 3.0
+    assert tried == [1, 2, 4, 8]
