@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -33,7 +32,7 @@ from hetspmd.profile.collective_trials import Trial
 from hetspmd.profile.measure import Options, Profile, measure
 from hetspmd.profile.profile_thresholds import THRESHOLDS
 from hetspmd.profile.session import Session
-from processes import spawn
+from processes import free_ports, spawn
 
 TARGETS = Path(__file__).parents[1] / "cli" / "targets.py"
 CPU = torch.device("cpu")
@@ -178,20 +177,10 @@ def test_simulated_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.cluster.part((1, 3)).curves == tuple(c for c in made.cluster.curves if c.devices == 2)
 
 
-def _free_ports(count: int) -> tuple[int, ...]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = tuple(s.getsockname()[1] for s in sockets)
-    for s in sockets:
-        s.close()
-    return ports
-
-
 @pytest.mark.slow
 def test_gloo_ranks_finish_or_fail_together(command: Any, tmp_path: Path) -> None:
     began = time.monotonic()
-    spawn(worker, (2, _free_ports(3), str(tmp_path)), nprocs=2)
+    spawn(worker, (2, free_ports(3), str(tmp_path)), nprocs=2)
     # Nobody waits for a timeout; where the machine is busy, bandwidths take a minute.
     assert time.monotonic() - began < 250
     texts = [(tmp_path / f"{rank}.yaml").read_text() for rank in range(2)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import socket
 import time
 import weakref
 import xml.etree.ElementTree as ElementTree
@@ -33,7 +32,7 @@ from hetspmd.profile.session import Session
 from hetspmd.profile.show import profile_text
 from hetspmd.profile.step_runs import Attempt, StepRunner
 from hetspmd.profile.whole_steps import measure_curves, step_case, with_steps
-from processes import spawn
+from processes import free_ports, spawn
 
 TARGETS = Path(__file__).parents[1] / "cli" / "targets.py"
 CPU = torch.device("cpu")
@@ -199,16 +198,6 @@ def test_unlike_devices_go_at_their_own_pace() -> None:
     assert {p.samples for p in found[0][1].points} == {6}, "of both ranks"
 
 
-def _free_ports(count: int) -> tuple[int, ...]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = tuple(s.getsockname()[1] for s in sockets)
-    for s in sockets:
-        s.close()
-    return ports
-
-
 @pytest.mark.slow
 def test_gloo_ranks_of_unlike_speed_and_memory(tmp_path: Path) -> None:
     """Rank 1 is slow and has half of the memory: each has its own curve, plans differ, and a failure on one rank
@@ -220,7 +209,7 @@ def test_gloo_ranks_of_unlike_speed_and_memory(tmp_path: Path) -> None:
     )
     cluster = Cluster(devices, Network(1e9, 1e-6))
     (tmp_path / "cluster.yaml").write_text(cluster.to_text())
-    spawn(worker, (2, _free_ports(2), str(tmp_path)), nprocs=2)
+    spawn(worker, (2, free_ports(2), str(tmp_path)), nprocs=2)
     texts = [(tmp_path / f"{rank}.yaml").read_text() for rank in range(2)]
     assert texts[0] == texts[1]
     made = Profile.load(str(tmp_path / "0.yaml"))

@@ -7,8 +7,6 @@ simulation in rank order), so they agree to rounding and not bit for bit.
 from __future__ import annotations
 
 import copy
-import fcntl
-import os
 from typing import Any
 
 import pytest
@@ -17,24 +15,15 @@ from gloo_worker import idle_plans, mixed_plans, plans, train, worker
 
 from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.verify.comparison import largest_error
-from processes import spawn
+from processes import launched_once
 
 WORLD = 4
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of each rank; the workers of pytest-xdist share one launch."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    folder /= "gloo"
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "done").exists():
-            spawn(worker, (WORLD, str(folder)), nprocs=WORLD)
-            (folder / "done").touch()
+    """Of each rank."""
+    folder = launched_once(tmp_path_factory, "gloo", worker, WORLD)
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 

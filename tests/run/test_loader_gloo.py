@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import fcntl
-import os
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from loader_cases import CLOSE, TRAININGS, WORLD, check, check_all, data_parallel, on_one_device
 from loader_worker import WRONG, read, worker
 
-from processes import spawn
+from processes import launched_once
 
 pytestmark = pytest.mark.slow
 SOON = 30.0
@@ -20,17 +18,8 @@ SOON = 30.0
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of each rank; the workers of pytest-xdist share one launch."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    folder /= "loader"
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "done").exists():
-            spawn(worker, (WORLD, str(folder)), nprocs=WORLD)
-            (folder / "done").touch()
+    """Of each rank."""
+    folder = launched_once(tmp_path_factory, "loader", worker, WORLD)
     return read(folder, WORLD)
 
 

@@ -233,7 +233,7 @@ def test_samples_that_are_not_the_same_everywhere(monkeypatch: pytest.MonkeyPatc
 
     def body(hap: HAP) -> None:
         rows = Noisy(**training.rows.columns)
-        rows.generator = torch.Generator().manual_seed(hap.rank)  # type: ignore[attr-defined]  # its own
+        rows.generator = torch.Generator().manual_seed(hap.rank)  # type: ignore[attr-defined]  # another one on each rank
         steps(hap, own(training, hap, dataset=rows))
 
     for text in told(training, body, BatchMismatchError):
@@ -267,4 +267,4 @@ def test_arguments(options: dict[str, Any], text: str) -> None:
 
 def test_no_module() -> None:
     with pytest.raises(OptionError, match=r"takes a hetspmd\.HAP module, not a Linear"):
-        hetspmd.loader(mlp().rows, torch.nn.Linear(2, 2))  # type: ignore[arg-type]  # on purpose
+        hetspmd.loader(mlp().rows, torch.nn.Linear(2, 2))  # type: ignore[arg-type]  # it is no HAP

@@ -332,10 +332,7 @@ def _read_fit(node: Node) -> Fit:
 
 
 def _read_point(node: Node) -> Point:
-    row = node.elements("a point")
-    if len(row) != len(_POINT):
-        node.fail(f"a point has {len(row)} numbers; write {', '.join(_POINT)}")
-    cells = dict(zip(_POINT, row, strict=True))
+    cells = node.cells("a point", _POINT)
     seconds, low, high = (cells[key].number(key, positive=True) for key in ("seconds", "low", "high"))
     return Point(
         cells["skew"].text("skew"),

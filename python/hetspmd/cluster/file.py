@@ -103,6 +103,13 @@ class Node:
             self.fail(f"{name} is {self.what}; write a list")
         return self.sequence
 
+    def cells(self, name: str, columns: Sequence[str]) -> dict[str, Node]:
+        """The values of a list that has one for each column."""
+        row = self.elements(name)
+        if len(row) != len(columns):
+            self.fail(f"{name} has {len(row)} numbers; write {', '.join(columns)}")
+        return dict(zip(columns, row, strict=True))
+
     def number(self, name: str, *, positive: bool = False, negative: bool = False) -> float:
         """A finite number without a unit: ``positive``, or not below 0, or ``negative`` ones too."""
         try:

@@ -242,10 +242,7 @@ def _read_curve(node: Node) -> StepCurve:
 
 
 def _read_point(node: Node) -> StepPoint:
-    row = node.elements("a point")
-    if len(row) != len(_POINT):
-        node.fail(f"a point has {len(row)} numbers; write {', '.join(_POINT)}")
-    cells = dict(zip(_POINT, row, strict=True))
+    cells = node.cells("a point", _POINT)
     seconds, low, high = (cells[key].number(key, positive=True) for key in ("seconds", "low", "high"))
     rows, samples, peak, counted = (cells[k].whole(k, 1) for k in ("rows", "samples", "peak", "counted"))
     return StepPoint(rows, seconds, low, high, samples, peak, counted)

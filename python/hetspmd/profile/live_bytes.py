@@ -22,7 +22,7 @@ from hetspmd.errors import StepMemoryError
 from hetspmd.trace.compat.tensors import TorchDispatchMode
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
     """Counts within its context; tensors that were made before are counted once an op returns them.
 
     ``current`` and ``peak`` in bytes; ``limit``: StepMemoryError is raised beyond so many. Slow: for steps that are
@@ -30,7 +30,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is untyped
         self.current = 0
         self.peak = 0
         self.limit = limit
@@ -48,11 +48,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
         self._original = original
         self._put(resize_)
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's is untyped
         return self
 
     def __exit__(self, *details: Any) -> None:
-        super().__exit__(*details)  # type: ignore[no-untyped-call]  # torch's
+        super().__exit__(*details)  # type: ignore[no-untyped-call]  # torch's is untyped
         self._put(self._original)
 
     def __torch_dispatch__(

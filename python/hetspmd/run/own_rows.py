@@ -304,15 +304,16 @@ class OwnRows:
         open_ = [k for k, f in found.items() if f is None and leaves[k].shape[:1] == (count,)]
         if count == share.size or not open_:
             return kinds
-        for choice in product(("rows", "whole"), repeat=min(len(open_), _TRIED)):
-            tried = {**kinds, **dict.fromkeys(open_, "rows"), **dict(zip(open_, choice, strict=False))}
+        both: tuple[Kind, Kind] = ("rows", "whole")
+        for choice in product(both, repeat=min(len(open_), _TRIED)):
+            tried: dict[int, Kind] = {**kinds, **dict.fromkeys(open_, "rows")}
+            tried.update(zip(open_, choice, strict=False))
             stand_ins = [
-                _whole(leaf, tried[k], share) if k in tried else leaf  # type: ignore[arg-type]  # of kinds
-                for k, leaf in enumerate(leaves)
+                _whole(leaf, tried[k], share) if k in tried else leaf for k, leaf in enumerate(leaves)
             ]
             args, kwargs = unflatten(stand_ins, spec)
             if any(match(e, args, kwargs)[0] is not None for e in expectations):
-                return tried  # type: ignore[return-value]  # of kinds
+                return tried
         for k in open_:
             shape = tuple(leaves[k].shape), dtype_name(leaves[k].dtype)
             alike = [e for e in expectations if e.spec == spec]

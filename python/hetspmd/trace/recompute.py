@@ -25,11 +25,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-import torch
-
 from hetspmd.trace.graph import Graph, Instruction, Recomputed, Ref, Tensor
 from hetspmd.trace.second_reads import with_second_reads, without_second_reads
-from hetspmd.trace.values import torch_op
+from hetspmd.trace.values import is_random, torch_op
 
 AGAIN: Final = "again"
 """What follows the name of a tensor in that of its copy."""
@@ -145,7 +143,7 @@ class _Pass:
 
     def _is_kept(self, producer: Instruction, tensor: int) -> bool:
         """Whether what an instruction makes is held for what it is: random, decided, or small."""
-        if _is_random(producer):
+        if is_random(producer):
             dropped = producer.op == _DROPOUT and tensor == producer.outputs[0]
             return not dropped or producer.outputs[1] < 0
         if is_view(producer):
@@ -245,13 +243,6 @@ def _is_integer(tensor: Tensor) -> bool:
 
 def _is_floating(tensor: Tensor) -> bool:
     return tensor.dtype.startswith(("float", "bfloat"))
-
-
-def _is_random(instruction: Instruction) -> bool:
-    if instruction.is_source or instruction.op.startswith("hetspmd."):
-        return False
-    op: Any = torch_op(instruction.op)
-    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 def is_view(instruction: Instruction) -> bool:

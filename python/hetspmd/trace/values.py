@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 
 from hetspmd.errors import TraceError
-from hetspmd.trace.graph import DEVICE, REBALANCE, Argument, DType, Marker, Ref
+from hetspmd.trace.graph import DEVICE, REBALANCE, Argument, DType, Instruction, Marker, Ref
 
 _LAYOUTS = {"strided": torch.strided, "sparse_coo": torch.sparse_coo}
 _MEMORY_FORMATS = {
@@ -62,6 +62,13 @@ def to_torch(value: Argument, device: torch.device) -> Any:
 def draws(name: str) -> bool:
     """Whether torch says of the op called ``name`` that it draws random numbers."""
     return torch.Tag.nondeterministic_seeded in torch_op(name).tags
+
+
+def is_random(instruction: Instruction) -> bool:
+    """Whether an instruction calls an op that draws random numbers."""
+    if instruction.is_source or instruction.op.startswith("hetspmd."):
+        return False
+    return draws(instruction.op)
 
 
 def torch_op(name: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -27,7 +27,7 @@ from hetspmd.trace.graph import (
 )
 from hetspmd.trace.host.constants import evaluate, instruction_value
 from hetspmd.trace.host.plain import fingerprint
-from hetspmd.trace.values import torch_op
+from hetspmd.trace.values import is_random
 
 _OVERLOADS: Final = {
     "aten.mul.Scalar": "aten.mul.Tensor",
@@ -50,16 +50,9 @@ def varying(graph: Graph) -> set[int]:
     tensors: set[int] = set()
     for instruction in graph.instructions:
         source = instruction.op in (PARAMETER, BUFFER, INPUT, TANGENT)
-        if source or _random(instruction) or any(t in tensors for t in instruction.inputs):
+        if source or is_random(instruction) or any(t in tensors for t in instruction.inputs):
             tensors.update(t for t in instruction.outputs if t >= 0)
     return tensors
-
-
-def _random(instruction: Instruction) -> bool:
-    if instruction.is_source or instruction.op.startswith("hetspmd."):
-        return False
-    op: Any = torch_op(instruction.op)
-    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 def digest(graph: Graph) -> str:
@@ -167,7 +160,7 @@ def _numeric(graph: Graph, numbers: Mapping[int, int | float]) -> dict[int, torc
         one = len(instruction.outputs) == 1 and graph.tensors[instruction.outputs[0]].shape == ()
         if instruction.is_source or not one or not instruction.inputs:
             continue
-        if all(t in values for t in instruction.inputs) and not _random(instruction):
+        if all(t in values for t in instruction.inputs) and not is_random(instruction):
             values[instruction.outputs[0]] = instruction_value(instruction, values)
     return values
 
