@@ -128,7 +128,7 @@ def matching(graph: Graph, globs: Sequence[str]) -> list[Block]:
     for glob in globs:
         paths = [path for path in modules if fnmatchcase(path, glob)]
         if not paths:
-            near = difflib.get_close_matches(glob, modules, n=3, cutoff=0.4)
+            near = difflib.get_close_matches(glob, [*WORDS, *modules], n=3, cutoff=0.4)
             hint = f"; near are {', '.join(near)}" if near else ""
             raise OptionError(
                 f"recompute={glob!r}: no module of the model that computes something matches it{hint}"
