@@ -20,6 +20,9 @@ same call run whole was measured, the roofline is scaled to meet it at s_j = 1, 
 Where whole steps of the model were measured, all of them are multiplied by the device's pace
 (:mod:`hetspmd.cost.measured_steps`).
 
+In micro-batches F, C and W are those of all turns: what the row in time does not cut is read in each of them, and each
+has its launches (:mod:`hetspmd.cost.signatures`).
+
 Each is convex and piecewise linear in s_j, of the form ``max(fast s, cut s + whole) + start`` with four numbers per
 signature and device (:meth:`CostModel.terms`). The roofline is that of Williams et al., CACM 2009.
 :meth:`CostModel.supports` gives the lines that support the seconds at given ratios, i.e. the side of the max that
@@ -59,9 +62,10 @@ class CostModel(Moves):
     def __init__(self, theory: Theory, cluster: Cluster, batches: MicroBatches | None = None) -> None:
         super().__init__(theory, cluster)
         self.batches = batches
-        self.triples = triples_of(theory, keyed=bool(cluster.ops))
+        self.triples = triples_of(theory, keyed=bool(cluster.ops), batches=batches)
+        turns = None if batches is None else (batches.count,) * self.world
         self._fast, self._cut, self._whole_part, self._start, self.kinds = terms_of(
-            self.triples, theory, cluster
+            self.triples, theory, cluster, turns
         )
         self.measured: StepFigures | None = None
         self.capacity: Array = np.array([d.memory for d in cluster.devices], dtype=float)
@@ -71,7 +75,8 @@ class CostModel(Moves):
     def _take_measured(self, turns: int) -> None:
         """Let measured steps of the model set the pace and the room of each device."""
         terms = (self._fast, self._cut, self._whole_part, self._start)
-        measured = self.measured = figures(self.theory, self.cluster, self.triples, terms, turns)
+        once = terms_of(self.triples, self.theory, self.cluster)[:4] if turns > 1 else terms
+        measured = self.measured = figures(self.theory, self.cluster, self.triples, once, turns)
         if measured is None:
             return
         pace = np.array(measured.pace)

@@ -5,6 +5,10 @@ once, results written once. Views (unless measured) and sources cost nothing, bu
 rows carry the optimizer's step on what the device stores, with the bytes of the parameter. Its second reading in
 the backward (:mod:`hetspmd.trace.second_reads`) is a view, and never made.
 
+In micro-batches a call of the loop is made in each turn, and each turn reads again what the turns do not divide:
+weights, but not activations. ``*_each`` are the FLOPs and bytes of every further turn of a device. What the loop
+leaves as a sum is copied in the first turn and added to in the others.
+
 Where op times were measured, a signature also has the key of its row and that of the same call run whole
 (:mod:`hetspmd.cost.op_keys`).
 """
@@ -20,7 +24,8 @@ import numpy.typing as npt
 
 from hetspmd.cost.op_keys import VIEW_KEY, call_key, memory_orders, parameter_key
 from hetspmd.placement import is_sharded, sharded_dim
-from hetspmd.rules.rule import Cut, TensorType, Triple
+from hetspmd.program.micro_batches import MicroBatches
+from hetspmd.rules.rule import Cut, Factor, TensorType, Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import PARAMETER, SECOND_READ, Instruction
 
@@ -37,7 +42,8 @@ PICKING: Final = frozenset(
 class Triples:
     """The cost-relevant side of all rows, one entry per distinct signature.
 
-    flops (FLOPs), cut and whole (bytes), axis (axis id; the number of axes where nothing is sharded), dtype
+    flops (FLOPs), cut and whole (bytes); the same of each turn of the loop after the first, with ``_each``;
+    ``calls_each`` of such a turn, and how many sums it adds to (``added``); axis (axis id; the number of axes where nothing is sharded), dtype
     (row of the rates, named by ``dtypes``), free (unless measured); ``updates``: the bytes are a parameter's that
     an optimizer updates; ``key`` and ``whole_key``: places in ``keys``, -1 where op times do not matter.
     ``signature[offset[i] + r]`` is that of row r of instruction i.
@@ -46,6 +52,11 @@ class Triples:
     flops: Array
     cut: Array
     whole: Array
+    flops_each: Array
+    cut_each: Array
+    whole_each: Array
+    calls_each: Array
+    added: Array
     axis: Index
     dtype: Index
     free: npt.NDArray[np.bool_]
@@ -63,11 +74,16 @@ class Triples:
         return self.signature.tolist(), self.offset.tolist()
 
     def columns(self, axes: int) -> Array:
-        """What the seconds of a signature depend on but for which axis it shards, shape (signatures, 9)."""
+        """What the seconds of a signature depend on but for which axis it shards, shape (signatures, 14)."""
         parts = (
             self.flops,
             self.cut,
             self.whole,
+            self.flops_each,
+            self.cut_each,
+            self.whole_each,
+            self.calls_each,
+            self.added,
             self.axis < axes,
             self.dtype,
             self.free,
@@ -78,13 +94,16 @@ class Triples:
         return np.stack(parts, axis=1).astype(float)
 
 
-def triples_of(theory: Theory, *, keyed: bool) -> Triples:
-    """The triples of a theory (kept with it); ``keyed``: with the keys of measured ops."""
-    name = "_keyed_triples" if keyed else "_triples"
-    cached = theory.__dict__.get(name)
-    if cached is None:
-        cached = theory.__dict__[name] = _triples(theory, row_keys(theory) if keyed else None)
-    triples: Triples = cached
+def triples_of(theory: Theory, *, keyed: bool, batches: MicroBatches | None = None) -> Triples:
+    """The triples of a theory (kept with it); ``keyed``: with the keys of measured ops; ``batches``: in a step in
+    micro-batches."""
+    kept: list[tuple[bool, object, Triples]] = theory.__dict__.setdefault("_triples", [])
+    loop = None if batches is None else batches.loop
+    for with_keys, of, triples in kept:
+        if with_keys == keyed and of is loop:
+            return triples
+    triples = _triples(theory, row_keys(theory) if keyed else None, batches)
+    kept.append((keyed, loop, triples))
     return triples
 
 
@@ -119,55 +138,121 @@ def row_keys(theory: Theory) -> list[tuple[str, ...]]:
     return keys
 
 
-_Key = tuple[float, float, float, int, int, bool, bool, int, int]
+_Counts = tuple[float, float, float, float, float, float, float, float]
+"""The first eight columns of :class:`Triples`."""
+_NOTHING: Final[_Counts] = (0.0,) * 8
+_Key = tuple[_Counts, int, int, bool, bool, int, int]
 
 
-def _triples(theory: Theory, keys: list[tuple[str, ...]] | None) -> Triples:
+def _triples(theory: Theory, keys: list[tuple[str, ...]] | None, batches: MicroBatches | None) -> Triples:
     graph, blank = theory.graph, len(theory.axes.axes)
-    nbytes = [float(t.nbytes) for t in graph.tensors]
+    traffic = _Traffic(theory, batches)
     trained = {p.tensor for p in graph.parameters if p.gradient is not None}
     dtypes: dict[str, int] = {"float32": 0}
     names: dict[str, int] = {}
     signatures: dict[_Key, int] = {}
     signature: list[int] = []
     offset = [0]
-    alike: dict[tuple[object, ...], tuple[int, list[tuple[float, float]]]] = {}
     for instruction in graph.instructions:
         rule = theory.rules.get(instruction.id)
-        rows = theory.rows[instruction.id]
-        # Equal calls share their rows; a tensor that is read twice counts once.
-        inputs = instruction.inputs
-        twice = inputs if len(set(inputs)) < len(inputs) else None
-        same = id(theory.calls.get(instruction.id, instruction)), id(rows), twice
-        if same not in alike:
-            dtype = dtypes.setdefault(_compute_dtype(theory, instruction), len(dtypes))
-            counts = rule is not None and not rule.alias
-            traffic = [_traffic(theory, instruction, row, nbytes) for row in rows] if counts else []
-            alike[same] = dtype, traffic
-        dtype, traffic = alike[same]
+        dtype = dtypes.setdefault(traffic.dtype(instruction), len(dtypes))
+        counts = traffic.of(instruction)
         updates = instruction.op == PARAMETER and instruction.outputs[0] in trained
         of_rows = () if keys is None else tuple(names.setdefault(k, len(names)) for k in keys[instruction.id])
         for index, axis in enumerate(theory.row_axes[instruction.id]):
             place = blank if axis is None else axis
             timed = (of_rows[index], of_rows[0]) if of_rows else (-1, -1)
             if updates:
-                size = nbytes[instruction.outputs[0]]
+                size = float(graph.tensors[instruction.outputs[0]].nbytes)
                 cut, whole = (0.0, size) if axis is None else (size, 0.0)
-                key: _Key = (0.0, cut, whole, place, dtype, False, True, *timed)
-            elif rule is None or rule.alias:
-                key = (0.0, 0.0, 0.0, place, dtype, True, False, *timed)
+                key: _Key = ((0.0, cut, whole, *_NOTHING[3:]), place, dtype, False, True, *timed)
             else:
-                key = (rule.flops, *traffic[index], place, dtype, False, False, *timed)
+                free = (rule is None or rule.alias) and not counts[index][-1]
+                key = (counts[index], place, dtype, free, False, *timed)
             signature.append(signatures.setdefault(key, len(signatures)))
         offset.append(len(signature))
-    table = np.array([k[:3] for k in signatures], dtype=float).reshape(-1, 3)
-    whole_numbers = np.array([(k[3], k[4], k[7], k[8]) for k in signatures], dtype=np.int64).reshape(-1, 4)
-    marks = np.array([(k[5], k[6]) for k in signatures], dtype=bool).reshape(-1, 2)
+    table = np.array([k[0] for k in signatures], dtype=float).reshape(-1, len(_NOTHING))
+    whole_numbers = np.array([(k[1], k[2], k[5], k[6]) for k in signatures], dtype=np.int64).reshape(-1, 4)
+    marks = np.array([(k[3], k[4]) for k in signatures], dtype=bool).reshape(-1, 2)
     return Triples(
-        table[:, 0], table[:, 1], table[:, 2], whole_numbers[:, 0], whole_numbers[:, 1], marks[:, 0],
+        *table.T, whole_numbers[:, 0], whole_numbers[:, 1], marks[:, 0],
         marks[:, 1], whole_numbers[:, 2], whole_numbers[:, 3], np.array(signature, dtype=np.int64),
         np.array(offset, dtype=np.int64), tuple(dtypes), tuple(names),
     )  # fmt: skip
+
+
+class _Traffic:
+    """FLOPs and bytes of instructions by their rows. Equal calls share theirs."""
+
+    def __init__(self, theory: Theory, batches: MicroBatches | None) -> None:
+        self.theory, self.graph, self.batches = theory, theory.graph, batches
+        self._nbytes = [float(t.nbytes) for t in theory.graph.tensors]
+        self._alike: dict[tuple[object, ...], list[_Counts]] = {}
+        self._dtypes: dict[int, str] = {}
+
+    def dtype(self, instruction: Instruction) -> str:
+        """The dtype in which an instruction computes."""
+        same = id(self.theory.calls.get(instruction.id, instruction))
+        if same not in self._dtypes:
+            self._dtypes[same] = _compute_dtype(self.theory, instruction)
+        return self._dtypes[same]
+
+    def of(self, instruction: Instruction) -> list[_Counts]:
+        """The counts of each row."""
+        # A tensor that is read twice counts once.
+        inputs, rows = instruction.inputs, self.theory.rows[instruction.id]
+        twice = inputs if len(set(inputs)) < len(inputs) else None
+        added = self._added(instruction)
+        same = (
+            id(self.theory.calls.get(instruction.id, instruction)),
+            id(rows),
+            twice,
+            self._in_time(instruction),
+            added,
+        )
+        if same not in self._alike:
+            self._alike[same] = [self._counts(instruction, row, added) for row in rows]
+        return self._alike[same]
+
+    def _in_time(self, instruction: Instruction) -> Triple | None:
+        """The row in time of an instruction of the loop."""
+        loop = None if self.batches is None else self.batches.loop
+        return None if loop is None or loop.phases[instruction.id] != "in" else loop.rows[instruction.id]
+
+    def _added(self, instruction: Instruction) -> tuple[int, ...]:
+        """Which outputs are summed over the loop."""
+        if self.batches is None:
+            return ()
+        return tuple(i for i, t in enumerate(instruction.outputs) if t in self.batches.summed)
+
+    def _counts(self, instruction: Instruction, row: Triple, added: tuple[int, ...]) -> _Counts:
+        rule = self.theory.rules.get(instruction.id)
+        if rule is None:
+            return _NOTHING
+        factor = None if row.factor is None else rule.factors[row.factor]
+        in_time = self._in_time(instruction)
+        counts = [0.0] * len(_NOTHING)
+        if not rule.alias:
+            counts[0] = rule.flops
+            _traffic(instruction, factor, self._nbytes, counts)
+            if in_time is not None:
+                over_turns = None if in_time.factor is None else rule.factors[in_time.factor]
+                if over_turns is None:
+                    counts[3:6] = counts[:3]
+                else:
+                    _traffic(instruction, factor, self._nbytes, counts, over_turns)
+                counts[6] = 1.0
+        for output in added:
+            size = self._nbytes[instruction.outputs[output]]
+            cut = factor is not None and isinstance(factor.outputs[output], Cut)
+            counts[1 if cut else 2] += _COPIED * size
+            counts[4 if cut else 5] += _ADDED * size
+        counts[7] = float(len(added))
+        return (counts[0], counts[1], counts[2], counts[3], counts[4], counts[5], counts[6], counts[7])
+
+
+_COPIED, _ADDED = 2, 3
+"""How often the bytes of a summand are read or written: to copy it, to add it to a sum."""
 
 
 def _compute_dtype(theory: Theory, instruction: Instruction) -> str:
@@ -181,30 +266,38 @@ def _compute_dtype(theory: Theory, instruction: Instruction) -> str:
 
 
 def _traffic(
-    theory: Theory, instruction: Instruction, row: Triple, nbytes: list[float]
-) -> tuple[float, float]:
-    """Bytes of the tensors that ``row`` cuts, and of those that stay whole; each tensor is read once."""
-    rule = theory.rules[instruction.id]
-    factor = None if row.factor is None else rule.factors[row.factor]
-    cut = whole = 0.0
+    instruction: Instruction,
+    factor: Factor | None,
+    nbytes: list[float],
+    counts: list[float],
+    over_turns: Factor | None = None,
+) -> None:
+    """Add to ``counts`` the bytes of the tensors that a row cuts, and of those that stay whole; each tensor is read
+    once. ``over_turns``: those of each further turn, which the row in time does not cut."""
+    places = (1, 2) if over_turns is None else (4, 5)
     seen: set[int] = set()
     picks = ".".join(instruction.op.split(".")[:2]) in PICKING
+
+    def add(place: object, in_time: object, size: float) -> None:
+        if not isinstance(in_time, Cut):
+            counts[places[0 if isinstance(place, Cut) else 1]] += size
+
     for i, tensor in enumerate(instruction.inputs):
         if tensor in seen:
             continue
         seen.add(tensor)
-        place, size = (None if factor is None else factor.inputs[i]), nbytes[tensor]
+        size, of = nbytes[tensor], _inputs
         if picks and i == 0 and instruction.outputs[0] >= 0:
-            place = None if factor is None else factor.outputs[0]
-            size = min(size, nbytes[instruction.outputs[0]])
-        if isinstance(place, Cut):
-            cut += size
-        else:
-            whole += size
+            size, of = min(size, nbytes[instruction.outputs[0]]), _outputs
+        add(of(factor, i), of(over_turns, i), size)
     for i, tensor in enumerate(instruction.outputs):
         if tensor >= 0:
-            if factor is not None and isinstance(factor.outputs[i], Cut):
-                cut += nbytes[tensor]
-            else:
-                whole += nbytes[tensor]
-    return cut, whole
+            add(_outputs(factor, i), _outputs(over_turns, i), nbytes[tensor])
+
+
+def _inputs(factor: Factor | None, place: int) -> object:
+    return None if factor is None else factor.inputs[place]
+
+
+def _outputs(factor: Factor | None, place: int) -> object:
+    return None if factor is None else factor.outputs[place]

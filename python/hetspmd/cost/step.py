@@ -71,16 +71,14 @@ class Stages:
         self.instructions: list[int] = []
         self.moved: list[int] = []
         self._shared: list[float] = []
-        self._repeated: list[int] = []
-        self._whole: list[int] = []
+        self._again: list[int] = []
         self._latency = 0.0
         for place, step in enumerate(program.steps):
             if isinstance(step, Compute):
                 row = model.row_index(step.instruction, step.row)
                 signatures.append(model.signature(step.instruction, row))
-                if place in in_loop and batches is not None:
-                    whole = batches.loop.rows[step.instruction].factor is None
-                    (self._whole if whole else self._repeated).append(signatures[-1])
+                if place in in_loop and batches is not None and batches.loop.phases[step.instruction] != "in":
+                    self._again.append(signatures[-1])
                 stage.append(len(moves))
                 self.instructions.append(step.instruction)
             else:
@@ -110,15 +108,11 @@ class Stages:
         return np.array([self.model.form_seconds(m, shares) for m in self.moves], dtype=float)
 
     def loop_seconds(self, shares: Array) -> float:
-        """Seconds that the turns of a loop add to one turn of the whole batch: each has launches and latencies of
-        its own, and works on summands and on what does not depend on samples as on those of the whole batch."""
+        """Seconds that the turns of a loop after the first add beside those of its own instructions: collectives in
+        parts have a latency in each, and what could stand before the loop is computed in each."""
         if not self.more_turns:
             return 0.0
-        signatures = np.array(self._repeated, dtype=np.int64)
-        *_, start = self.model.terms(signatures)
-        busy = shares[self.model.triples.axis[signatures]] > 0
-        again = np.where(busy, start, 0.0).sum(axis=0)
-        again = again + self.model.seconds(np.array(self._whole, dtype=np.int64), shares).sum(axis=0)
+        again = self.model.seconds(np.array(self._again, dtype=np.int64), shares).sum(axis=0)
         return self.more_turns * (float(again.max(initial=0.0)) + self._latency)
 
     @cached_property
