@@ -8,6 +8,7 @@ than 6 s, of which the quick run has no case.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,6 +18,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 from hypothesis import settings
+
+from hetspmd.trace.compat.joint import current_annotations
 
 settings.register_profile("hetspmd", deadline=None, derandomize=True)
 settings.load_profile("hetspmd")
@@ -46,3 +49,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _seeded() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _annotates_nothing() -> Iterator[None]:
+    """What a trace says of its graph's nodes ends with it: the next one in the process would have it too."""
+    yield
+    assert not current_annotations(), "a trace has left annotations of nodes"

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zoo
-from hetspmd.errors import OptionError
+from hetspmd.errors import ExampleError, OptionError
 from hetspmd.trace.blocks import as_in, check_recompute, chooser, outermost, repeating
+from hetspmd.trace.compat.joint import current_annotations
 from hetspmd.trace.evaluate import local_op
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.recompute import Block, recomputed
@@ -242,3 +243,49 @@ def test_hugging_face_checkpointing() -> None:
     want, got = (on_one_device(each, model, example) for each in (wanted, theory))
     assert random_ids(plain.graph) == random_ids(theory.graph)
     assert largest_difference(got, want) < 1e-12
+
+
+class _Region(nn.Module):
+    """A region in a module between two that are in none; it may write to a buffer, or fail."""
+
+    def __init__(self, what: str, *, reentrant: bool) -> None:
+        super().__init__()
+        self.what, self.reentrant = what, reentrant
+        self.before, self.inside, self.behind = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def region(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.inside(x))
+        if self.what == "fails":
+            raise ValueError("no more")
+        return self.norm(hidden) if self.what == "writes" else torch.sin(hidden)
+
+    def forward(self, x: torch.Tensor, **_: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self.region, torch.tanh(self.before(x)), use_reentrant=self.reentrant)
+        return torch.tanh(self.behind(hidden)).pow(2).sum()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("what", ["plain", "writes", "fails"])
+def test_a_region_ends_where_it_ends(what: str, reentrant: bool) -> None:
+    """A trace that is begun again (of a model that writes to buffers), or ends, in the middle of a region leaves
+    nothing of it to what is traced afterwards."""
+    model = nn.Sequential(_Region(what, reentrant=reentrant))
+    rows = {"x": torch.randn(6, 8)}
+    want = graph_of("checkpoints", nn.Sequential(Blocks())[0])
+    if what == "fails":
+        with pytest.raises(ExampleError, match="no more"):
+            trace(model, (rows["x"],), {}, recompute=chooser("checkpoints"))
+    else:
+        graph = trace(model, (rows["x"],), {}, recompute=chooser("checkpoints"))
+        (block,) = graph.recomputed
+        again = {graph.producers[tensor] for tensor, _ in block.tensors}
+        (behind,) = (t.id for t in graph.tensors if t.name == "0.behind.weight")
+        before = [i for i in graph.instructions if i.op == "aten.tanh.default"][0]
+        first = [i.id for i in graph.instructions if behind in {graph.parameter_of.get(t) for t in i.inputs}][
+            0
+        ]
+        assert before.id not in again
+        assert max(again) < first, "what stands behind the region is not computed again"
+    assert not current_annotations()
+    assert graph_of("checkpoints", nn.Sequential(Blocks())[0]) == want

@@ -12,7 +12,7 @@ a gradient gives none, in the plan as in eager PyTorch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -38,12 +38,13 @@ class Checkpoints:
         self.count, self.nested = 0, 0
         self.line = ""
         self._inside = False
+        self._open = ExitStack()
         self._again: list[Callable[[], Any]] = []
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """Within it, regions are plain calls."""
-        with checkpoints_replaced(self._begin, self._reentrant):
+        """Within it, regions are plain calls. One that an error ends is closed behind it."""
+        with ExitStack() as self._open, checkpoints_replaced(self._begin, self._reentrant):
             yield
 
     def run_again(self) -> None:
@@ -58,10 +59,10 @@ class Checkpoints:
         """Note a region that begins; what is returned is called at its end."""
         if not torch.is_grad_enabled():
             return lambda: None
-        outermost, scope = not self._inside, in_region(self.count)
+        outermost = not self._inside
         if outermost:
             self._inside = True
-            scope.__enter__()
+            self._open.enter_context(in_region(self.count))
             self.count += 1
         else:
             self.nested += 1
@@ -71,7 +72,7 @@ class Checkpoints:
         def end() -> None:
             if outermost:
                 self._inside = False
-                scope.__exit__(None, None, None)
+                self._open.close()
             for place, value in self._counted().items():
                 if numbers.get(place) != value:
                     raise TraceError(

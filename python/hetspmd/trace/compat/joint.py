@@ -94,6 +94,25 @@ def _named_modules(root: nn.Module) -> Iterator[None]:
             open_scopes.pop().__exit__(None, None, None)
 
 
+def current_annotations() -> dict[str, Any]:
+    """What torch would say of graph nodes that are created now."""
+    return dict(torch.fx.traceback.current_meta.get("custom") or {})
+
+
+@contextmanager
+def _annotations_restored() -> Iterator[None]:
+    """Leaves torch's annotations of graph nodes, which are the process's own, as they were. A trace that ends in the
+    middle of a region leaves scopes that nothing closes, or closes them in another order."""
+    kept = current_annotations() if "custom" in torch.fx.traceback.current_meta else None
+    try:
+        yield
+    finally:
+        if kept is None:
+            torch.fx.traceback.current_meta.pop("custom", None)
+        else:
+            torch.fx.traceback.current_meta["custom"] = kept
+
+
 def module_path(node: Node) -> str | None:
     """The path of the module whose forward created a node, as the module was named in the root."""
     custom = node.meta.get("custom")
@@ -173,6 +192,7 @@ def _export(
 ) -> tuple[GraphModule, list[InputRole], list[OutputRole]]:
     with ExitStack() as stack:
         for context in (
+            _annotations_restored(),
             libraries_told(),
             _named_modules(module),
             _plain_recurrence(),
@@ -260,6 +280,7 @@ def rehearsal(mode: FakeTensorMode) -> Iterator[None]:
     traced."""
     with ExitStack() as stack:
         for context in (
+            _annotations_restored(),
             libraries_told(),
             _without_log_of_shapes(),
             _backward_without_autocast(),
