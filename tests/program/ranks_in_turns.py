@@ -43,7 +43,7 @@ def error_in_turns(
 ) -> float:
     """The largest relative error of what any rank has after one step."""
     steps = turn_steps(theory, program, schedule, batches)
-    layout = TurnLayout(theory, batches.turns, lengths)
+    layout = TurnLayout(theory, batches, lengths)
 
     def body(communicator: Communicator) -> tuple[dict[str, torch.Tensor], dict[str, Pieces]]:
         local = lower_turns(steps, layout, communicator.rank, CPU)

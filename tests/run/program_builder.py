@@ -7,11 +7,13 @@ import random
 from collections.abc import Callable
 
 from hetspmd.cluster.collective_kinds import Kind
-from hetspmd.placement import PARTIAL, REPLICATE, Placement, after_cut, is_before_cut, is_sharded
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, after_cut, is_before_cut, is_sharded, shard
 from hetspmd.program.lengths import Lengths
+from hetspmd.program.micro_batches import micro_batches
 from hetspmd.program.program import Communicate, Compute, Program, Result, Step
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
+from hetspmd.search.constraints import Constraints
 from hetspmd.trace.graph import PARAMETER, Instruction
 
 Choose = Callable[[Instruction, list[Triple]], Triple]
@@ -146,3 +148,18 @@ def uneven(theory: Theory, world: int, seed: int = 0) -> Lengths:
         edges = [0, *cuts, axis.units]
         units.append(tuple(b - a for a, b in itertools.pairwise(edges)))
     return Lengths(world, tuple(units))
+
+
+def divided_in_the_loop(theory: Theory, seed: int) -> Constraints:
+    """The devices divide the samples as the micro-batches do; parameters are whole, or in shards, as drawn."""
+    loop, draw = micro_batches(theory, 2).loop, random.Random(seed)
+    forms = {}
+    for p in theory.graph.parameters:
+        shape = theory.graph.tensors[p.tensor].shape
+        dims = [d for d in range(len(shape)) if theory.axes.axis(p.tensor, d) is not None]
+        forms[p.tensor] = draw.choice([REPLICATE, *(shard(d) for d in dims)])
+
+    def allowed(instruction: int, row: Triple, _axis: int | None) -> bool:
+        return loop.phases[instruction] != "in" or row == loop.rows[instruction]
+
+    return Constraints(forms, allowed)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from evaluations import ask, evaluated, module_of
+from program_builder import divided_in_the_loop
 from small_plans import cluster
 from torch import nn
 from torch.nn import functional as F
@@ -26,9 +27,14 @@ from hetspmd.errors import (
     OptionError,
     PlanError,
 )
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.optimize.in_micro_batches import in_micro_batches
 from hetspmd.placement import shard
 from hetspmd.plan.plan import Plan
+from hetspmd.program.micro_batches import in_own_turns
+from hetspmd.rules.theory import derive
 from hetspmd.run.module import HAP
+from hetspmd.trace.trace import trace
 
 DEVICES = cluster(4, 2, 1)
 
@@ -110,6 +116,23 @@ def test_levels_of_zero(level: int) -> None:
             for plan, own in zip(training, names, strict=True)
         ]
         assert of[0] == of[1] == of[2] != set()
+
+
+@pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")
+@pytest.mark.parametrize(("turns", "ratios"), [((1, 3, 2), (0.5, 0.3, 0.2)), ((4, 1, 1), (0.8, 0.0, 0.2))])
+def test_devices_in_turns_of_their_own(turns: tuple[int, ...], ratios: tuple[float, ...]) -> None:
+    """With batches of other sizes, of which no device takes more turns than it has rows."""
+    theory, batches = in_micro_batches(derive(trace(Model().double(), (), batch(9, 0))), 2)
+    assert batches is not None
+    own = in_own_turns(theory, batches, turns)
+    plan = plan_for(theory, DEVICES, divided_in_the_loop(theory, 3), ratios, batches=own)
+    asked = ask(Model().double(), trained, cluster=DEVICES, plan=plan)
+    assert asked.error() < 1e-9
+    training = [plan for plan in asked.plans if plan.graph.training and plan.program.gradients]
+    assert training[0].own_turns == turns
+    assert len(training) == 3
+    for other in training[1:]:
+        assert all(n <= most for n, most in zip(other.own_turns, turns, strict=bool(other.own_turns)))
 
 
 @pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")

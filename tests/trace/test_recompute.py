@@ -281,10 +281,10 @@ def test_a_region_ends_where_it_ends(what: str, reentrant: bool) -> None:
         (block,) = graph.recomputed
         again = {graph.producers[tensor] for tensor, _ in block.tensors}
         (behind,) = (t.id for t in graph.tensors if t.name == "0.behind.weight")
-        before = [i for i in graph.instructions if i.op == "aten.tanh.default"][0]
-        first = [i.id for i in graph.instructions if behind in {graph.parameter_of.get(t) for t in i.inputs}][
-            0
-        ]
+        before = next(i for i in graph.instructions if i.op == "aten.tanh.default")
+        first = next(
+            i.id for i in graph.instructions if behind in {graph.parameter_of.get(t) for t in i.inputs}
+        )
         assert before.id not in again
         assert max(again) < first, "what stands behind the region is not computed again"
     assert not current_annotations()

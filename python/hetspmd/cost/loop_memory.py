@@ -19,7 +19,6 @@ from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, sharded
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.levels import FlatKey
 from hetspmd.program.micro_batches import MicroBatches
-from hetspmd.program.turn_lengths import in_turns
 from hetspmd.rules.theory import Theory
 
 
@@ -71,17 +70,24 @@ class AxisPlaces:
         of = [*(max(axis.units, 1) for axis in self.theory.axes.axes), 1]
         for axis in self._in_turn:
             assert self.batches is not None
-            table = in_turns(self.batches.turns.units[axis], lengths.units[axis])
+            table = self.batches.table(axis, lengths.units[axis])
             rows.append(tuple(map(max, zip(*table, strict=True))))
             of.append(max(self._largest[axis], 1))
         return np.array(rows, dtype=np.int64).reshape(-1, lengths.world), np.array(of, dtype=np.int64)
 
     @property
     def segments(self) -> Index:
-        """The segment of each axis; beyond the last, what is whole."""
-        axes = self.theory.axes.axes
-        behind = [axes[axis].segment for axis in self._in_turn]
-        return np.array([*(a.segment for a in axes), self.theory.axes.segments, *behind], dtype=np.int64)
+        """The segment of each axis; beyond the last, what is whole, and behind it the segments of the samples of a
+        micro-batch."""
+        axes, count = self.theory.axes.axes, self.theory.axes.segments
+        behind = [count + 1 + axes[axis].segment for axis in self._in_turn]
+        return np.array([*(a.segment for a in axes), count, *behind], dtype=np.int64)
+
+    def times(self, world: int) -> tuple[float, ...]:
+        """How many micro-batches' samples each device has in one of its turns: 1 where each runs all of them."""
+        if self.batches is None:
+            return (1.0,) * world
+        return tuple(self.batches.count / own for own in self.batches.turns_of(world))
 
 
 def axis_of(theory: Theory, tensor: int, form: Placement) -> int:

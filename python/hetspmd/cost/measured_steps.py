@@ -138,12 +138,12 @@ class StepFigures:
 
 
 def figures(
-    theory: Theory, cluster: Cluster, triples: Triples, terms: Sequence[Array], turns: int
+    theory: Theory, cluster: Cluster, triples: Triples, terms: Sequence[Array], turns: Sequence[int]
 ) -> StepFigures | None:
     """The figures of a model on a cluster; None where its steps were not measured there.
 
-    ``terms``: the four numbers of each signature on each device (:func:`hetspmd.cost.roofline.terms_of`).
-    ``turns``: how many micro-batches the rows come in.
+    ``terms``: the four numbers of each signature on each device (:func:`hetspmd.cost.roofline.terms_of`), in one
+    turn. ``turns``: how many each device takes for its rows.
     """
     steps = steps_for(theory, cluster)
     rows = None if steps is None else rows_of(theory.graph, steps.rows)
@@ -151,7 +151,7 @@ def figures(
         return None
     curves = steps.by_rank(cluster.world)
     modelled = _Modelled(theory, row_axes(theory, steps.rows), triples, terms, rows, lone=cluster.world == 1)
-    turn = _equally_long(curves, modelled, rows / turns)
+    turn = _equally_long(curves, modelled, rows, turns)
     paces = []
     for device, (curve, own) in enumerate(zip(curves, turn, strict=True)):
         if curve is None or not curve.points:
@@ -252,18 +252,22 @@ class _Modelled:
         return float((np.maximum(fast * share, cut * share + whole) + start).sum())
 
 
-def _equally_long(curves: Sequence[StepCurve | None], modelled: _Modelled, rows: float) -> tuple[float, ...]:
-    """The rows of each device with which the steps of all take equally long, of so many rows of all together."""
+def _equally_long(
+    curves: Sequence[StepCurve | None], modelled: _Modelled, rows: int, turns: Sequence[int]
+) -> tuple[float, ...]:
+    """The rows in a turn of each device with which the turns of all take equally long, of so many rows of all
+    together."""
     grids: list[tuple[Array, Array]] = []
-    for device, curve in enumerate(curves):
+    for device, (curve, count) in enumerate(zip(curves, turns, strict=True)):
+        most = rows / count
         if curve is None or not curve.points:
-            at = np.linspace(rows / _GRID, rows, _GRID)
+            at = np.linspace(most / _GRID, most, _GRID)
             seconds = np.maximum.accumulate([modelled.seconds(device, r) for r in at])
         else:
-            measured = [float(p.rows) for p in curve.points if p.rows < rows]
-            at = np.array([*measured, rows])
+            measured = [float(p.rows) for p in curve.points if p.rows < most]
+            at = np.array([*measured, most])
             seconds = np.array([step_seconds(curve, r) for r in at])
-        grids.append((at, seconds))
+        grids.append((at * count, seconds * count))
 
     def taken(limit: float) -> list[float]:
         return [0.0 if limit < s[0] else float(np.interp(limit, s, at)) for at, s in grids]
@@ -272,4 +276,4 @@ def _equally_long(curves: Sequence[StepCurve | None], modelled: _Modelled, rows:
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(taken(middle)) < rows else (low, middle)
-    return tuple(taken(high))
+    return tuple(own / count for own, count in zip(taken(high), turns, strict=True))

@@ -20,7 +20,7 @@ with two temporaries of its size (AdamW's loop in torch; its fused version needs
 which torch prefers on GPUs, those of all parameters at once).
 
 At a step, device j holds ``whole + sum over axes of its share of the axis times cut``: :class:`MemoryProfile` keeps
-both parts, so that the largest share that fits is known too (at the same M).
+both parts, so that the largest share that fits is known too (at the same number of its turns).
 """
 
 from __future__ import annotations
@@ -59,12 +59,16 @@ class MemoryProfile:
     held         bytes, shape (moments, devices)
     whole        bytes of tensors that every device holds whole, shape (moments)
     cut          bytes, over all devices, of tensors that are sharded, by segment, shape (moments, segments)
+    in_turn      the same of those of which a device holds the rows of a turn, of a micro-batch
+    times        how many micro-batches' rows each device has in a turn, shape (devices)
     instruction  of the reference graph that runs at each moment, or ran last, shape (moments)
     """
 
     held: Index
     whole: Index
     cut: Index
+    in_turn: Index
+    times: Array
     instruction: Index
 
     @cached_property
@@ -90,7 +94,7 @@ class MemoryProfile:
         """The largest sharding ratio with which each device's capacity is kept, if it has the same share of
         every axis; below 0 if even what is whole does not fit."""
         room = capacity[None, :] - self.whole[:, None]
-        cut = self.cut.sum(axis=1)[:, None]
+        cut = self.cut.sum(axis=1)[:, None] + self.in_turn.sum(axis=1)[:, None] * self.times
         shares = np.where(cut > 0, room / np.maximum(cut, 1), np.where(room >= 0, np.inf, -1.0))
         largest: Array = shares.min(axis=0)
         return largest
@@ -216,10 +220,18 @@ class Holdings:
             axis, amount = np.concatenate([axis, more[:, 2]]), np.concatenate([amount, more[:, 3]])
         local = units[axis] * (amount // of[axis])[:, None]
         segment = self._places.segments
-        parts = np.zeros((len(amount), self.theory.axes.segments + 1), dtype=np.int64)
+        segments = self.theory.axes.segments
+        parts = np.zeros((len(amount), 2 * segments + 1), dtype=np.int64)
         parts[np.arange(len(parts)), segment[axis]] = amount
         over = self._over_time(first, end, parts)
-        return MemoryProfile(self._over_time(first, end, local), over[:, -1], over[:, :-1], self.instruction)
+        return MemoryProfile(
+            self._over_time(first, end, local),
+            over[:, segments],
+            over[:, :segments],
+            over[:, segments + 1 :],
+            np.array(self._places.times(lengths.world)),
+            self.instruction,
+        )
 
     @cached_property
     def _on_one(self) -> Holdings:

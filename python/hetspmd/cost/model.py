@@ -20,8 +20,8 @@ same call run whole was measured, the roofline is scaled to meet it at s_j = 1, 
 Where whole steps of the model were measured, all of them are multiplied by the device's pace
 (:mod:`hetspmd.cost.measured_steps`).
 
-In micro-batches F, C and W are those of all turns: what the row in time does not cut is read in each of them, and each
-has its launches (:mod:`hetspmd.cost.signatures`).
+In micro-batches F, C and W are those of all of the device's turns: what the row in time does not cut is read in
+each of them, and each has its launches (:mod:`hetspmd.cost.signatures`).
 
 Each is convex and piecewise linear in s_j, of the form ``max(fast s, cut s + whole) + start`` with four numbers per
 signature and device (:meth:`CostModel.terms`). The roofline is that of Williams et al., CACM 2009.
@@ -63,19 +63,19 @@ class CostModel(Moves):
         super().__init__(theory, cluster)
         self.batches = batches
         self.triples = triples_of(theory, keyed=bool(cluster.ops), batches=batches)
-        turns = None if batches is None else (batches.count,) * self.world
+        turns = (1,) * self.world if batches is None else batches.turns_of(self.world)
         self._fast, self._cut, self._whole_part, self._start, self.kinds = terms_of(
             self.triples, theory, cluster, turns
         )
         self.measured: StepFigures | None = None
         self.capacity: Array = np.array([d.memory for d in cluster.devices], dtype=float)
         if cluster.steps:
-            self._take_measured(1 if batches is None else batches.count)
+            self._take_measured(turns)
 
-    def _take_measured(self, turns: int) -> None:
+    def _take_measured(self, turns: tuple[int, ...]) -> None:
         """Let measured steps of the model set the pace and the room of each device."""
         terms = (self._fast, self._cut, self._whole_part, self._start)
-        once = terms_of(self.triples, self.theory, self.cluster)[:4] if turns > 1 else terms
+        once = terms_of(self.triples, self.theory, self.cluster)[:4] if max(turns) > 1 else terms
         measured = self.measured = figures(self.theory, self.cluster, self.triples, once, turns)
         if measured is None:
             return

@@ -43,9 +43,10 @@ class Triples:
     """The cost-relevant side of all rows, one entry per distinct signature.
 
     flops (FLOPs), cut and whole (bytes); the same of each turn of the loop after the first, with ``_each``;
-    ``calls_each`` of such a turn, and how many sums it adds to (``added``); axis (axis id; the number of axes where nothing is sharded), dtype
-    (row of the rates, named by ``dtypes``), free (unless measured); ``updates``: the bytes are a parameter's that
-    an optimizer updates; ``key`` and ``whole_key``: places in ``keys``, -1 where op times do not matter.
+    ``calls_each`` of such a turn, and how many sums it adds to (``added``); axis (axis id; the number of axes where
+    nothing is sharded), dtype (row of the rates, named by ``dtypes``), free (unless measured); ``updates``: the
+    bytes are a parameter's that an optimizer updates; ``key`` and ``whole_key``: places in ``keys``, -1 where op
+    times do not matter.
     ``signature[offset[i] + r]`` is that of row r of instruction i.
     """
 
@@ -175,7 +176,8 @@ def _triples(theory: Theory, keys: list[tuple[str, ...]] | None, batches: MicroB
     whole_numbers = np.array([(k[1], k[2], k[5], k[6]) for k in signatures], dtype=np.int64).reshape(-1, 4)
     marks = np.array([(k[3], k[4]) for k in signatures], dtype=bool).reshape(-1, 2)
     return Triples(
-        *table.T, whole_numbers[:, 0], whole_numbers[:, 1], marks[:, 0],
+        table[:, 0], table[:, 1], table[:, 2], table[:, 3], table[:, 4], table[:, 5], table[:, 6], table[:, 7],
+        whole_numbers[:, 0], whole_numbers[:, 1], marks[:, 0],
         marks[:, 1], whole_numbers[:, 2], whole_numbers[:, 3], np.array(signature, dtype=np.int64),
         np.array(offset, dtype=np.int64), tuple(dtypes), tuple(names),
     )  # fmt: skip

@@ -96,9 +96,9 @@ def input_rows(plan: Plan, rank: int) -> InputRows:
         followed.step(emitter.steps, emitter.at)
     else:
         steps = turn_steps(plan.theory, plan.program, plan.schedule, plan.batches)
-        layout = TurnLayout(plan.theory, plan.batches.turns, plan.lengths)
+        layout = TurnLayout(plan.theory, plan.batches, plan.lengths)
         followed = _Follower(layout, [i.tensor for i in graph.inputs])
-        followed.turns(steps, plan.batches.count, emitter.at.machine)
+        followed.turns(steps, layout.turns(emitter.at.machine), emitter.at.machine)
     return followed.result()
 
 

@@ -46,7 +46,7 @@ def lower_plan(plan: Plan, rank: int, device: torch.device, observer: Observer |
             "the passes of a step in micro-batches cannot be shown yet; use micro_batches=1 for them"
         )
     steps = turn_steps(plan.theory, plan.program, plan.schedule, plan.batches)
-    layout = TurnLayout(plan.theory, plan.batches.turns, plan.lengths)
+    layout = TurnLayout(plan.theory, plan.batches, plan.lengths)
     return program_of_turns(lower_turns(steps, layout, emitter.at.machine, device), emitter)
 
 

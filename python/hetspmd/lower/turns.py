@@ -40,8 +40,8 @@ class LocalTurns:
     Attributes:
         before: ``before(runtime, *parameters, *buffers, *inputs, tangent)`` returns the values of ``steps.read``,
             then those of ``steps.carried``. There is no ``tangent`` without gradients.
-        turns: For each micro-batch: ``turn(runtime, sums, *read)`` adds to the list ``sums``, and returns what is
-            joined of ``steps.leaving``.
+        turns: For each turn of the device: ``turn(runtime, sums, *read)`` adds to the list ``sums``, and returns
+            what is joined of ``steps.leaving``.
         after: ``after(runtime, sums, *carried)`` returns ``(loss, outputs, buffers, gradients)``, and empties the
             list. Outputs that are joined are left out.
         steps: The steps that the graphs were written from.
@@ -67,7 +67,7 @@ def lower_turns(steps: TurnSteps, layout: TurnLayout, rank: int, device: torch.d
     be had at once with its row on the devices.
     """
     writing = _Writing(steps, layout, rank, device)
-    turns = tuple(map(writing.turn, range(layout.outer.lengths.world)))
+    turns = tuple(map(writing.turn, range(layout.turns(rank))))
     return LocalTurns(writing.before(), turns, writing.after(), steps, layout)
 
 

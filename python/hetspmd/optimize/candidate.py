@@ -10,11 +10,13 @@ import numpy as np
 
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import StageSeconds, StepCost, StepModel, idle_seconds, on_cluster
+from hetspmd.errors import InfeasibleError, SearchError
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.placement import REPLICATE, shard
 from hetspmd.program.lengths import Lengths, Matrix
 from hetspmd.program.program import Communicate, Program, Result
 from hetspmd.program.schedule import Schedule
+from hetspmd.search.constraints import Constraints
 from hetspmd.search.search import SearchResult
 
 
@@ -155,6 +157,24 @@ class Evaluator:
             return Result(result.tensor, shard(0)) if rows else result
 
         return replace(program, outputs=tuple(map(as_rows, program.outputs)))
+
+
+def searched_within(
+    ctx: Synthesis,
+    active: tuple[int, ...],
+    constraints: Constraints,
+    at: tuple[Matrix, Lengths],
+    reason: str,
+    distance: int = 1,
+) -> Candidate | None:
+    """The best program of the devices ``active`` under these constraints, at ratios and lengths; None if there is
+    none."""
+    costs, (ratios, lengths) = ctx.costs(active), at
+    try:
+        result = ctx.search(costs, lengths, within=ctx.searcher.space.within(constraints))
+    except (InfeasibleError, SearchError):
+        return None
+    return Evaluator(ctx, costs, result, active, None, reason, distance)(ratios, lengths)
 
 
 def best_of(ctx: Synthesis, candidates: Iterable[Candidate]) -> Candidate | None:

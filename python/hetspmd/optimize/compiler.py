@@ -19,6 +19,7 @@ from hetspmd.errors import MicroBatchError
 from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, parted
 from hetspmd.optimize.following import followed, warn_of_strays
+from hetspmd.optimize.free_running import free_running, in_own_turns, own_turns_like
 from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, segments_across, step_across
 from hetspmd.optimize.in_micro_batches import best_number, composed, in_micro_batches
 from hetspmd.optimize.memory_bound import require_room
@@ -34,7 +35,7 @@ from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Inside, SearchReport
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Matrix, Ratios, by_segment, lengths_for
-from hetspmd.program.micro_batch_check import check_loop, check_repeated
+from hetspmd.program.micro_batch_check import check_loop, check_own_turns, check_repeated
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.schedule_check import check_schedule
 from hetspmd.program.stored import as_stored
@@ -185,6 +186,8 @@ class _Compilation:
                 self.theory, cluster, self.constraints, self.limits, self.clock, batches=self.batches
             )
             ctx, outcome = synthesize_step(ctx, self.options.zero)
+            if self.options.micro_batches == "auto" and self.options.zero not in (2, 3):
+                ctx, outcome = free_running(ctx, outcome)
         if self.batches is not None:
             return plan_of(ctx, outcome, asked)
         ctx, outcome = in_segments(ctx, outcome, self.options.segments, self._asked)
@@ -220,7 +223,12 @@ def _like(
         loop = None if batches is None else loop_like(theory, batches, like)
         ctx = Synthesis(theory, like.cluster, constraints, limits, batches=loop)
         candidate = candidate_at(ctx, ratios, lengths, like.active)
-        return _plan_at(ctx, further(ctx, ctx.costs(like.active), candidate) or candidate)
+        candidate = further(ctx, ctx.costs(like.active), candidate) or candidate
+        turns = None if loop is None else own_turns_like(theory, loop, like, candidate)
+        if turns is not None:
+            candidate = in_own_turns(candidate, turns)
+            ctx = candidate.evaluator.ctx
+        return _plan_at(ctx, candidate)
 
 
 def _plan_at(ctx: Synthesis, candidate: Candidate) -> Plan:
@@ -250,6 +258,7 @@ def plan_of(
     if ctx.batches is not None:
         check_loop(ctx.theory, ctx.batches.loop)
         check_repeated(ctx.theory, ctx.batches.loop, ctx.batches.repeated)
+        check_own_turns(ctx.theory, ctx.batches, best.program, best.lengths.world)
     return Plan(
         graph=ctx.theory.graph,
         program=best.program,
@@ -270,6 +279,7 @@ def plan_of(
         considered=outcome.considered,
         micro_batches=1 if ctx.batches is None else ctx.batches.count,
         repeated=() if ctx.batches is None else tuple(sorted(ctx.batches.repeated)),
+        own_turns=() if ctx.batches is None else ctx.batches.own_turns,
     )
 
 

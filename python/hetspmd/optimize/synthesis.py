@@ -16,7 +16,7 @@ from hetspmd.cost.model import CostModel
 from hetspmd.errors import MemoryLimitError
 from hetspmd.optimize.thresholds import THRESHOLDS, Thresholds
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.micro_batches import MicroBatches
+from hetspmd.program.micro_batches import MicroBatches, in_own_turns
 from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import Constraints
 from hetspmd.search.memory_prices import MemoryPrices
@@ -99,6 +99,13 @@ class Synthesis:
         other = copy.copy(self)
         object.__setattr__(other, "batches", replace(self.batches, repeated=repeated))
         other.__dict__.pop("known", None)  # what programs hold is another
+        return other
+
+    def with_own_turns(self, turns: tuple[int, ...]) -> Synthesis:
+        """The same where the active devices run the loop in so many turns each; only their costs may be asked."""
+        assert self.batches is not None
+        other = copy.copy(self)
+        object.__setattr__(other, "batches", in_own_turns(self.theory, self.batches, turns))
         return other
 
     @property

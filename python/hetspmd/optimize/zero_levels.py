@@ -25,10 +25,10 @@ import numpy as np
 from hetspmd.codec.tables import counted
 from hetspmd.cost.memory import OPTIMIZER_BYTES
 from hetspmd.cost.model import Array
-from hetspmd.errors import ConstraintError, InfeasibleError, MemoryLimitError, SearchError
+from hetspmd.errors import ConstraintError, MemoryLimitError
 from hetspmd.optimize.alternation import nearest, with_best_ratios
 from hetspmd.optimize.baselines import baselines
-from hetspmd.optimize.candidate import Candidate, Evaluator, best_of, bounded
+from hetspmd.optimize.candidate import Candidate, Evaluator, best_of, bounded, searched_within
 from hetspmd.optimize.considered import among, instead, memory_is_short
 from hetspmd.optimize.prefetch import further, like, storage_axes, stored_evenly
 from hetspmd.optimize.synthesis import Synthesis
@@ -37,7 +37,7 @@ from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.placement import REPLICATE, Placement, is_sharded
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Considered
-from hetspmd.program.lengths import Lengths, Matrix, by_segment, lengths_for
+from hetspmd.program.lengths import Lengths, by_segment, lengths_for
 from hetspmd.program.loop_steps import repeatable
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Communicate, Compute, Program
@@ -180,7 +180,7 @@ def _level(ctx: Synthesis, level: int) -> list[Candidate]:
     constraints = Constraints({**ctx.constraints.forms, **wanted.forms}, wanted.row_filter)
 
     def at(lengths: Lengths, how: str) -> list[Candidate]:
-        candidate = _searched(own, own.everyone, constraints, (ratios, lengths), f"ZeRO-{level}{how}")
+        candidate = searched_within(own, own.everyone, constraints, (ratios, lengths), f"ZeRO-{level}{how}")
         return [] if candidate is None else [candidate]
 
     lengths = lengths_for(theory.axes, ratios)
@@ -345,25 +345,7 @@ def _without(candidate: Candidate, outside: Sequence[int]) -> Candidate | None:
     where = "gathered once" if ctx.batches is None else "communicated outside of the loop"
     reason = f"{candidate.reason}, {counted(len(outside), 'tensor')} {where}"
     distance, at = candidate.evaluator.prefetch_distance, (candidate.ratios, candidate.lengths)
-    return _searched(own, candidate.active, Constraints(forms, allowed), at, reason, distance)
-
-
-def _searched(
-    ctx: Synthesis,
-    active: tuple[int, ...],
-    constraints: Constraints,
-    at: tuple[Matrix, Lengths],
-    reason: str,
-    distance: int = 1,
-) -> Candidate | None:
-    """The best program of the devices ``active`` under these constraints, at ratios and lengths; None if there is
-    none."""
-    costs, (ratios, lengths) = ctx.costs(active), at
-    try:
-        result = ctx.search(costs, lengths, within=ctx.searcher.space.within(constraints))
-    except (InfeasibleError, SearchError):
-        return None
-    return Evaluator(ctx, costs, result, active, None, reason, distance)(ratios, lengths)
+    return searched_within(own, candidate.active, Constraints(forms, allowed), at, reason, distance)
 
 
 def _certified(ctx: Synthesis, candidate: Candidate) -> Candidate:

@@ -16,7 +16,7 @@ from hetspmd.plan.ops_check import check_calls, check_schemas
 from hetspmd.plan.reports import VERDICTS, Considered, Inside, Iteration, SearchReport
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths, Matrix
-from hetspmd.program.micro_batch_check import check_loop, check_repeated
+from hetspmd.program.micro_batch_check import check_loop, check_own_turns, check_repeated
 from hetspmd.program.micro_batches import micro_batches
 from hetspmd.program.nesting import nest
 from hetspmd.program.program import Program
@@ -63,6 +63,8 @@ class Unchecked(Protocol):
     @property
     def repeated(self) -> tuple[int, ...]: ...
     @property
+    def own_turns(self) -> tuple[int, ...]: ...
+    @property
     def world(self) -> int: ...
 
 
@@ -90,7 +92,7 @@ def checked_theory(plan: Unchecked, *, trial: bool) -> Theory:
     _check_lengths(plan, theory)
     _prove(theory, plan.program, "its program")
     check_schedule(plan.graph, plan.program, plan.schedule)
-    if plan.micro_batches > 1 or plan.repeated:
+    if plan.micro_batches > 1 or plan.repeated or plan.own_turns:
         _check_micro_batches(plan, theory)
     if plan.inside is not None:
         inside = plan.inside
@@ -106,9 +108,10 @@ def checked_theory(plan: Unchecked, *, trial: bool) -> Theory:
 
 def _check_micro_batches(plan: Unchecked, theory: Theory) -> None:
     try:
-        batches = micro_batches(theory, plan.micro_batches, frozenset(plan.repeated))
+        batches = micro_batches(theory, plan.micro_batches, frozenset(plan.repeated), plan.own_turns)
         check_loop(theory, batches.loop)
         check_repeated(theory, batches.loop, plan.repeated)
+        check_own_turns(theory, batches, plan.program, plan.lengths.world)
         turn_steps(theory, plan.program, plan.schedule, batches)
     except HetspmdError as error:
         raise _fail(f"its step does not run in {plan.micro_batches} micro-batches ({error})") from error

@@ -73,6 +73,8 @@ class Plan:
         micro_batches: How many parts of the batch a step takes one after the other.
         repeated: Tensors whose collectives run once for each micro-batch, though they could run once before the
             loop over them (parameters, and what is computed of them alone) or after it (gradients).
+        own_turns: How many turns each active device takes for its rows, where the devices do not wait for each
+            other in the loop; the most is ``micro_batches``. Empty where each device runs all of them.
 
     Raises:
         PlanError: These do not fit each other.
@@ -95,6 +97,7 @@ class Plan:
     considered: tuple[Considered, ...] = ()
     micro_batches: int = 1
     repeated: tuple[int, ...] = ()
+    own_turns: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         everyone = range(len(self.cluster.devices))
@@ -169,7 +172,7 @@ class Plan:
         """The loop over micro-batches; None for a single one."""
         if self.micro_batches == 1:
             return None
-        return micro_batches(self.theory, self.micro_batches, frozenset(self.repeated))
+        return micro_batches(self.theory, self.micro_batches, frozenset(self.repeated), self.own_turns)
 
     @cached_property
     def costs(self) -> CostModel:

@@ -16,7 +16,7 @@ from hetspmd.codec.records import decode
 from hetspmd.errors import HetspmdError, PlanError
 from hetspmd.trace.collector import collector_paused
 
-VERSION: Final = 9
+VERSION: Final = 10
 
 _AGAIN: Final = "copy it again, or compile it again with hetspmd compile --plan FILE"
 _KEYS: Final = ("plan", "sha256", "version")

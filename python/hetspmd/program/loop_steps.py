@@ -91,6 +91,12 @@ def _runs_in_loop(graph: Graph, batches: MicroBatches, step: Communicate, read: 
     return batches.repeats(step) or any(t == step.tensor and form != step.source for t, form in read)
 
 
+def waits_in_loop(graph: Graph, batches: MicroBatches, program: Program) -> bool:
+    """Whether a collective is in the loop, at which the devices wait for each other."""
+    places = loop_steps(graph, batches, program).places
+    return any(isinstance(step, Communicate) for p, step in enumerate(program.steps) if p in places)
+
+
 def repeatable(theory: Theory, batches: MicroBatches) -> frozenset[int]:
     """The tensors of which collectives can run in the loop though they need not.
 

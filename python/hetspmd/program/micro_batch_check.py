@@ -16,7 +16,8 @@ from collections.abc import Iterable
 
 from hetspmd.errors import ProofError
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, placement_text, sharded_dim
-from hetspmd.program.micro_batches import Loop
+from hetspmd.program.micro_batches import Loop, MicroBatches
+from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.rules.theory import Theory
 
 
@@ -80,6 +81,40 @@ def check_repeated(theory: Theory, loop: Loop, repeated: Iterable[int]) -> None:
                 if rule is not None and rule.random:
                     raise ProofError(f"{where}, and {name} would draw other numbers in each micro-batch")
                 stack += [t for t in graph.instructions[reader].outputs if t >= 0]
+
+
+def check_own_turns(theory: Theory, batches: MicroBatches, program: Program, world: int) -> None:
+    """Prove that each of ``world`` devices may run the loop in turns of its own, if the loop says so: no step in it
+    is a collective, which all devices have to run equally often. Raises ProofError otherwise."""
+    turns = batches.own_turns
+    if not turns:
+        return
+    if len(turns) != world or min(turns) < 1 or max(turns) != batches.count:
+        raise ProofError(
+            f"{batches.count} micro-batches of {world} devices cannot be turns of their own {list(turns)}"
+        )
+    before = {t for i, p in enumerate(batches.loop.phases) if p == "before" for t in _made(theory, i)}
+    read = {
+        (tensor, form)
+        for step in program.steps
+        if isinstance(step, Compute) and batches.loop.phases[step.instruction] == "in"
+        for tensor, form in zip(theory.graph.instructions[step.instruction].inputs, step.row.pre, strict=True)
+    }
+    sums = {r.tensor for r in batches.loop.leaving if r.form == PARTIAL}
+    for step in program.steps:
+        if not isinstance(step, Communicate) or step.tensor not in theory.graph.producers:
+            continue
+        name = theory.graph.tensors[step.tensor].name
+        inside = batches.loop.phases[theory.graph.producers[step.tensor]] == "in"
+        again = step.tensor in batches.repeated and (step.tensor in before or step.tensor in sums)
+        if again or (inside and (step.tensor not in sums or (step.tensor, step.target) in read)):
+            raise ProofError(
+                f"a collective of {name} is in the loop, which devices run in turns of their own"
+            )
+
+
+def _made(theory: Theory, instruction: int) -> list[int]:
+    return [t for t in theory.graph.instructions[instruction].outputs if t >= 0]
 
 
 class _Proof:

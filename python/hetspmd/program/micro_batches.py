@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, Literal
 
@@ -26,7 +26,7 @@ from hetspmd.errors import MicroBatchError
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Result
-from hetspmd.program.turn_lengths import turn_lengths
+from hetspmd.program.turn_lengths import Table, in_turns, own_table, turn_lengths
 from hetspmd.rules.nested import runs_whole
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
@@ -60,11 +60,13 @@ class MicroBatches:
     Attributes:
         count: How many micro-batches there are, from 2 on.
         loop: What runs before the loop, in it and after it.
-        turns: The units of each axis in each micro-batch. Other axes than those of the samples are never divided in
-            time; all their units stand with the first.
+        turns: The units of each axis in each micro-batch, where all devices have as many turns. Other axes than
+            those of the samples are never divided in time; all their units stand with the first.
         placements: Of each tensor its placement in time; REPLICATE where it is there outside of the loop.
         repeated: The tensors whose collectives run in each micro-batch though they could run once, before the loop
             or after it: what they give is then not held through the loop (:mod:`hetspmd.program.loop_steps`).
+        own_turns: How many turns each active device runs the loop in, where the devices do not wait for each other
+            in it; the most is ``count``. Empty where each runs all of them.
     """
 
     count: int
@@ -72,6 +74,30 @@ class MicroBatches:
     turns: Lengths
     placements: Mapping[int, Placement]
     repeated: frozenset[int] = frozenset()
+    own_turns: tuple[int, ...] = ()
+
+    def turns_of(self, world: int) -> tuple[int, ...]:
+        """How many turns each of the active devices runs the loop in."""
+        return self.own_turns or (self.count,) * world
+
+    def table(self, axis: int, of_devices: Sequence[int]) -> Table:
+        """The units of an axis of the samples that each device has in each turn, of those that it has in all."""
+        if self.own_turns:
+            return own_table(self.own_turns, of_devices)
+        return in_turns(self.turns.units[axis], of_devices)
+
+    def micro_batch_units(self, lengths: Lengths) -> Lengths:
+        """The units of each axis in each micro-batch, at these lengths of the devices."""
+        if not self.own_turns:
+            return self.turns
+        axes = self.loop.axes
+        return Lengths(
+            self.count,
+            tuple(
+                tuple(map(sum, self.table(axis, lengths.units[axis]))) if axis in axes else units
+                for axis, units in enumerate(self.turns.units)
+            ),
+        )
 
     @cached_property
     def summed(self) -> frozenset[int]:
@@ -93,9 +119,12 @@ class MicroBatches:
         return frozenset(r.tensor for r in self.loop.leaving if is_sharded(r.form))
 
 
-def micro_batches(theory: Theory, count: int, repeated: frozenset[int] = frozenset()) -> MicroBatches:
+def micro_batches(
+    theory: Theory, count: int, repeated: frozenset[int] = frozenset(), own_turns: tuple[int, ...] = ()
+) -> MicroBatches:
     """A step in so many micro-batches, which are as equal as whole samples can be. ``repeated``: the tensors whose
-    collectives run in each of them though they need not.
+    collectives run in each of them though they need not. ``own_turns``: those of each device, of which the most are
+    ``count``.
 
     Raises MicroBatchError where the step cannot be split exactly, or has fewer samples than micro-batches.
     """
@@ -108,14 +137,28 @@ def micro_batches(theory: Theory, count: int, repeated: frozenset[int] = frozens
         turns=turn_lengths(theory, loop.axes, (1 / count,) * count),
         placements=_placements(theory, loop),
         repeated=repeated,
+        own_turns=own_turns,
     )
     _check_joined(theory.graph, found.joined)
     return found
 
 
+def in_own_turns(theory: Theory, batches: MicroBatches, turns: tuple[int, ...]) -> MicroBatches:
+    """The loop with so many turns of each active device."""
+    count = max(turns)
+    units = turn_lengths(theory, batches.loop.axes, (1 / count,) * count)
+    return replace(batches, count=count, turns=units, own_turns=turns)
+
+
+def largest_axis(theory: Theory, axes: frozenset[int]) -> int | None:
+    """The first of these axes with the most units; None without any."""
+    return max(sorted(axes), key=lambda axis: theory.axes.axes[axis].units, default=None)
+
+
 def samples(theory: Theory, axes: frozenset[int]) -> int:
     """The largest number of units of these axes; 0 without any."""
-    return max((axis.units for axis in theory.axes.axes if axis.id in axes), default=0)
+    axis = largest_axis(theory, axes)
+    return 0 if axis is None else theory.axes.axes[axis].units
 
 
 def _check_rows(theory: Theory, axes: frozenset[int], count: int) -> None:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.level_layout import LevelLayout
-from hetspmd.program.turn_lengths import in_turns
+from hetspmd.program.micro_batches import MicroBatches
+from hetspmd.program.turn_lengths import Table
 from hetspmd.rules.theory import Theory
 
 
 class TurnLayout(LevelLayout):
-    """A layout of two levels: the micro-batches, of ``turns`` units of each axis, and the devices, which divide
-    the units of a micro-batch as ``lengths`` divide those of the whole batch.
+    """A layout of two levels: the micro-batches, and the devices, which divide the units of a micro-batch as
+    ``lengths`` divide those of the whole batch, or take them in turns of their own.
 
     The place of a rank is its micro-batch (``machine``) and its device (``inside``).
     """
 
-    def __init__(self, theory: Theory, turns: Lengths, lengths: Lengths) -> None:
-        super().__init__(theory, turns, (lengths.world,) * turns.world)
-        self.lengths = lengths
-        self._turns: dict[int, tuple[tuple[int, ...], ...]] = {}
+    def __init__(self, theory: Theory, batches: MicroBatches, lengths: Lengths) -> None:
+        super().__init__(theory, batches.micro_batch_units(lengths), (lengths.world,) * batches.count)
+        self.batches, self.lengths = batches, lengths
+        self._turns: dict[int, Table] = {}
+
+    def turns(self, device: int) -> int:
+        """How many turns a device runs the loop in."""
+        return self.batches.turns_of(self.lengths.world)[device]
 
     def inside(self, axis: int, units: int, machine: int) -> tuple[int, ...]:
         """Units of an axis divided among the devices: all of them by the lengths, those of a micro-batch so that
@@ -27,5 +32,5 @@ class TurnLayout(LevelLayout):
         if units == sum(of_devices):
             return of_devices
         if axis not in self._turns:
-            self._turns[axis] = in_turns(self.outer.lengths.units[axis], of_devices)
+            self._turns[axis] = self.batches.table(axis, of_devices)
         return self._turns[axis][machine]

@@ -20,7 +20,22 @@ def turn_lengths(theory: Theory, axes: frozenset[int], parts: Sequence[float]) -
     )
 
 
-def in_turns(turns: Sequence[int], of_devices: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+Table = tuple[tuple[int, ...], ...]
+"""The units of each device in each turn."""
+
+
+def own_table(own: Sequence[int], of_devices: Sequence[int]) -> Table:
+    """The units that each device has in each turn, where it has so many turns of its own: as equal as whole units
+    can be, and none in those after them."""
+    count = max(own)
+    columns = [
+        (*apportion(units, (1 / turns,) * turns), *(0,) * (count - turns))
+        for turns, units in zip(own, of_devices, strict=True)
+    ]
+    return tuple(zip(*columns, strict=True))
+
+
+def in_turns(turns: Sequence[int], of_devices: Sequence[int]) -> Table:
     """The units that each device has in each turn: so many of a turn, and over all turns those of the device.
 
     After each turn a device has had its part of the units so far, but for less than one unit, where that can be.

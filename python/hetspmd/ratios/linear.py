@@ -231,7 +231,9 @@ class LinearProgram:
                 continue
             violated = True
             cut = np.zeros(len(self.leader))
-            np.add.at(cut, self.groups, room.cut[step])
+            np.add.at(
+                cut, self.groups, room.cut[step] + room.in_turn[step] * float(room.times[self.first[c]])
+            )
             index = [g * classes + c for g in range(len(cut))]
             self._rows(
                 [-highspy.kHighsInf],

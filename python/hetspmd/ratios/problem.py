@@ -39,21 +39,27 @@ class Lines:
 @dataclass(frozen=True)
 class Room:
     """What a program holds at each step: ``whole``, shape (steps), on every device, and ``cut``, shape (steps,
-    segments), over all devices; and the bytes that each device has, ``capacity``."""
+    segments), over all devices; ``in_turn``: the same of a micro-batch, of which a device has so many ``times``,
+    shape (n), its share in each of its turns; and the bytes that each device has, ``capacity``."""
 
     whole: Array
     cut: Array
+    in_turn: Array
+    times: Array
     capacity: Array
 
     @classmethod
     def of(cls, profile: MemoryProfile, capacity: Array) -> Room:
         """The room for a program; of steps that hold the same, one is kept."""
-        table = np.unique(np.column_stack([profile.whole, profile.cut]).astype(float), axis=0)
-        return cls(table[:, 0], table[:, 1:], capacity)
+        parts = [profile.whole, profile.cut, profile.in_turn]
+        table = np.unique(np.column_stack(parts).astype(float), axis=0)
+        segments = profile.cut.shape[1]
+        cut, in_turn = table[:, 1 : segments + 1], table[:, segments + 1 :]
+        return cls(table[:, 0], cut, in_turn, profile.times, capacity)
 
     def held(self, ratios: Array) -> Array:
         """Bytes at each step on each device, shape (steps, n), at B, shape (segments, n)."""
-        nbytes: Array = self.whole[:, None] + self.cut @ ratios
+        nbytes: Array = self.whole[:, None] + self.cut @ ratios + self.in_turn @ (ratios * self.times)
         return nbytes
 
     def fits(self, ratios: Array) -> bool:
@@ -112,10 +118,10 @@ class Problem:
         self.weight: Array = weight.astype(float)
         self._ends = None if placement is None else placement.moves
         self._add_up(stages.moves)
-        kinds: dict[tuple[int, float, float], list[int]] = {}
+        kinds: dict[tuple[int, float, float, float], list[int]] = {}
         for j in range(model.world):
-            room_of = 0.0 if room is None else float(room.capacity[j])
-            kinds.setdefault((int(model.kinds[j]), float(self.most[j]), room_of), []).append(j)
+            room_of, times = (0.0, 1.0) if room is None else (float(room.capacity[j]), float(room.times[j]))
+            kinds.setdefault((int(model.kinds[j]), float(self.most[j]), room_of, times), []).append(j)
         self.kinds: tuple[tuple[int, ...], ...] = tuple(map(tuple, kinds.values()))
         self.unsharded: Array = self.computation(np.zeros((self.segments, model.world))).max(axis=1)
 

@@ -10,7 +10,7 @@ from hetspmd.cost.step import idle_seconds
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.plan_facts import by_kind, segment_modules, sent, storage, transfers
-from hetspmd.program.micro_batches import MicroBatches
+from hetspmd.program.micro_batches import MicroBatches, largest_axis
 from hetspmd.program.program import communication_text
 from hetspmd.report.limits import limits, limits_text
 from hetspmd.report.machine_report import inside_text
@@ -32,7 +32,7 @@ def plan_text(plan: Plan) -> str:
     if plan.inside is not None:
         parts.insert(2, inside_text(plan))
     if plan.batches is not None:
-        parts.insert(1, f"{_micro_batches(plan.batches)}. {zero_text(plan)}")
+        parts.insert(1, f"{_micro_batches(plan, plan.batches)}. {zero_text(plan)}")
     if plan.cluster.steps:
         parts.insert(1, measured_text(plan))
     if plan.graph.recomputed:
@@ -49,14 +49,20 @@ def _cluster(plan: Plan) -> str:
     return f"Cluster of {counted(plan.world, 'device')}\n{body}"
 
 
-def _micro_batches(batches: MicroBatches) -> str:
+def _micro_batches(plan: Plan, batches: MicroBatches) -> str:
     """How the samples are divided in time."""
-    rows = sorted({batches.turns.units[axis] for axis in batches.loop.axes})
-    sizes = "; ".join(", ".join(map(str, units)) for units in rows)
     once = sum(phase != "in" for phase in batches.loop.phases)
+    if batches.own_turns:
+        said = (
+            f"Micro-batches: {batches.count} at most. No device waits for another one in the loop, and each takes "
+            "its samples in turns of its own"
+        )
+    else:
+        rows = sorted({batches.turns.units[axis] for axis in batches.loop.axes})
+        sizes = "; ".join(", ".join(map(str, units)) for units in rows)
+        said = f"Micro-batches: {batches.count}, of {sizes} samples, one after the other"
     return (
-        f"Micro-batches: {batches.count}, of {sizes} samples, one after the other. "
-        f"{counted(len(batches.summed), 'tensor')} are summed over them, and "
+        f"{said}. {counted(len(batches.summed), 'tensor')} are summed over them, and "
         f"{counted(once, 'instruction')} run once, outside of the loop"
     )
 
@@ -64,19 +70,21 @@ def _micro_batches(batches: MicroBatches) -> str:
 def _devices(plan: Plan) -> str:
     cost, word = plan.cost, device_word(plan.cluster)
     several = plan.segment_shares if len(plan.ratios) > 1 else ()
+    turns = _turns(plan)
     rows = [
         [
             str(rank),
             device.name,
             f"{100 * share:.1f} %" if rank in plan.active else "idle",
             *(f"{100 * row[rank]:.1f} %" if rank in plan.active else "" for row in several),
+            *((turns.get(rank, ""),) if turns else ()),
             seconds_text(cost.per_device_compute[rank]),
             _bytes(cost.memory_bytes[rank]),
         ]
         for rank, (device, share) in enumerate(zip(plan.cluster.devices, plan.shares, strict=True))
     ]
     names = [f"segment {s}" for s in range(len(several))]
-    header = [word, "device", "share", *names, "computes", "peak memory"]
+    header = [word, "device", "share", *names, *(["turns"] if turns else []), "computes", "peak memory"]
     text = "Sharding ratios\n" + table(header, rows, right=tuple(range(2, len(header))))
     for s, (first, last) in enumerate(segment_modules(plan.graph)[: len(several)]):
         text += f"\n  segment {s}: {first or 'the model'} to {last or 'the model'}"
@@ -90,6 +98,21 @@ def _devices(plan: Plan) -> str:
         if needed > device.memory:
             text += f"\n  {word} {rank} needs {_bytes(needed)} and has {_bytes(device.memory)}"
     return text
+
+
+def _turns(plan: Plan) -> dict[int, str]:
+    """Of each active device how often it runs the loop, with how many samples at most; nothing without a loop."""
+    batches = plan.batches
+    axis = None if batches is None else largest_axis(plan.theory, batches.loop.axes)
+    if batches is None or axis is None:
+        return {}
+    table = batches.table(axis, plan.lengths.units[axis])
+    return {
+        rank: f"{turns} x {max(rows)}"
+        for rank, turns, rows in zip(
+            plan.active, batches.turns_of(len(plan.active)), zip(*table, strict=True), strict=True
+        )
+    }
 
 
 def _parameters(plan: Plan) -> str:

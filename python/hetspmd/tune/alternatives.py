@@ -121,5 +121,6 @@ def _distinct(plans: Mapping[str, Plan]) -> dict[str, Plan]:
 
 def _same(one: Plan, other: Plan) -> bool:
     return all(
-        getattr(one, what) == getattr(other, what) for what in ("program", "lengths", "active", "repeated")
+        getattr(one, what) == getattr(other, what)
+        for what in ("program", "lengths", "active", "repeated", "own_turns")
     )

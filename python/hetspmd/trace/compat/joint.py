@@ -101,8 +101,8 @@ def current_annotations() -> dict[str, Any]:
 
 @contextmanager
 def _annotations_restored() -> Iterator[None]:
-    """Leaves torch's annotations of graph nodes, which are the process's own, as they were. A trace that ends in the
-    middle of a region leaves scopes that nothing closes, or closes them in another order."""
+    """Leaves torch's annotations of graph nodes, which are the process's own, as they were. A trace that ends in
+    the middle of a region leaves scopes that nothing closes, or closes them in another order."""
     kept = current_annotations() if "custom" in torch.fx.traceback.current_meta else None
     try:
         yield
