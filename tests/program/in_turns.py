@@ -11,7 +11,7 @@ from torch import nn
 from hetspmd.dist.random import Draw, Randomness, random_op
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.micro_batches import Loop
+from hetspmd.program.time_split import Loop
 from hetspmd.rules.brute import execute
 from hetspmd.rules.nested import Level, localize_drawn
 from hetspmd.rules.rule import LocalCall, Triple, localize

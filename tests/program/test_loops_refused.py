@@ -17,7 +17,8 @@ from hetspmd.errors import ProofError
 from hetspmd.placement import PARTIAL, is_sharded
 from hetspmd.program.loop_steps import repeatable
 from hetspmd.program.micro_batch_check import check_loop, check_repeated
-from hetspmd.program.micro_batches import Loop, MicroBatches, micro_batches
+from hetspmd.program.micro_batches import MicroBatches, micro_batches
+from hetspmd.program.time_split import Loop
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.trace.trace import trace
 from workbench import cluster

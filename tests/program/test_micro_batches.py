@@ -18,8 +18,8 @@ import zoo
 from hetspmd.errors import MicroBatchError, ProofError
 from hetspmd.program.lengths import lengths_for
 from hetspmd.program.micro_batch_check import check_loop
-from hetspmd.program.micro_batches import Loop, split_in_time
 from hetspmd.program.program import Result
+from hetspmd.program.time_split import Loop, split_in_time
 from hetspmd.rules.nested import runs_whole
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.trace.trace import split_example, trace

@@ -62,7 +62,7 @@ class CompileOptions:
             samples as far as can be. Gradients are summed over them, so that the step computes what it computes
             of the whole batch, in less memory. Outputs with a row for each sample come back as None. ``"auto"`` for
             the number, doubled each time, with the fastest step of those that fit the devices' memory; one where
-            memory is not short.
+            memory is not short. Devices that need not wait for each other then have numbers of their own.
         zero: Data parallelism of all devices at this level of ZeRO, and nothing else: parameters whole (0);
             parameters and optimizer state in shards, gathered once and gradients reduced once in a step (1);
             gradients reduced to shards in each micro-batch (2); parameters gathered in each micro-batch, and again

@@ -10,7 +10,8 @@ from typing import Literal
 from hetspmd.errors import DroppedOutputWarning, MemoryLimitError, MicroBatchError
 from hetspmd.optimize.considered import memory_is_short
 from hetspmd.plan.plan import Plan
-from hetspmd.program.micro_batches import MicroBatches, micro_batches, samples, split_in_time
+from hetspmd.program.micro_batches import MicroBatches, micro_batches, samples
+from hetspmd.program.time_split import split_in_time
 from hetspmd.rules.nested import composes
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory, derive

@@ -18,8 +18,9 @@ from collections.abc import Collection, Container
 from dataclasses import dataclass
 
 from hetspmd.placement import PARTIAL, REPLICATE, Placement
-from hetspmd.program.micro_batches import MicroBatches, results_of
+from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Communicate, Compute, Program
+from hetspmd.program.time_split import results_of
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Graph, Instruction
 

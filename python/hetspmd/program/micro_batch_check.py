@@ -16,8 +16,9 @@ from collections.abc import Iterable
 
 from hetspmd.errors import ProofError
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, placement_text, sharded_dim
-from hetspmd.program.micro_batches import Loop, MicroBatches
+from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Communicate, Compute, Program
+from hetspmd.program.time_split import Loop
 from hetspmd.rules.theory import Theory
 
 
