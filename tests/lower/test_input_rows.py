@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 import torch
 from machine_plans import machine_plan
+from program_builder import divided_in_the_loop
 from ranks import loss_of, on_ranks
 from small_models import Case, case
 from small_plans import cluster, random_plan, segmented_plan
 
 import hetspmd
 from hetspmd.lower.input_rows import input_rows, merged
+from hetspmd.optimize.compiler import plan_for
+from hetspmd.optimize.in_micro_batches import in_micro_batches
 from hetspmd.plan.plan import Plan
+from hetspmd.program.micro_batches import in_own_turns
 from hetspmd.run.module import HAP
 
 
@@ -77,6 +81,18 @@ def test_compiled_plans(name: str, parts: int) -> None:
     c = case(name, **({"dropout": 0.0} if name == "attention" else {}))
     plan = hetspmd.compile(c.model, c.batch, cluster(3, 2, 1), micro_batches=parts)
     check(c, plan)
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention"])
+@pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")
+def test_turns_of_their_own(name: str) -> None:
+    """A device needs its rows of all of its turns, and no others."""
+    c = case(name, **({"dropout": 0.0} if name == "attention" else {}))
+    theory, batches = in_micro_batches(c.theory, 2)
+    assert batches is not None
+    own = in_own_turns(theory, batches, (1, 3, 2))
+    plan = plan_for(theory, cluster(3, 2, 1), divided_in_the_loop(theory, 0), (0.5, 0.3, 0.2), batches=own)
+    assert check(c, plan) > 0
 
 
 def test_an_idle_rank_needs_nothing() -> None:

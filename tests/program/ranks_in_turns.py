@@ -123,17 +123,23 @@ def _step(
         given.append(torch.ones(meta.shape, dtype=getattr(torch, meta.dtype)))
     joined: dict[str, Pieces] = {}
     with torch.no_grad():
-        there = local.before(runtime, *given)
-        read, carried = there[: len(steps.read)], there[len(steps.read) :]
         sums: list[torch.Tensor | None] = [None] * len(local.summed)
         rows = [key for key in steps.leaving if is_sharded(key[1])]
+        read, last = given, len(local.turns) - 1
         for turn, graph_of_turn in enumerate(local.turns):
-            for key, value in zip(rows, graph_of_turn(runtime, sums, *read), strict=True):
+            left = graph_of_turn(runtime, sums, *read)
+            parts, results = left if turn == last else (left, None)
+            if turn == 0 < last:
+                parts, carried = left[: len(rows)], left[len(rows) :]
+            if turn < last:
+                read = carried if turn == last - 1 else carried[: len(steps.read)]
+            for key, value in zip(rows, parts, strict=True):
                 regions = layout.regions(key, RankPlace(turn, rank))
                 for index, output in enumerate(steps.outputs):
                     if output == key:
                         joined.setdefault(f"output {index}", []).append((regions, value))
-        loss, outputs, updated, gradients = local.after(runtime, sums, *carried)
+        assert results is not None
+        loss, outputs, updated, gradients = results
     assert sums == [None] * len(sums)
     values: dict[str, torch.Tensor] = {} if loss is None else {"loss": loss}
     whole = [i for i, key in enumerate(steps.outputs) if not is_sharded(key[1])]

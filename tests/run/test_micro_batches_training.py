@@ -140,7 +140,12 @@ def test_devices_in_turns_of_their_own(turns: tuple[int, ...], ratios: tuple[flo
 def test_parameters_in_shards(dim: int) -> None:
     forms = {"first.weight": shard(dim), "last.weight": shard(1 - dim)}
     asked = ask(
-        Model().double(), trained, cluster=DEVICES, example=batch(9, 0), micro_batches=3, constraints=forms
+        Model().double(),
+        trained,
+        cluster=cluster(4, 4, 3),
+        example=batch(9, 0),
+        micro_batches=3,
+        constraints=forms,
     )
     assert asked.error() < 1e-9
 

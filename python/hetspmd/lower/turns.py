@@ -1,4 +1,8 @@
-"""The local graphs of a rank for a step in micro-batches: before the loop, in each turn of it, and after it.
+"""The local graphs of a rank for a step in micro-batches, one for each of its turns.
+
+What runs once before the loop is written into the graph of the first turn, and what runs once after it into that of
+the last one, in the order of the schedule: parameters are gathered while the first turn computes, and a gradient is
+reduced as soon as the last turn has added to it, while that goes on.
 
 The forward graph of a rank runs all of them, and so the backward, too: it leaves the gradients as what is saved.
 The backward graph multiplies them by the gradient that comes in, in which they are linear.
@@ -9,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -21,6 +26,7 @@ from hetspmd.lower.passes import PASSES, Rewrite
 from hetspmd.placement import REPLICATE, is_sharded
 from hetspmd.program.level_layout import RankPlace
 from hetspmd.program.levels import Key
+from hetspmd.program.time_split import Phase
 from hetspmd.program.turn_layout import TurnLayout
 from hetspmd.program.turn_steps import TurnSteps
 from hetspmd.trace.evaluate import constant_value
@@ -38,19 +44,17 @@ class LocalTurns:
     """One rank's graphs of a step in micro-batches.
 
     Attributes:
-        before: ``before(runtime, *parameters, *buffers, *inputs, tangent)`` returns the values of ``steps.read``,
-            then those of ``steps.carried``. There is no ``tangent`` without gradients.
-        turns: For each turn of the device: ``turn(runtime, sums, *read)`` adds to the list ``sums``, and returns
-            what is joined of ``steps.leaving``.
-        after: ``after(runtime, sums, *carried)`` returns ``(loss, outputs, buffers, gradients)``, and empties the
-            list. Outputs that are joined are left out.
+        turns: For each turn of the device ``turn(runtime, sums, *values)``, which adds to the list ``sums``. It
+            returns what is joined of ``steps.leaving``. The first one is given ``(*parameters, *buffers, *inputs,
+            tangent)`` (there is no ``tangent`` without gradients), and returns the values of ``steps.read`` and
+            ``steps.carried`` behind that; the others are given those of ``steps.read``, the last one those of
+            ``steps.carried`` behind them. The last one returns ``(joined, (loss, outputs, buffers, gradients))``,
+            and empties the list; outputs that are joined are left out there. The only turn is first and last.
         steps: The steps that the graphs were written from.
         layout: Where the parts lie.
     """
 
-    before: fx.GraphModule
     turns: tuple[fx.GraphModule, ...]
-    after: fx.GraphModule
     steps: TurnSteps
     layout: TurnLayout
 
@@ -67,8 +71,7 @@ def lower_turns(steps: TurnSteps, layout: TurnLayout, rank: int, device: torch.d
     be had at once with its row on the devices.
     """
     writing = _Writing(steps, layout, rank, device)
-    turns = tuple(map(writing.turn, range(layout.turns(rank))))
-    return LocalTurns(writing.before(), turns, writing.after(), steps, layout)
+    return LocalTurns(tuple(map(writing.turn, range(layout.turns(rank)))), steps, layout)
 
 
 def program_of_turns(turns: LocalTurns, emitter: ActiveEmitter) -> LocalProgram:
@@ -109,16 +112,19 @@ def _forward(turns: LocalTurns, interface: LocalInterface) -> fx.GraphModule:
         tangent = meta.tensors[meta.tangent]
         kwargs: dict[str, Any] = {"dtype": torch_dtype(tangent.dtype), "device": interface.device}
         given.append(graph.call_function(aten.ones.default, (list(tangent.shape),), kwargs))
-    there = graph.call_module("before", (runtime, *given))
-    count = len(turns.steps.read) + len(turns.steps.carried)
-    values = [graph.call_function(operator.getitem, (there, index)) for index in range(count)]
     sums = graph.call_function(no_sums, (len(turns.summed),))
-    for number in range(len(turns.turns)):
-        graph.call_module(f"turn{number}", (runtime, sums, *values[: len(turns.steps.read)]))
-    after = graph.call_module("after", (runtime, sums, *values[len(turns.steps.read) :]))
-    graph.output(after)
+    count, last = len(turns.steps.read), len(turns.turns) - 1
+    values: list[fx.Node] = []
+    for number in range(last + 1):
+        own = given if number == 0 else values if number == last else values[:count]
+        left = graph.call_module(f"turn{number}", (runtime, sums, *own))
+        if number == 0 < last:
+            joined = sum(is_sharded(key[1]) for key in turns.steps.leaving)
+            several = count + len(turns.steps.carried)
+            values = [graph.call_function(operator.getitem, (left, joined + i)) for i in range(several)]
+    graph.output(graph.call_function(operator.getitem, (left, 1)))
     parts = {f"turn{number}": turn for number, turn in enumerate(turns.turns)}
-    return fx.GraphModule({**parts, "before": turns.before, "after": turns.after}, graph, "Forward")
+    return fx.GraphModule(parts, graph, "Forward")
 
 
 def _scaled(count: int) -> fx.GraphModule:
@@ -132,11 +138,21 @@ def _scaled(count: int) -> fx.GraphModule:
 
 
 class _TurnWriter(GraphWriter):
-    """Writes a graph whose collectives, those of the inner level, are all that its runtime has."""
+    """Writes a graph whose collectives, those of the inner level, are all that its runtime has. ``beside``: another
+    writer, into whose graph it writes. Each has values of its own."""
 
-    def start(self) -> None:
-        """All inputs are there."""
+    def __init__(
+        self, layout: TurnLayout, at: RankPlace, device: torch.device, beside: _TurnWriter | None = None
+    ) -> None:
+        super().__init__(layout, at, device)
+        if beside is not None:
+            self.graph, self.runtime = beside.graph, beside.runtime
         self.inside = self.runtime
+
+    def wait(self) -> None:
+        """Wait for the collectives whose results nothing on this rank reads."""
+        for key in self._pending:
+            self.need(key)
 
 
 class _Writing:
@@ -146,73 +162,66 @@ class _Writing:
         self.summed = [key for key in steps.leaving if not is_sharded(key[1])]
         self.constants: dict[str, torch.Tensor] = {}
 
-    def before(self) -> fx.GraphModule:
+    def turn(self, turn: int) -> fx.GraphModule:
+        """The graph of a turn, with what is before the loop in the first one, and what is after it in the last."""
+        steps = self.steps
+        first, last = turn == 0, turn == self.layout.turns(self.rank) - 1
+        writer = self._writer(turn)
+        before, after = self._writer(0, writer), self._writer(0, writer)
+        sums = _Sums(writer, self.summed)
+        given = self._given() if first else [*steps.read, *(steps.carried if last else ())]
+        for place, key in enumerate(given):
+            name = f"value{place}_{identifier(self.graph.tensors[key[0]].name)}"
+            before.produced[key] = before.typed(before.graph.placeholder(name), key)
+        for key in steps.read:
+            writer.produced[key] = partial(before.need, key)
+        for key in steps.carried if last else ():
+            after.produced[key] = partial(before.need, key)
+        for key in self.summed if last else ():
+            whole = key[0], REPLICATE, key[2]
+            after.produced[whole] = partial(sums.take, key, after, whole)
+        writers: dict[Phase, _TurnWriter] = {"in": writer}
+        if first:
+            writers["before"] = before
+        if last:
+            writers["after"] = after
+        for phase, step in steps.together(writers):
+            writers[phase].write(step)
+            sums.add_what_is_there()
+        sums.add_all()
+        joined = [writer.need(key) for key in steps.leaving if is_sharded(key[1])]
+        results: Any = joined
+        if last:
+            results = (joined, self._results(after))
+        elif first:
+            results = [*joined, *(before.need(key) for key in (*steps.read, *steps.carried))]
+        for each in (before, writer, after):
+            each.wait()
+        writer.graph.output(results)
+        return self._module(writer.graph, f"Turn{turn}")
+
+    def _given(self) -> list[Key]:
+        """What the rank is given for a step."""
         graph, stored = self.graph, self.steps.stored
         keys: list[Key] = []
         for tensors in (graph.parameters, graph.buffers, graph.inputs):
             keys += [(t.tensor, REPLICATE, stored.get(t.tensor, REPLICATE)) for t in tensors]
-        if graph.tangent is not None:
-            keys.append((graph.tangent, REPLICATE, REPLICATE))
-        writer = self._writer(0, keys)
-        for step in self.steps.before:
-            writer.write(step)
-        return self._module(
-            writer, [writer.need(k) for k in (*self.steps.read, *self.steps.carried)], "Before"
-        )
+        return keys if graph.tangent is None else [*keys, (graph.tangent, REPLICATE, REPLICATE)]
 
-    def turn(self, turn: int) -> fx.GraphModule:
-        writer = self._writer(turn, self.steps.read, sums=True)
-        waiting, arriving = dict.fromkeys(self.summed), list[Key]()
-        for step in self.steps.turn:
-            writer.write(step)
-            for key in [k for k in waiting if k in writer.produced]:
-                del waiting[key]
-                if isinstance(writer.produced[key], fx.Node):
-                    self._add(writer, key)
-                else:  # of a collective, which goes on while others begin
-                    arriving.append(key)
-            while len(arriving) > _ON_THEIR_WAY:
-                self._add(writer, arriving.pop(0))
-        for key in (*arriving, *waiting):
-            self._add(writer, key)
-        return self._module(
-            writer, [writer.need(k) for k in self.steps.leaving if is_sharded(k[1])], f"Turn{turn}"
-        )
-
-    def after(self) -> fx.GraphModule:
+    def _results(self, after: GraphWriter) -> tuple[Any, ...]:
         steps = self.steps
-        writer = self._writer(0, steps.carried, sums=True)
-        for index, (tensor, _, inner) in enumerate(self.summed):
-            key = (tensor, REPLICATE, inner)
-            writer.produced[key] = lambda index=index, key=key: self._take(writer, index, key)  # type: ignore[misc]  # both are bound
-        for step in steps.after:
-            writer.write(step)
-        results = (
-            None if steps.loss is None else writer.need(steps.loss),
-            [writer.need(key) for key in steps.outputs if not is_sharded(key[1])],
-            [writer.need(key) for key in steps.buffers],
-            [writer.need(key) for key in steps.gradients],
+        return (
+            None if steps.loss is None else after.need(steps.loss),
+            [after.need(key) for key in steps.outputs if not is_sharded(key[1])],
+            [after.need(key) for key in steps.buffers],
+            [after.need(key) for key in steps.gradients],
         )
-        return self._module(writer, results, "After")
 
-    def _writer(self, turn: int, given: Sequence[Key], *, sums: bool = False) -> GraphWriter:
-        writer = _TurnWriter(self.layout, RankPlace(turn, self.rank), self.device)
+    def _writer(self, turn: int, beside: _TurnWriter | None = None) -> _TurnWriter:
+        writer = _TurnWriter(self.layout, RankPlace(turn, self.rank), self.device, beside)
         for constant in self.graph.constants:
             writer.constants[constant.tensor] = lambda key: self._constant(writer, key)
-        if sums:
-            writer.graph.placeholder("sums")
-        for place, key in enumerate(given):
-            name = f"value{place}_{identifier(self.graph.tensors[key[0]].name)}"
-            writer.produced[key] = writer.typed(writer.graph.placeholder(name), key)
-        writer.start()
         return writer
-
-    def _add(self, writer: GraphWriter, key: Key) -> None:
-        node = writer.need(key)
-        writer.call(f"add_{writer.name(key)}", accumulate, (_sums(writer), self.summed.index(key), node))
-
-    def _take(self, writer: GraphWriter, index: int, key: Key) -> fx.Node:
-        return writer.typed(writer.call(writer.name(key), take_saved, (_sums(writer), index)), key)
 
     def _constant(self, writer: GraphWriter, key: tuple[int, ...]) -> fx.Node:
         name = f"constant_{writer.name(key)}"
@@ -226,16 +235,49 @@ class _Writing:
             self.constants[name] = value
         return writer.graph.create_node("get_attr", name, name=name)
 
-    def _module(self, writer: GraphWriter, results: object, name: str) -> fx.GraphModule:
-        writer.finish(results)
+    def _module(self, graph: fx.Graph, name: str) -> fx.GraphModule:
         for each in PASSES:
             if isinstance(each.run, Rewrite):
-                each.run.rewrite(writer.graph)
-        wanted = {str(n.target) for n in writer.graph.nodes if n.op == "get_attr"}
-        return fx.GraphModule({k: v for k, v in self.constants.items() if k in wanted}, writer.graph, name)
+                each.run.rewrite(graph)
+        wanted = {str(n.target) for n in graph.nodes if n.op == "get_attr"}
+        return fx.GraphModule({k: v for k, v in self.constants.items() if k in wanted}, graph, name)
 
 
-def _sums(writer: GraphWriter) -> fx.Node:
-    """The list of sums, behind the runtime."""
-    sums: fx.Node = next(node for node in writer.graph.nodes if node.target == "sums")
-    return sums
+class _Sums:
+    """The sums over the loop, in a list that each turn is given: a turn adds to them as soon as it can, and what is
+    after the loop takes them when the last turn has added to them."""
+
+    def __init__(self, writer: _TurnWriter, keys: Sequence[Key]) -> None:
+        self.writer, self.keys = writer, list(keys)
+        self.list = writer.graph.placeholder("sums")
+        self._waiting, self._arriving = dict.fromkeys(keys), list[Key]()
+
+    def add_what_is_there(self) -> None:
+        """Add what the turn has made since the last time."""
+        for key in [k for k in self._waiting if k in self.writer.produced]:
+            del self._waiting[key]
+            if isinstance(self.writer.produced[key], fx.Node):
+                self._add(key)
+            else:  # of a collective, which goes on while others begin
+                self._arriving.append(key)
+        while len(self._arriving) > _ON_THEIR_WAY:
+            self._add(self._arriving.pop(0))
+
+    def add_all(self) -> None:
+        """Add what has not been added."""
+        for key in (*self._arriving, *self._waiting):
+            self._add(key)
+        self._arriving, self._waiting = [], {}
+
+    def take(self, key: Key, after: GraphWriter, whole: Key) -> fx.Node:
+        """The sum, to which this turn has added, as a value of ``after``."""
+        if key in self._arriving or key in self._waiting:
+            self._arriving = [k for k in self._arriving if k != key]
+            self._waiting.pop(key, None)
+            self._add(key)
+        node = after.call(after.name(whole), take_saved, (self.list, self.keys.index(key)))
+        return after.typed(node, whole)
+
+    def _add(self, key: Key) -> None:
+        node = self.writer.need(key)
+        self.writer.call(f"add_{self.writer.name(key)}", accumulate, (self.list, self.keys.index(key), node))

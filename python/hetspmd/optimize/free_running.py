@@ -48,7 +48,7 @@ _REASON: Final = ", devices in turns of their own"
 def free_running(ctx: Synthesis, outcome: Outcome) -> tuple[Synthesis, Outcome]:
     """The outcome with each device in turns of its own, where that is faster, and the context that says so."""
     best = found = outcome.best
-    for candidate in _without_waits(ctx, best):
+    for candidate in filter(_may_fit, _without_waits(ctx, best)):
         for start in _starts(candidate):
             found = best_of(ctx, [found, *_improved(start)]) or found
     if found is best:
@@ -114,6 +114,12 @@ def own_turns_like(
         return None
     rows = candidate.lengths.units[axis]
     return tuple(min(own, max(n, 1)) for own, n in zip(like.own_turns, rows, strict=True))
+
+
+def _may_fit(candidate: Candidate) -> bool:
+    """Whether every device has room for what it holds whole, in however many turns."""
+    profile = candidate.step.executed.at(candidate.lengths)
+    return bool((candidate.step.model.capacity >= profile.whole.max()).all())
 
 
 def _starts(best: Candidate) -> list[Candidate]:

@@ -16,6 +16,7 @@ a device's rows of the batch are others than its rows of a micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from hetspmd.cluster.collective_kinds import kinds_between
@@ -36,6 +37,7 @@ from hetspmd.program.loop_steps import loop_steps
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Places, Schedule
+from hetspmd.program.time_split import Phase
 from hetspmd.rules.theory import Theory
 
 
@@ -47,6 +49,8 @@ class TurnSteps:
         before: Once.
         turn: For each micro-batch.
         after: Once.
+        order: Of all these steps, in the order of the schedule, the phase: what is before the loop runs together
+            with the first micro-batch, what is after it together with the last one.
         stored: The placement of each parameter, buffer and input on the devices.
         read: What the loop reads of what is there before it.
         leaving: What each micro-batch leaves: to be summed, or joined, over all of them.
@@ -60,6 +64,7 @@ class TurnSteps:
     before: tuple[NestedStep, ...]
     turn: tuple[NestedStep, ...]
     after: tuple[NestedStep, ...]
+    order: tuple[Phase, ...]
     stored: dict[int, Placement]
     read: tuple[Key, ...]
     leaving: tuple[Key, ...]
@@ -68,6 +73,14 @@ class TurnSteps:
     outputs: tuple[Key, ...]
     buffers: tuple[Key, ...]
     gradients: tuple[Key, ...]
+
+    def together(self, phases: Collection[Phase]) -> Iterator[tuple[Phase, NestedStep]]:
+        """The steps of these phases, each with its own, in the order of the schedule."""
+        steps = {"before": iter(self.before), "in": iter(self.turn), "after": iter(self.after)}
+        for phase in self.order:
+            step = next(steps[phase])
+            if phase in phases:
+                yield phase, step
 
 
 def turn_steps(theory: Theory, program: Program, schedule: Schedule, batches: MicroBatches) -> TurnSteps:
@@ -97,6 +110,7 @@ class _Writing:
         self.stored: dict[int, Placement] = {}
         self.constants = {(c.tensor, REPLICATE, REPLICATE): None for c in self.graph.constants}
         self.before, self.turn, self.after = (_Part(dict(self.constants)) for _ in range(3))
+        self.appended: list[Phase] = []
         self.leaving: dict[Key, None] = {}
         self.in_time = {r.tensor: r.form for r in loop.leaving}
 
@@ -112,6 +126,7 @@ class _Writing:
             before=tuple(self.before.steps),
             turn=tuple(self.turn.steps),
             after=tuple(self.after.steps),
+            order=tuple(self.appended),
             stored=self.stored,
             loss=None if program.loss is None else self._result(program.loss.tensor, program.loss.form),
             outputs=tuple(self._result(r.tensor, r.form) for r in program.outputs),
@@ -134,11 +149,12 @@ class _Writing:
 
     def _communicate(self, places: Places) -> None:
         """A collective, or several that share a bucket, as far as they are in the same part."""
-        parts: dict[str, list[InsideCollective]] = {}
+        parts: dict[Phase, list[InsideCollective]] = {}
         for place in places:
             step = self.program.steps[place]
             assert isinstance(step, Communicate)
-            phase, time = "in", self.batches.placements[step.tensor]
+            phase: Phase = "in"
+            time = self.batches.placements[step.tensor]
             if place not in self.in_loop:
                 phase = "after" if time != REPLICATE else self.loop.phases[self.graph.producers[step.tensor]]
                 time = REPLICATE
@@ -151,12 +167,13 @@ class _Writing:
         for key in reads_of(self.graph, step):
             self._need(part, key)
         part.steps.append(step)
+        self.appended.append("before" if part is self.before else "in" if part is self.turn else "after")
         if isinstance(step, Both):
             part.have.update((key, None) for key in written_by(self.graph, step) if key[0] >= 0)
         else:
             part.have.update(((one.tensor, one.outer, one.target), None) for one in within(step))
 
-    def _part(self, phase: str) -> _Part:
+    def _part(self, phase: Phase) -> _Part:
         return {"before": self.before, "in": self.turn, "after": self.after}[phase]
 
     def _need(self, part: _Part, key: Key) -> None:

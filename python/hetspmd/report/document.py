@@ -74,6 +74,7 @@ def plan_json(plan: Plan, seconds: Mapping[str, float] | None = None) -> dict[st
             for row, modules in zip(plan.segment_shares, segment_modules(plan.graph), strict=True)
         ],
         "micro_batches": plan.micro_batches,
+        "own_turns": list(plan.own_turns),
         "zero_levels": zero_levels(plan),
         "recomputed": recomputing_document(plan),
         "program": _program(plan),
