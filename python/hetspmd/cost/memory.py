@@ -26,7 +26,7 @@ both parts, so that the largest share that fits is known too (at the same number
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -98,6 +98,17 @@ class MemoryProfile:
         shares = np.where(cut > 0, room / np.maximum(cut, 1), np.where(room >= 0, np.inf, -1.0))
         largest: Array = shares.min(axis=0)
         return largest
+
+
+def each_its_own(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
+    """The profile of devices of which each holds what it does in its own; what all hold is the least of them."""
+    first = profiles[0]
+    return replace(
+        first,
+        held=np.stack([profile.held[:, device] for device, profile in enumerate(profiles)], axis=1),
+        whole=np.min([profile.whole for profile in profiles], axis=0),
+        cut=np.min([profile.cut for profile in profiles], axis=0),
+    )
 
 
 def memory_profile(

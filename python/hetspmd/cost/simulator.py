@@ -21,6 +21,9 @@ copied: of a gather the device's own slice, of a scatter none, of others the ten
 have it too. Slices that do not lie in memory as they are sent are copied besides
 (:mod:`hetspmd.cost.collective_costs`).
 
+In micro-batches the turns of the loop are passed over one after the other (:mod:`hetspmd.cost.turn_passes`). All of
+it is forward, as it is where it runs.
+
 Small collectives share a bucket, as they do where they run: they are one collective here, with one latency.
 
 A collective begins when the last device has issued it and the stream is free, and ends for all at once. It
@@ -40,7 +43,7 @@ stage, and comes back to one behind that.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -48,11 +51,15 @@ import numpy as np
 
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
+from hetspmd.cost.turn_passes import passes
 from hetspmd.placement import PARTIAL, REPLICATE
 from hetspmd.program.buckets import Bucket, members
 from hetspmd.program.dataflow import Key, Values
+from hetspmd.program.loop_steps import loop_order, step_phases
+from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Places, Schedule, scheduled
+from hetspmd.program.time_split import Phase
 
 START: Final = 0
 """A collective is issued."""
@@ -88,6 +95,8 @@ class TwoStreams:
     ``events`` holds ``(computations before, what, collective)``, ``instructions`` the scheduled computations,
     ``collectives`` the communications in the order in which they are issued. ``idle``: seconds in which idle
     devices are sent the results of forward. ``values``: what the program's steps read and write, if known.
+    ``each_turn``: every turn of a loop over micro-batches is simulated, not those between the first and the last as
+    one. ``turns`` has of each computation of the loop the pass that it is in, from 0 on, of others None.
     Raises ValueError for a step that is no triple of the theory.
     """
 
@@ -99,6 +108,7 @@ class TwoStreams:
         *,
         idle: float = 0.0,
         values: Values | None = None,
+        each_turn: bool = False,
     ) -> None:
         self.model, self.program = model, program
         self.idle = idle
@@ -110,21 +120,69 @@ class TwoStreams:
         self._steps: list[int] = []  # of the program, by computation
         self._started: list[tuple[int, ...]] = []  # the same by collective
         values = Values.of(graph, program) if values is None else values
+        self.turns: list[int | None] = []
+        self._weights: Array | None = None  # of each computation on each device
+        self._parts: dict[
+            int, tuple[float, float]
+        ] = {}  # of collectives in a loop: the part, and further latencies
         there: set[Key] = set()
-        self._graph(values, schedule.forward, there)
-        if idle > 0:
-            self.collectives.append(None)
-            self._started.append(())
-            self._event(START, len(self.collectives) - 1)
-            self._event(WAIT, len(self.collectives) - 1)
-        self._event(BOUNDARY, -1)
-        self._graph(values, schedule.backward, there)
+        if model.batches is None:
+            self._graph(values, schedule.forward, there)
+            self._results_to_idle()
+            self._event(BOUNDARY, -1)
+            self._graph(values, schedule.backward, there)
+        else:
+            self._loop(values, schedule, model.batches, each_turn=each_turn)
+            self._results_to_idle()
+            self._event(BOUNDARY, -1)
         self._moves = self._priced()
         self._nbytes = [0.0 if c is None else self._copied(c) for c in self.collectives]
         self._unique, inverse = np.unique(np.array(self._signatures, dtype=np.int64), return_inverse=True)
         self._inverse: Index = inverse.reshape(-1)
         at = sorted({0, *(a for a, _, _ in self.events)} - {len(self._signatures)})
         self._groups: Index = np.array(at, dtype=np.int64)
+
+    def _results_to_idle(self) -> None:
+        if self.idle > 0:
+            self.collectives.append(None)
+            self._started.append(())
+            self._event(START, len(self.collectives) - 1)
+            self._event(WAIT, len(self.collectives) - 1)
+
+    def _loop(self, values: Values, schedule: Schedule, batches: MicroBatches, *, each_turn: bool) -> None:
+        """The passes over a loop: of each computation of the loop the part that a device has in a pass, of each
+        collective in it the part of its seconds, with as many latencies as the pass has turns."""
+        graph, program, loop = self.model.theory.graph, self.program, batches.loop
+        phases = step_phases(graph, batches, program)
+        before = {
+            key for place, phase in enumerate(phases) if phase == "before" for key in values.writes[place]
+        }
+        order = loop_order(graph, program, schedule, phases)
+        late = {place for places in schedule.backward for place in places}
+        weights: list[Array] = []
+        for number, each in enumerate(passes(batches, self.model.world, each=each_turn)):
+            there = set(before) if number else set()
+            started = len(self.collectives)
+            self._graph(
+                values, [part for places in order for part in _of(places, phases, each.phases)], there
+            )
+            for place in self._steps[len(weights) :]:
+                step = program.steps[place]
+                assert isinstance(step, Compute)
+                again = phases[place] == "in" and loop.phases[step.instruction] != "in"
+                whole: Array = np.full(self.model.world, float(each.turns) if again else 1.0)
+                parts = each.backward if place in late else each.forward
+                weights.append(whole if again or phases[place] != "in" else parts)
+                self.turns.append(number if phases[place] == "in" else None)
+            for collective in range(started, len(self.collectives)):
+                place = self._started[collective][0]
+                if phases[place] == "in":
+                    step = program.steps[place]
+                    part = each.turns / batches.count
+                    assert isinstance(step, Communicate)
+                    once = self.model.times(step) == 1
+                    self._parts[collective] = part, (each.turns - part if once else 0.0)
+        self._weights = np.array(weights).reshape(-1, self.model.world)
 
     def _copied(self, collective: Communicate | Bucket) -> float:
         """Bytes that a device copies to issue a collective, but for what :attr:`MoveForm.pack` is of. A bucket is
@@ -211,15 +269,16 @@ class TwoStreams:
         """Seconds until the last device has finished the step."""
         return float(self.run(shares).final.max())
 
-    def completed(self, run: SimulatedRun) -> dict[int, int]:
+    def completed(self, run: SimulatedRun, device: int | None = None) -> dict[int, int]:
         """The step of the program that runs first after each collective has ended, by the collective's own step.
 
-        Of those that have ended before any device waits for them; their buffers are free from then on.
+        Of those that have ended before any device waits for them; their buffers are free from then on. ``device``:
+        as one device sees it, not the one that is farthest behind.
         """
         completions: dict[int, int] = {}
         in_flight: list[int] = []
         for (at, what, collective), clock in zip(self.events, run.clocks, strict=True):
-            earliest = float(clock.min())
+            earliest = float(clock.min() if device is None else clock[device])
             for c in [c for c in in_flight if run.ends[c] <= earliest]:
                 in_flight.remove(c)
                 if at < len(self._steps):
@@ -238,11 +297,21 @@ class TwoStreams:
             max(sum(self.model.form_seconds(m, shares) for m in forms) - pack - unpack, 0.0)
             for forms, pack, unpack in zip(self._moves, packs, unpacks, strict=True)
         ]
+        for collective, (part, latencies) in self._parts.items():
+            latency = latencies * self.model.form_latency(self._moves[collective][0], shares)
+            moves[collective] = part * moves[collective] + (latency if moves[collective] else 0.0)
+            packs[collective] *= part
+            unpacks[collective] *= part
         return moves, packs, unpacks
+
+    def _seconds(self, shares: Array) -> Array:
+        """Of each computation on each device; of those of a loop the part of a pass."""
+        seconds: Array = self.model.seconds(self._unique, shares)[self._inverse]
+        return seconds if self._weights is None else seconds * self._weights
 
     def run(self, shares: Array) -> SimulatedRun:
         """All clocks at the given shares (of :meth:`CostModel.shares`)."""
-        seconds = self.model.seconds(self._unique, shares)[self._inverse]
+        seconds = self._seconds(shares)
         sums = np.add.reduceat(seconds, self._groups, axis=0) if len(self._groups) else seconds
         moves, packs, unpacks = self._carried(shares)
         dropped = tuple(f[0].moved and s == 0 for f, s in zip(self._moves, moves, strict=True))
@@ -299,6 +368,15 @@ class TwoStreams:
         if done != len(self._signatures):
             clock = clock + sums[group]
         return SimulatedRun(seconds, clocks, starts, ends, forward, clock, dropped, issuing, issued)
+
+
+def _of(places: Places, phases: Sequence[Phase], wanted: Container[Phase]) -> list[Places]:
+    """What runs at once, of these phases. The members of a bucket that are of several phases do not share it."""
+    parts: dict[Phase, list[int]] = {}
+    for place in places:
+        if phases[place] in wanted:
+            parts.setdefault(phases[place], []).append(place)
+    return [tuple(part) for part in parts.values()]
 
 
 def waited(what: int, clock: Array, end: float) -> Array:

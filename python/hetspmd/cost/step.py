@@ -19,9 +19,9 @@ from functools import cached_property
 import numpy as np
 
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.cost.memory import Holdings, MemoryProfile
+from hetspmd.cost.memory import Holdings, MemoryProfile, each_its_own
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
-from hetspmd.cost.simulator import TwoStreams
+from hetspmd.cost.simulator import SimulatedRun, TwoStreams
 from hetspmd.placement import shard
 from hetspmd.program.buckets import coalesces
 from hetspmd.program.dataflow import Values
@@ -155,6 +155,15 @@ class StepModel:
         return TwoStreams(self.model, self.program, self.schedule, idle=self.idle, values=self._values)
 
     @cached_property
+    def turn_by_turn(self) -> TwoStreams:
+        """The simulation with every turn of a loop over micro-batches."""
+        if self.model.batches is None:
+            return self.streams
+        return TwoStreams(
+            self.model, self.program, self.schedule, idle=self.idle, values=self._values, each_turn=True
+        )
+
+    @cached_property
     def schedule(self) -> Schedule:
         """When its steps run."""
         if self._plan_schedule is not None:
@@ -173,7 +182,7 @@ class StepModel:
         other = copy.copy(self)
         other._plan_schedule, other._distance = None, distance
         other.__dict__.update(_values=self._values)
-        for what in ("streams", "schedule", "holdings", "executed"):
+        for what in ("streams", "turn_by_turn", "schedule", "holdings", "executed"):
             other.__dict__.pop(what, None)
         return other
 
@@ -192,8 +201,15 @@ class StepModel:
     def held(self, lengths: Lengths) -> MemoryProfile:
         """What is held at integer lengths in the executed order, buffers of collectives as long as the simulation
         says."""
-        run = self.streams.run(self.model.shares(lengths))
-        return self.executed.at(lengths, self.streams.completed(run))
+        return self._held(lengths, self.streams.run(self.model.shares(lengths)))
+
+    def _held(self, lengths: Lengths, run: SimulatedRun) -> MemoryProfile:
+        """In turns of their own devices reach a step at times that are far apart: each counts for itself."""
+        batches = self.model.batches
+        if batches is None or not batches.own_turns:
+            return self.executed.at(lengths, self.streams.completed(run))
+        seen = [self.streams.completed(run, device) for device in range(self.model.world)]
+        return each_its_own([self.executed.at(lengths, completed) for completed in seen])
 
     def arrivals(self, lengths: Lengths) -> dict[Communicate, int]:
         """The instruction that runs first after each collective has ended, of those that have ended, at integer
@@ -210,7 +226,7 @@ class StepModel:
     def seconds(self, lengths: Lengths) -> float:
         """Seconds of the simulated step at integer lengths."""
         shares = self.model.shares(lengths)
-        return self.streams.seconds(shares) + self.stages.loop_seconds(shares)
+        return self.streams.seconds(shares)
 
     def computed(self, lengths: Lengths) -> StageSeconds:
         """Seconds of the stage model's parts at integer lengths."""
@@ -228,9 +244,9 @@ class StepModel:
         """The prediction at integer lengths."""
         parts = self.computed(lengths)
         run = self.streams.run(self.model.shares(lengths))
-        memory = self.executed.at(lengths, self.streams.completed(run))
+        memory = self._held(lengths, run)
         return StepCost(
-            float(run.final.max()) + self.stages.loop_seconds(self.model.shares(lengths)),
+            float(run.final.max()),
             parts.seconds,
             parts.compute,
             parts.communication,

@@ -39,8 +39,8 @@ IDLE_RESULTS: Final = "Broadcast(results to idle devices)"
 class Event:
     """What a device does from ``start`` to ``end`` (seconds from the step's beginning).
 
-    ``device`` is a rank of the cluster; ``name`` the instruction on ``compute``, the collective on
-    ``communication`` and on ``waiting``, which fills gaps of the compute stream.
+    ``device`` is a rank of the cluster; ``name`` the instruction on ``compute``, with its turn of a loop over
+    micro-batches, the collective on ``communication`` and on ``waiting``, which fills gaps of the compute stream.
     """
 
     device: int
@@ -112,6 +112,9 @@ class Timeline:
         """All that takes time, by device, then stream, then start. Large: instructions times devices."""
         instructions = self.graph.instructions
         names = [instructions[i].name for i in self._streams.instructions]
+        for place, turn in enumerate(self._streams.turns):
+            if turn is not None:
+                names[place] += f" (turn {turn + 1})"
         starts = self._compute_starts()
         waits = [
             (clock, what, self.transfers[c])
@@ -185,7 +188,7 @@ def timeline(
     ``step`` is of the active devices; they are the ranks ``active`` of ``cluster`` (default: all of them). Raises
     ValueError for ranks that are not the step's.
     """
-    model, streams = step.model, step.streams
+    model, streams = step.model, step.turn_by_turn
     graph = model.theory.graph
     cluster = model.cluster if cluster is None else cluster
     ranks = tuple(range(cluster.world) if active is None else active)

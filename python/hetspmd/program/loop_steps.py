@@ -14,13 +14,14 @@ tensor alone (a view, a cast) then runs in the loop, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 
 from hetspmd.placement import PARTIAL, REPLICATE, Placement
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Communicate, Compute, Program
-from hetspmd.program.time_split import results_of
+from hetspmd.program.schedule import Places, Schedule
+from hetspmd.program.time_split import Phase, results_of
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Graph, Instruction
 
@@ -75,6 +76,46 @@ def loop_steps(graph: Graph, batches: MicroBatches, program: Program) -> LoopSte
         else:
             once.update(made)
     return LoopSteps(frozenset(places), frozenset(repeated))
+
+
+def step_phases(graph: Graph, batches: MicroBatches, program: Program) -> tuple[Phase, ...]:
+    """When each step of a program runs: before the loop, in it, or after it."""
+    inside, phases = loop_steps(graph, batches, program).places, batches.loop.phases
+
+    def phase(place: int) -> Phase:
+        step = program.steps[place]
+        if place in inside:
+            return "in"
+        if isinstance(step, Compute):
+            return phases[step.instruction]
+        if batches.placements[step.tensor] != REPLICATE:
+            return "after"
+        return phases[graph.producers[step.tensor]]
+
+    return tuple(map(phase, range(len(program.steps))))
+
+
+def loop_order(graph: Graph, program: Program, schedule: Schedule, phases: Sequence[Phase]) -> list[Places]:
+    """The order in which a step in micro-batches runs, by places in the program: that of its schedule, but with the
+    collectives first that parameters before the loop wait for. What they give is held through the loop in any case,
+    and a device that computes more in its first turn than others would keep these waiting."""
+
+    def is_first(places: Places) -> bool:
+        steps = [program.steps[place] for place in places]
+        return all(phases[place] == "before" for place in places) and all(
+            isinstance(step, Communicate) and graph.producers[step.tensor] in graph.sources for step in steps
+        )
+
+    order = [*schedule.forward, *schedule.backward]
+    first = [places for places in order if is_first(places)]
+    given = [places for places in order if _is_given(graph, program, places)]
+    there = {*first, *given}
+    return [*given, *first, *(places for places in order if places not in there)]
+
+
+def _is_given(graph: Graph, program: Program, places: Places) -> bool:
+    step = program.steps[places[0]]
+    return isinstance(step, Compute) and graph.instructions[step.instruction].is_source
 
 
 def _has(values: Container[Value], key: Value) -> bool:

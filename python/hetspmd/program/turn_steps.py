@@ -33,7 +33,7 @@ from hetspmd.program.levels import (
     within,
     written_by,
 )
-from hetspmd.program.loop_steps import loop_steps
+from hetspmd.program.loop_steps import loop_order, step_phases
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Places, Schedule
@@ -105,8 +105,8 @@ class _Writing:
     def __init__(self, theory: Theory, program: Program, schedule: Schedule, batches: MicroBatches) -> None:
         self.batches, loop = batches, batches.loop
         self.theory, self.graph, self.program, self.loop = theory, theory.graph, program, loop
-        self.order = (*schedule.forward, *schedule.backward)
-        self.in_loop = loop_steps(self.graph, batches, program).places
+        self.phases = step_phases(self.graph, batches, program)
+        self.order = loop_order(self.graph, program, schedule, self.phases)
         self.stored: dict[int, Placement] = {}
         self.constants = {(c.tensor, REPLICATE, REPLICATE): None for c in self.graph.constants}
         self.before, self.turn, self.after = (_Part(dict(self.constants)) for _ in range(3))
@@ -118,7 +118,7 @@ class _Writing:
         for places in self.order:
             step = self.program.steps[places[0]]
             if isinstance(step, Compute):
-                self._compute(step, places[0] in self.in_loop)
+                self._compute(step, self.phases[places[0]])
             else:
                 self._communicate(places)
         program = self.program
@@ -137,15 +137,14 @@ class _Writing:
             carried=tuple(self.after.taken),
         )
 
-    def _compute(self, step: Compute, inside: bool) -> None:
+    def _compute(self, step: Compute, phase: Phase) -> None:
         instruction = self.graph.instructions[step.instruction]
         if instruction.is_source:
             (tensor,) = instruction.outputs
             self.stored[tensor] = step.row.post[0]
             self.before.have[(tensor, REPLICATE, step.row.post[0])] = None
             return
-        part = self.turn if inside else self._part(self.loop.phases[step.instruction])
-        self._append(part, Both(step.instruction, self.loop.rows[step.instruction], step.row))
+        self._append(self._part(phase), Both(step.instruction, self.loop.rows[step.instruction], step.row))
 
     def _communicate(self, places: Places) -> None:
         """A collective, or several that share a bucket, as far as they are in the same part."""
@@ -153,11 +152,8 @@ class _Writing:
         for place in places:
             step = self.program.steps[place]
             assert isinstance(step, Communicate)
-            phase: Phase = "in"
-            time = self.batches.placements[step.tensor]
-            if place not in self.in_loop:
-                phase = "after" if time != REPLICATE else self.loop.phases[self.graph.producers[step.tensor]]
-                time = REPLICATE
+            phase = self.phases[place]
+            time = self.batches.placements[step.tensor] if phase == "in" else REPLICATE
             one = InsideCollective(step.tensor, time, step.kind, step.source, step.target)
             parts.setdefault(phase, []).append(one)
         for phase, members in parts.items():
