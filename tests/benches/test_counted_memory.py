@@ -42,10 +42,6 @@ CLOSE, SPARED = 0.05, 0.05
 sees that a sum is complete depends on the others (3.5 % more in some runs: GPT-2, data parallel; 5.7 % in one of
 many: ViT, data parallel), so that a step that holds more is counted again; a gather of ZeRO may be let go of an
 instruction earlier than predicted (4.0 % less: the mixture of experts)."""
-SPARED_IN_TURNS = 0.08
-"""The same in micro-batches: what is summed is let go of one gradient after the other behind the loop."""
-RECOMPUTED_IN_TURNS = 0.1
-"""The same with blocks that are computed again (8.8 % less: ZeRO)."""
 AGAIN = 2
 """Times that a step is counted again."""
 SIZES: dict[str, dict[str, int]] = {
@@ -151,6 +147,12 @@ def test_predicted_as_counted(kind: str) -> None:
     check("GPT-2", kind, (4, 2, 1))
 
 
+def prompt_peaks(plan: Plan) -> tuple[int, ...]:
+    """What is predicted of a plan in micro-batches where collectives end at once, as they do here. Devices that do
+    not wait for each other in the loop are apart at its end; then the first hold buffers until the last comes."""
+    return plan.step.executed.at(plan.lengths).peaks
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_micro_batches_as_counted(kind: str) -> None:
     """In micro-batches of the same number of samples, the sums of gradients among what is held."""
@@ -159,8 +161,8 @@ def test_micro_batches_as_counted(kind: str) -> None:
     shares = tuple(s / sum(speeds) for s in speeds)
     plan = plan_for(theory, cluster(*speeds), KINDS[kind](theory), shares, batches=batches)
     held = counted("GPT-2", plan)
-    for rank, predicted in enumerate(plan.cost.memory_bytes):
-        assert predicted * (1 - SPARED_IN_TURNS) <= held[rank] <= predicted * (1 + CLOSE), (kind, rank)
+    for rank, predicted in enumerate(prompt_peaks(plan)):
+        assert predicted * (1 - SPARED) <= held[rank] <= predicted * (1 + CLOSE), (kind, rank)
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
@@ -173,8 +175,8 @@ def test_levels_of_zero_as_counted(level: int) -> None:
     shares = tuple(s / sum(speeds) for s in speeds)
     plan = plan_for(theory, cluster(*speeds), known.zero(theory, level), shares, batches=batches)
     held = counted("GPT-2", plan)
-    for rank, predicted in enumerate(plan.cost.memory_bytes):
-        assert predicted * (1 - SPARED_IN_TURNS) <= held[rank] <= predicted * (1 + CLOSE), (level, rank)
+    for rank, predicted in enumerate(prompt_peaks(plan)):
+        assert predicted * (1 - SPARED) <= held[rank] <= predicted * (1 + CLOSE), (level, rank)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -190,9 +192,8 @@ def test_recomputation_as_counted(kind: str, count: int) -> None:
     plain, plan = plans
     assert len(plan.graph.recomputed) == 4
     held = counted("GPT-2", plan)
-    spared = SPARED if count == 1 else RECOMPUTED_IN_TURNS
-    for rank, predicted in enumerate(plan.cost.memory_bytes):
-        assert predicted * (1 - spared) <= held[rank] <= predicted * (1 + CLOSE), (kind, rank)
+    for rank, predicted in enumerate(plan.cost.memory_bytes if count == 1 else prompt_peaks(plan)):
+        assert predicted * (1 - SPARED) <= held[rank] <= predicted * (1 + CLOSE), (kind, rank)
         assert predicted <= plain.cost.memory_bytes[rank], (kind, rank)
     # The device with most of the batch; elsewhere, and in micro-batches, the optimizer's step is the peak.
     if count == 1:

@@ -38,7 +38,7 @@ from hetspmd.cost.loop_memory import AxisPlaces, HeldValue, axis_of, held_in_tur
 from hetspmd.cost.model import Array, Index
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.loop_steps import loop_steps
+from hetspmd.program.loop_steps import loop_order, loop_steps
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Compute, Program
 from hetspmd.program.schedule import Places, Schedule, make_schedule, scheduled
@@ -150,6 +150,8 @@ class Holdings:
         order: Sequence[Places] = [(place,) for place in range(len(program.steps))]
         if executed:
             order = (*schedule.forward, *schedule.backward)
+            if batches is not None:
+                order = loop_order(theory.graph, program, schedule, batches)
         self._moment = {place: at for at, places in enumerate(order) for place in places}
         instructions, live = self._followed(order)
         # Collectives, by id, that work in the memory of what they are given.
@@ -258,12 +260,13 @@ class Holdings:
         )
 
     def _moments(self, completed: Mapping[int, int] | None) -> dict[int, int] | None:
-        """What is said of steps of the program, of their places in the order."""
+        """What is said of steps of the program, of their places in the order. A collective of a loop that ends in
+        the next turn is on its way to the end of its own."""
         if completed is None:
             return None
         at = self._moment
-        spans = ((start, until) for start, until in completed.items() if start in at and until in at)
-        return {at[start]: at[until] for start, until in spans}
+        spans = ((at[s], at[until]) for s, until in completed.items() if s in at and until in at)
+        return {start: until for start, until in spans if start < until}
 
     def _buffers_at(
         self, units: Index, of: Index, completed: Mapping[int, int] | None

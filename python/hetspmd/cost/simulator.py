@@ -157,7 +157,7 @@ class TwoStreams:
         before = {
             key for place, phase in enumerate(phases) if phase == "before" for key in values.writes[place]
         }
-        order = loop_order(graph, program, schedule, phases)
+        order = loop_order(graph, program, schedule, batches)
         late = {place for places in schedule.backward for place in places}
         weights: list[Array] = []
         for number, each in enumerate(passes(batches, self.model.world, each=each_turn)):

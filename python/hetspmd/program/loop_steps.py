@@ -14,7 +14,7 @@ tensor alone (a view, a cast) then runs in the loop, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 
 from hetspmd.placement import PARTIAL, REPLICATE, Placement
@@ -95,10 +95,16 @@ def step_phases(graph: Graph, batches: MicroBatches, program: Program) -> tuple[
     return tuple(map(phase, range(len(program.steps))))
 
 
-def loop_order(graph: Graph, program: Program, schedule: Schedule, phases: Sequence[Phase]) -> list[Places]:
-    """The order in which a step in micro-batches runs, by places in the program: that of its schedule, but with the
-    collectives first that parameters before the loop wait for. What they give is held through the loop in any case,
-    and a device that computes more in its first turn than others would keep these waiting."""
+def loop_order(graph: Graph, program: Program, schedule: Schedule, batches: MicroBatches) -> list[Places]:
+    """The order in which a step in micro-batches runs, by places in the program: that of its schedule.
+
+    Where devices have turns of their own, the collectives that parameters before the loop wait for come first: a
+    device that computes more in its first turn than others would keep these waiting.
+    """
+    order = [*schedule.forward, *schedule.backward]
+    if not batches.own_turns:
+        return order
+    phases = step_phases(graph, batches, program)
 
     def is_first(places: Places) -> bool:
         steps = [program.steps[place] for place in places]
@@ -106,7 +112,6 @@ def loop_order(graph: Graph, program: Program, schedule: Schedule, phases: Seque
             isinstance(step, Communicate) and graph.producers[step.tensor] in graph.sources for step in steps
         )
 
-    order = [*schedule.forward, *schedule.backward]
     first = [places for places in order if is_first(places)]
     given = [places for places in order if _is_given(graph, program, places)]
     there = {*first, *given}

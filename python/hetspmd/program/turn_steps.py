@@ -106,7 +106,7 @@ class _Writing:
         self.batches, loop = batches, batches.loop
         self.theory, self.graph, self.program, self.loop = theory, theory.graph, program, loop
         self.phases = step_phases(self.graph, batches, program)
-        self.order = loop_order(self.graph, program, schedule, self.phases)
+        self.order = loop_order(self.graph, program, schedule, batches)
         self.stored: dict[int, Placement] = {}
         self.constants = {(c.tensor, REPLICATE, REPLICATE): None for c in self.graph.constants}
         self.before, self.turn, self.after = (_Part(dict(self.constants)) for _ in range(3))
