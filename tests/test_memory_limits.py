@@ -208,6 +208,12 @@ def test_nothing_that_is_found_fits() -> None:
         in str(caught.value)
     )
     assert all(capacity == int(0.26 * total) for _, capacity in caught.value.lacking.values())
+    with pytest.raises(MemoryLimitError) as again:
+        hetspmd.compile(
+            model, example, with_memory(free, [0.05 * total] * 4), micro_batches="auto", recompute="all"
+        )
+    assert "='auto'" not in str(again.value), "what is asked for already is no mend"
+    assert "ake a smaller batch" in str(again.value)
     assert caught.value.names == ("d0", "d1", "d2", "d3")
 
 

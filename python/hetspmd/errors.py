@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final, Self
 
 __all__ = [
     "BatchMismatchError",
@@ -157,6 +158,17 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**30:.4g} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.4g} MiB"
 
 
+_MENDS: Final = (
+    "divide the batch in time (micro_batches='auto')",
+    "compute activations again (recompute='auto')",
+    "take a smaller batch",
+    "loosen constraints",
+    "add devices",
+    "correct `memory` in the cluster description",
+)
+"""What helps where no program fits the memory."""
+
+
 class MemoryLimitError(HetspmdError):
     """No program that was found fits the devices' memory.
 
@@ -172,6 +184,7 @@ class MemoryLimitError(HetspmdError):
         names: Sequence[str],
         word: str = "rank",
         message: str | None = None,
+        mends: Sequence[str] = _MENDS,
     ) -> None:
         self.lacking = dict(lacking)
         self.names = tuple(names)
@@ -179,12 +192,22 @@ class MemoryLimitError(HetspmdError):
             f"{word} {rank} ({names[rank]}) lacks {_size(missing)} of memory beyond its {_size(capacity)}"
             for rank, (missing, capacity) in self.lacking.items()
         ]
-        super().__init__(
-            message
-            or f"no program was found that fits the devices; in the nearest one {'; '.join(parts)}. Divide the "
-            "batch in time (micro_batches='auto'), compute activations again (recompute='auto'), take a smaller "
-            "batch, loosen constraints, add devices, or correct `memory` in the cluster description"
+        self._problem = message or (
+            f"no program was found that fits the devices; in the nearest one {'; '.join(parts)}."
         )
+        self._mends = tuple(mends)
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        first, *others = self._mends
+        return f"{self._problem} {', '.join([first[0].upper() + first[1:], *others[:-1]])}, or {others[-1]}"
+
+    def leave_out(self, asked: Collection[str]) -> Self:
+        """The same error, which does not name what was ``asked`` for already as a mend."""
+        kept = tuple(mend for mend in self._mends if not any(f"({what}=" in mend for what in asked))
+        self._mends = kept
+        self.args = (self._text(),)
+        return self
 
 
 class MemoryBoundError(MemoryLimitError):
@@ -224,10 +247,10 @@ class MemoryBoundError(MemoryLimitError):
         held = ", ".join(f"{_size(nbytes)} of {what}" for what, nbytes in self.parts.items() if nbytes)
         if enough is not None:
             least = _size(self.micro_batches[enough])
-            other = f"With micro_batches={enough} at least {least} are needed, which may fit. "
+            other = f" With micro_batches={enough} at least {least} are needed, which may fit."
         elif self.micro_batches:
             count, total = min(self.micro_batches.items(), key=lambda item: (item[1], item[0]))
-            other = f"Even with micro_batches={count} at least {_size(total)} are needed. "
+            other = f" Even with micro_batches={count} at least {_size(total)} are needed."
         else:
             other = ""
         super().__init__(
@@ -235,9 +258,14 @@ class MemoryBoundError(MemoryLimitError):
             [name for name, _ in devices],
             word,
             f"no program fits the devices: any holds at least {_size(self.total)} on all of them together "
-            f"({held}), and they have {_size(room)}. {other}Compute activations again (recompute='auto'), take a "
-            f"smaller batch, add devices or memory for {_size(missing)}, loosen constraints, or correct `memory` "
-            "in the cluster description",
+            f"({held}), and they have {_size(room)}.{other}",
+            (
+                "compute activations again (recompute='auto')",
+                "take a smaller batch",
+                f"add devices or memory for {_size(missing)}",
+                "loosen constraints",
+                "correct `memory` in the cluster description",
+            ),
         )
 
 

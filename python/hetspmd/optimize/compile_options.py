@@ -140,6 +140,15 @@ class CompileOptions:
 
         return noted
 
+    @property
+    def asked_of_memory(self) -> frozenset[str]:
+        """The options by which as little memory is used as can be, of those that say so."""
+        asked = {
+            "micro_batches": self.micro_batches == "auto",
+            "recompute": self.recompute in ("auto", "all"),
+        }
+        return frozenset(name for name, so in asked.items() if so)
+
     def clock(self) -> Clock:
         """A clock that fills ``timings`` and tells ``progress``."""
         return Clock({} if self.timings is None else self.timings, self.progress)

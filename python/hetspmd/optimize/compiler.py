@@ -15,7 +15,7 @@ from torch import nn
 
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import flat, has_machines
-from hetspmd.errors import MicroBatchError
+from hetspmd.errors import MemoryLimitError, MicroBatchError
 from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, parted
 from hetspmd.optimize.following import followed, warn_of_strays
@@ -134,10 +134,13 @@ def compile_plan(
         def planned(theory: Theory, batches: MicroBatches | None) -> Plan:
             return _in(theory, cluster, asked, clock, batches)
 
-        if divided and blocks:
-            plan = fewest_recomputed(theory, blocks, cluster, count, planned)
-        else:
-            plan = best_number(theory, count, planned)
+        try:
+            if divided and blocks:
+                plan = fewest_recomputed(theory, blocks, cluster, count, planned)
+            else:
+                plan = best_number(theory, count, planned)
+        except MemoryLimitError as error:
+            raise error.leave_out(asked.asked_of_memory) from error.__cause__
         warn_of_strays(plan)
         return plan
 
