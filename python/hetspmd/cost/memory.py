@@ -266,7 +266,7 @@ class Holdings:
             return None
         at = self._moment
         spans = ((at[s], at[until]) for s, until in completed.items() if s in at and until in at)
-        return {start: until for start, until in spans if start < until}
+        return {start: until for start, until in spans if self._batches is None or start < until}
 
     def _buffers_at(
         self, units: Index, of: Index, completed: Mapping[int, int] | None
