@@ -113,7 +113,8 @@ def own_turns_like(
     if not like.own_turns or axis is None or waits_in_loop(theory.graph, loop, candidate.program):
         return None
     rows = candidate.lengths.units[axis]
-    return tuple(min(own, max(n, 1)) for own, n in zip(like.own_turns, rows, strict=True))
+    turns = tuple(min(own, max(n, 1)) for own, n in zip(like.own_turns, rows, strict=True))
+    return turns if max(turns) > 1 else None
 
 
 def _may_fit(candidate: Candidate) -> bool:
