@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -131,7 +132,8 @@ def test_memory_decides_the_level_of_each_parameter() -> None:
     levels = [set(zero_levels(plan).values()) for plan in mixed]
     assert any(len({level for level in of if level}) > 1 for of in levels), levels
     seconds = [plan.cost.step_seconds for plan in mixed]
-    assert seconds == sorted(seconds, reverse=True)
+    for less, more in pairwise(seconds):
+        assert more <= less * 1.002
     forced = hetspmd.compile(Net(layers=6), batch(600), devices(), zero=3, micro_batches=4).cost.step_seconds
     assert max(seconds) <= forced * 1.001
     for plan in mixed:
