@@ -25,7 +25,7 @@ from hetspmd.program.turn_layout import TurnLayout
 from hetspmd.program.turn_steps import turn_steps
 from hetspmd.search import constraints as known
 from test_random_programs import subject
-from workbench import cluster
+from workbench import cluster, traced
 
 CLUSTER = cluster(3, 2, 1)
 RATIOS = (0.5, 0.3, 0.2)
@@ -123,6 +123,21 @@ def test_what_is_simulated_is_what_runs(name: str, monkeypatch: pytest.MonkeyPat
         assert want == got
         checked += sum(isinstance(event, tuple) and event[0] == "start" for event in want)
     assert checked > 20
+
+
+@pytest.mark.parametrize("turns_of", [(1, 3, 2), (2, 1, 4)])
+@pytest.mark.parametrize("name", ["mlp", "attention", "bert-moe"])
+def test_all_ranks_begin_collectives_in_one_order(name: str, turns_of: tuple[int, ...]) -> None:
+    """A device with one turn begins what is after the loop when others have not ended their first turn. The mixture
+    of experts gathers what its backward reads before the loop."""
+    theory = traced(name).theory if name == "bert-moe" else subject(name).theory
+    batches = in_own_turns(theory, micro_batches(theory, 2), turns_of)
+    for seed in range(2):
+        plan = plan_for(theory, CLUSTER, divided_in_the_loop(theory, seed), RATIOS)
+        begun = [[e for e in lowered(plan, batches, rank) if isinstance(e, tuple)] for rank in range(3)]
+        first, *others = ([members for what, members in events if what == "start"] for events in begun)
+        assert first
+        assert all(first == other for other in others)
 
 
 @pytest.mark.parametrize("name", ["mlp", "attention"])

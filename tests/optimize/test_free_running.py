@@ -108,7 +108,7 @@ def test_turns_are_near_the_best_of_all() -> None:
             if each.fits:
                 best, fitting = min(best, each.seconds), fitting + 1
     assert fitting > 50
-    assert plan.cost.step_seconds <= best * 1.005
+    assert plan.cost.step_seconds <= best * 1.01
 
 
 def _candidate(plan: Plan, cluster: hetspmd.Cluster) -> Any:

@@ -98,24 +98,27 @@ def step_phases(graph: Graph, batches: MicroBatches, program: Program) -> tuple[
 def loop_order(graph: Graph, program: Program, schedule: Schedule, batches: MicroBatches) -> list[Places]:
     """The order in which a step in micro-batches runs, by places in the program: that of its schedule.
 
-    Where devices have turns of their own, the collectives that parameters before the loop wait for come first: a
-    device that computes more in its first turn than others would keep these waiting.
+    Where devices have turns of their own, all that is before the loop comes first, and of that the collectives that
+    parameters wait for. A device with one turn would else begin what is after the loop before another one has ended
+    what is before it, and ranks must run collectives in one order; and a device that computes more in its first
+    turn than others would keep these waiting.
     """
     order = [*schedule.forward, *schedule.backward]
     if not batches.own_turns:
         return order
     phases = step_phases(graph, batches, program)
+    before = [tuple(p for p in places if phases[p] == "before") for places in order]
+    others = [tuple(p for p in places if phases[p] != "before") for places in order]
+    given = [places for places in before if places and _is_given(graph, program, places)]
 
     def is_first(places: Places) -> bool:
         steps = [program.steps[place] for place in places]
-        return all(phases[place] == "before" for place in places) and all(
-            isinstance(step, Communicate) and graph.producers[step.tensor] in graph.sources for step in steps
-        )
+        return all(isinstance(s, Communicate) and graph.producers[s.tensor] in graph.sources for s in steps)
 
-    first = [places for places in order if is_first(places)]
-    given = [places for places in order if _is_given(graph, program, places)]
-    there = {*first, *given}
-    return [*given, *first, *(places for places in order if places not in there)]
+    first = [places for places in before if places and is_first(places)]
+    there = {*given, *first}
+    behind = [places for places in before if places and places not in there]
+    return [*given, *first, *behind, *(places for places in others if places)]
 
 
 def _is_given(graph: Graph, program: Program, places: Places) -> bool:

@@ -126,7 +126,7 @@ class _Writing:
             before=tuple(self.before.steps),
             turn=tuple(self.turn.steps),
             after=tuple(self.after.steps),
-            order=tuple(self.appended),
+            order=self._order(),
             stored=self.stored,
             loss=None if program.loss is None else self._result(program.loss.tensor, program.loss.form),
             outputs=tuple(self._result(r.tensor, r.form) for r in program.outputs),
@@ -136,6 +136,14 @@ class _Writing:
             leaving=tuple(self.leaving),
             carried=tuple(self.after.taken),
         )
+
+    def _order(self) -> tuple[Phase, ...]:
+        """Where devices have turns of their own, what is before the loop comes first, with what is gathered for it
+        where the loop reads it (:func:`hetspmd.program.loop_steps.loop_order`)."""
+        if not self.batches.own_turns:
+            return tuple(self.appended)
+        before = [phase for phase in self.appended if phase == "before"]
+        return (*before, *(phase for phase in self.appended if phase != "before"))
 
     def _compute(self, step: Compute, phase: Phase) -> None:
         instruction = self.graph.instructions[step.instruction]
