@@ -197,8 +197,10 @@ def test_under_bfloat16_autocast() -> None:
         wanted = Net()(x).item()
     assert plan.graph.recomputed
 
+    models = [Net() for _ in range(DEVICES.ranks)]  # threads would draw from one generator
+
     def loss(communicator: Any) -> float:
-        hap = HAP(Net(), DEVICES, plan=plan, process_group=communicator)
+        hap = HAP(models[communicator.rank], DEVICES, plan=plan, process_group=communicator)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = hap(x)
         found.backward()
