@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from hetspmd.cli.options import auto_or_count
 
 CASES = {
     "bild": "has no function bild; did you mean build?",
@@ -309,3 +312,9 @@ def test_a_process_of_its_own(targets) -> None:
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("text", ["atuo", "1.5", ""])
+def test_a_number_of_micro_batches_that_is_none_is_named(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is neither auto nor a number from 1 on"):
+        auto_or_count(text)

@@ -94,7 +94,12 @@ def autocast(model: nn.Module, dtype: str | None) -> AbstractContextManager[obje
 
 def auto_or_count(text: str) -> int | Literal["auto"]:
     """``auto`` or a positive whole number."""
-    return "auto" if text == "auto" else positive_count(text)
+    if text == "auto":
+        return "auto"
+    try:
+        return positive_count(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number from 1 on") from None
 
 
 def recomputed(text: str) -> str | tuple[str, ...]:
