@@ -42,6 +42,7 @@ from hetspmd.program.stored import as_stored
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search.conflict import naming_conflicts
 from hetspmd.search.constraints import Constraints, resolve, spelling
+from hetspmd.search.earlier_prices import EarlierPrices
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import search_space
 from hetspmd.trace.blocks import as_in
@@ -130,9 +131,10 @@ def compile_plan(
                 theory, batches = in_micro_batches(theory, like.micro_batches if divided else 1, fewer=True)
             return _like(theory, like, Limits(seconds=asked.time_limit), clock, batches)
         count = asked.micro_batches if divided else 1
+        prices = EarlierPrices()
 
         def planned(theory: Theory, batches: MicroBatches | None) -> Plan:
-            return _in(theory, cluster, asked, clock, batches)
+            return _in(_Compilation(theory, cluster, asked, clock, batches, prices))
 
         try:
             if divided and blocks:
@@ -145,12 +147,10 @@ def compile_plan(
         return plan
 
 
-def _in(
-    theory: Theory, cluster: Cluster, asked: CompileOptions, clock: Clock, batches: MicroBatches | None
-) -> Plan:
-    """The plan in these micro-batches."""
-    compilation = _Compilation(theory, cluster, asked, clock, batches)
-    if batches is not None or asked.zero is not None:
+def _in(compilation: _Compilation) -> Plan:
+    """The plan of a compilation."""
+    cluster, asked = compilation.cluster, compilation.options
+    if compilation.batches is not None or asked.zero is not None:
         return compilation.side_by_side(flat(cluster))
     if has_machines(cluster):
         return cheaper(cluster, asked.machines, compilation.side_by_side, compilation.across)
@@ -167,9 +167,10 @@ class _Compilation:
         options: CompileOptions,
         clock: Clock,
         batches: MicroBatches | None,
+        prices: EarlierPrices,
     ) -> None:
         self.theory, self.cluster, self.options, self.clock = theory, cluster, options, clock
-        self.batches = batches
+        self.batches, self.prices = batches, prices
         self.limits = Limits(seconds=options.time_limit)
         self.constraints = composed(theory, batches, self._asked(theory))
 
@@ -186,7 +187,13 @@ class _Compilation:
             require_room(self.theory, cluster, self.batches, self.constraints, compare=compare)
         with naming_conflicts(self.theory, self.constraints):
             ctx = Synthesis(
-                self.theory, cluster, self.constraints, self.limits, self.clock, batches=self.batches
+                self.theory,
+                cluster,
+                self.constraints,
+                self.limits,
+                self.clock,
+                batches=self.batches,
+                earlier_prices=self.prices,
             )
             ctx, outcome = synthesize_step(ctx, self.options.zero)
             if self.options.micro_batches == "auto" and self.options.zero not in (2, 3):
