@@ -2,8 +2,8 @@
 
 A dataclass is ``{"$": "ClassName", field: value, ...}``, a tuple a list, a mapping ``{"$map": [[k, v], ...]}``
 in key order, a float that JSON lacks ``{"$float": "inf"}``, a complex number ``{"$complex": [real, imaginary]}``.
-A field that is marked so (:data:`LEFT_OUT`) is left out where it has its default. Only hetspmd's own dataclasses
-are read back.
+A field that is marked so is left out where it has its default (:data:`LEFT_OUT`), or is a record whose fields stand
+among the others (:data:`INLINE`). Only hetspmd's own dataclasses are read back.
 
 :func:`decode` checks every value against the annotation of its field: there is one JSON value for each tree, and
 whatever else stands in a file is refused with its place. What the numbers mean is not looked at here.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from importlib import import_module
 from itertools import pairwise, repeat
@@ -26,6 +26,10 @@ Decoder = Callable[[Any], Any]
 LEFT_OUT: Final = {"left out": True}
 """The metadata of a field that is written only where it differs from its default: what was added to a class later
 leaves the text of what was there before as it is."""
+INLINE: Final = {"inline": True}
+"""The metadata of a field that holds a record, whose fields are written among its neighbours and not under its own
+name. Of a tuple of records this is so where there is one of them; several are a list under the field's name. No two
+fields that stand side by side so may have one name."""
 _DEPTH: Final = 16
 """How deep tuples may stand in each other in the arguments of an op; torch's own have three levels."""
 _FLOATS: Final = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -54,7 +58,7 @@ def _types() -> dict[str, type]:
     names = (
         "trace.graph", "trace.host.facts", "rules.rule", "program.program", "program.schedule",
         "program.saved_tensors", "program.lengths", "cluster.cluster", "cluster.devices", "cluster.curves",
-        "cluster.op_times", "cluster.step_curves", "cost.step", "plan.plan", "plan.reports",
+        "cluster.op_times", "cluster.step_curves", "cost.step", "plan.plan", "plan.reports", "plan.step_plan",
     )  # fmt: skip
     types: dict[str, type] = {}
     for module in (import_module(f"hetspmd.{name}") for name in names):
@@ -83,13 +87,20 @@ def encode(value: Any) -> Any:
     name = type(value).__name__
     cls = _types().get(name)
     if cls is type(value) and dataclasses.is_dataclass(cls):
-        fields = {
-            f.name: encode(getattr(value, f.name))
-            for f in dataclasses.fields(cls)
-            if not (_may_lack(f) and getattr(value, f.name) == f.default)
-        }
-        return {"$": name, **fields}
+        return {"$": name, **_fields_of(value)}
     raise TypeError(f"a {name} cannot be stored in a plan")
+
+
+def _fields_of(record: Any) -> dict[str, Any]:
+    """The JSON values of a record's fields, and of those that stand inline."""
+    written: dict[str, Any] = {}
+    for f in dataclasses.fields(record):
+        value = getattr(record, f.name)
+        if f.metadata.get("inline") and not (isinstance(value, tuple) and len(value) != 1):
+            written |= _fields_of(value[0] if isinstance(value, tuple) else value)
+        elif not (_may_lack(f) and value == f.default):
+            written[f.name] = encode(value)
+    return written
 
 
 def _may_lack(field: dataclasses.Field[Any]) -> bool:
@@ -115,7 +126,8 @@ def _decoder(kind: Any) -> Decoder:
     if kind is Any:
         return _argument
     if dataclasses.is_dataclass(kind):
-        return _dataclass(cast(type, kind))
+        inline = any(f.metadata.get("inline") for f in dataclasses.fields(kind))
+        return (_with_inline if inline else _dataclass)(cast(type, kind))
     if origin is Literal:
         return _literal(parts)
     if origin in (Union, UnionType):
@@ -285,6 +297,62 @@ def _dataclass(cls: type) -> Decoder:
         return cls(**values)
 
     return read
+
+
+def _with_inline(cls: type) -> Decoder:
+    """The reader of a record in which others stand inline."""
+
+    def read(value: Any) -> Any:
+        if type(value) is not dict or value.get("$") != cls.__name__:
+            raise _wrong(value, f"a {cls.__name__}")
+        names = _names(cls, value)
+        if len(value) != len(names) + 1 or not all(n in value for n in names):
+            raise _fields(value, names)
+        return _assembled(cls, value)
+
+    return read
+
+
+def _members(cls: type, value: Mapping[str, Any]) -> Iterator[tuple[str, Any, type | None]]:
+    """The name and the annotation of each field of a record that ``value`` must have, and the record that stands
+    inline for it, if one does."""
+    hints = get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        kind, inner = hints[f.name], None
+        if f.metadata.get("inline"):
+            several = get_origin(kind) is tuple
+            if not (several and f.name in value):
+                inner = get_args(kind)[0] if several else kind
+        if inner is not None or f.name in value or not _may_lack(f):
+            yield f.name, kind, inner
+
+
+def _names(cls: type, value: Mapping[str, Any]) -> list[str]:
+    """The names of the fields that ``value`` must have, inline ones too."""
+    names: list[str] = []
+    for name, _, inner in _members(cls, value):
+        names += [name] if inner is None else _names(inner, value)
+    return names
+
+
+def _assembled(cls: type, value: Mapping[str, Any]) -> Any:
+    """The record whose fields, and those of the records in it, stand in ``value``."""
+    parts: dict[str, Any] = {}
+    for name, kind, inner in _members(cls, value):
+        several = get_origin(kind) is tuple
+        if inner is not None:
+            record = _assembled(inner, value)
+            parts[name] = (record,) if several else record
+            continue
+        try:
+            parts[name] = _decoder(kind)(value[name])
+        except DamageError as error:
+            raise error.under(f".{name}") from None
+        (field,) = (f for f in dataclasses.fields(cls) if f.name == name)
+        inline = field.metadata.get("inline") and len(parts[name]) == 1
+        if inline or (_may_lack(field) and parts[name] == field.default):
+            raise DamageError("is written where it is left out").under(f".{name}")
+    return cls(**parts)
 
 
 def _fields(value: Mapping[str, Any], names: list[str]) -> DamageError:
