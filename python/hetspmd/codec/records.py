@@ -58,7 +58,8 @@ def _types() -> dict[str, type]:
     names = (
         "trace.graph", "trace.host.facts", "rules.rule", "program.program", "program.schedule",
         "program.saved_tensors", "program.lengths", "cluster.cluster", "cluster.devices", "cluster.curves",
-        "cluster.op_times", "cluster.step_curves", "cost.step", "plan.plan", "plan.reports", "plan.step_plan",
+        "cluster.op_times", "cluster.step_curves", "cost.step", "plan.plan", "plan.reports", "plan.run_order",
+        "plan.step_plan",
     )  # fmt: skip
     types: dict[str, type] = {}
     for module in (import_module(f"hetspmd.{name}") for name in names):
