@@ -45,7 +45,11 @@ class ParameterUpdate:
 
 @dataclass(frozen=True)
 class Update:
-    """What the update of a step is, by parameter, in the order of the graph."""
+    """The update of a step.
+
+    Attributes:
+        parameters: What it is of each parameter, in the order of the graph.
+    """
 
     parameters: tuple[ParameterUpdate, ...]
 
