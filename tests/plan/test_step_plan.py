@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,11 @@ def test_the_text_of_a_plan_is_that_of_version_10_but_for_the_version(file: Path
 def test_plans_of_today_have_the_fields_of_version_10() -> None:
     document = json.loads(gzip.decompress((OLD / "compiled.json.gz").read_bytes()))
     assert encode(compiled()).keys() == document["plan"].keys()
+
+
+def test_no_two_fields_that_stand_side_by_side_in_a_file_have_one_name() -> None:
+    names = [f.name for record in (Plan, StepPlan, Fragment, TimeSplit) for f in fields(record)]
+    assert len(names) == len(set(names))
 
 
 def test_a_file_of_a_pipeline_is_read_and_refused_by_name() -> None:

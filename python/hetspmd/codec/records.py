@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from importlib import import_module
 from itertools import pairwise, repeat
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from hetspmd.codec.scalars import SCALARS, DamageError, Decoder, fail, float_of, wrong
+
 T = TypeVar("T")
-Decoder = Callable[[Any], Any]
 
 LEFT_OUT: Final = {"left out": True}
 """The metadata of a field that is written only where it differs from its default: what was added to a class later
@@ -32,24 +33,6 @@ name. Of a tuple of records this is so where there is one of them; several are a
 fields that stand side by side so may have one name."""
 _DEPTH: Final = 16
 """How deep tuples may stand in each other in the arguments of an op; torch's own have three levels."""
-_FLOATS: Final = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-
-
-class DamageError(ValueError):
-    """A JSON value is not of the kind that its place asks for; ``place`` leads to it from the root."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.place = ""
-
-    def under(self, step: str) -> DamageError:
-        """The same, seen from one level higher."""
-        self.place = step + self.place
-        return self
-
-    def __str__(self) -> str:
-        return f"{self.place.removeprefix('.') or 'the whole'} {self.problem}"
 
 
 @cache
@@ -122,8 +105,8 @@ def decode(value: Any, cls: type[T]) -> T:
 def _decoder(kind: Any) -> Decoder:
     """The function that reads values of an annotation."""
     origin, parts = get_origin(kind), get_args(kind)
-    if kind in _SCALARS:
-        return _SCALARS[kind]
+    if kind in SCALARS:
+        return SCALARS[kind]
     if kind is Any:
         return _argument
     if dataclasses.is_dataclass(kind):
@@ -140,80 +123,12 @@ def _decoder(kind: Any) -> Decoder:
     raise TypeError(f"values of {kind} cannot be stored in a plan")
 
 
-def _what(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"a {value['$']}" if isinstance(value.get("$"), str) else "a mapping"
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _wrong(value: Any, wanted: str) -> DamageError:
-    return DamageError(f"is {_what(value)}, not {wanted}")
-
-
-def _none(value: Any) -> None:
-    if value is not None:
-        raise _wrong(value, "null")
-
-
-def _bool(value: Any) -> bool:
-    if value is True or value is False:
-        return value
-    raise _wrong(value, "true or false")
-
-
-def _int(value: Any) -> int:
-    if type(value) is not int:
-        raise _wrong(value, "a whole number")
-    if not -(2**63) <= value < 2**64:
-        raise DamageError("is a whole number of more than 64 bits")
-    return value
-
-
-def _float(value: Any) -> float:
-    if type(value) is float:
-        if math.isfinite(value):
-            return value
-        raise _wrong(value, "a number that JSON has")
-    if isinstance(value, dict):
-        name = value.get("$float")
-        if len(value) == 1 and isinstance(name, str) and name in _FLOATS:
-            return _FLOATS[name]
-    return _int(value) if type(value) is int else _fail(value, "a number")
-
-
-def _fail(value: Any, wanted: str) -> Any:
-    raise _wrong(value, wanted)
-
-
-def _str(value: Any) -> str:
-    if type(value) is not str:
-        raise _wrong(value, "a string")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise DamageError("is a string with half a character") from None
-    return value
-
-
-_SCALARS: Final[dict[Any, Decoder]] = {
-    NoneType: _none,
-    bool: _bool,
-    int: _int,
-    float: _float,
-    str: _str,
-}
-
-
 def _literal(allowed: tuple[Any, ...]) -> Decoder:
     literals = {name: name for name in allowed}
 
     def read(value: Any) -> Any:
         literal = literals.get(value) if type(value) is str else None
-        return _fail(value, "one of " + ", ".join(map(repr, allowed))) if literal is None else literal
+        return fail(value, "one of " + ", ".join(map(repr, allowed))) if literal is None else literal
 
     return read
 
@@ -223,7 +138,7 @@ def _sequence(item: Any) -> Decoder:
 
     def read(value: Any) -> tuple[Any, ...]:
         if type(value) is not list:
-            raise _wrong(value, "a list")
+            raise wrong(value, "a list")
         return _elements(value, repeat(read_item))
 
     return read
@@ -234,7 +149,7 @@ def _row(items: tuple[Any, ...]) -> Decoder:
 
     def read(value: Any) -> tuple[Any, ...]:
         if type(value) is not list or len(value) != len(readers):
-            raise _wrong(value, f"a list of {len(readers)}")
+            raise wrong(value, f"a list of {len(readers)}")
         return _elements(value, readers)
 
     return read
@@ -256,7 +171,7 @@ def _mapping(key: Any, item: Any) -> Decoder:
 
     def read(value: Any) -> dict[Any, Any]:
         if type(value) is not dict or list(value) != ["$map"]:
-            raise _wrong(value, 'a mapping {"$map": [[key, value], ...]}')
+            raise wrong(value, 'a mapping {"$map": [[key, value], ...]}')
         rows = read_rows(value["$map"])
         for (one, _), (other, _) in pairwise(rows):
             if not one < other:
@@ -277,7 +192,7 @@ def _dataclass(cls: type) -> Decoder:
 
     def read(value: Any) -> Any:
         if type(value) is not dict or value.get("$") != name:
-            raise _wrong(value, f"a {name}")
+            raise wrong(value, f"a {name}")
         if not fields:
             fields.append(prepare())
         readers = fields[0]
@@ -305,7 +220,7 @@ def _with_inline(cls: type) -> Decoder:
 
     def read(value: Any) -> Any:
         if type(value) is not dict or value.get("$") != cls.__name__:
-            raise _wrong(value, f"a {cls.__name__}")
+            raise wrong(value, f"a {cls.__name__}")
         names = _names(cls, value)
         if len(value) != len(names) + 1 or not all(n in value for n in names):
             raise _fields(value, names)
@@ -367,8 +282,8 @@ def _fields(value: Mapping[str, Any], names: list[str]) -> DamageError:
 def _union(parts: tuple[Any, ...]) -> Decoder:
     classes: list[Any] = [p for p in parts if dataclasses.is_dataclass(p)]
     tagged = {p.__name__: _decoder(p) for p in classes}
-    plain = {p: _decoder(p) for p in parts if p in _SCALARS}
-    others = [_decoder(p) for p in parts if not dataclasses.is_dataclass(p) and p not in _SCALARS]
+    plain = {p: _decoder(p) for p in parts if p in SCALARS}
+    others = [_decoder(p) for p in parts if not dataclasses.is_dataclass(p) and p not in SCALARS]
     wanted = " or ".join(getattr(p, "__name__", str(p)).replace("NoneType", "null") for p in parts)
     if len(others) > 1:
         raise TypeError(f"values of {wanted} cannot be told apart in a plan")
@@ -385,7 +300,7 @@ def _union(parts: tuple[Any, ...]) -> Decoder:
             reader = plain.get(float)
         if reader is None and others:
             reader = others[0]
-        return _fail(value, wanted) if reader is None else reader(value)
+        return fail(value, wanted) if reader is None else reader(value)
 
     return read
 
@@ -401,15 +316,15 @@ def _argument(value: Any, depth: int = 0) -> Any:
     if type(value) is dict and "$float" not in value:
         tag = value.get("$")
         if not isinstance(tag, str) or tag not in ("Ref", "DType", "Marker"):
-            raise _wrong(value, "an argument of an op")
+            raise wrong(value, "an argument of an op")
         return _decoder(_types()[tag])(value)
     return _plain(value)
 
 
 def _complex(value: Any) -> complex:
     if type(value) is not list or len(value) != 2 or any(type(part) is int for part in value):
-        raise _wrong(value, "the two parts of a complex number")
-    real, imaginary = map(_float, value)
+        raise wrong(value, "the two parts of a complex number")
+    real, imaginary = map(float_of, value)
     return complex(real, imaginary)
 
 
