@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from dataclasses import fields, replace
 from functools import cache
@@ -24,7 +25,7 @@ from hetspmd.lower.input_rows import input_rows
 from hetspmd.optimize.compiler import compile_plan
 from hetspmd.placement import is_sharded
 from hetspmd.plan.plan import Plan
-from hetspmd.plan.run_order import FragmentRun, plain_runs
+from hetspmd.plan.run_order import FragmentRun, RunPhase, check_runs, plain_runs
 from hetspmd.plan.step_plan import Fragment, StepPlan, TimeSplit
 from hetspmd.plan.text import VERSION, content, value_of
 from hetspmd.program.program import Program
@@ -203,9 +204,28 @@ def test_orders_of_pipelines() -> None:
         in_a_pipeline(order=ONE_F_ONE_B).turns(0)
 
 
+@pytest.mark.parametrize("recomputed", [(), (0,), (0, 1)])
+def test_of_all_orders_of_two_micro_batches_those_fit_that_can_run(recomputed: tuple[int, ...]) -> None:
+    """Said once more: each micro-batch goes forward, then perhaps forward again, then backward."""
+    phases: tuple[RunPhase, ...] = ("forward", "backward")
+    plain = {0: plain_runs({0: phases}, 2)}
+    accepted = 0
+    for order in itertools.permutations((*plain[0], *map(again, recomputed))):
+        of = [[run.phase for run in order if run.micro_batch == turn] for turn in range(2)]
+        ways = [["forward", "recompute", "backward"] if t in recomputed else [*phases] for t in range(2)]
+        try:
+            check_runs(plain, (order,), alike=True)
+        except PlanError:
+            assert of != ways or order == plain[0]
+        else:
+            assert of == ways
+            accepted += 1
+    assert accepted == {0: 6 - 1, 1: 10, 2: 20}[len(recomputed)]
+
+
 def test_a_device_of_two_fragments_goes_through_both_and_back() -> None:
-    phases = {0: ("forward", "backward"), 2: ("forward", "backward")}
-    runs = plain_runs(phases, 1)  # type: ignore[arg-type]  # the phases are literals
+    both: tuple[RunPhase, ...] = ("forward", "backward")
+    runs = plain_runs({0: both, 2: both}, 1)
     assert runs == (forward(0), forward(0, 2), backward(0, 2), backward(0))
 
 
