@@ -33,6 +33,7 @@ from hetspmd.optimize.zero_levels import loop_like, rereads_like, synthesize_ste
 from hetspmd.placement import Placement
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Inside, SearchReport
+from hetspmd.plan.step_plan import Fragment, StepPlan, TimeSplit
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Matrix, Ratios, by_segment, lengths_for
 from hetspmd.program.micro_batch_check import check_loop, check_own_turns, check_repeated
@@ -269,28 +270,34 @@ def plan_of(
         check_loop(ctx.theory, ctx.batches.loop)
         check_repeated(ctx.theory, ctx.batches.loop, ctx.batches.repeated)
         check_own_turns(ctx.theory, ctx.batches, best.program, best.lengths.world)
-    return Plan(
-        graph=ctx.theory.graph,
+    fragment = Fragment(
         program=best.program,
         schedule=best.schedule,
         ratios=best.ratios,
         lengths=best.lengths,
+        active=best.active,
+        inside=inside,
+    )
+    return Plan(
+        graph=ctx.theory.graph,
+        step_plan=StepPlan(fragments=(fragment,), split=_split_of(ctx.batches)),
         cluster=ctx.cluster,
         cost=best.measured_cost,
         search=_report(best.result),
         baselines=outcome.baselines,
         iterations=outcome.iterations,
-        active=best.active,
         constraints={
             glob: form if isinstance(form, str) else spelling(form) for glob, form in (asked or {}).items()
         },
         over_memory=outcome.over_memory,
-        inside=inside,
         considered=outcome.considered,
-        micro_batches=1 if ctx.batches is None else ctx.batches.count,
-        repeated=() if ctx.batches is None else tuple(sorted(ctx.batches.repeated)),
-        own_turns=() if ctx.batches is None else ctx.batches.own_turns,
     )
+
+
+def _split_of(batches: MicroBatches | None) -> TimeSplit:
+    if batches is None:
+        return TimeSplit()
+    return TimeSplit(batches.count, tuple(sorted(batches.repeated)), batches.own_turns)
 
 
 def _plan_across(ctx: Synthesis, step: Step, asked: _Constraints = None) -> Plan:
