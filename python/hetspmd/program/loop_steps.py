@@ -14,7 +14,7 @@ tensor alone (a view, a cast) then runs in the loop, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 
 from hetspmd.placement import PARTIAL, REPLICATE, Placement
@@ -45,12 +45,11 @@ class LoopSteps:
 def loop_steps(graph: Graph, batches: MicroBatches, program: Program) -> LoopSteps:
     """The steps of a program that run once for each micro-batch."""
     phases = batches.loop.phases
-    read = {
-        key
-        for step in program.steps
-        if isinstance(step, Compute) and phases[step.instruction] == "in"
-        for key in zip(graph.instructions[step.instruction].inputs, step.row.pre, strict=True)
-    }
+    read: dict[int, set[Placement]] = {}
+    for step in program.steps:
+        if isinstance(step, Compute) and phases[step.instruction] == "in":
+            for tensor, form in zip(graph.instructions[step.instruction].inputs, step.row.pre, strict=True):
+                read.setdefault(tensor, set()).add(form)
     once: set[Value] = {(c.tensor, REPLICATE) for c in graph.constants}
     repeated: dict[Value, None] = {}
     places: list[int] = []
@@ -131,14 +130,16 @@ def _has(values: Container[Value], key: Value) -> bool:
     return key in values or (key[0], REPLICATE) in values
 
 
-def _runs_in_loop(graph: Graph, batches: MicroBatches, step: Communicate, read: Collection[Value]) -> bool:
-    """Whether a collective runs once for each micro-batch. ``read``: what the loop reads."""
+def _runs_in_loop(
+    graph: Graph, batches: MicroBatches, step: Communicate, read: Mapping[int, Collection[Placement]]
+) -> bool:
+    """Whether a collective runs once for each micro-batch. ``read``: what the loop reads, by tensor."""
     time = batches.placements[step.tensor]
     if time == REPLICATE:
         return batches.is_made_before(graph, step.tensor) and batches.repeats(step)
     if step.tensor not in batches.summed:
         return True
-    return batches.repeats(step) or any(t == step.tensor and form != step.source for t, form in read)
+    return batches.repeats(step) or any(form != step.source for form in read.get(step.tensor, ()))
 
 
 def waits_in_loop(graph: Graph, batches: MicroBatches, program: Program) -> bool:

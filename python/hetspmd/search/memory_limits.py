@@ -64,12 +64,13 @@ WIDE = 1e-2
 OUTWEIGHED = 20.0
 """Prices of so many times a program's cost outweigh it."""
 
-NARROW = 2e-3
-"""A program that fits, dearer by this part than one that does not, at lower prices, is as cheap as one need be."""
+ENOUGH, NARROW = 2e-3, 1.5e-2
+"""A program that fits, dearer by this part than one that does not, at lower prices: no better one is searched for at
+prices between them, or at prices of other kinds. One layer of thirty costs more than the first."""
 
-NEAR_SCALINGS, NEAR = 8, 1.1
-"""At most so many searches at scaled prices of an earlier search, and the first step from them, which is squared
-for each further one until one program fits and one does not."""
+NEAR_SCALINGS, NEAR = 6, 1.1
+"""At most so many searches at scaled prices of an earlier search, and the first step from them, of which each further
+one is the third power until one program fits and one does not."""
 
 HOPELESS = 0.01
 """A program that lacks this part of a device's memory, at an earlier search's prices that outweigh all costs, tells
@@ -160,7 +161,7 @@ class _Lagrangian:
         try:
             if self._cutting_planes(first.result.cost) and not self._close():
                 self._tilted(estimated=False)
-                if not self._close(WIDE):
+                if not self._close(WIDE) and not self._narrow(NARROW):
                     self._tilted(estimated=True)
         except SearchError:
             pass
@@ -220,7 +221,7 @@ class _Lagrangian:
                 break
             if math.isinf(most) or least == 0.0:
                 scale = scale * step if math.isinf(most) else scale / step
-                step = step**2
+                step = step**3
             else:
                 scale = math.sqrt(least * most)
         return bool(prices) and (most < math.inf or self._lacks_much())
@@ -292,12 +293,12 @@ class _Lagrangian:
     def _close(self, gap: float = CLOSE) -> bool:
         return self.best is not None and self.best.cost - self.bound <= gap * self.best.cost
 
-    def _narrow(self) -> bool:
+    def _narrow(self, part: float = ENOUGH) -> bool:
         """Whether a program that does not fit is nearly as dear as the best one that does."""
         if self.best is None:
             return False
-        dearest = max(line.result.cost for line in self.lines if line.lacking.any())
-        return self.best.cost * (1 - NARROW) <= dearest <= self.best.cost
+        cost = self.best.cost
+        return any(cost * (1 - part) <= line.result.cost <= cost for line in self.lines if line.lacking.any())
 
     def _more(self, prices: dict[Place, float]) -> dict[Place, float]:
         """Prices where the last program exceeds the capacity and has none: the mean of the others."""
