@@ -1,0 +1,221 @@
+"""Poplar's evaluation (AAAI 2025, Figs. 3 and 4) in this cost model: predicted TFLOP/s of a training step.
+
+    python benches/poplar.py [--models NAME ...] [--clusters NAME ...] [--write docs/reproduction.md]
+
+Nothing is measured here; every number is a prediction, the same in every run. ``--write`` replaces the table
+between its marks in a file. What is predicted of what is in :mod:`poplar_testbed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.codec.files import write_atomically
+from hetspmd.errors import MemoryLimitError
+from hetspmd.optimize.candidate import Candidate, searched_within
+from hetspmd.optimize.compile_options import CompileOptions
+from hetspmd.optimize.compiler import compile_plan
+from hetspmd.optimize.in_micro_batches import composed, in_micro_batches
+from hetspmd.optimize.prefetch import further, storage_axes, stored_evenly
+from hetspmd.optimize.synthesis import Synthesis
+from hetspmd.optimize.synthesize import candidate_at
+from hetspmd.optimize.zero_levels import repeated_in
+from hetspmd.plan.plan import Plan
+from hetspmd.program.lengths import Ratios, by_segment, lengths_for
+from hetspmd.rules.theory import Theory
+from hetspmd.search.constraints import zero
+from hetspmd.search.search import Limits
+
+sys.path.append(str(Path(__file__).parent))
+
+import poplar_testbed as bed
+from reproduction import replaced
+
+NAME: Final = "poplar"
+LEVELS: Final = (0, 1, 2, 3)
+NONE: Final = "does not fit"
+SAID: Final = {
+    ("Llama 0.5B", "A"): "Whale as DeepSpeed; Poplar faster",
+    ("Llama 0.5B", "B"): "Poplar faster than both",
+    ("Llama 0.5B", "C"): "Poplar faster than both",
+    ("Llama 1.1B", "C"): "up to 2.27x over DeepSpeed, 1.14x over Whale",
+    ("BERT 1.1B", "C"): "up to 3.92x over DeepSpeed, 1.98x over Whale",
+}
+"""What the paper's text says; its figures are pictures. The cluster of the last two it does not name."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A prediction: seconds of a step, and the turns of each kind of GPU with the most rows of one, in words."""
+
+    seconds: float
+    turns: str
+
+
+# systems --------------------------------------------------------------------------------------------------
+
+
+def even(testbed: bed.Testbed) -> Ratios:
+    """DeepSpeed: as many rows on every GPU."""
+    return (1 / len(testbed.each),) * len(testbed.each)
+
+
+def by_flops(testbed: bed.Testbed) -> Ratios:
+    """Whale: rows in proportion to FLOP/s in single precision, its only measure of a GPU."""
+    total = sum(gpu.single for gpu in testbed.each)
+    return tuple(gpu.single / total for gpu in testbed.each)
+
+
+def in_turns(theory: Theory, cluster: Cluster, level: int, ratios: Ratios, count: int) -> Candidate | None:
+    """Data parallelism at a level of ZeRO in so many turns of all devices, parameters stored in even shards; None
+    where it does not fit."""
+    theory, batches = in_micro_batches(theory, count)
+    constraints = composed(theory, batches, zero(theory, level))
+    ctx = Synthesis(theory, cluster, constraints, Limits(), batches=batches)
+    ctx = ctx.with_repeated(repeated_in(theory, batches, level))
+    matrix = by_segment(ratios, theory.axes.segments)
+    lengths = lengths_for(theory.axes, matrix)
+    found = candidate_at(ctx, matrix, lengths, ctx.everyone)
+    if level and len(set(ratios)) > 1:
+        evenly = stored_evenly(theory, lengths, matrix, storage_axes(theory, found.program))
+        found = searched_within(ctx, ctx.everyone, constraints, (matrix, evenly), "stored evenly") or found
+    return found if found.fits else None
+
+
+def forced(theory: Theory, cluster: Cluster, level: int, ratios: Ratios, rows: int) -> Arm | None:
+    """The same in the fewest turns that fit, as both systems were set by hand in the paper, with gathers as far ahead
+    as is best; None where a row at a time does not fit."""
+    least, most = 0, -(-rows // round(1 / max(ratios)))
+    found = in_turns(theory, cluster, level, ratios, most)
+    while found is not None and most - least > 1:
+        count = (least + most) // 2
+        fewer = in_turns(theory, cluster, level, ratios, count)
+        least, most, found = (count, most, found) if fewer is None else (least, count, fewer)
+    if found is None:
+        return None
+    ctx = found.evaluator.ctx
+    found = further(ctx, found.step.model, found) or found
+    return Arm(found.seconds, _turns(cluster, ratios, (most,) * cluster.world, rows))
+
+
+def planned(theory: Theory, cluster: Cluster, level: int | None, rows: int) -> Arm | None:
+    """What ``hetspmd.compile(..., micro_batches="auto", zero=level)`` finds; None where nothing fits."""
+    options = CompileOptions(micro_batches="auto", zero=level)  # type: ignore[arg-type]  # one of the levels
+    try:
+        plan: Plan = compile_plan(None, (), {}, cluster, options, traced=theory.graph)  # type: ignore[arg-type]  # traced
+    except MemoryLimitError:
+        return None
+    turns = plan.own_turns or (plan.micro_batches,) * len(plan.active)
+    return Arm(plan.cost.step_seconds, _turns(cluster, plan.ratios[0], turns, rows, plan.active))
+
+
+def _turns(
+    cluster: Cluster, ratios: Ratios, turns: Sequence[int], rows: int, active: Sequence[int] | None = None
+) -> str:
+    """``12 x 15 + 9 x 9``: of each kind of GPU the turns and the most rows of one."""
+    said: dict[str, str] = {}
+    for rank, share, count in zip(active or range(cluster.world), ratios, turns, strict=True):
+        said.setdefault(cluster.devices[rank].name, f"{count} x {-(-round(share * rows) // count)}")
+    return " + ".join(said.values())
+
+
+# table ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def arms(workload: bed.Workload, testbed: bed.Testbed, level: int) -> dict[str, Arm | None]:
+    """Every system at a level of ZeRO."""
+    cluster, theory = bed.cluster_of(testbed, workload, level), bed.theory_of(workload, workload.rows)
+    found = {
+        name: forced(theory, cluster, level, shares(testbed), workload.rows)
+        for name, shares in (("even", even), ("by FLOP/s", by_flops))
+    }
+    return {**found, "hetspmd": planned(theory, cluster, level, workload.rows)}
+
+
+@cache
+def free(workload: bed.Workload, testbed: bed.Testbed) -> Arm | None:
+    """hetspmd where nothing is asked for."""
+    cluster, theory = bed.cluster_of(testbed, workload, None), bed.theory_of(workload, workload.rows)
+    return planned(theory, cluster, None, workload.rows)
+
+
+def _rate(workload: bed.Workload, arm: Arm | None) -> str:
+    if arm is None:
+        return NONE
+    return f"{bed.model_flops(workload) / arm.seconds / 1e12:.0f} ({arm.turns})"
+
+
+def _over(arm: Arm | None, other: Arm | None) -> str:
+    return "-" if arm is None or other is None else f"{other.seconds / arm.seconds:.2f}x"
+
+
+def table(
+    workloads: Sequence[bed.Workload], testbeds: Sequence[bed.Testbed], levels: Sequence[int] = LEVELS
+) -> Iterator[str]:
+    """The lines of the table: TFLOP/s of all GPUs together, and in parentheses the turns."""
+    yield (
+        "| model | cluster | ZeRO | even (DeepSpeed) | by FLOP/s (Whale) | hetspmd | over even | over by FLOP/s | "
+        "the paper |"
+    )
+    yield "|---|---|---|--:|--:|--:|--:|--:|---|"
+    for workload in workloads:
+        for testbed in testbeds:
+            said = SAID.get((workload.name, testbed.name), "")
+            found = {level: arms(workload, testbed, level) for level in levels}
+            best = [
+                min((a for by in found.values() if (a := by[name])), key=lambda a: a.seconds, default=None)
+                for name in ("even", "by FLOP/s")
+            ]
+            for level, by in found.items():
+                others, own = [by["even"], by["by FLOP/s"]], by["hetspmd"]
+                yield _line(workload, testbed, str(level), others, own, said)
+                said = ""
+            yield _line(workload, testbed, "free", best, free(workload, testbed), "")
+
+
+def _line(
+    workload: bed.Workload,
+    testbed: bed.Testbed,
+    level: str,
+    others: Sequence[Arm | None],
+    own: Arm | None,
+    said: str,
+) -> str:
+    rates = [_rate(workload, arm) for arm in (*others, own)]
+    cells = [workload.name, testbed.name, level, *rates, *(_over(own, other) for other in others), said]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print the table, or write it into a file."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    names = [w.name for w in bed.WORKLOADS]
+    parser.add_argument("--models", nargs="+", choices=names, default=names)
+    parser.add_argument("--clusters", nargs="+", choices=[t.name for t in bed.TESTBEDS], default="ABC")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="replace the table in this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    lines, started = list[str](), time.perf_counter()
+    workloads = [w for w in bed.WORKLOADS if w.name in options.models]
+    for line in table(workloads, [t for t in bed.TESTBEDS if t.name in options.clusters]):
+        print(f"{line}" if options.write is None else f"{time.perf_counter() - started:.0f} s", flush=True)
+        lines.append(line)
+    if options.write is not None:
+        write_atomically(options.write, replaced(options.write.read_text(encoding="utf-8"), NAME, lines))
+
+
+if __name__ == "__main__":
+    main()
