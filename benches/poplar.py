@@ -9,6 +9,7 @@ between its marks in a file. What is predicted of what is in :mod:`poplar_testbe
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 import warnings
@@ -23,7 +24,7 @@ import torch
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.codec.files import write_atomically
 from hetspmd.errors import MemoryLimitError
-from hetspmd.optimize.candidate import Candidate, searched_within
+from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.optimize.compiler import compile_plan
 from hetspmd.optimize.in_micro_batches import composed, in_micro_batches
@@ -77,36 +78,65 @@ def by_flops(testbed: bed.Testbed) -> Ratios:
     return tuple(gpu.single / total for gpu in testbed.each)
 
 
-def in_turns(theory: Theory, cluster: Cluster, level: int, ratios: Ratios, count: int) -> Candidate | None:
-    """Data parallelism at a level of ZeRO in so many turns of all devices, parameters stored in even shards; None
-    where it does not fit."""
-    theory, batches = in_micro_batches(theory, count)
-    constraints = composed(theory, batches, zero(theory, level))
-    ctx = Synthesis(theory, cluster, constraints, Limits(), batches=batches)
-    ctx = ctx.with_repeated(repeated_in(theory, batches, level))
-    matrix = by_segment(ratios, theory.axes.segments)
-    lengths = lengths_for(theory.axes, matrix)
-    found = candidate_at(ctx, matrix, lengths, ctx.everyone)
-    if level and len(set(ratios)) > 1:
-        evenly = stored_evenly(theory, lengths, matrix, storage_axes(theory, found.program))
-        found = searched_within(ctx, ctx.everyone, constraints, (matrix, evenly), "stored evenly") or found
-    return found if found.fits else None
+class InTurns:
+    """Data parallelism at a level of ZeRO in turns of all devices, whose rows are in given shares; parameters are
+    stored in even shards."""
+
+    def __init__(self, theory: Theory, cluster: Cluster, level: int, ratios: Ratios) -> None:
+        self.theory, self.cluster, self.level, self.ratios = theory, cluster, level, ratios
+        self._stored: frozenset[int] | None = None if level and len(set(ratios)) > 1 else frozenset()
+
+    def at(self, count: int) -> Candidate:
+        """The candidate in so many turns, whether it fits or not."""
+        theory, batches = in_micro_batches(self.theory, count)
+        constraints = composed(theory, batches, zero(theory, self.level))
+        ctx = Synthesis(theory, self.cluster, constraints, Limits(), batches=batches)
+        ctx = ctx.with_repeated(repeated_in(theory, batches, self.level))
+        matrix = by_segment(self.ratios, theory.axes.segments)
+        lengths = lengths_for(theory.axes, matrix)
+        if self._stored is None:
+            program = candidate_at(ctx, matrix, lengths, ctx.everyone).program
+            self._stored = storage_axes(theory, program)
+        lengths = stored_evenly(theory, lengths, matrix, self._stored) if self._stored else lengths
+        return candidate_at(ctx, matrix, lengths, ctx.everyone)
+
+    def fewest(self, rows: int) -> tuple[Candidate, int] | None:
+        """The candidate in the fewest turns that fit of a batch of so many rows, and their number; None where a row
+        at a time does not fit. What is held is nearly linear in the rows of a turn, so that two numbers tell a
+        third."""
+        least, most = 0, -(-rows // round(1 / max(self.ratios)))
+        found = self.at(most)
+        if not found.fits:
+            return None
+        seen = [(1 / most, self._part(found))]
+        guess = max(most // 4, 1)
+        while most - least > 1:
+            other = self.at(guess)
+            if other.fits:
+                most, found = guess, other
+            else:
+                least = guess
+            seen.append((1 / guess, self._part(other)))
+            (one, low), (two, high) = seen[-2:]
+            full = one + (1 - low) * (two - one) / (high - low) if high != low else 1.0
+            guess = min(max(math.ceil(1 / full - 1e-9) if full > 0 else most, least + 1), most - 1)
+        return found, most
+
+    def _part(self, found: Candidate) -> float:
+        """The largest part of a device's memory that is held."""
+        held = zip(found.cost.memory_bytes, self.cluster.devices, strict=True)
+        return max(nbytes / device.memory for nbytes, device in held)
 
 
 def forced(theory: Theory, cluster: Cluster, level: int, ratios: Ratios, rows: int) -> Arm | None:
-    """The same in the fewest turns that fit, as both systems were set by hand in the paper, with gathers as far ahead
-    as is best; None where a row at a time does not fit."""
-    least, most = 0, -(-rows // round(1 / max(ratios)))
-    found = in_turns(theory, cluster, level, ratios, most)
-    while found is not None and most - least > 1:
-        count = (least + most) // 2
-        fewer = in_turns(theory, cluster, level, ratios, count)
-        least, most, found = (count, most, found) if fewer is None else (least, count, fewer)
-    if found is None:
+    """Such a program in the fewest turns that fit, as both systems were set by hand in the paper, with gathers as
+    far ahead as is best; None where a row at a time does not fit."""
+    fewest = InTurns(theory, cluster, level, ratios).fewest(rows)
+    if fewest is None:
         return None
-    ctx = found.evaluator.ctx
-    found = further(ctx, found.step.model, found) or found
-    return Arm(found.seconds, _turns(cluster, ratios, (most,) * cluster.world, rows))
+    found, count = fewest
+    found = further(found.evaluator.ctx, found.step.model, found) or found
+    return Arm(found.seconds, _turns(cluster, ratios, (count,) * cluster.world, rows))
 
 
 def planned(theory: Theory, cluster: Cluster, level: int | None, rows: int) -> Arm | None:
