@@ -2,8 +2,8 @@
 
     python benches/poplar.py [--models NAME ...] [--clusters NAME ...] [--write docs/reproduction.md]
 
-Nothing is measured here; every number is a prediction, the same in every run. ``--write`` replaces the table
-between its marks in a file. What is predicted of what is in :mod:`poplar_testbed`.
+Nothing is measured here; every number is a prediction, the same in every run. ``--write`` replaces the tables
+between their marks in a file. What is predicted of what is in :mod:`poplar_testbed`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ sys.path.append(str(Path(__file__).parent))
 import poplar_testbed as bed
 from reproduction import replaced
 
-NAME: Final = "poplar"
+TABLES: Final = {
+    "poplar": (bed.WORKLOADS, bed.TESTBEDS),
+    "poplar links": (bed.WORKLOADS[2:], (bed.SLOWER,)),
+}
+"""Of each table the models and clusters."""
 LEVELS: Final = (0, 1, 2, 3)
 NONE: Final = "does not fit"
 SAID: Final = {
@@ -100,10 +104,9 @@ class InTurns:
         lengths = stored_evenly(theory, lengths, matrix, self._stored) if self._stored else lengths
         return candidate_at(ctx, matrix, lengths, ctx.everyone)
 
-    def fewest(self, rows: int) -> tuple[Candidate, int] | None:
-        """The candidate in the fewest turns that fit of a batch of so many rows, and their number; None where a row
-        at a time does not fit. What is held is nearly linear in the rows of a turn, so that two numbers tell a
-        third."""
+    def fewest(self, rows: int) -> int | None:
+        """The fewest turns that fit of a batch of so many rows; None where a row at a time does not fit. What is
+        held is nearly linear in the rows of a turn, so that two numbers tell a third."""
         least, most = 0, -(-rows // round(1 / max(self.ratios)))
         found = self.at(most)
         if not found.fits:
@@ -113,14 +116,14 @@ class InTurns:
         while most - least > 1:
             other = self.at(guess)
             if other.fits:
-                most, found = guess, other
+                most = guess
             else:
                 least = guess
             seen.append((1 / guess, self._part(other)))
             (one, low), (two, high) = seen[-2:]
             full = one + (1 - low) * (two - one) / (high - low) if high != low else 1.0
             guess = min(max(math.ceil(1 / full - 1e-9) if full > 0 else most, least + 1), most - 1)
-        return found, most
+        return most
 
     def _part(self, found: Candidate) -> float:
         """The largest part of a device's memory that is held."""
@@ -128,13 +131,16 @@ class InTurns:
         return max(nbytes / device.memory for nbytes, device in held)
 
 
-def forced(theory: Theory, cluster: Cluster, level: int, ratios: Ratios, rows: int) -> Arm | None:
+def forced(workload: bed.Workload, testbed: bed.Testbed, level: int, ratios: Ratios) -> Arm | None:
     """Such a program in the fewest turns that fit, as both systems were set by hand in the paper, with gathers as
     far ahead as is best; None where a row at a time does not fit."""
-    fewest = InTurns(theory, cluster, level, ratios).fewest(rows)
-    if fewest is None:
+    theory, rows = bed.theory_of(workload, workload.rows), workload.rows
+    count = InTurns(theory, bed.cluster_of(testbed, workload, level), level, ratios).fewest(rows)
+    if count is None:
         return None
-    found, count = fewest
+    at_once = [-(-round(share * rows) // count) for share in ratios]
+    cluster = bed.cluster_of(testbed, workload, level, at_once)
+    found = InTurns(theory, cluster, level, ratios).at(count)
     found = further(found.evaluator.ctx, found.step.model, found) or found
     return Arm(found.seconds, _turns(cluster, ratios, (count,) * cluster.world, rows))
 
@@ -168,7 +174,7 @@ def arms(workload: bed.Workload, testbed: bed.Testbed, level: int) -> dict[str, 
     """Every system at a level of ZeRO."""
     cluster, theory = bed.cluster_of(testbed, workload, level), bed.theory_of(workload, workload.rows)
     found = {
-        name: forced(theory, cluster, level, shares(testbed), workload.rows)
+        name: forced(workload, testbed, level, shares(testbed))
         for name, shares in (("even", even), ("by FLOP/s", by_flops))
     }
     return {**found, "hetspmd": planned(theory, cluster, level, workload.rows)}
@@ -229,22 +235,27 @@ def _line(
 
 
 def main() -> None:
-    """Print the table, or write it into a file."""
+    """Print the tables, or write them into a file."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    names = [w.name for w in bed.WORKLOADS]
-    parser.add_argument("--models", nargs="+", choices=names, default=names)
-    parser.add_argument("--clusters", nargs="+", choices=[t.name for t in bed.TESTBEDS], default="ABC")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="replace the table in this file")
+    models, clusters = (
+        [each.name for each in every] for every in (bed.WORKLOADS, (*bed.TESTBEDS, bed.SLOWER))
+    )
+    parser.add_argument("--models", nargs="+", choices=models, default=models)
+    parser.add_argument("--clusters", nargs="+", choices=clusters, default=clusters)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="replace the tables in this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    lines, started = list[str](), time.perf_counter()
-    workloads = [w for w in bed.WORKLOADS if w.name in options.models]
-    for line in table(workloads, [t for t in bed.TESTBEDS if t.name in options.clusters]):
-        print(f"{line}" if options.write is None else f"{time.perf_counter() - started:.0f} s", flush=True)
-        lines.append(line)
-    if options.write is not None:
-        write_atomically(options.write, replaced(options.write.read_text(encoding="utf-8"), NAME, lines))
+    for name, (workloads, testbeds) in TABLES.items():
+        lines, started = list[str](), time.perf_counter()
+        asked = [t for t in testbeds if t.name in options.clusters]
+        for line in table([w for w in workloads if w.name in options.models], asked):
+            print(line, file=sys.stdout if options.write is None else sys.stderr, flush=True)
+            lines.append(line)
+        print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
+        if options.write is not None:
+            text = options.write.read_text(encoding="utf-8")
+            write_atomically(options.write, replaced(text, name, lines))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ measured steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from hetspmd.cluster.cluster import Cluster
@@ -94,6 +95,8 @@ TESTBEDS: Final = (
 )
 """A ring runs at its slowest link, which is PCIe in all three ("all experiments ... were conducted on PCIe"), of
 generation 3 where a GPU has no other. A link between machines is not named, and none is assumed."""
+SLOWER: Final = replace(TESTBEDS[2], name="C, 10 Gbit/s", link=1.25e9)
+"""Cluster C where its two kinds of GPUs are in machines that 10 Gbit/s join."""
 
 
 # models ---------------------------------------------------------------------------------------------------
@@ -165,8 +168,9 @@ def theory_of(workload: Workload, rows: int) -> Theory:
 @cache
 def parameters(workload: Workload) -> int:
     """How many elements the parameters have."""
-    graph = theory_of(workload, 1).graph
-    return sum(graph.tensors[p.tensor].numel for p in graph.parameters)
+    with torch.device("meta"):
+        model, _ = workload.build(1)
+    return sum(p.numel() for p in model.parameters())
 
 
 @cache
@@ -208,16 +212,27 @@ def rows_in(workload: Workload) -> tuple[RowDim, ...]:
 
 
 @cache
-def curve_of(workload: Workload, gpu: Gpu) -> tuple[StepPoint, ...]:
-    """The steps that a profile would have measured on a GPU alone; bytes are as counted."""
+def steps_alone(workload: Workload, gpu: Gpu) -> tuple[tuple[float, float], ...]:
+    """Seconds of a step of a GPU alone at each of :data:`ROWS`, by its ops, and with the idle parts of waves."""
     device = device_of(gpu, 2.0**60)
-    points = []
+    found = []
     for rows in ROWS:
-        theory = theory_of(workload, rows)
-        seconds = float(CostModel(theory, Cluster((device,))).alone()[0]) + waves_lost(workload, rows, gpu)
-        nbytes = rows * 2**20
-        points.append(StepPoint(rows, seconds, seconds, seconds, 1, nbytes, nbytes))
-    return tuple(points)
+        seconds = float(CostModel(theory_of(workload, rows), Cluster((device,))).alone()[0])
+        found.append((seconds, seconds + waves_lost(workload, rows, gpu)))
+    return tuple(found)
+
+
+def curve_of(workload: Workload, gpu: Gpu, at: int | None = None) -> tuple[StepPoint, ...]:
+    """The steps that a profile would have measured on a GPU alone; bytes are as counted. ``at``: as slow beside
+    their ops as so many rows are, whatever their own rows."""
+    steps = steps_alone(workload, gpu)
+    factors = [full / ops for ops, full in steps]
+    if at is not None:
+        factors = [float(np.interp(at, ROWS, factors))] * len(ROWS)
+    return tuple(
+        StepPoint(rows, ops * f, ops * f, ops * f, 1, rows * 2**20, rows * 2**20)
+        for rows, (ops, _), f in zip(ROWS, steps, factors, strict=True)
+    )
 
 
 def device_of(gpu: Gpu, memory: float) -> Device:
@@ -225,9 +240,16 @@ def device_of(gpu: Gpu, memory: float) -> Device:
     return Device(gpu.name, {"float16": gpu.half, "default": gpu.single}, memory, gpu.bandwidth)
 
 
-def cluster_of(testbed: Testbed, workload: Workload, level: int | None) -> Cluster:
+def cluster_of(
+    testbed: Testbed, workload: Workload, level: int | None, rows_at_once: Sequence[int] | None = None
+) -> Cluster:
     """A testbed with the memory that tensors may have at a level of ZeRO, and the model's curves. The float32 copy
-    of the parameters is whole at level 0, and where the level is free; else in even shards."""
+    of the parameters is whole at level 0, and where the level is free; else in even shards.
+
+    ``rows_at_once``: those of each rank in a turn, where they are known. The cost model takes the curves at the rows
+    with which all turns take equally long, else.
+    """
+    at = dict(zip(testbed.each, rows_at_once or (None,) * len(testbed.each), strict=True))
     copy = MASTER * parameters(workload) / (len(testbed.each) if level else 1)
     memory = {g: (1 - RESERVED) * g.memory * 2.0**30 - copy for g in testbed.each}
     rows = rows_in(workload)
@@ -237,7 +259,7 @@ def cluster_of(testbed: Testbed, workload: Workload, level: int | None) -> Clust
         StepCurve(
             tuple(rank for rank, g in enumerate(testbed.each) if g == gpu),
             int(memory[gpu]) + 1,
-            curve_of(workload, gpu),
+            curve_of(workload, gpu, at[gpu]),
         )
         for gpu, _ in testbed.gpus
     )
