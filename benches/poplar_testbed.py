@@ -246,8 +246,8 @@ def cluster_of(
     """A testbed with the memory that tensors may have at a level of ZeRO, and the model's curves. The float32 copy
     of the parameters is whole at level 0, and where the level is free; else in even shards.
 
-    ``rows_at_once``: those of each rank in a turn, where they are known. The cost model takes the curves at the rows
-    with which all turns take equally long, else.
+    ``rows_at_once``: those of each rank in a turn, where they are known. The cost model else takes the curves at
+    the rows with which all turns take equally long.
     """
     at = dict(zip(testbed.each, rows_at_once or (None,) * len(testbed.each), strict=True))
     copy = MASTER * parameters(workload) / (len(testbed.each) if level else 1)
