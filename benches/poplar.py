@@ -1,6 +1,7 @@
 """Poplar's evaluation (AAAI 2025, Figs. 3 and 4) in this cost model: predicted TFLOP/s of a training step.
 
-    python benches/poplar.py [--models NAME ...] [--clusters NAME ...] [--write docs/reproduction.md]
+    python benches/poplar.py [--write docs/reproduction.md]
+    python benches/poplar.py --models NAME ... --clusters NAME ...
 
 Nothing is measured here; every number is a prediction, the same in every run. ``--write`` replaces the tables
 between their marks in a file. What is predicted of what is in :mod:`poplar_testbed`.
@@ -43,12 +44,13 @@ sys.path.append(str(Path(__file__).parent))
 import poplar_testbed as bed
 from reproduction import replaced
 
-TABLES: Final = {
-    "poplar": (bed.WORKLOADS, bed.TESTBEDS),
-    "poplar links": (bed.WORKLOADS[2:], (bed.SLOWER,)),
-}
-"""Of each table the models and clusters."""
 LEVELS: Final = (0, 1, 2, 3)
+TABLES: Final = {
+    "poplar clusters": (bed.WORKLOADS[:1], bed.TESTBEDS, LEVELS),
+    "poplar models": (bed.WORKLOADS[1:], bed.TESTBEDS[2:], LEVELS),
+    "poplar links": (bed.WORKLOADS[2:], (bed.SLOWER,), (1, 3)),
+}
+"""Of each table (Fig. 3, Fig. 4, a slower link) the models, the clusters, and the levels of ZeRO."""
 NONE: Final = "does not fit"
 SAID: Final = {
     ("Llama 0.5B", "A"): "Whale as DeepSpeed; Poplar faster",
@@ -240,16 +242,21 @@ def main() -> None:
     models, clusters = (
         [each.name for each in every] for every in (bed.WORKLOADS, (*bed.TESTBEDS, bed.SLOWER))
     )
-    parser.add_argument("--models", nargs="+", choices=models, default=models)
-    parser.add_argument("--clusters", nargs="+", choices=clusters, default=clusters)
+    parser.add_argument("--models", nargs="+", choices=models, help="one table of these, on all clusters")
+    parser.add_argument("--clusters", nargs="+", choices=clusters, help="one table of these, of all models")
     parser.add_argument("--write", type=Path, metavar="FILE", help="replace the tables in this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    for name, (workloads, testbeds) in TABLES.items():
+    if options.models or options.clusters:
+        workloads = [w for w in bed.WORKLOADS if w.name in (options.models or models)]
+        wanted = options.clusters or [t.name for t in bed.TESTBEDS]
+        for line in table(workloads, [t for t in (*bed.TESTBEDS, bed.SLOWER) if t.name in wanted]):
+            print(line, flush=True)
+        return
+    for name, asked in TABLES.items():
         lines, started = list[str](), time.perf_counter()
-        asked = [t for t in testbeds if t.name in options.clusters]
-        for line in table([w for w in workloads if w.name in options.models], asked):
+        for line in table(*asked):
             print(line, file=sys.stdout if options.write is None else sys.stderr, flush=True)
             lines.append(line)
         print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
