@@ -12,7 +12,9 @@ from hetspmd.cost.simulator import TwoStreams
 from hetspmd.cost.step import StepModel
 from hetspmd.lower import LocalProgram, lower_place
 from hetspmd.plan.plan import Plan
-from hetspmd.program.lengths import Lengths
+from hetspmd.plan.reports import Inside
+from hetspmd.plan.step_plan import Fragment, StepPlan
+from hetspmd.program.lengths import Lengths, Matrix
 from hetspmd.program.level_layout import LevelLayout, RankPlace
 from hetspmd.program.levels import Nested, one_level
 from hetspmd.program.nesting import nest
@@ -81,3 +83,20 @@ def rescheduled(plan: Plan, prefetch_distance: int) -> Schedule:
     """The schedule of a plan with gathers so many groups ahead."""
     size = plan.schedule.bucket_bytes
     return make_schedule(plan.theory, plan.program, size, prefetch_distance=prefetch_distance)
+
+
+def one_fragment(
+    program: Program,
+    schedule: Schedule,
+    ratios: Matrix,
+    lengths: Lengths,
+    *,
+    active: tuple[int, ...] | None = None,
+    inside: Inside | None = None,
+) -> StepPlan:
+    """A step of one micro-batch and one fragment, on all devices of the cluster, unless ``active`` says which."""
+    active = tuple(range(lengths.world)) if active is None else active
+    fragment = Fragment(
+        program=program, schedule=schedule, ratios=ratios, lengths=lengths, active=active, inside=inside
+    )
+    return StepPlan(fragments=(fragment,))

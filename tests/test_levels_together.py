@@ -89,7 +89,7 @@ def test_in_segments(name: str, ahead: int) -> None:
     moved = [s for s in plan.program.steps if isinstance(s, Communicate)]
     assert sum(s.kind == "rebalance" for s in moved) > 1
     assert sum(theory.graph.producer(s.tensor).op == PARAMETER for s in moved) > 4
-    plan = replace(plan, schedule=rescheduled(plan, ahead))
+    plan = plan.with_step(schedule=rescheduled(plan, ahead))
     verify(
         entry.model, entry.example, DEVICES, plan=plan, loss=entry.loss, optimizers=("sgd",), tolerance=1e-9
     ).require()

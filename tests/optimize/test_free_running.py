@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,11 +150,11 @@ def test_a_plan_file_keeps_the_turns_and_damage_is_named(tmp_path: Any) -> None:
     plan.save(tmp_path / "plan")
     assert Plan.load(tmp_path / "plan").own_turns == plan.own_turns != ()
     for turns in ((1, 2), (0, *plan.own_turns[1:]), (1, 1, 1), (*plan.own_turns[:2], plan.micro_batches + 1)):
-        replace(plan, own_turns=turns).save(tmp_path / "damaged")
+        plan.with_step(own_turns=turns).save(tmp_path / "damaged")
         with pytest.raises(PlanError, match="turns of their own"):
             Plan.load(tmp_path / "damaged")
     for other in (planned(1, 1, 1, micro_batches=2, zero=3),):
-        replace(other, own_turns=(2, 1, 2)).save(tmp_path / "damaged")
+        other.with_step(own_turns=(2, 1, 2)).save(tmp_path / "damaged")
         with pytest.raises(PlanError, match="is in the loop, which devices run in turns of their own"):
             Plan.load(tmp_path / "damaged")
 

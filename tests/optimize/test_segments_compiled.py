@@ -192,7 +192,7 @@ def test_a_plan_file_keeps_segments() -> None:
     assert again == plan
     assert again.to_json() == plan.to_json()
     with pytest.raises(PlanError, match="ratios of 1 segments, the graph has 2"):
-        dataclasses.replace(plan, ratios=plan.ratios[:1])
+        plan.with_step(ratios=plan.ratios[:1])
 
 
 def test_reports() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -206,7 +205,7 @@ def test_a_plan_file_keeps_where_collectives_are_and_damage_is_named(tmp_path: A
     assert Plan.load(tmp_path / "plan").repeated == plan.repeated != ()
     names = {t.name: t.id for t in plan.graph.tensors}
     for tensor in (names["layers.0.weight"], names["relu"], 10**6, -1):
-        replace(plan, repeated=(*plan.repeated, tensor)).save(tmp_path / "damaged")
+        plan.with_step(repeated=(*plan.repeated, tensor)).save(tmp_path / "damaged")
         with pytest.raises(PlanError, match=r"said to run in the loop"):
             Plan.load(tmp_path / "damaged")
 

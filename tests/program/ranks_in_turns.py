@@ -46,7 +46,8 @@ def error_in_turns(
     layout = TurnLayout(theory, batches, lengths)
 
     def body(communicator: Communicator) -> tuple[dict[str, torch.Tensor], dict[str, Pieces]]:
-        local = lower_turns(steps, layout, communicator.rank, CPU)
+        turns = range(batches.turns_of(lengths.world)[communicator.rank])
+        local = lower_turns(steps, layout, communicator.rank, CPU, turns)
         return _step(theory, local, Runtime(communicator, randomness(communicator.rank)), model, inputs)
 
     graph = theory.graph

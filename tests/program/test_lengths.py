@@ -18,6 +18,7 @@ from hetspmd.plan.reports import SearchReport
 from hetspmd.program.lengths import LITTLE, Lengths, aligned, apportion, lengths_for
 from hetspmd.program.schedule import make_schedule
 from hetspmd.report.limits import StepLimits, limits, limits_document, limits_text
+from scheduled import one_fragment
 
 RATIOS = st.lists(st.sampled_from([0.0, 1.0, 2.0, 4.0]) | st.floats(1e-3, 10), min_size=1, max_size=4).filter(
     any
@@ -180,7 +181,8 @@ def limits_of(rows: int, ratios: tuple[float, ...]) -> StepLimits:
     cost = StepModel(CostModel(theory, devices), chosen).cost(lengths)
     search = SearchReport(0.0, 0.0, 0.0, "handmade", 0)
     schedule = make_schedule(theory, chosen)
-    plan = Plan(theory.graph, chosen, schedule, (ratios,), lengths, devices, cost, search, {}, ())
+    step = one_fragment(chosen, schedule, (ratios,), lengths)
+    plan = Plan(theory.graph, step, devices, cost, search, {}, ())
     plan.__dict__["theory"] = theory  # its ops are of no registry
     found = limits(plan)
     assert cost.step_seconds == pytest.approx(found.fractional_seconds * (1 + found.loss))

@@ -95,7 +95,7 @@ def test_micro_batches_are_what_the_devices_take_at_a_time() -> None:
         assert first + sum(rest) == mine + other
         assert first >= mine
         assert layout.inside(axis, first, 0)[0] == mine
-    assert (layout.turns(0), layout.turns(1)) == (1, 3)
+    assert batches.turns_of(2) == (1, 3)
 
 
 def test_collectives_in_the_loop_are_refused_by_the_proof() -> None:

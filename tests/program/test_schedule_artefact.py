@@ -39,7 +39,7 @@ def data_parallel() -> Plan:
 def gathered_ahead() -> Plan:
     """Parameters in shards, gathered two groups ahead, in no buckets."""
     plan = ahead_plan(case("mlp"), 3, 2)
-    return replace(plan, schedule=make_schedule(plan.theory, plan.program, prefetch_distance=2))
+    return plan.with_step(schedule=make_schedule(plan.theory, plan.program, prefetch_distance=2))
 
 
 PLANS = {
@@ -110,7 +110,7 @@ def test_all_take_the_schedule_of_the_plan() -> None:
     simulation, the memory count, the local graphs and the text."""
     plan = data_parallel()
     forward, backward = single(plan.schedule.forward), single(plan.schedule.backward)
-    apart = replace(plan, schedule=replace(plan.schedule, forward=forward, backward=backward))
+    apart = plan.with_step(schedule=replace(plan.schedule, forward=forward, backward=backward))
     more = sum(len(p) - 1 for p in plan.schedule.backward)
     assert more >= 3
     assert transfers(apart) == transfers(plan) + more
@@ -136,7 +136,7 @@ def test_an_order_that_is_asked_for_is_the_order_that_runs() -> None:
     for at in range(len(entries) - 1):
         changed = [*entries]
         changed[at : at + 2] = entries[at + 1], entries[at]
-        other = replace(plan, schedule=replace(plan.schedule, forward=tuple(changed)))
+        other = plan.with_step(schedule=replace(plan.schedule, forward=tuple(changed)))
         one, two = (program.steps[entries[i][0]] for i in (at, at + 1))
         if isinstance(one, Communicate) or isinstance(two, Communicate):
             continue
@@ -164,6 +164,6 @@ def test_it_is_made_in_two_places() -> None:
 
 def test_a_program_that_was_exchanged_without_its_schedule_does_not_run() -> None:
     plan = data_parallel()
-    other = replace(plan, program=ahead_plan(case("attention"), 3, 1).program)
+    other = plan.with_step(program=ahead_plan(case("attention"), 3, 1).program)
     with pytest.raises(PlanError, match="the program cannot run by its schedule"):
         lower_plan(other, 0, CPU)

@@ -18,6 +18,7 @@ from hetspmd.plan.plan import Plan
 from hetspmd.program.schedule import make_schedule
 from hetspmd.search.constraints import Constraints
 from hetspmd.search.search import Limits
+from scheduled import one_fragment
 
 
 def machines(*accelerators: int, memory: str = "1GiB", inside: str = "1TB/s") -> Cluster:
@@ -57,7 +58,5 @@ def machine_plan(
     everyone = len(accelerators)
     cost = StepCost(0.0, 0.0, 0.0, 0.0, (0,) * everyone, 1, (0.0,) * everyone)
     ratios = ((1.0 / world,) * world,)
-    return Plan(
-        case.theory.graph, program, schedule, ratios, lengths, cluster, cost, NO_COST, {}, (), ranks,
-        inside=inside,
-    )  # fmt: skip
+    step = one_fragment(program, schedule, ratios, lengths, active=ranks, inside=inside)
+    return Plan(case.theory.graph, step, cluster, cost, NO_COST, {}, ())

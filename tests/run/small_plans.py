@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from program_builder import cheap_random_program, random_program, uneven
@@ -19,7 +18,7 @@ from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Program
 from hetspmd.program.schedule import make_schedule
 from hetspmd.search import constraints as known
-from scheduled import rescheduled
+from scheduled import one_fragment, rescheduled
 
 NO_COST = SearchReport(0.0, 0.0, 0.0, "handmade", 0)
 
@@ -39,7 +38,8 @@ def handmade_plan(case: Case, program: Program, lengths: Lengths) -> Plan:
     ratios = ((1.0 / world,) * world,) * case.theory.axes.segments
     devices = cluster(*range(1, world + 1))
     schedule = make_schedule(case.theory, program, CostModel(case.theory, devices).bucket_bytes)
-    return Plan(case.theory.graph, program, schedule, ratios, lengths, devices, cost, NO_COST, {}, ())
+    step = one_fragment(program, schedule, ratios, lengths)
+    return Plan(case.theory.graph, step, devices, cost, NO_COST, {}, ())
 
 
 def segmented_plan(case: Case, world: int) -> Plan:
@@ -58,7 +58,7 @@ def ahead_plan(case: Case, world: int, groups: int) -> Plan:
     theory, total = case.theory, world * (world + 1) / 2
     ratios = tuple((r + 1) / total for r in range(world))
     plan = plan_for(theory, cluster(*range(1, world + 1)), known.zero_like(theory), ratios)
-    return replace(plan, schedule=rescheduled(plan, groups))
+    return plan.with_step(schedule=rescheduled(plan, groups))
 
 
 def random_plan(case: Case, world: int, seed: int) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,7 @@ def plans(devices: tuple[int, ...] = (4, 4, 4)) -> dict[str, Plan]:
 
 def plan(devices: int) -> Plan:
     made = object.__new__(Plan)
-    object.__setattr__(made, "active", tuple(range(devices)))
+    object.__setattr__(made, "step_plan", SimpleNamespace(active=tuple(range(devices))))
     return made
 
 

@@ -37,7 +37,7 @@ from hetspmd.trace.graph import SECOND_READ, Graph, Ref, map_refs, refs
 from hetspmd.trace.second_reads import with_second_reads
 from hetspmd.trace.trace import trace
 from memory_cases import devices, gathered_again, kept_for_backward, second_readings, stack
-from scheduled import lower
+from scheduled import lower, one_fragment
 from workbench import CPU, randomness, simulated_error, single_device, traced
 
 SMALL = ("mlp", "conv", "attention")
@@ -288,7 +288,8 @@ def plan_of(theory: Theory, lengths: Lengths, program: Program) -> Plan:
     report = SearchReport(0.0, 0.0, 0.0, "handmade", 0)
     shares = (0.75, 0.25)
     schedule = make_schedule(theory, program)
-    return Plan(theory.graph, program, schedule, (shares,), lengths, devices(*shares), cost, report, {}, ())
+    step = one_fragment(program, schedule, (shares,), lengths)
+    return Plan(theory.graph, step, devices(*shares), cost, report, {}, ())
 
 
 def two_ranks() -> tuple[Any, Any, Plan]:

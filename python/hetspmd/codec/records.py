@@ -2,8 +2,8 @@
 
 A dataclass is ``{"$": "ClassName", field: value, ...}``, a tuple a list, a mapping ``{"$map": [[k, v], ...]}``
 in key order, a float that JSON lacks ``{"$float": "inf"}``, a complex number ``{"$complex": [real, imaginary]}``.
-A field that is marked so (:data:`LEFT_OUT`) is left out where it has its default. Only hetspmd's own dataclasses
-are read back.
+A field that is marked so is left out where it has its default (:data:`LEFT_OUT`), or is a record whose fields stand
+among the others (:data:`INLINE`). Only hetspmd's own dataclasses are read back.
 
 :func:`decode` checks every value against the annotation of its field: there is one JSON value for each tree, and
 whatever else stands in a file is refused with its place. What the numbers mean is not looked at here.
@@ -13,39 +13,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from importlib import import_module
 from itertools import pairwise, repeat
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from hetspmd.codec.scalars import SCALARS, DamageError, Decoder, fail, float_of, wrong
+
 T = TypeVar("T")
-Decoder = Callable[[Any], Any]
 
 LEFT_OUT: Final = {"left out": True}
 """The metadata of a field that is written only where it differs from its default: what was added to a class later
 leaves the text of what was there before as it is."""
+INLINE: Final = {"inline": True}
+"""The metadata of a field that holds a record, whose fields are written among its neighbours and not under its own
+name. Of a tuple of records this is so where there is one of them; several are a list under the field's name. No two
+fields that stand side by side so may have one name."""
 _DEPTH: Final = 16
 """How deep tuples may stand in each other in the arguments of an op; torch's own have three levels."""
-_FLOATS: Final = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-
-
-class DamageError(ValueError):
-    """A JSON value is not of the kind that its place asks for; ``place`` leads to it from the root."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.place = ""
-
-    def under(self, step: str) -> DamageError:
-        """The same, seen from one level higher."""
-        self.place = step + self.place
-        return self
-
-    def __str__(self) -> str:
-        return f"{self.place.removeprefix('.') or 'the whole'} {self.problem}"
 
 
 @cache
@@ -54,7 +41,8 @@ def _types() -> dict[str, type]:
     names = (
         "trace.graph", "trace.host.facts", "rules.rule", "program.program", "program.schedule",
         "program.saved_tensors", "program.lengths", "cluster.cluster", "cluster.devices", "cluster.curves",
-        "cluster.op_times", "cluster.step_curves", "cost.step", "plan.plan", "plan.reports",
+        "cluster.op_times", "cluster.step_curves", "cost.step", "plan.plan", "plan.reports", "plan.run_order",
+        "plan.step_plan",
     )  # fmt: skip
     types: dict[str, type] = {}
     for module in (import_module(f"hetspmd.{name}") for name in names):
@@ -83,13 +71,20 @@ def encode(value: Any) -> Any:
     name = type(value).__name__
     cls = _types().get(name)
     if cls is type(value) and dataclasses.is_dataclass(cls):
-        fields = {
-            f.name: encode(getattr(value, f.name))
-            for f in dataclasses.fields(cls)
-            if not (_may_lack(f) and getattr(value, f.name) == f.default)
-        }
-        return {"$": name, **fields}
+        return {"$": name, **_fields_of(value)}
     raise TypeError(f"a {name} cannot be stored in a plan")
+
+
+def _fields_of(record: Any) -> dict[str, Any]:
+    """The JSON values of a record's fields, and of those that stand inline."""
+    written: dict[str, Any] = {}
+    for f in dataclasses.fields(record):
+        value = getattr(record, f.name)
+        if f.metadata.get("inline") and not (isinstance(value, tuple) and len(value) != 1):
+            written |= _fields_of(value[0] if isinstance(value, tuple) else value)
+        elif not (_may_lack(f) and value == f.default):
+            written[f.name] = encode(value)
+    return written
 
 
 def _may_lack(field: dataclasses.Field[Any]) -> bool:
@@ -110,12 +105,13 @@ def decode(value: Any, cls: type[T]) -> T:
 def _decoder(kind: Any) -> Decoder:
     """The function that reads values of an annotation."""
     origin, parts = get_origin(kind), get_args(kind)
-    if kind in _SCALARS:
-        return _SCALARS[kind]
+    if kind in SCALARS:
+        return SCALARS[kind]
     if kind is Any:
         return _argument
     if dataclasses.is_dataclass(kind):
-        return _dataclass(cast(type, kind))
+        inline = any(f.metadata.get("inline") for f in dataclasses.fields(kind))
+        return (_with_inline if inline else _dataclass)(cast(type, kind))
     if origin is Literal:
         return _literal(parts)
     if origin in (Union, UnionType):
@@ -127,80 +123,12 @@ def _decoder(kind: Any) -> Decoder:
     raise TypeError(f"values of {kind} cannot be stored in a plan")
 
 
-def _what(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"a {value['$']}" if isinstance(value.get("$"), str) else "a mapping"
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _wrong(value: Any, wanted: str) -> DamageError:
-    return DamageError(f"is {_what(value)}, not {wanted}")
-
-
-def _none(value: Any) -> None:
-    if value is not None:
-        raise _wrong(value, "null")
-
-
-def _bool(value: Any) -> bool:
-    if value is True or value is False:
-        return value
-    raise _wrong(value, "true or false")
-
-
-def _int(value: Any) -> int:
-    if type(value) is not int:
-        raise _wrong(value, "a whole number")
-    if not -(2**63) <= value < 2**64:
-        raise DamageError("is a whole number of more than 64 bits")
-    return value
-
-
-def _float(value: Any) -> float:
-    if type(value) is float:
-        if math.isfinite(value):
-            return value
-        raise _wrong(value, "a number that JSON has")
-    if isinstance(value, dict):
-        name = value.get("$float")
-        if len(value) == 1 and isinstance(name, str) and name in _FLOATS:
-            return _FLOATS[name]
-    return _int(value) if type(value) is int else _fail(value, "a number")
-
-
-def _fail(value: Any, wanted: str) -> Any:
-    raise _wrong(value, wanted)
-
-
-def _str(value: Any) -> str:
-    if type(value) is not str:
-        raise _wrong(value, "a string")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise DamageError("is a string with half a character") from None
-    return value
-
-
-_SCALARS: Final[dict[Any, Decoder]] = {
-    NoneType: _none,
-    bool: _bool,
-    int: _int,
-    float: _float,
-    str: _str,
-}
-
-
 def _literal(allowed: tuple[Any, ...]) -> Decoder:
     literals = {name: name for name in allowed}
 
     def read(value: Any) -> Any:
         literal = literals.get(value) if type(value) is str else None
-        return _fail(value, "one of " + ", ".join(map(repr, allowed))) if literal is None else literal
+        return fail(value, "one of " + ", ".join(map(repr, allowed))) if literal is None else literal
 
     return read
 
@@ -210,7 +138,7 @@ def _sequence(item: Any) -> Decoder:
 
     def read(value: Any) -> tuple[Any, ...]:
         if type(value) is not list:
-            raise _wrong(value, "a list")
+            raise wrong(value, "a list")
         return _elements(value, repeat(read_item))
 
     return read
@@ -221,7 +149,7 @@ def _row(items: tuple[Any, ...]) -> Decoder:
 
     def read(value: Any) -> tuple[Any, ...]:
         if type(value) is not list or len(value) != len(readers):
-            raise _wrong(value, f"a list of {len(readers)}")
+            raise wrong(value, f"a list of {len(readers)}")
         return _elements(value, readers)
 
     return read
@@ -243,7 +171,7 @@ def _mapping(key: Any, item: Any) -> Decoder:
 
     def read(value: Any) -> dict[Any, Any]:
         if type(value) is not dict or list(value) != ["$map"]:
-            raise _wrong(value, 'a mapping {"$map": [[key, value], ...]}')
+            raise wrong(value, 'a mapping {"$map": [[key, value], ...]}')
         rows = read_rows(value["$map"])
         for (one, _), (other, _) in pairwise(rows):
             if not one < other:
@@ -264,7 +192,7 @@ def _dataclass(cls: type) -> Decoder:
 
     def read(value: Any) -> Any:
         if type(value) is not dict or value.get("$") != name:
-            raise _wrong(value, f"a {name}")
+            raise wrong(value, f"a {name}")
         if not fields:
             fields.append(prepare())
         readers = fields[0]
@@ -287,6 +215,62 @@ def _dataclass(cls: type) -> Decoder:
     return read
 
 
+def _with_inline(cls: type) -> Decoder:
+    """The reader of a record in which others stand inline."""
+
+    def read(value: Any) -> Any:
+        if type(value) is not dict or value.get("$") != cls.__name__:
+            raise wrong(value, f"a {cls.__name__}")
+        names = _names(cls, value)
+        if len(value) != len(names) + 1 or not all(n in value for n in names):
+            raise _fields(value, names)
+        return _assembled(cls, value)
+
+    return read
+
+
+def _members(cls: type, value: Mapping[str, Any]) -> Iterator[tuple[str, Any, type | None]]:
+    """The name and the annotation of each field of a record that ``value`` must have, and the record that stands
+    inline for it, if one does."""
+    hints = get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        kind, inner = hints[f.name], None
+        if f.metadata.get("inline"):
+            several = get_origin(kind) is tuple
+            if not (several and f.name in value):
+                inner = get_args(kind)[0] if several else kind
+        if inner is not None or f.name in value or not _may_lack(f):
+            yield f.name, kind, inner
+
+
+def _names(cls: type, value: Mapping[str, Any]) -> list[str]:
+    """The names of the fields that ``value`` must have, inline ones too."""
+    names: list[str] = []
+    for name, _, inner in _members(cls, value):
+        names += [name] if inner is None else _names(inner, value)
+    return names
+
+
+def _assembled(cls: type, value: Mapping[str, Any]) -> Any:
+    """The record whose fields, and those of the records in it, stand in ``value``."""
+    parts: dict[str, Any] = {}
+    for name, kind, inner in _members(cls, value):
+        several = get_origin(kind) is tuple
+        if inner is not None:
+            record = _assembled(inner, value)
+            parts[name] = (record,) if several else record
+            continue
+        try:
+            parts[name] = _decoder(kind)(value[name])
+        except DamageError as error:
+            raise error.under(f".{name}") from None
+        (field,) = (f for f in dataclasses.fields(cls) if f.name == name)
+        inline = field.metadata.get("inline") and len(parts[name]) == 1
+        if inline or (_may_lack(field) and parts[name] == field.default):
+            raise DamageError("is written where it is left out").under(f".{name}")
+    return cls(**parts)
+
+
 def _fields(value: Mapping[str, Any], names: list[str]) -> DamageError:
     missing = [n for n in names if n not in value]
     unknown = [n for n in value if n != "$" and n not in names]
@@ -298,8 +282,8 @@ def _fields(value: Mapping[str, Any], names: list[str]) -> DamageError:
 def _union(parts: tuple[Any, ...]) -> Decoder:
     classes: list[Any] = [p for p in parts if dataclasses.is_dataclass(p)]
     tagged = {p.__name__: _decoder(p) for p in classes}
-    plain = {p: _decoder(p) for p in parts if p in _SCALARS}
-    others = [_decoder(p) for p in parts if not dataclasses.is_dataclass(p) and p not in _SCALARS]
+    plain = {p: _decoder(p) for p in parts if p in SCALARS}
+    others = [_decoder(p) for p in parts if not dataclasses.is_dataclass(p) and p not in SCALARS]
     wanted = " or ".join(getattr(p, "__name__", str(p)).replace("NoneType", "null") for p in parts)
     if len(others) > 1:
         raise TypeError(f"values of {wanted} cannot be told apart in a plan")
@@ -316,7 +300,7 @@ def _union(parts: tuple[Any, ...]) -> Decoder:
             reader = plain.get(float)
         if reader is None and others:
             reader = others[0]
-        return _fail(value, wanted) if reader is None else reader(value)
+        return fail(value, wanted) if reader is None else reader(value)
 
     return read
 
@@ -332,15 +316,15 @@ def _argument(value: Any, depth: int = 0) -> Any:
     if type(value) is dict and "$float" not in value:
         tag = value.get("$")
         if not isinstance(tag, str) or tag not in ("Ref", "DType", "Marker"):
-            raise _wrong(value, "an argument of an op")
+            raise wrong(value, "an argument of an op")
         return _decoder(_types()[tag])(value)
     return _plain(value)
 
 
 def _complex(value: Any) -> complex:
     if type(value) is not list or len(value) != 2 or any(type(part) is int for part in value):
-        raise _wrong(value, "the two parts of a complex number")
-    real, imaginary = map(_float, value)
+        raise wrong(value, "the two parts of a complex number")
+    real, imaginary = map(float_of, value)
     return complex(real, imaginary)
 
 

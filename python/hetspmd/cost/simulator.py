@@ -198,6 +198,15 @@ class TwoStreams:
             (MoveForm(self.idle),) if c is None else self.model.transfer_forms(c) for c in self.collectives
         ]
 
+    def turns_of(self, device: int) -> list[int | None]:
+        """Of each computation the turn of an active device, from 0, in which it is; None outside of the loop. The
+        last pass is the last turn of each device (:mod:`hetspmd.cost.turn_passes`)."""
+        batches = self.model.batches
+        if batches is None:
+            return [None] * len(self.instructions)
+        last = batches.turns_of(self.model.world)[device] - 1
+        return [None if turn is None else min(turn, last) for turn in self.turns]
+
     def on(self, model: CostModel, *, idle: float = 0.0) -> TwoStreams:
         """The same steps on another cluster of as many devices; ``idle`` must be 0 there if it is here."""
         other = copy.copy(self)

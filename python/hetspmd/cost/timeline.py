@@ -39,8 +39,9 @@ IDLE_RESULTS: Final = "Broadcast(results to idle devices)"
 class Event:
     """What a device does from ``start`` to ``end`` (seconds from the step's beginning).
 
-    ``device`` is a rank of the cluster; ``name`` the instruction on ``compute``, with its turn of a loop over
-    micro-batches, the collective on ``communication`` and on ``waiting``, which fills gaps of the compute stream.
+    ``device`` is a rank of the cluster; ``name`` the instruction on ``compute``, the collective on
+    ``communication`` and on ``waiting``, which fills gaps of the compute stream; ``turn`` the device's micro-batch,
+    from 0, of an instruction in the loop over them, else None.
     """
 
     device: int
@@ -48,6 +49,7 @@ class Event:
     name: str
     start: float
     end: float
+    turn: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +114,6 @@ class Timeline:
         """All that takes time, by device, then stream, then start. Large: instructions times devices."""
         instructions = self.graph.instructions
         names = [instructions[i].name for i in self._streams.instructions]
-        for place, turn in enumerate(self._streams.turns):
-            if turn is not None:
-                names[place] += f" (turn {turn + 1})"
         starts = self._compute_starts()
         waits = [
             (clock, what, self.transfers[c])
@@ -132,9 +131,10 @@ class Timeline:
                 continue
             j = self.active.index(rank)
             seconds = self._run.seconds[:, j].tolist()
-            for name, start, length in zip(names, starts[:, j].tolist(), seconds, strict=True):
+            turns = self._streams.turns_of(j)
+            for name, start, length, turn in zip(names, starts[:, j].tolist(), seconds, turns, strict=True):
                 if length > 0:
-                    events.append(Event(rank, "compute", name, start, start + length))
+                    events.append(Event(rank, "compute", name, start, start + length, turn))
             for clock, what, t in waits:
                 if t.end > clock[j] and (what == WAIT or j == 0):
                     events.append(Event(rank, "waiting", t.name, float(clock[j]), t.end))

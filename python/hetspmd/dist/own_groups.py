@@ -65,17 +65,30 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return _OWN[parent]
 
 
-def close_links() -> None:
-    """End everything that waits in the gloo groups that were made here, with an error; they are of no use afterwards."""
+def close_links(group: dist.ProcessGroup | None) -> None:
+    """End everything that waits in a gloo group, with an error; its links are of no use afterwards.
+
+    gloo closes all links of a rank when one of its receives is late. A receive over a link that is closed already, to a
+    rank that has gone, is not late but fails at once, and leaves the links to the others open. So one is tried from each
+    rank.
+    """
+    own = dist.get_rank(group)
+    for source in range(dist.get_world_size(group)):
+        if source == own:
+            continue
+        with suppress(RuntimeError, ValueError):  # this link, or the group, is closed
+            work = dist.irecv(torch.zeros(1), group=group, group_src=source, tag=_NEVER_SENT)
+            if work is not None:
+                work.wait(timedelta(milliseconds=1))
+
+
+def close_own_links() -> None:
+    """Close the links of the gloo groups that were made here."""
     for ref in _MADE:
         group = ref()
-        if group is None or group.size() == 1:
-            continue
-        with suppress(RuntimeError, ValueError):  # the link or the group is closed already
-            before = (group.rank() - 1) % group.size()
-            work = dist.irecv(torch.zeros(1), group=group, group_src=before, tag=_NEVER_SENT)
-            if work is not None:
-                work.wait(timedelta(milliseconds=1))  # gloo closes all links when a receive is late
+        if group is not None:
+            with suppress(RuntimeError, ValueError):  # the program has destroyed it
+                close_links(group)
 
 
 def destroy_groups() -> None:

@@ -20,7 +20,7 @@ from hetspmd.errors import RankFailedError, WorldSizeError
 from hetspmd.dist.board import Board
 from hetspmd.dist.board_channel import BoardChannel
 from hetspmd.dist.communicator import Communicator, DoneWork, LoneCommunicator, Work
-from hetspmd.dist.own_groups import close_links, destroy_groups, made_group, own_group
+from hetspmd.dist.own_groups import close_links, close_own_links, destroy_groups, made_group, own_group
 from hetspmd.dist.processes import this_process
 from hetspmd.dist.ring import LANES, Carrier, Message, Ports, end_carriers, ring_gather, ring_reduce
 from hetspmd.dist.roll import Roll, RollCall
@@ -213,10 +213,6 @@ class ProcessGroupCommunicator(Communicator):
         return DoneWork() if work is None else IssuedWork(work, buffers, self.watch)
 
 
-_NEVER_SENT: Final = LANES
-"""A tag of no message."""
-
-
 class _Ports:
     """Point-to-point messages between the ranks of a group, apart from those of another tag."""
 
@@ -230,11 +226,8 @@ class _Ports:
         return _message(dist.irecv(buffer, group=self.group, group_src=source, tag=self.tag))
 
     def close(self) -> None:
-        before = (self.rank - 1) % self.world
-        with suppress(RuntimeError, ValueError):  # the link or the group is closed already
-            work = dist.irecv(torch.zeros(1), group=self.group, group_src=before, tag=_NEVER_SENT)
-            if work is not None:
-                work.wait(timedelta(milliseconds=1))  # gloo closes all links when a receive is late
+        with suppress(RuntimeError, ValueError):  # the program has destroyed the group
+            close_links(self.group)
 
 
 def _message(work: Any) -> Message:
@@ -315,7 +308,7 @@ def _leave() -> None:
             communicator.watch.note("ended", communicator.watch.place() or "its last step")
     over = _all_is_over()
     if not over:
-        close_links()
+        close_own_links()
         over = _all_is_over()
     for communicator in list(_COMMUNICATORS):
         communicator.release()

@@ -18,9 +18,9 @@ from hetspmd.lower.local_program import Groups, LocalGraphs, LocalTensor
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, shard, sharded_dim
 from hetspmd.program.layout import Layout, Region
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.program import Compute, Program
+from hetspmd.program.program import Program
+from hetspmd.program.stored import given_forms
 from hetspmd.rules.theory import Theory
-from hetspmd.trace.graph import Graph
 from hetspmd.trace.values import torch_dtype
 
 
@@ -40,7 +40,7 @@ class IdleEmitter:
 
 def _idle(theory: Theory, program: Program, lengths: Lengths, device: torch.device) -> LocalGraphs:
     graph, layout = theory.graph, Layout(theory.graph, theory.axes, lengths)
-    stored = _stored(graph, program)
+    stored = given_forms(graph, program)
 
     def local(tensor: int, form: Placement, region: Region | None) -> LocalTensor:
         meta = graph.tensors[tensor]
@@ -96,15 +96,6 @@ def _idle(theory: Theory, program: Program, lengths: Lengths, device: torch.devi
         local_shape=lambda key: graph.tensors[key[0]].shape,
         groups=Groups("nobody"),
     )
-
-
-def _stored(graph: Graph, program: Program) -> dict[int, Placement]:
-    """The placements of what is given to the step."""
-    return {
-        graph.instructions[step.instruction].outputs[0]: step.row.post[0]
-        for step in program.steps
-        if isinstance(step, Compute) and graph.instructions[step.instruction].is_source
-    }
 
 
 def _written(write: Callable[[fx.Graph], Any]) -> fx.Graph:

@@ -98,7 +98,7 @@ def input_rows(plan: Plan, rank: int) -> InputRows:
         steps = turn_steps(plan.theory, plan.program, plan.schedule, plan.batches)
         layout = TurnLayout(plan.theory, plan.batches, plan.lengths)
         followed = _Follower(layout, [i.tensor for i in graph.inputs])
-        followed.turns(steps, layout.turns(emitter.at.machine), emitter.at.machine)
+        followed.turns(steps, plan.step_plan.turns(rank), emitter.at.machine)
     return followed.result()
 
 
@@ -134,8 +134,8 @@ class _Follower:
         for key in steps.gradients:
             backward.read(key)
 
-    def turns(self, steps: TurnSteps, count: int, rank: int) -> None:
-        """A step in micro-batches, of the device ``rank``."""
+    def turns(self, steps: TurnSteps, turns: Sequence[int], rank: int) -> None:
+        """A step in micro-batches, of the active device ``rank``, which takes these."""
         before, graph = _Writer(self, RankPlace(0, rank)), self.graph
         for tensors in (graph.parameters, graph.buffers):
             for t in tensors:
@@ -145,7 +145,7 @@ class _Follower:
         if graph.tangent is not None:
             before.have[(graph.tangent, REPLICATE, REPLICATE)] = _Value()
         before.write(steps.before)
-        for turn in range(count):
+        for turn in turns:
             writer = _Writer(self, RankPlace(turn, rank))
             writer.have |= {key: before.value(key) for key in steps.read}
             writer.write(steps.turn)

@@ -15,6 +15,7 @@ from hetspmd.lower.local_program import LocalProgram
 from hetspmd.lower.passes import Emitter, Observer, run_passes
 from hetspmd.lower.turns import lower_turns, program_of_turns
 from hetspmd.placement import REPLICATE, shard
+from hetspmd.plan.check import check_step
 from hetspmd.program.level_layout import LevelLayout, RankPlace
 from hetspmd.program.levels import LocalSteps, Nested, one_level
 from hetspmd.program.nesting import nest
@@ -47,7 +48,8 @@ def lower_plan(plan: Plan, rank: int, device: torch.device, observer: Observer |
         )
     steps = turn_steps(plan.theory, plan.program, plan.schedule, plan.batches)
     layout = TurnLayout(plan.theory, plan.batches, plan.lengths)
-    return program_of_turns(lower_turns(steps, layout, emitter.at.machine, device), emitter)
+    turns = plan.step_plan.turns(rank)
+    return program_of_turns(lower_turns(steps, layout, emitter.at.machine, device, turns), emitter)
 
 
 def lower_place(
@@ -66,7 +68,8 @@ def nested_of(plan: Plan) -> Nested:
 
 def emitter_of(plan: Plan, rank: int, device: torch.device) -> Emitter:
     """What writes the graphs of a rank of the plan's cluster, be it idle. Raises PlanError for a plan whose
-    program was exchanged without its schedule."""
+    program was exchanged without its schedule, and for a step that this release does not run."""
+    check_step(plan.step_plan)
     check_schedule(plan.graph, plan.program, plan.schedule)
     theory, cluster, ranks = plan.theory, plan.cluster, active_ranks(plan)
     if rank not in ranks:

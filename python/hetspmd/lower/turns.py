@@ -64,14 +64,18 @@ class LocalTurns:
         return tuple(key for key in self.steps.leaving if not is_sharded(key[1]))
 
 
-def lower_turns(steps: TurnSteps, layout: TurnLayout, rank: int, device: torch.device) -> LocalTurns:
-    """The graphs of device ``rank``.
+def lower_turns(
+    steps: TurnSteps, layout: TurnLayout, rank: int, device: torch.device, turns: Sequence[int]
+) -> LocalTurns:
+    """The graphs of the active device ``rank``. ``turns``: the micro-batches that it takes, in their order
+    (:meth:`hetspmd.plan.step_plan.StepPlan.turns`).
 
     Raises PlanError if the program reads what it has not produced, or if the row of an instruction in time cannot
     be had at once with its row on the devices.
     """
     writing = _Writing(steps, layout, rank, device)
-    return LocalTurns(tuple(map(writing.turn, range(layout.turns(rank)))), steps, layout)
+    graphs = [writing.turn(n, first=n == turns[0], last=n == turns[-1]) for n in turns]
+    return LocalTurns(tuple(graphs), steps, layout)
 
 
 def program_of_turns(turns: LocalTurns, emitter: ActiveEmitter) -> LocalProgram:
@@ -162,10 +166,9 @@ class _Writing:
         self.summed = [key for key in steps.leaving if not is_sharded(key[1])]
         self.constants: dict[str, torch.Tensor] = {}
 
-    def turn(self, turn: int) -> fx.GraphModule:
+    def turn(self, turn: int, *, first: bool, last: bool) -> fx.GraphModule:
         """The graph of a turn, with what is before the loop in the first one, and what is after it in the last."""
         steps = self.steps
-        first, last = turn == 0, turn == self.layout.turns(self.rank) - 1
         writer = self._writer(turn)
         before, after = self._writer(0, writer), self._writer(0, writer)
         sums = _Sums(writer, self.summed)

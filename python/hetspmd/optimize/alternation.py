@@ -25,6 +25,7 @@ from hetspmd.program.lengths import Lengths, Matrix, Ratios, by_segment, lengths
 from hetspmd.ratios.problem import Room
 from hetspmd.ratios.ratios import optimise
 from hetspmd.ratios.starts import by_memory
+from hetspmd.search.earlier_prices import Known
 from hetspmd.search.memory_limits import capacities, search_that_fits
 from hetspmd.search.search import SearchResult
 from hetspmd.search.space import Space
@@ -154,6 +155,7 @@ def search_fitting(
                     within=within,
                     reserve=reserve,
                     memory_prices=ctx.memory_prices,
+                    known=Known(ctx.earlier_prices, active) if within is None else None,
                 )
         except MemoryLimitError as error:
             amounts = {active[j]: both for j, both in error.lacking.items()}

@@ -33,6 +33,7 @@ from hetspmd.optimize.zero_levels import loop_like, rereads_like, synthesize_ste
 from hetspmd.placement import Placement
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Inside, SearchReport
+from hetspmd.plan.step_plan import Fragment, StepPlan, TimeSplit
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Matrix, Ratios, by_segment, lengths_for
 from hetspmd.program.micro_batch_check import check_loop, check_own_turns, check_repeated
@@ -42,6 +43,7 @@ from hetspmd.program.stored import as_stored
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search.conflict import naming_conflicts
 from hetspmd.search.constraints import Constraints, resolve, spelling
+from hetspmd.search.earlier_prices import EarlierPrices
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import search_space
 from hetspmd.trace.blocks import as_in
@@ -130,9 +132,10 @@ def compile_plan(
                 theory, batches = in_micro_batches(theory, like.micro_batches if divided else 1, fewer=True)
             return _like(theory, like, Limits(seconds=asked.time_limit), clock, batches)
         count = asked.micro_batches if divided else 1
+        prices = EarlierPrices()
 
         def planned(theory: Theory, batches: MicroBatches | None) -> Plan:
-            return _in(theory, cluster, asked, clock, batches)
+            return _in(_Compilation(theory, cluster, asked, clock, batches, prices))
 
         try:
             if divided and blocks:
@@ -145,12 +148,10 @@ def compile_plan(
         return plan
 
 
-def _in(
-    theory: Theory, cluster: Cluster, asked: CompileOptions, clock: Clock, batches: MicroBatches | None
-) -> Plan:
-    """The plan in these micro-batches."""
-    compilation = _Compilation(theory, cluster, asked, clock, batches)
-    if batches is not None or asked.zero is not None:
+def _in(compilation: _Compilation) -> Plan:
+    """The plan of a compilation."""
+    cluster, asked = compilation.cluster, compilation.options
+    if compilation.batches is not None or asked.zero is not None:
         return compilation.side_by_side(flat(cluster))
     if has_machines(cluster):
         return cheaper(cluster, asked.machines, compilation.side_by_side, compilation.across)
@@ -167,9 +168,10 @@ class _Compilation:
         options: CompileOptions,
         clock: Clock,
         batches: MicroBatches | None,
+        prices: EarlierPrices,
     ) -> None:
         self.theory, self.cluster, self.options, self.clock = theory, cluster, options, clock
-        self.batches = batches
+        self.batches, self.prices = batches, prices
         self.limits = Limits(seconds=options.time_limit)
         self.constraints = composed(theory, batches, self._asked(theory))
 
@@ -186,7 +188,13 @@ class _Compilation:
             require_room(self.theory, cluster, self.batches, self.constraints, compare=compare)
         with naming_conflicts(self.theory, self.constraints):
             ctx = Synthesis(
-                self.theory, cluster, self.constraints, self.limits, self.clock, batches=self.batches
+                self.theory,
+                cluster,
+                self.constraints,
+                self.limits,
+                self.clock,
+                batches=self.batches,
+                earlier_prices=self.prices,
             )
             ctx, outcome = synthesize_step(ctx, self.options.zero)
             if self.options.micro_batches == "auto" and self.options.zero not in (2, 3):
@@ -262,28 +270,34 @@ def plan_of(
         check_loop(ctx.theory, ctx.batches.loop)
         check_repeated(ctx.theory, ctx.batches.loop, ctx.batches.repeated)
         check_own_turns(ctx.theory, ctx.batches, best.program, best.lengths.world)
-    return Plan(
-        graph=ctx.theory.graph,
+    fragment = Fragment(
         program=best.program,
         schedule=best.schedule,
         ratios=best.ratios,
         lengths=best.lengths,
+        active=best.active,
+        inside=inside,
+    )
+    return Plan(
+        graph=ctx.theory.graph,
+        step_plan=StepPlan(fragments=(fragment,), split=_split_of(ctx.batches)),
         cluster=ctx.cluster,
         cost=best.measured_cost,
         search=_report(best.result),
         baselines=outcome.baselines,
         iterations=outcome.iterations,
-        active=best.active,
         constraints={
             glob: form if isinstance(form, str) else spelling(form) for glob, form in (asked or {}).items()
         },
         over_memory=outcome.over_memory,
-        inside=inside,
         considered=outcome.considered,
-        micro_batches=1 if ctx.batches is None else ctx.batches.count,
-        repeated=() if ctx.batches is None else tuple(sorted(ctx.batches.repeated)),
-        own_turns=() if ctx.batches is None else ctx.batches.own_turns,
     )
+
+
+def _split_of(batches: MicroBatches | None) -> TimeSplit:
+    if batches is None:
+        return TimeSplit()
+    return TimeSplit(batches.count, tuple(sorted(batches.repeated)), batches.own_turns)
 
 
 def _plan_across(ctx: Synthesis, step: Step, asked: _Constraints = None) -> Plan:

@@ -13,12 +13,12 @@ from functools import cached_property
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.least_memory import LeastMemory
 from hetspmd.cost.model import CostModel
-from hetspmd.errors import MemoryLimitError
 from hetspmd.optimize.thresholds import THRESHOLDS, Thresholds
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.micro_batches import MicroBatches, in_own_turns
 from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import Constraints
+from hetspmd.search.earlier_prices import EarlierPrices
 from hetspmd.search.memory_prices import MemoryPrices
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import Space, search_space
@@ -47,8 +47,8 @@ class Synthesis:
     """The context of a synthesis. Functions take it first and return candidates; none of them changes it.
 
     ``constraints`` are the user's, on all candidates. ``limits`` are those of each search. ``batches``: the step
-    runs in micro-batches. Raises InfeasibleError
-    if no program can satisfy the constraints.
+    runs in micro-batches. ``earlier_prices``: where searches for programs that fit the memory begin; each of them
+    leaves its own there for the next. Raises InfeasibleError if no program can satisfy the constraints.
     """
 
     theory: Theory
@@ -58,6 +58,7 @@ class Synthesis:
     clock: Clock = field(default_factory=Clock)
     thresholds: Thresholds = THRESHOLDS
     batches: MicroBatches | None = None
+    earlier_prices: EarlierPrices = field(default_factory=EarlierPrices)
 
     def __post_init__(self) -> None:
         _ = self.searcher  # constraints that no program satisfies are told here
@@ -73,12 +74,6 @@ class Synthesis:
         """What holding tensors costs at prices of bytes."""
         with self.clock("synth"):
             return MemoryPrices(self.searcher, self.batches)
-
-    @cached_property
-    def fitting(self) -> dict[object, tuple[SearchResult | None, MemoryLimitError | None]]:
-        """What searches for programs that fit the memory have given
-        (:func:`hetspmd.optimize.alternation.search_fitting`), by what they were asked."""
-        return {}
 
     @cached_property
     def least(self) -> LeastMemory:
@@ -98,7 +93,6 @@ class Synthesis:
             return self
         other = copy.copy(self)
         object.__setattr__(other, "batches", replace(self.batches, repeated=repeated))
-        other.__dict__.pop("known", None)  # what programs hold is another
         return other
 
     def with_own_turns(self, turns: tuple[int, ...]) -> Synthesis:

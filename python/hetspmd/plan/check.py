@@ -14,6 +14,7 @@ from hetspmd.placement import parse_placement
 from hetspmd.plan.graph_check import check_graph
 from hetspmd.plan.ops_check import check_calls, check_schemas
 from hetspmd.plan.reports import VERDICTS, Considered, Inside, Iteration, SearchReport
+from hetspmd.plan.step_plan import StepPlan
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths, Matrix
 from hetspmd.program.micro_batch_check import check_loop, check_own_turns, check_repeated
@@ -65,6 +66,8 @@ class Unchecked(Protocol):
     @property
     def own_turns(self) -> tuple[int, ...]: ...
     @property
+    def step_plan(self) -> StepPlan: ...
+    @property
     def world(self) -> int: ...
 
 
@@ -79,6 +82,7 @@ def checked_theory(plan: Unchecked, *, trial: bool) -> Theory:
     Raises PlanError if the plan is damaged, or made with ops or rules that are not those of this process.
     """
     check_graph(plan.graph)
+    check_step(plan.step_plan)
     _check_numbers(plan)
     check_schemas(plan.graph)
     try:
@@ -104,6 +108,14 @@ def checked_theory(plan: Unchecked, *, trial: bool) -> Theory:
         except Exception as error:
             raise _fail(f"the program inside its machines does not fit ({type(error).__name__})") from error
     return theory
+
+
+def check_step(step: StepPlan) -> None:
+    """Raise PlanError for a step that this release does not run: of several fragments, or in another order than one
+    micro-batch after the other, each forward and at once backward."""
+    if len(step.fragments) > 1 or step.order:
+        for rank in step.active:
+            step.turns(rank)
 
 
 def _check_micro_batches(plan: Unchecked, theory: Theory) -> None:

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import has_machines
 from hetspmd.codec.files import write_atomically
-from hetspmd.codec.records import encode
+from hetspmd.codec.records import INLINE, encode
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import StepCost, StepModel, idle_seconds
 from hetspmd.errors import PlanError
-from hetspmd.placement import Placement, is_sharded, sharded_dim
+from hetspmd.placement import Placement
 from hetspmd.plan.check import checked_theory
 from hetspmd.plan.reports import Considered, Inside, Iteration, SearchReport
+from hetspmd.plan.step_plan import StepPlan
 from hetspmd.plan.text import content, content_digest, file_text, read_content, value_of
+from hetspmd.plan.update import Update, update_of
 from hetspmd.program.lengths import Lengths, Matrix
 from hetspmd.program.micro_batches import MicroBatches, micro_batches
-from hetspmd.program.program import Compute, Program
+from hetspmd.program.program import Program
 from hetspmd.program.schedule import Schedule
 from hetspmd.rules.theory import Theory, derive, report_missing
 from hetspmd.trace.graph import Graph
@@ -46,10 +48,10 @@ class Plan:
 
     Attributes:
         graph: The training step of the single-device model.
-        program: The instructions, by one triple each, and the collectives between them.
-        schedule: When the steps of the program run: forward or backward, in which order, in which buckets.
-        ratios: For each segment of the graph the share of each active device. Each row sums to 1.
-        lengths: Whole units per logical axis and active device.
+        step_plan: What a step is: its micro-batches, its fragments (programs on groups of devices), in which order
+            devices run them, and the update. The attributes of its only fragment (``program``, ``schedule``,
+            ``ratios``, ``lengths``, ``active``, ``inside``) and of its micro-batches (``micro_batches``,
+            ``repeated``, ``own_turns``) are the plan's as well.
         cluster: All devices, idle devices included.
         cost: The prediction for the program at these lengths, in seconds and bytes.
         search: What the search says of the program: cost, lower bound, gap and stop reason.
@@ -64,62 +66,110 @@ class Plan:
             communicates nothing; ``all_devices`` is the best program without idle devices, where the plan has
             some; ``one_segment`` is the best program of one segment, where the plan has several.
         iterations: The trace of the alternation between search and ratios on the active devices.
-        active: Ranks in the cluster, ascending; ``()`` stands for all.
         constraints: What the user asked for: globs to placements.
         over_memory: Names of baselines that need more memory than the devices have.
-        inside: What the accelerators inside machines do, for a plan across machines. ``active`` and
-            ``ratios`` are then of machines. None for any other plan.
         considered: The candidates that were compared, the plan's own first, each with why it is not the plan.
-        micro_batches: How many parts of the batch a step takes one after the other.
-        repeated: Tensors whose collectives run once for each micro-batch, though they could run once before the
-            loop over them (parameters, and what is computed of them alone) or after it (gradients).
-        own_turns: How many turns each active device takes for its rows, where the devices do not wait for each
-            other in the loop; the most is ``micro_batches``. Empty where each device runs all of them.
 
     Raises:
         PlanError: These do not fit each other.
     """
 
     graph: Graph
-    program: Program
-    schedule: Schedule
-    ratios: Matrix
-    lengths: Lengths
+    step_plan: StepPlan = field(metadata=INLINE)
     cluster: Cluster
     cost: StepCost
     search: SearchReport
     baselines: Mapping[str, float]
     iterations: tuple[Iteration, ...]
-    active: tuple[int, ...] = ()
     constraints: Mapping[str, str] = field(default_factory=dict)
     over_memory: tuple[str, ...] = ()
-    inside: Inside | None = None
     considered: tuple[Considered, ...] = ()
-    micro_batches: int = 1
-    repeated: tuple[int, ...] = ()
-    own_turns: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        everyone = range(len(self.cluster.devices))
-        if not self.active:
-            object.__setattr__(self, "active", tuple(everyone))
-        if self.inside is None and has_machines(self.cluster):
-            raise PlanError("a plan for machines says nothing of their accelerators; compile it again")
-        if list(self.active) != sorted(set(self.active)) or not set(self.active) <= set(everyone):
-            raise PlanError(f"active devices {list(self.active)} of a cluster of {len(everyone)}")
-        if self.micro_batches < 1 or (self.micro_batches > 1 and (self.inside or self.graph.segments)):
-            raise PlanError(
-                f"{self.micro_batches} micro-batches of a plan across machines, or of several segments"
-            )
-        if len(self.ratios) != self.graph.segment_count:
-            raise PlanError(
-                f"ratios of {len(self.ratios)} segments, the graph has {self.graph.segment_count}"
-            )
-        if not {len(row) for row in self.ratios} == {self.lengths.world} == {len(self.active)}:
-            raise PlanError(
-                f"ratios of {len(self.ratios[0])} and lengths of {self.lengths.world} devices for "
-                f"{len(self.active)} active ones"
-            )
+        everyone, split = range(len(self.cluster.devices)), self.step_plan.split
+        for fragment in self.step_plan.fragments:
+            if fragment.inside is None and has_machines(self.cluster):
+                raise PlanError("a plan for machines says nothing of their accelerators; compile it again")
+            if not set(fragment.active) <= set(everyone):
+                raise PlanError(f"active devices {list(fragment.active)} of a cluster of {len(everyone)}")
+            if split.micro_batches > 1 and (fragment.inside or self.graph.segments):
+                raise PlanError(
+                    f"{split.micro_batches} micro-batches of a plan across machines, or of several segments"
+                )
+            if len(fragment.ratios) != self.graph.segment_count:
+                raise PlanError(
+                    f"ratios of {len(fragment.ratios)} segments, the graph has {self.graph.segment_count}"
+                )
+
+    @property
+    def program(self) -> Program:
+        """The instructions, by one triple each, and the collectives between them.
+
+        Raises:
+            PlanError: The step has several fragments, each with a program of its own; so of all that is one
+                fragment's.
+        """
+        return self.step_plan.only.program
+
+    @property
+    def schedule(self) -> Schedule:
+        """When the steps of the program run: forward or backward, in which order, in which buckets."""
+        return self.step_plan.only.schedule
+
+    @property
+    def ratios(self) -> Matrix:
+        """For each segment of the graph the share of each active device. Each row sums to 1."""
+        return self.step_plan.only.ratios
+
+    @property
+    def lengths(self) -> Lengths:
+        """Whole units per logical axis and active device."""
+        return self.step_plan.only.lengths
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """Ranks in the cluster of the devices that take part, ascending; of machines in a plan across them."""
+        return self.step_plan.active
+
+    @property
+    def inside(self) -> Inside | None:
+        """What the accelerators inside machines do, for a plan across machines. ``active`` and ``ratios`` are then
+        of machines. None for any other plan."""
+        return self.step_plan.only.inside
+
+    @property
+    def micro_batches(self) -> int:
+        """How many parts of the batch a step takes one after the other."""
+        return self.step_plan.split.micro_batches
+
+    @property
+    def repeated(self) -> tuple[int, ...]:
+        """Tensors whose collectives run once for each micro-batch, though they could run once before the loop over
+        them (parameters, and what is computed of them alone) or after it (gradients)."""
+        return self.step_plan.split.repeated
+
+    @property
+    def own_turns(self) -> tuple[int, ...]:
+        """How many turns each active device takes for its rows, where the devices do not wait for each other in
+        the loop; the most is ``micro_batches``. Empty where each device runs all of them."""
+        return self.step_plan.split.own_turns
+
+    def with_step(self, **parts: Any) -> Self:
+        """The plan with other parts of its step (:meth:`hetspmd.plan.step_plan.StepPlan.with_parts`).
+
+        Raises:
+            PlanError: They do not fit each other.
+        """
+        return replace(self, step_plan=self.step_plan.with_parts(**parts))
+
+    @cached_property
+    def update(self) -> Update:
+        """What the update of each parameter reads and leaves, and where the optimizer's state for it is.
+
+        Raises:
+            PlanError: A parameter is stored nowhere.
+        """
+        return update_of(self.step_plan, self.theory)
 
     @cached_property
     def theory(self) -> Theory:
@@ -198,23 +248,7 @@ class Plan:
         """Parameter name to the placement in which it is stored, and its elements per active device along the
         sharded dim (empty for a whole parameter).
         """
-        stored = {
-            t: step.row.post[0]
-            for step in self.program.steps
-            if isinstance(step, Compute)
-            for t in self.graph.instructions[step.instruction].outputs[:1]
-        }
-        layout: dict[str, tuple[Placement, tuple[int, ...]]] = {}
-        for p in self.graph.parameters:
-            form = stored[p.tensor]
-            shape = self.graph.tensors[p.tensor].shape
-            extents = (
-                self.lengths.extents(self.theory.axes, p.tensor, form, shape[sharded_dim(form)])
-                if is_sharded(form)
-                else ()
-            )
-            layout[p.name] = (form, extents)
-        return layout
+        return dict(self.update.stored)
 
     def explain(
         self,
@@ -260,8 +294,6 @@ class Plan:
         """
         tree, digest = read_content(text)
         plan = value_of(tree, cls)
-        if not tree["active"]:  # what is written names all of them
-            raise PlanError("the plan file is damaged: no device is active; compile the plan again")
         theory = checked_theory(plan, trial=trial)
         report_missing(theory)
         plan.__dict__.update(theory=theory, digest=digest)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hetspmd.cluster.collective_kinds import KINDS, Kind
-from hetspmd.placement import REPLICATE, Placement, is_sharded, sharded_dim
+from hetspmd.placement import Placement
 from hetspmd.plan.plan import Plan
-from hetspmd.program.program import Communicate, Compute
-from hetspmd.rules.theory import Theory
-from hetspmd.trace.graph import BUFFER, INPUT, PARAMETER, REBALANCE, Graph, Parameter
+from hetspmd.plan.update import ParameterUpdate
+from hetspmd.program.program import Communicate
+from hetspmd.trace.graph import BUFFER, INPUT, PARAMETER, REBALANCE, Graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,33 +100,12 @@ def segment_modules(graph: Graph) -> tuple[tuple[str, str], ...]:
     return tuple((names[0], names[-1]) if names else ("", "") for names in modules)
 
 
-def stored_forms(plan: Plan) -> dict[int, Placement]:
-    """Parameter or buffer tensor id to the form in which the program stores it."""
-    graph = plan.graph
-    return {
-        graph.instructions[step.instruction].outputs[0]: step.row.post[0]
-        for step in plan.program.steps
-        if isinstance(step, Compute) and graph.instructions[step.instruction].op in (PARAMETER, BUFFER)
-    }
-
-
-def shard_extents(plan: Plan, theory: Theory, tensor: int, form: Placement) -> tuple[int, ...]:
-    """Elements per active device along the dim that ``form`` shards; empty for other forms."""
-    if not is_sharded(form):
-        return ()
-    extent = plan.graph.tensors[tensor].shape[sharded_dim(form)]
-    return plan.lengths.extents(theory.axes, tensor, form, extent)
-
-
 def storage(plan: Plan) -> tuple[Storage, ...]:
     """Where parameters live, grouped, in the order of the model."""
-    theory, forms = plan.theory, stored_forms(plan)
-    groups: dict[tuple[str, Placement, tuple[int, ...]], list[Parameter]] = {}
-    for parameter in plan.graph.parameters:
-        form = forms.get(parameter.tensor, REPLICATE)
-        extents = shard_extents(plan, theory, parameter.tensor, form)
+    groups: dict[tuple[str, Placement, tuple[int, ...]], list[ParameterUpdate]] = {}
+    for parameter in plan.update.parameters:
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", parameter.name)
-        groups.setdefault((pattern, form, extents), []).append(parameter)
+        groups.setdefault((pattern, parameter.stored, parameter.extents), []).append(parameter)
     storages = []
     for (pattern, form, extents), members in groups.items():
         tensors = [plan.graph.tensors[p.tensor] for p in members]

@@ -1,6 +1,6 @@
 """The text of a plan file: JSON with the version of its format and the SHA-256 of its content.
 
-``{"plan": ..., "sha256": "...", "version": 8}``. The checksum is of the canonical text of ``plan``, in which keys
+``{"plan": ..., "sha256": "...", "version": 11}``. The checksum is of the canonical text of ``plan``, in which keys
 are sorted and nothing stands between tokens, so that a file that was only formatted anew is still whole. It finds
 every damage that leaves a possible plan: a changed number among an op's arguments or in a constant cannot be proved
 wrong.
@@ -16,7 +16,7 @@ from hetspmd.codec.records import decode
 from hetspmd.errors import HetspmdError, PlanError
 from hetspmd.trace.collector import collector_paused
 
-VERSION: Final = 10
+VERSION: Final = 11
 
 _AGAIN: Final = "copy it again, or compile it again with hetspmd compile --plan FILE"
 _KEYS: Final = ("plan", "sha256", "version")

@@ -31,6 +31,7 @@ from hetspmd.placement import REPLICATE, Placement, after_cut, same_dim
 from hetspmd.program.buckets import Bucket, Scheduled
 from hetspmd.program.program import Communicate, Compute, Program, Result
 from hetspmd.program.schedule import Schedule
+from hetspmd.program.stored import given_forms
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Graph
@@ -147,11 +148,6 @@ def one_level(theory: Theory, program: Program, schedule: Schedule) -> LocalStep
     """The steps of a program of one level, as its schedule has them."""
     graph = theory.graph
     order = schedule.steps(program)
-    stored = {
-        graph.instructions[step.instruction].outputs[0]: step.row.post[0]
-        for step in order.forward
-        if isinstance(step, Compute) and graph.instructions[step.instruction].is_source
-    }
 
     def computed(steps: tuple[Scheduled, ...]) -> tuple[Scheduled, ...]:
         return tuple(
@@ -165,7 +161,7 @@ def one_level(theory: Theory, program: Program, schedule: Schedule) -> LocalStep
         forward=computed(order.forward),
         backward=computed(order.backward),
         saved=tuple((s.key, s.how == "slice") for s in schedule.saved),
-        stored=stored,
+        stored=given_forms(graph, program),
         loss=None if program.loss is None else (program.loss.tensor, program.loss.form),
         outputs=keys(program.outputs),
         buffers=keys(program.buffers),

@@ -44,6 +44,7 @@ from hetspmd.program.levels import (
 )
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Schedule
+from hetspmd.program.stored import given_forms
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Graph
@@ -103,13 +104,12 @@ class _Nesting:
     def run(self) -> Nested:
         graph, outer = self.graph, self.outer
         constants = {(c.tensor, REPLICATE, REPLICATE): None for c in graph.constants}
-        stored: dict[int, Placement] = {}
+        stored = given_forms(graph, outer)
         forward = _Graph(dict(constants))
         for step in self.order.forward:
             if isinstance(step, Compute) and graph.instructions[step.instruction].is_source:
                 (tensor,) = graph.instructions[step.instruction].outputs
-                stored[tensor] = step.row.post[0]
-                forward.have[(tensor, step.row.post[0], REPLICATE)] = None
+                forward.have[(tensor, stored[tensor], REPLICATE)] = None
         loss = None if outer.loss is None else (outer.loss.tensor, REPLICATE, REPLICATE)
         rows = shard(0)
         outputs = tuple(

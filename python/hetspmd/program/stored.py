@@ -1,4 +1,5 @@
-"""Another graph of a model whose parameters lie in shards already: the same shards serve it.
+"""Where parameters are stored, and another graph of a model whose parameters lie in shards already: the same shards
+serve it.
 
 Where the graph divides a stored dim, and the stored lengths are whole units of its axis, the axis takes these
 lengths, and the shards are used where they lie. A parameter whose shards do not fit is stored apart from its use
@@ -14,11 +15,23 @@ from typing import TypeAlias
 from hetspmd.errors import PlanError
 from hetspmd.placement import REPLICATE, Placement, is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths, Matrix, lengths_for
+from hetspmd.program.program import Compute, Program
 from hetspmd.rules.theory import Theory, derive
+from hetspmd.trace.graph import Graph
 from hetspmd.trace.storage_axes import with_storage
 
 Stored: TypeAlias = Mapping[str, tuple[Placement, tuple[int, ...]]]
-"""A parameter's name to its stored form and its extents by active device (:meth:`Plan.parameter_layout`)."""
+"""A parameter's name to its stored form and its extents by active device
+(:attr:`hetspmd.plan.update.Update.stored`)."""
+
+
+def given_forms(graph: Graph, program: Program) -> dict[int, Placement]:
+    """The placement of each tensor that a program is given: parameters, buffers and inputs, as they are stored."""
+    return {
+        graph.instructions[step.instruction].outputs[0]: step.row.post[0]
+        for step in program.steps
+        if isinstance(step, Compute) and graph.instructions[step.instruction].is_source
+    }
 
 
 def as_stored(theory: Theory, stored: Stored, ratios: Matrix) -> tuple[Theory, dict[int, Placement], Lengths]:

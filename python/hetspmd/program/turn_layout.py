@@ -21,10 +21,6 @@ class TurnLayout(LevelLayout):
         self.batches, self.lengths = batches, lengths
         self._turns: dict[int, Table] = {}
 
-    def turns(self, device: int) -> int:
-        """How many turns a device runs the loop in."""
-        return self.batches.turns_of(self.lengths.world)[device]
-
     def inside(self, axis: int, units: int, machine: int) -> tuple[int, ...]:
         """Units of an axis divided among the devices: all of them by the lengths, those of a micro-batch so that
         over all micro-batches each device has those of its lengths."""

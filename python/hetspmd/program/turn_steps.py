@@ -37,6 +37,7 @@ from hetspmd.program.loop_steps import loop_order, step_phases
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Places, Schedule
+from hetspmd.program.stored import given_forms
 from hetspmd.program.time_split import Phase
 from hetspmd.rules.theory import Theory
 
@@ -107,7 +108,7 @@ class _Writing:
         self.theory, self.graph, self.program, self.loop = theory, theory.graph, program, loop
         self.phases = step_phases(self.graph, batches, program)
         self.order = loop_order(self.graph, program, schedule, batches)
-        self.stored: dict[int, Placement] = {}
+        self.stored = given_forms(self.graph, program)
         self.constants = {(c.tensor, REPLICATE, REPLICATE): None for c in self.graph.constants}
         self.before, self.turn, self.after = (_Part(dict(self.constants)) for _ in range(3))
         self.appended: list[Phase] = []
@@ -149,8 +150,7 @@ class _Writing:
         instruction = self.graph.instructions[step.instruction]
         if instruction.is_source:
             (tensor,) = instruction.outputs
-            self.stored[tensor] = step.row.post[0]
-            self.before.have[(tensor, REPLICATE, step.row.post[0])] = None
+            self.before.have[(tensor, REPLICATE, self.stored[tensor])] = None
             return
         self._append(self._part(phase), Both(step.instruction, self.loop.rows[step.instruction], step.row))
 

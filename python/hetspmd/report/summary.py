@@ -108,10 +108,8 @@ def _turns(plan: Plan) -> dict[int, str]:
         return {}
     table = batches.table(axis, plan.lengths.units[axis])
     return {
-        rank: f"{turns} x {max(rows)}"
-        for rank, turns, rows in zip(
-            plan.active, batches.turns_of(len(plan.active)), zip(*table, strict=True), strict=True
-        )
+        rank: f"{len(plan.step_plan.turns(rank))} x {max(rows)}"
+        for rank, rows in zip(plan.active, zip(*table, strict=True), strict=True)
     }
 
 

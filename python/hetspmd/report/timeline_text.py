@@ -35,12 +35,13 @@ def chrome_trace(timeline: Timeline) -> str:
     for event in timeline.events:
         computes = event.stream == "compute"
         of = sources[event.name] if computes else roles[event.name]
+        turn = "" if event.turn is None else f" (turn {event.turn + 1})"
         entry: dict[str, Any] = {
             "ph": "X",
             "pid": event.device,
             "tid": THREADS[event.stream],
             "cat": event.stream,
-            "name": f"wait for {event.name}" if event.stream == "waiting" else event.name,
+            "name": f"wait for {event.name}" if event.stream == "waiting" else event.name + turn,
             "ts": event.start * 1e6,
             "dur": (event.end - event.start) * 1e6,
         }

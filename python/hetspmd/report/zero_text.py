@@ -26,7 +26,7 @@ def zero_levels(plan: Plan) -> dict[str, int]:
     moved = {step.tensor for step in steps if isinstance(step, Communicate)}
     gathered = {graph.parameter_of[tensor] for tensor in moved if tensor in graph.parameter_of}
     reduced = {tensor for tensor, form in loop.values if is_sharded(form)}
-    stored = plan.parameter_layout()
+    stored = plan.update.stored
     levels: dict[str, int] = {}
     for parameter in graph.parameters:
         if parameter.gradient is None:

@@ -22,6 +22,8 @@ than what is held where collectives are: if that leaves much of a gap, what a co
 estimated and priced too. What is found so has no part in the bound.
 
 Where prices outweigh all costs and higher ones give the same program again, still higher ones give no other.
+
+A search that is like an earlier one starts from its prices (:mod:`hetspmd.search.earlier_prices`).
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from hetspmd.cost.memory import MemoryProfile, memory_profile
 from hetspmd.cost.model import Array, CostModel
 from hetspmd.errors import MemoryLimitError, SearchError
 from hetspmd.program.lengths import Lengths
+from hetspmd.search.earlier_prices import Known, PricedAt
 from hetspmd.search.highs import quiet_highs
 from hetspmd.search.memory_prices import MemoryPrices, Place
 from hetspmd.search.search import Limits, Searcher, SearchResult
@@ -60,6 +63,17 @@ WIDE = 1e-2
 
 OUTWEIGHED = 20.0
 """Prices of so many times a program's cost outweigh it."""
+
+NARROW = 2e-3
+"""A program that fits, dearer by this part than one that does not, at lower prices, is as cheap as one need be."""
+
+NEAR_SCALINGS, NEAR = 8, 1.1
+"""At most so many searches at scaled prices of an earlier search, and the first step from them, which is squared
+for each further one until one program fits and one does not."""
+
+HOPELESS = 0.01
+"""A program that lacks this part of a device's memory, at an earlier search's prices that outweigh all costs, tells
+that none fits."""
 
 
 def capacities(model: CostModel) -> Array:
@@ -92,10 +106,11 @@ def search_that_fits(
     within: Space | None = None,
     reserve: Array | None = None,
     memory_prices: MemoryPrices | None = None,
+    known: Known | None = None,
 ) -> SearchResult:
     """The best program found that fits every device at ``lengths``; ``start``, the best without regard to memory,
     if that fits. ``reserve``: bytes of each device that are left free. ``memory_prices``: those of the searcher,
-    where they have been made.
+    where they have been made. ``known``: the prices of earlier searches, to which those of this one are added.
 
     Its ``lower_bound`` is certified for all programs that fit, its ``stop_reason`` is "memory" unless the bound
     meets the cost. Raises MemoryLimitError if no program found fits.
@@ -105,7 +120,10 @@ def search_that_fits(
     prices = _Lagrangian(searcher, model, lengths, limits, within, capacity, memory_prices)
     if prices.take(start):
         return start
-    prices.run()
+    if known is None:
+        prices.run()
+    else:
+        prices.run_from(known)
     if prices.best is None:
         raise _does_not_fit(prices.lines, model)
     best, bound = prices.best, min(prices.bound, prices.best.cost)
@@ -130,11 +148,15 @@ class _Lagrangian:
     highest: float = -np.inf
     top: dict[Place, float] = field(default_factory=dict)
     """The prices tried at which L is highest."""
+    tried: tuple[dict[Place, float], float, bool] | None = None
+    """The last prices, their tilt, and whether they are estimated too."""
+    won: tuple[dict[Place, float], float, bool] | None = None
+    """Those at which the best program was found."""
 
     def run(self) -> None:
         """Cutting planes, then tilted scaling where they leave a gap."""
         first = self.lines[0]
-        self.bound = first.result.lower_bound
+        self.bound = max(self.bound, first.result.lower_bound)
         try:
             if self._cutting_planes(first.result.cost) and not self._close():
                 self._tilted(estimated=False)
@@ -142,6 +164,66 @@ class _Lagrangian:
                     self._tilted(estimated=True)
         except SearchError:
             pass
+
+    def run_from(self, known: Known) -> None:
+        """The same, beginning near earlier prices; its own are known then."""
+        earlier = known.prices
+        end = len(self.searcher.space.theory.graph.instructions)
+        near = False
+        try:
+            if earlier.outweighing is not None and self._hopeless(known, earlier.outweighing, end):
+                return
+            if earlier.fitting is not None and earlier.bounding is not None:
+                self.bound = self.lines[0].result.lower_bound
+                self._search(earlier.bounding.on(known.ranks, end))
+                near = self._near(earlier.fitting.on(known.ranks, end), earlier.fitting)
+        except SearchError:
+            pass
+        if not near:
+            self.run()
+        if self.best is not None:
+            earlier.bounding = known.priced(self.top, end)
+            if self.won is not None:
+                at, tilt, estimated = self.won
+                earlier.fitting = known.priced(at, end, tilt, estimated=estimated)
+            earlier.outweighing = None
+        elif self.tried is not None:
+            at, tilt, estimated = self.tried
+            earlier.outweighing = known.priced(at, end, tilt, estimated=estimated)
+
+    def _hopeless(self, known: Known, outweighing: PricedAt, end: int) -> bool:
+        """Whether nothing fits at prices that outweigh all costs, on every device."""
+        highest: dict[int, float] = {}
+        for (i, _), price in outweighing.on(known.ranks, end).items():
+            highest[i] = max(highest.get(i, 0.0), price)
+        at = {(i, j): price for i, price in highest.items() for j in range(self.lengths.world)}
+        if not at or self._search(at, outweighing.tilt, outweighing.estimated):
+            return False
+        return self._lacks_much()
+
+    def _lacks_much(self) -> bool:
+        """Whether the last program lacks so much memory that one that lacks none is not near."""
+        return bool((self.lines[-1].lacking > HOPELESS * self.capacity).any())
+
+    def _near(self, prices: dict[Place, float], like: PricedAt) -> bool:
+        """Scale the prices of an earlier search until a program just fits. Whether one does, or none can: even at
+        prices that outweigh all costs one lacks much."""
+        least, most, scale, step = 0.0, math.inf, 1.0, NEAR
+        for _ in range(NEAR_SCALINGS if prices else 0):
+            at = {p: scale * price for p, price in prices.items()}
+            if self._search(at, like.tilt, like.estimated):
+                most = scale
+            else:
+                prices.update(self._more(prices))
+                least = scale
+            if self._close() or self._narrow() or most - least <= WIDE * least:
+                break
+            if math.isinf(most) or least == 0.0:
+                scale = scale * step if math.isinf(most) else scale / step
+                step = step**2
+            else:
+                scale = math.sqrt(least * most)
+        return bool(prices) and (most < math.inf or self._lacks_much())
 
     def _cutting_planes(self, cost: float) -> bool:
         """Search at the prices that maximise the least of the lines. Whether a program may fit; ``cost``: that of
@@ -183,13 +265,18 @@ class _Lagrangian:
             start=self.lines[-1].result,
             prices=self.memory_prices.prices(self.model, self.lengths, at, tilt, estimated=estimated),
         )
+        self.tried = at, tilt, estimated
         if tilt == 0.0:
             paid = float(sum(price * self.capacity[j] for (_, j), price in at.items()))
             value = result.lower_bound - paid
             if value >= self.highest:
                 self.highest, self.top = value, at
             self.bound = max(self.bound, value)
-        return self.take(result)
+        before = self.best
+        fits = self.take(result)
+        if self.best is not before:
+            self.won = self.tried
+        return fits
 
     def take(self, result: SearchResult) -> bool:
         """Keep a program; whether it fits."""
@@ -205,6 +292,18 @@ class _Lagrangian:
     def _close(self, gap: float = CLOSE) -> bool:
         return self.best is not None and self.best.cost - self.bound <= gap * self.best.cost
 
+    def _narrow(self) -> bool:
+        """Whether a program that does not fit is nearly as dear as the best one that does."""
+        if self.best is None:
+            return False
+        dearest = max(line.result.cost for line in self.lines if line.lacking.any())
+        return self.best.cost * (1 - NARROW) <= dearest <= self.best.cost
+
+    def _more(self, prices: dict[Place, float]) -> dict[Place, float]:
+        """Prices where the last program exceeds the capacity and has none: the mean of the others."""
+        more = _exceeded(self.lines[-1].profile, self.capacity, [*prices])
+        return dict.fromkeys(more, sum(prices.values()) / len(prices))
+
     def _tilted(self, *, estimated: bool) -> None:
         """Scale the prices at which L is highest, tilted, until a program just fits. With estimates, places that a
         program exceeds are priced like the others."""
@@ -215,16 +314,16 @@ class _Lagrangian:
             if self._search({p: scale * price for p, price in prices.items()}, TILT, estimated):
                 most = scale
             else:
-                more = _exceeded(self.lines[-1].profile, self.capacity, [*prices]) if estimated else []
+                more = self._more(prices) if estimated else {}
                 if more:
                     # At other prices the same scale may do.
-                    prices.update(dict.fromkeys(more, sum(prices.values()) / len(prices)))
+                    prices.update(more)
                     least = 0.0
                     continue
                 if math.isinf(most) and self._settled_at(prices, scale):
                     return
                 least = scale
-            if self._close() or most - least <= CLOSE * least:
+            if self._close() or self._narrow() or most - least <= CLOSE * least:
                 return
             scale = least * 2.0 if math.isinf(most) else most / 2.0 if least == 0.0 else (least + most) / 2.0
 

@@ -50,7 +50,7 @@ def retyped(plan: Plan, dtype: torch.dtype) -> Plan:
         default=1,
     )
     schedule = replace(plan.schedule, bucket_bytes=plan.schedule.bucket_bytes * max(growth, 1))
-    return replace(plan, graph=graph, schedule=schedule)
+    return replace(plan, graph=graph, step_plan=plan.step_plan.with_parts(schedule=schedule))
 
 
 def retyped_graph(graph: Graph, dtype: torch.dtype) -> Graph:
