@@ -274,6 +274,9 @@ def test_the_limit_of_rows_asks_for_micro_batches() -> None:
     assert plan.micro_batches in (4, 8), "no more than 256 rows at a time"
     assert plan.costs.measured is not None
     assert plan.costs.measured.turn == pytest.approx((1024 / plan.micro_batches,))
+    assert plan.cost.step_seconds == pytest.approx(0.01 * 1024, rel=0.1), (
+        "all turns of the device, with one step of the optimizer"
+    )
     assert synthesize(Body(layers=deep), {"x": torch.zeros(256, WIDTH)}, cluster).cost.memory_bytes[0] > 0
     with pytest.raises(MemoryLimitError):
         synthesize(Body(layers=deep), {"x": torch.zeros(257, WIDTH)}, cluster)

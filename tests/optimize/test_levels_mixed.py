@@ -159,7 +159,31 @@ def test_more_micro_batches_are_tried_while_memory_is_short_and_steps_get_faster
         if count == 1:
             raise MemoryLimitError({0: (1, 1)}, ["d0"])
         faster = SimpleNamespace(verdict="memory", seconds=seconds[count] / 2)
-        return SimpleNamespace(cost=SimpleNamespace(step_seconds=seconds[count]), considered=(faster,))
+        return SimpleNamespace(
+            cost=SimpleNamespace(step_seconds=seconds[count]), considered=(faster,), repeated=()
+        )
 
     assert best_number(theory, "auto", planned).cost.step_seconds == 3.0
     assert tried == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("communicates", "computed", "seconds", "numbers"),
+    [(True, 1.0, 11.0, [1, 2, 4, 8, 16, 12, 10, 11]), (True, 16.0, 16.0, [1, 2, 4, 8, 16]),
+     (False, 1.0, 16.0, [1, 2, 4, 8, 16])],
+)  # fmt: skip
+def test_numbers_between_powers_of_two_are_tried_where_each_micro_batch_waits(
+    communicates: bool, computed: float, seconds: float, numbers: list[int]
+) -> None:
+    theory, _ = divided(2)
+    tried = []
+
+    def planned(_: Theory, batches: MicroBatches | None) -> Any:
+        tried.append(count := 1 if batches is None else batches.count)
+        if count < 11:
+            raise MemoryLimitError({0: (1, 1)}, ["d0"])
+        cost = SimpleNamespace(step_seconds=float(count), per_device_compute=(computed, 0.5))
+        return SimpleNamespace(cost=cost, considered=(), repeated=(1,) if communicates else ())
+
+    assert best_number(theory, "auto", planned).cost.step_seconds == seconds
+    assert tried == numbers

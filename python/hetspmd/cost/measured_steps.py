@@ -150,7 +150,7 @@ def figures(
     if steps is None or rows is None:
         return None
     curves = steps.by_rank(cluster.world)
-    modelled = _Modelled(theory, row_axes(theory, steps.rows), triples, terms, rows, lone=cluster.world == 1)
+    modelled = _Modelled(theory, row_axes(theory, steps.rows), triples, terms, rows)
     turn = _equally_long(curves, modelled, rows, turns)
     paces = []
     for device, (curve, own) in enumerate(zip(curves, turn, strict=True)):
@@ -232,13 +232,11 @@ class _Modelled:
         triples: Triples,
         terms: Sequence[Array],
         rows: int,
-        *,
-        lone: bool,
     ) -> None:
         signatures, offset = triples.places
         chosen, sharded = [], []
         for instruction, of_rows in enumerate(theory.row_axes):
-            row = next((n for n, axis in enumerate(of_rows) if axis in axes and not lone), None)
+            row = next((n for n, axis in enumerate(of_rows) if axis in axes), None)
             chosen.append(signatures[offset[instruction] + (row or 0)])
             sharded.append(row is not None)
         self._terms = [part[np.array(chosen, dtype=np.int64)] for part in terms]

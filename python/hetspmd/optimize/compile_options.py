@@ -61,8 +61,9 @@ class CompileOptions:
         micro_batches: How many parts of the batch a training step takes one after the other, of equal numbers of
             samples as far as can be. Gradients are summed over them, so that the step computes what it computes
             of the whole batch, in less memory. Outputs with a row for each sample come back as None. ``"auto"`` for
-            the number, doubled each time, with the fastest step of those that fit the devices' memory; one where
-            memory is not short. Devices that need not wait for each other then have numbers of their own.
+            the number with the fastest step of those that fit the devices' memory: doubled each time, and then less
+            than that where each micro-batch waits for collectives; one where memory is not short. Devices that need
+            not wait for each other then have numbers of their own.
         zero: Data parallelism of all devices at this level of ZeRO, and nothing else: parameters whole (0);
             parameters and optimizer state in shards, gathered once and gradients reduced once in a step (1);
             gradients reduced to shards in each micro-batch (2); parameters gathered in each micro-batch, and again

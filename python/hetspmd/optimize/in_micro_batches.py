@@ -9,6 +9,7 @@ from typing import Literal
 
 from hetspmd.errors import DroppedOutputWarning, MemoryLimitError, MicroBatchError
 from hetspmd.optimize.considered import memory_is_short
+from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.plan.plan import Plan
 from hetspmd.program.micro_batches import MicroBatches, micro_batches, samples
 from hetspmd.program.time_split import split_in_time
@@ -67,7 +68,8 @@ def in_micro_batches(
 def best_number(
     theory: Theory, count: int | Literal["auto"], planned: Callable[[Theory, MicroBatches | None], Plan]
 ) -> Plan:
-    """The plan in ``count`` micro-batches; for ``"auto"`` the fastest of those in one, two, four and so on.
+    """The plan in ``count`` micro-batches; for ``"auto"`` the fastest of those in one, two, four and so on, or in a
+    number between the best of these and its half, where each micro-batch communicates.
 
     More are tried as long as memory is short: where none fits, or where it may have kept a faster program from
     being the best, until one is not faster than the one before.
@@ -78,29 +80,62 @@ def best_number(
     if count != "auto":
         return planned(*in_micro_batches(theory, count))
     number, most = 1, max(samples(theory, theory.batch_axes), 1)
-    best: Plan | None = None
+    best: tuple[Plan, int] | None = None
     lacking: MemoryLimitError | None = None
+    short = 0
     while True:
         try:
             plan = planned(*in_micro_batches(theory, number))
         except MemoryLimitError as error:
             lacking = error
+            short = number if best is None else short
         except MicroBatchError as error:
             if best is not None:
-                return best
+                break
             raise MicroBatchError(f"{error}. In one it does not fit: {lacking}") from lacking
         else:
-            if best is not None and plan.cost.step_seconds >= best.cost.step_seconds:
-                return best
-            best = plan
+            if best is not None and plan.cost.step_seconds >= best[0].cost.step_seconds:
+                break
+            best = plan, number
             if not memory_is_short(plan.considered, plan.cost.step_seconds):
-                return best
+                break
         if number >= most:
-            if best is not None:
-                return best
-            assert lacking is not None, "no number of micro-batches fits, so the last one lacks memory"
-            raise lacking
+            break
         number = min(2 * number, most)
+    if best is None:
+        assert lacking is not None, "no number of micro-batches fits, so the last one lacks memory"
+        raise lacking
+    plan, number = best
+    return _fewer(theory, plan, (short, number), planned) if 2 * short >= number else plan
+
+
+def _fewer(
+    theory: Theory,
+    best: Plan,
+    between: tuple[int, int],
+    planned: Callable[[Theory, MicroBatches | None], Plan],
+) -> Plan:
+    """The plan, or a faster one in the fewest micro-batches that fit between a number that does not and that of the
+    plan, found by bisection, where the plan waits for what it communicates in each of them."""
+    short, number = between
+    while number - short > 1 and _waits_in_each(best):
+        middle = (short + number) // 2
+        try:
+            plan = planned(*in_micro_batches(theory, middle))
+        except MemoryLimitError:
+            short = middle
+            continue
+        if plan.cost.step_seconds >= best.cost.step_seconds:
+            break
+        best, number = plan, middle
+    return best
+
+
+def _waits_in_each(plan: Plan) -> bool:
+    """Whether there are collectives in the loop over micro-batches that fewer of them would save, and the step is
+    longer than what the devices compute."""
+    computed = max(plan.cost.per_device_compute)
+    return bool(plan.repeated) and plan.cost.step_seconds * (1 - THRESHOLDS.hidden_gain) > computed
 
 
 def composed(theory: Theory, batches: MicroBatches | None, constraints: Constraints) -> Constraints:
