@@ -43,14 +43,20 @@ class PricedAt:
 class EarlierPrices:
     """What the searches of a compilation tell the next ones.
 
-    bounding     where the bound was highest
-    fitting      at which the last program that fits was found
-    outweighing  at which none was found, though they outweigh all costs; none once a program was found
+    bounding   where the bound was highest
+    fitting    at which the last program that fits was found
+    exceeded   after a search that has found none: the instructions at which the programs that hold least exceeded
+               the memory, and how many the graph has
     """
 
     bounding: PricedAt | None = None
     fitting: PricedAt | None = None
-    outweighing: PricedAt | None = None
+    exceeded: tuple[tuple[int, ...], int] | None = None
+
+    def exceeded_in(self, instructions: int) -> list[int]:
+        """The same in a graph of so many instructions."""
+        places, end = self.exceeded or ((), 1)
+        return sorted({i * instructions // end for i in places})
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ A search that is like an earlier one starts from its prices (:mod:`hetspmd.searc
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import highspy
@@ -65,16 +66,19 @@ OUTWEIGHED = 20.0
 """Prices of so many times a program's cost outweigh it."""
 
 ENOUGH, NARROW = 2e-3, 1.5e-2
-"""A program that fits, dearer by this part than one that does not, at lower prices: no better one is searched for at
-prices between them, or at prices of other kinds. One layer of thirty costs more than the first."""
+"""A program that fits, dearer by this part than one that does not, at lower prices: no better one is searched for
+at prices between them, or at prices of other kinds. One layer of thirty costs more than the first."""
 
-NEAR_SCALINGS, NEAR = 6, 1.1
-"""At most so many searches at scaled prices of an earlier search, and the first step from them, of which each further
-one is the third power until one program fits and one does not."""
+NEAR_SCALINGS, NEAR = 7, (1.1, 1.3, 2.0)
+"""At most so many searches at scaled prices of an earlier search, and the steps from them, until one program fits
+and one does not."""
 
-HOPELESS = 0.01
-"""A program that lacks this part of a device's memory, at an earlier search's prices that outweigh all costs, tells
-that none fits."""
+OUTWEIGHING = 3
+"""At most so many searches at prices that outweigh all costs, before others."""
+
+HOPELESS = 0.1
+"""Where all programs lack this part of a device's memory, also at prices that outweigh all costs, none fits. Prices
+charge less than is held: in a small model one fits though the others lack 6 %."""
 
 
 def capacities(model: CostModel) -> Array:
@@ -149,8 +153,10 @@ class _Lagrangian:
     highest: float = -np.inf
     top: dict[Place, float] = field(default_factory=dict)
     """The prices tried at which L is highest."""
-    tried: tuple[dict[Place, float], float, bool] | None = None
+    tried: tuple[dict[Place, float], float, bool] = field(default_factory=lambda: ({}, 0.0, False))
     """The last prices, their tilt, and whether they are estimated too."""
+    estimates_fail: bool = False
+    """With estimates no program fits at prices that outweigh all costs."""
     won: tuple[dict[Place, float], float, bool] | None = None
     """Those at which the best program was found."""
 
@@ -160,8 +166,10 @@ class _Lagrangian:
         self.bound = max(self.bound, first.result.lower_bound)
         try:
             if self._cutting_planes(first.result.cost) and not self._close():
+                if self.best is None and self.estimates_fail:
+                    return
                 self._tilted(estimated=False)
-                if not self._close(WIDE) and not self._narrow(NARROW):
+                if not self._close(WIDE) and not self._narrow(NARROW) and not self.estimates_fail:
                     self._tilted(estimated=True)
         except SearchError:
             pass
@@ -170,67 +178,78 @@ class _Lagrangian:
         """The same, beginning near earlier prices; its own are known then."""
         earlier = known.prices
         end = len(self.searcher.space.theory.graph.instructions)
-        near = False
+        over = False
         try:
-            if earlier.outweighing is not None and self._hopeless(known, earlier.outweighing, end):
-                return
-            if earlier.fitting is not None and earlier.bounding is not None:
+            if earlier.fitting is None or earlier.exceeded:
+                over = self._hopeless(earlier.exceeded_in(end))
+            if not over and earlier.fitting is not None and earlier.bounding is not None:
                 self.bound = self.lines[0].result.lower_bound
                 self._search(earlier.bounding.on(known.ranks, end))
-                near = self._near(earlier.fitting.on(known.ranks, end), earlier.fitting)
+                prices = earlier.fitting.on(known.ranks, end)
+                over = self._near(prices, earlier.fitting) or self._hopeless(sorted({i for i, _ in prices}))
         except SearchError:
             pass
-        if not near:
+        if not over:
             self.run()
-        if self.best is not None:
-            earlier.bounding = known.priced(self.top, end)
-            if self.won is not None:
-                at, tilt, estimated = self.won
-                earlier.fitting = known.priced(at, end, tilt, estimated=estimated)
-            earlier.outweighing = None
-        elif self.tried is not None:
-            at, tilt, estimated = self.tried
-            earlier.outweighing = known.priced(at, end, tilt, estimated=estimated)
+        if self.best is None:
+            earlier.exceeded = tuple(sorted({i for i, _ in self.tried[0]})), end
+            return
+        earlier.bounding, earlier.exceeded = known.priced(self.top, end), None
+        if self.won is not None:
+            at, tilt, estimated = self.won
+            earlier.fitting = known.priced(at, end, tilt, estimated=estimated)
 
-    def _hopeless(self, known: Known, outweighing: PricedAt, end: int) -> bool:
-        """Whether nothing fits at prices that outweigh all costs, on every device."""
-        highest: dict[int, float] = {}
-        for (i, _), price in outweighing.on(known.ranks, end).items():
-            highest[i] = max(highest.get(i, 0.0), price)
-        at = {(i, j): price for i, price in highest.items() for j in range(self.lengths.world)}
-        if not at or self._search(at, outweighing.tilt, outweighing.estimated):
-            return False
-        return self._lacks_much()
+    def _hopeless(self, exceeded: Sequence[int]) -> bool:
+        """Whether the programs that hold least lack much: at prices that outweigh all costs, wherever an earlier
+        search or one of these programs exceeds the memory."""
+        price = OUTWEIGHED**2 * self.lines[0].result.cost
+        at = {
+            (i, j): price / float(c) for i in exceeded for j, c in enumerate(self.capacity) if np.isfinite(c)
+        }
+        for _ in range(OUTWEIGHING):
+            more = _exceeded(self.lines[-1].profile, self.capacity, [*at])
+            at.update({(i, j): price / float(self.capacity[j]) for i, j in more})
+            if self._search(at, TILT, estimated=True):
+                return False
+            if not _exceeded(self.lines[-1].profile, self.capacity, [*at]):
+                self.estimates_fail = True
+                return self._lacks_much()
+        return False
 
     def _lacks_much(self) -> bool:
-        """Whether the last program lacks so much memory that one that lacks none is not near."""
-        return bool((self.lines[-1].lacking > HOPELESS * self.capacity).any())
+        """Whether every program so far lacks so much memory that one that lacks none is not near."""
+        parts = (float((line.lacking / np.maximum(self.capacity, 1.0)).max()) for line in self.lines)
+        return min(parts) > HOPELESS
 
     def _near(self, prices: dict[Place, float], like: PricedAt) -> bool:
-        """Scale the prices of an earlier search until a program just fits. Whether one does, or none can: even at
-        prices that outweigh all costs one lacks much."""
-        least, most, scale, step = 0.0, math.inf, 1.0, NEAR
-        for _ in range(NEAR_SCALINGS if prices else 0):
+        """Scale the prices of an earlier search until a program just fits; whether one does."""
+        least, most, scale = 0.0, math.inf, 1.0
+        for n in range(NEAR_SCALINGS if prices else 0):
             at = {p: scale * price for p, price in prices.items()}
             if self._search(at, like.tilt, like.estimated):
                 most = scale
+            elif more := self._more(prices):
+                prices.update(more)
+                continue
             else:
-                prices.update(self._more(prices))
                 least = scale
             if self._close() or self._narrow() or most - least <= WIDE * least:
                 break
-            if math.isinf(most) or least == 0.0:
-                scale = scale * step if math.isinf(most) else scale / step
-                step = step**3
-            else:
-                scale = math.sqrt(least * most)
-        return bool(prices) and (most < math.inf or self._lacks_much())
+            if math.isinf(most) and n >= len(NEAR):
+                break
+            step = NEAR[min(n, len(NEAR) - 1)]
+            scale = (
+                scale * step if math.isinf(most) else scale / step if not least else math.sqrt(least * most)
+            )
+        return most < math.inf
 
     def _cutting_planes(self, cost: float) -> bool:
         """Search at the prices that maximise the least of the lines. Whether a program may fit; ``cost``: that of
         the best program without regard to memory."""
         dearest = self.searcher.dearest(self.model, self.lengths)
         places: list[Place] = []
+        for line in self.lines[:-1]:
+            places += _exceeded(line.profile, self.capacity, places)
         box = 2.0 * cost
         before: dict[Place, float] | None = None
         for _ in range(SEARCHES):
