@@ -29,7 +29,7 @@ from hetspmd.optimize.recomputation import fewest_recomputed
 from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Clock, Synthesis
 from hetspmd.optimize.synthesize import Outcome, candidate_at
-from hetspmd.optimize.zero_levels import loop_like, rereads_like, synthesize_step, zero_of
+from hetspmd.optimize.zero_levels import fits_leanest, loop_like, rereads_like, synthesize_step, zero_of
 from hetspmd.placement import Placement
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Inside, SearchReport
@@ -137,9 +137,12 @@ def compile_plan(
         def planned(theory: Theory, batches: MicroBatches | None) -> Plan:
             return _in(_Compilation(theory, cluster, asked, clock, batches, prices))
 
+        def lean(theory: Theory, batches: MicroBatches | None) -> bool:
+            return _Compilation(theory, cluster, asked, clock, batches, prices).fits_leanest()
+
         try:
             if divided and blocks:
-                plan = fewest_recomputed(theory, blocks, cluster, count, planned)
+                plan = fewest_recomputed(theory, blocks, cluster, count, planned, lean)
             else:
                 plan = best_number(theory, count, planned)
         except MemoryLimitError as error:
@@ -179,6 +182,19 @@ class _Compilation:
         """The user's constraints."""
         asked, level = resolve(theory, self.options.constraints), self.options.zero
         return asked if level is None else zero_of(theory, asked, level)
+
+    def fits_leanest(self) -> bool:
+        """Whether ZeRO-3 fits the single devices, where it may be taken."""
+        if self.options.zero not in (None, 3):
+            return False
+        cluster = flat(self.cluster)
+        try:
+            with self.clock("synth"):
+                require_room(self.theory, cluster, self.batches, self.constraints, compare=False)
+        except MemoryLimitError:
+            return False
+        ctx = Synthesis(self.theory, cluster, self.constraints, self.limits, self.clock, batches=self.batches)
+        return fits_leanest(ctx)
 
     def side_by_side(self, cluster: Cluster) -> Plan:
         """The plan of the single devices of a cluster."""

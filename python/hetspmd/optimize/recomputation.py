@@ -4,7 +4,9 @@ Of each block there are two candidates: what of it is cheap (:func:`hetspmd.trac
 Candidates are ordered by the seconds that computing them again takes for each byte that it saves, of a whole block
 those beyond its cheap part; those that are alike stand in the order of the forward: the last one saves least,
 since its activations are there when the most is held. The fewest that fit are found by bisection, so that so many
-candidates take about log2 of them compilations.
+candidates take about log2 of them compilations. A step of many instructions is compiled once: whether one fits with
+so many candidates is asked of ZeRO-3 alone, which each compilation considers and which is among the programs that
+hold least.
 
 With ``micro_batches="auto"`` there are two ways to fit. The fewest micro-batches with which a program fits when all
 blocks are computed again are one candidate, with as few blocks as fit; the fewest with which it fits without are
@@ -21,6 +23,7 @@ from hetspmd.cost.model import CostModel
 from hetspmd.errors import MemoryLimitError, MicroBatchError
 from hetspmd.optimize.considered import memory_is_short
 from hetspmd.optimize.in_micro_batches import in_micro_batches
+from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.plan.plan import Plan
 from hetspmd.program.micro_batches import MicroBatches, samples
 from hetspmd.rules.theory import Theory, derive
@@ -30,6 +33,7 @@ from hetspmd.trace.recompute import Block, recomputed
 from hetspmd.trace.recompute_savings import copying_instructions, saved_bytes
 
 Planned = Callable[[Theory, MicroBatches | None], Plan]
+Fits = Callable[[Theory, MicroBatches | None], bool]
 
 
 def fewest_recomputed(
@@ -38,20 +42,21 @@ def fewest_recomputed(
     cluster: Cluster,
     count: int | Literal["auto"],
     planned: Planned,
+    lean: Fits,
 ) -> Plan:
     """The plan of a step that computes nothing again, or of one that computes as few of the blocks again as a
-    program
-    needs to fit, in ``count`` micro-batches.
+    program needs to fit, in ``count`` micro-batches.
 
-    ``theory`` is of the graph that computes nothing again. Raises MemoryLimitError where no program fits with all
-    blocks computed again either, and what ``planned`` raises besides.
+    ``theory`` is of the graph that computes nothing again; ``lean`` says whether ZeRO-3 fits. Raises
+    MemoryLimitError where no program fits with all blocks computed again either, and what ``planned`` raises
+    besides.
     """
-    return _Fitting(theory, _ranked(theory.graph, blocks, cluster), planned).run(count)
+    return _Fitting(theory, _ranked(theory.graph, blocks, cluster), planned, lean).run(count)
 
 
 class _Fitting:
-    def __init__(self, theory: Theory, blocks: Sequence[Block], planned: Planned) -> None:
-        self.theory, self.blocks, self.planned = theory, blocks, planned
+    def __init__(self, theory: Theory, blocks: Sequence[Block], planned: Planned, lean: Fits) -> None:
+        self.theory, self.blocks, self.planned, self.lean = theory, blocks, planned, lean
         self._theories: dict[int, Theory] = {0: theory}
 
     def run(self, count: int | Literal["auto"]) -> Plan:
@@ -80,10 +85,13 @@ class _Fitting:
 
     def _plan(self, blocks: int, number: int) -> Plan:
         """The plan that computes the first so many blocks again, in so many micro-batches."""
+        return self.planned(*self._step(blocks, number))
+
+    def _step(self, blocks: int, number: int) -> tuple[Theory, MicroBatches | None]:
         if blocks not in self._theories:
             graph = recomputed(self.theory.graph, outermost(self.blocks[:blocks]))
             self._theories[blocks] = derive(graph, quiet=True)
-        return self.planned(*in_micro_batches(self._theories[blocks], number))
+        return in_micro_batches(self._theories[blocks], number)
 
     def _faster(self, plan: Plan, number: int) -> Plan:
         """The plan, or one that computes all blocks again, half or a quarter of them, whichever is fastest, where
@@ -103,6 +111,12 @@ class _Fitting:
         enough, few = len(self.blocks), 0
         if not enough:
             return None
+        many = len(self.theory.graph.instructions) >= THRESHOLDS.many_instructions
+        if many and self.lean(*self._step(enough, number)):
+            while enough - few > 1:
+                middle = (enough + few) // 2
+                enough, few = (middle, few) if self.lean(*self._step(middle, number)) else (enough, middle)
+            return self._plan(enough, number)
         try:
             plan = self._plan(enough, number)
         except MemoryLimitError:
@@ -118,8 +132,7 @@ class _Fitting:
 
 def _ranked(graph: Graph, blocks: Sequence[Block], cluster: Cluster) -> list[Block]:
     """The candidates that save bytes, those with the fewest seconds for each byte first. ``blocks`` has whole ones
-    and,
-    by the same name and :data:`SELECTIVE`, their cheap parts."""
+    and, by the same name and :data:`SELECTIVE`, their cheap parts."""
     parts = [block for block in blocks if block.name.endswith(SELECTIVE)]
     whole = [block for block in blocks if not block.name.endswith(SELECTIVE)]
     worth = _worth(graph, parts, cluster)

@@ -79,6 +79,9 @@ class Thresholds:
     memory_gain: float = 1e-3
     """The part by which a candidate that does not fit must be faster than the best for memory to be short."""
 
+    many_instructions: int = 4000
+    """Instructions of a step from which a compilation takes too long for recomputation to be settled by several."""
+
     storage_rounds: int = 2
     """Rounds through all groups of parameters."""
 

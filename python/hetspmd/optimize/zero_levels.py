@@ -155,6 +155,11 @@ def _taken(best: Candidate) -> Considered:
     )
 
 
+def fits_leanest(ctx: Synthesis) -> bool:
+    """Whether data parallelism with everything in shards, and every collective in the loop, fits: ZeRO-3."""
+    return any(candidate.fits for candidate in reversed(_level(ctx, _LEANEST)))
+
+
 def _levels(ctx: Synthesis) -> dict[int, Candidate]:
     """Data parallelism with parameters in shards, by the level of ZeRO: the best of its ways to store them that
     fits, else the first."""
