@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def schedule(self) -> Schedule:
-        """When the steps of the program run: forward or backward, in which order, in which buckets."""
+        """When the steps of the program run, that is in the forward or the backward, in which order and buckets."""
         return self.step_plan.only.schedule
 
     @property

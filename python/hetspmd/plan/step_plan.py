@@ -38,7 +38,7 @@ class TimeSplit:
     """How the batch is divided in time.
 
     The rows that a device takes each time follow from its lengths
-    (:meth:`hetspmd.program.micro_batches.MicroBatches.table`).
+    (``MicroBatches.table``).
 
     Attributes:
         micro_batches: How many parts of the batch a step takes one after the other.
@@ -111,12 +111,12 @@ class Fragment:
 
     @property
     def instructions(self) -> frozenset[int]:
-        """The part of the graph: numbers of the instructions that the program computes."""
+        """The part of the graph, as the numbers of the instructions that the program computes."""
         return frozenset(step.instruction for step in self.program.steps if isinstance(step, Compute))
 
     @property
     def phases(self) -> tuple[RunPhase, ...]:
-        """What runs of the fragment for each micro-batch: its forward, and its backward if it has one."""
+        """What runs of the fragment for each micro-batch, which is its forward, and its backward if it has one."""
         if self.program.gradients or self.schedule.backward:
             return ("forward", "backward")
         return ("forward",)
@@ -149,7 +149,7 @@ class StepPlan:
 
     @cached_property
     def active(self) -> tuple[int, ...]:
-        """The devices that run any fragment: ranks in the cluster, ascending."""
+        """The devices that run any fragment, as ranks in the cluster, ascending."""
         return tuple(sorted({rank for fragment in self.fragments for rank in fragment.active}))
 
     @property
