@@ -102,6 +102,28 @@ def test_as_few_blocks_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     hetspmd.verify(model, (x,), devices, plan=plan).require()
 
 
+def test_a_long_step_is_compiled_once_for_the_blocks_that_zero_3_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = Layers(), torch.randn(4096, 16)
+    devices, _, every = between(0.5, model, x)
+    monkeypatch.setattr(recomputation, "THRESHOLDS", replace(recomputation.THRESHOLDS, many_instructions=1))
+    tried: list[int] = []
+    plan_of = recomputation._Fitting._plan
+
+    def counted(self: Any, blocks: int, number: int) -> Plan:
+        tried.append(blocks)
+        return plan_of(self, blocks, number)
+
+    monkeypatch.setattr(recomputation._Fitting, "_plan", counted)
+    plan = asked(model, x, devices, recompute="auto")
+    assert fits(plan, devices)
+    assert 0 < len(plan.graph.recomputed) <= 6
+    assert plan.cost.compute_seconds < every.cost.compute_seconds
+    assert len(tried) == 2, "without blocks, and with as many as are enough"
+    hetspmd.verify(model, (x,), devices, plan=plan).require()
+
+
 def test_too_little_for_all_blocks() -> None:
     model, x = Layers(), torch.randn(512, 16)
     _, _, every = between(0.5, model, x)
