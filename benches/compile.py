@@ -30,6 +30,7 @@ from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.rules.theory import derive
 from hetspmd.search.constraints import Constraints
 from hetspmd.search.search import Limits
+from hetspmd.trace.compat.joint import exporter
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.trace import split_example, trace
 from real_models import REAL, cluster, llama
@@ -71,6 +72,7 @@ def traced(name: str) -> tuple[Graph, float]:
     """The graph of a model's training step, and the CPU seconds that it took."""
     model, example = MODELS[name]()
     args, kwargs = split_example(example)
+    exporter()  # torch's compiler is imported once in a process
     start = time.process_time()
     graph = trace(model, args, kwargs, loss=None)
     return graph, time.process_time() - start

@@ -28,7 +28,7 @@ from hetspmd.trace.assemble import Naming, assemble
 from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.blocks import region_name
 from hetspmd.trace.collector import collector_paused
-from hetspmd.trace.compat.joint import export_joint, rehearsal
+from hetspmd.trace.compat.joint import export_joint, exporter, rehearsal
 from hetspmd.trace.compat.tensors import fake_mode
 from hetspmd.trace.compat.tied import merge_tied
 from hetspmd.trace.compat.trees import flatten, flatten_with_names, spec_to_text
@@ -99,6 +99,7 @@ def trace(
     and TraceError if the step is not one static graph.
     """
     call = model, args, kwargs, loss
+    exporter()  # imports are no part of what is watched
     with _ONE_AT_A_TIME, ExitStack() as stack:
         draws = [] if states is None else states
         graph, regions = _traced(*call, training, numbers, host_randomness, draws, stack)

@@ -20,7 +20,6 @@ import torch._functorch.config as functorch_config
 from torch import nn
 from torch._C import DispatchKey
 from torch._decomp import get_decompositions
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import GraphModule, Node
@@ -33,6 +32,15 @@ from hetspmd.trace.compat.tensors import is_op
 from hetspmd.trace.compiling import libraries_told
 
 Decompositions = dict[Any, Callable[..., Any]]
+
+
+@cache
+def exporter() -> Callable[..., Any]:
+    """``aot_export_joint_with_descriptors``. The first call imports torch's compiler, which takes twice as long as
+    all of hetspmd: a process that only reads plans does without it."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    return aot_export_joint_with_descriptors
 
 
 def _plain_recurrence() -> AbstractContextManager[None]:
@@ -201,7 +209,7 @@ def _export(
             _before_autograd(decompositions),
         ):
             stack.enter_context(context)
-        joint = aot_export_joint_with_descriptors(
+        joint = exporter()(
             stack,
             module,
             tuple(inputs),
