@@ -48,5 +48,6 @@ def launched_once(
 def spawn(worker: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
     """As ``torch.multiprocessing.spawn``, but what takes longest to import is imported once, in a server that the
     processes are forked from."""
-    get_context("forkserver").set_forkserver_preload(["hetspmd.optimize.compiler", "hetspmd.run.module"])
+    modules = ["hetspmd.optimize.compiler", "hetspmd.run.module", "torch._functorch.aot_autograd"]
+    get_context("forkserver").set_forkserver_preload(modules)
     multiprocessing.start_processes(worker, args, nprocs=nprocs, start_method="forkserver")

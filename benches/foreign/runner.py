@@ -21,6 +21,7 @@ import torch
 
 from foreign.judge import CRASHED, HUNG, Judge, Outcome, judge
 from foreign.registry import Case
+from hetspmd.trace.compat.joint import exporter
 
 
 @dataclass
@@ -60,6 +61,7 @@ def run(
 def _import(packages: set[str]) -> None:
     for module in ("optimize.compiler", "run.module", "lower"):
         importlib.import_module(f"hetspmd.{module}")
+    exporter()
     for package in sorted(packages):
         with contextlib.suppress(Exception):  # the case says what is wrong with its package
             importlib.import_module(package)

@@ -28,6 +28,7 @@ from hetspmd.optimize.compiler import plan_for
 from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
 from hetspmd.search.constraints import Constraints
+from hetspmd.trace.compat.joint import exporter
 from hetspmd.trace.compat.tensors import TorchDispatchMode
 
 WORLD = 4
@@ -139,6 +140,7 @@ def run_trial(index: int, trial: dict[str, Any], folder: Path, c: Case, plan: Pl
 
 def main(folder: Path, trials: list[dict[str, Any]]) -> None:
     """All trials; ``FOLDER/trials.json``."""
+    exporter()  # which no rank imports again then
     planner = os.fork()  # autograd, which a trace starts, must not run before a fork
     if planner == 0:
         small = case("mlp", torch.float32)

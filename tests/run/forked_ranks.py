@@ -14,6 +14,7 @@ from small_models import MLP, Case, case
 from small_plans import random_plan
 
 from hetspmd.plan.plan import Plan
+from hetspmd.trace.compat.joint import exporter
 
 __all__ = ["WORLD", "exit_statuses", "planned"]
 
@@ -22,6 +23,7 @@ WORLD, AT_ONCE = 3, 4
 
 def planned(folder: Path) -> tuple[Case, Plan] | None:
     """A model with its batch, and a plan for all ranks; None in a process that has made the plan, which ends."""
+    exporter()  # which no rank imports again then
     planner = os.fork()  # autograd, which a trace starts, must not run before a fork
     if planner == 0:
         random_plan(case("mlp", torch.float32), WORLD, 2).save(folder / "plan.json")

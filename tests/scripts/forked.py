@@ -23,6 +23,7 @@ import torch._dynamo
 import hetspmd.optimize.compiler
 import hetspmd.run.module  # noqa: F401  # so that no process imports it again
 from hetspmd.cluster.cluster import Cluster
+from hetspmd.trace.compat.joint import exporter
 
 RANKS = 4
 CLUSTER = Cluster.load(Path(__file__).parents[2] / "examples" / "clusters" / "four-slow.yaml")
@@ -54,6 +55,7 @@ def work(script: str, folder: Path, rank: int | None, port: int) -> int:
 def main(script: str, folder: Path) -> int:
     """Fork the processes and wait for them; 1 if one has failed."""
     torch.set_num_threads(1)
+    exporter()
     importlib.import_module(script)
     with socket.socket() as free:
         free.bind(("localhost", 0))
