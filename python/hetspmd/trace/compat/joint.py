@@ -27,6 +27,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from hetspmd.errors import HetspmdError, TraceError
 from hetspmd.trace.compat.effects import without_effects
+from hetspmd.trace.compat.groups import forget_default_group
 from hetspmd.trace.compat.roles import InputRole, OutputRole, input_role, output_role
 from hetspmd.trace.compat.tensors import is_op
 from hetspmd.trace.compiling import libraries_told
@@ -40,6 +41,7 @@ def exporter() -> Callable[..., Any]:
     all of hetspmd: a process that only reads plans does without it."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+    forget_default_group()
     return aot_export_joint_with_descriptors
 
 
