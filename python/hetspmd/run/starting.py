@@ -21,6 +21,7 @@ from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.plan.plan import Plan
 from hetspmd.run.setting import Setting
 from hetspmd.trace.autocast import autocast_state
+from hetspmd.trace.compat.joint import exporter
 from hetspmd.trace.fake import model_device
 from hetspmd.trace.trace import split_example
 
@@ -66,6 +67,7 @@ def first_plan(setting: Setting, plan: Plan | str | os.PathLike[str] | None, exa
 
 def _first_plan(setting: Setting, plan: Plan | str | os.PathLike[str] | None, example: Any) -> Plan:
     communicator = setting.communicator
+    exporter()  # what a trace finds in torch's modules must be there on the ranks that do not trace, too
     if plan is not None:
         first = loaded_plan(communicator, plan)
         if first.cluster not in (setting.cluster, flat(setting.cluster)):
