@@ -58,7 +58,11 @@ def test_ranks_that_do_not_trace_have_the_modules_of_the_one_that_does(tmp_path:
     """Rank 0 traces; where its trace reads a name of torch's compiler, rank 1 is asked for the same name; and
     forward imports a module of its own when it is first called."""
     (tmp_path / "late.py").write_text(LATE)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)]),
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), str(tmp_path)],
