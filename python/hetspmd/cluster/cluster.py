@@ -26,6 +26,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 import yaml
@@ -100,7 +101,7 @@ class Cluster:
         """Number of processes that run on the cluster, one per accelerator."""
         return sum(self.accelerators)
 
-    @property
+    @cached_property
     def copying(self) -> float:
         """Seconds per byte that the slowest device needs to reorder slices before they are sent."""
         return max(device.copying for device in self.devices)

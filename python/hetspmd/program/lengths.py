@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from heapq import heapify, heappop, heapreplace
 from typing import Final, TypeAlias, cast
 
 import numpy as np
@@ -82,14 +83,24 @@ def apportion(units: int, ratios: Sequence[float]) -> tuple[int, ...]:
     floors = [int(units * share * (1 - 1e-12)) for share in shares]
     rest = units - sum(floors)
     fastest = floors.copy()
+    first = [((fastest[j] + 1) / shares[j], j) for j in ranks]
+    heapify(first)
     for _ in range(rest):
-        fastest[min(ranks, key=lambda j: ((fastest[j] + 1) / shares[j], j))] += 1
+        j = first[0][1]
+        fastest[j] += 1
+        heapreplace(first, ((fastest[j] + 1) / shares[j], j))
     time = max(fastest[j] / shares[j] for j in ranks)
     caps = [max(n, int(time * share * (1 + 1e-12))) for n, share in zip(fastest, shares, strict=True)]
     counts = floors
+    missing = [(counts[j] - units * shares[j], j) for j in ranks if counts[j] < caps[j]]
+    heapify(missing)
     for _ in range(rest):
-        room = (j for j in ranks if counts[j] < caps[j])
-        counts[max(room, key=lambda j: (units * shares[j] - counts[j], -j))] += 1
+        j = missing[0][1]
+        counts[j] += 1
+        if counts[j] < caps[j]:
+            heapreplace(missing, (counts[j] - units * shares[j], j))
+        else:
+            heappop(missing)
     return tuple(counts)
 
 

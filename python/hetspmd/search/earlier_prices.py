@@ -44,13 +44,14 @@ class EarlierPrices:
     """What the searches of a compilation tell the next ones.
 
     bounding   where the bound was highest
-    fitting    at which the last program that fits was found
+    fitting    at which the last program that fits was found, and on which devices
     exceeded   after a search that has found none: the instructions at which the programs that hold least exceeded
                the memory, and how many the graph has
     """
 
     bounding: PricedAt | None = None
     fitting: PricedAt | None = None
+    found_on: tuple[int, ...] | None = None
     exceeded: tuple[tuple[int, ...], int] | None = None
 
     def exceeded_in(self, instructions: int) -> list[int]:

@@ -32,22 +32,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import highspy
 import numpy as np
 
 from hetspmd.cluster.machines import device_word
-from hetspmd.cost.memory import MemoryProfile, memory_profile
+from hetspmd.cost.memory import memory_profile
 from hetspmd.cost.model import Array, CostModel
 from hetspmd.errors import MemoryLimitError, SearchError
 from hetspmd.program.lengths import Lengths
 from hetspmd.search.earlier_prices import Known, PricedAt
-from hetspmd.search.highs import quiet_highs
+from hetspmd.search.memory_lines import Line, dearest_prices, exceeded
 from hetspmd.search.memory_prices import MemoryPrices, Place
+from hetspmd.search.price_scaling import Bracket
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import Space
 
 SEARCHES = 40
 """At most so many searches at prices."""
+
+EXPANSIONS = 2000
+"""Partial programs that one of them may expand: most need none, and prices are not worth a long search."""
 
 CLOSE = 1e-3
 """A program this near to the bound, as a part of its cost, ends the search for prices."""
@@ -56,8 +59,7 @@ TILT = 0.25
 """By which part the price of a tensor at the end of the graph is higher than at its beginning, when tilted."""
 
 SCALINGS = 12
-"""At most so many searches at tilted prices, doubled or halved until one program fits and one does not, then
-between the two."""
+"""At most so many searches at tilted prices (:mod:`hetspmd.search.price_scaling`)."""
 
 WIDE = 1e-2
 """A gap above this part of the cost, or no program that fits, is worth the searches with estimates."""
@@ -69,9 +71,9 @@ ENOUGH, NARROW = 2e-3, 1.5e-2
 """A program that fits, dearer by this part than one that does not, at lower prices: no better one is searched for
 at prices between them, or at prices of other kinds. One layer of thirty costs more than the first."""
 
-NEAR_SCALINGS, NEAR = 7, (1.1, 1.3, 2.0)
-"""At most so many searches at scaled prices of an earlier search, and the steps from them, until one program fits
-and one does not."""
+NEAR_SCALINGS, NEAR, FAR = 7, (1.1, 1.3, 2.0), 16.0
+"""At most so many searches at scaled prices of an earlier search, the first steps from them, until one program fits
+and one does not, and the factor from which on it is no longer near."""
 
 OUTWEIGHING = 3
 """At most so many searches at prices that outweigh all costs, before others."""
@@ -84,21 +86,6 @@ charge less than is held: in a small model one fits though the others lack 6 %."
 def capacities(model: CostModel) -> Array:
     """Bytes of each device of the model's cluster, as they are counted; infinite where the cluster does not say."""
     return model.capacity
-
-
-@dataclass(frozen=True)
-class _Line:
-    """A program found, with its profile: its line bounds L from above."""
-
-    result: SearchResult
-    profile: MemoryProfile
-    lacking: Array
-    """Bytes of each device."""
-
-    def same(self, other: _Line) -> bool:
-        """Whether both are of one program."""
-        one, two = self.result, other.result
-        return one.rows == two.rows and one.moves == two.moves
 
 
 def search_that_fits(
@@ -147,7 +134,7 @@ class _Lagrangian:
     within: Space | None
     capacity: Array
     memory_prices: MemoryPrices
-    lines: list[_Line] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
     best: SearchResult | None = None
     bound: float = -np.inf
     highest: float = -np.inf
@@ -168,8 +155,8 @@ class _Lagrangian:
             if self._cutting_planes(first.result.cost) and not self._close():
                 if self.best is None and self.estimates_fail:
                     return
-                self._tilted(estimated=False)
-                if not self._close(WIDE) and not self._narrow(NARROW) and not self.estimates_fail:
+                settled = self._tilted(estimated=False) or self.estimates_fail
+                if not (settled or self._close(WIDE) or self._narrow(NARROW)):
                     self._tilted(estimated=True)
         except SearchError:
             pass
@@ -180,7 +167,7 @@ class _Lagrangian:
         end = len(self.searcher.space.theory.graph.instructions)
         over = False
         try:
-            if earlier.fitting is None or earlier.exceeded:
+            if earlier.fitting is None or earlier.exceeded or earlier.found_on != known.ranks:
                 over = self._hopeless(earlier.exceeded_in(end))
             if not over and earlier.fitting is not None and earlier.bounding is not None:
                 self.bound = self.lines[0].result.lower_bound
@@ -198,50 +185,52 @@ class _Lagrangian:
         if self.won is not None:
             at, tilt, estimated = self.won
             earlier.fitting = known.priced(at, end, tilt, estimated=estimated)
+            earlier.found_on = known.ranks
 
-    def _hopeless(self, exceeded: Sequence[int]) -> bool:
+    def _hopeless(self, places: Sequence[int]) -> bool:
         """Whether the programs that hold least lack much: at prices that outweigh all costs, wherever an earlier
         search or one of these programs exceeds the memory."""
         price = OUTWEIGHED**2 * self.lines[0].result.cost
-        at = {
-            (i, j): price / float(c) for i in exceeded for j, c in enumerate(self.capacity) if np.isfinite(c)
-        }
+        at = {(i, j): price / float(c) for i in places for j, c in enumerate(self.capacity) if np.isfinite(c)}
         for _ in range(OUTWEIGHING):
-            more = _exceeded(self.lines[-1].profile, self.capacity, [*at])
+            more = exceeded(self.lines[-1].profile, self.capacity, [*at])
             at.update({(i, j): price / float(self.capacity[j]) for i, j in more})
             if self._search(at, TILT, estimated=True):
                 return False
-            if not _exceeded(self.lines[-1].profile, self.capacity, [*at]):
+            if not exceeded(self.lines[-1].profile, self.capacity, [*at]):
                 self.estimates_fail = True
                 return self._lacks_much()
         return False
 
+    def _part(self) -> float:
+        """The largest part of a device's memory that the last program lacks."""
+        return self.lines[-1].part(self.capacity)
+
     def _lacks_much(self) -> bool:
-        """Whether every program so far lacks so much memory that one that lacks none is not near."""
-        parts = (float((line.lacking / np.maximum(self.capacity, 1.0)).max()) for line in self.lines)
-        return min(parts) > HOPELESS
+        """Whether every program so far that does not fit, and is no dearer than one that does, lacks so much memory
+        that one that lacks none is not near."""
+        dearest = math.inf if self.best is None else self.best.cost
+        exceeding = [line for line in self.lines if line.lacking.any() and line.result.cost < dearest]
+        return all(line.part(self.capacity) > HOPELESS for line in exceeding)
 
     def _near(self, prices: dict[Place, float], like: PricedAt) -> bool:
         """Scale the prices of an earlier search until a program just fits; whether one does."""
-        least, most, scale = 0.0, math.inf, 1.0
-        for n in range(NEAR_SCALINGS if prices else 0):
-            at = {p: scale * price for p, price in prices.items()}
-            if self._search(at, like.tilt, like.estimated):
-                most = scale
-            elif more := self._more(prices):
+        bracket = Bracket(NEAR, cheapest=self._without_prices(prices))
+        scalings = 0
+        while prices and scalings < NEAR_SCALINGS and len(self.lines) < 2 * NEAR_SCALINGS:
+            at = {p: bracket.factor * price for p, price in prices.items()}
+            fits = self._search(at, like.tilt, like.estimated)
+            if not fits and (more := self._more(prices)):
                 prices.update(more)
+                bracket.restart()
                 continue
-            else:
-                least = scale
-            if self._close() or self._narrow() or most - least <= WIDE * least:
+            scalings += 1
+            bracket.take(self.lines[-1].result, fits=fits, lacking=self._part())
+            if self._close() or self._narrow() or bracket.over:
+                return bracket.most is not None
+            if bracket.most is None and bracket.factor > FAR:
                 break
-            if math.isinf(most) and n >= len(NEAR):
-                break
-            step = NEAR[min(n, len(NEAR) - 1)]
-            scale = (
-                scale * step if math.isinf(most) else scale / step if not least else math.sqrt(least * most)
-            )
-        return most < math.inf
+        return bracket.most is not None and scalings == NEAR_SCALINGS
 
     def _cutting_planes(self, cost: float) -> bool:
         """Search at the prices that maximise the least of the lines. Whether a program may fit; ``cost``: that of
@@ -249,12 +238,12 @@ class _Lagrangian:
         dearest = self.searcher.dearest(self.model, self.lengths)
         places: list[Place] = []
         for line in self.lines[:-1]:
-            places += _exceeded(line.profile, self.capacity, places)
+            places += exceeded(line.profile, self.capacity, places)
         box = 2.0 * cost
         before: dict[Place, float] | None = None
         for _ in range(SEARCHES):
-            places += _exceeded(self.lines[-1].profile, self.capacity, places)
-            at = _master(self.lines, places, self.capacity, box)
+            places += exceeded(self.lines[-1].profile, self.capacity, places)
+            at = dearest_prices(self.lines, places, self.capacity, box)
             if at == before:
                 if self.best is not None or box > 1e4 * cost or self._settled_at(at):
                     break
@@ -269,20 +258,21 @@ class _Lagrangian:
         return True
 
     def _settled_at(self, prices: dict[Place, float], scale: float = 1.0) -> bool:
-        """Whether prices outweigh all costs, and the last two searches have found the same program."""
-        if len(self.lines) < 3 or not self.lines[-1].same(self.lines[-2]):
-            return False
-        paid = scale * sum(price * self.capacity[j] for (_, j), price in prices.items())
-        return bool(paid > OUTWEIGHED * self.lines[-1].result.cost)
+        """Whether prices outweigh all costs and the last two searches have found the same program, or they do so by
+        far."""
+        times = scale * sum(price * self.capacity[j] for (_, j), price in prices.items())
+        times /= self.lines[-1].result.cost
+        same = len(self.lines) > 2 and self.lines[-1].same(self.lines[-2])
+        return bool(times > OUTWEIGHED if same else times > OUTWEIGHED**2)
 
     def _search(self, at: dict[Place, float], tilt: float = 0.0, estimated: bool = False) -> bool:
         """Search at prices; whether the program fits."""
         result = self.searcher.search(
             self.model,
             self.lengths,
-            self.limits,
+            replace(self.limits, expansions=min(self.limits.expansions, EXPANSIONS)),
             within=self.within,
-            start=self.lines[-1].result,
+            start=self._cheapest(at),
             prices=self.memory_prices.prices(self.model, self.lengths, at, tilt, estimated=estimated),
         )
         self.tried = at, tilt, estimated
@@ -298,12 +288,21 @@ class _Lagrangian:
             self.won = self.tried
         return fits
 
+    def _cheapest(self, at: dict[Place, float]) -> SearchResult:
+        """The program found so far that costs least at prices of what it holds: of those that are charged, near the
+        one that costs least."""
+        return min(self.lines, key=lambda line: line.result.cost + line.paid(at)).result
+
+    def _without_prices(self, at: dict[Place, float]) -> tuple[float, float]:
+        """Seconds of the program that costs least, and what all that it holds would cost at prices."""
+        return self.lines[0].result.cost, self.lines[0].paid(at)
+
     def take(self, result: SearchResult) -> bool:
         """Keep a program; whether it fits."""
         theory, batches = self.searcher.space.theory, self.model.batches
         profile = memory_profile(theory, result.program, self.lengths, batches=batches)
         lacking = profile.lacking(self.capacity)
-        self.lines.append(_Line(result, profile, lacking))
+        self.lines.append(Line(result, profile, lacking))
         fits = not lacking.any()
         if fits and (self.best is None or result.cost < self.best.cost):
             self.best = result
@@ -321,73 +320,32 @@ class _Lagrangian:
 
     def _more(self, prices: dict[Place, float]) -> dict[Place, float]:
         """Prices where the last program exceeds the capacity and has none: the mean of the others."""
-        more = _exceeded(self.lines[-1].profile, self.capacity, [*prices])
+        more = exceeded(self.lines[-1].profile, self.capacity, [*prices])
         return dict.fromkeys(more, sum(prices.values()) / len(prices))
 
-    def _tilted(self, *, estimated: bool) -> None:
+    def _tilted(self, *, estimated: bool) -> bool:
         """Scale the prices at which L is highest, tilted, until a program just fits. With estimates, places that a
-        program exceeds are priced like the others."""
+        program exceeds are priced like the others. Whether no scale between gives another program, and memory that
+        has no price is not what the cheaper ones lack."""
         prices = dict(self.top)
-        least, most = 0.0, math.inf
-        scale = 1.0
+        bracket = Bracket(cheapest=self._without_prices(prices))
         for _ in range(SCALINGS if prices else 0):
-            if self._search({p: scale * price for p, price in prices.items()}, TILT, estimated):
-                most = scale
-            else:
-                more = self._more(prices) if estimated else {}
-                if more:
-                    # At other prices the same scale may do.
-                    prices.update(more)
-                    least = 0.0
-                    continue
-                if math.isinf(most) and self._settled_at(prices, scale):
-                    return
-                least = scale
-            if self._close() or self._narrow() or most - least <= CLOSE * least:
-                return
-            scale = least * 2.0 if math.isinf(most) else most / 2.0 if least == 0.0 else (least + most) / 2.0
+            factor = bracket.factor
+            fits = self._search({p: factor * price for p, price in prices.items()}, TILT, estimated)
+            if not fits and estimated and (more := self._more(prices)):
+                # At other prices the same scale may do.
+                prices.update(more)
+                bracket.restart()
+                continue
+            if not fits and bracket.most is None and self._settled_at(prices, factor):
+                return False
+            bracket.take(self.lines[-1].result, fits=fits, lacking=self._part())
+            if self._close() or self._narrow() or bracket.over:
+                return bracket.over and self._lacks_much()
+        return False
 
 
-def _exceeded(profile: MemoryProfile, capacity: Array, priced: list[Place]) -> list[Place]:
-    """Where a program exceeds the capacity most, per device, if that has no price yet."""
-    places = [
-        (profile.peak_instruction(j), j) for j in np.flatnonzero(profile.lacking(capacity) > 0).tolist()
-    ]
-    return [place for place in places if place not in priced]
-
-
-def _master(lines: list[_Line], places: list[Place], capacity: Array, box: float) -> dict[Place, float]:
-    """The prices that maximise the least of the lines; each at most ``box`` seconds per capacity."""
-    scale = np.array([capacity[j] for _, j in places])
-    unit = lines[0].result.cost or 1.0
-    highs = quiet_highs(threads=1, random_seed=0)
-    count = len(places)
-    # Columns: price times capacity per place, in units of the first program's cost; then the least line.
-    lower, upper = np.zeros(count + 1), np.full(count + 1, box / unit)
-    lower[count], upper[count] = -highspy.kHighsInf, highspy.kHighsInf
-    highs.addVars(count + 1, lower, upper)
-    highs.changeColCost(count, -1.0)
-    # Among equal maxima the cheapest prices.
-    for column in range(count):
-        highs.changeColCost(column, 1e-9)
-    for line in lines:
-        slopes = [
-            (float(line.profile.during(i)[j]) - capacity[j]) / s
-            for (i, j), s in zip(places, scale, strict=True)
-        ]
-        index = np.arange(count + 1, dtype=np.int32)
-        values = np.array([*(-s for s in slopes), 1.0])
-        highs.addRow(-highspy.kHighsInf, line.result.cost / unit, count + 1, index, values)
-    highs.run()
-    values = np.array(highs.getSolution().col_value)[:count]
-    return {
-        place: float(v) * unit / float(s)
-        for place, v, s in zip(places, values, scale, strict=True)
-        if v > 1e-12
-    }
-
-
-def _does_not_fit(lines: list[_Line], model: CostModel) -> MemoryLimitError:
+def _does_not_fit(lines: list[Line], model: CostModel) -> MemoryLimitError:
     """The error that names the devices that lack memory for the program that comes nearest."""
     lacking = min(lines, key=lambda line: float(line.lacking.sum())).lacking
     capacity = capacities(model)
