@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from emulated.accumulation import Part, Setting, begin, fully_sharded, micro_batches, recompute_blocks
 from emulated.launch import Workers
 from emulated.memory import LiveBytes, ResidentPeak
 from emulated.spec import EmulationError
@@ -39,6 +40,8 @@ COUNTED = 2
 
 TOLERANCE = 1e-3
 """Relative difference of losses that rounding in float32 may make over a few steps."""
+
+PLAIN = Setting()
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -166,9 +169,12 @@ def train(
 
 def build(
     context: Context, arm: Arm, work: Workload, rows: Sequence[int] | None, plan: str | None,
-    optimizer: Optimizer = momentum,
+    optimizer: Optimizer = momentum, setting: Setting = PLAIN,
 ) -> Callable[[], Tensor]:  # fmt: skip
-    """A function that makes one step and returns this rank's part of the global loss, or all of it."""
+    """A function that makes one step and returns this rank's part of the global loss, or all of it.
+
+    Raises EmulationError where the rank's rows weigh nothing.
+    """
     if arm == "hetspmd":
         from hetspmd.plan.plan import Plan
         from hetspmd.run.module import HAP
@@ -176,26 +182,18 @@ def build(
         assert plan is not None
         made = Plan.load(plan)
         hap = HAP(work.model, made.cluster, plan=made, sync_module_states=False)
-        return stepper(hap, dict(work.batch), 1.0, 1.0, optimizer)
+        return stepper(hap, work.batch, optimizer)
     if arm == "alone":
-        return stepper(work.model, dict(work.batch), 1.0, 1.0, optimizer)
+        return stepper(work.model, work.batch, optimizer)
     assert rows is not None
-    part, share = part_of(work, rows, context.rank)
-    parallel = _ddp(work.model) if arm == "ddp" else _fsdp(work, context.world)
-    return stepper(parallel, part, context.world * share, share, optimizer)
-
-
-def part_of(work: Workload, rows: Sequence[int], rank: int) -> tuple[dict[str, Tensor], float]:
-    """A rank's rows of the batch, and what they are of the weight of all.
-
-    Raises EmulationError where they weigh nothing.
-    """
-    start, count = sum(rows[:rank]), rows[rank]
-    part = {name: value[start : start + count].clone() for name, value in work.batch.items()}
-    share = float(work.weights[start : start + count].sum() / work.weights.sum())
-    if not share > 0:
-        raise EmulationError(f"the rows of rank {rank} weigh nothing: its loss would be 0 / 0")
-    return part, share
+    start, count = sum(rows[: context.rank]), rows[context.rank]
+    parts = micro_batches(work, start, count, setting.micro_batches)
+    if not sum(part.share for part in parts) > 0:
+        raise EmulationError(f"the rows of rank {context.rank} weigh nothing: its loss would be 0 / 0")
+    if setting.recompute:
+        recompute_blocks(work)
+    parallel = _ddp(work.model) if arm == "ddp" else fully_sharded(work, context.world, setting)
+    return accumulating(parallel, parts, context.world, optimizer, setting)
 
 
 def _ddp(model: nn.Module) -> nn.Module:
@@ -204,28 +202,31 @@ def _ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def _fsdp(work: Workload, world: int) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (world,))
-    for name in work.blocks:
-        fully_shard(work.model.get_submodule(name), mesh=mesh)
-    fully_shard(work.model, mesh=mesh)
-    return work.model
-
-
 def stepper(
-    model: nn.Module, batch: Mapping[str, Tensor], scale: float, share: float, optimizer: Optimizer = momentum
+    model: nn.Module, batch: Mapping[str, Tensor], optimizer: Optimizer = momentum
 ) -> Callable[[], Tensor]:
-    """A function that makes one step on ``batch``, with ``scale`` times the loss, and returns ``share`` of it."""
+    """A function that makes one step on ``batch`` and returns its loss."""
+    return accumulating(model, [Part(dict(batch), 1.0)], 1.0, optimizer, PLAIN)
+
+
+def accumulating(
+    model: nn.Module, parts: Sequence[Part], scale: float, optimizer: Optimizer, setting: Setting
+) -> Callable[[], Tensor]:
+    """A function that makes one step on ``parts``, one after the other, each with ``scale`` times its share of the
+    loss, and returns the sum of these shares."""
     updates = optimizer(model.parameters())
 
     def step() -> Tensor:
         updates.zero_grad()
-        loss: Tensor = model(**batch)
-        torch.autograd.backward(loss * scale if scale != 1.0 else loss)
+        losses = []
+        for part in parts:
+            begin(model, setting, part is parts[-1])
+            loss: Tensor = model(**part.batch)
+            factor = scale * part.share
+            torch.autograd.backward(loss * factor if factor != 1.0 else loss)
+            losses.append(loss.detach() * part.share)
+            del loss
         updates.step()
-        return loss.detach() * share
+        return torch.stack(losses).sum()
 
     return step

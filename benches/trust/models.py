@@ -129,14 +129,14 @@ def gpt2(batch: int = 16, tokens: int = 64, layers: int = 4, width: int = 256) -
     return LossOf(GPT2LMHeadModel(config)), _tokens(batch, tokens)
 
 
-def llama(batch: int = 16, tokens: int = 64) -> Built:
+def llama(batch: int = 16, tokens: int = 64, layers: int = 4, width: int = 256) -> Built:
     """LlamaForCausalLM: 4 layers of 256, 8 query heads on 4 of keys and values."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=tokens, use_cache=False,
-        bos_token_id=0, eos_token_id=0, pad_token_id=1,
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+        num_attention_heads=width // 32, num_key_value_heads=width // 64, max_position_embeddings=tokens,
+        use_cache=False, bos_token_id=0, eos_token_id=0, pad_token_id=1,
     )  # fmt: skip
     return LossOf(LlamaForCausalLM(config)), _tokens(batch, tokens)
 

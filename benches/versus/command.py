@@ -67,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         __doc__, folder=results.FOLDER, only="clusters, models and links",
         steps=(2, "timed steps of a turn, at most"), budget=120.0,
     )  # fmt: skip
-    parser.add_argument("--size", choices=tuple(SIZES), default="small", help="of the models")
+    sizes = [size for size, models in SIZES.items() if set(MODELS) <= set(models)]
+    parser.add_argument("--size", choices=sizes, default="small", help="of the models")
     parser.add_argument(
         "--readme", type=Path, metavar="FILE", help="a page with a table of the means to replace"
     )

@@ -22,6 +22,7 @@ OPTIMIZERS: Mapping[str, str] = {
     "ViT": "adamw",
     "BERT": "adamw",
     "BERT-MoE": "adamw",
+    "Llama": "adamw",
 }
 """By which optimizer each is trained, as ``hetspmd profile --optimizer`` calls it: VGG19 by SGD with momentum, as
 its authors did."""
@@ -45,8 +46,14 @@ SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
         "BERT": {"batch": 32, "layers": 4, "width": 512},
         "BERT-MoE": {"batch": 32, "layers": 4, "width": 288, "heads": 9, "experts": 8},
     },
+    "fits": {
+        "ViT": {"batch": 32, "layers": 4, "width": 384},
+        "BERT": {"batch": 32, "tokens": 64, "layers": 4, "width": 384},
+        "BERT-MoE": {"batch": 64},
+        "Llama": {"batch": 32, "tokens": 64, "layers": 4, "width": 384},
+    },
 }
-"""Options of the functions of :mod:`trust.models`."""
+"""Options of the functions of :mod:`trust.models`. ``fits`` is that of :mod:`fits`."""
 
 OVER_BALANCED: Mapping[tuple[str, str], str] = {("small", "VGG19"): "large"}
 """By size and model, the size over a balanced link where it is another: on four equal devices the gradients of

@@ -89,9 +89,9 @@ def again(seconds: Mapping[str, float]) -> frozenset[str]:
 
 
 def close(seconds: Mapping[str, float], within: float = CLOSE) -> frozenset[str]:
-    """hetspmd and the best incumbent, of steps that took so many ``seconds``, if neither takes more than ``within``
-    times as long as the other; otherwise none."""
-    best = min(INCUMBENTS, key=lambda name: seconds[name])
+    """hetspmd and the best of the others, of steps that took so many ``seconds``, if neither takes more than
+    ``within`` times as long as the other; otherwise none."""
+    best = min((name for name in seconds if name not in (FORCED, COMPILED)), key=lambda name: seconds[name])
     ratio = seconds[COMPILED] / seconds[best]
     return frozenset((best, COMPILED)) if 1 / within <= ratio <= within else frozenset()
 

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from emulated.arms import Optimizer, build, part_of, stepper
+from emulated.accumulation import Setting, micro_batches
+from emulated.arms import Optimizer, build, stepper
 from emulated.memory import give_back
 from emulated.worker import Context
 from versus.models import OPTIMIZERS, workload
@@ -76,8 +77,8 @@ def apart(
 ) -> dict[str, list[float]]:
     """Seconds of a step on this rank's rows without communication, and of the all-reduces of its gradients."""
     work = workload(model, size)
-    part, _ = part_of(work, rows, context.rank)
-    step = stepper(work.model, part, 1.0, 1.0, optimizer_of(model))
+    part = micro_batches(work, sum(rows[: context.rank]), rows[context.rank], 1)[0]
+    step = stepper(work.model, part.batch, optimizer_of(model))
     for _ in range(WARM):
         step()
     total = sum(p.nbytes for p in work.model.parameters())
@@ -112,8 +113,8 @@ def train(
     """Per arm: ``stamps`` of each turn (one before its timed steps, one after each) and the ``losses`` of its first
     two steps; both empty on a rank that has no part in it.
 
-    ``arms``: name to ``arm`` (:mod:`emulated.arms`), ``rows`` and ``plan``. ``keep``: there is memory for all arms
-    at once; otherwise an arm is made anew in each of its turns.
+    ``arms``: name to ``arm`` (:mod:`emulated.arms`), ``rows``, ``plan``, and maybe ``setting``. ``keep``: there is
+    memory for all arms at once; otherwise an arm is made anew in each of its turns.
     """
     gc.collect()
     built: dict[str, Callable[[], Tensor] | None] = {}
@@ -141,14 +142,14 @@ def train(
             if name not in built:
                 context.throttle(False)
                 alone = arm["arm"] == "alone" and context.rank != fastest
-                built[name] = None if alone else _build(context, model, size, arm)
+                built[name] = None if alone else build_arm(context, model, size, arm)
                 seconds = warm(built[name], losses)
                 context.throttle(True)
             else:
                 seconds = 0.0
             step = built[name]
             if seconds <= CARRYING:
-                seconds = _first(step, losses)
+                seconds = first(step, losses)
             taken.setdefault(name, seconds)
             stamps, pace = timed(step, steps_of(seconds, steps), losses)
             if step is not None:
@@ -169,7 +170,7 @@ def warm(step: Callable[[], Tensor] | None, losses: list[Tensor]) -> float:
     of those that carry for long. The seconds of the last, the same on all ranks."""
     for _ in range(WARM):
         before = _pages()
-        seconds = _first(step, losses)
+        seconds = first(step, losses)
         if seconds > CARRYING or _most(_pages() - before) <= _allowed(seconds):
             break
     return seconds
@@ -227,11 +228,12 @@ def choose(
     return compare({name: Plan.load(file) for name, file in plans.items()}, measure)
 
 
-def _build(context: Context, model: str, size: str, arm: Mapping[str, Any]) -> Callable[[], Tensor]:
-    return build(context, arm["arm"], workload(model, size), arm["rows"], arm["plan"], optimizer_of(model))
+def build_arm(context: Context, model: str, size: str, arm: Mapping[str, Any]) -> Callable[[], Tensor]:
+    work, setting = workload(model, size), Setting(**arm.get("setting", {}))
+    return build(context, arm["arm"], work, arm["rows"], arm["plan"], optimizer_of(model), setting)
 
 
-def _first(step: Callable[[], Tensor] | None, losses: list[Tensor]) -> float:
+def first(step: Callable[[], Tensor] | None, losses: list[Tensor]) -> float:
     """The step that is not timed; its seconds on the slowest rank, the same on all ranks."""
     dist.barrier()
     start = time.monotonic()

@@ -93,15 +93,20 @@ def measured(ranks: Sequence[Mapping[str, Any]], *, summed: bool, predicted: flo
 
 def check_losses(point: Point) -> None:
     """Raise EmulationError unless all arms of a point computed the same training steps."""
-    (name, first), *others = point.arms.items()
-    for other, arm in others:
-        if len(arm.losses) != len(first.losses):
-            raise EmulationError(f"{name} has {len(first.losses)} losses, {other} {len(arm.losses)}")
-        limits = (FIRST_LOSS, SECOND_LOSS)
-        for step, (a, b, limit) in enumerate(zip(first.losses, arm.losses, limits, strict=True)):
+    check_same({name: arm.losses for name, arm in point.arms.items()}, f"{point.model} on {point.cluster}")
+
+
+def check_same(losses: Mapping[str, Sequence[float]], where: str) -> None:
+    """Raise EmulationError unless the losses of all arms are those of the same first two training steps."""
+    (name, first), *others = losses.items()
+    for other, found in others:
+        if len(found) != len(first):
+            raise EmulationError(f"{name} has {len(first)} losses, {other} {len(found)}")
+        for step, (a, b, limit) in enumerate(zip(first, found, (FIRST_LOSS, SECOND_LOSS), strict=True)):
             if not abs(a - b) <= limit * max(abs(a), 1e-12):
-                where = f"{point.model} on {point.cluster}, step {step}"
-                raise EmulationError(f"{where}: the loss is {a} with {name!r} and {b} with {other!r}")
+                raise EmulationError(
+                    f"{where}, step {step}: the loss is {a} with {name!r} and {b} with {other!r}"
+                )
 
 
 def load(folder: Path, kept: Path | None = None) -> list[Point]:

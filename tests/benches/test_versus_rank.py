@@ -51,7 +51,7 @@ def test_an_arm_is_warm_when_its_steps_take_no_new_memory(
 
     monkeypatch.setattr(rank, "_most", lambda of: of)  # one rank
     monkeypatch.setattr(rank, "_pages", lambda: taken)
-    monkeypatch.setattr(rank, "_first", first)
+    monkeypatch.setattr(rank, "first", first)
     assert rank.warm(lambda: torch.ones(()), losses) == seconds
     assert len(losses) == made
 
@@ -81,9 +81,9 @@ def test_further_turns_end(longest: float, steady: bool, monkeypatch: pytest.Mon
             pass
 
     monkeypatch.setattr(rank, "_most", lambda of: of)  # one rank
-    monkeypatch.setattr(rank, "_build", build)
+    monkeypatch.setattr(rank, "build_arm", build)
     monkeypatch.setattr(rank, "timed", timed)
-    monkeypatch.setattr(rank, "_first", lambda step, losses: losses.append(step()) or 1.0)
+    monkeypatch.setattr(rank, "first", lambda step, losses: losses.append(step()) or 1.0)
     monkeypatch.setattr(rank, "give_back", lambda part: None)
     monkeypatch.setattr(rank, "LONGEST", longest)
     monkeypatch.setattr(rank, "time", SimpleNamespace(monotonic=lambda: now))
