@@ -110,6 +110,9 @@ class FitsBench(Bench):
             say(f"  {what}: {_megabytes(figures)}")
         devices = tuple(replace(d, memory=float(m)) for d, m in zip(cluster.devices, limits, strict=True))
         plan, failure = _compiled(model, replace(cluster, devices=devices))
+        if plan is not None:
+            say(f"  hetspmd: {plan_words(plan, work.rows)}; predicted {plan.cost.step_seconds:.3f} s")
+            plan.save(self._file(model, SIZE, LINK, COMPILED))
         arms, held = self._tuned_by_hand(model, rows, limits)
         words = {name: name for name in arms}
         tried = {name: self._run("pace", model, arm)[0] for name, arm in arms.items()}
@@ -118,15 +121,12 @@ class FitsBench(Bench):
         final = {name: arms[name] for name in sorted(tried, key=tried.__getitem__)[:FINAL]}
         if plan is not None:
             file = self._file(model, SIZE, LINK, COMPILED)
-            plan.save(file)
             final[COMPILED] = {"arm": "hetspmd", "rows": None, "plan": str(file)}
             words[COMPILED] = plan_words(plan, work.rows)
             self.emulated.set_rate(QUICKEST)
             held[COMPILED] = tuple(self._run("peak", model, final[COMPILED]))
             self.emulated.set_rate(parse_quantity(LINK, "bytes/s"))
-            say(
-                f"  {words[COMPILED]}; {_megabytes(held[COMPILED])}, predicted {plan.cost.step_seconds:.3f} s"
-            )
+            say(f"  hetspmd: {_megabytes(held[COMPILED])}, predicted {_megabytes(plan.cost.memory_bytes)}")
         del work
         gc.collect()
         timed = self._in_turns(model, final, parameters)

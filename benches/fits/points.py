@@ -62,6 +62,15 @@ def halved(rows: Sequence[int]) -> list[int]:
     return [1 << n for n in range(most.bit_length()) if 1 << n < most] + [most]
 
 
+def hopeless(before: Sequence[int], held: Sequence[int], most: Sequence[int]) -> bool:
+    """Whether a rank will not keep to its limit however often the micro-batch is halved.
+
+    What halving saves is halved each time, so that all further ones together save what the last one did, at most.
+    """
+    ranks = zip(before, held, most, strict=False)
+    return any(own - max(0, earlier - own) > limit for earlier, own, limit in ranks)
+
+
 def fitting(
     rows: Sequence[int], most: Sequence[int], peaks: Callable[[Setting], Peaks]
 ) -> dict[Setting, Peaks]:
@@ -69,7 +78,7 @@ def fitting(
     resharding and reduction the fewest micro-batches by halving.
 
     A combination that saves less in one of the three is tried from as many micro-batches on as one that saves more
-    has needed, and not at all where that does not fit.
+    has needed, and not at all where that does not fit. Halving ends where it is hopeless.
     """
     counts = halved(rows)
     needed: dict[tuple[bool, ...], int | None] = {}
@@ -83,6 +92,7 @@ def fitting(
         if len(known) < len(leaner):
             continue
         recompute, reshard, sync_each = (not generous for generous in spent)
+        before: Peaks = ()
         for count in counts[counts.index(max(known, default=1)) :]:
             # In one micro-batch it is the same when gradients are reduced.
             setting = Setting(count, recompute, reshard, sync_each or count == 1)
@@ -90,6 +100,9 @@ def fitting(
             if within(held, most):
                 needed[spent], found[setting] = count, held
                 break
+            if hopeless(before, held, most):
+                break
+            before = held
     return found
 
 

@@ -55,9 +55,14 @@ def test_every_setting_has_the_fewest_micro_batches_that_fit() -> None:
     }
     assert len(asked) == len(set(asked)), "nothing is counted twice"
     assert points.fitting([16, 4], (30, 30), peaks) == {}
-    assert len([s for s in asked if not s.reshard and not s.sync_each and s.micro_batches > 1]) == 4, (
-        "where whole gradients and whole parameters do not fit, recomputation is tried to the end, and it alone"
-    )
+    assert all(s.recompute for s in asked if not s.reshard and not s.sync_each and s.micro_batches > 1)
+
+
+def test_halving_ends_where_it_is_hopeless() -> None:
+    assert not points.hopeless((), (200, 90), (90, 90)), "the first"
+    assert not points.hopeless((110, 90), (100, 90), (90, 90)), "it may save another ten"
+    assert points.hopeless((110, 90), (100, 90), (89, 90))
+    assert points.hopeless((80, 90), (80, 91), (90, 90)), "nothing is saved"
 
 
 def test_micro_batches_are_the_step() -> None:
