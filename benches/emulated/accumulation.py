@@ -28,12 +28,15 @@ class Setting:
                    otherwise they stay until the last micro-batch's backward (ZeRO-2)
     sync_each      gradients are reduced in each micro-batch; otherwise they are summed whole and reduced in the
                    last
+    ahead          FSDP2 gathers the next block's parameters while a block computes; as it is, it waits on CPUs for
+                   each of its collectives, which have no streams there
     """
 
     micro_batches: int = 1
     recompute: bool = False
     reshard: bool = True
     sync_each: bool = False
+    ahead: bool = False
 
     def __str__(self) -> str:
         parts = [f"{self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"]
@@ -41,6 +44,7 @@ class Setting:
         parts += ["resharding" if self.reshard else "no resharding"]
         if self.micro_batches > 1:
             parts.append(f"reduced in {'each' if self.sync_each else 'the last'}")
+        parts += ["gathered ahead"] if self.ahead else []
         return ", ".join(parts)
 
 
@@ -101,5 +105,10 @@ def fully_sharded(work: Workload, world: int, setting: Setting) -> nn.Module:
     mesh = init_device_mesh("cpu", (world,))
     for name in work.blocks:
         fully_shard(work.model.get_submodule(name), mesh=mesh, reshard_after_forward=setting.reshard)
-    fully_shard(work.model, mesh=mesh)
+    sharded: Any = fully_shard(work.model, mesh=mesh)
+    if setting.ahead:
+        sharded._set_unshard_async_op(True)
+        for name, after in pairwise(work.blocks):
+            block: Any = work.model.get_submodule(name)
+            block.set_modules_to_forward_prefetch([work.model.get_submodule(after)])
     return work.model

@@ -15,6 +15,7 @@ import argparse
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import hetspmd
@@ -113,19 +114,14 @@ class FitsBench(Bench):
         if plan is not None:
             say(f"  hetspmd: {plan_words(plan, work.rows)}; predicted {plan.cost.step_seconds:.3f} s")
             plan.save(self._file(model, SIZE, LINK, COMPILED))
-        arms, held = self._tuned_by_hand(model, rows, limits)
+        arms, held, tried = self._tuned_by_hand(model, rows, limits)
         words = {name: name for name in arms}
-        tried = {name: self._run("pace", model, arm)[0] for name, arm in arms.items()}
-        for name, seconds in sorted(tried.items(), key=lambda pair: pair[1]):
-            say(f"  {seconds:.3f} s: {name}, {_megabytes(held[name])}")
-        final = {name: arms[name] for name in sorted(tried, key=tried.__getitem__)[:FINAL]}
+        final = {name: arms[name] for name in fastest(tried)}
         if plan is not None:
             file = self._file(model, SIZE, LINK, COMPILED)
             final[COMPILED] = {"arm": "hetspmd", "rows": None, "plan": str(file)}
             words[COMPILED] = plan_words(plan, work.rows)
-            self.emulated.set_rate(QUICKEST)
-            held[COMPILED] = tuple(self._run("peak", model, final[COMPILED]))
-            self.emulated.set_rate(parse_quantity(LINK, "bytes/s"))
+            held[COMPILED] = self._peaks(model, final[COMPILED])
             say(f"  hetspmd: {_megabytes(held[COMPILED])}, predicted {_megabytes(plan.cost.memory_bytes)}")
         del work
         gc.collect()
@@ -145,37 +141,53 @@ class FitsBench(Bench):
     ) -> tuple[Peaks, Peaks, Peaks, Peaks]:
         """Bytes of each rank: of DDP with all rows at once, of DDP at its leanest, of FSDP2 at its leanest; and the
         limits."""
-        self.emulated.set_rate(QUICKEST)
         cases = (
             ("ddp", "proportional", Setting()),
             ("ddp", "proportional", of.leanest(rows["proportional"])),
             ("fsdp", "even", of.leanest(rows["even"])),
         )
         plain, need, least = (
-            tuple(self._run("peak", model, described(arm, rows[how], setting))) for arm, how, setting in cases
+            self._peaks(model, described(arm, rows[how], setting)) for arm, how, setting in cases
         )
-        self.emulated.set_rate(parse_quantity(LINK, "bytes/s"))
         return plain, need, least, of.limits(least, need, speeds)
 
     def _tuned_by_hand(
         self, model: str, rows: Mapping[str, list[int]], limits: Peaks
-    ) -> tuple[dict[str, Described], dict[str, Peaks]]:
-        """FSDP2 with each setting that fits, and the bytes that each rank then holds."""
+    ) -> tuple[dict[str, Described], dict[str, Peaks], dict[str, float]]:
+        """FSDP2 with each setting that fits, the bytes that each rank then holds, and the seconds of a step; the
+        fastest of them also with gathers ahead, if these fit."""
         arms: dict[str, Described] = {}
         held: dict[str, Peaks] = {}
-        self.emulated.set_rate(QUICKEST)
+        tried: dict[str, float] = {}
+
+        def peaks(how: str, setting: Setting) -> Peaks:
+            found = self._peaks(model, described("fsdp", rows[how], setting))
+            say(f"  {how}, {setting}: {_megabytes(found)}")
+            return found
+
+        def enter(how: str, setting: Setting, found: Peaks) -> None:
+            name = f"FSDP2, {how} rows, {setting}"
+            arms[name], held[name] = described("fsdp", rows[how], setting), found
+            tried[name] = self._run("pace", model, arms[name])[0]
+            chosen[name] = how, setting
+            say(f"  {tried[name]:.3f} s: {name}, {_megabytes(found)}")
+
+        chosen: dict[str, tuple[str, Setting]] = {}
         for how, own in rows.items():
+            for setting, found in of.fitting(own, limits, partial(peaks, how)).items():
+                enter(how, setting, found)
+        for how, setting in [chosen[name] for name in fastest(tried)]:
+            ahead = replace(setting, ahead=True)
+            if of.within(found := peaks(how, ahead), limits):
+                enter(how, ahead, found)
+        return arms, held, tried
 
-            def peaks(setting: Setting, own: list[int] = own, how: str = how) -> Peaks:
-                found = tuple(self._run("peak", model, described("fsdp", own, setting)))
-                say(f"  {how}, {setting}: {_megabytes(found)}")
-                return found
-
-            for setting, found in of.fitting(own, limits, peaks).items():
-                name = f"FSDP2, {how} rows, {setting}"
-                arms[name], held[name] = described("fsdp", own, setting), found
+    def _peaks(self, model: str, arm: Described) -> Peaks:
+        """Bytes that each rank holds, counted over links that are fast."""
+        self.emulated.set_rate(QUICKEST)
+        found = tuple(self._run("peak", model, arm))
         self.emulated.set_rate(parse_quantity(LINK, "bytes/s"))
-        return arms, held
+        return found
 
     def _in_turns(
         self, model: str, arms: Mapping[str, Described], parameters: int
@@ -197,6 +209,11 @@ class FitsBench(Bench):
     def _run(self, what: str, model: str, arm: Described) -> list[Any]:
         """A function of :mod:`fits.rank` on all ranks."""
         return self.workers.run(f"fits.rank:{what}", model=model, size=SIZE, arm=arm)
+
+
+def fastest(tried: Mapping[str, float]) -> list[str]:
+    """The settings that take turns with hetspmd, by the seconds of a first step of each."""
+    return sorted(tried, key=tried.__getitem__)[:FINAL]
 
 
 def described(arm: str, rows: Sequence[int], setting: Setting) -> Described:

@@ -90,7 +90,9 @@ def again(seconds: Mapping[str, float]) -> frozenset[str]:
 
 def close(seconds: Mapping[str, float], within: float = CLOSE) -> frozenset[str]:
     """hetspmd and the best of the others, of steps that took so many ``seconds``, if neither takes more than
-    ``within`` times as long as the other; otherwise none."""
+    ``within`` times as long as the other; otherwise none, and none without hetspmd."""
+    if COMPILED not in seconds:
+        return frozenset()
     best = min((name for name in seconds if name not in (FORCED, COMPILED)), key=lambda name: seconds[name])
     ratio = seconds[COMPILED] / seconds[best]
     return frozenset((best, COMPILED)) if 1 / within <= ratio <= within else frozenset()

@@ -81,6 +81,14 @@ def test_micro_batches_are_the_step() -> None:
         assert (float(step()), float(step())) == pytest.approx(whole, rel=1e-4), setting
 
 
+def test_settings_in_words() -> None:
+    assert str(Setting()) == "1 micro-batch, resharding"
+    lean = Setting(4, recompute=True, reshard=False, sync_each=True, ahead=True)
+    assert str(lean) == "4 micro-batches, recomputation, no resharding, reduced in each, gathered ahead"
+    assert points.leanest([3, 5]) == Setting(5, recompute=True, reshard=True, sync_each=True)
+    assert command.fastest({"a": 3.0, "b": 1.0, "c": 2.0}) == ["b", "c"]
+
+
 def arm(words: str, seconds: float, held: tuple[int, ...] = (GB, GB)) -> results.Arm:
     return results.Arm(words, (seconds - 0.1, seconds, seconds + 0.3), (2.0, 1.0), held)
 

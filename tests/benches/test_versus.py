@@ -159,6 +159,7 @@ def test_arms_that_are_close_have_further_turns() -> None:
     assert points.close({**SECONDS, DDP: 1.07}, points.CLOSER) == frozenset()
     assert points.close({**SECONDS, DDP: 1.04}, points.CLOSER) == {DDP, COMPILED}
     assert points.close({**SECONDS, FORCED: 1.0}) == frozenset(), "data parallel is hetspmd's own"
+    assert points.close({DDP: 1.0, FSDP: 1.0}) == frozenset()
 
 
 def test_turns_until_a_ratio_is_known() -> None:
