@@ -109,7 +109,8 @@ class FitsBench(Bench):
         plain, need, least, limits = self._needs(model, rows, speeds)
         for what, figures in (("limits", limits), ("DDP", plain), ("leanest", need), ("FSDP2", least)):
             say(f"  {what}: {_megabytes(figures)}")
-        devices = tuple(replace(d, memory=float(m)) for d, m in zip(cluster.devices, limits, strict=True))
+        given = [float(limit - of.OWN) for limit in limits]
+        devices = tuple(replace(d, memory=m) for d, m in zip(cluster.devices, given, strict=True))
         plan, failure = _compiled(model, replace(cluster, devices=devices))
         if plan is not None:
             say(f"  hetspmd: {plan_words(plan, work.rows)}; predicted {plan.cost.step_seconds:.3f} s")

@@ -49,7 +49,7 @@ SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "fits": {
         "ViT": {"batch": 32, "layers": 4, "width": 384},
         "BERT": {"batch": 32, "tokens": 64, "layers": 4, "width": 384},
-        "BERT-MoE": {"batch": 64},
+        "BERT-MoE": {"batch": 64, "experts": 8},
         "Llama": {"batch": 32, "tokens": 64, "layers": 4, "width": 384},
     },
 }
