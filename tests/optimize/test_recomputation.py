@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -100,6 +102,26 @@ def test_as_few_blocks_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried[:2] == [0, 12]
     assert len(tried) <= 6, "by bisection"
     hetspmd.verify(model, (x,), devices, plan=plan).require()
+
+
+def test_more_blocks_than_the_fewest_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the edge of the memory the fewest blocks may leave a program that waits for its collectives."""
+    seconds = {8: 1.8, 6: 1.9, 5: 2.0}
+
+    def plan(self: Any, blocks: int, number: int) -> Any:
+        if blocks not in seconds:
+            raise MemoryLimitError({0: (2, 1)}, ["device"])
+        return SimpleNamespace(blocks=blocks, cost=SimpleNamespace(step_seconds=seconds[blocks]))
+
+    monkeypatch.setattr(recomputation._Fitting, "_plan", plan)
+    step: Any = SimpleNamespace(graph=SimpleNamespace(instructions=()))
+    blocks: Any = ["block"] * 8
+    fitting = recomputation._Fitting(step, blocks, MagicMock(), MagicMock())
+    found: Any = fitting._fewest(1)
+    assert found.blocks == 8
+    seconds.update({6: 1.8, 5: 1.8})
+    found = fitting._fewest(1)
+    assert found.blocks == 5, "of equals the fewest"
 
 
 def test_a_long_step_is_compiled_once_for_the_blocks_that_zero_3_needs(

@@ -4,9 +4,9 @@ Of each block there are two candidates: what of it is cheap (:func:`hetspmd.trac
 Candidates are ordered by the seconds that computing them again takes for each byte that it saves, of a whole block
 those beyond its cheap part; those that are alike stand in the order of the forward: the last one saves least,
 since its activations are there when the most is held. The fewest that fit are found by bisection, so that so many
-candidates take about log2 of them compilations. A step of many instructions is compiled once: whether one fits with
-so many candidates is asked of ZeRO-3 alone, which each compilation considers and which is among the programs that
-hold least.
+candidates take about log2 of them compilations; where one of these with more is faster, it is taken. A step of
+many instructions is compiled once: whether one fits with so many candidates is asked of ZeRO-3 alone, which each
+compilation considers and which is among the programs that hold least.
 
 With ``micro_batches="auto"`` there are two ways to fit. The fewest micro-batches with which a program fits when all
 blocks are computed again are one candidate, with as few blocks as fit; the fewest with which it fits without are
@@ -107,7 +107,9 @@ class _Fitting:
         return plan
 
     def _fewest(self, number: int) -> Plan | None:
-        """The plan with the fewest blocks computed again that fits; None if none does."""
+        """The plan with the fewest blocks computed again that fits, or the fastest of those with more that were
+        compiled to find it: at the edge of the memory a program may wait longer than it computes again. None if
+        none fits."""
         enough, few = len(self.blocks), 0
         if not enough:
             return None
@@ -118,7 +120,7 @@ class _Fitting:
                 enough, few = (middle, few) if self.lean(*self._step(middle, number)) else (enough, middle)
             return self._plan(enough, number)
         try:
-            plan = self._plan(enough, number)
+            best = self._plan(enough, number)
         except MemoryLimitError:
             return None
         while enough - few > 1:
@@ -127,7 +129,9 @@ class _Fitting:
                 plan, enough = self._plan(middle, number), middle
             except MemoryLimitError:
                 few = middle
-        return plan
+            else:
+                best = min(plan, best, key=lambda each: each.cost.step_seconds)
+        return best
 
 
 def _ranked(graph: Graph, blocks: Sequence[Block], cluster: Cluster) -> list[Block]:
