@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 import emulated.command
+import fits.command
 import trust.command
 import versus.command
 
-COMMANDS = pytest.mark.parametrize("command", [trust.command, versus.command])
+COMMANDS = pytest.mark.parametrize("command", [trust.command, versus.command, fits.command])
 
 
 @COMMANDS

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from emulated.accumulation import Setting, micro_batches, recompute_blocks
 from emulated.arms import accumulating, stepper
@@ -138,9 +137,3 @@ def test_what_is_wanted() -> None:
     assert not points.wanted("2:1", "BERT", ["2:1", "ViT"])
     assert set(points.MODELS) == set(SIZES[points.SIZE])
     assert set(MODELS) <= set(SIZES["small"])
-
-
-def test_nothing_measured_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.set_num_threads(1)
-    assert command.main(["--report", "--folder", str(tmp_path)]) == 0
-    assert "nothing has been measured yet" in capsys.readouterr().out
