@@ -61,6 +61,9 @@ TILT = 0.25
 SCALINGS = 12
 """At most so many searches at tilted prices (:mod:`hetspmd.search.price_scaling`)."""
 
+RESTARTS = 4
+"""How often memory that has no price gets one while prices are scaled."""
+
 WIDE = 1e-2
 """A gap above this part of the cost, or no program that fits, is worth the searches with estimates."""
 
@@ -216,21 +219,21 @@ class _Lagrangian:
     def _near(self, prices: dict[Place, float], like: PricedAt) -> bool:
         """Scale the prices of an earlier search until a program just fits; whether one does."""
         bracket = Bracket(NEAR, cheapest=self._without_prices(prices))
-        scalings = 0
-        while prices and scalings < NEAR_SCALINGS and len(self.lines) < 2 * NEAR_SCALINGS:
+        restarts = 0
+        for _ in range(NEAR_SCALINGS + RESTARTS if prices else 0):
             at = {p: bracket.factor * price for p, price in prices.items()}
             fits = self._search(at, like.tilt, like.estimated)
-            if not fits and (more := self._more(prices)):
+            if not fits and restarts < RESTARTS and (more := self._more(prices)):
                 prices.update(more)
                 bracket.restart()
+                restarts += 1
                 continue
-            scalings += 1
             bracket.take(self.lines[-1].result, fits=fits, lacking=self._part())
             if self._close() or self._narrow() or bracket.over:
                 return bracket.most is not None
             if bracket.most is None and bracket.factor > FAR:
                 break
-        return bracket.most is not None and scalings == NEAR_SCALINGS
+        return bracket.most is not None
 
     def _cutting_planes(self, cost: float) -> bool:
         """Search at the prices that maximise the least of the lines. Whether a program may fit; ``cost``: that of
@@ -329,13 +332,15 @@ class _Lagrangian:
         has no price is not what the cheaper ones lack."""
         prices = dict(self.top)
         bracket = Bracket(cheapest=self._without_prices(prices))
+        restarts = 0
         for _ in range(SCALINGS if prices else 0):
             factor = bracket.factor
             fits = self._search({p: factor * price for p, price in prices.items()}, TILT, estimated)
-            if not fits and estimated and (more := self._more(prices)):
+            if not fits and estimated and restarts < RESTARTS and (more := self._more(prices)):
                 # At other prices the same scale may do.
                 prices.update(more)
                 bracket.restart()
+                restarts += 1
                 continue
             if not fits and bracket.most is None and self._settled_at(prices, factor):
                 return False
