@@ -61,7 +61,7 @@ def test_the_cheapest_of_the_hull_that_fits_is_found(seed: int) -> None:
 
 
 def test_once_there_are_two_programs_one_more_search_is_enough() -> None:
-    """Two more steps find the other one; halving would then take ten to come near the price at which they change."""
+    """Two more steps find the other one; halving would then take ten to come near the price of the change."""
     bracket = Bracket()
     best, searches = search([(1.0, 8.0), (3.0, 2.0)], 4.0, bracket)
     assert (best, searches) == (3.0, 4)
