@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,14 @@ def append_lines(path: Path, entries: Iterable[dict[str, Any]]) -> None:
             file.write("\n")
         for entry in entries:
             file.write(json.dumps(entry) + "\n")
+
+
+def text(points: Iterable[Any]) -> str:
+    """Points, which are dataclasses, as lines of JSON."""
+    return "".join(json.dumps(asdict(point)) + "\n" for point in points)
+
+
+def append(folder: Path, point: Any) -> None:
+    """Add a point to the folder's file of points."""
+    folder.mkdir(parents=True, exist_ok=True)
+    append_lines(folder / "points.jsonl", [asdict(point)])

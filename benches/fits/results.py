@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from emulated.pages import append_lines, read_lines
+from emulated.pages import append as append
+from emulated.pages import read_lines
+from emulated.pages import text as text
 from fits.points import COMPILED, Peaks
 
 FOLDER = Path(__file__).parents[2] / "target" / "bench" / "fits"
@@ -104,14 +105,3 @@ def load(folder: Path, kept: Path | None = None) -> list[Point]:
             point = Point(**{**entry, **lists}, arms=arms)
             found.setdefault(point.key, point)
     return list(found.values())
-
-
-def text(points: Iterable[Point]) -> str:
-    """The points as lines of JSON, for :func:`load`."""
-    return "".join(json.dumps(asdict(point)) + "\n" for point in points)
-
-
-def append(folder: Path, point: Point) -> None:
-    """Add a point to the folder's."""
-    folder.mkdir(parents=True, exist_ok=True)
-    append_lines(folder / "points.jsonl", [asdict(point)])

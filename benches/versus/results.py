@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from emulated.pages import append_lines, read_lines
+from emulated.pages import append as append
+from emulated.pages import read_lines
+from emulated.pages import text as text
 from emulated.spec import EmulationError
 
 FOLDER = Path(__file__).parents[2] / "target" / "bench" / "versus"
@@ -122,14 +123,3 @@ def load(folder: Path, kept: Path | None = None) -> list[Point]:
             point = Point(**entry, arms=arms)
             found.setdefault(point.key, point)
     return list(found.values())
-
-
-def text(points: Iterable[Point]) -> str:
-    """The points as lines of JSON, for :func:`load`."""
-    return "".join(json.dumps(asdict(point)) + "\n" for point in points)
-
-
-def append(folder: Path, point: Point) -> None:
-    """Add a point to the folder's."""
-    folder.mkdir(parents=True, exist_ok=True)
-    append_lines(folder / "points.jsonl", [asdict(point)])
