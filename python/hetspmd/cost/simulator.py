@@ -44,13 +44,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
+from hetspmd.cost.simulated_run import SimulatedRun
 from hetspmd.cost.turn_passes import passes
 from hetspmd.placement import PARTIAL, REPLICATE
 from hetspmd.program.buckets import Bucket, members
@@ -69,24 +69,6 @@ WAIT_FIRST: Final = 2
 """Rank 0 waits for a collective."""
 BOUNDARY: Final = 3
 """Forward ends."""
-
-
-@dataclass(frozen=True)
-class SimulatedRun:
-    """One pass over the events: ``seconds[i, j]`` of computation i on active device j; ``clocks[e]``, the
-    devices' clocks right before event e (packed, where it starts a collective); the collectives' starts and ends;
-    the clocks at the end of forward and of the step; which collectives are none at these shares; each device's
-    seconds of issuing and copying, in all and right behind event e (``issued[e]``)."""
-
-    seconds: Array
-    clocks: list[Array]
-    starts: list[float]
-    ends: list[float]
-    forward: Array
-    final: Array
-    dropped: tuple[bool, ...]
-    issuing: Array
-    issued: dict[int, Array]
 
 
 class TwoStreams:
@@ -288,7 +270,7 @@ class TwoStreams:
         in_flight: list[int] = []
         for (at, what, collective), clock in zip(self.events, run.clocks, strict=True):
             earliest = float(clock.min() if device is None else clock[device])
-            for c in [c for c in in_flight if run.ends[c] <= earliest]:
+            for c in [c for c in in_flight if run.ended(c) <= earliest]:
                 in_flight.remove(c)
                 if at < len(self._steps):
                     completions.update(dict.fromkeys(self._started[c], self._steps[at]))

@@ -21,7 +21,8 @@ import numpy as np
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.memory import Holdings, MemoryProfile, each_its_own
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
-from hetspmd.cost.simulator import SimulatedRun, TwoStreams
+from hetspmd.cost.simulated_run import SimulatedRun
+from hetspmd.cost.simulator import TwoStreams
 from hetspmd.placement import shard
 from hetspmd.program.buckets import coalesces
 from hetspmd.program.dataflow import Values
