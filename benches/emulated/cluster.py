@@ -10,7 +10,9 @@ speed is a CPU quota (:mod:`emulated.cpu_groups`), which is put on and taken off
 The quota holds for the rank's main thread, which computes. Its other threads, those of gloo, carry messages as a
 network card and a host's processor do beside an accelerator, and are not held to it: under one quota a thread that
 must answer a message would wait until the computation has used up its time slice, tens of milliseconds on a slow
-rank, several times over in one collective. They have what time the shares leave of the machine.
+rank, several times over in one collective. They have what time the shares leave of the machine. With one quota for
+all threads of a rank (:attr:`emulated.spec.ClusterSpec.one_quota`) they wait so, as on a machine whose cores both
+compute and carry messages.
 
 Names hold the pid of the driver and the time at which it started. What a driver that was killed has left behind
 is removed by :func:`clean`, which every new cluster calls.
@@ -221,7 +223,7 @@ class EmulatedCluster:
 
         Raises EmulationError if the links do not get idle.
         """
-        self.spec = ClusterSpec(tuple(replace(r, rate=rate) for r in self.spec.ranks))
+        self.spec = replace(self.spec, ranks=tuple(replace(r, rate=rate) for r in self.spec.ranks))
         ends = [end for rank in range(self.world) for end in self._ends(rank)]
         for namespace, device in ends:
             _run("ip", "-n", namespace, *packet_command(device, rate))
@@ -241,11 +243,12 @@ class EmulatedCluster:
             time.sleep(0.01)
 
     def free_network_threads(self, rank: int) -> None:
-        """Let all threads but the main one of the rank's process run beside its CPU share, if it is held to it.
+        """Let all threads but the main one of the rank's process run beside its CPU share, if it is held to it and
+        the share is not that of all threads.
 
         To be called now and then: a thread that is started later is held to the share until then.
         """
-        if rank not in self._held or rank not in self._pids:
+        if self.spec.one_quota or rank not in self._held or rank not in self._pids:
             return
         main = self._pids[rank]
         for task in sorted(Path(f"/proc/{main}/task").glob("*")):

@@ -26,9 +26,13 @@ class Rank:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """The devices in rank order. Raises EmulationError for quantities that cannot be emulated."""
+    """The devices in rank order. Raises EmulationError for quantities that cannot be emulated.
+
+    ``one_quota``: a rank's CPU share pays for all of its threads, those that carry messages too.
+    """
 
     ranks: tuple[Rank, ...]
+    one_quota: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.ranks) <= MOST_RANKS:
@@ -44,13 +48,14 @@ class ClusterSpec:
 
     @classmethod
     def of(
-        cls, speeds: Sequence[float], *, cores: float, rate: str | float, latency: str | float = 0.0
-    ) -> ClusterSpec:
+        cls, speeds: Sequence[float], *, cores: float, rate: str | float, latency: str | float = 0.0,
+        one_quota: bool = False,
+    ) -> ClusterSpec:  # fmt: skip
         """``cores`` divided in proportion to ``speeds``, equal links (``"200Mbit/s"``, ``"1ms"``)."""
         total = sum(speeds)
         wait = parse_quantity(latency, "seconds") if latency else 0.0
         per_second = parse_quantity(rate, "bytes/s")
-        return cls(tuple(Rank(cores * s / total, per_second, wait) for s in speeds))
+        return cls(tuple(Rank(cores * s / total, per_second, wait) for s in speeds), one_quota)
 
     @property
     def cores(self) -> float:

@@ -19,12 +19,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import hetspmd
 from emulated.arms import proportional_rows
 from emulated.cluster import EmulatedCluster, unavailable
 from emulated.command import measure_all, options_of, parsed, running, say
 from emulated.launch import Workers
 from emulated.memory import available
 from emulated.pages import FASTER, lacking, replace_results
+from emulated.spec import ClusterSpec
+from emulated.workloads import Workload
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.codec.files import write_atomically
 from hetspmd.codec.quantities import parse_quantity
@@ -34,7 +37,7 @@ from hetspmd.rules.theory import derive
 from hetspmd.search import constraints as known
 from hetspmd.trace.trace import trace
 from hetspmd.tune.alternatives import alternatives
-from versus import results
+from versus import one_quota, results
 from versus.models import MODELS, OPTIMIZERS, SIZES, size_over, workload
 from versus.points import (
     ALONE,
@@ -72,13 +75,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--readme", type=Path, metavar="FILE", help="a page with a table of the means to replace"
     )
+    parser.add_argument(
+        "--one-quota",
+        action="store_true",
+        help="a rank's CPU share pays for the threads that carry messages, too; hetspmd's plan is not tuned",
+    )
     parser.add_argument("--link-budget", type=float, default=20.0, help="seconds of a further link's profile")
     options = parsed(parser, [*CLUSTERS, *MODELS, *LINKS], arguments)
     if options.readme is not None and (problem := lacking(options.readme, FASTER)):
         parser.error(problem)
-    if not measure_all(options, CLUSTERS, _measure):
+    if options.one_quota and options.readme is not None:
+        parser.error("README has no table of clusters of one quota; leave out --readme")
+    if options.one_quota and options.folder == results.FOLDER:
+        options.folder = results.FOLDER / "one quota"
+    clusters, links = _clusters(options)
+    if not measure_all(options, clusters, _measure):
         return 0
-    order = [(c, m, link) for m in MODELS for c in CLUSTERS for link in LINKS]
+    order = [(c, m, link) for m in MODELS for c in clusters for link in links]
     points = [
         p
         for p in results.load(options.folder, _kept(options))
@@ -89,9 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     points.sort(key=lambda p: order.index((p.cluster, p.model, p.link)))
     print(table(points))
-    print(summary(points, len(order)))
+    text = one_quota.summary(points, len(order)) if options.one_quota else summary(points, len(order))
+    print(text)
     if options.write is not None:
-        write(options.write, points, len(order))
+        write(options.write, points, text)
     if options.readme is not None:
         replace_results(options.readme, overview(points, len(order)), FASTER)
     return 0
@@ -100,26 +114,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _kept(options: argparse.Namespace) -> Path | None:
     """The points of the pages, which need not be measured again for it."""
     of_pages = options.write is not None or options.readme is not None
-    return results.KEPT if of_pages and not options.fresh else None
+    kept = one_quota.KEPT if options.one_quota else results.KEPT
+    return kept if of_pages and not options.fresh else None
+
+
+def _clusters(options: argparse.Namespace) -> tuple[Mapping[str, ClusterSpec], Sequence[str]]:
+    """The clusters and the links."""
+    return (one_quota.CLUSTERS, one_quota.LINKS) if options.one_quota else (CLUSTERS, LINKS)
 
 
 def _measure(name: str, options: argparse.Namespace) -> None:
     """The points of a cluster that are wanted and have not been measured."""
     done = {p.key for p in results.load(options.folder, _kept(options))}
+    clusters, links = _clusters(options)
     missing = [
         (model, link)
         for model in MODELS
-        for link in LINKS
+        for link in links
         if wanted(name, model, link, options.only, MODELS) and (name, model, options.size, link) not in done
     ]
     if not missing:
         return
-    reason = unavailable(CLUSTERS[name])
+    reason = unavailable(clusters[name])
     if reason is not None:
         print(f"skipped {name}: {reason}")
         return
     folder = options.folder / name.replace(":", "-")
-    with running(CLUSTERS[name], folder) as (emulated, workers):
+    with running(clusters[name], folder) as (emulated, workers):
         say(f"{name}: {emulated.spec}")
         bench = Bench(name, folder, emulated, workers, options)
         for model, link in missing:
@@ -172,7 +193,7 @@ class Bench:
         self.emulated.set_rate(rate)
         plans = {
             FORCED: plan_for(theory, cluster, known.data_parallel(theory), ratios),
-            COMPILED: self._tuned(model, size, link, alternatives(work.model, (), dict(work.batch), cluster)),
+            COMPILED: self._plan(model, size, link, work, cluster),
         }
         arms: dict[str, dict[str, Any]] = {
             ALONE: {"arm": "alone", "rows": None, "plan": None},
@@ -209,6 +230,12 @@ class Bench:
         results.append(options.folder, point)
         for arm in ARMS:
             say(f"  {arm}: {point.seconds(arm):.3f} s")
+
+    def _plan(self, model: str, size: str, link: str, work: Workload, cluster: Cluster) -> Plan:
+        """hetspmd's: tuned, unless the cluster is one of one quota."""
+        if self.options.one_quota:
+            return hetspmd.compile(work.model, dict(work.batch), cluster)
+        return self._tuned(model, size, link, alternatives(work.model, (), dict(work.batch), cluster))
 
     def _tuned(self, model: str, size: str, link: str, plans: Mapping[str, Plan]) -> Plan:
         """The plan that :func:`hetspmd.tune` takes, as the ranks measure them."""
@@ -272,5 +299,10 @@ class Bench:
 
 
 def joined(ops: Cluster, link: Cluster) -> Cluster:
-    """The devices and ops of one profile, the collectives of another of the same cluster."""
-    return replace(ops, network=link.network, curves=link.curves, lanes=link.lanes)
+    """The devices and ops of one profile, the collectives of another of the same cluster, and what these and
+    computing take from each other."""
+    devices = tuple(
+        replace(d, computing_slowdown=on.computing_slowdown, collective_slowdown=on.collective_slowdown)
+        for d, on in zip(ops.devices, link.devices, strict=True)
+    )
+    return replace(ops, devices=devices, network=link.network, curves=link.curves, lanes=link.lanes)

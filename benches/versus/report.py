@@ -13,7 +13,7 @@ from hetspmd.profile.svg import Canvas
 from versus import results
 from versus.points import ARMS
 from versus.results import Point
-from versus.statistics import spread, summary, table
+from versus.statistics import spread, table
 
 COLORS = ("#9498a0", "#ff8ab7", "#ff725c", "#efb118", "#97bbf5", "#6cc5b0", "#4269d0")
 """Of the arms, in their order."""
@@ -23,13 +23,13 @@ HEIGHT = 300.0
 """Pixels of a row of points."""
 
 
-def write(page: Path, points: Sequence[Point], of: int) -> None:
-    """Replace what stands between the page's marks, the chart ``page`` with the suffix ``.svg``, and the points
-    with the suffix ``.jsonl``.
+def write(page: Path, points: Sequence[Point], summary: str) -> None:
+    """Replace what stands between the page's marks by a summary and the points, the chart ``page`` with the suffix
+    ``.svg``, and the points with the suffix ``.jsonl``.
 
     Raises ValueError for a page without the marks.
     """
-    text = f"""{summary(points, of)}
+    text = f"""{summary}
 
 ![Seconds a step of every arm at every point]({page.stem}.svg)
 

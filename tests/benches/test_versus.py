@@ -18,7 +18,7 @@ from emulated.links import rate_command
 from emulated.spec import EmulationError
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network
-from versus import command, points, report, results, statistics
+from versus import command, one_quota, points, report, results, statistics
 from versus.models import MODELS, SIZES, size_over, workload
 from versus.points import ARMS, CLUSTERS, COMPILED, DDP, DDP_EVEN, FORCED, FSDP, LINKS
 from versus.rank import adamw
@@ -97,7 +97,8 @@ def test_every_check_passes_and_fails() -> None:
 def test_the_page_and_the_chart(tmp_path: Path) -> None:
     page = tmp_path / "cluster.md"
     page.write_text("before\n<!-- results -->\nstale\n<!-- end of results -->\nafter\n", encoding="utf-8")
-    report.write(page, [made(ddp=6.0), made("BERT", link="balanced")], 48)
+    of = [made(ddp=6.0), made("BERT", link="balanced")]
+    report.write(page, of, statistics.summary(of, 48))
     text = page.read_text(encoding="utf-8")
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -122,7 +123,7 @@ def test_the_page_and_the_chart(tmp_path: Path) -> None:
     assert "height='630'" in rows, "a second row of points"
     page.write_text("no marks", encoding="utf-8")
     with pytest.raises(ValueError, match="lacks the marks"):
-        report.write(page, [made()], 48)
+        report.write(page, [made()], "")
 
 
 def test_points_are_kept_and_half_a_line_is_not(tmp_path: Path) -> None:
@@ -286,12 +287,38 @@ def test_the_product() -> None:
     assert "200000000bit" in rate_command("eth0", 25e6)
 
 
+def test_one_quota() -> None:
+    assert all(spec.one_quota and spec.cores < 2 for spec in one_quota.CLUSTERS.values())
+    assert not any(spec.one_quota for spec in CLUSTERS.values())
+    rates = [[rank.rate for rank in spec.ranks] for spec in one_quota.CLUSTERS.values()]
+    assert rates == [[125e6] * 4, [125e6] * 2]
+    assert [check.holds for check in one_quota.checks([])] == [None, None]
+    made_well = made("BERT", compiled=0.98)
+    assert one_quota.off(made_well) == pytest.approx(0.98 / 0.9 - 1)
+    assert [check.holds for check in one_quota.checks([made_well])] == [True, True]
+    assert [check.holds for check in one_quota.checks([made_well, made("BERT", compiled=2.07)])] == [
+        False,
+        False,
+    ]
+    assert [check.holds for check in one_quota.checks([made("BERT", compiled=0.8)])] == [True, False], (
+        "too slow a prediction"
+    )
+    assert "from +8.9% to +8.9%" in one_quota.summary([made_well], 8)
+
+
 def test_the_link_of_one_profile_and_the_devices_of_another() -> None:
     def cluster(flops: float, bandwidth: float, lanes: int) -> Cluster:
         devices = tuple(Device(name, {"default": flops}) for name in "ab")
         return Cluster(devices, Network(bandwidth, 1e-3), lanes=lanes)
 
+    def beside(of: Cluster, factor: float) -> Cluster:
+        return replace(
+            of, devices=tuple(replace(d, computing_slowdown={"default": factor}) for d in of.devices)
+        )
+
     assert command.joined(cluster(1e9, 1e6, 1), cluster(2e9, 5e6, 2)) == cluster(1e9, 5e6, 2)
+    ops, link = beside(cluster(1e9, 1e6, 1), 3.0), beside(cluster(2e9, 5e6, 2), 1.5)
+    assert command.joined(ops, link) == beside(cluster(1e9, 5e6, 2), 1.5)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,4 +1,4 @@
-"""Buffers of collectives count for longer than the profile of a link says, so that what fits fits on a slower link."""
+"""Buffers of collectives count for longer than the profile says, so that what fits fits on a slower link."""
 
 from __future__ import annotations
 

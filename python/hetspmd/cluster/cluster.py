@@ -11,13 +11,15 @@ A cluster file (YAML or JSON)::
 ``memory`` (unlimited), ``memory_bandwidth`` (infinite: every op is bound by its FLOPs), ``launch`` (5 us per
 op), ``optimizer`` (bytes of parameters that an optimizer's step updates in a second: ``memory_bandwidth`` /
 20), ``issue`` (0 s: what a collective takes of the device that issues it, where that is the processor that
-computes), ``issue_bandwidth`` (infinite: bytes that it copies in a second for that) and ``latency`` (50 us per
-collective). ``network`` may be left out for a single device. An entry with ``accelerators: 8`` and ``inside:
-{bandwidth: 150GB/s, latency: 5us}`` is a machine with that many accelerators, to each of which the entry's
-other figures belong (:mod:`hetspmd.cluster.machines`); ``count`` repeats it. ``hetspmd profile`` adds the part
-``measured`` (:mod:`hetspmd.cluster.curves`), whose curves stand in for ``network`` where collectives are priced,
-and whose op times for the devices' rates where ops are. Measured steps of whole models
-(:mod:`hetspmd.cluster.step_curves`) correct both seconds and bytes of those models.
+computes), ``issue_bandwidth`` (infinite: bytes that it copies in a second for that), ``computing_slowdown`` (1:
+how many times as long the device computes while a collective is on its way, or that per kind of collective, as
+``{all_reduce: 1.2}``), ``collective_slowdown`` (1: how many times as long a collective takes while the device
+computes) and ``latency`` (50 us per collective). ``network`` may be left out for a single device. An entry with
+``accelerators: 8`` and ``inside: {bandwidth: 150GB/s, latency: 5us}`` is a machine with that many accelerators,
+to each of which the entry's other figures belong (:mod:`hetspmd.cluster.machines`); ``count`` repeats it.
+``hetspmd profile`` adds the part ``measured`` (:mod:`hetspmd.cluster.curves`), whose curves stand in for
+``network`` where collectives are priced, and whose op times for the devices' rates where ops are. Measured
+steps of whole models (:mod:`hetspmd.cluster.step_curves`) correct both seconds and bytes of those models.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import Any, Final
 import yaml
 
 from hetspmd.cluster.curves import Curve, Fit, MeasuredFigures, at_devices, check_curves, read_measured
-from hetspmd.cluster.devices import DEFAULT, Device, Network
+from hetspmd.cluster.devices import DEFAULT, SLOWDOWNS, Device, Network
 from hetspmd.cluster.entries import read_device, read_network
 from hetspmd.cluster.file import Node, read_file, read_object, read_text
 from hetspmd.cluster.op_times import OpFit, OpTime, OpTimes, at_ranks, check_op_times
@@ -43,6 +45,8 @@ from hetspmd.errors import ClusterError
 
 MOST: Final = 65536
 """Ranks of a cluster file; more are a slip of the pen."""
+_SLOWED: Final = ("beside a collective devices compute", "beside computing collectives take")
+"""What is slowed down, in words, of each of :data:`SLOWDOWNS`."""
 _NO_OPS: Final[Mapping[str, OpTime]] = {}
 
 
@@ -182,6 +186,9 @@ class Cluster:
                 entry["issue"] = device.issue
             if math.isfinite(device.issue_bandwidth):
                 entry["issue_bandwidth"] = device.issue_bandwidth
+            for what in SLOWDOWNS:
+                if factors := getattr(device, what):
+                    entry[what] = _plain(factors)
             if machine is not None:
                 inside = {"bandwidth": machine.inside.bandwidth, "latency": machine.inside.latency}
                 entry |= {"accelerators": machine.accelerators, "inside": inside}
@@ -195,6 +202,11 @@ class Cluster:
                 tuple(map(Fit, self.curves)), ops=ops, lanes=self.lanes, steps=self.steps
             ).to_dict()
         return document
+
+    def _slowest(self, what: str) -> tuple[float, str, str]:
+        """The largest factor of a slowdown, the kind of collectives and the name of the device that have it."""
+        entries = [(f, kind, d.name) for d in self.devices for kind, f in getattr(d, what).items()]
+        return max(entries, key=lambda entry: entry[0], default=(1.0, DEFAULT, ""))
 
     def to_text(self) -> str:
         """The text of the cluster file (YAML). :meth:`from_text` is its inverse."""
@@ -229,6 +241,12 @@ class Cluster:
                 f"network  {quantity_text(self.network.bandwidth, 'bytes/s')}, "
                 f"{quantity_text(self.network.latency, 'seconds')} per collective"
             )
+        lines += [
+            f"{who} up to {most:.2f} times as long ({device}, {kind.replace('_', '-')})"
+            for what, who in zip(SLOWDOWNS, _SLOWED, strict=True)
+            for most, kind, device in [self._slowest(what)]
+            if most > 1
+        ]
         if self.curves:
             counts = sorted({c.devices for c in self.curves})
             lines.append(f"measured collectives between {', '.join(map(str, counts))} devices")

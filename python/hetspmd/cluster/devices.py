@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.errors import ClusterError
 from hetspmd.trace.graph import ITEM_SIZES
 
 DEFAULT: Final = "default"
+SLOWDOWNS: Final = ("computing_slowdown", "collective_slowdown")
+"""What computing and a collective on its way take from each other, of a device."""
 LAUNCH: Final = 5e-6
 LATENCY: Final = 50e-6
 PASSES: Final = 20
@@ -34,6 +37,9 @@ class Device:
             AdamW, whose step reads and writes 20 times as many bytes as the parameters have.
         issue: Seconds of the device that it takes to issue a collective and to take in its result.
         issue_bandwidth: Bytes/s that the device copies for a collective.
+        computing_slowdown: How many times as long the device computes while a collective is on its way, by the kind
+            of the collective; ``default`` holds for kinds that are not listed, and is 1 if it is not there.
+        collective_slowdown: How many times as long a collective takes while the device computes, likewise.
         machine: The accelerators of a virtual device (HAP 3), whose figures above are then those of all of
             them together; None for one accelerator.
 
@@ -50,6 +56,8 @@ class Device:
     issue: float = 0.0
     issue_bandwidth: float = math.inf
     machine: Machine | None = None
+    computing_slowdown: Mapping[str, float] = field(default_factory=dict)
+    collective_slowdown: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.flops:
@@ -68,11 +76,30 @@ class Device:
             raise ClusterError(
                 f"device {self.name!r}: issue is {self.issue}; it must be finite and not negative"
             )
+        for what in SLOWDOWNS:
+            for kind, factor in getattr(self, what).items():
+                if kind != DEFAULT and kind not in KINDS:
+                    raise ClusterError(
+                        f"device {self.name!r}: {what} of {kind!r}, which is no kind of collectives"
+                    )
+                if not 1 <= factor < math.inf:
+                    raise ClusterError(
+                        f"device {self.name!r}: {what} of {kind} is {factor}; it must be finite and at "
+                        "least 1, which is no slowdown"
+                    )
 
     def rate(self, dtype: str) -> float:
         """FLOP/s in ``dtype``: its own, else the default, else the least that is listed."""
         rate = self.flops.get(dtype, self.flops.get(DEFAULT))
         return min(self.flops.values()) if rate is None else rate
+
+    def slowdowns(self, kind: str) -> tuple[float, float]:
+        """How many times as long the device computes while a collective of this kind is on its way, and how many
+        times as long the collective takes while the device computes."""
+        computing, carrying = (getattr(self, what) for what in SLOWDOWNS)
+        return computing.get(kind, computing.get(DEFAULT, 1.0)), carrying.get(
+            kind, carrying.get(DEFAULT, 1.0)
+        )
 
     @property
     def update(self) -> float:

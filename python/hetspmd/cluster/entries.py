@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from hetspmd.cluster.devices import DEFAULT, LATENCY, LAUNCH, Device, Network, virtual_device
+from hetspmd.cluster.collective_kinds import KINDS
+from hetspmd.cluster.devices import DEFAULT, LATENCY, LAUNCH, SLOWDOWNS, Device, Network, virtual_device
 from hetspmd.cluster.file import Node
 from hetspmd.codec.quantities import Kind
 from hetspmd.trace.graph import ITEM_SIZES
@@ -26,6 +27,7 @@ def read_device(node: Node, index: int) -> tuple[int, Device]:
         "optimizer",
         "issue",
         "issue_bandwidth",
+        *SLOWDOWNS,
         "accelerators",
         "inside",
     )
@@ -43,6 +45,8 @@ def read_device(node: Node, index: int) -> tuple[int, Device]:
         quantity("optimizer", "bytes/s", math.inf) if "optimizer" in entry else None,
         quantity("issue", "seconds", 0.0),
         quantity("issue_bandwidth", "bytes/s", math.inf),
+        None,
+        *(_read_slowdown(entry[what], what) if what in entry else {} for what in SLOWDOWNS),
     )
     count = entry["count"].count("count") if "count" in entry else 1
     accelerators = entry["accelerators"].count("accelerators") if "accelerators" in entry else 1
@@ -71,6 +75,22 @@ def _read_flops(node: Node) -> dict[str, float]:
             value.fail(f"flops of {dtype} stands twice; remove one")
         rates[dtype] = value.quantity(f"flops of {key}", "FLOP/s")
     return rates
+
+
+def _read_slowdown(node: Node, what: str) -> dict[str, float]:
+    if node.mapping is None:
+        return {DEFAULT: _slowdown(node, what)}
+    return {
+        kind: _slowdown(factor, f"{what} of {kind}")
+        for kind, factor in node.entries(what, (DEFAULT, *KINDS), ()).items()
+    }
+
+
+def _slowdown(node: Node, what: str) -> float:
+    factor = node.number(what)
+    if not 1 <= factor < math.inf:
+        node.fail(f"{what} is {factor}; it must be finite and at least 1, which is no slowdown")
+    return factor
 
 
 def read_network(node: Node, name: str = "network") -> Network:

@@ -21,6 +21,9 @@ copied: of a gather the device's own slice, of a scatter none, of others the ten
 have it too. Slices that do not lie in memory as they are sent are copied besides
 (:mod:`hetspmd.cost.collective_costs`).
 
+Where computing and a collective on its way take from each other, a computation takes longer beside one, and the
+other way round (:mod:`hetspmd.cost.contention`).
+
 In micro-batches the turns of the loop are passed over one after the other (:mod:`hetspmd.cost.turn_passes`). All of
 it is forward, as it is where it runs.
 
@@ -49,6 +52,7 @@ from typing import Final
 import numpy as np
 
 from hetspmd.cluster.collective_kinds import KINDS
+from hetspmd.cost.contention import Beside, Contention
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
 from hetspmd.cost.simulated_run import SimulatedRun
 from hetspmd.cost.turn_passes import passes
@@ -117,7 +121,7 @@ class TwoStreams:
             self._loop(values, schedule, model.batches, each_turn=each_turn)
             self._results_to_idle()
             self._event(BOUNDARY, -1)
-        self._moves = self._priced()
+        self._moves, self._contention = self._priced()
         self._nbytes = [0.0 if c is None else self._copied(c) for c in self.collectives]
         self._unique, inverse = np.unique(np.array(self._signatures, dtype=np.int64), return_inverse=True)
         self._inverse: Index = inverse.reshape(-1)
@@ -175,10 +179,11 @@ class TwoStreams:
             return nbytes / self.model.world
         return 0.0 if kind.scatters and isinstance(collective, Communicate) else nbytes
 
-    def _priced(self) -> list[tuple[MoveForm, ...]]:
-        return [
-            (MoveForm(self.idle),) if c is None else self.model.transfer_forms(c) for c in self.collectives
-        ]
+    def _priced(self) -> tuple[list[tuple[MoveForm, ...]], Contention | None]:
+        kinds = [None if c is None else c.kind for c in self.collectives]
+        idle = (MoveForm(self.idle),)
+        forms = [idle if c is None else self.model.transfer_forms(c) for c in self.collectives]
+        return forms, Contention.of(self.model.cluster.devices, kinds)
 
     def turns_of(self, device: int) -> list[int | None]:
         """Of each computation the turn of an active device, from 0, in which it is; None outside of the loop. The
@@ -193,7 +198,7 @@ class TwoStreams:
         """The same steps on another cluster of as many devices; ``idle`` must be 0 there if it is here."""
         other = copy.copy(self)
         other.model, other.idle = model, idle
-        other._moves = other._priced()
+        other._moves, other._contention = other._priced()
         return other
 
     def _event(self, what: int, collective: int) -> None:
@@ -302,9 +307,22 @@ class TwoStreams:
 
     def run(self, shares: Array) -> SimulatedRun:
         """All clocks at the given shares (of :meth:`CostModel.shares`)."""
+        if self._contention is None:
+            return self._pass(shares, None)
+        beside = Beside.first(self._contention)
+        run = self._pass(shares, beside)
+        for _ in range(1, self._contention.passes):
+            beside = beside.then(run.starts, run.ends)
+            run = self._pass(shares, beside)
+        return run
+
+    def _pass(self, shares: Array, beside: Beside | None) -> SimulatedRun:
         seconds = self._seconds(shares)
         sums = np.add.reduceat(seconds, self._groups, axis=0) if len(self._groups) else seconds
         moves, packs, unpacks = self._carried(shares)
+        moves = (
+            moves if beside is None else [m * k for m, k in zip(moves, beside.longer.tolist(), strict=True)]
+        )
         dropped = tuple(f[0].moved and s == 0 for f, s in zip(self._moves, moves, strict=True))
         lanes = self.model.cluster.lanes
         latencies = [self.model.form_latency(f[0], shares) if lanes > 1 else 0.0 for f in self._moves]
@@ -320,12 +338,11 @@ class TwoStreams:
         clock: Array = np.zeros(self.model.world)
         forward = issuing = clock
         clocks: list[Array] = []
-        starts: list[float] = []
-        ends: list[float] = []
+        starts, ends = list[float](), list[float]()
         free, group, done = 0.0, 0, 0
         for at, what, collective in self.events:
             if at != done:
-                clock = clock + sums[group]
+                clock = clock + sums[group] if beside is None else beside.computed(clock, sums[group], group)
                 group, done = group + 1, at
             if what == START and packs[collective]:
                 own = packs[collective] * copying
@@ -340,6 +357,8 @@ class TwoStreams:
                     # Without lanes begun is the start, and the sum below is kept exact.
                     late = max(begun + latency, free) - latency if lanes > 1 else starts[-1]
                     free = late + moves[collective]
+                    if beside is not None:
+                        beside.begun(collective, starts[-1], free)
                     if issues:
                         own = issued[len(clocks) - 1] = np.minimum(
                             issue + per_byte * self._nbytes[collective], moves[collective]
@@ -357,7 +376,8 @@ class TwoStreams:
                     own = issued[len(clocks) - 1] = unpacks[collective] * copying * mine
                     clock, issuing = clock + own, issuing + own
         if done != len(self._signatures):
-            clock = clock + sums[group]
+            clock = clock + sums[group] if beside is None else beside.computed(clock, sums[group], group)
+        seconds = seconds if beside is None else beside.stretched(seconds, self._groups)
         return SimulatedRun(seconds, clocks, starts, ends, forward, clock, dropped, issuing, issued)
 
 

@@ -18,6 +18,7 @@ from statistics import median
 from hetspmd.cluster.curves import Rate
 from hetspmd.cluster.devices import Device
 from hetspmd.profile.profile_thresholds import THRESHOLDS
+from hetspmd.profile.slowdowns import Slowdowns, median_of
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,19 @@ def issuing(devices: Sequence[Device], own: Sequence[tuple[float, float]]) -> tu
         bandwidth = _rounded(1 / per_byte) if per_byte > 0 else math.inf
         for rank in kind:
             result[rank] = replace(devices[rank], issue=seconds, issue_bandwidth=bandwidth)
+    return tuple(result)
+
+
+def slowed(devices: Sequence[Device], own: Sequence[Slowdowns]) -> tuple[Device, ...]:
+    """The devices with what computing and collectives take from each other on each, by rank; the medians for those
+    of a kind."""
+    result = list(devices)
+    for kind in kinds_of(devices):
+        factors = median_of([own[r] for r in kind])
+        for rank in kind:
+            result[rank] = replace(
+                devices[rank], computing_slowdown=factors.computing, collective_slowdown=factors.collective
+            )
     return tuple(result)
 
 

@@ -26,11 +26,12 @@ from hetspmd.profile.cases import OpCase
 from hetspmd.profile.collective_times import measure_group, measure_issue, measure_lanes
 from hetspmd.profile.device import DTYPES, measure_device
 from hetspmd.profile.fit import fit_curves, fit_network, hidden
-from hetspmd.profile.grouping import Report, devices_of, groups_of, issuing
+from hetspmd.profile.grouping import Report, devices_of, groups_of, issuing, slowed
 from hetspmd.profile.host import device_name, host_identity, usable_memory
 from hetspmd.profile.ops import measure_ops
 from hetspmd.profile.profile_thresholds import THRESHOLDS
 from hetspmd.profile.session import Session
+from hetspmd.profile.slowdowns import measure_slowdowns
 
 TIMING: Final = (
     "medians; a sample of a collective is the slowest rank's time after all have met, times what one in a row "
@@ -126,6 +127,7 @@ def measure(session: Session, options: Options, tick: Callable[[str], None] = la
         about["dropped"] = ", ".join(kind for kind in COLLECTIVES if kind in dropped)
     lanes = measure_lanes(session) if session.world > 1 else 1
     devices = issuing(devices, [(i.seconds, i.per_byte) for i in measure_issue(session)])
+    devices = slowed(devices, measure_slowdowns(session, tick))
     cluster = Cluster(devices, network, tuple(f.curve for f in fits), lanes=lanes)
     return Profile(cluster, MeasuredFigures(fits, rates, about, lanes=lanes))
 

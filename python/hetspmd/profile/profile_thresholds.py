@@ -164,6 +164,26 @@ class ProfileThresholds:
     pace_seconds: float = 0.5
     """Seconds of computing that tell what a second of CPU time takes: several periods of a CPU quota."""
 
+    # Computing beside collectives.
+
+    beside_seconds: float = 0.15
+    """Seconds of a collective beside which is computed: many periods of a CPU quota, and many pieces of work."""
+
+    beside_bytes: int = 16 << 20
+    """The most bytes of it."""
+
+    beside_rounds: int = 5
+    """Rounds, of which the median counts."""
+
+    beside_product: int = 192
+    """The side of the product in a piece of work: a piece takes about a millisecond of a CPU's core."""
+
+    beside_cold_bytes: int = 1 << 20
+    """Bytes that the addition in a piece of work passes over: more than the first caches hold."""
+
+    slowdown_noise: float = 0.03
+    """The part by which seconds of work vary anyway."""
+
     # Curves through points.
 
     point_noise: float = 0.05
