@@ -2,6 +2,7 @@
 # make test   set up, then pass all tests (make test-slow: every model, and what takes long)
 # make bench-trust        predicted against measured steps on emulated clusters (as root), into docs/trust.md
 # make bench-cluster      hetspmd beside DDP, FSDP2 and one device (as root), into docs/cluster.md, README
+# make bench-one-quota    the same where the processor that computes carries the messages, into docs/one-quota.md
 # make bench-fits         hetspmd beside FSDP2 under limits of memory (as root), into docs/fits.md
 # make docs   the API pages, made of the docstrings, into build/api/index.html
 # make lint | bench | format | setup | clean
@@ -23,7 +24,7 @@ JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((
 # One thread per process: the tests and the workers of the demo share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-rust test-python test-slow lint docs format bench bench-trust bench-cluster bench-fits clean
+.PHONY: help setup demo test test-rust test-python test-slow lint docs format bench bench-trust bench-cluster bench-one-quota bench-fits clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -86,6 +87,9 @@ bench-trust: setup
 
 bench-cluster: setup
 	$(BIN)/python benches/versus --write docs/cluster.md --readme README.md
+
+bench-one-quota: setup
+	$(BIN)/python benches/versus --one-quota --write docs/one-quota.md
 
 bench-fits: setup
 	$(BIN)/python benches/fits --write docs/fits.md
