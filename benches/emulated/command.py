@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -18,7 +19,9 @@ from emulated.pages import lacking
 from emulated.spec import ClusterSpec
 from hetspmd.codec.files import write_atomically
 
-__all__ = ["measure_all", "options_of", "parsed", "running", "say"]
+__all__ = ["measure_all", "measure_missing", "options_of", "parsed", "running", "say"]
+
+Missing = TypeVar("Missing")
 
 
 def options_of(
@@ -73,6 +76,32 @@ def measure_all(
     for name in clusters:
         measure(name, options)
     return True
+
+
+def measure_missing(
+    name: str,
+    spec: ClusterSpec,
+    options: argparse.Namespace,
+    missing: Sequence[Missing],
+    bench: Callable[[Path, EmulatedCluster, Workers], Callable[[Missing], None]],
+) -> None:
+    """Measure points of a cluster, whose ranks are started once.
+
+    ``bench`` gives what measures a point, from the cluster's folder, the cluster and its workers. A cluster that
+    cannot be emulated is skipped, and why is printed.
+    """
+    if not missing:
+        return
+    reason = unavailable(spec)
+    if reason is not None:
+        print(f"skipped {name}: {reason}")
+        return
+    folder = options.folder / name.replace(":", "-")
+    with running(spec, folder) as (emulated, workers):
+        say(f"{name}: {emulated.spec}")
+        measure = bench(folder, emulated, workers)
+        for point in missing:
+            measure(point)
 
 
 @contextmanager

@@ -21,8 +21,7 @@ from typing import Any
 import hetspmd
 from emulated.accumulation import Setting
 from emulated.arms import proportional_rows
-from emulated.cluster import unavailable
-from emulated.command import measure_all, options_of, parsed, running, say
+from emulated.command import measure_all, measure_missing, options_of, parsed, say
 from emulated.memory import available
 from fits import points as of
 from fits import results
@@ -77,18 +76,10 @@ def _measure(name: str, options: argparse.Namespace) -> None:
     """The points of a cluster that are wanted and have not been measured."""
     done = {p.key for p in results.load(options.folder, _kept(options))}
     missing = [m for m in MODELS if wanted(name, m, options.only) and (name, m) not in done]
-    if not missing:
-        return
-    reason = unavailable(CLUSTERS[name])
-    if reason is not None:
-        print(f"skipped {name}: {reason}")
-        return
-    folder = options.folder / name.replace(":", "-")
-    with running(CLUSTERS[name], folder) as (emulated, workers):
-        say(f"{name}: {emulated.spec}")
-        bench = FitsBench(name, folder, emulated, workers, options)
-        for model in missing:
-            bench.point(model)
+    measure_missing(
+        name, CLUSTERS[name], options, missing,
+        lambda folder, emulated, workers: FitsBench(name, folder, emulated, workers, options).point,
+    )  # fmt: skip
 
 
 class FitsBench(Bench):

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import hetspmd
-from emulated.cluster import unavailable
-from emulated.command import measure_all, options_of, parsed, running, say
+from emulated.command import measure_all, measure_missing, options_of, parsed, say
+from emulated.launch import Workers
 from emulated.spec import EmulationError
 from hetspmd.codec.files import write_atomically
 from trust import results
@@ -62,49 +63,47 @@ def _measure(name: str, options: argparse.Namespace) -> None:
     """The models of a cluster that have no points yet."""
     done = {p.model for p in results.load(options.folder) if p.cluster == name}
     models = [m for m in MODELS[name] if m not in done and _wanted(name, m, options.only)]
-    if not models:
-        return
-    spec = CLUSTERS[name]
-    reason = unavailable(spec)
-    if reason is not None:
-        print(f"skipped {name}: {reason}")
-        return
-    folder: Path = options.folder / name.replace(":", "-")
-    with running(spec, folder) as (_, workers):
-        file = folder / "cluster.yaml"
-        if not file.exists():
-            say(f"{name}: {spec}: profile")
-            write_atomically(file, workers.run("trust.rank:profile", budget=options.budget)[0])
-        for model in models:
-            own = folder / f"{model}.yaml"
-            if not own.exists():
-                say(f"{name}, {model}: profile of its ops")
-                text = workers.run(
-                    "trust.rank:profile_ops", file=str(file), model=model, cache=str(folder / "cache"),
-                    budget=options.ops_budget,
-                )[0]  # fmt: skip
-                write_atomically(own, text)
-            say(f"{name}, {model}: plans")
-            cluster = hetspmd.Cluster.load(own)
-            network, batch = build(model)
-            files = {}
-            for plan_name, plan in plans(network, batch, cluster):
-                files[plan_name] = folder / f"{model} - {plan_name}.json"
-                plan.save(files[plan_name])
-                say(f"  {plan_name}: {plan.cost.step_seconds:.3f} s")
-            say(f"{name}, {model}: steps")
-            ranks = workers.run(
-                "trust.rank:train", model=model, plans={n: str(f) for n, f in files.items()},
-                rounds=options.rounds, steps=options.steps,
-            )  # fmt: skip
-            points = [
-                results.point(name, model, plan_name, path, [r[plan_name] for r in ranks])
-                for plan_name, path in files.items()
-            ]
-            _check_losses(points)
-            results.append(options.folder, points)
-            for p in points:
-                say(f"  {p.plan}: predicted {p.predicted:.3f} s, measured {p.measured:.3f} s")
+    measure_missing(
+        name, CLUSTERS[name], options, models,
+        lambda folder, _, workers: partial(_point, name, options, folder, workers),
+    )  # fmt: skip
+
+
+def _point(name: str, options: argparse.Namespace, folder: Path, workers: Workers, model: str) -> None:
+    """The points of a model."""
+    file = folder / "cluster.yaml"
+    if not file.exists():
+        say(f"{name}: profile")
+        write_atomically(file, workers.run("trust.rank:profile", budget=options.budget)[0])
+    own = folder / f"{model}.yaml"
+    if not own.exists():
+        say(f"{name}, {model}: profile of its ops")
+        text = workers.run(
+            "trust.rank:profile_ops", file=str(file), model=model, cache=str(folder / "cache"),
+            budget=options.ops_budget,
+        )[0]  # fmt: skip
+        write_atomically(own, text)
+    say(f"{name}, {model}: plans")
+    cluster = hetspmd.Cluster.load(own)
+    network, batch = build(model)
+    files = {}
+    for plan_name, plan in plans(network, batch, cluster):
+        files[plan_name] = folder / f"{model} - {plan_name}.json"
+        plan.save(files[plan_name])
+        say(f"  {plan_name}: {plan.cost.step_seconds:.3f} s")
+    say(f"{name}, {model}: steps")
+    ranks = workers.run(
+        "trust.rank:train", model=model, plans={n: str(f) for n, f in files.items()},
+        rounds=options.rounds, steps=options.steps,
+    )  # fmt: skip
+    points = [
+        results.point(name, model, plan_name, path, [r[plan_name] for r in ranks])
+        for plan_name, path in files.items()
+    ]
+    _check_losses(points)
+    results.append(options.folder, points)
+    for p in points:
+        say(f"  {p.plan}: predicted {p.predicted:.3f} s, measured {p.measured:.3f} s")
 
 
 def _check_losses(points: Sequence[results.Point]) -> None:

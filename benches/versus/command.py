@@ -21,8 +21,8 @@ from typing import Any
 
 import hetspmd
 from emulated.arms import proportional_rows
-from emulated.cluster import EmulatedCluster, unavailable
-from emulated.command import measure_all, options_of, parsed, running, say
+from emulated.cluster import EmulatedCluster
+from emulated.command import measure_all, measure_missing, options_of, parsed, say
 from emulated.launch import Workers
 from emulated.memory import available
 from emulated.pages import FASTER, lacking, replace_results
@@ -133,18 +133,10 @@ def _measure(name: str, options: argparse.Namespace) -> None:
         for link in links
         if wanted(name, model, link, options.only, MODELS) and (name, model, options.size, link) not in done
     ]
-    if not missing:
-        return
-    reason = unavailable(clusters[name])
-    if reason is not None:
-        print(f"skipped {name}: {reason}")
-        return
-    folder = options.folder / name.replace(":", "-")
-    with running(clusters[name], folder) as (emulated, workers):
-        say(f"{name}: {emulated.spec}")
-        bench = Bench(name, folder, emulated, workers, options)
-        for model, link in missing:
-            bench.measure(model, link)
+    measure_missing(
+        name, clusters[name], options, missing,
+        lambda folder, emulated, workers: Bench(name, folder, emulated, workers, options).measure,
+    )  # fmt: skip
 
 
 class Bench:
@@ -164,9 +156,9 @@ class Bench:
         # Processes hold a model's memory later, which would bind hetspmd's plans and no other arm.
         self.memory = float(available() // len(emulated.spec.ranks))
 
-    def measure(self, model: str, link: str) -> None:
-        """All arms of a point; raises EmulationError if their losses differ."""
-        options = self.options
+    def measure(self, point: tuple[str, str]) -> None:
+        """All arms of a point, a model and a link; raises EmulationError if their losses differ."""
+        (model, link), options = point, self.options
         size = size_over(link, options.size, model)
         work = workload(model, size)
         parameters = sum(p.nbytes for p in work.model.parameters())
