@@ -156,9 +156,9 @@ class Bench:
         # Processes hold a model's memory later, which would bind hetspmd's plans and no other arm.
         self.memory = float(available() // len(emulated.spec.ranks))
 
-    def measure(self, point: tuple[str, str]) -> None:
+    def measure(self, of: tuple[str, str]) -> None:
         """All arms of a point, a model and a link; raises EmulationError if their losses differ."""
-        (model, link), options = point, self.options
+        (model, link), options = of, self.options
         size = size_over(link, options.size, model)
         work = workload(model, size)
         parameters = sum(p.nbytes for p in work.model.parameters())

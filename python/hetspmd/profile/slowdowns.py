@@ -37,8 +37,8 @@ class Slowdowns:
     times as long the collective takes while it computes. A kind that is not there slows nothing, and nothing slows
     it."""
 
-    computing: dict[Kind, float] = field(default_factory=dict)
-    collective: dict[Kind, float] = field(default_factory=dict)
+    computing: dict[str, float] = field(default_factory=dict)
+    collective: dict[str, float] = field(default_factory=dict)
 
 
 def measure_slowdowns(session: Session, tick: Callable[[str], None] = lambda what: None) -> list[Slowdowns]:
@@ -50,7 +50,7 @@ def measure_slowdowns(session: Session, tick: Callable[[str], None] = lambda wha
         return [Slowdowns()] * session.world
     with session.guard("computing beside collectives"):
         bench = _Bench(session)
-        computing, collective = dict[Kind, list[float]](), dict[Kind, float]()
+        computing, collective = dict[str, list[float]](), dict[str, float]()
         for kind in COLLECTIVES:
             tick(f"{kind} beside computing")
             computing[kind], collective[kind] = bench.slowdowns(kind)
@@ -105,7 +105,8 @@ class _Bench:
             nbytes = min(int(grown), _MOST_BYTES)
 
     def _slowest(self, seconds: float) -> float:
-        return max(self.session.communicator.exchange(seconds))
+        slowest: float = max(self.session.communicator.exchange(seconds))
+        return slowest
 
     def _start(self, trial: Trial) -> PendingTensor:
         shape = trial.shape(self.session.rank)
@@ -141,7 +142,7 @@ class _Bench:
 def median_of(own: Sequence[Slowdowns]) -> Slowdowns:
     """The medians over devices of a kind."""
 
-    def of(what: Callable[[Slowdowns], dict[Kind, float]]) -> dict[Kind, float]:
+    def of(what: Callable[[Slowdowns], dict[str, float]]) -> dict[str, float]:
         factors = {kind: median(what(one).get(kind, 1.0) for one in own) for kind in COLLECTIVES}
         return {kind: float(f"{factor:.3g}") for kind, factor in factors.items() if _slows(factor)}
 
