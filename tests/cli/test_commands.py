@@ -53,7 +53,8 @@ def test_compile_json(command, targets, cluster, tmp_path: Path) -> None:
     document = json.loads(out.read_text())
     assert set(document) == {
         "version", "graph", "search", "cost", "baselines", "candidates", "ratios", "segments", "inside",
-        "micro_batches", "own_turns", "zero_levels", "recomputed", "program", "schedule", "transfers", "lengths",
+        "micro_batches", "own_turns", "rows_of_turns", "zero_levels", "recomputed", "program", "schedule", "transfers",
+        "lengths",
         "sensitivity", "seconds",
     }  # fmt: skip
     assert all(set(s) == {"quantity", "ranks", "elasticity", "gain"} for s in document["sensitivity"])
@@ -94,7 +95,11 @@ def test_micro_batches(command, targets, cluster, tmp_path: Path) -> None:
     )
     assert told.status == 0
     assert "Micro-batches: 2, of 6, 6 samples, one after the other." in told.out
-    assert json.loads(out.read_text())["micro_batches"] == Plan.load(plan).micro_batches == 2
+    document = json.loads(out.read_text())
+    assert document["micro_batches"] == Plan.load(plan).micro_batches == 2
+    rows = document["rows_of_turns"]
+    assert {len(of) for of in rows.values()} == {2}
+    assert sum(map(sum, rows.values())) == 12
     assert command("verify", target, "--cluster", cluster, "--micro-batches", 2).status == 0
     many = command("compile", target, "--cluster", cluster, "--micro-batches", 13)
     assert many.status == 2

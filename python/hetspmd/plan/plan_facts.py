@@ -10,6 +10,7 @@ from hetspmd.cluster.collective_kinds import KINDS, Kind
 from hetspmd.placement import Placement
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.update import ParameterUpdate
+from hetspmd.program.micro_batches import largest_axis
 from hetspmd.program.program import Communicate
 from hetspmd.trace.graph import BUFFER, INPUT, PARAMETER, REBALANCE, Graph
 
@@ -41,6 +42,19 @@ class Storage:
     form: Placement
     extents: tuple[int, ...]
     nbytes: int
+
+
+def rows_of_turns(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """Of each active device, by rank, how many samples it takes in each of its turns; nothing without a loop."""
+    batches = plan.batches
+    axis = None if batches is None else largest_axis(plan.theory, batches.loop.axes)
+    if batches is None or axis is None:
+        return {}
+    by_device = zip(*batches.table(axis, plan.lengths.units[axis]), strict=True)
+    return {
+        rank: tuple(rows[: len(plan.step_plan.turns(rank))])
+        for rank, rows in zip(plan.active, by_device, strict=True)
+    }
 
 
 def collectives(plan: Plan) -> tuple[Collective, ...]:

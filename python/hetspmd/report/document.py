@@ -9,6 +9,8 @@ counted in elements}, ``search`` {``cost``, ``lower_bound``, ``gap``, ``seconds`
 an idle one, of several segments their mean, weighted with FLOPs; sending idle ones the results is part of
 ``communication_seconds`` and no step of ``program``), ``segments`` (for each: ``ratios``, and ``modules``, the
 first and the last that it runs in forward),
+``micro_batches``, ``own_turns`` (how many turns each active device takes, where they differ), ``rows_of_turns`` (by
+rank, the samples of each of its turns; empty without micro-batches), ``zero_levels`` (per group of parameters),
 ``recomputed`` (the blocks that the backward computes again: ``block``, ``seconds`` that it adds on the device that
 takes longest for it, ``bytes`` of the whole batch that it saves),
 ``inside`` (of a plan across machines what :func:`~hetspmd.report.machine_report.inside_document` says, else null),
@@ -29,7 +31,7 @@ from typing import Any
 
 from hetspmd._core import version
 from hetspmd.plan.plan import Plan
-from hetspmd.plan.plan_facts import collectives, segment_modules, transfers
+from hetspmd.plan.plan_facts import collectives, rows_of_turns, segment_modules, transfers
 from hetspmd.report.candidates import candidates_document
 from hetspmd.report.limits import limits, limits_document
 from hetspmd.report.machine_report import inside_document
@@ -75,6 +77,7 @@ def plan_json(plan: Plan, seconds: Mapping[str, float] | None = None) -> dict[st
         ],
         "micro_batches": plan.micro_batches,
         "own_turns": list(plan.own_turns),
+        "rows_of_turns": {str(rank): list(rows) for rank, rows in rows_of_turns(plan).items()},
         "zero_levels": zero_levels(plan),
         "recomputed": recomputing_document(plan),
         "program": _program(plan),

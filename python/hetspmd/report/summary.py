@@ -9,8 +9,8 @@ from hetspmd.codec.tables import counted, shortened, table
 from hetspmd.cost.step import idle_seconds
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.plan.plan import Plan
-from hetspmd.plan.plan_facts import by_kind, segment_modules, sent, storage, transfers
-from hetspmd.program.micro_batches import MicroBatches, largest_axis
+from hetspmd.plan.plan_facts import by_kind, rows_of_turns, segment_modules, sent, storage, transfers
+from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import communication_text
 from hetspmd.report.limits import limits, limits_text
 from hetspmd.report.machine_report import inside_text
@@ -70,7 +70,7 @@ def _micro_batches(plan: Plan, batches: MicroBatches) -> str:
 def _devices(plan: Plan) -> str:
     cost, word = plan.cost, device_word(plan.cluster)
     several = plan.segment_shares if len(plan.ratios) > 1 else ()
-    turns = _turns(plan)
+    turns = {rank: f"{len(rows)} x {max(rows)}" for rank, rows in rows_of_turns(plan).items()}
     rows = [
         [
             str(rank),
@@ -98,19 +98,6 @@ def _devices(plan: Plan) -> str:
         if needed > device.memory:
             text += f"\n  {word} {rank} needs {_bytes(needed)} and has {_bytes(device.memory)}"
     return text
-
-
-def _turns(plan: Plan) -> dict[int, str]:
-    """Of each active device how often it runs the loop, with how many samples at most; nothing without a loop."""
-    batches = plan.batches
-    axis = None if batches is None else largest_axis(plan.theory, batches.loop.axes)
-    if batches is None or axis is None:
-        return {}
-    table = batches.table(axis, plan.lengths.units[axis])
-    return {
-        rank: f"{len(plan.step_plan.turns(rank))} x {max(rows)}"
-        for rank, rows in zip(plan.active, zip(*table, strict=True), strict=True)
-    }
 
 
 def _parameters(plan: Plan) -> str:
