@@ -53,9 +53,8 @@ def test_compile_json(command, targets, cluster, tmp_path: Path) -> None:
     document = json.loads(out.read_text())
     assert set(document) == {
         "version", "graph", "search", "cost", "baselines", "candidates", "ratios", "segments", "inside",
-        "micro_batches", "own_turns", "rows_of_turns", "zero_levels", "recomputed", "program", "schedule", "transfers",
-        "lengths",
-        "sensitivity", "seconds",
+        "micro_batches", "own_turns", "rows_of_turns", "zero_levels", "recomputed", "program", "schedule",
+        "transfers", "lengths", "sensitivity", "seconds",
     }  # fmt: skip
     assert all(set(s) == {"quantity", "ranks", "elasticity", "gain"} for s in document["sensitivity"])
     assert sum(-abs(s["elasticity"]) for s in document["sensitivity"]) == pytest.approx(-1.0)
