@@ -18,8 +18,8 @@ import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.simulated_run import SimulatedRun
-from hetspmd.cost.simulator import WAIT, WAIT_FIRST, TwoStreams, waited
+from hetspmd.cost.simulated_run import WAIT, WAIT_FIRST, SimulatedRun, waited
+from hetspmd.cost.simulator import TwoStreams
 from hetspmd.cost.step import StepModel
 from hetspmd.cost.timeline import timeline
 from hetspmd.errors import ClusterError

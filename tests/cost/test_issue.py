@@ -13,7 +13,8 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.collective_kinds import Kind, kinds_between
 from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel, MoveForm
-from hetspmd.cost.simulator import START, WAIT, TwoStreams
+from hetspmd.cost.simulated_run import START, WAIT
+from hetspmd.cost.simulator import TwoStreams
 from hetspmd.cost.step import StepModel
 from hetspmd.cost.timeline import timeline
 from hetspmd.errors import ClusterError

@@ -11,7 +11,8 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.curves import Curve
 from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.simulator import START, TwoStreams
+from hetspmd.cost.simulated_run import START
+from hetspmd.cost.simulator import TwoStreams
 from hetspmd.errors import ClusterError
 from hetspmd.program.buckets import members
 from hetspmd.program.lengths import lengths_for

@@ -13,7 +13,8 @@ from torch import fx
 import workbench  # isort: split
 
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.simulator import BOUNDARY, START, WAIT, TwoStreams
+from hetspmd.cost.simulated_run import BOUNDARY, START, WAIT
+from hetspmd.cost.simulator import TwoStreams
 from hetspmd.cost.step import Stages, StepModel
 from hetspmd.cost.timeline import timeline
 from hetspmd.lower import calls

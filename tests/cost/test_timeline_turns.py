@@ -11,7 +11,8 @@ import torch
 from program_builder import divided_in_the_loop
 
 from hetspmd.cost.model import CostModel
-from hetspmd.cost.simulator import BOUNDARY, START, WAIT, WAIT_FIRST, TwoStreams
+from hetspmd.cost.simulated_run import BOUNDARY, START, WAIT, WAIT_FIRST
+from hetspmd.cost.simulator import TwoStreams
 from hetspmd.cost.step import StepModel
 from hetspmd.cost.timeline import timeline
 from hetspmd.lower import calls, turns

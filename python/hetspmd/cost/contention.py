@@ -18,7 +18,8 @@ third on a pass takes the mean of what it finds and of the pass before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -28,8 +29,11 @@ from hetspmd.cluster.devices import Device
 from hetspmd.cost.model import Array
 
 PASSES: Final = 3
-"""Passes of the simulation where collectives have slowdowns: the parts of their time in which devices compute
-change little after that."""
+"""The most passes of the simulation: the parts of collectives' time in which devices compute change little after
+that."""
+
+SETTLED: Final = 0.02
+"""A pass that would change no collective's seconds by more than this part of them alone is left out."""
 
 
 @dataclass(frozen=True)
@@ -54,78 +58,92 @@ class Contention:
         )
         return cls(both[:, :, 0], both[:, :, 1]) if (both != 1.0).any() else None
 
-    @property
-    def passes(self) -> int:
-        """How often a step is simulated."""
-        return PASSES if (self.carrying != 1.0).any() else 1
+    @cached_property
+    def carries_alike(self) -> bool:
+        """Whether no collective takes longer beside computing."""
+        return bool((self.carrying == 1.0).all())
 
 
-@dataclass
 class Beside:
-    """What one pass of a simulation has computed beside collectives.
+    """What one pass of a simulation computes beside collectives.
 
-    longer  by collective, how many times as long it takes as alone in this pass
-    seconds [c, j] seconds in which device j has computed while collective c was on its way
-    number  of the pass, from 0
-    factors by group of computations, how many times as long each device took for it as alone
+    ``sums``: seconds of each group of computations on each device alone. ``longer``: by collective, how many times
+    as long it takes as alone in this pass. ``number``: of the pass, from 0.
     """
 
-    contention: Contention
-    longer: Array
-    seconds: Array
-    number: int = 0
-    factors: dict[int, Array] = field(default_factory=dict)
-    _on_the_way: list[tuple[float, float, int]] = field(default_factory=list)
+    def __init__(
+        self, contention: Contention, sums: Array, longer: Array | None = None, number: int = 0
+    ) -> None:
+        count, world = contention.computing.shape
+        self.contention = contention
+        self.sums = sums
+        self.longer: Array = np.ones(count) if longer is None else longer
+        self.number = number
+        self._spans: list[tuple[float, float, int]] = []
+        self._slower: list[list[float]] = contention.computing.T.tolist()
+        self._beside = [[0.0] * count for _ in range(world)]  # seconds in which a device computes beside each
+        self._at = [0] * world  # of each device the first span that has not ended
+        self._spent: dict[int, Array] = {}  # by group of computations, seconds of each device for it
 
-    @classmethod
-    def first(cls, contention: Contention) -> Beside:
-        """For the first pass."""
-        shape = contention.computing.shape
-        return cls(contention, np.ones(shape[0]), np.zeros(shape))
-
-    def then(self, starts: Sequence[float], ends: Sequence[float]) -> Beside:
-        """For the pass after this one, in which the collectives had these starts and ends."""
+    def then(self, starts: Sequence[float], ends: Sequence[float]) -> Beside | None:
+        """For the pass after this one, in which collectives had these starts and ends; None if there is none."""
+        if self.number + 1 == PASSES or self.contention.carries_alike:
+            return None
         spans = np.array(ends) - np.array(starts)
-        parts = np.divide(
-            self.seconds, spans[:, None], out=np.zeros_like(self.seconds), where=spans[:, None] > 0
-        )
+        beside = np.array(self._beside).T
+        parts = np.divide(beside, spans[:, None], out=np.zeros_like(beside), where=spans[:, None] > 0)
         longer: Array = 1.0 + ((self.contention.carrying - 1.0) * parts).max(axis=1)
         if self.number:
             longer = (longer + self.longer) / 2
-        return Beside(self.contention, longer, np.zeros_like(self.seconds), self.number + 1)
+        if np.abs(longer - self.longer).max(initial=0.0) < SETTLED:
+            return None
+        return Beside(self.contention, self.sums, longer, self.number + 1)
 
     def begun(self, collective: int, start: float, end: float) -> None:
         """A collective is on its way from start to end: the next one, for one begins where the last has ended."""
         if end > start:
-            self._on_the_way.append((start, end, collective))
+            self._spans.append((start, end, collective))
 
-    def computed(self, clock: Array, seconds: Array, group: int) -> Array:
-        """The clocks behind computations that need these seconds of each device alone."""
-        earliest = float(clock.min())
-        self._on_the_way = [span for span in self._on_the_way if span[1] > earliest]
-        if not self._on_the_way:
+    def computed(self, clock: Array, group: int) -> Array:
+        """The clocks behind a group of computations."""
+        seconds = self.sums[group]
+        if not self._spans or self._spans[-1][1] <= clock.min():
             clocks: Array = clock + seconds
             return clocks
-        now, rest = clock, seconds
-        for start, end, collective in self._on_the_way:
-            alone = np.minimum(np.maximum(start - now, 0.0), rest)
-            now, rest = now + alone, rest - alone
-            slower = self.contention.computing[collective]
-            both = np.minimum(np.maximum(end - now, 0.0), rest * slower)
-            self.seconds[collective] += both
-            now, rest = now + both, np.maximum(rest - both / slower, 0.0)
-            if not rest.any():
-                break
-        now = now + rest
-        self.factors[group] = np.divide(now - clock, seconds, out=np.ones_like(seconds), where=seconds > 0)
-        return now
+        pairs = zip(clock.tolist(), seconds.tolist(), strict=True)
+        clocks = np.array([self._behind(j, now, rest) for j, (now, rest) in enumerate(pairs)])
+        self._spent[group] = clocks - clock
+        return clocks
+
+    def _behind(self, device: int, now: float, rest: float) -> float:
+        """When a device has done ``rest`` seconds of work from ``now`` on."""
+        spans, at = self._spans, self._at[device]
+        slower, beside = self._slower[device], self._beside[device]
+        while at < len(spans):
+            start, end, collective = spans[at]
+            if end > now:
+                if now + rest <= start:
+                    break
+                if now < start:
+                    now, rest = start, rest - (start - now)
+                factor = slower[collective]
+                if now + rest * factor <= end:
+                    beside[collective] += rest * factor
+                    now, rest = now + rest * factor, 0.0
+                    break
+                beside[collective] += end - now
+                now, rest = end, rest - (end - now) / factor
+            at += 1
+        self._at[device] = at
+        return now + rest
 
     def stretched(self, seconds: Array, groups: npt.NDArray[np.int64]) -> Array:
-        """Seconds of each computation on each device as it was; ``groups`` has where each group begins."""
-        if not self.factors:
-            return seconds
+        """Seconds of each computation on each device as it was, of those that it takes alone; ``groups``: where
+        each group begins."""
+        factors: Array = np.ones_like(self.sums)
+        for group, spent in self._spent.items():
+            alone = self.sums[group]
+            np.divide(spent, alone, out=factors[group], where=alone > 0)
         sizes = np.diff([*groups.tolist(), len(seconds)])
-        none: Array = np.ones(seconds.shape[1])
-        factors = np.array([self.factors.get(group, none) for group in range(len(groups))])
         stretched: Array = seconds * np.repeat(factors, sizes, axis=0)
         return stretched

@@ -47,14 +47,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Sequence
-from typing import Final
+from typing import TypeAlias
 
 import numpy as np
 
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cost.contention import Beside, Contention
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
-from hetspmd.cost.simulated_run import SimulatedRun
+from hetspmd.cost.simulated_run import BOUNDARY, START, WAIT, WAIT_FIRST, SimulatedRun, waited
 from hetspmd.cost.turn_passes import passes
 from hetspmd.placement import PARTIAL, REPLICATE
 from hetspmd.program.buckets import Bucket, members
@@ -65,14 +65,8 @@ from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Places, Schedule, scheduled
 from hetspmd.program.time_split import Phase
 
-START: Final = 0
-"""A collective is issued."""
-WAIT: Final = 1
-"""Every device waits for a collective."""
-WAIT_FIRST: Final = 2
-"""Rank 0 waits for a collective."""
-BOUNDARY: Final = 3
-"""Forward ends."""
+Carried: TypeAlias = tuple[list[float], list[float], list[float]]
+"""By collective: seconds on the stream, and of the devices before and after it."""
 
 
 class TwoStreams:
@@ -285,7 +279,7 @@ class TwoStreams:
                 in_flight.remove(collective)
         return completions
 
-    def _carried(self, shares: Array) -> tuple[list[float], list[float], list[float]]:
+    def _carried(self, shares: Array) -> Carried:
         """By collective, the seconds on the communication stream, and those of the devices before and after it."""
         packs = [sum(m.pack for m in forms) for forms in self._moves]
         unpacks = [sum(m.unpack for m in forms) for forms in self._moves]
@@ -307,19 +301,19 @@ class TwoStreams:
 
     def run(self, shares: Array) -> SimulatedRun:
         """All clocks at the given shares (of :meth:`CostModel.shares`)."""
-        if self._contention is None:
-            return self._pass(shares, None)
-        beside = Beside.first(self._contention)
-        run = self._pass(shares, beside)
-        for _ in range(1, self._contention.passes):
-            beside = beside.then(run.starts, run.ends)
-            run = self._pass(shares, beside)
-        return run
-
-    def _pass(self, shares: Array, beside: Beside | None) -> SimulatedRun:
         seconds = self._seconds(shares)
         sums = np.add.reduceat(seconds, self._groups, axis=0) if len(self._groups) else seconds
-        moves, packs, unpacks = self._carried(shares)
+        carried = self._carried(shares)
+        beside = None if self._contention is None else Beside(self._contention, sums)
+        run = self._pass(shares, seconds, sums, carried, beside)
+        while beside is not None and (beside := beside.then(run.starts, run.ends)) is not None:
+            run = self._pass(shares, seconds, sums, carried, beside)
+        return run
+
+    def _pass(
+        self, shares: Array, seconds: Array, sums: Array, carried: Carried, beside: Beside | None
+    ) -> SimulatedRun:
+        moves, packs, unpacks = carried
         moves = (
             moves if beside is None else [m * k for m, k in zip(moves, beside.longer.tolist(), strict=True)]
         )
@@ -342,7 +336,7 @@ class TwoStreams:
         free, group, done = 0.0, 0, 0
         for at, what, collective in self.events:
             if at != done:
-                clock = clock + sums[group] if beside is None else beside.computed(clock, sums[group], group)
+                clock = clock + sums[group] if beside is None else beside.computed(clock, group)
                 group, done = group + 1, at
             if what == START and packs[collective]:
                 own = packs[collective] * copying
@@ -376,9 +370,10 @@ class TwoStreams:
                     own = issued[len(clocks) - 1] = unpacks[collective] * copying * mine
                     clock, issuing = clock + own, issuing + own
         if done != len(self._signatures):
-            clock = clock + sums[group] if beside is None else beside.computed(clock, sums[group], group)
-        seconds = seconds if beside is None else beside.stretched(seconds, self._groups)
-        return SimulatedRun(seconds, clocks, starts, ends, forward, clock, dropped, issuing, issued)
+            clock = clock + sums[group] if beside is None else beside.computed(clock, group)
+        return SimulatedRun(
+            seconds, clocks, starts, ends, forward, clock, dropped, issuing, issued, self._groups, beside
+        )
 
 
 def _of(places: Places, phases: Sequence[Phase], wanted: Container[Phase]) -> list[Places]:
@@ -388,13 +383,3 @@ def _of(places: Places, phases: Sequence[Phase], wanted: Container[Phase]) -> li
         if phases[place] in wanted:
             parts.setdefault(phases[place], []).append(place)
     return [tuple(part) for part in parts.values()]
-
-
-def waited(what: int, clock: Array, end: float) -> Array:
-    """The devices' clocks behind a wait for what ends at ``end``."""
-    if what == WAIT:
-        clocks: Array = np.maximum(clock, end)
-        return clocks
-    clocks = clock.copy()
-    clocks[0] = max(clocks[0], end)
-    return clocks

@@ -20,8 +20,8 @@ import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.codec.files import write_output
 from hetspmd.cost.model import Array
-from hetspmd.cost.simulated_run import SimulatedRun
-from hetspmd.cost.simulator import START, WAIT, WAIT_FIRST, TwoStreams, waited
+from hetspmd.cost.simulated_run import START, WAIT, WAIT_FIRST, SimulatedRun, waited
+from hetspmd.cost.simulator import TwoStreams
 from hetspmd.cost.step import StepModel
 from hetspmd.program.buckets import Bucket, transfer_text
 from hetspmd.program.lengths import Lengths
