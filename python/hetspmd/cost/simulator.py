@@ -299,6 +299,13 @@ class TwoStreams:
         seconds: Array = self.model.seconds(self._unique, shares)[self._inverse]
         return seconds if self._weights is None else seconds * self._weights
 
+    def _issuing(self) -> tuple[Array, Array, Array]:
+        """By device: seconds to issue a collective, seconds for a byte that is copied for it, and the latter as a
+        part of the slowest device's."""
+        devices = self.model.cluster.devices
+        issue, copying = np.array([d.issue for d in devices]), np.array([d.copying for d in devices])
+        return issue, copying, copying / copying.max() if copying.any() else copying
+
     def run(self, shares: Array) -> SimulatedRun:
         """All clocks at the given shares (of :meth:`CostModel.shares`)."""
         seconds = self._seconds(shares)
@@ -320,11 +327,7 @@ class TwoStreams:
         dropped = tuple(f[0].moved and s == 0 for f, s in zip(self._moves, moves, strict=True))
         lanes = self.model.cluster.lanes
         latencies = [self.model.form_latency(f[0], shares) if lanes > 1 else 0.0 for f in self._moves]
-        devices = self.model.cluster.devices
-        issue = np.array([d.issue for d in devices])
-        per_byte = np.array([1 / d.issue_bandwidth for d in devices])
-        copying = np.array([d.copying for d in devices])
-        copying = copying / copying.max() if copying.any() else copying  # the slowest device's is 1
+        issue, per_byte, copying = self._issuing()
         issues, issued = bool(issue.any() or per_byte.any()), dict[int, Array]()
         first: Array = np.eye(self.model.world)[0]
         everyone: Array = np.ones(self.model.world)
