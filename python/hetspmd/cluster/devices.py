@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from hetspmd.cluster.collective_kinds import KINDS
+from hetspmd.codec.records import LEFT_OUT
 from hetspmd.errors import ClusterError
 from hetspmd.trace.graph import ITEM_SIZES
 
@@ -56,8 +57,8 @@ class Device:
     issue: float = 0.0
     issue_bandwidth: float = math.inf
     machine: Machine | None = None
-    computing_slowdown: Mapping[str, float] = field(default_factory=dict)
-    collective_slowdown: Mapping[str, float] = field(default_factory=dict)
+    computing_slowdown: Mapping[str, float] = field(default_factory=dict, metadata=LEFT_OUT)
+    collective_slowdown: Mapping[str, float] = field(default_factory=dict, metadata=LEFT_OUT)
 
     def __post_init__(self) -> None:
         if not self.flops:

@@ -82,13 +82,17 @@ def _fields_of(record: Any) -> dict[str, Any]:
         value = getattr(record, f.name)
         if f.metadata.get("inline") and not (isinstance(value, tuple) and len(value) != 1):
             written |= _fields_of(value[0] if isinstance(value, tuple) else value)
-        elif not (_may_lack(f) and value == f.default):
+        elif not (_may_lack(f) and value == _default(f)):
             written[f.name] = encode(value)
     return written
 
 
 def _may_lack(field: dataclasses.Field[Any]) -> bool:
     return bool(field.metadata.get("left out"))
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def decode(value: Any, cls: type[T]) -> T:
@@ -184,7 +188,7 @@ def _mapping(key: Any, item: Any) -> Decoder:
 def _dataclass(cls: type) -> Decoder:
     fields: list[tuple[tuple[str, Decoder], ...]] = []  # none or one: threads see all of it or nothing
     name = cls.__name__
-    defaults = {f.name: f.default for f in dataclasses.fields(cls) if _may_lack(f)}
+    defaults = {f.name: _default(f) for f in dataclasses.fields(cls) if _may_lack(f)}
 
     def prepare() -> tuple[tuple[str, Decoder], ...]:  # at the first value: classes may hold their own kind
         hints = get_type_hints(cls)
@@ -266,7 +270,7 @@ def _assembled(cls: type, value: Mapping[str, Any]) -> Any:
             raise error.under(f".{name}") from None
         (field,) = (f for f in dataclasses.fields(cls) if f.name == name)
         inline = field.metadata.get("inline") and len(parts[name]) == 1
-        if inline or (_may_lack(field) and parts[name] == field.default):
+        if inline or (_may_lack(field) and parts[name] == _default(field)):
             raise DamageError("is written where it is left out").under(f".{name}")
     return cls(**parts)
 
