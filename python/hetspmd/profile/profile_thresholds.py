@@ -166,13 +166,13 @@ class ProfileThresholds:
 
     # Computing beside collectives.
 
-    beside_seconds: float = 0.15
+    beside_seconds: float = 0.1
     """Seconds of a collective beside which is computed: many periods of a CPU quota, and many pieces of work."""
 
     beside_bytes: int = 16 << 20
     """The most bytes of it."""
 
-    beside_rounds: int = 5
+    beside_rounds: int = 3
     """Rounds, of which the median counts."""
 
     beside_product: int = 192
