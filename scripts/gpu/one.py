@@ -27,8 +27,9 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "benches")]
 
-import hetspmd
 from hetspmd.dist.simulate import run_ranks
+
+import hetspmd
 from local import CLUSTER, stepper
 from trust.models import build
 
