@@ -65,7 +65,7 @@ from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Places, Schedule, scheduled
 from hetspmd.program.time_split import Phase
 
-Carried: TypeAlias = tuple[list[float], list[float], list[float]]
+StreamSeconds: TypeAlias = tuple[list[float], list[float], list[float]]
 """By collective: seconds on the stream, and of the devices before and after it."""
 
 
@@ -279,7 +279,7 @@ class TwoStreams:
                 in_flight.remove(collective)
         return completions
 
-    def _carried(self, shares: Array) -> Carried:
+    def _carried(self, shares: Array) -> StreamSeconds:
         """By collective, the seconds on the communication stream, and those of the devices before and after it."""
         packs = [sum(m.pack for m in forms) for forms in self._moves]
         unpacks = [sum(m.unpack for m in forms) for forms in self._moves]
@@ -318,7 +318,7 @@ class TwoStreams:
         return run
 
     def _pass(
-        self, shares: Array, seconds: Array, sums: Array, carried: Carried, beside: Beside | None
+        self, shares: Array, seconds: Array, sums: Array, carried: StreamSeconds, beside: Beside | None
     ) -> SimulatedRun:
         moves, packs, unpacks = carried
         moves = (
