@@ -12,7 +12,7 @@ from pathlib import Path
 from emulated.spec import ClusterSpec
 from versus.points import COMPILED, FASTEST_LINK
 from versus.results import Point
-from versus.statistics import MOST_OVER_INCUMBENT, Check, over_best
+from versus.statistics import Check, never_slower
 
 CLUSTERS = {
     "4:2:1:1": ClusterSpec.of((4, 2, 1, 1), cores=1.8, rate=FASTEST_LINK, one_quota=True),
@@ -35,13 +35,9 @@ def off(point: Point) -> float:
 
 def checks(points: Sequence[Point]) -> list[Check]:
     """That hetspmd is never slower than the best incumbent, and that it is predicted."""
-    worst = max((1 / over_best(p) for p in points), default=None)
     farthest = max((abs(off(p)) for p in points), default=None)
     return [
-        Check(
-            f"hetspmd never takes more than {MOST_OVER_INCUMBENT:g} times the best incumbent's seconds", worst,
-            None if worst is None else worst <= MOST_OVER_INCUMBENT,
-        ),
+        never_slower(points),
         Check(
             f"measured seconds are within {PREDICTED_WITHIN:.0%} of the predicted ones", farthest,
             None if farthest is None else farthest <= PREDICTED_WITHIN,
