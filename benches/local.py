@@ -74,16 +74,17 @@ HEAD = """| model | eager, s | hetspmd, s | ratio | middle half | eager, MB | he
 
 def stepper(
     model: nn.Module, batch: dict[str, torch.Tensor], autocast: Autocast = nullcontext
-) -> Callable[[], None]:
-    """A training step of a model that returns the loss."""
+) -> Callable[[], torch.Tensor]:
+    """A training step of a model that returns the loss; the step returns it, too."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    def step() -> None:
+    def step() -> torch.Tensor:
         optimizer.zero_grad()
         with autocast():
-            loss = model(**batch)
+            loss: torch.Tensor = model(**batch)
         loss.backward()
         optimizer.step()
+        return loss.detach()
 
     return step
 

@@ -102,7 +102,7 @@ def fully_sharded(work: Workload, world: int, setting: Setting) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(next(work.model.parameters()).device.type, (world,))
     for name in work.blocks:
         fully_shard(work.model.get_submodule(name), mesh=mesh, reshard_after_forward=setting.reshard)
     sharded: Any = fully_shard(work.model, mesh=mesh)

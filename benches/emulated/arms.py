@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -44,6 +45,13 @@ TOLERANCE = 1e-3
 PLAIN = Setting()
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Autocast = Callable[[], AbstractContextManager[object]]
+
+
+def autocast_to(dtype: str, device: str) -> AbstractContextManager[object]:
+    """Autocast to a dtype such as ``bfloat16`` on devices of a kind; none where the dtype is ""."""
+    kind = torch.device(device).type
+    return torch.autocast(kind, getattr(torch, dtype)) if dtype else nullcontext()
 
 
 def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -169,9 +177,10 @@ def train(
 
 def build(
     context: Context, arm: Arm, work: Workload, rows: Sequence[int] | None, plan: str | None,
-    optimizer: Optimizer = momentum, setting: Setting = PLAIN,
+    optimizer: Optimizer = momentum, setting: Setting = PLAIN, autocast: Autocast = nullcontext,
 ) -> Callable[[], Tensor]:  # fmt: skip
-    """A function that makes one step and returns this rank's part of the global loss, or all of it.
+    """A function that makes one step, under ``autocast``, and returns this rank's part of the global loss, or all
+    of it.
 
     Raises EmulationError where the rank's rows weigh nothing.
     """
@@ -181,10 +190,11 @@ def build(
 
         assert plan is not None
         made = Plan.load(plan)
-        hap = HAP(work.model, made.cluster, plan=made, sync_module_states=False)
-        return stepper(hap, work.batch, optimizer)
+        with autocast():
+            hap = HAP(work.model, made.cluster, plan=made, sync_module_states=False)
+        return stepper(hap, work.batch, optimizer, autocast)
     if arm == "alone":
-        return stepper(work.model, work.batch, optimizer)
+        return stepper(work.model, work.batch, optimizer, autocast)
     assert rows is not None
     start, count = sum(rows[: context.rank]), rows[context.rank]
     parts = micro_batches(work, start, count, setting.micro_batches)
@@ -193,7 +203,7 @@ def build(
     if setting.recompute:
         recompute_blocks(work)
     parallel = _ddp(work.model) if arm == "ddp" else fully_sharded(work, context.world, setting)
-    return accumulating(parallel, parts, context.world, optimizer, setting)
+    return accumulating(parallel, parts, context.world, optimizer, setting, autocast)
 
 
 def _ddp(model: nn.Module) -> nn.Module:
@@ -203,15 +213,17 @@ def _ddp(model: nn.Module) -> nn.Module:
 
 
 def stepper(
-    model: nn.Module, batch: Mapping[str, Tensor], optimizer: Optimizer = momentum
-) -> Callable[[], Tensor]:
+    model: nn.Module, batch: Mapping[str, Tensor], optimizer: Optimizer = momentum,
+    autocast: Autocast = nullcontext,
+) -> Callable[[], Tensor]:  # fmt: skip
     """A function that makes one step on ``batch`` and returns its loss."""
-    return accumulating(model, [Part(dict(batch), 1.0)], 1.0, optimizer, PLAIN)
+    return accumulating(model, [Part(dict(batch), 1.0)], 1.0, optimizer, PLAIN, autocast)
 
 
 def accumulating(
-    model: nn.Module, parts: Sequence[Part], scale: float, optimizer: Optimizer, setting: Setting
-) -> Callable[[], Tensor]:
+    model: nn.Module, parts: Sequence[Part], scale: float, optimizer: Optimizer, setting: Setting,
+    autocast: Autocast = nullcontext,
+) -> Callable[[], Tensor]:  # fmt: skip
     """A function that makes one step on ``parts``, one after the other, each with ``scale`` times its share of the
     loss, and returns the sum of these shares."""
     updates = optimizer(model.parameters())
@@ -221,7 +233,8 @@ def accumulating(
         losses = []
         for part in parts:
             begin(model, setting, part is parts[-1])
-            loss: Tensor = model(**part.batch)
+            with autocast():
+                loss: Tensor = model(**part.batch)
             factor = scale * part.share
             torch.autograd.backward(loss * factor if factor != 1.0 else loss)
             losses.append(loss.detach() * part.share)

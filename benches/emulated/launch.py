@@ -16,9 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
-from emulated.cluster import EmulatedCluster
 from emulated.spec import EmulationError
 
 PORT = 29500
@@ -31,6 +30,27 @@ LOOK = 0.2
 """Seconds between looks for threads that ranks have started, and at the machine's speed."""
 
 
+class Ranks(Protocol):
+    """Where the processes run: an emulated cluster, or one that has its methods."""
+
+    world: int
+
+    def start(self, rank: int, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Start a rank's process; ``options`` are those of Popen."""
+
+    def address(self, rank: int) -> str:
+        """At which the other ranks find this one."""
+
+    def throttle(self, rank: int, on: bool) -> None:
+        """Hold a rank to its share, or not."""
+
+    def free_network_threads(self, rank: int) -> None:
+        """See to the threads that a rank has started since the last look."""
+
+    def keep_pace(self) -> None:
+        """See to the machine's speed."""
+
+
 class Workers:
     """A context manager around the processes.
 
@@ -38,7 +58,7 @@ class Workers:
     fails or does not answer, with the end of its log; the workers are of no use afterwards.
     """
 
-    def __init__(self, cluster: EmulatedCluster, *, timeout: float = 600.0) -> None:
+    def __init__(self, cluster: Ranks, *, timeout: float = 600.0) -> None:
         self.cluster = cluster
         self.timeout = timeout
         self._processes: list[subprocess.Popen[bytes]] = []

@@ -73,8 +73,11 @@ def main() -> None:
 
     importlib.import_module("hetspmd.run.module")  # now, before the clock runs
     torch.set_num_threads(1)
+    backend = os.environ.get("HETSPMD_BACKEND", "gloo")
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if world > 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ["HETSPMD_TIMEOUT"])))
+        dist.init_process_group(backend, timeout=timedelta(seconds=float(os.environ["HETSPMD_TIMEOUT"])))
     context.send({"kind": "ready"})
     while True:
         job = context.receive()

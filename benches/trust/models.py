@@ -49,65 +49,72 @@ def _images(batch: int, size: int, classes: int) -> dict[str, Tensor]:
     }
 
 
-def _tokens(batch: int, length: int) -> dict[str, Tensor]:
-    ids = torch.randint(4, VOCABULARY, (batch, length))
+def _tokens(batch: int, length: int, vocabulary: int) -> dict[str, Tensor]:
+    ids = torch.randint(4, vocabulary, (batch, length))
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def vgg19(batch: int = 16, size: int = 64, channels: int = 256, hidden: int = 512) -> Built:
+def vgg19(
+    batch: int = 16, size: int = 64, channels: int = 256, hidden: int = 512, classes: int = 10
+) -> Built:
     """torchvision's VGG19 with half its channels and 512 hidden units: 12 million parameters, 7 in the head
-    (``channels=512, hidden=4096``: as it is)."""
+    (``channels=512, hidden=4096, classes=1000``: as it is)."""
     from torchvision.models.vgg import VGG, cfgs, make_layers
 
     widths = [v if isinstance(v, str) else v * channels // 512 for v in cfgs["E"]]
     features = make_layers(widths, batch_norm=False)
     with torch.device("meta"):  # the head, of which every layer is replaced
-        model = VGG(features, num_classes=10, dropout=0.0)
+        model = VGG(features, num_classes=classes, dropout=0.0)
     model.classifier[0] = nn.Linear(channels * 49, hidden)
     model.classifier[3] = nn.Linear(hidden, hidden)
-    model.classifier[6] = nn.Linear(hidden, 10)
-    return Classifier(model), _images(batch, size, 10)
+    model.classifier[6] = nn.Linear(hidden, classes)
+    return Classifier(model), _images(batch, size, classes)
 
 
-def resnet50(batch: int = 48, size: int = 64) -> Built:
-    """torchvision's ResNet-50 whose inner convolutions have half their channels.
+def resnet50(batch: int = 48, size: int = 64, width: int = 32, classes: int = 10) -> Built:
+    """torchvision's ResNet-50 whose inner convolutions have half their channels (``width=64``: as it is).
 
     The batch is large for its hundreds of collectives a step: a rank that has used up its quota of CPU time stands
     still for milliseconds, and at each of them the others wait for it.
     """
     from torchvision.models.resnet import Bottleneck, ResNet
 
-    return Classifier(ResNet(Bottleneck, [3, 4, 6, 3], num_classes=10, width_per_group=32)), _images(
-        batch, size, 10
-    )
+    model = ResNet(Bottleneck, [3, 4, 6, 3], num_classes=classes, width_per_group=width)
+    return Classifier(model), _images(batch, size, classes)
 
 
-def vit(batch: int = 24, layers: int = 4, width: int = 256) -> Built:
-    """ViTForImageClassification: 4 layers of 256, 65 tokens."""
+def vit(
+    batch: int = 24, layers: int = 4, width: int = 256, head: int = 32, size: int = 64, patch: int = 8,
+    classes: int = 10,
+) -> Built:  # fmt: skip
+    """ViTForImageClassification: 4 layers of 256, heads of 32, 65 tokens."""
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        num_hidden_layers=layers, hidden_size=width, num_attention_heads=width // 32,
-        intermediate_size=4 * width, image_size=64, patch_size=8, num_labels=10, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        num_hidden_layers=layers, hidden_size=width, num_attention_heads=width // head,
+        intermediate_size=4 * width, image_size=size, patch_size=patch, num_labels=classes,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    images = _images(batch, 64, 10)
+    images = _images(batch, size, classes)
     return LossOf(ViTForImageClassification(config)), {
         "pixel_values": images["images"],
         "labels": images["labels"],
     }
 
 
-def bert(batch: int = 24, tokens: int = 64, layers: int = 4, width: int = 256) -> Built:
-    """BertForMaskedLM: 4 layers of 256, uneven padding, 15 % of the tokens labelled."""
+def bert(
+    batch: int = 24, tokens: int = 64, layers: int = 4, width: int = 256, head: int = 32,
+    vocabulary: int = VOCABULARY,
+) -> Built:  # fmt: skip
+    """BertForMaskedLM: 4 layers of 256, heads of 32, uneven padding, 15 % of the tokens labelled."""
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 32,
+        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // head,
         intermediate_size=4 * width, max_position_embeddings=tokens, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    ids = torch.randint(4, VOCABULARY, (batch, tokens))
+    ids = torch.randint(4, vocabulary, (batch, tokens))
     kept = torch.arange(tokens) < torch.randint(tokens // 2, tokens + 1, (batch, 1))
     chosen = kept & (torch.rand(batch, tokens) < 0.15)
     chosen[:, 0] = True
@@ -118,40 +125,52 @@ def bert(batch: int = 24, tokens: int = 64, layers: int = 4, width: int = 256) -
     }
 
 
-def gpt2(batch: int = 16, tokens: int = 64, layers: int = 4, width: int = 256) -> Built:
-    """GPT2LMHeadModel: 4 layers of 256."""
+def gpt2(
+    batch: int = 16, tokens: int = 64, layers: int = 4, width: int = 256, head: int = 32,
+    vocabulary: int = VOCABULARY,
+) -> Built:  # fmt: skip
+    """GPT2LMHeadModel: 4 layers of 256, heads of 32."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=layers, n_embd=width, n_head=width // 32, vocab_size=VOCABULARY, n_positions=tokens,
+        n_layer=layers, n_embd=width, n_head=width // head, vocab_size=vocabulary, n_positions=tokens,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
     )  # fmt: skip
-    return LossOf(GPT2LMHeadModel(config)), _tokens(batch, tokens)
+    return LossOf(GPT2LMHeadModel(config)), _tokens(batch, tokens, vocabulary)
 
 
-def llama(batch: int = 16, tokens: int = 64, layers: int = 4, width: int = 256) -> Built:
-    """LlamaForCausalLM: 4 layers of 256, 8 query heads on 4 of keys and values."""
+def llama(
+    batch: int = 16, tokens: int = 64, layers: int = 4, width: int = 256, head: int = 32, queries: int = 2,
+    hidden: int | None = None, vocabulary: int = VOCABULARY, tied: int = 0,
+) -> Built:  # fmt: skip
+    """LlamaForCausalLM: 4 layers of 256, 8 query heads on 4 of keys and values.
+
+    ``head``: width of a head; ``queries``: query heads to one of keys and values; ``hidden``: width of the
+    feed-forward layers (None: three times ``width``); ``tied``: 1 where the embedding is the head's weight, too.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
-        num_attention_heads=width // 32, num_key_value_heads=width // 64, max_position_embeddings=tokens,
-        use_cache=False, bos_token_id=0, eos_token_id=0, pad_token_id=1,
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=hidden or 3 * width, num_hidden_layers=layers,
+        num_attention_heads=width // head, num_key_value_heads=width // (head * queries),
+        max_position_embeddings=tokens, use_cache=False, bos_token_id=0, eos_token_id=0, pad_token_id=1,
+        tie_word_embeddings=bool(tied),
     )  # fmt: skip
-    return LossOf(LlamaForCausalLM(config)), _tokens(batch, tokens)
+    return LossOf(LlamaForCausalLM(config)), _tokens(batch, tokens, vocabulary)
 
 
 def bert_moe(
-    batch: int = 32, tokens: int = 32, layers: int = 4, width: int = 192, heads: int = 6, experts: int = 6
-) -> Built:
+    batch: int = 32, tokens: int = 32, layers: int = 4, width: int = 192, heads: int = 6, experts: int = 6,
+    vocabulary: int = VOCABULARY,
+) -> Built:  # fmt: skip
     """The example's BERT with experts: 4 layers of 192, two of them with 6 experts."""
     examples = str(Path(__file__).parents[2] / "examples")
     if examples not in sys.path:
         sys.path.append(examples)
     from bert_moe import BertMoE
 
-    model = BertMoE(VOCABULARY, tokens, width=width, layers=layers, heads=heads, experts=experts)
-    return model, _tokens(batch, tokens)
+    model = BertMoE(vocabulary, tokens, width=width, layers=layers, heads=heads, experts=experts)
+    return model, _tokens(batch, tokens, vocabulary)
 
 
 MODELS: Mapping[str, Callable[..., Any]] = {

@@ -43,44 +43,55 @@ LONGEST = 8.0
 LIMITS = Limits(seconds=60.0)
 
 
-def plans(model: nn.Module, batch: Mapping[str, Any], cluster: hetspmd.Cluster) -> Iterator[tuple[str, Plan]]:
-    """The plans of a model on a cluster, each program once, under the name that it got first."""
+def plans(
+    model: nn.Module, batch: Mapping[str, Any], cluster: hetspmd.Cluster, dtype: str = "float32"
+) -> Iterator[tuple[str, Plan]]:
+    """The plans of a model on a cluster, each program once, under the name that it got first.
+
+    ``dtype``: in whose measured FLOP/s rows are proportional.
+    """
+    rates = [d.rate(dtype) for d in cluster.devices]
+    speeds = tuple(r / sum(rates) for r in rates)
     theory = derive(trace(model, (), dict(batch)))
     seen: list[tuple[object, ...]] = []
     for name, make in KINDS.items():
-        plan = make(theory, model, dict(batch), cluster)
+        plan = make(theory, model, dict(batch), cluster, speeds)
         same = (plan.program, plan.lengths, plan.active)
         if same not in seen and plan.cost.step_seconds <= LONGEST:
             seen.append(same)
             yield name, plan
 
 
-def _speeds(cluster: hetspmd.Cluster) -> tuple[float, ...]:
-    rates = [d.rate("float32") for d in cluster.devices]
-    return tuple(r / sum(rates) for r in rates)
+Speeds = tuple[float, ...]
+"""Of the devices, with the sum 1."""
+
+Maker = Callable[[Theory, nn.Module, dict[str, Any], hetspmd.Cluster, Speeds], Plan]
 
 
-def _compiled(theory: Theory, model: nn.Module, batch: dict[str, Any], cluster: hetspmd.Cluster) -> Plan:
+def _compiled(
+    theory: Theory, model: nn.Module, batch: dict[str, Any], cluster: hetspmd.Cluster, speeds: Speeds
+) -> Plan:
     return hetspmd.compile(model, batch, cluster, time_limit=LIMITS.seconds)
 
 
-def _forced(
-    kind: Callable[[Theory], Constraints], *, even: bool = False
-) -> Callable[[Theory, nn.Module, dict[str, Any], hetspmd.Cluster], Plan]:
-    def make(theory: Theory, model: nn.Module, batch: dict[str, Any], cluster: hetspmd.Cluster) -> Plan:
-        ratios = (1.0 / cluster.world,) * cluster.world if even else _speeds(cluster)
+def _forced(kind: Callable[[Theory], Constraints], *, even: bool = False) -> Maker:
+    def make(
+        theory: Theory, model: nn.Module, batch: dict[str, Any], cluster: hetspmd.Cluster, speeds: Speeds
+    ) -> Plan:
+        ratios = (1.0 / cluster.world,) * cluster.world if even else speeds
         return plan_for(theory, cluster, kind(theory), ratios, limits=LIMITS)
 
     return make
 
 
-def _alone(theory: Theory, model: nn.Module, batch: dict[str, Any], cluster: hetspmd.Cluster) -> Plan:
-    speeds = _speeds(cluster)
+def _alone(
+    theory: Theory, model: nn.Module, batch: dict[str, Any], cluster: hetspmd.Cluster, speeds: Speeds
+) -> Plan:
     fastest = speeds.index(max(speeds))
     return plan_for(theory, cluster, Constraints(), (1.0,), limits=LIMITS, active=(fastest,))
 
 
-KINDS: Mapping[str, Callable[[Theory, nn.Module, dict[str, Any], hetspmd.Cluster], Plan]] = {
+KINDS: Mapping[str, Maker] = {
     "compiled": _compiled,
     "data parallel, proportional": _forced(known.data_parallel),
     "data parallel, even": _forced(known.data_parallel, even=True),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from emulated.arms import autocast_to
 from emulated.memory import LiveBytes, ResidentPeak
 from emulated.worker import Context
 from hetspmd.dist.process_group import ProcessGroupCommunicator
@@ -34,16 +35,18 @@ COUNTED = 2
 """Steps under the memory counter: one that makes gradients and the optimizer's state, one that is counted."""
 
 
-def profile(context: Context, *, budget: float, memory: float | None = None) -> str:
-    """The cluster file that ``hetspmd profile`` writes, measured at the ranks' CPU shares.
+def profile(
+    context: Context, *, budget: float, memory: float | None = None, device: str = "cpu",
+    dtypes: Sequence[str] = ("float32",),
+) -> str:  # fmt: skip
+    """The cluster file that ``hetspmd profile`` writes, measured at the ranks' shares.
 
     ``memory``: bytes of each device, where they are not what the machine has left beside what its processes hold.
     """
-    communicator = ProcessGroupCommunicator()
-    session = Session(communicator, torch.device("cpu"), "gloo", start=time.perf_counter())
-    communicator.exchange(None)
+    session = _session(device)
+    session.communicator.exchange(None)
     context.throttle(True)
-    found = measure(session, Options(budget, dtypes=("float32",)))
+    found = measure(session, Options(budget, dtypes=tuple(dtypes)))
     if memory is not None:
         devices = tuple(replace(device, memory=memory) for device in found.cluster.devices)
         found = replace(found, cluster=replace(found.cluster, devices=devices))
@@ -52,24 +55,32 @@ def profile(context: Context, *, budget: float, memory: float | None = None) -> 
 
 def profile_ops(
     context: Context, *, file: str, model: str, cache: str, budget: float,
-    options: Mapping[str, int] | None = None, optimizer: str = "adamw",
+    options: Mapping[str, int] | None = None, optimizer: str = "adamw", device: str = "cpu",
+    autocast: str = "",
 ) -> str:  # fmt: skip
     """The cluster file with the times of the ops of a model (made with ``options``), as ``hetspmd profile --model
-    --optimizer`` measures them."""
+    --optimizer`` measures them. ``autocast``: the dtype to which the model is autocast, if it is."""
     os.environ["HETSPMD_CACHE"] = cache
-    communicator = ProcessGroupCommunicator()
-    session = Session(communicator, torch.device("cpu"), "gloo", start=time.perf_counter())
+    session = _session(device)
     before = Profile.open(file)
 
     def cases() -> list[OpCase]:
         if session.rank:
             return []
         network, batch = build(model, **(options or {}))
-        return together([derive(trace(network, (), batch))], before.cluster)
+        batch = {name: value.to(session.device) for name, value in batch.items()}
+        with autocast_to(autocast, device):
+            return together([derive(trace(network.to(session.device), (), batch))], before.cluster)
 
     found = session.together("tracing the model", cases)[0]
     context.throttle(True)
     return with_ops(session, before, found, Options(budget, optimizer=optimizer)).to_text()
+
+
+def _session(device: str) -> Session:
+    """That of all ranks."""
+    backend = "gloo" if device == "cpu" else "nccl"
+    return Session(ProcessGroupCommunicator(), torch.device(device), backend, start=time.perf_counter())
 
 
 def train(

@@ -23,6 +23,7 @@ OPTIMIZERS: Mapping[str, str] = {
     "BERT": "adamw",
     "BERT-MoE": "adamw",
     "Llama": "adamw",
+    "GPT-2": "adamw",
 }
 """By which optimizer each is trained, as ``hetspmd profile --optimizer`` calls it: VGG19 by SGD with momentum, as
 its authors did."""
@@ -69,7 +70,11 @@ def size_over(link: str, size: str, model: str) -> str:
 
 def workload(model: str, size: str) -> Workload:
     """A seeded model and batch. Raises KeyError for a name that there is not."""
-    network, batch = build(model, **SIZES[size][model])
+    return workload_of(*build(model, **SIZES[size][model]))
+
+
+def workload_of(network: nn.Module, batch: Mapping[str, Tensor]) -> Workload:
+    """A model and its batch with what the bench needs to know of them."""
     return Workload(network, batch, _weights(batch["labels"]), _blocks(network))
 
 

@@ -79,16 +79,26 @@ def apart(
     work = workload(model, size)
     part = micro_batches(work, sum(rows[: context.rank]), rows[context.rank], 1)[0]
     step = stepper(work.model, part.batch, optimizer_of(model))
+    return seconds_apart(context, step, work.model, repeats)
+
+
+def seconds_apart(
+    context: Context, step: Callable[[], Tensor], model: nn.Module, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of a step without communication, and of the all-reduces of a model's gradients."""
     for _ in range(WARM):
         step()
-    total = sum(p.nbytes for p in work.model.parameters())
-    buckets = [torch.ones(min(BUCKET, total - done) // 4) for done in range(0, total, BUCKET)]
+    total = sum(p.nbytes for p in model.parameters())
+    device = next(model.parameters()).device
+    sizes = [min(BUCKET, total - done) for done in range(0, total, BUCKET)]
+    buckets = [torch.ones(size // 4, device=device) for size in sizes]
 
     def reduce() -> None:
         pending = [dist.all_reduce(bucket, async_op=True) for bucket in buckets]
         for one in pending:
             assert one is not None
             one.wait()
+        synchronize(device)
 
     reduce()
     context.throttle(True)
@@ -106,17 +116,38 @@ def _times(call: Callable[[], object], repeats: int) -> list[float]:
     return found
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was asked; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def train(
     context: Context, *, model: str, size: str, arms: Mapping[str, Mapping[str, Any]], fastest: int,
     rounds: int, steps: int, keep: bool,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """What :func:`take_turns` finds of the arms of a model on the CPU."""
+
+    def made(arm: Mapping[str, Any]) -> Callable[[], Tensor]:
+        return build_arm(context, model, size, arm)
+
+    return take_turns(context, arms, made, fastest=fastest, rounds=rounds, steps=steps, keep=keep)
+
+
+def take_turns(
+    context: Context, arms: Mapping[str, Mapping[str, Any]],
+    make: Callable[[Mapping[str, Any]], Callable[[], Tensor]], *, fastest: int, rounds: int, steps: int,
+    keep: bool, longest: float | None = None,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Per arm: ``stamps`` of each turn (one before its timed steps, one after each) and the ``losses`` of its first
     two steps; both empty on a rank that has no part in it.
 
-    ``arms``: name to ``arm`` (:mod:`emulated.arms`), ``rows``, ``plan``, and maybe ``setting``. ``keep``: there is
-    memory for all arms at once; otherwise an arm is made anew in each of its turns.
+    ``arms``: name to ``arm`` (:mod:`emulated.arms`), ``rows``, ``plan``, and maybe ``setting``, of which ``make``
+    makes a step. ``keep``: there is memory for all arms at once; otherwise an arm is made anew in each of its
+    turns. ``longest``: seconds that all further turns may last (None: :data:`LONGEST`).
     """
     gc.collect()
+    longest = LONGEST if longest is None else longest
     built: dict[str, Callable[[], Tensor] | None] = {}
     found: dict[str, dict[str, Any]] = {name: {"stamps": [], "losses": []} for name in arms}
     taken: dict[str, float] = {}
@@ -127,7 +158,7 @@ def train(
         elif turn == rounds:
             chosen = close({name: median(of) for name, of in paces.items()})
             since = time.monotonic()
-        elif not chosen or _most(time.monotonic() - since) > LONGEST:
+        elif not chosen or _most(time.monotonic() - since) > longest:
             break
         elif turn >= rounds + MORE:
             if turn == rounds + MORE:
@@ -142,7 +173,7 @@ def train(
             if name not in built:
                 context.throttle(False)
                 alone = arm["arm"] == "alone" and context.rank != fastest
-                built[name] = None if alone else build_arm(context, model, size, arm)
+                built[name] = None if alone else make(arm)
                 seconds = warm(built[name], losses)
                 context.throttle(True)
             else:
@@ -249,6 +280,7 @@ def _pages() -> int:
 
 def _most(of: float) -> float:
     """The most of any rank, on all ranks."""
-    found = torch.tensor([of], dtype=torch.float64)
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    found = torch.tensor([of], dtype=torch.float64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)

@@ -97,13 +97,19 @@ def check_losses(point: Point) -> None:
     check_same({name: arm.losses for name, arm in point.arms.items()}, f"{point.model} on {point.cluster}")
 
 
-def check_same(losses: Mapping[str, Sequence[float]], where: str) -> None:
-    """Raise EmulationError unless the losses of all arms are those of the same first two training steps."""
+def check_same(
+    losses: Mapping[str, Sequence[float]], where: str,
+    limits: tuple[float, float] = (FIRST_LOSS, SECOND_LOSS),
+) -> None:  # fmt: skip
+    """Raise EmulationError unless the losses of all arms are those of the same first two training steps.
+
+    ``limits``: how far they may be apart in each, relative to the first arm's.
+    """
     (name, first), *others = losses.items()
     for other, found in others:
         if len(found) != len(first):
             raise EmulationError(f"{name} has {len(first)} losses, {other} {len(found)}")
-        for step, (a, b, limit) in enumerate(zip(first, found, (FIRST_LOSS, SECOND_LOSS), strict=True)):
+        for step, (a, b, limit) in enumerate(zip(first, found, limits, strict=True)):
             if not abs(a - b) <= limit * max(abs(a), 1e-12):
                 raise EmulationError(
                     f"{where}, step {step}: the loss is {a} with {name!r} and {b} with {other!r}"

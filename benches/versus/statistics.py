@@ -45,15 +45,17 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Check:
-    """A ratio that must hold: what, the value found, and whether it holds; None where no point speaks of it."""
+    """A ratio that must hold: what, the value found, and whether it holds; None where no point speaks of it.
+    ``digits`` of the value are shown behind the point."""
 
     what: str
     value: float | None
     holds: bool | None
+    digits: int = 2
 
     def __str__(self) -> str:
         said = {True: "pass", False: "fail", None: "not measured"}[self.holds]
-        return f"{self.what}: {said}" + ("" if self.value is None else f" ({self.value:.2f})")
+        return f"{self.what}: {said}" + ("" if self.value is None else f" ({self.value:.{self.digits}f})")
 
 
 def best_incumbent(point: Point) -> str:
