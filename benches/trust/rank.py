@@ -69,7 +69,7 @@ def profile_ops(
             return []
         network, batch = build(model, **(options or {}))
         batch = {name: value.to(session.device) for name, value in batch.items()}
-        with autocast_to(autocast, device):
+        with autocast_to(autocast, session.device.type):
             return together([derive(trace(network.to(session.device), (), batch))], before.cluster)
 
     found = session.together("tracing the model", cases)[0]
@@ -79,8 +79,9 @@ def profile_ops(
 
 def _session(device: str) -> Session:
     """That of all ranks."""
-    backend = "gloo" if device == "cpu" else "nccl"
-    return Session(ProcessGroupCommunicator(), torch.device(device), backend, start=time.perf_counter())
+    place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    backend = "nccl" if place.type == "cuda" else "gloo"
+    return Session(ProcessGroupCommunicator(), place, backend, start=time.perf_counter())
 
 
 def train(

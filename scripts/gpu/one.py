@@ -1,10 +1,10 @@
-"""What a step of hetspmd costs on one GPU beside PyTorch: seconds, memory, kernels, casts; and what checks cost.
+"""What is in a step of hetspmd on one GPU beside PyTorch's: kernels, casts, attention; and what checks cost.
 
-    python scripts/gpu/one.py [--rounds N] [--compile] [NAME ...]
+    python scripts/gpu/one.py [--rounds N] [NAME ...]
 
-The models are BERT, GPT-2 and ViT of the usual base size under autocast to bfloat16. PyTorch's step and that of
-the lowered program take turns in one process (``benches/local.py``); the ratio is the median over pairs. The steps
-of the checks are those of a HAP with ``check_batches=False`` and without, likewise in turns. Kernels and casts are
+The models are those of ``benches/gpu`` at their real sizes under autocast to bfloat16. ``benches/gpu`` measures
+seconds and memory of what a user has; here the lowered program, the model itself, and each without the checks
+(``check_batches=False``) take turns with eager PyTorch. The ratio is the median over turns. Kernels and casts are
 counted by PyTorch's profiler in one step of each.
 """
 
@@ -14,89 +14,54 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "benches")]
 
-from hetspmd.dist.simulate import run_ranks
+from emulated.arms import autocast_to
+from gpu.one import Step, in_turns, made, wrapped
+from gpu.points import AUTOCAST, ONE_GPU_MODELS
+from local import stepper
 
-import hetspmd
-from local import CLUSTER, stepper
-from trust.models import build
-
-SIZES = {
-    "BERT": {"batch": 64, "tokens": 128, "layers": 12, "width": 768},
-    "GPT-2": {"batch": 8, "tokens": 512, "layers": 12, "width": 768},
-    "ViT": {"batch": 64, "layers": 12, "width": 768},
-}
 COUNTED = ("aten::_to_copy", "aten::copy_", "aten::bmm", "cudaLaunchKernel")
-WARM = 3
-"""Steps before the first that is measured."""
-Step = Callable[[], None]
+DEFAULT = ("BERT", "GPT-2", "ViT")
+Autocast = partial(autocast_to, "bfloat16", "cuda")
 
 
-def autocast() -> torch.autocast:
-    return torch.autocast("cuda", torch.bfloat16)
+def eager(name: str) -> Step:
+    """PyTorch's step."""
+    model, batch = made(name, ONE_GPU_MODELS[name], AUTOCAST, "cuda")
+    return stepper(model, batch, Autocast)
 
 
-def on_gpu(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    model, batch = build(name, **SIZES[name])
-    return model.cuda(), {key: value.cuda() for key, value in batch.items()}
+def hetspmds(name: str, *, lowered: bool, **options: Any) -> Step:
+    """hetspmd's, of the lowered program or of the model itself."""
+    model, batch = made(name, ONE_GPU_MODELS[name], AUTOCAST, "cuda")
+    hap = wrapped(model, batch, Autocast, "cuda", **options)
+    if lowered:
+        hap.run_lowered()
+    return stepper(hap, batch, Autocast)
 
 
-def arms(name: str, compile: bool) -> dict[str, Step]:
-    """A training step of each way to run the model."""
-
-    def wrapped(lowered: bool, **options: Any) -> Step:
-        model, batch = on_gpu(name)
-
-        def body(communicator: Any) -> nn.Module:
-            with autocast():
-                hap = hetspmd.HAP(model, CLUSTER, example=batch, process_group=communicator, **options)
-            if lowered:
-                hap.run_lowered()
-            return hap
-
-        step: Step = stepper(run_ranks(1, body)[0], batch, autocast)
-        return step
-
-    model, batch = on_gpu(name)
-    made = {"eager": stepper(model, batch, autocast), "hetspmd, lowered": wrapped(True)}
-    made["hetspmd, the model itself"] = wrapped(False)
-    made["lowered, check_batches=False"] = wrapped(True, check_batches=False)
-    if compile:
-        made["torch.compile"] = stepper(torch.compile(on_gpu(name)[0]), batch, autocast)
-        made["hetspmd, compile=True"] = wrapped(True, compile=True)
-    return made
-
-
-def seconds(step: Step) -> tuple[float, float]:
-    """Of the clock until the GPU is done, and of the CPU."""
-    torch.cuda.synchronize()
-    wall, host = time.perf_counter(), time.thread_time()
-    step()
-    host = time.thread_time() - host
-    torch.cuda.synchronize()
-    return time.perf_counter() - wall, host
-
-
-def peak(step: Step) -> float:
-    torch.cuda.reset_peak_memory_stats()
-    base = torch.cuda.memory_allocated()
-    step()
-    return (torch.cuda.max_memory_allocated() - base) / 2**30
+ARMS: dict[str, Callable[[str], Step]] = {
+    "eager": eager,
+    "lowered": partial(hetspmds, lowered=True),
+    "the model itself": partial(hetspmds, lowered=False),
+    "lowered, check_batches=False": partial(hetspmds, lowered=True, check_batches=False),
+    "the model itself, check_batches=False": partial(hetspmds, lowered=False, check_batches=False),
+}
 
 
 def counts(step: Step) -> str:
+    """Kernels, casts and attention of a step."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         step()
         torch.cuda.synchronize()
@@ -105,24 +70,26 @@ def counts(step: Step) -> str:
     return ", ".join(f"{calls[name]} {name}" for name in COUNTED) + f", {attention} fused attention"
 
 
-def measure(name: str, rounds: int, compile: bool) -> None:
-    steps = arms(name, compile)
-    for step in steps.values():
-        for _ in range(WARM):
-            step()
-    times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in steps}
-    for turn in range(rounds):
-        for kind in list(steps) if turn % 2 else reversed(list(steps)):
-            times[kind].append(seconds(steps[kind]))
-    print(f"{name} {SIZES[name]}")
-    for kind, step in steps.items():
-        ratios = sorted(own[0] / eager[0] for own, eager in zip(times[kind], times["eager"], strict=True))
-        wall, host = (1e3 * statistics.median(each) for each in zip(*times[kind], strict=True))
-        quarter = len(ratios) // 4
+def measure(name: str, rounds: int) -> None:
+    """Print a line per arm of a model."""
+    steps: dict[str, Step] = {}
+
+    def keep(arm: str) -> Step:
+        steps[arm] = ARMS[arm](name)
+        return steps[arm]
+
+    print(f"{name} {dict(ONE_GPU_MODELS[name])}")
+    found = in_turns({arm: partial(keep, arm) for arm in ARMS}, "cuda", rounds, 1)
+    for arm, of in found.items():
+        if "reason" in of:
+            print(f"  {arm:38s} {of['reason']}", flush=True)
+            continue
+        ratios = sorted(
+            own / base for own, base in zip(of["seconds"], found["eager"]["seconds"], strict=True)
+        )
         print(
-            f"  {kind:30s} {wall:7.2f} ms, of eager {statistics.median(ratios):.3f} ({ratios[quarter]:.3f} to "
-            f"{ratios[-1 - quarter]:.3f}); host {host:6.2f} ms; {peak(step):.2f} GiB over what is held; "
-            f"{counts(step)}",
+            f"  {arm:38s} {1e3 * statistics.median(of['seconds']):7.2f} ms, of eager "
+            f"{statistics.median(ratios):.3f}; {of['peak'] / 2**30:.2f} GiB; {counts(steps[arm])}",
             flush=True,
         )
 
@@ -131,15 +98,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", default=list(SIZES), metavar="NAME")
+    parser.add_argument("names", nargs="*", default=DEFAULT, metavar="NAME", help=", ".join(ONE_GPU_MODELS))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--compile", action="store_true", help="torch.compile and HAP(compile=True) too")
     options = parser.parse_args()
+    if unknown := set(options.names) - ONE_GPU_MODELS.keys():
+        parser.error(f"there is no {', '.join(sorted(unknown))}; NAME is one of {', '.join(ONE_GPU_MODELS)}")
     warnings.filterwarnings("ignore", category=UserWarning)
     torch.set_num_threads(1)
     print(torch.cuda.get_device_name(), torch.__version__)
     for name in options.names:
-        measure(name, options.rounds, options.compile)
+        measure(name, options.rounds)
     return 0
 
 

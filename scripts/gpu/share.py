@@ -8,40 +8,24 @@ started before the ranks and ended after them. ``--shares none,none`` takes time
 environment of torchrun with LOCAL_RANK=0. Rank 0's output is shown as it comes, another rank's where it fails.
 """
 
+# ruff: noqa: E402  # the benches are put on the path first
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+sys.path[:0] = [str(Path(__file__).parents[2] / "benches")]
+
+from gpu.shares import environment, free_port, mps
+
 POLL, GRACE = 0.1, 8.0
 """Seconds between two looks at the ranks, and those that others get after the first has failed."""
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
-def environment(rank: int, shares: list[str], port: int) -> dict[str, str]:
-    """What rank ``rank`` runs in."""
-    made = {
-        "RANK": rank, "WORLD_SIZE": len(shares), "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo",
-        "GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": 1, "NCCL_P2P_DISABLE": 1, "NCCL_SHM_DISABLE": 1,
-        "OMP_NUM_THREADS": 1, "PYTHONUNBUFFERED": 1,
-    }  # fmt: skip
-    if shares[rank] != "none":
-        made["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = shares[rank]
-    return os.environ | {name: str(value) for name, value in made.items()}
 
 
 def ended(ranks: list[subprocess.Popen[bytes]], until: float) -> int:
@@ -71,7 +55,7 @@ def run(shares: list[str], command: list[str], timeout: float) -> int:
                 ranks.append(
                     subprocess.Popen(
                         command,
-                        env=environment(rank, shares, port),
+                        env=os.environ | environment(rank, shares, port),
                         stdout=out,
                         stderr=None if rank == 0 else subprocess.STDOUT,
                         start_new_session=True,
@@ -93,16 +77,10 @@ def main() -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER, help="after --")
     options = parser.parse_args()
     shares, command = options.shares.split(","), options.command[options.command[:1] == ["--"] :]
-    server = shutil.which("nvidia-cuda-mps-control") if set(shares) != {"none"} else None
-    if server is not None:
-        subprocess.run([server, "-d"], check=False)
-    elif set(shares) != {"none"}:
-        print("nvidia-cuda-mps-control was not found: ranks share the GPU in time slices", flush=True)
-    try:
+    with mps(shares) as served:
+        if not served and set(shares) != {"none"}:
+            print("nvidia-cuda-mps-control was not found: ranks share the GPU in time slices", flush=True)
         return run(shares, command, options.timeout)
-    finally:
-        if server is not None:
-            subprocess.run([server], input=b"quit\n", check=False)
 
 
 if __name__ == "__main__":
