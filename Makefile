@@ -4,6 +4,7 @@
 # make bench-cluster      hetspmd beside DDP, FSDP2 and one device (as root), into docs/cluster.md, README
 # make bench-one-quota    the same where the processor that computes carries the messages, into docs/one-quota.md
 # make bench-fits         hetspmd beside FSDP2 under limits of memory (as root), into docs/fits.md
+# make bench-gpu          hetspmd on a GPU: its cost, unlike shares, predictions; into docs/gpu.md
 # make docs   the API pages, made of the docstrings, into build/api/index.html
 # make lint | bench | format | setup | clean
 
@@ -24,7 +25,7 @@ JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((
 # One thread per process: the tests and the workers of the demo share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-rust test-python test-slow lint docs format bench bench-trust bench-cluster bench-one-quota bench-fits clean
+.PHONY: help setup demo test test-rust test-python test-slow lint docs format bench bench-trust bench-cluster bench-one-quota bench-fits bench-gpu clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -93,6 +94,9 @@ bench-one-quota: setup
 
 bench-fits: setup
 	$(BIN)/python benches/fits --write docs/fits.md
+
+bench-gpu: setup
+	$(BIN)/python benches/gpu --write docs/gpu.md
 
 clean:
 	rm -rf $(VENV) target build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
