@@ -21,13 +21,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from emulated.accumulation import Part, Setting, begin, fully_sharded, micro_batches, recompute_blocks
+from emulated.cluster import EmulatedCluster
 from emulated.launch import Workers
 from emulated.memory import LiveBytes, ResidentPeak
 from emulated.spec import EmulationError
@@ -90,7 +91,7 @@ def measure(
     ``workload`` names a function (``module:name``) that returns a Workload for ``options``. ``rows`` is how many
     rows of the batch each rank takes (ddp, fsdp), ``plan`` a plan file (hetspmd).
     """
-    spec = workers.cluster.spec
+    spec = cast(EmulatedCluster, workers.cluster).spec
     ranks = [spec.fastest] if arm == "alone" else list(range(workers.cluster.world))
     found = workers.run(
         "emulated.arms:train", ranks=ranks, arm=arm, workload=workload, options=dict(options or {}),

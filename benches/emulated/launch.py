@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from emulated.spec import EmulationError
 
@@ -33,10 +33,16 @@ LOOK = 0.2
 class Ranks(Protocol):
     """Where the processes run: an emulated cluster, or one that has its methods."""
 
-    world: int
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
 
-    def start(self, rank: int, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        """Start a rank's process; ``options`` are those of Popen."""
+    def start(
+        self, rank: int, command: Sequence[str], *, stdin: int | IO[Any] | None = None,
+        stdout: int | IO[Any] | None = None, stderr: int | IO[Any] | None = None,
+        env: dict[str, str] | None = None,
+    ) -> subprocess.Popen[bytes]:  # fmt: skip
+        """Start a rank's process; the options are those of Popen."""
 
     def address(self, rank: int) -> str:
         """At which the other ranks find this one."""

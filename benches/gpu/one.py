@@ -72,7 +72,8 @@ def makers(
 
     def by_torch() -> Step:
         network, batch = made(model, size, precision, device)
-        return stepper(torch.compile(network) if compiled else network, batch, autocast)
+        module: Any = torch.compile(network) if compiled else network
+        return stepper(module, batch, autocast)
 
     def by_hetspmd() -> Step:
         network, batch = made(model, size, precision, device)
@@ -158,7 +159,8 @@ def holds(device: str) -> int:
         return 0
     torch.cuda.synchronize()
     pools = [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
-    return torch.cuda.memory_allocated() + sum(s["total_size"] - s["allocated_size"] for s in pools)
+    idle: int = sum(s["total_size"] - s["allocated_size"] for s in pools)
+    return torch.cuda.memory_allocated() + idle
 
 
 def free() -> None:

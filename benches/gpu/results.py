@@ -112,9 +112,11 @@ def ordered(lines: Mapping[Key, Line], keys: Iterable[Key]) -> list[Line]:
     return [lines[key] for key in keys if key in lines]
 
 
+def arm_of(fields: Mapping[str, Any]) -> Arm:
+    """An arm of what JSON holds."""
+    lists: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    return Arm(**lists)
+
+
 def _line(entry: dict[str, Any]) -> Line:
-    arms = {
-        name: Arm(**{part: tuple(value) if isinstance(value, list) else value for part, value in arm.items()})
-        for name, arm in entry.pop("arms").items()
-    }
-    return Line(**entry, arms=arms)
+    return Line(**entry | {"arms": {name: arm_of(arm) for name, arm in entry["arms"].items()}})

@@ -16,7 +16,7 @@ from typing import Any
 
 from emulated.launch import Workers
 from gpu.points import AUTOCAST, NEEDS, ONE_GPU, PURE, SINGLE, Key, size_of
-from gpu.results import Arm, Line
+from gpu.results import Arm, Line, arm_of
 from gpu.shared import SharedPoint
 from gpu.shares import NONE, SharedDevice, mps
 from versus.results import check_same
@@ -105,10 +105,7 @@ class Session:
             "gpu.one:measure", part=key.part, model=key.model, size=size_of(key, options.small),
             precision=key.precision, device=options.device, rounds=options.rounds, steps=options.steps,
         )[0]  # fmt: skip
-        return {
-            name: Arm(**{part: tuple(v) if isinstance(v, list) else v for part, v in arm.items()})
-            for name, arm in found.items()
-        }
+        return {name: arm_of(arm) for name, arm in found.items()}
 
 
 def said(error: Exception) -> str:

@@ -48,7 +48,7 @@ class SharedPoint:
             "model": key.model, "size": size_of(key, options.small), "precision": key.precision,
             "device": options.device,
         }  # fmt: skip
-        self.folder = options.folder / "-".join((*key.at.split(":"), fingerprint(machine)))
+        self.folder = Path(options.folder) / "-".join((*key.at.split(":"), fingerprint(machine)))
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def measure(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class SharedPoint:
 
     def _profile(self) -> Path:
         """The profile of the ranks."""
-        file: Path = self.folder / "cluster.yaml"
+        file = self.folder / "cluster.yaml"
         if not file.exists():
             say(f"{self.key.at}: profile")
             dtypes = ["float32", "bfloat16"]
@@ -105,7 +105,7 @@ class SharedPoint:
 
     def _ops(self, profile: Path) -> Path:
         """The profile with the times of the model's ops."""
-        file: Path = self.folder / f"{self.key.model} {self.key.precision}.yaml"
+        file = self.folder / f"{self.key.model} {self.key.precision}.yaml"
         if not file.exists():
             say(f"{self.key}: profile of its ops")
             text = self.workers.run(

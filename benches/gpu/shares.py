@@ -12,7 +12,7 @@ import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 NONE = "none"
 """The share of a rank that takes time slices of the whole GPU."""
@@ -71,13 +71,16 @@ class SharedDevice:
         return "127.0.0.1"
 
     def start(
-        self, rank: int, command: list[str], *, env: dict[str, str], **options: Any
-    ) -> subprocess.Popen[bytes]:
-        """Start a rank's process."""
+        self, rank: int, command: Sequence[str], *, stdin: int | IO[Any] | None = None,
+        stdout: int | IO[Any] | None = None, stderr: int | IO[Any] | None = None,
+        env: dict[str, str] | None = None,
+    ) -> subprocess.Popen[bytes]:  # fmt: skip
+        """Start a rank's process; the options are those of Popen."""
         shares = self.shares if self.device == "cuda" else (NONE,) * self.world
         own = environment(rank, shares, self._port)
         own["HETSPMD_BACKEND"] = "nccl" if self.device == "cuda" else "gloo"
-        return subprocess.Popen(command, env={**os.environ, **env, **own}, **options)
+        env = {**(os.environ if env is None else env), **own}
+        return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, env=env)
 
     def throttle(self, rank: int, on: bool) -> None:
         """Nothing: MPS holds a rank to its share at all times."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import correlation, median
+from typing import Protocol
 
 from trust.results import Point
 
@@ -18,6 +19,18 @@ HEAD = (
     "cluster", "model", "plan", "predicted s", "measured s", "least to most", "error", "predicted MB",
     "measured MB", "error",
 )  # fmt: skip
+
+
+class Predicted(Protocol):
+    """A plan, or a point of one."""
+
+    @property
+    def predicted(self) -> float:
+        """Seconds of a step."""
+
+    @property
+    def measured(self) -> float:
+        """Seconds of a step."""
 
 
 def groups(points: Sequence[Point]) -> dict[tuple[str, str], list[Point]]:
@@ -34,7 +47,7 @@ def regret(points: Sequence[Point]) -> float:
     return best.measured / min(p.measured for p in points) - 1
 
 
-def pearson(points: Sequence[Point]) -> float:
+def pearson(points: Sequence[Predicted]) -> float:
     """Of predicted and measured seconds."""
     return correlation([p.predicted for p in points], [p.measured for p in points])
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, median
 from textwrap import wrap
+from typing import Protocol
 
 from versus.models import SIZES, size_over
 from versus.points import (
@@ -58,12 +59,27 @@ class Check:
         return f"{self.what}: {said}" + ("" if self.value is None else f" ({self.value:.{self.digits}f})")
 
 
-def best_incumbent(point: Point) -> str:
+class Compared(Protocol):
+    """A point at which arms were measured."""
+
+    @property
+    def computing(self) -> float:
+        """Seconds of a proportional step without communication."""
+
+    @property
+    def communicating(self) -> float:
+        """Seconds of the all-reduces of its gradients."""
+
+    def seconds(self, arm: str) -> float:
+        """The median of an arm."""
+
+
+def best_incumbent(point: Compared) -> str:
     """The arm with the least median, the first among equals."""
     return min(INCUMBENTS, key=point.seconds)
 
 
-def over_best(point: Point) -> float:
+def over_best(point: Compared) -> float:
     """How many times faster than the best incumbent hetspmd is."""
     return point.seconds(best_incumbent(point)) / point.seconds(COMPILED)
 
@@ -73,7 +89,7 @@ def over_both(point: Point) -> float:
     return min(point.seconds(best_incumbent(point)), point.seconds(FORCED)) / point.seconds(COMPILED)
 
 
-def over_ddp(point: Point) -> float:
+def over_ddp(point: Compared) -> float:
     """How many times faster than proportional DDP hetspmd is."""
     return point.seconds(DDP) / point.seconds(COMPILED)
 
@@ -90,13 +106,13 @@ def forced_ratio(point: Point) -> float:
     return point.seconds(FORCED) / point.seconds(DDP)
 
 
-def is_balanced(point: Point) -> bool:
+def is_balanced(point: Compared) -> bool:
     """Whether proportional DDP communicates about as long as it computes: at most twice as long, either way. Where
     the rate that this needs cannot be emulated, the point over the nearest one counts as no balanced one."""
     return 0.5 <= point.communicating / point.computing <= 2.0
 
 
-def never_slower(points: Sequence[Point]) -> Check:
+def never_slower(points: Sequence[Compared]) -> Check:
     """That hetspmd is nowhere slower than the best incumbent, but for what steps differ by."""
     worst = max((1 / over_best(p) for p in points), default=None)
     return Check(
