@@ -7,24 +7,64 @@ the next point gets new ones.
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib.util import find_spec
-from typing import Any
+from typing import IO, Any
 
-from emulated.launch import Workers
+from emulated.launch import KEEP_MEMORY, Workers
 from gpu.points import AUTOCAST, NEEDS, ONE_GPU, PURE, SINGLE, Key, size_of
 from gpu.results import Arm, Line, arm_of
 from gpu.shared import SharedPoint
-from gpu.shares import NONE, SharedDevice, mps
+from gpu.shares import NONE, environment, free_port, mps
 from versus.results import check_same
 
 LOSSES: Mapping[str, tuple[float, float]] = {
     SINGLE: (1e-3, 0.05), AUTOCAST: (2e-2, 0.1), PURE: (5e-2, 0.2),
 }  # fmt: skip
 """Relative difference of the losses of a point's arms that rounding may make, in the first and the second step."""
+
+
+class SharedDevice:
+    """Where the ranks of :class:`emulated.launch.Workers` run: on one GPU, or on this host's CPUs.
+
+    ``device``: ``cuda`` (over NCCL) or ``cpu`` (over gloo, where shares have no effect). The allocator of the host
+    is as users have it.
+    """
+
+    def __init__(self, shares: Sequence[str], device: str) -> None:
+        self.shares, self.device, self.world = tuple(shares), device, len(shares)
+        self._port = free_port()
+
+    def address(self, rank: int) -> str:
+        """At which the other ranks find this one."""
+        del rank
+        return "127.0.0.1"
+
+    def start(
+        self, rank: int, command: Sequence[str], *, stdin: int | IO[Any] | None = None,
+        stdout: int | IO[Any] | None = None, stderr: int | IO[Any] | None = None,
+        env: dict[str, str] | None = None,
+    ) -> subprocess.Popen[bytes]:  # fmt: skip
+        """Start a rank's process; the options are those of Popen."""
+        shares = self.shares if self.device == "cuda" else (NONE,) * self.world
+        own = environment(rank, shares, self._port)
+        own["HETSPMD_BACKEND"] = "nccl" if self.device == "cuda" else "gloo"
+        given = {name: value for name, value in (env or os.environ).items() if name not in KEEP_MEMORY}
+        return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, env=given | own)
+
+    def throttle(self, rank: int, on: bool) -> None:
+        """Nothing: MPS holds a rank to its share at all times."""
+
+    def free_network_threads(self, rank: int) -> None:
+        """Nothing: threads have no share."""
+
+    def keep_pace(self) -> None:
+        """Nothing: shares are parts of what there is."""
 
 
 class SkippedError(Exception):

@@ -6,13 +6,11 @@ loopback network. The shares are percents that CUDA's MPS server deals out.
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, Any
 
 NONE = "none"
 """The share of a rank that takes time slices of the whole GPU."""
@@ -53,40 +51,3 @@ def mps(shares: Sequence[str]) -> Iterator[bool]:
     finally:
         if server is not None:
             subprocess.run([server], input=b"quit\n", check=False)
-
-
-class SharedDevice:
-    """Where the ranks of :class:`emulated.launch.Workers` run: on one GPU, or on this host's CPUs.
-
-    ``device``: ``cuda`` (over NCCL) or ``cpu`` (over gloo, where shares have no effect).
-    """
-
-    def __init__(self, shares: Sequence[str], device: str) -> None:
-        self.shares, self.device, self.world = tuple(shares), device, len(shares)
-        self._port = free_port()
-
-    def address(self, rank: int) -> str:
-        """At which the other ranks find this one."""
-        del rank
-        return "127.0.0.1"
-
-    def start(
-        self, rank: int, command: Sequence[str], *, stdin: int | IO[Any] | None = None,
-        stdout: int | IO[Any] | None = None, stderr: int | IO[Any] | None = None,
-        env: dict[str, str] | None = None,
-    ) -> subprocess.Popen[bytes]:  # fmt: skip
-        """Start a rank's process; the options are those of Popen."""
-        shares = self.shares if self.device == "cuda" else (NONE,) * self.world
-        own = environment(rank, shares, self._port)
-        own["HETSPMD_BACKEND"] = "nccl" if self.device == "cuda" else "gloo"
-        env = {**(os.environ if env is None else env), **own}
-        return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, env=env)
-
-    def throttle(self, rank: int, on: bool) -> None:
-        """Nothing: MPS holds a rank to its share at all times."""
-
-    def free_network_threads(self, rank: int) -> None:
-        """Nothing: threads have no share."""
-
-    def keep_pace(self) -> None:
-        """Nothing: shares are parts of what there is."""

@@ -12,6 +12,7 @@ import gc
 import resource
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from statistics import median
 from typing import Any
 
@@ -109,7 +110,7 @@ def _times(call: Callable[[], object], repeats: int) -> list[float]:
     """Seconds of the calls; of one alone that takes longer than :data:`SLOW` on any rank."""
     found: list[float] = []
     while len(found) < repeats and (not found or _most(found[0]) <= SLOW):
-        dist.barrier()
+        _meet()
         start = time.monotonic()
         call()
         found.append(time.monotonic() - start)
@@ -222,7 +223,7 @@ def timed(
     """
     left = STEADYING
     while True:
-        dist.barrier()
+        _meet()
         before = _pages()
         stamps = [time.monotonic()]
         if step is not None:
@@ -266,7 +267,7 @@ def build_arm(context: Context, model: str, size: str, arm: Mapping[str, Any]) -
 
 def first(step: Callable[[], Tensor] | None, losses: list[Tensor]) -> float:
     """The step that is not timed; its seconds on the slowest rank, the same on all ranks."""
-    dist.barrier()
+    _meet()
     start = time.monotonic()
     if step is not None:
         losses.append(step())
@@ -278,9 +279,21 @@ def _pages() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
+@lru_cache(maxsize=1)
+def _hosts() -> dist.ProcessGroup | None:
+    """The group over which hosts meet: on GPUs one of its own, so that no GPU waits for another meanwhile."""
+    on_gpus = dist.is_initialized() and dist.get_backend() == "nccl"
+    return dist.new_group(backend="gloo") if on_gpus else None
+
+
+def _meet() -> None:
+    """Wait for the hosts of all ranks."""
+    group = _hosts()
+    dist.barrier() if group is None else dist.barrier(group)
+
+
 def _most(of: float) -> float:
     """The most of any rank, on all ranks."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    found = torch.tensor([of], dtype=torch.float64, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    found = torch.tensor([of], dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=_hosts())
     return float(found)

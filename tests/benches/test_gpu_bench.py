@@ -43,6 +43,13 @@ from versus.points import DDP, INCUMBENTS
 MACHINE = {"device": "GPU X", "torch": "2.11", "nccl": "2.28.9", "driver": "580"}
 
 
+CLUSTER = """devices:
+- {name: a, flops: 60 GFLOP/s, memory: 8GiB, memory_bandwidth: 10GB/s}
+- {name: b, flops: 40 GFLOP/s, memory: 8GiB, memory_bandwidth: 10GB/s}
+network: {bandwidth: 1GB/s, latency: 50us}
+"""
+
+
 def line(
     part: str = EAGER, model: str = "BERT", precision: str = AUTOCAST, at: str = REAL, **of: Any
 ) -> Line:
@@ -313,7 +320,11 @@ def test_nothing_measured_is_no_failure(
 
 @pytest.mark.slow
 def test_ranks_over_gloo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Profile, plan, all arms and the report; a second run finds everything measured."""
+    """Ops, plan, all arms and the report; a second run finds everything measured. The profile of the ranks, which
+    takes longer than all of it, is one that the folder has."""
+    folder = tmp_path / f"60-40-{shared.fingerprint(described('cpu'))}"
+    folder.mkdir()
+    (folder / "cluster.yaml").write_text(CLUSTER, encoding="utf-8")
     arguments = [
         "--device", "cpu", "--small", "--shares", "60:40", "--only", UNLIKE, "BERT-MoE", SINGLE, "--turns", "1",
         "--steps", "1", "--budget", "0.1", "--ops-budget", "0.1", "--longest", "0", "--folder", str(tmp_path),
