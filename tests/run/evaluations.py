@@ -71,8 +71,7 @@ def ask(
     """``body`` of a copy of the model, and of its HAP on each rank, made by ``plan`` or by ``options``. A body
     calls what it is given with the batch, as a user would; ``loss`` is applied for it on one device."""
     models = [copy.deepcopy(model) for _ in range(cluster.ranks)]
-    single = copy.deepcopy(model)
-    want = body(single if loss is None else _WithLoss(single, loss))
+    want = body(alone(model, loss))
     plans: list[Plan] = []
     if plan is not None:
         _ = plan.theory, plan.digest
@@ -93,6 +92,12 @@ def ask(
         return found
 
     return Asked(want, run_ranks(cluster.ranks, rank), plans)
+
+
+def alone(model: nn.Module, loss: Loss | None) -> nn.Module:
+    """A copy of the model on one device, with its loss applied if it has one outside."""
+    single = copy.deepcopy(model)
+    return single if loss is None else _WithLoss(single, loss)
 
 
 class _WithLoss(nn.Module):

@@ -3,11 +3,23 @@ in other modes and with other batches: equal to one device."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from evaluations import FOUR, SHARES, ask, evaluated, inferred, module_of, sharded_plan, stepped, with_rows
+from evaluations import (
+    FOUR,
+    SHARES,
+    alone,
+    ask,
+    evaluated,
+    inferred,
+    module_of,
+    sharded_plan,
+    stepped,
+    with_rows,
+)
 from small_plans import cluster
 from torch import nn
 
@@ -20,10 +32,16 @@ EXAMPLES = ("bert_moe",)
 TWO = cluster(3, 1)
 """Ranks are threads here, and each of them traces by itself: only quick models have four."""
 QUICK = {"gpt2", "unet", "dlrm"}
-NAMES = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-    for name in (*zoo.ZOO, *(f"examples/{name}" for name in EXAMPLES))
-]
+DEEP = {"resnet50", "mobilenet-v2", "efficientnet-b0", "densenet121", "regnet", "mnasnet", "googlenet"}
+"""Convolutional networks of up to a hundred layers. Each takes one to two minutes here, so they are cut along dim 0
+alone; their kinds of layers are those of shufflenet, vgg19 and squeezenet, which are tested in every way."""
+NAMES = (*zoo.ZOO, *(f"examples/{name}" for name in EXAMPLES))
+
+
+def params(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ops without a rule"),
     pytest.mark.filterwarnings("ignore:enable_nested_tensor"),
@@ -68,25 +86,32 @@ def checked(name: str, dims: tuple[int, ...], *kinds: str) -> None:
     assert len(found.plans) == 1 + len(kinds)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", params(NAMES))
 def test_along_dim_0(name: str) -> None:
     checked(name, (0,), "evaluation", "one row", "another batch")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", params(n for n in NAMES if n not in DEEP))
 def test_along_dim_1(name: str) -> None:
     checked(name, (1,), "evaluation", "one row", "frozen parts")
 
 
-@pytest.mark.parametrize("dims", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("name", NAMES)
-def test_autocast(name: str, dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize("name", params(n for n in NAMES if n not in DEEP))
+def test_autocast(name: str) -> None:
+    """Half of the models prefer dim 0, the others dim 1."""
     model, example, loss = built(name, torch.float32)
+    dims = (0, 1) if NAMES.index(name) % 2 else (1, 0)
 
     def body(run: Any) -> list[torch.Tensor]:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return evaluated(run, example)
 
+    try:
+        body(alone(model, loss))
+    except RuntimeError as error:
+        if "could not create a primitive descriptor" in str(error):
+            pytest.skip("oneDNN has no such layer in bfloat16 on this processor, on one device either")
+        raise
     plan = sharded_plan(model, example, dims, loss, TWO, (0.75, 0.25))
     found = ask(model, body, cluster=TWO, plan=plan, loss=loss)
     assert found.error() < 5e-2
