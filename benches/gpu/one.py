@@ -78,6 +78,7 @@ def makers(
     def by_hetspmd() -> Step:
         network, batch = made(model, size, precision, device)
         hap = wrapped(network, batch, autocast, device, compile=compiled)
+        hap.run_lowered()  # a HAP of one device would run the model as it is
         return stepper(hap, batch, autocast)
 
     return {torchs: by_torch, own: by_hetspmd}

@@ -3,7 +3,7 @@
     python scripts/gpu/one.py [--rounds N] [NAME ...]
 
 The models are those of ``benches/gpu`` at their real sizes under autocast to bfloat16. ``benches/gpu`` measures
-seconds and memory of what a user has; here the lowered program, the model itself, and each without the checks
+seconds and memory of the lowered program; here it, the model itself, and each without the checks
 (``check_batches=False``) take turns with eager PyTorch. The ratio is the median over turns. Kernels and casts are
 counted by PyTorch's profiler in one step of each.
 """
