@@ -1,5 +1,5 @@
 # make demo   set up, then train a model on four unlike workers beside the single device
-# make test   set up, then pass all tests (make test-slow: every model, and what takes long)
+# make test   set up, then pass all tests (make test-slow: what takes long; make test-all-cases: that in every case)
 # make bench-trust        predicted against measured steps on emulated clusters (as root), into docs/trust.md
 # make bench-cluster      hetspmd beside DDP, FSDP2 and one device (as root), into docs/cluster.md, README
 # make bench-one-quota    the same where the processor that computes carries the messages, into docs/one-quota.md
@@ -25,7 +25,7 @@ JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((
 # One thread per process: the tests and the workers of the demo share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-rust test-python test-slow lint docs format bench bench-trust bench-cluster bench-one-quota bench-fits bench-gpu clean
+.PHONY: help setup demo test test-rust test-python test-slow test-all-cases lint docs format bench bench-trust bench-cluster bench-one-quota bench-fits bench-gpu clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -57,6 +57,9 @@ $(LIBRARIES): $(DEPENDENCIES)
 
 test-slow: setup $(LIBRARIES)
 	$(BIN)/python -m pytest -n $(JOBS) -q -m slow
+
+test-all-cases: setup $(LIBRARIES)
+	$(BIN)/python -m pytest -n $(JOBS) -q -m slow --all-cases
 
 lint: setup
 	$(BIN)/ruff check $(PYTHON_CODE)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +33,39 @@ def test_every_listed_case_exists(request: pytest.FixtureRequest) -> None:
     files = {test.partition("::")[0] for test in collected}
     listed = (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()
     assert [t for t in listed if t.partition("::")[0] in files and t not in collected] == []
+
+
+def test_what_is_thinned_exists_and_has_slow_cases(request: pytest.FixtureRequest) -> None:
+    """In the files that this run has collected; a run takes some case of each function, and not all."""
+    if any("::" in argument for argument in request.config.args):
+        pytest.skip("files are collected in part")
+    conftest = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    collected = request.config.stash[conftest.COLLECTED]
+    lines = (ROOT / "tests" / "thinned.txt").read_text(encoding="utf-8").splitlines()
+    functions = [line.partition(" ")[2] for line in lines]
+    assert functions == sorted(set(functions))
+    cases = Counter(test.partition("[")[0] for test in collected)
+    files = {test.partition("::")[0] for test in collected}
+    for function, every in conftest.THINNED.items():
+        if function.partition("::")[0] in files:
+            assert cases[function] >= every > 1, function
+
+
+def test_the_first_of_so_many_cases_stays(pytestconfig: pytest.Config) -> None:
+    conftest: Any = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    function, every = next(iter(conftest.THINNED.items()))
+
+    class Case:
+        def __init__(self, nodeid: str, slow: bool) -> None:
+            self.nodeid, self.slow = nodeid, slow
+
+        def get_closest_marker(self, name: str) -> object:
+            return pytest.mark.slow if self.slow and name == "slow" else None
+
+    slow = [Case(f"{function}[{k}]", True) for k in range(2 * every + 1)]
+    quick, other = Case(f"{function}[quick]", False), Case("tests/other.py::test_other[x]", True)
+    left_out = conftest.thinned([quick, *slow, other])
+    assert left_out == [case for k, case in enumerate(slow) if k % every]
 
 
 def test_what_becomes_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
