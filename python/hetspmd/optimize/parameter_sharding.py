@@ -23,8 +23,8 @@ from hetspmd.optimize.prefetch import divisible, last_first, like, storage_axes,
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.placement import REPLICATE, Placement
 from hetspmd.program.lengths import Lengths
-from hetspmd.search.constraints import Constraints, RowFilter
-from hetspmd.search.search import stored_forms
+from hetspmd.search.constraints import Constraints
+from hetspmd.search.search import SearchResult, stored_forms
 
 
 def storage_variants(
@@ -48,7 +48,7 @@ class _Storage:
         theory, rows = ctx.theory, candidate.result.rows
         free = storage_axes(theory, candidate.program)
         self.lengths: Lengths = stored_evenly(theory, candidate.lengths, candidate.ratios, free)
-        self.filter: RowFilter = like(theory, rows)
+        self.within = ctx.searcher.space.within(Constraints(ctx.constraints.forms, like(theory, rows)))
         self.forms = stored_forms(theory, rows)
         open_ = [t for t in self.forms if t not in ctx.constraints.forms]
         self.sharded = divisible(theory, open_, free, candidate.lengths.world, ctx.thresholds.even_shard)
@@ -57,6 +57,8 @@ class _Storage:
         self.distance = candidate.evaluator.prefetch_distance
         self.best = candidate
         self.tried: list[Candidate] = []
+        self.results: dict[frozenset[tuple[int, Placement]], SearchResult | None] = {}
+        self.seen: set[tuple[frozenset[tuple[int, Placement]], int]] = set()
 
     def run(self) -> None:
         """Try all, and keep what is faster."""
@@ -65,11 +67,21 @@ class _Storage:
             before = self.best.seconds
             for group in self.groups:
                 self._change(group)
-            for distance in (1, *thresholds.prefetch_distances):
-                if distance != self.distance:
-                    self._try(self.forms, distance, f"gathers {distance} ahead")
+            self._move_gathers()
             if self.best.seconds > before * (1 - thresholds.storage_round_gain):
                 break
+
+    def _move_gathers(self) -> None:
+        """Gather fewer groups ahead, and more, until that gains nothing some times in a row."""
+        thresholds, middle = self.ctx.thresholds, self.distance
+        distances = (1, *thresholds.prefetch_distances)
+        for way in ([d for d in distances if d > middle], [d for d in distances if d < middle][::-1]):
+            waited = 0
+            for distance in way:
+                if waited == thresholds.distances_without_gain:
+                    break
+                gains = self._try(self.forms, distance, f"gathers {distance} ahead")
+                waited = 0 if gains else waited + 1
 
     def _change(self, group: Sequence[int]) -> None:
         """Store the group's parameters in shards, or whole, unless they are."""
@@ -83,21 +95,34 @@ class _Storage:
             if forms != self.forms:
                 self._try(forms, self.distance, f"{what} {how}")
 
-    def _try(self, forms: dict[int, Placement], distance: int, reason: str) -> None:
-        ctx = self.ctx
-        within = ctx.searcher.space.within(Constraints({**ctx.constraints.forms, **forms}, self.filter))
-        try:
-            result = ctx.search(self.costs, self.lengths, within=within)
-        except (InfeasibleError, SearchError):
-            return
+    def _try(self, forms: dict[int, Placement], distance: int, reason: str) -> bool:
+        """Whether the best program that stores parameters in these forms is the best so far with its gathers so
+        many groups ahead. What was tried before is not again."""
+        key = frozenset(forms.items())
+        if (key, distance) in self.seen:
+            return False
+        self.seen.add((key, distance))
+        if key not in self.results:
+            self.results[key] = self._searched(forms)
+        result = self.results[key]
+        if result is None:
+            return False
         # Its bound is of programs of its kind.
         reason = f"{reason}, else as the best before"
-        evaluator = Evaluator(ctx, self.costs, result, self.first.active, None, reason, distance)
+        evaluator = Evaluator(self.ctx, self.costs, result, self.first.active, None, reason, distance)
         candidate = evaluator(self.first.ratios, self.lengths)
         self.tried.append(candidate)
-        with ctx.clock("balance"):
-            if candidate.seconds < self.best.seconds and candidate.fits:
-                self.best, self.forms, self.distance = candidate, forms, distance
+        with self.ctx.clock("balance"):
+            better = candidate.seconds < self.best.seconds and candidate.fits
+        if better:
+            self.best, self.forms, self.distance = candidate, forms, distance
+        return better
+
+    def _searched(self, forms: dict[int, Placement]) -> SearchResult | None:
+        try:
+            return self.ctx.search(self.costs, self.lengths, within=self.within.storing(forms))
+        except (InfeasibleError, SearchError):
+            return None
 
 
 def grouped(ctx: Synthesis, parameters: Iterable[int]) -> list[list[int]]:

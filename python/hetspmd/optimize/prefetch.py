@@ -125,14 +125,14 @@ def _derived(
         else {}
     )
     seen = set() if evened else {frozenset[int]()}
+    alike = ctx.searcher.space.within(Constraints(ctx.constraints.forms, like(theory, rows)))
     for part in (*ctx.thresholds.sharded_parts, 0.0):
         last = _last(ctx, divided, part)
         if last in seen:
             continue
         seen.add(last)
-        forms = {**ctx.constraints.forms, **stored, **{t: divided[t] for t in last}}
-        within = ctx.searcher.space.within(Constraints(forms, like(theory, rows)))
         try:
+            within = alike.storing({**stored, **{t: divided[t] for t in last}})
             result = ctx.search(costs, lengths, within=within)
         except (InfeasibleError, SearchError):
             continue

@@ -14,6 +14,7 @@ better than the best so far is left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -128,15 +129,18 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
 
 
 def synthesize_on(
-    ctx: Synthesis, active: tuple[int, ...], starts: Sequence[tuple[str, Matrix]]
+    ctx: Synthesis,
+    active: tuple[int, ...],
+    starts: Sequence[tuple[str, Matrix]],
+    below: float = math.inf,
 ) -> Outcome | None:
-    """The best candidate from these starts on the devices ``active``, without baselines; None if none found
-    fits."""
+    """The best candidate from these starts on the devices ``active``, without baselines; None if none found fits,
+    or if the rounds from the starts end in no candidate with fewer seconds ``below`` in the stage model."""
     costs = ctx.costs(active)
     rounds = alternate(ctx, costs, active, starts)
     tried = list(rounds.candidates)
     best = best_of(ctx, tried)
-    if best is None:
+    if best is None or all(candidate.stages.seconds >= below for candidate in tried):
         return None
     more = overlap_variants(ctx, costs, active, best, rounds)
     tried += more

@@ -85,6 +85,7 @@ class Pricing:
         self._moves()
         self.keep_start = np.concatenate([[0], np.cumsum([len(space.forms[t]) for t in self.tensors])])
         self.overlappable = self._overlappable()
+        self._last: tuple[tuple[CostModel, Lengths, float], Priced] | None = None
         self._timed: tuple[MicroBatches, Array] | None = None
         counts = [len(space.moves[t]) for t in self.tensors]
         self._flat_tensor: Index = np.repeat(np.arange(len(self.tensors)), counts)
@@ -156,7 +157,16 @@ class Pricing:
         self, model: CostModel, lengths: Lengths, prices: Prices | None = None, overlap: float = 1.0
     ) -> Priced:
         """The costs at ``lengths``. ``overlap`` scales those of communication that other work can hide, but for
-        what the devices copy themselves."""
+        what the devices copy themselves. They are kept until other ones are asked for: many searches within a
+        part of the space follow each other at the same lengths."""
+        asked = (model, lengths, overlap)
+        if prices is not None:
+            return self._priced(model, lengths, prices, overlap)
+        if self._last is None or self._last[0][0] is not model or self._last[0] != asked:
+            self._last = asked, self._priced(model, lengths, None, overlap)
+        return self._last[1]
+
+    def _priced(self, model: CostModel, lengths: Lengths, prices: Prices | None, overlap: float) -> Priced:
         rows = np.concatenate(model.row_costs(lengths))[self.row] if len(self.row) else np.zeros(0)
         times = self._times(model)
         single = (

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hetspmd import _core
 from hetspmd.cost.model import CostModel
@@ -63,6 +64,7 @@ class Searcher:
 
     def __init__(self, space: Space) -> None:
         self.space = space
+        self._mask: tuple[tuple[tuple[int, ...], ...], npt.NDArray[np.uint8]] | None = None
 
     @cached_property
     def pricing(self) -> Pricing:
@@ -161,24 +163,32 @@ class Searcher:
         return (
             within.theory is self.space.theory
             and within.requirements == self.space.requirements
-            and all(set(few) <= set(all_) for few, all_ in zip(within.rows, self.space.rows, strict=True))
+            and all(
+                few is own or set(few) <= set(own)
+                for few, own in zip(within.rows, self.space.rows, strict=True)
+            )
         )
 
     def _set(self, priced: Priced) -> None:
         self.core.set_costs(*(a.astype("<i8").tobytes() for a in (priced.rows, priced.moves, priced.keep)))
 
-    def _allowed(self, within: Space) -> np.typing.NDArray[np.uint8]:
-        """Per row of the core, whether ``within`` has it."""
-        mask = np.ones(len(self.pricing.row), dtype=np.uint8)
-        for i, (few, every) in enumerate(zip(within.rows, self.space.rows, strict=True)):
+    def _allowed(self, within: Space) -> npt.NDArray[np.uint8]:
+        """Per row of the core, whether ``within`` has it. Of the part that was asked for before, only the rows of
+        the instructions that differ are looked at."""
+        again, starts = self.space.theory.graph.second_reads, self.pricing.row_start
+        before, mask = self._mask or (self.space.rows, np.ones(len(self.pricing.row), dtype=np.uint8))
+        for i, (few, was) in enumerate(zip(within.rows, before, strict=True)):
+            if few is was:
+                continue
+            every = self.space.rows[i]
+            mask[starts[i] : starts[i + 1]] = 1
             if len(few) != len(every):
-                keep = set(few)
-                copies = 2 if i in self.space.theory.graph.second_reads else 1
-                start = self.pricing.row_start[i]
+                allowed, copies = set(few), 2 if i in again else 1
                 for n, k in enumerate(every):
-                    if k not in keep:
-                        mask[start + n * copies : start + (n + 1) * copies] = 0
-        return mask
+                    if k not in allowed:
+                        mask[starts[i] + n * copies : starts[i] + (n + 1) * copies] = 0
+        self._mask = within.rows, mask
+        return mask.copy()
 
     def _result(self, solution: dict[str, Any], priced: Priced) -> SearchResult:
         space, pricing = self.space, self.pricing
@@ -213,7 +223,7 @@ class Searcher:
             solution["values"],
         )
 
-    def _incumbent(self, start: SearchResult, allowed: np.typing.NDArray[np.uint8] | None) -> str | None:
+    def _incumbent(self, start: SearchResult, allowed: npt.NDArray[np.uint8] | None) -> str | None:
         """The core's text of an earlier find; None if the space lacks one of its values."""
         space = self.space
         again = space.theory.graph.second_reads

@@ -9,7 +9,7 @@ the producer can make to one that a consumer or a requirement can use. Costs com
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -53,14 +53,28 @@ class Space:
         """
         requirements = _requirements(self.theory, constraints, self.rows_of_outputs)
         rows = tuple(
-            tuple(k for k in few if k in own)
-            for few, own in zip(_rows(self.theory, constraints), map(frozenset, self.rows), strict=True)
+            own if few == own else tuple(k for k in few if k in own)
+            for few, own in zip(_rows(self.theory, constraints), self.rows, strict=True)
         )
         if not all(rows):
             at = rows.index(())
             name = self.theory.graph.instructions[at].name
             raise InfeasibleError(f"constraints leave no triple of {name}")
         return replace(self, rows=rows, requirements=requirements)
+
+    def storing(self, forms: Mapping[int, Placement]) -> Space:
+        """The part of the space in which these parameters are stored in these forms; it shares the rows of all other
+        instructions. Raises InfeasibleError if a parameter has no such row."""
+        graph, rows = self.theory.graph, list(self.rows)
+        for tensor, form in forms.items():
+            i = graph.producers[tensor]
+            if (i, form) not in self._stored:
+                every = self.theory.rows[i]
+                self._stored[i, form] = tuple(k for k in rows[i] if every[k].post[0] == form)
+            rows[i] = self._stored[i, form]
+            if not rows[i]:
+                raise no_triple(graph.instructions[i], form)
+        return replace(self, rows=tuple(rows))
 
     def structure(self) -> str:
         """The core's problem text without costs (rust/core/src/problem.rs).
@@ -144,6 +158,10 @@ class Space:
         return step
 
     @cached_property
+    def _stored(self) -> dict[tuple[int, Placement], tuple[int, ...]]:
+        return {}
+
+    @cached_property
     def _computes(self) -> dict[tuple[int, int], Compute]:
         return {}
 
@@ -192,13 +210,15 @@ def _rows(theory: Theory, constraints: Constraints) -> tuple[tuple[int, ...], ..
             wanted = constraints.forms[instruction.outputs[0]]
             keep = [k for k in keep if theory.rows[i][k].post[0] == wanted]
         if not keep:
-            form = constraints.forms.get(instruction.outputs[0])
-            asked = f" in the form {placement_text(form)}" if form is not None else ""
-            raise InfeasibleError(
-                f"{instruction.name}: no triple is left{asked}; loosen the constraints on it"
-            )
+            raise no_triple(instruction, constraints.forms.get(instruction.outputs[0]))
         rows.append(tuple(keep))
     return tuple(rows)
+
+
+def no_triple(instruction: Instruction, form: Placement | None) -> InfeasibleError:
+    """The error for an instruction of which the constraints leave no row; ``form``: in which it is asked for."""
+    asked = f" in the form {placement_text(form)}" if form is not None else ""
+    return InfeasibleError(f"{instruction.name}: no triple is left{asked}; loosen the constraints on it")
 
 
 def _requirements(theory: Theory, constraints: Constraints, rows_of_outputs: bool) -> tuple[Requirement, ...]:

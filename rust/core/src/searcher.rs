@@ -17,6 +17,9 @@ use crate::solve::Search;
 use crate::validate::{ProblemError, total_cost, validate};
 use crate::verify::verify;
 
+/// A model is narrow if one in so many values lives, or fewer.
+const NARROW: usize = 4;
+
 /// See the module documentation.
 #[derive(Clone, Debug)]
 pub struct Searcher {
@@ -112,6 +115,9 @@ impl Searcher {
             let conflict = conflict(built, problem, forbidden.as_deref());
             return Ok(search.infeasible(conflict));
         };
+        if forbidden.is_some() && is_narrow(&model) {
+            return Ok(search.run_narrow(&model));
+        }
         let shift = built.shift;
         let before = messages.as_ref().filter(|messages| messages.fit(shift));
         if let Some(before) = before {
@@ -141,6 +147,12 @@ impl Searcher {
         let taken = |count: usize| rest.by_ref().take(count).map(|allowed| !allowed).collect();
         Ok(self.problem.instructions.iter().map(|i| i.rows.len()).map(taken).collect())
     }
+}
+
+/// Whether so few values live that sweeps over the whole model cost more than reductions of what is left.
+fn is_narrow(model: &Model) -> bool {
+    let values: usize = model.vars.iter().map(|var| var.theta.len()).sum();
+    model.living_values() * NARROW <= values
 }
 
 /// The model to search: `base` with the costs of `problem` and without forbidden rows, arc consistent.

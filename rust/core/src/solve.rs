@@ -125,16 +125,29 @@ impl<'a, 't> Search<'a, 't> {
         swept: impl FnOnce(&Model),
     ) -> Solution {
         self.warm = warm;
-        let reason = match self.search(&mut model, fresh, swept) {
+        let end = self.search(&mut model, fresh, swept);
+        self.conclude(&model, end)
+    }
+
+    /// Searches a `model` of which few values live: it is reduced at once, without sweeps over all of it.
+    pub(crate) fn run_narrow(&mut self, whole: &Model) -> Solution {
+        let order: Vec<usize> = (0..whole.vars.len()).collect();
+        let mut model = compact(whole, &order);
+        let end = self.search_reduced(&mut model);
+        self.conclude(&model, end)
+    }
+
+    fn conclude(&mut self, model: &Model, end: Result<(), End>) -> Solution {
+        let reason = match end {
             Ok(()) | Err(End::Proven) if self.best.is_some() => StopReason::Optimal,
             Ok(()) | Err(End::Proven) => StopReason::Infeasible,
             Err(End::Stop(reason)) => reason,
         };
         if self.best.is_none() && !matches!(reason, StopReason::Infeasible | StopReason::Interrupted) {
             // A limit struck before the first dive: one short dive regardless.
-            let found: Result<_, ()> = dive(&model, PATIENCE, false, || Ok(()));
+            let found: Result<_, ()> = dive(model, PATIENCE, false, || Ok(()));
             if let Ok(Some(found)) = found {
-                self.offer(&model, &found);
+                self.offer(model, &found);
             }
         }
         let conflict = (reason == StopReason::Infeasible).then(|| {
@@ -166,6 +179,11 @@ impl<'a, 't> Search<'a, 't> {
             }
             *model = fresh;
         }
+        self.search_reduced(model)
+    }
+
+    /// Reductions, then rounds of sweeps and joins of what is left.
+    fn search_reduced(&mut self, model: &mut Model) -> Result<(), End> {
         reduce(model)?;
         *model = compact(model, &small_frontier_order(model));
         self.left = model.living_values();
