@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,14 +43,24 @@ from hetspmd.cost.collective_costs import MoveForm, Moves
 from hetspmd.cost.measured_steps import StepFigures, figures
 from hetspmd.cost.roofline import terms_of
 from hetspmd.cost.signatures import Array, Index, Triples, triples_of
+from hetspmd.program.dataflow import Key, Values, reads, writes
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.loop_steps import times_run
 from hetspmd.program.micro_batches import MicroBatches
-from hetspmd.program.program import Communicate
+from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 
 __all__ = ["Array", "CostModel", "Index", "MoveForm", "Triples"]
+
+
+class ComputeFacts(NamedTuple):
+    """A computation, what it reads and writes, and its signature (an index into :attr:`CostModel.triples`)."""
+
+    step: Compute
+    reads: tuple[Key, ...]
+    writes: tuple[Key, ...]
+    signature: int
 
 
 class CostModel(Moves):
@@ -62,6 +73,7 @@ class CostModel(Moves):
     def __init__(self, theory: Theory, cluster: Cluster, batches: MicroBatches | None = None) -> None:
         super().__init__(theory, cluster)
         self.batches = batches
+        self._told: dict[int, ComputeFacts] = {}
         self.triples = triples_of(theory, keyed=bool(cluster.ops), batches=batches)
         turns = (1,) * self.world if batches is None else batches.turns_of(self.world)
         self._fast, self._cut, self._whole_part, self._start, self.kinds = terms_of(
@@ -119,6 +131,32 @@ class CostModel(Moves):
         """Index into ``triples`` of a row of an instruction."""
         signatures, offset = self.triples.places
         return signatures[offset[instruction] + row]
+
+    def facts(self, step: Compute) -> ComputeFacts:
+        """What a computation reads and writes, and its signature. It is told once for each object of a step.
+
+        Raises ValueError for a step that is no triple of the theory.
+        """
+        told = self._told.get(id(step))
+        if told is None or told.step is not step:
+            graph, row = self.theory.graph, self.row_index(step.instruction, step.row)
+            signature = self.signature(step.instruction, row)
+            told = ComputeFacts(step, reads(graph, step), writes(graph, step), signature)
+            self._told[id(step)] = told
+        return told
+
+    def values(self, program: Program) -> Values:
+        """What the steps of a program read and write."""
+        values, graph = Values([], []), self.theory.graph
+        for step in program.steps:
+            if isinstance(step, Compute):
+                told = self.facts(step)
+                values.reads.append(told.reads)
+                values.writes.append(told.writes)
+            else:
+                values.reads.append(reads(graph, step))
+                values.writes.append(writes(graph, step))
+        return values
 
     def row_index(self, instruction: int, row: Triple) -> int:
         """The index of ``row`` among the rows of the instruction. Raises ValueError if it is none of them."""

@@ -96,10 +96,9 @@ class TwoStreams:
         self.collectives: list[Communicate | Bucket | None] = []
         self.events: list[tuple[int, int, int]] = []
         self._signatures: list[int] = []
-        graph = model.theory.graph
         self._steps: list[int] = []  # of the program, by computation
         self._started: list[tuple[int, ...]] = []  # the same by collective
-        values = Values.of(graph, program) if values is None else values
+        values = model.values(program) if values is None else values
         self.turns: list[int | None] = []
         self._weights: Array | None = None  # of each computation on each device
         self._parts: dict[
@@ -246,11 +245,12 @@ class TwoStreams:
                 for key in values.reads[place]:
                     if key not in there:
                         read(key)
-            row = model.row_index(step.instruction, step.row)
-            self._signatures.append(model.signature(step.instruction, row))
+            self._signatures.append(model.facts(step).signature)
             self.instructions.append(step.instruction)
             self._steps.append(place)
-            there.update([key for key in values.writes[place] if key not in pending])
+            for key in values.writes[place]:
+                if key not in pending:
+                    there.add(key)
         for collective in dict.fromkeys(pending.values()):
             self._event(WAIT, collective)
         there.update(pending)

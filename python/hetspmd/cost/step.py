@@ -76,8 +76,7 @@ class Stages:
         self._latency = 0.0
         for place, step in enumerate(program.steps):
             if isinstance(step, Compute):
-                row = model.row_index(step.instruction, step.row)
-                signatures.append(model.signature(step.instruction, row))
+                signatures.append(model.facts(step).signature)
                 if place in in_loop and batches is not None and batches.loop.phases[step.instruction] != "in":
                     self._again.append(signatures[-1])
                 stage.append(len(moves))
@@ -176,7 +175,7 @@ class StepModel:
 
     @cached_property
     def _values(self) -> Values:
-        return Values.of(self.model.theory.graph, self.program)
+        return self.model.values(self.program)
 
     def prefetching(self, distance: int) -> StepModel:
         """The same program with gathers so many groups ahead."""

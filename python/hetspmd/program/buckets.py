@@ -107,7 +107,8 @@ def bucketed(
     for i, step in small:
         meta = graph.tensors[step.tensor]
         places[i] = Small(step.kind, meta.dtype, meta.nbytes, needed[i])
-    computed = [isinstance(s, Compute) and not graph.instructions[s.instruction].is_source for s in steps]
+    sources = graph.sources
+    computed = [isinstance(s, Compute) and s.instruction not in sources for s in steps]
     for group in grouped(places, computed, moves[-1][0], nbytes):
         for i in group[:-1]:
             entries[i] = ()

@@ -171,8 +171,10 @@ def one_level(theory: Theory, program: Program, schedule: Schedule) -> LocalStep
 
 def provider(have: Container[AnyKey], key: AnyKey) -> AnyKey | None:
     """The value that ``key`` is, or is sliced or masked from; None if there is none."""
+    if key in have:
+        return key
     tensor, outer, *rest = key
-    bases: list[tuple[int, ...]] = [key]
+    bases: list[tuple[int, ...]] = []
     if rest:
         bases.append((tensor, outer, REPLICATE))
         if not same_dim(outer, rest[0]):  # slices of slices are not slices of inner slices
@@ -189,6 +191,8 @@ def rows_of(step: Compute | Both) -> tuple[Triple] | tuple[Triple, Triple]:
 def keys_of(tensors: Sequence[int], *forms: Sequence[Placement]) -> tuple[tuple[int, ...], ...]:
     """The values that are read or given in these forms of each level; a tensor that is None is -1."""
     outer, *inner = forms
+    if not inner:
+        return tuple(zip(tensors, outer, strict=True))
     return tuple(zip(tensors, outer, *(map(after_cut, f) for f in inner), strict=True))
 
 

@@ -123,7 +123,7 @@ def make_schedule(
     late = closure(program.gradients) - early
 
     def ordered(members: set[int]) -> Sequence[int]:
-        return Order(theory, program, sorted(members), provider, prefetch_distance).places
+        return Order(theory, program, values, sorted(members), provider, prefetch_distance).places
 
     forward, backward = ordered(early), ordered(late)
     return Schedule(

@@ -20,26 +20,28 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
 from hetspmd.placement import is_sharded
-from hetspmd.program.dataflow import Key, reads, writes
+from hetspmd.program.dataflow import Key, Values
 from hetspmd.program.program import Communicate, Compute, Program, Step
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Graph
 
 
 class Order:
-    """The order of one local graph. Steps are places in the program; ``provider[i]`` are the steps that step i
-    reads, ``members`` those of this graph, ascending. ``prefetch_distance``: how many groups of prefetched
-    collectives are on their way ahead. ``places`` is the order."""
+    """The order of one local graph. Steps are places in the program; ``values`` has what each step reads and writes,
+    ``provider[i]`` the steps that step i reads, ``members`` those of this graph, ascending. ``prefetch_distance``: how
+    many groups of prefetched collectives are on their way ahead. ``places`` is the order."""
 
     def __init__(
         self,
         theory: Theory,
         program: Program,
+        values: Values,
         members: Sequence[int],
         provider: Sequence[Sequence[int]],
         prefetch_distance: int,
     ) -> None:
         self.theory, self.graph, self.program, self.provider = theory, theory.graph, program, provider
+        self.values = values
         self.prefetch_distance = prefetch_distance
         self.members = set(members)
         self.source_steps: set[int] = set()
@@ -132,7 +134,7 @@ class Order:
         step = self.program.steps[index]
         if not isinstance(step, Compute):
             return False
-        read = dict(zip(reads(self.graph, step), self.provider[index], strict=True))
+        read = dict(zip(self.values.reads[index], self.provider[index], strict=True))
         late = {key: p for key, p in read.items() if self._is_late(p)}
         rule = self.theory.rules.get(step.instruction)
         others = [p for key, p in read.items() if key not in late]
@@ -141,7 +143,7 @@ class Order:
         if rule.alias:
             return True
         held = {self._held(key, p) for key, p in late.items()}
-        results = writes(self.graph, step)
+        results = self.values.writes[index]
         divided = {is_sharded(form) for _, form in (*held, *results)}
         cheap = not rule.flops and not rule.random
         return cheap and len(divided) == 1 and self._bytes(held) <= self._bytes(results)
@@ -156,9 +158,9 @@ class Order:
         while isinstance(step, Compute) and provider in self.put_off:
             if not self.theory.rules[step.instruction].alias:
                 break
-            key, provider = reads(self.graph, step)[0], self.provider[provider][0]
+            key, provider = self.values.reads[provider][0], self.provider[provider][0]
             step = self.program.steps[provider]
-        return next(k for k in writes(self.graph, step) if k[0] == key[0])
+        return next(k for k in self.values.writes[provider] if k[0] == key[0])
 
     def _bytes(self, keys: Iterable[Key]) -> int:
         return sum(self.graph.tensors[t].nbytes for t, _ in keys)

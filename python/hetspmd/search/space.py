@@ -63,8 +63,11 @@ class Space:
         return replace(self, rows=rows, requirements=requirements)
 
     def storing(self, forms: Mapping[int, Placement]) -> Space:
-        """The part of the space in which these parameters are stored in these forms; it shares the rows of all other
-        instructions. Raises InfeasibleError if a parameter has no such row."""
+        """The part of the space in which these parameters are stored in these forms; it shares the rows of all
+        other instructions.
+
+        Raises InfeasibleError if a parameter has no such row.
+        """
         graph, rows = self.theory.graph, list(self.rows)
         for tensor, form in forms.items():
             i = graph.producers[tensor]

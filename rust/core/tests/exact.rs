@@ -178,7 +178,9 @@ proptest! {
             let keep = take(present.tensors.iter().map(|t| t.keep.len()).sum());
             searcher.set_costs(&rows, &moves, &keep).unwrap();
             present = searcher.problem().clone();
-            let allowed: Vec<bool> = (0..rows.len()).map(|row| mask >> (row % 64) & 1 == 1).collect();
+            // A half of the rows, or an eighth.
+            let few = if mask % 4 == 0 { mask & mask.rotate_left(7) & mask.rotate_left(23) } else { mask };
+            let allowed: Vec<bool> = (0..rows.len()).map(|row| few >> (row % 64) & 1 == 1).collect();
             let allowed = Some(&allowed[..]).filter(|_| mask % 2 == 0);
             let expected = brute_force(&forbid(&present, allowed));
             let mut tick = |_: &_| true;
