@@ -1,7 +1,7 @@
 """``HAP(..., compile=True)``: what lies between two communications of a local graph goes through ``torch.compile``.
 
-A stretch (:mod:`hetspmd.run.stretches`) is of ATen ops here, and ``torch.compile`` sees it whole; collectives, random
-numbers and calls that are no ATen ops stay between.
+A stretch (:mod:`hetspmd.run.stretches`) is of ATen ops here, and ``torch.compile`` sees it whole; collectives,
+random numbers and calls that are no ATen ops stay between.
 
 Stretches compile when they first run. That may take longer than other ranks wait, so they are told
 (:meth:`~hetspmd.dist.communicator.Communicator.busy`).

@@ -1,7 +1,8 @@
 """Local graphs cut into *stretches*: what lies between two communications, as a graph of its own.
 
-A stretch is a run of consecutive calls that are taken; whatever else is called stays between, in its order, which is
-the same on every rank. Tensors that were saved for the backward are taken where the stretch that reads them begins.
+A stretch is a run of consecutive calls that are taken; whatever else is called stays between, in its order, which
+is the same on every rank. Tensors that were saved for the backward are taken where the stretch that reads them
+begins.
 """
 
 from __future__ import annotations
