@@ -45,8 +45,8 @@ T = TypeVar("T")
 
 WARM_UPS: Final = 1
 """Runs of a stretch before it is captured: in the first one libraries choose and load kernels."""
-VARIANTS: Final = 2
-"""Sets of places that are kept: parameters and their averages may take turns."""
+VARIANTS: Final = 4
+"""Sets of places that are kept: a module and its copy may take turns, and exchange their weights."""
 MOST_VARIANTS: Final = 8
 """Sets of places of one plan, after which nothing is captured any more: each costs what many steps gain."""
 
@@ -149,6 +149,8 @@ class Held:
             with _ordinary():
                 to += [torch.empty_like(t, requires_grad=False) for t in given]
             self.variant.own(to)
+        if any(p.shape != v.shape or p.dtype != v.dtype for p, v in zip(to, given, strict=True)):
+            return list(given)  # the stretches that read them will see it
         for place, value in zip(to, given, strict=True):
             place.copy_(value)
         return list(to)
@@ -237,12 +239,9 @@ class Captures:
             return None, REFERENCE
         if self._runtime.randomness is not self._randomness:
             self._randomness = self._runtime.randomness
-            if any(
-                region.draws for region in self._regions
-            ):  # the captures draw from the generators of before
-                self._variants.clear()
+            self._drop()
         tensors = [*parameters, *buffers]
-        places = tuple([(t.data_ptr(), t.stride()) for t in tensors])
+        places = _places(tensors)
         variant = self._variants.pop(places, None)
         if variant is None:
             if self._made == MOST_VARIANTS:
@@ -259,6 +258,11 @@ class Captures:
             self._reasons.tell(PENDING)
             return None, PENDING
         return variant, ""
+
+    def _drop(self) -> None:
+        """Forget captures that draw from the generators of before."""
+        if any(region.draws for region in self._regions):
+            self._variants.clear()
 
     def run(self, region: _Region, values: Sequence[Any]) -> Any:
         """The outputs of a stretch of the step that runs."""
@@ -339,6 +343,8 @@ def is_captured(node: fx.Node) -> bool:
     target: Any = node.target
     if target is calls.draw:
         return is_drawn_by_generator(node.args[5])
+    if target is torch.ops.aten.index.Tensor:
+        return True  # of a plan, whose shapes depend on no values: its indices are no masks
     if is_op(target):
         return not any(tag in target.tags for tag in _LOOKS) and not may_draw(target, node.args, node.kwargs)
     return node.op == "call_function" and str(getattr(target, "__module__", "")).startswith(_RULES)
@@ -361,6 +367,11 @@ def _named(body: fx.GraphModule) -> str:
     """The first and the last call of a stretch."""
     names = [node.name for node in body.graph.nodes if node.op == "call_function"]
     return f"{names[0]} to {names[-1]}"
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Where tensors lie."""
+    return tuple([(t.data_ptr(), t.stride()) for t in tensors])
 
 
 def _memory(tensor: Any) -> int:

@@ -87,7 +87,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         super().__init__()  # type: ignore[no-untyped-call]  # torch's is untyped
         self.ops: list[_Op] = []
         self.made: dict[int, torch.Tensor] = {}
-        self._generators = list(generators)
+        self._seeds = {
+            g.initial_seed() for g in generators
+        }  # ops are given other objects for the same generators
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._known: set[int] = set()
 
@@ -95,10 +97,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(tag in func.tags for tag in _UNREADABLE):
+        if any(tag in func.tags for tag in _UNREADABLE) and not _has_numbers(func, args):
             raise CaptureError(f"{func} looks at values, and nothing is computed while calls are captured")
         drawn = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-        if any(g not in self._generators for g in drawn) or (not drawn and may_draw(func, args, kwargs)):
+        if any(g.initial_seed() not in self._seeds for g in drawn) or (
+            not drawn and may_draw(func, args, kwargs)
+        ):
             raise CaptureError(f"{func} draws from a generator that was not named")
         given = list(_tensors((args, kwargs)))
         self._known.update(map(memory_of, given))
@@ -123,6 +127,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         for tensor, before in self._before.values():
             tensor.copy_(before)
         self._before.clear()
+
+
+def _has_numbers(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether an op that indexes is given indices, not masks."""
+    masks = torch.bool, torch.uint8
+    return func is torch.ops.aten.index.Tensor and all(t.dtype not in masks for t in _tensors(args[1]))
 
 
 def _leaves(values: Any) -> list[Any]:
