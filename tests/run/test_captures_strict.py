@@ -65,13 +65,13 @@ def in_another_order(hap: HAP, c: Case) -> Any:
 
 def _anywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(captured, "_places", lambda _: ())
+    patch.setattr(captured.Variant, "owns", _always)
     patch.setattr(captured._Place, "has", _always)
 
 
 def _no_copies(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(captured.Held, "inputs", _as_they_are)
-    patch.setattr(captured.Variant, "owns", _always)
-    patch.setattr(captured._Place, "has", _always)
+    _anywhere(patch)
 
 
 PRECAUTIONS: dict[str, tuple[Callable[[HAP, Case], Any], Callable[[pytest.MonkeyPatch], object]]] = {
