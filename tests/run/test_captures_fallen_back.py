@@ -332,6 +332,19 @@ def test_what_lies_elsewhere_is_read_where_it_is() -> None:
             pieces.pop()
 
 
+def test_errors_have_their_place() -> None:
+    c = case("attention")
+    wrong = {**c.batch, "ids": c.batch["ids"] + 100}
+    notes = []
+    for asked in (SimulatedCapturer(), False):
+        model, plan = copy.deepcopy(c.model), plan_of(c)
+        hap = HAP(model, plan.cluster, plan=plan, cuda_graphs=asked, check_plan=False)
+        with pytest.raises(IndexError) as error:
+            hap(**wrong)
+        notes.append(error.value.__notes__)
+    assert notes[0] == notes[1]
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

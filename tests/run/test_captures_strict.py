@@ -13,6 +13,7 @@ from small_models import Case, case
 
 from hetspmd.dist.random import Randomness
 from hetspmd.run import captured_regions as captured
+from hetspmd.run.capture_memory import Held, Place, Variant
 from hetspmd.run.capturer import CaptureError
 from hetspmd.run.module import HAP
 from hetspmd.run.simulated_capture import SimulatedCapturer
@@ -65,21 +66,21 @@ def in_another_order(hap: HAP, c: Case) -> Any:
 
 def _anywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(captured, "_places", lambda _: ())
-    patch.setattr(captured.Variant, "owns", _always)
-    patch.setattr(captured._Place, "has", _always)
+    patch.setattr(Variant, "is_read_there", _always)
+    patch.setattr(Place, "has", _always)
 
 
 def _no_copies(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(captured.Held, "inputs", _as_they_are)
+    patch.setattr(Held, "inputs", _as_they_are)
     _anywhere(patch)
 
 
 PRECAUTIONS: dict[str, tuple[Callable[[HAP, Case], Any], Callable[[pytest.MonkeyPatch], object]]] = {
     "copies of what is handed out": (
-        trained, lambda patch: patch.setattr(captured.Held, "copies", _as_they_are),
+        trained, lambda patch: patch.setattr(Held, "copies", _as_they_are),
     ),
     "one step at a time": (
-        two_forwards, lambda patch: patch.setattr(captured.Variant, "is_held", lambda _: False),
+        two_forwards, lambda patch: patch.setattr(Variant, "is_held", lambda _: False),
     ),
     "where parameters are": (moved, _anywhere),
     "copies of the batch": (in_another_order, _no_copies),

@@ -20,7 +20,8 @@ from hetspmd.errors import GradientError, NanError, RankFailedError
 from hetspmd.lower.local_program import LocalProgram, LocalTensor
 from hetspmd.placement import PARTIAL, is_sharded, shard, sharded_dim
 from hetspmd.run import anomaly
-from hetspmd.run.captured_regions import Captures, Held
+from hetspmd.run.capture_memory import Held
+from hetspmd.run.captured_regions import Captures
 from hetspmd.run.compiled_regions import in_stretches
 from hetspmd.run.shard_tensors import plain
 from hetspmd.run.source_location import SourceFinder, annotate
@@ -218,6 +219,8 @@ class Runner:
             with without_autocast(self.program.device.type):
                 yield
         except Exception as error:
+            if self.captures is not None:
+                graph = self.captures.innermost(error, graph)
             place = None if self.origin is None else self.origin.of_error(error, graph)
             if isinstance(error, RankFailedError):
                 error.where = error.where or str(place or f"the {type(graph).__name__.lower()} of the step")

@@ -4,15 +4,15 @@ A stretch (:mod:`hetspmd.run.stretches`) is here whatever computes on the device
 written, and random numbers that are drawn from a generator. In its first run it warms up, in its second one it is
 captured (:mod:`hetspmd.run.capturer`), and from then on it is repeated.
 
-**Where tensors lie.** A capture reads and writes at fixed places. Parameters and buffers are read where they are: a
-:class:`Variant` is what was captured for one set of places. The batch is copied to places of its own in each step,
-and so is what collectives deliver. The outputs of a stretch stay where they are, and nothing else ever lies there:
-other stretches, the collectives and the backward read them there. Only what a capture needs within itself lies in
-the pool that all captures have in common.
+**Where tensors lie** (:mod:`hetspmd.run.capture_memory`). A capture reads and writes at fixed places. Parameters and
+buffers are read where they are: a ``Variant`` is what was captured for one set of places. The batch is copied to
+places of its own in each step, and so is what collectives deliver. The outputs of a stretch stay where they are, and
+nothing else ever lies there: other stretches, the collectives and the backward read them there. Only what a capture
+needs within itself lies in the pool that all captures have in common.
 
 **Until when.** The next repetition overwrites them. So whatever leaves the step is a copy: the loss, the other
-outputs, the gradients. What is saved for the backward is not: a step is :class:`Held` until its backward has run,
-or cannot run any more, and a forward that comes before that runs uncaptured.
+outputs, the gradients. What is saved for the backward is not: a step is ``Held`` until its backward has run, or
+cannot run any more, and a forward that comes before that runs uncaptured.
 
 Whatever is not as it was captured runs uncaptured, which is always right, and :meth:`Captures.report` says why.
 """
@@ -22,11 +22,9 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
@@ -36,12 +34,11 @@ from hetspmd.dist.runtime import Runtime
 from hetspmd.lower import calls
 from hetspmd.lower.emit import item, take_saved
 from hetspmd.lower.local_program import LocalProgram
-from hetspmd.run.capturer import Capture, Capturer
+from hetspmd.run.capture_memory import CapturedStretch, Held, Place, Variant, ordinary
+from hetspmd.run.capturer import Capturer
 from hetspmd.run.capturing import PlanCaptures, Reasons
 from hetspmd.run.stretches import cut
 from hetspmd.trace.compat.tensors import is_op
-
-T = TypeVar("T")
 
 WARM_UPS: Final = 1
 """Runs of a stretch before it is captured: in the first one libraries choose and load kernels."""
@@ -64,113 +61,6 @@ HOST: Final = "a tensor lies on another device"
 _RULES: Final = "hetspmd.rules."
 
 
-@dataclass(eq=False)
-class _Place:
-    """Where a tensor is read."""
-
-    index: int
-    tensor: torch.Tensor
-    address: int
-
-    def has(self, value: Any) -> bool:
-        known = self.tensor
-        return value is known or (
-            isinstance(value, torch.Tensor)
-            and value.data_ptr() == self.address
-            and value.shape == known.shape
-            and value.stride() == known.stride()
-        )
-
-
-@dataclass(eq=False)
-class _Captured:
-    """A stretch that was captured. ``read``: what is read where it lies; ``copied``: what is copied first;
-    ``others``: what is no tensor."""
-
-    capture: Capture
-    read: list[_Place] = field(default_factory=list)
-    copied: list[_Place] = field(default_factory=list)
-    others: list[tuple[int, Any]] = field(default_factory=list)
-
-    def run(self, values: Sequence[Any]) -> Any:
-        """The outputs; None where the values are not as they were."""
-        if not all(place.has(values[place.index]) for place in self.read):
-            return None
-        if any(values[index] is not other for index, other in self.others):
-            return None
-        for place in self.copied:
-            value, to = values[place.index], place.tensor
-            if not isinstance(value, torch.Tensor) or value.shape != to.shape or value.dtype != to.dtype:
-                return None
-        for place in self.copied:
-            place.tensor.copy_(values[place.index])
-        self.capture.replay()
-        return self.capture.outputs
-
-
-class Variant:
-    """What was captured for one set of places of parameters and buffers."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.captured: dict[int, _Captured] = {}
-        """By the number of the stretch."""
-        self.inputs: list[torch.Tensor] = []
-        self.held: weakref.ref[Held] | None = None
-        self._memory = {_memory(t) for t in tensors} - {0}
-
-    def own(self, tensors: Iterable[torch.Tensor]) -> None:
-        """From now on these lie where they lie."""
-        self._memory.update(memory for t in tensors if (memory := _memory(t)))
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies at a place that is read where it is."""
-        return _memory(tensor) in self._memory
-
-    def is_held(self) -> bool:
-        """Whether what the last step has saved is still needed."""
-        held = None if self.held is None else self.held()
-        return held is not None and not held.over
-
-
-class Held:
-    """A step that runs captured, from its forward until what it has saved is not needed any more."""
-
-    def __init__(self, variant: Variant) -> None:
-        self.variant, self.over, self.warms = variant, False, False
-
-    def release(self) -> None:
-        """Nothing of the step is needed any more."""
-        self.over = True
-
-    def inputs(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The batch, copied to where the captures read it."""
-        to = self.variant.inputs
-        if not to:
-            with _ordinary():
-                to += [torch.empty_like(t, requires_grad=False) for t in given]
-            self.variant.own(to)
-        if any(p.shape != v.shape or p.dtype != v.dtype for p, v in zip(to, given, strict=True)):
-            return list(given)  # the stretches that read them will see it
-        for place, value in zip(to, given, strict=True):
-            place.copy_(value)
-        return list(to)
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether the next step overwrites a tensor."""
-        return self.variant.owns(tensor)
-
-    def copies(self, tensors: Sequence[T]) -> list[T]:
-        """The tensors (or None), with copies of those that the next step overwrites."""
-        results: list[Any] = list(tensors)
-        there = [i for i, tensor in enumerate(results) if tensor is not None and self.owns(tensor)]
-        overwritten = [results[i] for i in there]
-        for i in there:
-            results[i] = torch.empty_like(results[i])
-        if there:
-            torch._foreach_copy_([results[i] for i in there], overwritten)
-        return results
-
-
 class _Region(nn.Module):
     """A stretch: its calls, which are captured when it runs for the second time."""
 
@@ -180,6 +70,8 @@ class _Region(nn.Module):
         self.number, self.body = number, body
         self.draws = any(node.target is calls.draw for node in body.graph.nodes)
         self.runs, self.reason = 0, ""
+        self.missed = 0
+        """Runs as it is, since a value was not as it was captured."""
 
     def forward(self, *values: Any) -> Any:
         captures = self._captures()
@@ -226,8 +118,20 @@ class Captures:
 
     def graph(self, graph: fx.GraphModule, held: Held | None) -> fx.GraphModule:
         """What runs for a local graph of a step."""
+        if held is not None and self._runtime.randomness is not self._randomness:
+            held = None  # they were exchanged between forward and backward
         self._running = None if held is None else weakref.ref(held)
         return graph if held is None else self._graphs.get(graph, graph)
+
+    def innermost(self, error: BaseException, graph: fx.GraphModule) -> fx.GraphModule:
+        """The graph of the stretch in which an error was raised; otherwise ``graph``."""
+        codes = set()
+        trace = error.__traceback__
+        while trace is not None:
+            codes.add(trace.tb_frame.f_code)
+            trace = trace.tb_next
+        bodies = (region.body for region in self._regions)
+        return next((body for body in bodies if type(body).forward.__code__ in codes), graph)
 
     def _variant(
         self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
@@ -272,6 +176,7 @@ class Captures:
         if captured is not None:
             outputs = captured.run(values)
             if outputs is None:
+                region.missed += 1
                 self._reasons.tell(ELSEWHERE)
                 return region.body(*values)
             return outputs
@@ -291,31 +196,29 @@ class Captures:
         held.variant.captured[region.number] = captured
         return captured.run(values)
 
-    def _capture(self, region: _Region, variant: Variant, values: Sequence[Any]) -> _Captured:
+    def _capture(self, region: _Region, variant: Variant, values: Sequence[Any]) -> CapturedStretch:
         """A stretch that is captured now. Raises RuntimeError if it cannot be."""
         given = list(values)
-        read: list[_Place] = []
-        copied: list[_Place] = []
+        read: list[Place] = []
+        copied: list[tuple[int, torch.Tensor]] = []
         others: list[tuple[int, Any]] = []
         for index, value in enumerate(values):
             if not isinstance(value, torch.Tensor):
                 others.append((index, value))
-                continue
-            if value.device.type != self._capturer.device_type:
+            elif value.device.type != self._capturer.device_type:
                 raise RuntimeError(f"{HOST}, {value.device}")
-            if variant.owns(value) or not value.numel():
-                read.append(_Place(index, value, value.data_ptr()))
-                continue
-            with _ordinary():
-                given[index] = torch.empty_like(value, requires_grad=False).copy_(value)
-                copied.append(_Place(index, given[index], given[index].data_ptr()))
-        randomness = self._randomness
-        with _ordinary():
-            drawn = randomness.generators if region.draws else ()
+            elif variant.is_read_there(value) or not value.numel():
+                read.append(Place.of(index, value, stays=variant.owns(value)))
+            else:
+                with ordinary():
+                    given[index] = torch.empty_like(value, requires_grad=False).copy_(value)
+                copied.append((index, given[index]))
+        drawn = self._randomness.generators if region.draws else ()
+        with ordinary():
             capture = self._capturer.capture(partial(region.body, *given), drawn)
-        found = [*capture.outputs, *(place.tensor for place in copied)]
-        variant.own(t for value in found for t in (value if isinstance(value, (tuple, list)) else [value]))
-        return _Captured(capture, read, copied, others)
+        for output in (*capture.outputs, *(to for _, to in copied)):
+            variant.own(output if isinstance(output, (tuple, list)) else [output])
+        return CapturedStretch(capture, read, copied, others)
 
     def _busy(self) -> Any:
         return (self._runtime.everyone or self._runtime.communicator).busy()
@@ -331,7 +234,7 @@ class Captures:
             calls=sum(_calls(region.body) for region in self._regions),
             between=between,
             steps=dict(self.steps),
-            refused=tuple(region.reason for region in self._regions if region.reason),
+            refused=tuple(filter(None, map(_refusal, self._regions))),
         )
 
 
@@ -369,18 +272,12 @@ def _named(body: fx.GraphModule) -> str:
     return f"{names[0]} to {names[-1]}"
 
 
+def _refusal(region: _Region) -> str:
+    if region.reason or not region.missed:
+        return region.reason
+    return f"{_named(region.body)}, in {region.missed} runs: {ELSEWHERE}"
+
+
 def _places(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """Where tensors lie."""
     return tuple([(t.data_ptr(), t.stride()) for t in tensors])
-
-
-def _memory(tensor: Any) -> int:
-    """The address of the memory of a tensor; 0 where there is none."""
-    return tensor.untyped_storage().data_ptr() if isinstance(tensor, torch.Tensor) else 0
-
-
-@contextmanager
-def _ordinary() -> Iterator[None]:
-    """Tensors that are made are ordinary ones, with no place in autograd's graph, whatever surrounds this."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield

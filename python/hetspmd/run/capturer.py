@@ -57,13 +57,14 @@ class CudaCapturer(Capturer):
     device_type = "cuda"
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         with torch.cuda.device(device):
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
 
     def warm_up(self, call: Callable[[], T]) -> T:
         """On the stream on which it will be captured: libraries have workspaces per stream."""
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             outputs = call()
@@ -75,9 +76,14 @@ class CudaCapturer(Capturer):
         for generator in generators:
             graph.register_generator_state(generator)
         # Threads that watch over collectives or load batches may call CUDA meanwhile.
-        mode = torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        )
-        with mode:
-            outputs = call()
+        own: dict[str, Any] = {
+            "pool": self._pool,
+            "stream": self._stream,
+            "capture_error_mode": "thread_local",
+        }
+        try:
+            with torch.cuda.device(self._device), torch.cuda.graph(graph, **own):
+                outputs = call()
+        except RuntimeError as error:  # the end of a capture that was broken off raises another one
+            raise CaptureError(str(error.__context__ or error)) from error
         return Capture(outputs, graph.replay)

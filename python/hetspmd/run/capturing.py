@@ -80,8 +80,8 @@ class PlanCaptures:
         captured: Those that are.
         calls: Calls of the local graphs within stretches.
         between: Calls between them: collectives, their waits, and what cannot be captured.
-        steps: The number of forwards by why they ran uncaptured; "" are those that did not.
-        refused: Stretches that cannot be captured, with the reason of each.
+        steps: The number of forwards by why they ran uncaptured; "" are those that did not, warm-ups included.
+        refused: Stretches that are not captured, or not in all steps, with the reason of each.
         reason: Why nothing of the plan is captured; "" where something may be.
     """
 
