@@ -3,16 +3,16 @@
     python scripts/gpu/cuda_graphs.py [--seconds 230] [NAME ...]
     python scripts/gpu/cuda_graphs.py --device cpu --small
 
-BERT-base and GPT-2 small under autocast to bfloat16, at the batch of ordinary training and with few rows, where the
-host limits the step; and BERT with dropout, whose random numbers must be drawn anew in each step. For each a line of
-JSON for every check, then one for every arm.
+BERT-base and GPT-2 small under autocast to bfloat16, at the batch of ordinary training and with few rows, where
+the host limits the step; and BERT with dropout, whose random numbers must be drawn anew in each step. Each
+check is a line of JSON, and so is each arm that is timed.
 
-A *check* is a loop that runs twice, with graphs and without, from the same weights and seed: losses, gradients' norms
-and the final parameters are compared. It has what graphs could get wrong: another batch shape, two forwards before a
-backward, evaluation between forward and backward, gradients that accumulate, and weights that move. ``exact`` says
-whether the bits are the same; kernels that add in any order (the gradient of an embedding) may differ in the last
-ones. A *timing* takes turns of eager PyTorch, the local graphs as they are, and the same by CUDA graphs. Exit status 1
-if a check fails or a graph is not captured.
+A *check* is a loop that runs twice, with graphs and without, from the same weights and seed: losses, norms of
+the gradients and the final parameters are compared. It has what graphs could get wrong: another batch shape,
+two forwards before a backward, evaluation between forward and backward, gradients that accumulate, and weights
+that move. ``exact`` says whether the bits are the same; kernels that add in any order (the gradient of an
+embedding) may differ in the last ones. A *timing* takes turns of eager PyTorch, the local graphs as they are,
+and the same by CUDA graphs. Exit status 1 if a check fails or a stretch is not captured.
 
 ``--device cpu`` tries the script itself: the capturer is the one for tests, and seconds say nothing.
 """

@@ -251,11 +251,13 @@ def test_recordings_and_anomalies_run_as_they_are() -> None:
 
 
 def test_mixed_precision() -> None:
-    c = case("mlp", torch.float32)
+    c, plan = case("mlp", torch.float32), None
     found = []
     for asked in (SimulatedCapturer(), False):
         with torch.autocast("cpu", torch.bfloat16):
-            hap = HAP(copy.deepcopy(c.model), cluster(1), example=c.batch, cuda_graphs=asked)
+            options = {"plan": plan, "check_plan": False} if plan else {"example": c.batch}
+            hap = HAP(copy.deepcopy(c.model), cluster(1), cuda_graphs=asked, **options)
+            plan = hap.plan
         hap.run_lowered()
         optimizer, scaler, mine = sgd(hap), hetspmd.GradScaler("cpu", init_scale=8.0, growth_interval=2), []
         for _ in range(5):

@@ -1,14 +1,14 @@
 """``HAP(..., cuda_graphs="auto")``: what is between two communications of a local graph is captured, and repeated.
 
-A stretch (:mod:`hetspmd.run.stretches`) is here whatever computes on the device alone: ATen ops, what rules have
-written, and random numbers that are drawn from a generator. In its first run it warms up, in its second one it is
-captured (:mod:`hetspmd.run.capturer`), and from then on it is repeated.
+A stretch (:mod:`hetspmd.run.stretches`) is here whatever computes on the device alone: ATen ops, what rules
+have written, and random numbers that are drawn from a generator. In its first run it warms up, in its second
+one it is captured (:mod:`hetspmd.run.capturer`), and from then on it is repeated.
 
-**Where tensors lie** (:mod:`hetspmd.run.capture_memory`). A capture reads and writes at fixed places. Parameters and
-buffers are read where they are: a ``Variant`` is what was captured for one set of places. The batch is copied to
-places of its own in each step, and so is what collectives deliver. The outputs of a stretch stay where they are, and
-nothing else ever lies there: other stretches, the collectives and the backward read them there. Only what a capture
-needs within itself lies in the pool that all captures have in common.
+**Where tensors lie** (:mod:`hetspmd.run.capture_memory`). A capture reads and writes at fixed places.
+Parameters and buffers are read where they are: a ``Variant`` is what was captured for one set of places. The
+batch is copied to places of its own in each step, and so is what collectives deliver. The outputs of a stretch
+stay where they are, and nothing else lies there: other stretches, the collectives and the backward read them
+there. Only what a capture needs within itself lies in the pool that all captures have in common.
 
 **Until when.** The next repetition overwrites them. So whatever leaves the step is a copy: the loss, the other
 outputs, the gradients. What is saved for the backward is not: a step is ``Held`` until its backward has run, or
