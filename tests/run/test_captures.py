@@ -6,12 +6,16 @@ The capturer is the one for CPUs, which is as strict as CUDA graphs: it repeats 
 from __future__ import annotations
 
 import pytest
+import torch
 from captures import all_captured, both, compared, steps_of
-from small_models import case
+from small_models import Case, case
 from small_plans import cluster, random_plan, segmented_plan
+from torch import nn
 
 from hetspmd.optimize.compiler import plan_for
+from hetspmd.rules.theory import derive
 from hetspmd.search.constraints import Constraints
+from hetspmd.trace.trace import trace
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv", "residual", "attention"])
@@ -33,6 +37,24 @@ SUBJECTS = [
 def test_random_programs(name: str, world: int, seed: int) -> None:
     c = case(name)
     compared(c, random_plan(c, world, seed))
+
+
+class Parts(nn.Module):
+    """A parameter in parts: views that the backward reads after the optimizer has changed it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.weight.chunk(3)
+        return (torch.tanh(x @ first) @ second.T @ third).square().mean()
+
+
+def test_views_of_parameters() -> None:
+    torch.manual_seed(0)
+    model, batch = Parts(), {"x": torch.randn(5, 2, dtype=torch.float64)}
+    both(Case(model, batch, derive(trace(model, (), batch))))
 
 
 @pytest.mark.parametrize("name", ["mlp", pytest.param("conv", marks=pytest.mark.slow)])

@@ -148,6 +148,14 @@ def _memory(tensor: Any) -> int:
     return tensor.untyped_storage().data_ptr() if isinstance(tensor, torch.Tensor) else 0
 
 
+def without_views(outputs: Any) -> Any:
+    """The same memory. Autograd refuses a view that is older than a change of what it is a view of, as those of
+    parameters are after the first step."""
+    if isinstance(outputs, (tuple, list)):
+        return tuple([without_views(output) for output in outputs])
+    return outputs.detach() if isinstance(outputs, torch.Tensor) else outputs
+
+
 @contextmanager
 def ordinary() -> Iterator[None]:
     """Tensors that are made are ordinary ones, with no place in autograd's graph, whatever surrounds this."""

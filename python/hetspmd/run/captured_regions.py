@@ -34,8 +34,8 @@ from hetspmd.dist.runtime import Runtime
 from hetspmd.lower import calls
 from hetspmd.lower.emit import item, take_saved
 from hetspmd.lower.local_program import LocalProgram
-from hetspmd.run.capture_memory import CapturedStretch, Held, Place, Variant, ordinary
-from hetspmd.run.capturer import Capturer
+from hetspmd.run.capture_memory import CapturedStretch, Held, Place, Variant, ordinary, without_views
+from hetspmd.run.capturer import Capture, Capturer
 from hetspmd.run.capturing import PlanCaptures, Reasons
 from hetspmd.run.stretches import cut
 from hetspmd.trace.compat.tensors import is_op
@@ -216,6 +216,7 @@ class Captures:
         drawn = self._randomness.generators if region.draws else ()
         with ordinary():
             capture = self._capturer.capture(partial(region.body, *given), drawn)
+            capture = Capture(without_views(capture.outputs), capture.replay)
         for output in (*capture.outputs, *(to for _, to in copied)):
             variant.own(output if isinstance(output, (tuple, list)) else [output])
         return CapturedStretch(capture, read, copied, others)
