@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +105,17 @@ def test_real_models(name: str) -> None:
             assert report.refused == ()
             assert report.steps == {"": 3}
     equal(*found)
+
+
+@pytest.mark.slow
+def test_the_script_for_a_gpu_on_a_cpu() -> None:
+    script = Path(__file__).parents[2] / "scripts" / "gpu" / "cuda_graphs.py"
+    options = ["BERT, dropout", "--device", "cpu", "--small", "--rounds", "1"]
+    ran = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [line["what"] for line in lines] == [
+        "machine", "check", "eager", "without graphs", "with graphs", "end",
+    ], ran.stderr  # fmt: skip
+    assert ran.returncode == 0
+    assert lines[1]["ok"]
+    assert lines[1]["exact"]

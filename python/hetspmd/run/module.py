@@ -141,8 +141,7 @@ class HAP(TakesPart, WholeStates, ReportsCaptures, RefusesWrappers):
         communicator = self._everyone = joined(run.process_group, self.cluster.ranks, run.timeout)
         self.device = device_for(model, run.device)
         self.module = model
-        self.gather_outputs = run.gather_outputs
-        self.gather_state = run.gather_state
+        self.gather_outputs, self.gather_state = run.gather_outputs, run.gather_state
         setting = Setting(
             model=model,
             cluster=self.cluster,
