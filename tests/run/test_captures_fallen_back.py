@@ -124,6 +124,22 @@ def test_parameters_and_buffers_at_another_place() -> None:
     assert steps_of(both(case("conv"), body)) == {"": 8}
 
 
+def test_parameters_that_change_before_the_backward() -> None:
+    """As ever, they are refused: the backward reads them."""
+
+    def body(hap: HAP, c: Case) -> Any:
+        found = [step(hap, c).detach() for _ in range(3)]
+        loss = loss_of(hap(**c.batch))
+        with torch.no_grad():
+            hap.module.b.weight.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        del loss
+        return found + [step(hap, c).detach() for _ in range(2)]
+
+    assert steps_of(both(case("mlp"), body)) == {"": 6}
+
+
 def test_parameters_that_always_move() -> None:
     def body(hap: HAP, c: Case) -> Any:
         optimizer, found = sgd(hap), []
