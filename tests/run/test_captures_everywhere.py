@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -10,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from captures import compared, equal
+from captures import both, compared, equal
 from captures_worker import worker
 from loader_cases import TRAININGS, WORLD, Rows, loss_of
 from machine_plans import machine_plan
 from ranks import own_gradient
 from small_models import case
 from small_plans import cluster
+from torch import nn
 
 import hetspmd
 import zoo
@@ -105,6 +107,45 @@ def test_real_models(name: str) -> None:
             assert report.refused == ()
             assert report.steps == {"": 3}
     equal(*found)
+
+
+@pytest.mark.slow
+def test_activations_that_are_computed_again() -> None:
+    """Random ones, too."""
+    c = case("attention")
+    both(c, plan=hetspmd.compile(copy.deepcopy(c.model), c.batch, cluster(1), recompute="all"))
+
+
+class Warm(nn.Module):
+    """Its number changes between steps, which makes it an input of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.temperature = nn.Linear(4, 4), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) / self.temperature).softmax(-1).square().sum()
+
+
+@pytest.mark.slow
+def test_a_number_that_changes() -> None:
+    torch.manual_seed(0)
+    model, x = Warm().double(), torch.randn(5, 4, dtype=torch.float64)
+    found, steps = [], 0
+    for asked in (SimulatedCapturer(), False):
+        hap = HAP(copy.deepcopy(model), cluster(1), example=(x,), cuda_graphs=asked)
+        hap.run_lowered()
+        optimizer, losses = torch.optim.SGD(hap.parameters(), lr=0.1), []
+        for number in range(8):
+            hap.module.temperature = 1.0 + number // 2
+            optimizer.zero_grad()
+            losses.append(hap(x))
+            losses[-1].backward()
+            optimizer.step()
+        found.append([loss.detach() for loss in losses])
+        steps += sum(plan.steps[""] for plan in hap.cuda_graphs_report().plans)
+    equal(*found)
+    assert steps == 8
 
 
 @pytest.mark.slow
