@@ -4,11 +4,14 @@ A capture has a memory of its own. Its *outputs* lie where they lay when the cal
 repetition overwrites them; what the calls read is read where it lay. While a call is captured nothing is computed.
 What CPUs can show of this is shown by :class:`~hetspmd.run.simulated_capture.SimulatedCapturer`.
 
-:class:`CudaCapturer` has not run yet: there was no GPU.
+:class:`CudaCapturer` has not run yet: there was no GPU. What is known of torch: before 2.13 a generator that
+was named in a capture which failed raises an error when it is drawn from again, and the memory of freed tensors
+is given back later.
 """
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,7 +85,8 @@ class CudaCapturer(Capturer):
             "capture_error_mode": "thread_local",
         }
         try:
-            with torch.cuda.device(self._device), torch.cuda.graph(graph, **own):
+            with warnings.catch_warnings(), torch.cuda.device(self._device), torch.cuda.graph(graph, **own):
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # of a rank without rows, say
                 outputs = call()
         except RuntimeError as error:  # the end of a capture that was broken off raises another one
             raise CaptureError(str(error.__context__ or error)) from error

@@ -14,9 +14,10 @@ from typing import Any
 from torch import fx, nn
 
 from hetspmd.lower.emit import item, take_saved
+from hetspmd.trace.compat.tensors import is_op
 
 FEWEST_CALLS = 2
-"""Calls of the shortest stretch: nothing is saved by one alone."""
+"""Calls of the shortest stretch that compute something: nothing is saved by one alone."""
 
 Taken = Callable[[fx.Node], bool]
 """Whether a stretch takes a call."""
@@ -63,7 +64,7 @@ class _Cut:
     def _end(self) -> None:
         """Write the stretch that has been read."""
         nodes, self._stretch = list(self._stretch), {}
-        if sum(node.target is not item for node in nodes) < FEWEST_CALLS:
+        if sum(map(_computes, nodes)) < FEWEST_CALLS:
             for node in nodes:
                 self._copy(node)
             return
@@ -86,3 +87,11 @@ class _Cut:
             self._values[node] = self._graph.create_node(
                 "call_function", operator.getitem, (call, index), name=node.name
             )
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a call does more than to show memory as another tensor."""
+    if not is_op(node.target):
+        return node.target is not item
+    returns = node.target._schema.returns
+    return any(r.alias_info is None or r.alias_info.is_write for r in returns)
